@@ -198,8 +198,8 @@ impl Batch {
     /// Of an array the metadata take `dtype` and `shape`, as for `create`. With bytes they stay, but as after
     /// `resize` if the page has another length.
     ///
-    /// What is logged of a page on disk waits in memory for the next snapshot, in blocks of 4 KiB, and is
-    /// counted so.
+    /// What is logged of a page on disk waits in memory for the next snapshot, and `logged_max` counts that
+    /// memory: some 600 bytes for an element by itself.
     ///
     /// >>> store = remanent.Store(directory)
     /// >>> store["k"] = bytes(100_000)

@@ -21,9 +21,8 @@ const COMPARED_LEN: usize = 4 << 20;
 const PROBED_LEN: usize = 64 << 10;
 /// The shortest page of which so little is looked at first that it pays.
 const PROBES_LEN_MIN: usize = 4 * PROBED_LEN;
-/// Bytes of a page on disk that wait together, and what they take with the marks of what was written.
-const BLOCK_LEN: usize = 4 << 10;
-const BLOCK_BYTES: u64 = 4608;
+/// Where the middle of a page is looked at: a whole number of elements of any width from its start.
+const MIDDLE_ALIGN: usize = 4 << 10;
 
 /// The bytes that a page is to hold.
 enum NewBytes {
@@ -159,34 +158,27 @@ fn changes(
             let changed = elements.filter(|(before, after)| before != after).count() * width.bytes();
             Ok::<_, Error>(changed as u64 > PROBED_LEN as u64 / LOGGED_PART)
         };
-        let middle = data_len / 2 / BLOCK_LEN * BLOCK_LEN;
+        let middle = data_len / 2 / MIDDLE_ALIGN * MIDDLE_ALIGN;
         if mostly_changed(0)? && mostly_changed(middle)? {
             return Ok((info, None));
         }
     }
-    let (mut changes, mut blocks) = (PageChanges::new(width), 0);
+    let mut changes = PageChanges::new(width);
     for at in (0..data_len).step_by(COMPARED_LEN) {
         let after = data.piece(at, COMPARED_LEN.min(data_len - at), &mut held)?;
         let before = &mut before[..after.len()];
         store.read(page, at as u64, before)?;
         changes.compare(at as u64, before, after);
-        let of_piece = before.chunks(BLOCK_LEN).zip(after.chunks(BLOCK_LEN));
-        blocks += of_piece.filter(|(before, after)| before != after).count() as u64;
-        let is_much = changes.cost() > data.len() / LOGGED_PART;
-        if is_much || taken(&info, &mut changes, blocks) > left {
+        if changes.cost() > data.len() / LOGGED_PART || taken(&info, &mut changes) > left {
             return Ok((info, None));
         }
     }
-    let taken = taken(&info, &mut changes, blocks);
+    let taken = taken(&info, &mut changes);
     Ok((info, Some((changes, taken))))
 }
 
-/// What changes take until the next snapshot. Of a page on disk, as a commit claims it: two blocks for each
-/// element, if the page has as many, and those of ranges.
-fn taken(info: &PageInfo, changes: &mut PageChanges, blocks: u64) -> u64 {
-    if info.place != Place::Disk {
-        return changes.cost();
-    }
-    let all_blocks = info.len / BLOCK_LEN as u64 + 2;
-    BLOCK_BYTES * (2 * changes.count()).min(all_blocks).max(2 * blocks)
+/// Bytes that changes take until the next snapshot: of the log, or of the memory in which a page on disk has them
+/// wait.
+fn taken(info: &PageInfo, changes: &mut PageChanges) -> u64 {
+    if info.place == Place::Disk { changes.pending_bytes().max(changes.cost()) } else { changes.cost() }
 }

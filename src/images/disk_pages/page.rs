@@ -15,8 +15,9 @@ use crate::device::{Lane, Span};
 use crate::error::Result;
 use crate::memory::staging::StagingPool;
 
-/// Bytes of a page that are held together.
-const BLOCK_LEN: usize = 4 << 10;
+/// Bytes of a page that are held together. Of a page in which single elements changed, each takes one block: with
+/// blocks of 4 KiB, one changed element in a thousand took as much memory as the page.
+pub(super) const BLOCK_LEN: usize = 512;
 const WORDS: usize = BLOCK_LEN / 64;
 /// Bytes of a page that are read at a time, to go through all of them.
 const READ_AT_ONCE: u64 = 4 << 20;
@@ -64,7 +65,8 @@ struct Block {
     pending: Arc<PendingBytes>,
 }
 
-const BLOCK_BYTES: u64 = size_of::<Block>() as u64;
+/// Bytes of host memory that a block takes, with its counts and its entry in the map.
+const BLOCK_BYTES: u64 = size_of::<Block>() as u64 + 48;
 
 /// Blocks in which `len` bytes from `offset` on lie.
 fn blocks(offset: u64, len: u64) -> u64 {

@@ -215,7 +215,8 @@ fn memory_and_files_are_counted() {
     let write = |page: &mut DiskPage, offset| page.apply(&Op::Write { page: PAGE, offset, bytes: &[1; 10] });
     write(&mut page, 4090);
     let two_blocks = images.pages.pending_bytes();
-    assert!(two_blocks > 2 * 4096 && two_blocks < 10 << 10, "{two_blocks}");
+    let block = page::BLOCK_LEN as u64;
+    assert!(two_blocks > 2 * block && two_blocks < 3 * block, "{two_blocks}");
     assert!(pending_bytes_of(&Op::Write { page: PAGE, offset: 4090, bytes: &[1; 10] }) >= two_blocks);
     let caught = page.part(&(0..10));
     write(&mut page, 4090);

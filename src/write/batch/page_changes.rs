@@ -4,6 +4,7 @@
 use remanent_format::Width;
 
 use super::{PageRef, WriteBatch};
+use crate::images::disk_pages::{pending_bytes_of_elements, pending_bytes_of_write};
 
 /// Bytes that a range costs beyond its own: an operation's header, and padding.
 const RANGE_COST: u64 = 40;
@@ -176,6 +177,17 @@ impl PageChanges {
     pub fn cost(&mut self) -> u64 {
         self.settle();
         self.cost
+    }
+
+    /// Bytes of host memory that these changes of a page on disk take until the next snapshot, at most: what a
+    /// commit of them claims.
+    pub fn pending_bytes(&mut self) -> u64 {
+        self.settle();
+        let ranges = self.ranges.iter().map(|range| (range.offset, range.bytes.len() as u64));
+        let of_ranges = ranges.map(|(offset, len)| pending_bytes_of_write(offset, len));
+        let (count, width) = (self.indices.len() as u64, self.width.bytes() as u64);
+        let end = self.indices.last().map_or(0, |last| (u64::from(*last) + 1) * width);
+        of_ranges.fold(pending_bytes_of_elements(count, 0, end), u64::saturating_add)
     }
 
     /// Puts the changes into a batch.
