@@ -100,6 +100,7 @@ mod dlpack;
 mod untracked;
 mod values;
 mod elements;
+mod listed_versions;
 mod errors;
 
 use std::ffi::OsString;
@@ -176,6 +177,12 @@ mod _native {
     #[pyfunction]
     fn close_all(py: Python<'_>) {
         gate::close_all(py);
+    }
+
+    /// The versions in the directory of a store, or of a run of several ranks, the oldest first.
+    #[pyfunction]
+    fn versions(py: Python<'_>, path: std::path::PathBuf) -> PyResult<Vec<listed_versions::ListedVersion>> {
+        listed_versions::list(py, path)
     }
 
     /// A value as text of JSON; `adapt` takes what is another library's, `leaves` what is taken as it is.

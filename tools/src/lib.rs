@@ -43,6 +43,7 @@ use crate::history::{bisect, blame, diff, fork, prune, restore, salvage, snapsho
 use crate::inspect::{doctor, dump, follow, info, log, pages, snapshots, verify};
 use crate::replay::demo;
 pub use crate::weights::import::import;
+pub use crate::weights::versions::{Version, versions};
 
 const ABOUT: &str = "\
 The store's directory is always the first argument. Commands that inspect only read, take no lock, and \
@@ -68,6 +69,7 @@ enum Command {
     Replay(replay::Replay),
     Import(weights::import::Import),
     Export(weights::export::Export),
+    Versions(weights::versions::Versions),
     Diff(diff::Diff),
     Blame(blame::Blame),
     Bisect(bisect::Bisect),
@@ -118,6 +120,7 @@ impl Command {
             Command::Replay(command) => command.run(out),
             Command::Import(command) => command.run(out),
             Command::Export(command) => command.run(out),
+            Command::Versions(command) => command.run(out),
             Command::Diff(command) => command.run(out),
             Command::Blame(command) => command.run(out),
             Command::Bisect(command) => command.run(out),

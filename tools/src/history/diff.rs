@@ -19,6 +19,7 @@ use crate::read::page_bytes::{PageBytes, windows};
 use crate::read::states::{KeptStates, damaged};
 use crate::read::store_dir::StoreDir;
 use crate::weights::dtype;
+use crate::weights::versions::SAVED_AT;
 use crate::weights::{dtype_of, label};
 
 const EXAMPLES: &str = "\
@@ -202,7 +203,7 @@ fn value_change(dtype: Dtype, before: &[u8], after: &[u8]) -> Option<f64> {
 fn root_lines(old: &Metadata, new: &Metadata) -> Vec<RootLine> {
     let names: BTreeSet<&String> = old.keys().chain(new.keys()).collect();
     let line = |name: &String| (name.clone(), old.get(name).cloned(), new.get(name).cloned());
-    names.into_iter().map(line).filter(|(_, from, to)| from != to).collect()
+    names.into_iter().map(line).filter(|(name, from, to)| name != SAVED_AT && from != to).collect()
 }
 
 impl Change {

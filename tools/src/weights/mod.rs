@@ -9,6 +9,8 @@ pub(crate) mod dtype;
 pub(crate) mod element;
 pub(crate) mod export;
 pub(crate) mod import;
+mod points;
+pub(crate) mod versions;
 
 use std::fs::File;
 use std::io;

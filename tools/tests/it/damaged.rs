@@ -20,11 +20,12 @@ const MISSING_OF: usize = 50;
 const SECTOR_LEN: usize = 512;
 
 /// Each damage is shown to `verify`, and to one of these in turn.
-const COMMANDS: [&[&str]; 6] = [
+const COMMANDS: [&[&str]; 7] = [
     &["info", "--json"],
     &["pages", "--json"],
     &["log", "--json"],
     &["snapshots", "--json"],
+    &["versions", "--json"],
     &["dump", "1", "-o", "-"],
     &["diff", "--from", "snapshot:1", "--json"],
 ];

@@ -24,4 +24,5 @@ mod torture;
 mod truth;
 mod usage;
 mod verdicts;
+mod versions;
 mod weights;

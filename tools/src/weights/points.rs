@@ -1,0 +1,73 @@
+//! The versions of a run of several ranks. Each is a small file of JSON in `points/`, which names a snapshot in the
+//! store of every rank; the first line holds a checksum of the rest.
+
+use std::fs;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use blake2::digest::consts::U16;
+use blake2::{Blake2b, Digest};
+use serde::Deserialize;
+
+use crate::cli::exit::Failure;
+
+/// The longest file of a version that is read, in bytes: far beyond that of a run of 100,000 ranks.
+const POINT_LEN_MAX: u64 = 64 << 20;
+
+/// A version of all ranks.
+#[derive(Deserialize)]
+pub struct Point {
+    /// The step of the run.
+    pub step: u64,
+    /// The name that the caller gave.
+    pub name: Option<String>,
+    /// When it was saved, in seconds since 1970.
+    pub created: f64,
+    /// By rank: the identity of its store, the snapshot's name, and the batch that it ends with.
+    pub parts: Vec<(String, String, u64)>,
+}
+
+/// The folder of versions in the directory of a run of ranks, if it is one.
+pub fn folder(run: &Path) -> Option<PathBuf> {
+    let folder = run.join("points");
+    folder.is_dir().then_some(folder)
+}
+
+/// Reads the versions, the oldest first, and what is damaged among them.
+pub fn read(folder: &Path) -> Result<(Vec<Point>, Vec<String>), Failure> {
+    let cannot = |error| Failure::Environment(format!("cannot read {}: {error}", folder.display()));
+    let mut numbered: Vec<(u64, PathBuf)> = Vec::new();
+    for entry in fs::read_dir(folder).map_err(cannot)? {
+        let path = entry.map_err(cannot)?.path();
+        let number = path.file_stem().and_then(|stem| stem.to_str()?.parse().ok());
+        let is_point = path.extension().is_some_and(|extension| extension == "point");
+        numbered.extend(number.filter(|_| is_point).map(|number| (number, path)));
+    }
+    numbered.sort_unstable();
+    let (mut points, mut damage) = (Vec::new(), Vec::new());
+    for (_, path) in numbered {
+        let point = match fs::metadata(&path) {
+            Ok(found) if found.len() > POINT_LEN_MAX => Err(format!("it has {} bytes", found.len())),
+            Ok(_) => fs::read(&path).map_err(|error| error.to_string()).and_then(|bytes| parse(&bytes)),
+            // The run has given it up since the folder was listed.
+            Err(error) if error.kind() == ErrorKind::NotFound => continue,
+            Err(error) => Err(error.to_string()),
+        };
+        match point {
+            Ok(point) => points.push(point),
+            Err(reason) => damage.push(format!("{}: {reason}", path.display())),
+        }
+    }
+    Ok((points, damage))
+}
+
+fn parse(bytes: &[u8]) -> Result<Point, String> {
+    let end = bytes.iter().position(|byte| *byte == b'\n').ok_or("its first line has no end")?;
+    let (first, body) = (&bytes[..end], &bytes[end + 1..]);
+    let sum: String = Blake2b::<U16>::digest(body).iter().map(|byte| format!("{byte:02x}")).collect();
+    let expected = format!("{{\"remanent version\": 1, \"blake2b\": \"{sum}\"}}");
+    if first != expected.as_bytes() {
+        return Err("its bytes are not what was written, or a newer program wrote it".to_owned());
+    }
+    serde_json::from_slice(body).map_err(|error| format!("it cannot be read: {error}"))
+}

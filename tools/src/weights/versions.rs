@@ -1,0 +1,301 @@
+//! `remanent versions`: the versions that can be loaded, the oldest first.
+//!
+//! A version is the state after a batch from which on the log is kept, or the end of a kept snapshot before that. A
+//! save that takes several batches marks its root while it is under way: the states in between are no versions.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use indicatif::HumanDuration;
+use remanent_format::frame::FrameKind;
+use remanent_format::manifest::Manifest;
+use remanent_format::op::{Op, decode_payload};
+use remanent_format::state::reach::{Reach, Role};
+use remanent_format::value::{Metadata, Value};
+use remanent_format::{FileName, Lsn};
+use serde_json::json;
+
+use crate::cli::exit::{Ending, Failure, Outcome};
+use crate::cli::json::object;
+use crate::cli::output::Output;
+use crate::cli::table::with_header;
+use crate::read::partial_view::PartialView;
+use crate::read::scan::{Chain, Scan, ScannedFrame};
+use crate::read::store_dir::StoreDir;
+use crate::weights::points;
+
+const EXAMPLES: &str = "\
+Lists what `remanent.torch.save_file`, `remanent.torch.Checkpointer` and `remanent import` have saved, and every other \
+batch whose state can be read. Of a run of several ranks, give the directory that holds `points` and `rank-0`. `bytes` \
+are those that the version's batch wrote: its frame in the log, and the images that it names.
+
+Examples:
+  remanent versions weights
+  remanent versions weights --json | jq .lsn
+  remanent export weights then.safetensors --at lsn:7";
+
+/// The entry of the root that stands while a save has written a part of its version.
+const SAVING: &str = "saving";
+/// The entry of the root with the step of a run.
+const STEP: &str = "step";
+/// The entry of the root with the time of a version, in seconds since 1970. It is no part of what was saved.
+pub(crate) const SAVED_AT: &str = "saved at";
+/// The beginning of names that a run gives to snapshots by itself.
+const OWN_NAME: &str = "step ";
+
+/// List the versions that can be loaded
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Versions {
+    /// The store's directory, or that of a run of several ranks; it is only read
+    dir: PathBuf,
+    /// One JSON object a line
+    #[arg(long)]
+    json: bool,
+}
+
+/// A version that can be loaded.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Version {
+    /// The batch after which it is the state; of a run of several ranks, that of the first one.
+    pub lsn: u64,
+    /// The step, if it is of a run.
+    pub step: Option<u64>,
+    /// The name that keeps it.
+    pub name: Option<String>,
+    /// The remark that was saved with it, if its batch is still in the log.
+    pub note: Option<String>,
+    /// When it was saved, in milliseconds since 1970, where that is known.
+    pub created_unix_ms: Option<u64>,
+    /// Bytes that its batch wrote, if that is still in the log.
+    pub bytes: Option<u64>,
+    /// Of a run of several ranks: the batch of each rank's store.
+    pub ranks: Vec<u64>,
+}
+
+impl Versions {
+    /// Runs `remanent versions`.
+    pub fn run(&self, out: &mut Output) -> Outcome {
+        let (found, damage) = find(&self.dir)?;
+        if self.json {
+            for version in &found {
+                out.line(version.json())?;
+            }
+        } else if found.is_empty() {
+            out.line("no versions")?;
+        } else {
+            out.line(table(&found))?;
+        }
+        out.flush()?;
+        if damage.is_empty() { Ok(Ending::Fine) } else { Err(Failure::Damage(damage.join("\n"))) }
+    }
+}
+
+/// Lists the versions in the directory of a store, or of a run of several ranks, the oldest first.
+///
+/// # Errors
+///
+/// [`Failure::Environment`] if there is no store; [`Failure::Damage`] if a damaged file hides versions.
+pub fn versions(dir: &Path) -> Result<Vec<Version>, Failure> {
+    let (found, damage) = find(dir)?;
+    if damage.is_empty() { Ok(found) } else { Err(Failure::Damage(damage.join("\n"))) }
+}
+
+fn find(path: &Path) -> Result<(Vec<Version>, Vec<String>), Failure> {
+    let is_store = path.join(FileName::Store.name()).is_file();
+    if let Some(folder) = points::folder(path).filter(|_| !is_store) {
+        let (points, damage) = points::read(&folder)?;
+        return Ok((points.into_iter().map(of_ranks).collect(), damage));
+    }
+    let dir = StoreDir::open(path)?;
+    let view = PartialView::take(&dir)?;
+    let found = of_store(&dir, &view)?;
+    Ok((found, view.damage.iter().map(ToString::to_string).collect()))
+}
+
+fn of_ranks(point: points::Point) -> Version {
+    let ranks: Vec<u64> = point.parts.iter().map(|(_, _, lsn)| *lsn).collect();
+    Version {
+        lsn: ranks.first().copied().unwrap_or_default(),
+        step: Some(point.step),
+        name: point.name,
+        created_unix_ms: unix_ms(point.created),
+        ranks,
+        ..Version::default()
+    }
+}
+
+/// Those of a store: the ends of kept snapshots, and each batch from the oldest state on that the log leads on from.
+fn of_store(dir: &StoreDir, view: &PartialView) -> Result<Vec<Version>, Failure> {
+    let Some(end) = view.end() else { return Ok(Vec::new()) };
+    let reach = Reach::of(&view.survey, &end.verified);
+    let mut found: BTreeMap<Lsn, Version> = BTreeMap::new();
+    let mut root = Metadata::new();
+    let opens_at = reach.opens_at();
+    for manifest in view.survey.readable().filter(|link| reach.role(link.snapshot) != Role::Link) {
+        if Some(manifest.end) == opens_at {
+            root = (*manifest.root).clone();
+        }
+        if !manifest.root.contains_key(SAVING) {
+            let version = of_snapshot(manifest);
+            found
+                .entry(manifest.end)
+                .and_modify(|other| other.name = version.name.clone().or(other.name.take()));
+            found.entry(manifest.end).or_insert(version);
+        }
+    }
+    let newest = view.lsn();
+    let mut roots: BTreeMap<Lsn, Metadata> = opens_at.map(|lsn| (lsn, root.clone())).into_iter().collect();
+    for frame in Scan::new(dir, view.survey.store.store, &view.survey.log) {
+        let lsn = frame.header.lsn;
+        let is_batch = frame.header.kind == FrameKind::Batch && lsn <= newest;
+        if !is_batch || !matches!(frame.chain, Chain::First | Chain::Follows) {
+            continue;
+        }
+        let Some(batch) = Batch::of(&frame) else { continue };
+        if opens_at.is_some_and(|opens_at| lsn > opens_at) {
+            batch.apply(&mut root, &roots);
+            roots.insert(lsn, root.clone());
+            if root.contains_key(SAVING) {
+                continue;
+            }
+            found.entry(lsn).or_insert_with(|| Version {
+                lsn: lsn.0,
+                step: step(&root),
+                ..Version::default()
+            });
+        }
+        if let Some(version) = found.get_mut(&lsn) {
+            version.note = batch.note;
+            version.bytes = Some(batch.bytes);
+            version.created_unix_ms = batch.saved_at.or(version.created_unix_ms);
+        }
+    }
+    Ok(found.into_values().filter(|version| version.lsn > 0).collect())
+}
+
+fn of_snapshot(manifest: &Manifest) -> Version {
+    let step = step(&manifest.root);
+    let name = manifest.name.clone();
+    Version {
+        lsn: manifest.end.0,
+        step,
+        name: name.filter(|name| step.is_none() || !name.starts_with(OWN_NAME)),
+        created_unix_ms: saved_at(&manifest.root).or(Some(manifest.created_unix_ms)),
+        ..Version::default()
+    }
+}
+
+/// The parts of a batch that tell of its version.
+struct Batch {
+    note: Option<String>,
+    bytes: u64,
+    saved_at: Option<u64>,
+    /// Entries of the root that it sets, or removes.
+    root: Vec<(String, Option<Value>)>,
+    /// The state that it restores.
+    restored: Option<Lsn>,
+}
+
+impl Batch {
+    /// `None` if the payload cannot be read.
+    fn of(frame: &ScannedFrame) -> Option<Self> {
+        let payload = frame.payload.as_ref().ok()?;
+        let mut batch = Self {
+            note: None,
+            bytes: frame.header.frame_len(),
+            saved_at: None,
+            root: Vec::new(),
+            restored: None,
+        };
+        for at in decode_payload(payload).ok()? {
+            match at.op {
+                Op::Note { text } => batch.note = Some(text.to_owned()),
+                Op::Image { image, .. } => {
+                    let stored = image.files().map(|(_, stored_len)| stored_len);
+                    batch.bytes = stored.fold(batch.bytes, u64::saturating_add);
+                }
+                Op::SetRoot { name, value } => {
+                    if name == SAVED_AT {
+                        batch.saved_at = milliseconds(&value);
+                    }
+                    batch.root.push((name, Some(value)));
+                }
+                Op::RemoveRoot { name } => batch.root.push((name.to_owned(), None)),
+                Op::Restore { restored, .. } => batch.restored = Some(restored),
+                _ => {}
+            }
+        }
+        Some(batch)
+    }
+
+    /// Makes `root` what it is after this batch; `roots` are those of states before.
+    fn apply(&self, root: &mut Metadata, roots: &BTreeMap<Lsn, Metadata>) {
+        if let Some(restored) = self.restored {
+            *root = roots.get(&restored).cloned().unwrap_or_default();
+        }
+        for (name, value) in &self.root {
+            match value {
+                Some(value) => root.insert(name.clone(), value.clone()),
+                None => root.remove(name),
+            };
+        }
+    }
+}
+
+fn step(root: &Metadata) -> Option<u64> {
+    match root.get(STEP) {
+        Some(Value::U64(step)) => Some(*step),
+        Some(Value::I64(step)) => u64::try_from(*step).ok(),
+        _ => None,
+    }
+}
+
+fn saved_at(root: &Metadata) -> Option<u64> {
+    root.get(SAVED_AT).and_then(milliseconds)
+}
+
+fn milliseconds(value: &Value) -> Option<u64> {
+    if let Value::F64(seconds) = value { unix_ms(*seconds) } else { None }
+}
+
+/// Seconds since 1970 as milliseconds; `None` for what is no time.
+fn unix_ms(seconds: f64) -> Option<u64> {
+    Duration::try_from_secs_f64(seconds).ok().and_then(|time| u64::try_from(time.as_millis()).ok())
+}
+
+impl Version {
+    fn json(&self) -> serde_json::Value {
+        object! {
+            "lsn": self.lsn,
+            "step": self.step,
+            "name": self.name,
+            "note": self.note,
+            "created_unix_ms": self.created_unix_ms,
+            "bytes": self.bytes,
+            "ranks": if self.ranks.is_empty() { serde_json::Value::Null } else { json!(self.ranks) },
+        }
+    }
+}
+
+fn table(versions: &[Version]) -> String {
+    let mut table = with_header(["LSN", "STEP", "BYTES", "RANKS", "SAVED", "NAME", "NOTE"], 0..4);
+    let text = |value: Option<u64>| value.map(|value| value.to_string()).unwrap_or_default();
+    let shown = |text: &Option<String>| text.as_deref().unwrap_or_default().escape_debug().to_string();
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    for version in versions {
+        let age = |ms| format!("{} ago", HumanDuration(now.saturating_sub(Duration::from_millis(ms))));
+        let ranks = Some(version.ranks.len() as u64).filter(|count| *count > 0);
+        table.add_row([
+            version.lsn.to_string(),
+            text(version.step),
+            text(version.bytes),
+            text(ranks),
+            version.created_unix_ms.map(age).unwrap_or_default(),
+            shown(&version.name),
+            shown(&version.note),
+        ]);
+    }
+    table.trim_fmt()
+}
