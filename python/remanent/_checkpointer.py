@@ -480,7 +480,7 @@ class Checkpointer:
                 proving.append(started(self._writers, self.store.prove_written_ahead))
 
         def commit(batch: _native.Batch, updates: list[_pages.Update]) -> None:
-            _pages.update(batch, updates, elements=False)
+            _pages.update(batch, updates, logged_max=0)
             ticket = self.store.submit(batch)
             ticket.wait(ack="logged")
             # What it keeps in memory is counted from then on.
@@ -518,7 +518,7 @@ class Checkpointer:
         try:
             # Each version is a snapshot, for which a page that changed is written whole.
             coming = waiting.counting(bar.counting(itertools.chain(capture.blocks(), passage.blocks())))
-            _pages.put(self.store, batch, coming, tree, elements=False, captures=self._copies, flush=flush,
+            _pages.put(self.store, batch, coming, tree, logged_max=0, captures=self._copies, flush=flush,
                        last=self._manifest)
             make_room(waiting.begin_next())
             while running:

@@ -14,12 +14,22 @@ import contextlib
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from remanent import _native
-from remanent._errors import DamagedError, NoStateError
+from remanent._errors import DamagedError, NoStateError, TakenError
+from remanent._kept_versions import (
+    KEEP_DEFAULT,
+    PENDING_BYTES,
+    SAVED_AT,
+    KeptVersions,
+    keep_named,
+    log_files,
+    open_store,
+)
 from remanent._native import ArrayLayout, Block
 
 MANIFEST_KEY = "remanent tensors"
@@ -32,10 +42,8 @@ _BATCH_BYTES = 64 << 20
 # bytes than a batch may have.
 _CAPTURED_PARTS = 6
 # Each block counts as this many of a batch's bytes at least. A short page on disk is not written by itself: until the
-# next snapshot it takes a block of 4.5 KiB of memory, for which the budget has room for some batches at a time.
+# next snapshot it waits in memory, for which the budget has room for some batches at a time.
 _COST_MIN = 20 << 10
-# Host memory in which a save by one batch may have its short pages wait.
-_PENDING_BYTES = 1 << 30
 
 
 class Plan(Protocol):
@@ -61,15 +69,16 @@ Update = tuple[str, Block]
 Arrays = tuple[ArrayLayout, ...]
 
 
-def update(batch: _native.Batch, updates: Iterable[Update], elements: bool = True) -> bool:
+def update(batch: _native.Batch, updates: Iterable[Update], logged_max: int | None = None) -> bool:
     """Puts updates into a batch; returns whether anything changed. Each reads its page.
 
-    :param elements: whether what changed is logged where that is little; else all of a changed page is written.
+    :param logged_max: how many bytes of memory the changed elements of all pages may take until the next snapshot. A
+        page whose changes would take more is written whole. None is the default of `Batch.update`.
     """
     changed = False
     for key, block in updates:
         changed |= batch.update(key, block.data if block.nbytes else b"", width=_width_of(block),
-                                logged_max=None if elements else 0) != 0
+                                logged_max=logged_max) != 0
     return changed
 
 
@@ -79,6 +88,7 @@ class Manifest:
 
     pages: dict[str, Arrays]
     tree: Any = None
+    metadata: dict[str, str] | None = None
 
 
 class LastManifest:
@@ -99,13 +109,14 @@ class LastManifest:
                 self._pages = read_manifest(reader).pages
         return self._pages
 
-    def put(self, pages: dict[str, Arrays], tree: str) -> bytes:
+    def put(self, pages: dict[str, Arrays], tree: str, metadata: Mapping[str, str] | None) -> bytes:
         """The text of a manifest of these pages and this tree."""
         if not self._listed or pages != self._pages or list(pages) != list(self._pages):
             listed = {key: [array.listed() for array in arrays] for key, arrays in pages.items()}
             self._listed = json.dumps(listed, separators=(",", ":"))
         self._pages = pages
-        self._text = f'{{"format":1,"pages":{self._listed},"tree":{tree}}}'.encode()
+        said = "" if metadata is None else f',"metadata":{json.dumps(metadata, separators=(",", ":"))}'
+        self._text = f'{{"format":1,"pages":{self._listed},"tree":{tree}{said}}}'.encode()
         return self._text
 
 
@@ -130,7 +141,7 @@ def read_manifest(reader: _native.Reader) -> Manifest:
                 key: tuple(ArrayLayout(*array) for array in arrays)
                 for key, arrays in held["pages"].items()
             }
-            return Manifest(pages, held["tree"])
+            return Manifest(pages, held["tree"], held.get("metadata"))
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise DamagedError(f"page {MANIFEST_KEY!r} is no list of tensors: {error}", remedy="another program wrote "
                                "to this page: restore an earlier version") from error
@@ -141,12 +152,24 @@ def read_manifest(reader: _native.Reader) -> Manifest:
             pages[info.key] = (ArrayLayout(said["name"], said["dtype"], said["shape"]),)
     if not pages:
         raise NoStateError("the store holds no tensors", remedy="save some first, or give another directory")
-    return Manifest(pages)
+    return Manifest(pages, metadata=_metadata_of(reader))
 
 
-def _header(pages: Mapping[str, Arrays], sizes: Mapping[str, int]) -> bytes | None:
+def _metadata_of(reader: _native.Reader) -> dict[str, str] | None:
+    """The metadata of a safetensors file that was imported."""
+    if HEADER_KEY not in reader:
+        return None
+    try:
+        said = json.loads(reader[HEADER_KEY][8:])
+    except ValueError as error:
+        raise DamagedError(f"page {HEADER_KEY!r} is no header of a safetensors file: {error}", remedy="another program "
+                           "wrote to this page: restore an earlier version") from error
+    return said.get("__metadata__") if isinstance(said, dict) else None
+
+
+def _header(pages: Mapping[str, Arrays], sizes: Mapping[str, int], metadata: Mapping[str, str] | None) -> bytes | None:
     """The header of a safetensors file with these arrays; None if it could not hold them."""
-    entries: dict[str, Any] = {}
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     offset = 0
     for key, arrays in pages.items():
         array = arrays[0]
@@ -161,17 +184,17 @@ def _header(pages: Mapping[str, Arrays], sizes: Mapping[str, int]) -> bytes | No
 
 
 def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | None], tree: str = "null", *,
-        place: str = "disk", elements: bool = True, captures: Captures | None = None,
+        place: str = "disk", logged_max: int | None = None, captures: Captures | None = None,
         flush: Callable[[list[Update]], _native.Batch] | None = None,
-        last: LastManifest | None = None) -> tuple[_native.Batch, bool]:
+        last: LastManifest | None = None, metadata: Mapping[str, str] | None = None) -> tuple[_native.Batch, bool]:
     """Makes the store hold these arrays and this tree, and no others of before; what did not change is not logged.
 
     The caller is the store's only writer meanwhile. Blocks are taken one by one, so that a caller may copy each from
     a GPU only when it is wanted; their bytes are read when the batch is committed, and stay as they are until then.
 
-    On disk, pages take no memory beside their blocks, and where much of a page changed, or `elements` is False, all
-    of it is written once: a snapshot writes whole pages anyway. In memory they are compared where they lie, and only
-    what changed is logged. Of blocks that are captured the commit finds what changed, and they count as changed here.
+    On disk, pages take no memory beside their blocks. Of a page of which little changed the changed elements are logged,
+    and wait in memory for the next snapshot, up to `logged_max` bytes for all pages; any other changed page is written
+    whole. In memory they are compared where they lie, and only what changed is logged. Of blocks that are captured the commit finds what changed, and they count as changed here.
     New ones on disk are begun: they are captured in the batch after the next flush.
 
     `flush` does the updates that it is given in the batch, commits it, now or later, and gives a new one: then no more
@@ -180,6 +203,7 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | Non
 
     :param tree: as JSON.
     :param last: of the call before, and for the next one.
+    :param metadata: text by name, which is kept with the arrays.
     """
     last = last or LastManifest()
     old = last.pages(store)
@@ -255,31 +279,46 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | Non
                 changed |= batch.write_changes(key, held_there, block.data, width=width) > 0
         elif info.length != block.nbytes or block.nbytes:
             updates.append((key, block))
-    changed |= update(batch, updates, elements)
+    changed |= update(batch, updates, logged_max)
     if captures is not None:
         captures.end()
     for key in old.keys() - new.keys():
         batch.delete(key)
         changed = True
-    header = _header(new, sizes) if tree == "null" else None
-    for key, content in ((MANIFEST_KEY, last.put(new, tree)), (HEADER_KEY, header)):
+    header = _header(new, sizes, metadata) if tree == "null" else None
+    for key, content in ((MANIFEST_KEY, last.put(new, tree, metadata)), (HEADER_KEY, header)):
         changed |= _put_page(store, batch, key, content)
     return batch, changed
 
 
 def save(directory: str | os.PathLike[str], blocks: Iterable[Block], tree: str = "null", *, note: str | None,
-         name: str | None, durable: bool) -> int:
-    """Makes these arrays and this tree the newest version in `directory`, as `put` does; returns its Lsn."""
-    with _native.Store(directory, device="host", page_load="on_demand", log_kept=1 << 30,
-                       budget={"disk": _PENDING_BYTES}) as store:
-        batch, changed = put(store, store.batch(note=note), blocks, tree)
+         name: str | None, durable: bool, kept: KeptVersions = KeptVersions(KEEP_DEFAULT),
+         metadata: Mapping[str, str] | None = None) -> int:
+    """Makes these arrays and this tree the newest version in `directory`, as `put` does; returns its Lsn.
+
+    Then removes the versions that are not kept.
+    """
+    segments = log_files(directory)
+    with open_store(directory) as store:
+        if name is not None and any(info.name == name for info in store.snapshots()):
+            raise TakenError(f"name: another version is named {name!r}", remedy="give the name up with `prune` first",
+                             path=str(directory), name=name)
+        # Half of the memory is left to short pages, which count for nothing here.
+        logged_max = max(0, PENDING_BYTES // 2 - store.stats()["pending_bytes"])
+        batch, changed = put(store, store.batch(note=note), blocks, tree, logged_max=logged_max,
+                             metadata=metadata)
         if changed or note is not None:
+            batch.set_root(SAVED_AT, time.time())
             store.commit(batch, "durable" if durable else "logged")
         elif durable:
             store.wait_durable()
         lsn = store.lsn
         if name is not None:
-            store.snapshot(name)
+            keep_named(store, name)
+        elif store.stats()["pending_bytes"] > PENDING_BYTES // 4:
+            # The next open would have to replay all of it.
+            store.snapshot(exact=True)
+        kept.apply(store, segments)
         return lsn
 
 

@@ -1,0 +1,262 @@
+"""Which versions of a directory of `save_file` are kept, how older ones are removed, and the list of them.
+
+Each save is one batch. A version can be loaded while a snapshot at or before it is kept, with the log from there on. So
+saves take a snapshot from time to time, and versions are removed from one snapshot to the next. A version with a name
+has a snapshot of its own, which needs no log.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import time
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+from remanent import _native
+from remanent._errors import InvalidError, NoStateError, RefusedError
+
+_Path = str | os.PathLike[str]
+
+# How many of the newest versions a save keeps unless it is told otherwise.
+KEEP_DEFAULT = 20
+# As many snapshots as no store has.
+_ALL = 1 << 31
+# Versions are removed in parts of what is kept: a snapshot is due once one of them was saved since the last snapshot.
+_PARTS_OF_COUNT = 2
+_PARTS_OF_BYTES = 4
+# The entry of the root with the time of the newest version, in seconds since 1970.
+SAVED_AT = "saved at"
+
+
+@dataclass(frozen=True)
+class ListedVersion:
+    """A version that can be loaded, as `versions` lists it."""
+
+    #: The batch after which it is the state. `load_file(directory, at=lsn)` loads it.
+    lsn: int
+    #: The name that keeps it; None if it has none.
+    name: str | None
+    #: The remark that was saved with it, if its batch is still in the log.
+    note: str | None
+    #: When it was saved, in seconds since 1970; None where that is not known.
+    created: float | None
+    #: Bytes that its batch wrote to the log and to images; None if the batch is not in the log any more.
+    nbytes: int | None
+    #: The step, of a version of a training run.
+    step: int | None = None
+    #: Of a run of several ranks, the batch of each rank's store.
+    ranks: tuple[int, ...] = ()
+
+
+def versions(directory: _Path) -> list[ListedVersion]:
+    """The versions in `directory` that can be loaded, the oldest first. Takes no lock; reads the log, and no tensors.
+
+    Lists what `save_file` and `remanent import` saved, and the versions of a `Checkpointer`, also of one with several
+    ranks. `remanent versions` prints the same.
+
+    :raises NoStoreError: if the directory holds neither a store nor a run.
+    :raises DamagedError: if a damaged file hides versions.
+
+    >>> import torch, remanent.torch
+    >>> for step in range(3):
+    ...     _ = remanent.torch.save_file({"w": torch.full((2,), step)}, directory, note=f"step {step}")
+    >>> [(version.lsn, version.note) for version in remanent.torch.versions(directory)]
+    [(1, 'step 0'), (2, 'step 1'), (3, 'step 2')]
+    """
+    return [ListedVersion(lsn, name, note, created, nbytes, step, tuple(ranks))
+            for lsn, step, name, note, created, nbytes, ranks in _native.versions(os.fspath(directory))]
+
+
+def at_of(at: int | str | ListedVersion | None) -> int | str | None:
+    """A version as a view takes it."""
+    return at.lsn if isinstance(at, ListedVersion) else at
+
+
+@dataclass(frozen=True)
+class KeptVersions:
+    """How much is kept of what was saved before.
+
+    :param count: how many of the newest versions; None for all.
+    :param seconds: how long versions are kept beyond that.
+    :param nbytes: how many bytes of disk the directory may take before versions are removed that the other two keep.
+    """
+
+    count: int | None
+    seconds: float | None = None
+    nbytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.count is not None and operator.index(self.count) < 1:
+            raise InvalidError(f"keep: {self.count} is less than 1", remedy="keep 1 version or more; None keeps all")
+        if self.seconds is not None and not self.seconds >= 0:
+            raise InvalidError(f"keep_for: {self.seconds} is no number of seconds", remedy="give 0 or more seconds")
+        if self.nbytes is not None and operator.index(self.nbytes) < 1:
+            raise InvalidError(f"keep_bytes: {self.nbytes} is less than 1", remedy="give a number of bytes; None for no "
+                               "limit")
+
+    def apply(self, store: _native.Store, segments: Set[str]) -> None:
+        """Removes what is not kept. The caller is the store's only writer meanwhile.
+
+        :param segments: what `log_files` said before the store was opened.
+        """
+        if self.count is None and self.nbytes is None:
+            return
+        used = _disk_bytes(store, segments) if self.nbytes is not None else 0
+        if self._is_snapshot_due(store, used):
+            store.snapshot(exact=True)
+        if self.count is not None:
+            _remove(store, _snapshots_from(store, self._oldest(store, self.count)))
+        if self.nbytes is not None and used > self.nbytes:
+            self._fit(store, segments, self.nbytes)
+
+    def _oldest(self, store: _native.Store, count: int) -> int:
+        """The batch of the oldest version that `count` and `seconds` keep."""
+        oldest = store.lsn - count + 1
+        if self.seconds is not None:
+            since = (time.time() - self.seconds) * 1000
+            # A version that is younger was saved after a snapshot that is older.
+            outlived = (info.end for info in store.snapshots() if info.created_unix_ms <= since)
+            oldest = min(oldest, max(outlived, default=0))
+        return oldest
+
+    def _is_snapshot_due(self, store: _native.Store, used: int) -> bool:
+        """Whether enough was saved since the newest snapshot that versions can be removed up to a new one."""
+        snapshots = store.snapshots()
+        newest = max((info.end for info in snapshots), default=0)
+        since = store.lsn - newest
+        if self.count is not None and since >= max(1, self.count // _PARTS_OF_COUNT):
+            return True
+        if self.nbytes is None or since == 0:
+            return False
+        held = store.lsn - min((info.end for info in snapshots), default=0)
+        return used > self.nbytes or used * since // max(1, held) >= self.nbytes // _PARTS_OF_BYTES
+
+    def _fit(self, store: _native.Store, segments: Set[str], nbytes: int) -> None:
+        """Removes the oldest versions until the directory takes `nbytes` of disk at most, or one is left."""
+        used = _disk_bytes(store, segments)
+        for count in range(len(store.snapshots()), 0, -1):
+            if used <= nbytes:
+                return
+            going = store.prune(snapshots_kept=count, dry_run=True)
+            if count == 1 or used - going.bytes <= nbytes:
+                store.prune(snapshots_kept=count)
+                return
+
+
+def _snapshots_from(store: _native.Store, lsn: int) -> int:
+    """How many snapshots are needed so that this version and all later ones can be loaded."""
+    snapshots = store.snapshots()
+    first = max((info.id for info in snapshots if info.end <= lsn), default=None)
+    return _ALL if first is None else sum(info.id >= first for info in snapshots)
+
+
+def _remove(store: _native.Store, snapshots_kept: int) -> None:
+    going = store.prune(snapshots_kept=snapshots_kept, dry_run=True)
+    # To remove takes a sync of the log; to look takes none.
+    if going.files or going.snapshots:
+        store.prune(snapshots_kept=snapshots_kept)
+
+
+def log_files(directory: _Path) -> frozenset[str]:
+    """The names of the log's files."""
+    try:
+        return frozenset(os.listdir(os.path.join(directory, "log")))
+    except FileNotFoundError:
+        return frozenset()
+
+
+def _disk_bytes(store: _native.Store, segments: Set[str]) -> int:
+    """Bytes of disk that the store's directory takes, without what an open store holds ready for its log.
+
+    :param segments: the log's files from before the open. Of others what was logged counts, and not their length.
+    """
+    found = int(store.stats()["log_bytes"])
+    for folder, _, names in os.walk(store.directory):
+        is_log = os.path.basename(folder) == "log"
+        for name in names:
+            if is_log and (name not in segments or name.endswith(".spare")):
+                continue
+            try:
+                found += os.lstat(os.path.join(folder, name)).st_blocks * 512
+            except FileNotFoundError:
+                # A thread of the store renames files.
+                continue
+    return found
+
+
+def keep_named(store: _native.Store, name: str) -> None:
+    """Keeps the newest version by a name.
+
+    A second snapshot of the same state, which writes no page, keeps the versions after it loadable once the name is
+    given up.
+    """
+    store.snapshot(name)
+    store.snapshot(exact=True)
+
+
+def prune(directory: _Path, *, keep: int | None = None, keep_for: float | None = None, keep_bytes: int | None = None,
+          give_up: Sequence[str] = ()) -> list[ListedVersion]:
+    """Removes versions from a directory of `save_file`; returns those that can be loaded no more.
+
+    `keep`, `keep_for` and `keep_bytes` are those of `save_file`, and None sets no limit. As there, versions are removed
+    from one snapshot to the next, so up to half as many as are kept may stay in addition. The newest version stays.
+
+    :param give_up: names that keep their versions no longer.
+    :raises NoStateError: for a name that no version has. Nothing is removed.
+    :raises RefusedError: for the name of a version that later ones are computed from. Nothing is removed.
+    :raises NoStoreError: if there is no store.
+    :raises LockedError: if another process has the store open.
+
+    >>> import torch, remanent.torch
+    >>> for step in range(6):
+    ...     _ = remanent.torch.save_file({"w": torch.full((2,), step)}, directory, keep=None)
+    >>> [version.lsn for version in remanent.torch.prune(directory, keep=1)]
+    [1, 2, 3, 4, 5]
+    >>> [version.lsn for version in remanent.torch.versions(directory)]
+    [6]
+    """
+    kept = KeptVersions(keep, keep_for, keep_bytes)
+    if isinstance(give_up, str):
+        raise InvalidError(f"give_up: {give_up!r} is one str", remedy=f"give a list of names, such as [{give_up!r}]")
+    before = versions(directory)
+    named = {version.name for version in before}
+    for name in give_up:
+        if name not in named:
+            raise NoStateError(f"there is no version named {name!r}", remedy=f"give one of {sorted(filter(None, named))}")
+    segments = log_files(directory)
+    with open_store(directory, create=False) as store:
+        if store.lsn and not any(info.end == store.lsn and info.name is None for info in store.snapshots()):
+            store.snapshot(exact=True)
+        for name in give_up:
+            _check_alone(store, before, name)
+        if give_up:
+            store.prune(give_up=list(give_up), names_only=True)
+        kept.apply(store, segments)
+    after = {version.lsn for version in versions(directory)}
+    return [version for version in before if version.lsn not in after]
+
+
+def _check_alone(store: _native.Store, listed: Sequence[ListedVersion], name: str) -> None:
+    """Refuses to give up the only snapshot that versions without a name are computed from."""
+    snapshots = store.snapshots()
+    [own] = [info for info in snapshots if info.name == name]
+    lsns = {version.lsn for version in listed}
+    others = [info.end for info in snapshots if info.id != own.id]
+    if own.end in others or own.end - 1 in lsns or own.end + 1 not in lsns or own.end + 1 in others:
+        return
+    last = own.end + 1
+    while last + 1 in lsns and last + 1 not in others:
+        last += 1
+    raise RefusedError(f"{name!r} names the version that those of lsn {own.end + 1} to {last} are computed from",
+                       remedy="remove those first: keep fewer versions")
+
+
+# Host memory in which what a save changes waits until a snapshot; by default, a save by one batch may have as much.
+PENDING_BYTES = 1 << 30
+
+
+def open_store(directory: _Path, *, create: bool = True) -> _native.Store:
+    """Opens a directory of versions for a save. Nothing is removed but by `KeptVersions`."""
+    return _native.Store(directory, create=create, device="host", page_load="on_demand", snapshots_kept=_ALL,
+                         spare_bytes=0, budget={"disk": PENDING_BYTES})

@@ -1,0 +1,354 @@
+"""Versions read in parts, in the way of `safetensors.safe_open`; tensors as bytes in memory; models."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from types import EllipsisType, TracebackType
+from typing import Any, Self
+
+import torch
+
+from remanent import _native, _pages
+from remanent._errors import (
+    DeviceError,
+    ForeignDirectoryError,
+    InvalidError,
+    MismatchError,
+    NoStoreError,
+    RefusedError,
+    UnknownKeyError,
+)
+from remanent._kept_versions import ListedVersion, at_of
+from remanent._native import ArrayLayout
+from remanent._storages import extents_there
+from remanent._tensors import DTYPE, read_page, tensors_of
+from remanent._versions import whole
+
+_Path = str | os.PathLike[str]
+_Index = int | slice | EllipsisType | None
+# The entry of `metadata` with the versions of modules, which torch keeps beside a state.
+_MODULES = "torch module versions"
+
+
+def checked_tensors(tensors: object) -> dict[str, torch.Tensor]:
+    """A dict of tensors by name; anything else is refused by its name, with what to do."""
+    if not isinstance(tensors, Mapping):
+        kind = type(tensors).__name__
+        raise _refused(f"tensors: {_a(kind)} is no dict of tensors by name", "give {name: tensor}")
+    for name, tensor in tensors.items():
+        if not isinstance(name, str):
+            kind = type(name).__name__
+            raise _refused(f"tensors: the name {name!r} is {_a(kind)} and no str", f"name it {str(name)!r}")
+        if not isinstance(tensor, torch.Tensor):
+            raise _refused(f"{name}: {_a(type(tensor).__name__)} is no tensor", _instead(tensor))
+    return dict(tensors)
+
+
+def _instead(value: object) -> str:
+    """What holds a value that is no tensor."""
+    if isinstance(value, Mapping):
+        return "save its tensors by names such as 'outer.inner', or all of it with `Checkpointer`"
+    if type(value).__module__ == "numpy":
+        return "make a tensor of it with `torch.from_numpy`"
+    return "save it as text in `metadata`, as a tensor made by `torch.tensor`, or with `Checkpointer`"
+
+
+def _refused(message: str, remedy: str) -> RefusedError:
+    return RefusedError(f"{message}; {remedy}", remedy=remedy)
+
+
+def _a(kind: str) -> str:
+    return f"an {kind}" if kind[:1].lower() in "aeiou" else f"a {kind}"
+
+
+def checked_metadata(metadata: object) -> dict[str, str] | None:
+    """Text by name; anything else is refused by its name."""
+    if metadata is None:
+        return None
+    if not isinstance(metadata, Mapping):
+        raise _refused(f"metadata: {_a(type(metadata).__name__)} is no dict", "give {name: text}")
+    for name, text in metadata.items():
+        for what in (name, text):
+            if type(what) is not str:
+                raise _refused(f"metadata: in {name!r}, {what!r} is {_a(type(what).__name__)} and no str",
+                               f"write it as text, such as {str(what)!r}")
+    return dict(metadata)
+
+
+def refuse_file(path: _Path, *, loads: bool) -> None:
+    """Refuses a path that is a file: versions lie in a directory."""
+    if not os.path.isfile(path):
+        return
+    if not loads:
+        remedy = "give a path where nothing is, or remove the file"
+        raise ForeignDirectoryError(f"{os.fspath(path)} is a file, and versions are saved to a directory; {remedy}",
+                                    remedy=remedy, path=os.fspath(path))
+    with open(path, "rb") as file:
+        is_safetensors = file.read(9)[8:] == b"{"
+    kind = "a safetensors file" if is_safetensors else "a file"
+    remedy = f"run `remanent import DIRECTORY {os.fspath(path)}` and load DIRECTORY; or call " \
+             "`safetensors.torch.load_file`, which checks no checksum" if is_safetensors else "give the directory of a " \
+             "`save_file`"
+    raise NoStoreError(f"{os.fspath(path)} is {kind}, and no directory of versions; {remedy}", remedy=remedy,
+                       path=os.fspath(path))
+
+
+def checked_device(device: str | int | torch.device) -> torch.device:
+    """A device that this torch can hold tensors on."""
+    try:
+        found = torch.device(f"cuda:{device}" if type(device) is int else device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise InvalidError(f"device: {device!r} is no device of torch's", remedy="give 'cpu', 'cuda', or 'cuda:N'"
+                           ) from error
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise DeviceError(f"device: {found} is not there: torch sees {torch.cuda.device_count()} GPUs",
+                          remedy="give device='cpu', or run where a GPU is")
+    return found
+
+
+def chosen(names: Iterable[str] | None, pages: Mapping[str, _pages.Arrays]) -> dict[str, _pages.Arrays]:
+    """The pages of these tensors, with those arrays alone; all of them for None."""
+    if names is None:
+        return dict(pages)
+    if isinstance(names, str):
+        raise InvalidError(f"names: {names!r} is one str", remedy=f"give a list of names, such as [{names!r}]")
+    wanted = set(names)
+    known = {array.name for arrays in pages.values() for array in arrays}
+    for name in wanted - known:
+        raise unknown(name, known)
+    found = {key: tuple(array for array in arrays if array.name in wanted) for key, arrays in pages.items()}
+    return {key: arrays for key, arrays in found.items() if arrays}
+
+
+def unknown(name: object, known: Iterable[str]) -> UnknownKeyError:
+    """The error that a version has no such tensor."""
+    names = list(known)
+    near = difflib.get_close_matches(str(name), names, 3) or names[:3]
+    return UnknownKeyError(f"the version has no tensor named {name!r}; of its {len(names)}, the nearest are "
+                           f"{', '.join(map(repr, near)) or 'none'}", remedy="give one of `safe_open(…).keys()`", key=name)
+
+
+class TensorSlice:
+    """A tensor of a version, of which an index reads a part. Made by `safe_open.get_slice`."""
+
+    def __init__(self, view: _native.View, key: str, array: ArrayLayout, device: torch.device) -> None:
+        self._view, self._key, self._array, self._device = view, key, array, device
+
+    def get_shape(self) -> list[int]:
+        """The tensor's shape."""
+        return list(self._array.shape)
+
+    def get_dtype(self) -> str:
+        """The kind of its elements, as safetensors names it: "F32", "BF16", …"""
+        return self._array.dtype
+
+    def __getitem__(self, index: _Index | tuple[_Index, ...]) -> torch.Tensor:
+        """The part that an index of ints, slices, None and `...` means.
+
+        Takes memory for the elements from the first one of the part to its last one, and no others. The first read of
+        a tensor proves all of it.
+        """
+        parts = index if isinstance(index, tuple) else (index,)
+        for part in parts:
+            if not (part is None or part is ... or isinstance(part, (int, slice))) or isinstance(part, bool):
+                raise InvalidError(f"{self._array.name}: {_a(type(part).__name__)} is no part of an index",
+                                   remedy="give ints, slices, None or ...; read the tensor, and index that")
+        array = self._array
+        dtype = DTYPE.get(array.dtype)
+        if dtype is None:
+            raise RefusedError(f"{array.name}: this torch has no elements of {array.dtype}", remedy="use a newer torch")
+        stride = _pages.contiguous_stride(array.shape) if array.stride is None else array.stride
+        # A tensor without bytes tells where those of the part lie.
+        with torch.device("meta"):
+            picked = torch.empty_strided(array.shape, stride, dtype=dtype)[index]
+        size = dtype.itemsize
+        count = 1 + sum((length - 1) * step for length, step in zip(picked.shape, picked.stride(), strict=True))
+        count = count if picked.numel() else 0
+        held = torch.empty(count * size, dtype=torch.uint8, device="cpu")
+        if count:
+            self._view.read_into(self._key, held, array.offset + int(picked.storage_offset()) * size)
+        found = torch.empty(0, dtype=dtype, device="cpu")
+        found.set_(held.untyped_storage(), 0, picked.shape, picked.stride())
+        return found.contiguous().to(self._device)
+
+
+class safe_open:
+    """A version that is read tensor by tensor, or in parts of one, as by `safetensors.safe_open`.
+
+    Every byte is proven by checksums before it is returned. Takes no lock: a writer may go on meanwhile, and what is
+    read stays as it was when this was opened, until it is closed. Each call reads its own copy: tensors that shared
+    memory do not share it here.
+
+    :param directory: a directory of `save_file` or `remanent import`.
+    :param framework: "pt".
+    :param device: where tensors are to lie: "cpu", "cuda", a number of a GPU, a `torch.device`.
+    :param at: the version, as for `load_file`; the newest if None.
+    :raises NoStoreError, NoStateError, DamagedError: as for `load_file`.
+
+    >>> import torch, remanent.torch
+    >>> w = torch.arange(6.0).reshape(3, 2)
+    >>> _ = remanent.torch.save_file({"w": w}, directory, metadata={"format": "pt"})
+    >>> with remanent.torch.safe_open(directory) as version:
+    ...     part = version.get_slice("w")
+    ...     version.keys(), version.metadata(), part.get_shape(), part[1:, 0]
+    (['w'], {'format': 'pt'}, [3, 2], tensor([2., 4.]))
+    """
+
+    def __init__(self, directory: _Path, framework: str = "pt", device: str | int | torch.device = "cpu", *,
+                 at: int | str | ListedVersion | None = None) -> None:
+        if framework not in ("pt", "torch", "pytorch"):
+            raise InvalidError(f"framework: {framework!r} is not 'pt'", remedy="convert the tensors; for JAX, call "
+                               "`remanent.jax.load`")
+        refuse_file(directory, loads=True)
+        self._device = checked_device(device)
+        self._view = _native.View(directory, at_of(at))
+        try:
+            manifest = _pages.read_manifest(whole(self._view))
+        except BaseException:
+            self._view.close()
+            raise
+        self._metadata = manifest.metadata
+        self._found = {array.name: (key, array) for key, arrays in manifest.pages.items() for array in arrays}
+
+    def keys(self) -> list[str]:
+        """The names of the tensors, sorted."""
+        return sorted(self._found)
+
+    def offset_keys(self) -> list[str]:
+        """The names of the tensors in the order in which they were saved."""
+        return list(self._found)
+
+    def metadata(self) -> dict[str, str] | None:
+        """The text that was saved as `metadata`; None if there was none."""
+        return None if self._metadata is None else dict(self._metadata)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """A tensor. :raises UnknownKeyError: if the version has none of that name."""
+        key, array = self._place(name)
+        part = TensorSlice(self._view, key, array, self._device)
+        return part[...]
+
+    def get_tensors(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Tensors by name. :raises UnknownKeyError: if the version has none of a name."""
+        return {name: self.get_tensor(name) for name in names}
+
+    def get_slice(self, name: str) -> TensorSlice:
+        """A tensor that is read by an index. :raises UnknownKeyError: if the version has none of that name."""
+        key, array = self._place(name)
+        return TensorSlice(self._view, key, array, self._device)
+
+    def _place(self, name: str) -> tuple[str, ArrayLayout]:
+        if name not in self._found:
+            raise unknown(name, self._found)
+        return self._found[name]
+
+    def close(self) -> None:
+        """Ends the reading. Slices can be read no more."""
+        self._view.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 traceback: TracebackType | None) -> None:
+        self.close()
+
+
+def save(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
+    """The bytes of a safetensors file with these tensors, as of `safetensors.torch.save`, which must be installed.
+
+    Such bytes have no checksums. `save_file` keeps them proven, with versions, and tensors that share memory.
+
+    :raises RefusedError: for what such a file cannot hold as it is: tensors that share memory, `complex128`, what is no
+        plain tensor.
+
+    >>> import torch, remanent.torch
+    >>> data = remanent.torch.save({"w": torch.ones(2)}, {"format": "pt"})
+    >>> remanent.torch.load(data)
+    {'w': tensor([1., 1.])}
+    """
+    from safetensors.torch import save as encode
+
+    found = extents_there(checked_tensors(tensors))
+    for group in _native.extents_by_page(found):
+        if len(group) > 1:
+            names = ", ".join(sorted(each.name for each in group))
+            raise RefusedError(f"{names}: these tensors share memory, and a safetensors file holds none that do",
+                               remedy="save them with `save_file`, or clones of them")
+    for each in found:
+        if each.tensor.dtype == torch.complex128:
+            raise RefusedError(f"{each.name}: a safetensors file has no elements of torch.complex128",
+                               remedy="save it with `save_file`")
+    held = {each.name: each.tensor.contiguous() for each in found}
+    return bytes(encode(held, checked_metadata(metadata)))
+
+
+def load(data: bytes) -> dict[str, torch.Tensor]:
+    """The tensors in the bytes of a safetensors file, as by `safetensors.torch.load`, which must be installed.
+
+    Nothing proves them: such a file has no checksums.
+
+    :raises InvalidError: if `data` is no such file.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load as decode
+
+    if not isinstance(data, (bytes, bytearray, memoryview)):
+        raise RefusedError(f"data: {_a(type(data).__name__)} is no bytes", remedy="call `load_file` for a directory")
+    try:
+        return dict(decode(bytes(data)))
+    except (SafetensorError, KeyError) as error:
+        raise InvalidError(f"data: these {len(data)} bytes are no safetensors file: {error}",
+                           remedy="give all bytes of one") from error
+
+
+def model_state(model: torch.nn.Module, metadata: Mapping[str, str] | None) -> tuple[dict[str, Any], dict[str, str]]:
+    """What `save_model` saves: the state, and the metadata with the versions of modules."""
+    state = model.state_dict()
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            raise RefusedError(f"{name}: the model's extra state is {_a(type(value).__name__)} and no tensor",
+                               remedy="save the model with `Checkpointer`")
+    modules = {name: said for name, said in getattr(state, "_metadata", {}).items() if set(said) - {"version"}
+               or said.get("version") not in (None, 1)}
+    said = checked_metadata(metadata) or {}
+    try:
+        return dict(state), said | ({_MODULES: json.dumps(modules)} if modules else {})
+    except TypeError as error:
+        raise RefusedError(f"the model's module versions are no plain values: {error}",
+                           remedy="save the model with `Checkpointer`") from error
+
+
+def load_into(model: torch.nn.Module, loaded: dict[str, torch.Tensor], metadata: Mapping[str, str] | None,
+              strict: bool) -> tuple[list[str], list[str]]:
+    """Puts tensors into a model; returns the names that it has alone, and those that it does not have.
+
+    Nothing changes if a tensor does not fit.
+    """
+    from collections import OrderedDict
+
+    own = model.state_dict()
+    missing, unexpected = [name for name in own if name not in loaded], [name for name in loaded if name not in own]
+    if strict and (missing or unexpected):
+        raise MismatchError(f"the version and the model differ in {len(missing) + len(unexpected)} names: missing "
+                            f"{missing[:5]}, unexpected {unexpected[:5]}", remedy="load into the model that was saved, or "
+                            "with strict=False")
+    for name in own.keys() & loaded.keys():
+        there, saved = own[name], loaded[name]
+        if not isinstance(there, torch.Tensor):
+            continue
+        if there.is_meta:
+            raise MismatchError(f"{name}: the model's tensor is on the meta device, and holds no elements",
+                                remedy="call `model.to_empty(device=…)` first")
+        if (there.shape, there.dtype) != (saved.shape, saved.dtype):
+            raise MismatchError(f"{name}: the version has {saved.dtype} of shape {tuple(saved.shape)}, and the model "
+                                f"{there.dtype} of shape {tuple(there.shape)}", remedy="make the model like the one that "
+                                "was saved; `load_file` gives the tensors, to convert")
+    state: OrderedDict[str, torch.Tensor] = OrderedDict(loaded)
+    modules = {name: {"version": 1} for name, _ in model.named_modules()}
+    state._metadata = modules | json.loads((metadata or {}).get(_MODULES, "{}"))  # type: ignore[attr-defined]
+    model.load_state_dict(state, strict=False)
+    return missing, unexpected
