@@ -10,6 +10,9 @@ each rank's store; `root/name/.metadata` names them. It is written last, once al
 step: a crash of any rank at any moment leaves the checkpoint that was there before under that path, or none, and
 never a mix. Without collectives (`use_collectives=False`) that holds for each rank alone.
 
+`dcp_to_torch_save` and `torch_save_to_dcp` are DCP's converters for these checkpoints; others go from and to DCP's own
+checkpoints and safetensors files.
+
 To give a checkpoint up, remove `root/name`, or move it out of the root: the next save of the same ranks to the root,
 a minute after it was saved or later, gives back its space. It may be renamed within the root.
 
@@ -55,11 +58,22 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from remanent import _durable, _native, _pages, _sealed, _tensors
+from remanent._dcp_formats import (
+    dcp_to_remanent,
+    dcp_to_safetensors,
+    dcp_to_torch_save,
+    remanent_to_dcp,
+    safetensors_to_dcp,
+    torch_save_to_dcp,
+)
 from remanent._errors import DamagedError, Error, LockedError, NoStateError, RefusedError, TakenError
 from remanent._stager import Stager
 from remanent._storages import extents_there
 
-__all__ = ["Stager", "StorageReader", "StorageWriter", "StoredItem", "is_of_dcp"]
+__all__ = [
+    "Stager", "StorageReader", "StorageWriter", "StoredItem", "dcp_to_remanent", "dcp_to_safetensors",
+    "dcp_to_torch_save", "is_of_dcp", "remanent_to_dcp", "safetensors_to_dcp", "torch_save_to_dcp",
+]
 
 _Path = str | os.PathLike[str]
 

@@ -49,11 +49,14 @@ def test_the_example_runs(name: str, text: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("module", ["remanent", "remanent._errors", "remanent._pages", "remanent.kv",
                                     "remanent._checkpointer", "remanent.torch", "remanent.dcp", "remanent.weights",
-                                    "remanent.torch_checkpointing",
+                                    "remanent.torch_checkpointing", "remanent._kept_versions", "remanent._tensor_files",
+                                    "remanent._dcp_formats",
                                     pytest.param("remanent.jax", marks=pytest.mark.jax)])
 def test_the_examples_of_a_module_run(module: str, tmp_path: Path) -> None:
     if module not in ("remanent", "remanent._errors", "remanent._pages", "remanent.kv"):
         name = module.removeprefix("remanent.")
+        if name in ("_tensor_files", "_dcp_formats"):
+            pytest.importorskip("safetensors")
         pytest.importorskip(name if name in ("jax", "torch_checkpointing") else "torch")
     tests = [test for test in doctest.DocTestFinder().find(importlib.import_module(module)) if test.examples]
     assert tests

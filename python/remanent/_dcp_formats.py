@@ -1,0 +1,190 @@
+"""Checkpoints of `remanent.dcp` made of files of other formats, and such files made of them, by one call each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import default_planner, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+
+from remanent import _durable
+from remanent._errors import ForeignDirectoryError, InvalidError, NoStateError, RefusedError, TakenError
+from remanent._tensor_files import checked_tensors
+
+_Path = str | os.PathLike[str]
+
+
+def dcp_to_torch_save(checkpoint: _Path, path: _Path) -> None:
+    """Writes a checkpoint of `StorageWriter` to a file of `torch.save`: the counterpart of DCP's function of this name.
+
+    The whole state takes memory of this process. The file takes its place in one step, durably.
+
+    :raises CheckpointException: as for `StorageReader`. Nothing is written.
+
+    >>> import torch, torch.distributed.checkpoint as dcp
+    >>> from remanent.dcp import StorageWriter, dcp_to_torch_save, torch_save_to_dcp
+    >>> state = {"model": {"w": torch.ones(2)}, "step": 3}
+    >>> _ = dcp.save(state, storage_writer=StorageWriter(directory + "/step-3"), no_dist=True)
+    >>> dcp_to_torch_save(directory + "/step-3", directory + "/step-3.pt")
+    >>> torch.load(directory + "/step-3.pt", weights_only=True)
+    {'model': {'w': tensor([1., 1.])}, 'step': 3}
+    >>> torch_save_to_dcp(directory + "/step-3.pt", directory + "/again")
+    """
+    state = _read(_ours(checkpoint))
+    _published(Path(path), lambda temporary: torch.save(state, temporary))
+
+
+def torch_save_to_dcp(path: _Path, checkpoint: _Path) -> None:
+    """Makes a checkpoint of a file of `torch.save`: the counterpart of DCP's function of this name.
+
+    Nothing that the file names is run: it is loaded with `weights_only=True`, and what this does not load is refused.
+    The whole state takes memory of this process.
+
+    :raises TakenError: if there is a checkpoint already.
+    :raises UnpicklingError: of torch, for a file with objects of other classes.
+    """
+    _check_free(checkpoint)
+    _write(torch.load(path, map_location="cpu", weights_only=True), checkpoint)
+
+
+def dcp_to_remanent(source: _Path, checkpoint: _Path) -> None:
+    """Makes a checkpoint of one that DCP's own `FileSystemWriter` saved. DCP unpickles what it reads there.
+
+    :raises TakenError: if there is a checkpoint already.
+
+    >>> import torch, torch.distributed.checkpoint as dcp
+    >>> from remanent.dcp import dcp_to_remanent, is_of_dcp, remanent_to_dcp
+    >>> _ = dcp.save({"w": torch.ones(2)}, checkpoint_id=directory + "/theirs", no_dist=True)
+    >>> dcp_to_remanent(directory + "/theirs", directory + "/ours")
+    >>> remanent_to_dcp(directory + "/ours", directory + "/again")
+    >>> is_of_dcp(directory + "/ours"), is_of_dcp(directory + "/again")
+    (False, True)
+    """
+    _check_free(checkpoint)
+    _write(_read(FileSystemReader(source)), checkpoint)
+
+
+def remanent_to_dcp(checkpoint: _Path, target: _Path) -> None:
+    """Writes a checkpoint of `StorageWriter` as DCP's own `FileSystemWriter` does.
+
+    :raises ForeignDirectoryError: if `target` holds something.
+    """
+    state = _read(_ours(checkpoint))
+    if os.path.isfile(target) or os.path.isdir(target) and os.listdir(target):
+        raise ForeignDirectoryError(f"{os.fspath(target)} holds something", remedy="give a new directory",
+                                    path=os.fspath(target))
+    state_dict_saver.save(state, storage_writer=FileSystemWriter(target), no_dist=True)
+
+
+def dcp_to_safetensors(checkpoint: _Path, path: _Path, *, key: str | None = None,
+                       metadata: dict[str, str] | None = None) -> None:
+    """Writes the tensors of a checkpoint to a safetensors file, whole, however they were sharded.
+
+    It does what DCP's `HuggingFaceStorageWriter` with `consolidate_safetensors_files` does, without pickle and in one
+    step. The package `safetensors` must be installed.
+
+    :param key: the entry of the state to write, such as "model"; all of it if None. Names of tensors are the keys that
+        lead to them from there, joined by ".".
+    :raises RefusedError: for a value that is no tensor. Nothing is written.
+    :raises NoStateError: if the state has no such entry.
+
+    >>> import torch, torch.distributed.checkpoint as dcp
+    >>> from remanent.dcp import StorageWriter, dcp_to_safetensors, safetensors_to_dcp
+    >>> state = {"model": {"w": torch.ones(2)}, "step": 3}
+    >>> _ = dcp.save(state, storage_writer=StorageWriter(directory + "/step-3"), no_dist=True)
+    >>> dcp_to_safetensors(directory + "/step-3", directory + "/model.safetensors", key="model")
+    >>> safetensors_to_dcp(directory + "/model.safetensors", directory + "/again", key="model")
+    """
+    from safetensors.torch import save_file
+
+    state: Any = _read(_ours(checkpoint))
+    if key is not None:
+        if key not in state:
+            raise NoStateError(f"the checkpoint has no entry {key!r}", remedy=f"give one of {sorted(map(str, state))}")
+        state = state[key]
+    tensors: dict[str, Any] = {}
+    _flatten("", state, tensors)
+    held = {name: tensor.contiguous() for name, tensor in checked_tensors(tensors).items()}
+    _published(Path(path), lambda temporary: save_file(held, temporary, metadata))
+
+
+def safetensors_to_dcp(path: _Path, checkpoint: _Path, *, key: str | None = None) -> None:
+    """Makes a checkpoint of a safetensors file, or of a directory of them with or without an index, as Hugging Face
+    has them. The package `safetensors` must be installed.
+
+    :param key: the entry of the state that the tensors are put under, such as "model"; None for none. Names are kept
+        as they are: a state loads them by the same names.
+    :raises NoStateError: if there is no such file.
+    :raises InvalidError: if two files have a tensor of the same name.
+    :raises TakenError: if there is a checkpoint already.
+    """
+    from safetensors.torch import load_file
+
+    _check_free(checkpoint)
+    files = sorted(Path(path).glob("*.safetensors")) if os.path.isdir(path) else [Path(path)]
+    if not files or not files[0].exists():
+        raise NoStateError(f"there is no safetensors file in {os.fspath(path)}", remedy="give a file, or a directory "
+                           "with files named *.safetensors")
+    state: dict[str, Any] = {}
+    for file in files:
+        found = load_file(file)
+        for name in found.keys() & state.keys():
+            raise InvalidError(f"{name}: two files have this tensor, {file.name} is one of them",
+                               remedy="give a directory with the files of one model")
+        state |= found
+    _write(state if key is None else {key: state}, checkpoint)
+
+
+def _flatten(path: str, value: object, into: dict[str, Any]) -> None:
+    if isinstance(value, dict):
+        for key, each in value.items():
+            _flatten(f"{path}.{key}" if path else str(key), each, into)
+    elif path in into:
+        raise RefusedError(f"{path}: two tensors of the state have this name", remedy="write one entry, by `key`")
+    else:
+        into[path] = value
+
+
+def _ours(checkpoint: _Path) -> Any:
+    from remanent.dcp import StorageReader
+
+    return StorageReader(checkpoint)
+
+
+def _check_free(checkpoint: _Path) -> None:
+    from remanent.dcp import _metadata_files
+
+    if _metadata_files(Path(checkpoint)):
+        raise TakenError(f"there is a checkpoint in {os.fspath(checkpoint)}", remedy="remove it, or give another path")
+
+
+def _read(reader: Any) -> dict[str, Any]:
+    """The whole state of a checkpoint, nested as it was saved."""
+    state: dict[str, Any] = {}
+    # DCP's own converters load by this call: the public one fills a state that is there.
+    planner: Any = default_planner._EmptyStateDictLoadPlanner
+    state_dict_loader._load_state_dict(state, storage_reader=reader, planner=planner(), no_dist=True)
+    return state
+
+
+def _write(state: dict[str, Any], checkpoint: _Path) -> None:
+    from remanent.dcp import StorageWriter
+
+    state_dict_saver.save(state, storage_writer=StorageWriter(checkpoint, overwrite=False), no_dist=True)
+
+
+def _published(path: Path, write: Callable[[Path], object]) -> None:
+    """Writes a file beside its place, and puts it there whole; durable when this returns."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _durable.sync_folder(path.absolute().parent)
