@@ -14,6 +14,9 @@ could take. Each byte that is read was proven by its checksum.
 Remove a checkpoint's folder to give it up, or rename it within the root: the next write of a process gives the space of
 what has no name any more back. Copies of the files are not checkpoints: to move or back up, copy the whole root.
 
+Checkpoints below the root that torch_checkpointing's own storage wrote, or that are of Hugging Face, can be loaded and
+consolidated, too: their files are read as they are, and nothing proves them.
+
 >>> from remanent.torch_checkpointing import RemanentStorageConfig
 >>> from pathlib import Path
 >>> storage, root = RemanentStorageConfig(directory).create_storage(), Path(directory)
@@ -33,6 +36,7 @@ import errno
 import io
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -57,6 +61,8 @@ _STORES = ".remanent"
 # What a file begins with, and how much of one is looked at.
 _MAGIC = b'{"remanent file": 1, '
 _MARK_BYTES_MAX = 4096
+# How one ends: with its checksum.
+_MARK_END = re.compile(rb"}\n[0-9a-f]{8}\n\Z")
 # Bytes of a page. A file is as many as it needs.
 _PAGE_BYTES = 32 << 20
 _OPTIONS: dict[str, Any] = {"device": "host", "compression": False, "snapshots_kept": 1, "spare_bytes": 0}
@@ -89,8 +95,13 @@ class RemanentStorage(Storage):
         self._views = _Views(self._root / _STORES)
 
     def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> io.RawIOBase:
-        """A file's bytes as they are now: proven as they are read, in any order."""
-        return _ReadStream(self._within(path), self._views)
+        """A file's bytes as they are now, in any order: proven as they are read, if this storage wrote the file.
+
+        Any other file is read as it is, without a checksum: those of torch_checkpointing's own storage, and of Hugging
+        Face.
+        """
+        path = self._within(path)
+        return open(path, "rb", buffering=0) if _is_foreign(path) else _ReadStream(path, self._views)
 
     def stream_write(self, path: Path) -> io.IOBase:
         """A stream to a new file, which has its name once the stream is closed. After an exception it has none."""
@@ -143,7 +154,8 @@ class RemanentStorage(Storage):
         return self._at(path).exists()
 
     def getsize(self, path: Path) -> int:
-        return _Mark.read(self._within(path)).length
+        path = self._within(path)
+        return path.stat().st_size if _is_foreign(path) else _Mark.read(path).length
 
     def isdir(self, path: Path) -> bool:
         return self._at(path).is_dir()
@@ -175,6 +187,24 @@ class RemanentStorage(Storage):
 
 def _occupied(number: int, source: Path, target: Path) -> FileExistsError:
     return FileExistsError(number, f"{source} cannot take the place of what is there: remove it first", str(target))
+
+
+def _is_foreign(path: Path) -> bool:
+    """Whether another program wrote a file.
+
+    :raises DamagedError: if it is what damage has made of a mark, which must not be taken for the file's bytes.
+    """
+    with open(path, "rb") as file:
+        content = file.read(_MARK_BYTES_MAX + 1)
+        # A mark has a second name, in a folder of its store's.
+        has_names = os.fstat(file.fileno()).st_nlink > 1
+    if content.startswith(_MAGIC):
+        return False
+    is_short = len(content) <= _MARK_BYTES_MAX
+    if is_short and (_MARK_END.search(content) or has_names and _MAGIC[2:10] in content):
+        raise DamagedError(f"{path} is damaged", remedy="copy the checkpoint again from a backup of the whole root",
+                           path=str(path), file=str(path), offset=0)
+    return True
 
 
 @dataclass(frozen=True)
