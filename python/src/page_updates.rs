@@ -177,8 +177,8 @@ fn changes(
     Ok((info, Some((changes, taken))))
 }
 
-/// Bytes that changes take until the next snapshot: of the log, or of the memory in which a page on disk has them
-/// wait.
+/// Bytes that changes take until the next snapshot: of the log, or of the memory in which those of a page on
+/// disk wait.
 fn taken(info: &PageInfo, changes: &mut PageChanges) -> u64 {
     if info.place == Place::Disk { changes.pending_bytes().max(changes.cost()) } else { changes.cost() }
 }

@@ -15,8 +15,8 @@ use crate::device::{Lane, Span};
 use crate::error::Result;
 use crate::memory::staging::StagingPool;
 
-/// Bytes of a page that are held together. Of a page in which single elements changed, each takes one block: with
-/// blocks of 4 KiB, one changed element in a thousand took as much memory as the page.
+/// Bytes of a page that are held together. Of a page in which single elements changed, each takes one block:
+/// with blocks of 4 KiB, one changed element in a thousand took as much memory as the page.
 pub(super) const BLOCK_LEN: usize = 512;
 const WORDS: usize = BLOCK_LEN / 64;
 /// Bytes of a page that are read at a time, to go through all of them.

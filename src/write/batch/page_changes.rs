@@ -179,8 +179,8 @@ impl PageChanges {
         self.cost
     }
 
-    /// Bytes of host memory that these changes of a page on disk take until the next snapshot, at most: what a
-    /// commit of them claims.
+    /// Bytes of host memory that these changes of a page on disk take until the next snapshot, at most. A
+    /// commit claims as many.
     pub fn pending_bytes(&mut self) -> u64 {
         self.settle();
         let ranges = self.ranges.iter().map(|range| (range.offset, range.bytes.len() as u64));

@@ -1,7 +1,8 @@
 //! `remanent versions`: the versions that can be loaded, the oldest first.
 //!
-//! A version is the state after a batch from which on the log is kept, or the end of a kept snapshot before that. A
-//! save that takes several batches marks its root while it is under way: the states in between are no versions.
+//! A version is the state after a batch from which on the log is kept, or the end of a kept snapshot before
+//! that. A save that takes several batches marks its root while it is under way: the states in between are no
+//! versions.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -126,7 +127,8 @@ fn of_ranks(point: points::Point) -> Version {
     }
 }
 
-/// Those of a store: the ends of kept snapshots, and each batch from the oldest state on that the log leads on from.
+/// The versions of a store: the ends of kept snapshots, and each batch from the oldest state on that the log
+/// leads on from.
 fn of_store(dir: &StoreDir, view: &PartialView) -> Result<Vec<Version>, Failure> {
     let Some(end) = view.end() else { return Ok(Vec::new()) };
     let reach = Reach::of(&view.survey, &end.verified);
