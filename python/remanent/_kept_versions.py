@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from remanent import _native
 from remanent._errors import InvalidError, NoStateError, RefusedError
+from remanent._versions import unnamed
 
 _Path = str | os.PathLike[str]
 
@@ -204,7 +205,8 @@ def prune(directory: _Path, *, keep: int | None = None, keep_for: float | None =
 
     :param give_up: names that keep their versions no longer.
     :raises NoStateError: for a name that no version has. Nothing is removed.
-    :raises RefusedError: for the name of a version that later ones are computed from. Nothing is removed.
+    :raises RefusedError: for the name of a version that later ones are computed from, and for the directory of a
+        `Checkpointer`, which has its own `keep` and `give_up`. Nothing is removed.
     :raises NoStoreError: if there is no store.
     :raises LockedError: if another process has the store open.
 
@@ -226,6 +228,9 @@ def prune(directory: _Path, *, keep: int | None = None, keep_for: float | None =
             raise NoStateError(f"there is no version named {name!r}", remedy=f"give one of {sorted(filter(None, named))}")
     segments = log_files(directory)
     with open_store(directory, create=False) as store:
+        if any(unnamed(store)):
+            raise RefusedError(f"{os.fspath(directory)} holds the versions of a run", path=os.fspath(directory),
+                               remedy="open it with `Checkpointer(directory, keep=…)`, and give names up with `give_up`")
         if store.lsn and not any(info.end == store.lsn and info.name is None for info in store.snapshots()):
             store.snapshot(exact=True)
         for name in give_up:

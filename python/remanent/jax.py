@@ -19,6 +19,7 @@ import numpy
 
 from remanent import _native, _pages
 from remanent._errors import NoStateError, RefusedError
+from remanent._kept_versions import KEEP_DEFAULT, KeptVersions
 from remanent._native import ArrayLayout, Block
 from remanent._progress import Bar
 
@@ -89,11 +90,14 @@ def _flatten(tree: Any) -> list[tuple[str, Any]]:
 
 
 def save(tree: Any, directory: _Path, *, note: str | None = None, name: str | None = None, durable: bool = True,
+         keep: int | None = KEEP_DEFAULT, keep_for: float | None = None, keep_bytes: int | None = None,
          progress: bool | None = None) -> int:
     """Makes `tree` the newest version in `directory`, whole or not at all; returns its Lsn.
 
     :param note: a remark of up to 64 KiB. :param name: keeps the version until it is given up; 1 to 64 bytes.
     :param durable: whether the call returns once the version survives a power cut, or only the death of the process.
+    :param keep: how many of the newest versions are kept; None keeps all. This, `keep_for` (seconds) and `keep_bytes`
+        are those of `remanent.torch.save_file`.
     :param progress: False draws no bar; None draws one for long work if standard error is a terminal and tqdm is
         installed.
     :raises RefusedError: for a leaf that cannot be stored, by its path. Nothing is saved. LockedError.
@@ -108,7 +112,8 @@ def save(tree: Any, directory: _Path, *, note: str | None = None, name: str | No
     leaves, arrays = taken(tree)
     for path, leaf in arrays.items():
         check(path, leaf)
-    return write(leaves, arrays, directory, note=note, name=name, durable=durable, progress=progress)
+    kept = KeptVersions(keep, keep_for, keep_bytes)
+    return write(leaves, arrays, directory, note=note, name=name, durable=durable, kept=kept, progress=progress)
 
 
 def taken(tree: Any) -> tuple[list[Any], dict[str, Any]]:
@@ -168,7 +173,8 @@ def _name_of(device: Any) -> str:
 
 
 def write(leaves: list[Any], arrays: dict[str, Any], directory: _Path, *, note: str | None, name: str | None,
-          durable: bool, progress: bool | None = False, structure: Any = None) -> int:
+          durable: bool, kept: KeptVersions = KeptVersions(KEEP_DEFAULT), progress: bool | None = False,
+          structure: Any = None) -> int:
     """Makes what `taken` gave the newest version. `structure` is kept with it, as JSON."""
     def blocks() -> Iterator[Block]:
         for path, leaf in arrays.items():
@@ -178,7 +184,8 @@ def write(leaves: list[Any], arrays: dict[str, Any], directory: _Path, *, note: 
 
     with Bar(sum(leaf.nbytes for leaf in arrays.values()), "saving", progress) as bar:
         tree = {"leaves": leaves} if structure is None else {"leaves": leaves, "structure": structure}
-        return _pages.save(directory, bar.counting(blocks()), json.dumps(tree), note=note, name=name, durable=durable)
+        return _pages.save(directory, bar.counting(blocks()), json.dumps(tree), note=note, name=name, durable=durable,
+                           kept=kept)
 
 
 def read_tree(view: _native.View) -> tuple[dict[str, Any], dict[str, tuple[str, ArrayLayout]]]:
