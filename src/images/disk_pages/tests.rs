@@ -218,7 +218,7 @@ fn memory_and_files_are_counted() {
     let block = page::BLOCK_LEN as u64;
     assert!(two_blocks > 2 * block && two_blocks < 3 * block, "{two_blocks}");
     assert!(pending_bytes_of(&Op::Write { page: PAGE, offset: 4090, bytes: &[1; 10] }) >= two_blocks);
-    let caught = page.part(&(0..10));
+    let caught = page.part(&(4080..4090));
     write(&mut page, 4090);
     assert_eq!(images.pages.pending_bytes(), two_blocks + two_blocks / 2, "one block is the reader's");
     drop(caught);
@@ -254,7 +254,7 @@ fn room_is_waited_for_where_it_comes() {
     let mut little = short.zeros(1 << 20);
     little.apply(&Op::Write { page: PAGE, offset: 0, bytes: &[1] });
     assert!(!short.is_snapshot_due());
-    let refused = short.wait_for_room(63 << 10, || Ok(!short.is_snapshot_due()));
+    let refused = short.wait_for_room((64 << 10) - 1, || Ok(!short.is_snapshot_due()));
     assert!(refused.is_err() && !short.is_snapshot_due(), "it was due, and nobody waits any more");
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| pages.wait_for_room(8 << 10, || Ok(true)));
