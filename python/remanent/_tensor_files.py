@@ -24,7 +24,8 @@ from remanent._errors import (
 from remanent._kept_versions import ListedVersion, at_of
 from remanent._native import ArrayLayout
 from remanent._storages import extents_there
-from remanent._tensors import DTYPE, read_page, tensors_of
+from remanent._tensors import DTYPE
+from remanent._torch_modes import parameters_in_place, refuse_fake_tensors
 from remanent._versions import whole
 
 _Path = str | os.PathLike[str]
@@ -145,12 +146,14 @@ class TensorSlice:
         """The kind of its elements, as safetensors names it: "F32", "BF16", …"""
         return self._array.dtype
 
+    @torch.inference_mode(False)
     def __getitem__(self, index: _Index | tuple[_Index, ...]) -> torch.Tensor:
         """The part that an index of ints, slices, None and `...` means.
 
         Takes memory for the elements from the first one of the part to its last one, and no others. The first read of
         a tensor proves all of it.
         """
+        refuse_fake_tensors()
         parts = index if isinstance(index, tuple) else (index,)
         for part in parts:
             if not (part is None or part is ... or isinstance(part, (int, slice))) or isinstance(part, bool):
@@ -272,6 +275,7 @@ def save(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
     """
     from safetensors.torch import save as encode
 
+    refuse_fake_tensors()
     found = extents_there(checked_tensors(tensors))
     for group in _native.extents_by_page(found):
         if len(group) > 1:
@@ -350,5 +354,6 @@ def load_into(model: torch.nn.Module, loaded: dict[str, torch.Tensor], metadata:
     state: OrderedDict[str, torch.Tensor] = OrderedDict(loaded)
     modules = {name: {"version": 1} for name, _ in model.named_modules()}
     state._metadata = modules | json.loads((metadata or {}).get(_MODULES, "{}"))  # type: ignore[attr-defined]
-    model.load_state_dict(state, strict=False)
+    with parameters_in_place():
+        model.load_state_dict(state, strict=False)
     return missing, unexpected

@@ -175,6 +175,7 @@ def load_model(model: torch.nn.Module, directory: _Path, strict: bool = True, de
         changes.
     :raises NoStoreError, NoStateError, DamagedError: as for `load_file`. Nothing changes.
     """
+    refuse_fake_tensors()
     refuse_file(directory, loads=True)
     where = checked_device(device)
     with _native.View(directory, at_of(at)) as view:
