@@ -23,6 +23,8 @@ _Path = str | os.PathLike[str]
 KEEP_DEFAULT = 20
 # As many snapshots as no store has.
 _ALL = 1 << 31
+# As many bytes of log.
+_ALL_BYTES = 1 << 62
 # Versions are removed in parts of what is kept: a snapshot is due once one of them was saved since the last snapshot.
 _PARTS_OF_COUNT = 2
 _PARTS_OF_BYTES = 4
@@ -139,9 +141,9 @@ class KeptVersions:
         for count in range(len(store.snapshots()), 0, -1):
             if used <= nbytes:
                 return
-            going = store.prune(snapshots_kept=count, dry_run=True)
+            going = store.prune(snapshots_kept=count, log_kept=0, dry_run=True)
             if count == 1 or used - going.bytes <= nbytes:
-                store.prune(snapshots_kept=count)
+                store.prune(snapshots_kept=count, log_kept=0)
                 return
 
 
@@ -153,10 +155,10 @@ def _snapshots_from(store: _native.Store, lsn: int) -> int:
 
 
 def _remove(store: _native.Store, snapshots_kept: int) -> None:
-    going = store.prune(snapshots_kept=snapshots_kept, dry_run=True)
+    going = store.prune(snapshots_kept=snapshots_kept, log_kept=0, dry_run=True)
     # To remove takes a sync of the log; to look takes none.
     if going.files or going.snapshots:
-        store.prune(snapshots_kept=snapshots_kept)
+        store.prune(snapshots_kept=snapshots_kept, log_kept=0)
 
 
 def log_files(directory: _Path) -> frozenset[str]:
@@ -264,4 +266,4 @@ PENDING_BYTES = 1 << 30
 def open_store(directory: _Path, *, create: bool = True) -> _native.Store:
     """Opens a directory of versions for a save. Nothing is removed but by `KeptVersions`."""
     return _native.Store(directory, create=create, device="host", page_load="on_demand", snapshots_kept=_ALL,
-                         spare_bytes=0, budget={"disk": PENDING_BYTES})
+                         log_kept=_ALL_BYTES, spare_bytes=0, budget={"disk": PENDING_BYTES})
