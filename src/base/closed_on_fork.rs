@@ -66,7 +66,7 @@ impl ClosedOnFork {
         }
     }
 
-    /// The file.
+    /// Returns the open file.
     pub fn file(&self) -> &File {
         &self.file
     }

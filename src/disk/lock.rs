@@ -21,7 +21,7 @@ use std::fs::File;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -30,6 +30,7 @@ use remanent_format::{FileName, Folder};
 use rustix::fs::OFlags;
 
 use super::DiskLock;
+use super::claim::{Claim, description};
 use super::directory::{Directory, OpenDirectory};
 use super::record_locks::{self, Mode, NO_END, Owner, knows_no_locks};
 use crate::base::closed_on_fork::ClosedOnFork;
@@ -43,66 +44,12 @@ type DirectoryId = (u64, u64);
 /// Directories locked by this process. A forked child begins without any: its parent's locks are not its own.
 static LOCKED_HERE: PerProcess<Mutex<BTreeSet<DirectoryId>>> = PerProcess::new();
 
-/// The bytes of `LOCK` that the process locks, and those that the open file locks. Together they are all bytes.
+/// The bytes of `LOCK` that the process locks, and those that the open file locks: together, all bytes.
 const OF_PROCESS: Range<u64> = 0..1;
 const OF_OPEN_FILE: Range<u64> = 1..NO_END;
 
 /// How long an open waits for the lock of an open file that no living process seems to own.
 const CHILD_PATIENCE: Duration = Duration::from_secs(1);
-
-/// The most bytes that are read of `LOCK`. A description is shorter, also with the longest name of a file.
-const HOLDER_LEN_MAX: usize = 1024;
-
-/// The announcement of a writer, which the next one overwrites where no lock keeps it out.
-///
-/// A writer describes itself in `LOCK` before it reads the log. The writer before it finds another
-/// description, or another file of that name, at its next check.
-#[derive(Debug)]
-pub(super) struct Claim {
-    file: Arc<ClosedOnFork>,
-    id: FileId,
-    /// The bytes of the file.
-    text: Vec<u8>,
-}
-
-/// A file's device and inode.
-type FileId = (u64, u64);
-
-impl Claim {
-    /// The claim of the process that has just described itself in the file.
-    fn of(file: Arc<ClosedOnFork>) -> io::Result<Self> {
-        let metadata = file.file().metadata()?;
-        let mut bytes = [0; HOLDER_LEN_MAX];
-        let text = content(file.file(), &mut bytes)?.to_vec();
-        Ok(Self { id: (metadata.dev(), metadata.ino()), file, text })
-    }
-
-    /// Refuses a writer whose claim is not the newest one. Two system calls, 1 us.
-    pub fn check(&self, directory: &OpenDirectory) -> Result<()> {
-        let failed = |source| Error::io("read", FileName::Lock, None, source);
-        let named = match Directory::Open(directory).file_status(FileName::Lock) {
-            Ok(found) => (found.st_dev, found.st_ino),
-            // A directory that was removed has no other writer. Without its name, this file keeps none out.
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                return if directory.is_removed() { Ok(()) } else { Err(superseded(None)) };
-            }
-            Err(error) => return Err(failed(error)),
-        };
-        if named != self.id {
-            let other = Directory::Open(directory).open(FileName::Lock, OFlags::RDONLY);
-            return Err(superseded(other.ok().as_ref()));
-        }
-        let mut bytes = [0; HOLDER_LEN_MAX];
-        let found = content(self.file.file(), &mut bytes).map_err(failed)?;
-        if found == self.text { Ok(()) } else { Err(superseded(Some(self.file.file()))) }
-    }
-}
-
-/// The error of a writer that finds another one's description in this file, or no file.
-fn superseded(other: Option<&File>) -> Error {
-    let holder = other.map(description).filter(|text| !text.is_empty());
-    Error::Superseded { holder: holder.unwrap_or_else(|| "an unknown process".to_owned()), store: None }
-}
 
 /// Takes the lock of a store directory, which stays open until the lock is dropped.
 pub(super) fn acquire(directory: Arc<OpenDirectory>) -> Result<Box<dyn DiskLock>> {
@@ -303,24 +250,6 @@ fn describe(file: &File) -> io::Result<()> {
         .and_then(|()| file.set_len(description.len() as u64))
         // Without a description, at least none of an earlier holder.
         .inspect_err(|_| _ = file.set_len(0))
-}
-
-/// The bytes of `LOCK`.
-fn content<'b>(file: &File, bytes: &'b mut [u8; HOLDER_LEN_MAX]) -> io::Result<&'b [u8]> {
-    loop {
-        match file.read_at(bytes, 0) {
-            Ok(len) => return Ok(&bytes[..len]),
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
-        }
-    }
-}
-
-/// The first line of a holder's description.
-fn description(file: &File) -> String {
-    let mut bytes = [0; HOLDER_LEN_MAX];
-    let text = String::from_utf8_lossy(content(file, &mut bytes).unwrap_or_default());
-    text.lines().next().unwrap_or("").chars().filter(|c| !c.is_control()).collect()
 }
 
 /// Names the holder of the lock: by its own description, or by its number if the description is another

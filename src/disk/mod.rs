@@ -10,6 +10,7 @@ pub(crate) mod growing;
 pub(crate) mod image_spares;
 mod buffered;
 mod cached;
+mod claim;
 pub mod dir;
 mod dir_file;
 mod directory;
@@ -52,7 +53,8 @@ pub trait Disk: Any + Send + Sync {
     /// Refuses a writer whose store another writer has opened since. Where locks work there is none. An open
     /// announces itself before it reads the log, so batches that were synced before a successful check are
     /// among those that the other writer finds. The disk itself checks before each change of a file or a
-    /// name; only [windows](DiskFile::window) and [mapped parts](DiskFile::mapped_part) leave it to the caller.
+    /// name. Only [windows](DiskFile::window) and [mapped parts](DiskFile::mapped_part) leave it to the
+    /// caller.
     ///
     /// # Errors
     /// [`Error::Superseded`](crate::Error::Superseded); what the system says.

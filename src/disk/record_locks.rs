@@ -22,7 +22,7 @@ pub(super) enum Owner {
     Process,
 }
 
-/// Who may hold the bytes at the same time.
+/// The other locks that may cover the same bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Mode {
     /// Other shared locks.

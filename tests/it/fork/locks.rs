@@ -1,5 +1,5 @@
-//! The locks of a store and of a view end with their owner, and with nothing else: not with another descriptor
-//! of the file, and not with children that live longer.
+//! The locks of a store and of a view end with their owner, and with nothing else: not with another
+//! descriptor of the file, and not with children that live longer.
 
 use std::os::unix::process::CommandExt;
 use std::path::Path;

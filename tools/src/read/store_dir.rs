@@ -101,8 +101,8 @@ impl StoreDir {
         self.len(FileName::Lock).ok()??;
         // These ask and take nothing.
         let lock = File::open(self.file(FileName::Lock)).ok()?;
-        // The owner's process has a lock on the first byte. The system names it, and not the owner of the lock
-        // on all other bytes, which is an open file.
+        // The owner's process has a lock on the first byte. The system names that process, but not the owner
+        // of the lock on all other bytes, which is an open file.
         let first = Flock { length: 1, ..Flock::from(FlockType::WriteLock) };
         let named = rustix::process::fcntl_getlk(&lock, &first).ok().flatten();
         if let Some(pid) = named.and_then(|held| held.pid) {

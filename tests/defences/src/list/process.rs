@@ -8,6 +8,7 @@ const ENTRIES: Test = it("fork::every_call_in_a_child_is_refused_and_dropping_fr
 
 const FORKED: &str = "src/base/closed_on_fork.rs";
 const LOCK: &str = "src/disk/lock.rs";
+const CLAIM: &str = "src/disk/claim.rs";
 const WRITERS: Test = it("superseded::file_systems::a_superseded_writer_touches_nothing_on_any_file_system");
 
 pub const LIST: &[Defence] = &[
@@ -31,8 +32,8 @@ pub const LIST: &[Defence] = &[
         "true",
         unit("base::closed_on_fork::tests::an_open_that_overlaps_a_fork_is_repeated"),
     ),
-    defence("a writer knows its description", LOCK, "found == self.text", "true", WRITERS),
-    defence("a writer knows its lock file", LOCK, "named != self.id", "false", WRITERS),
+    defence("a writer knows its description", CLAIM, "found == self.text", "true", WRITERS),
+    defence("a writer knows its lock file", CLAIM, "named != self.id", "false", WRITERS),
     check(
         "a writer looks for another one before it acknowledges a sync",
         "src/log/sync_guard.rs",
