@@ -5,6 +5,8 @@
 //! of a frame *is* its header checksum: the header covers the payload checksum and the chain hash before,
 //! so chaining costs nothing per payload byte. It finds accidents, not forgers.
 
+use std::collections::BTreeSet;
+
 use crate::defect::{Defect, array, check_crc, check_limit, check_zero, slice};
 use crate::ids::{Incarnation, LogPoint, Lsn, SnapshotId, StoreId};
 use crate::layout::{Field, layout};
@@ -313,6 +315,14 @@ pub fn decode_seal(payload: &[u8]) -> Result<Vec<VerifiedSnapshot>, Defect> {
             Ok(VerifiedSnapshot { snapshot: raw.snapshot, manifest_crc: raw.manifest_crc, log_kept })
         })
         .collect()
+}
+
+/// The entries of a seal that count: of two for one snapshot the first.
+#[must_use]
+pub fn counting_entries(mut entries: Vec<VerifiedSnapshot>) -> Vec<VerifiedSnapshot> {
+    let mut named = BTreeSet::new();
+    entries.retain(|entry| named.insert(entry.snapshot));
+    entries
 }
 
 /// Whether a frame of incarnation `running` was written at this place: it is whole, or enough of its header

@@ -145,7 +145,7 @@ impl fmt::Display for Position {
 
 /// A point in the log: the end of a batch, and the chain hash by which the next one proves that it follows. A
 /// reader needs nothing else to go on from there.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct LogPoint {
     /// The incarnation whose bytes end here.
     pub incarnation: Incarnation,

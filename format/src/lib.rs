@@ -8,7 +8,7 @@
 //!
 //! | folder | purpose |
 //! |---|---|
-//! | `judge.rs` | the verdict on a store: where recovery starts, what is lost |
+//! | `judge/` | the verdict on a store: where recovery starts, what is lost |
 //! | `salvage/` | the pages that a damaged store still proves |
 //! | `state/` | from bytes to a state: table, log, survey, how far back a store goes, rebuild |
 //! | `manifest/` | snapshots: bases, changes, chains |

@@ -21,6 +21,12 @@ mod limits;
 mod snapshots;
 #[path = "stores/salvage.rs"]
 mod salvage;
+#[path = "stores/far.rs"]
+mod far;
+#[path = "stores/statements.rs"]
+mod statements;
+#[path = "stores/verdicts.rs"]
+mod verdicts;
 
 use std::cell::Cell;
 use std::io;
@@ -404,7 +410,7 @@ fn seeds() -> Vec<(&'static str, Vec<u8>)> {
     reopened.reopen(3);
     reopened.batch().sync().batch();
     let mut restored = four();
-    let table = Manifest { kind: ManifestKind::Table, ..restored.manifest(9, 2, 2, 2) };
+    let table = Manifest { kind: ManifestKind::Table, end: Lsn(5), ..restored.manifest(9, 2, 2, 2) };
     let table_crc = restored.publish(FileName::Table(9), &table);
     restored.batch_of(&[Op::Restore { table: 9, table_crc, restored: Lsn(2) }], true);
     let mut compressed = four();

@@ -324,6 +324,7 @@ impl Follower {
             let defect = Defect::Mismatch { what: "checksum of the restored table", found, expected };
             return Err(defect.at_lsn(file, 0, lsn).into());
         }
+        table.check_restored(lsn).map_err(|defect| Error::from(defect.at_lsn(file, 0, lsn)))?;
         let pages = collected(table.entries.iter().map(page_info))?;
         Ok(RestoredState { disk: self.disk.clone(), lsn, of, table: Arc::new(table), pages })
     }

@@ -4,13 +4,14 @@
 
 use std::sync::Arc;
 
-use remanent_format::manifest::Manifest;
+use remanent_format::image::ImageRef;
+use remanent_format::manifest::{Manifest, ManifestEntry};
 use remanent_format::segment::SEGMENT_HEADER_BLOCK;
 use remanent_format::state::follow::Resolution;
 use remanent_format::state::follow::StateWalk;
 use remanent_format::state::reach::Reach;
 use remanent_format::state::survey::Survey;
-use remanent_format::{Damage, Defect, FileName, Lsn};
+use remanent_format::{Damage, Defect, FileName, Lsn, PageTable, Place};
 
 use super::catalog::CatalogDraft;
 use super::load::load;
@@ -19,6 +20,7 @@ use super::log_reader::{BatchRun, Frames, RunStep};
 use super::{Recovery, survey};
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
+use crate::options::PageLoad;
 
 /// The best candidate that could be loaded, with what was found on the way to it.
 pub(super) struct BestCandidate<'s, 'a> {
@@ -27,6 +29,32 @@ pub(super) struct BestCandidate<'s, 'a> {
     pub draft: CatalogDraft<'s>,
     /// Damage to the snapshots that were passed over.
     pub harmless: Vec<Damage>,
+}
+
+/// Images that kept the open from starting at a snapshot. An older snapshot that names one of them is passed
+/// over at once: no batch in between can have given the page another image, or the newer snapshot would not
+/// name it any more. Otherwise damage to one image that all snapshots share would have each of them loaded.
+#[derive(Default)]
+struct BlockingImages(Vec<(ImageRef, Damage)>);
+
+impl BlockingImages {
+    /// Notes the image in which a snapshot's damage lies. Of pages on disk none is noted: whether their images
+    /// are read depends on whether the snapshot is verified.
+    fn note(&mut self, base: &Manifest, table: &PageTable, damage: &Damage) {
+        let lies_there = |entry: &&ManifestEntry| {
+            let image = entry.image.filter(|image| FileName::Pages(image.file) == damage.file);
+            let is_on_disk = || table.get(entry.page).is_none_or(|info| info.place == Place::Disk);
+            image.is_some_and(|image| image.offset == damage.offset) && !is_on_disk()
+        };
+        let found = base.entries.iter().find(lies_there).and_then(|entry| entry.image);
+        self.0.extend(found.map(|image| (image, damage.clone())));
+    }
+
+    /// The damage to one of them that a snapshot names.
+    fn damage_to(&self, base: &Manifest) -> Option<&Damage> {
+        let is_named = |image: &ImageRef| base.entries.iter().any(|entry| entry.image == Some(*image));
+        self.0.iter().find(|(image, _)| is_named(image)).map(|(_, damage)| damage)
+    }
 }
 
 impl Recovery<'_> {
@@ -42,14 +70,25 @@ impl Recovery<'_> {
         survey: &'s Survey,
     ) -> Result<BestCandidate<'s, '_>> {
         let mut passed_over: Vec<Damage> = Vec::new();
+        let mut blocking = BlockingImages::default();
         for candidate in survey.candidates() {
             let loaded = candidate.map_err(Error::from).and_then(|base| {
+                if let Some(damage) = base.as_ref().and_then(|base| blocking.damage_to(base)) {
+                    return Err(damage.clone().into());
+                }
                 let mut resolution = self.resolve(source, survey, base.as_ref())?;
                 let end = resolution.end.as_ref().expect("followed to its end");
                 // The floor is known only at the end of the log: below it, segments and images may be
                 // gone, though the manifest is still there.
                 Reach::of(survey, &end.verified).check_start(base.as_deref())?;
-                let (loaded, draft) = load(self, source, survey, base.as_deref(), &mut resolution)?;
+                let loaded = load(self, source, survey, base.as_deref(), &mut resolution);
+                if let (Err(Error::Damaged(damage)), Some(base)) = (&loaded, &base)
+                    && self.options.page_load == PageLoad::Eager
+                    && self.options.tiers.is_none()
+                {
+                    blocking.note(base, &resolution.resolved.table, &damage.damage);
+                }
+                let (loaded, draft) = loaded?;
                 Ok(BestCandidate { resolution, loaded, draft, harmless: Vec::new() })
             });
             match loaded {

@@ -239,7 +239,8 @@ impl Frames<'_> {
         };
         let windows = rules.map(|rules| Windows { len: rules.len, read: &read });
         let reading = Reading { supply: &supply, windows };
-        let mut walk = LogWalk::reading_into(self.source, self.map, from, self.mark, reading)?;
+        let walk = LogWalk::reading_into(self.source, self.map, from, self.mark, reading)?;
+        let mut walk = if until.is_none() { walk.sharing_outcomes() } else { walk };
         let mut run: Option<(Arc<StagingBuf>, Vec<LoggedBatch>)> = None;
         let threads = rules.map_or(1, |rules| rules.threads);
         let mut give = |run| give(BatchRun::new(run, threads));

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use super::dead_ends::DeadEnds;
 use super::reader::{SegmentReader, own_frames};
 use crate::defect::{Damage, Defect};
 use crate::frame::UncheckedFrame;
@@ -48,6 +49,8 @@ pub struct LogMap {
     line: Vec<(u64, Opening)>,
     /// The damaged header at which the line ends, if it ends at one.
     pub(super) break_of_line: Option<Damage>,
+    /// Where walks of this map that share their outcome did not come to its end.
+    pub(super) dead_ends: DeadEnds,
 }
 
 impl LogMap {
@@ -86,7 +89,7 @@ impl LogMap {
             }
         }
         line.reverse();
-        Ok(Self { store, segments, newest, line, break_of_line })
+        Ok(Self { store, segments, newest, line, break_of_line, dead_ends: DeadEnds::default() })
     }
 
     /// The store whose log it is.

@@ -19,6 +19,7 @@
 //! durable mark covers the batch that is missing. Marks come from valid frames, from the opening, from
 //! manifests, and from frames beyond the end that testify.
 
+mod dead_ends;
 mod map;
 mod order;
 mod reader;

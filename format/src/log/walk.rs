@@ -1,6 +1,7 @@
 //! The walk along the log: the frames that are valid in order (I3), and the judgement at the point where the
 //! order ends (I4).
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::map::{LogMap, Segment};
@@ -9,7 +10,7 @@ use super::reader::{ORDINARY, Reading, SegmentReader, own_frames};
 use crate::defect::{Damage, Defect};
 use crate::frame::{
     FRAME_HEADER_LEN, FrameHeader, FrameHeaderRaw, FrameKind, VerifiedSnapshot, check_payload_crc,
-    decode_seal, resembles_frame,
+    counting_entries, decode_seal, resembles_frame,
 };
 use crate::ids::{LogPoint, Lsn};
 use crate::limits::{FRAME_ALIGN, align_up};
@@ -76,9 +77,11 @@ struct Break {
 }
 
 impl Break {
-    /// The more telling of two: the first at which a frame was written, or the first.
+    /// The more telling of two: the first that cannot be read (SPEC E6), else the first at which a frame was
+    /// written, else the first.
     fn or(self, other: Self) -> Self {
-        if other.resembles && !self.resembles { other } else { self }
+        let rank = |of: &Self| (of.defect.is_unreadable(), of.resembles);
+        if rank(&other) > rank(&self) { other } else { self }
     }
 
     fn damage(self, lost: Lsn) -> Damage {
@@ -101,6 +104,8 @@ pub struct LogWalk<'s, B = Vec<u8>> {
     proven: LogPoint,
     verified: Vec<VerifiedSnapshot>,
     end: Option<LogEnd>,
+    /// Where it began, and the points at which other walks did that met damage, if it shares outcomes.
+    shared: Option<(LogPoint, HashMap<LogPoint, Damage>)>,
 }
 
 impl<'s> LogWalk<'s> {
@@ -151,6 +156,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
             proven: from,
             verified: Vec::new(),
             end: None,
+            shared: None,
         };
         walk.check_segment(from.segment)?;
         walk.check_start()?;
@@ -159,16 +165,47 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         Ok(walk)
     }
 
+    /// The same walk, which ends where it comes by the start of another one that met damage, with that damage.
+    /// Only for walks of one map that ask for the same end: the outcome of each is noted in the map.
+    #[must_use]
+    pub fn sharing_outcomes(self) -> Self {
+        let shared = Some((self.point, self.map.dead_ends.known()));
+        Self { shared, ..self }
+    }
+
     /// The next valid frame; `None` at the end of the log, which [`LogWalk::end`] then describes.
     ///
     /// # Errors
     /// [`Damage`] where the log must go on and does not.
     #[expect(clippy::should_implement_trait, reason = "a frame borrows the walk's buffer")]
     pub fn next(&mut self) -> Result<Option<Frame<'_, B>>, Damage> {
+        let advanced = self.advance().inspect_err(|damage| {
+            if let Some((from, _)) = &self.shared {
+                self.map.dead_ends.note(*from, damage);
+            }
+        })?;
+        let Some((header, end)) = advanced else { return Ok(None) };
+        let newest = Some(header.incarnation) == self.map.newest;
+        let payload_len = header.payload_len as usize;
+        let (memory, payload_at) = self
+            .reader
+            .shared(header.offset + FRAME_HEADER_LEN, payload_len)
+            .map_err(|defect| defect.at_lsn(FileName::Segment(header.segment), header.offset, header.lsn))?;
+        let payload = &(**memory).as_ref()[payload_at..payload_at + payload_len];
+        Ok(Some(Frame { header, payload, memory, payload_at, end, newest }))
+    }
+
+    /// Goes on to the end of the next valid frame; `None` at the end of the log.
+    fn advance(&mut self) -> Result<Option<(FrameHeader, LogPoint)>, Damage> {
         if self.end.is_some() {
             return Ok(None);
         }
         self.cross_to_successors()?;
+        if let Some((_, dead_ends)) = &self.shared
+            && let Some(damage) = dead_ends.get(&self.point)
+        {
+            return Err(damage.clone());
+        }
         let found = self.find_next().or_else(|_| {
             // While a writer is at work, bytes read ahead may be older than the bytes that lie there now.
             self.reader.forget();
@@ -177,14 +214,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         let at_break = match found {
             Ok((header, end)) => {
                 self.accept(&header, end)?;
-                let newest = Some(header.incarnation) == self.map.newest;
-                let payload_len = header.payload_len as usize;
-                let (memory, payload_at) =
-                    self.reader.shared(header.offset + FRAME_HEADER_LEN, payload_len).map_err(|defect| {
-                        defect.at_lsn(FileName::Segment(header.segment), header.offset, header.lsn)
-                    })?;
-                let payload = &(**memory).as_ref()[payload_at..payload_at + payload_len];
-                return Ok(Some(Frame { header, payload, memory, payload_at, end, newest }));
+                return Ok(Some((header, end)));
             }
             Err(at_break) => at_break,
         };
@@ -328,7 +358,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
                     .map_err(|defect| defect.at_lsn(file, header.offset, header.lsn))?;
                 // The snapshots were read back before the seal was written, so the seal need not be under a
                 // mark.
-                self.verified = payload;
+                self.verified = counting_entries(payload);
             }
         }
         self.settle();

@@ -49,6 +49,16 @@ impl Manifest {
         self.tombstones.iter().try_for_each(|tombstone| self.check_range(tombstone.page, tombstone.lsn))
     }
 
+    /// Refuses a table that is not that of the restore at batch `lsn` (SPEC M9): its pages may be newer than the
+    /// state that they make.
+    ///
+    /// # Errors
+    /// [`Defect::Mismatch`].
+    pub fn check_restored(&self, lsn: Lsn) -> Result<(), Defect> {
+        check_equal("end of the restored table", self.end.0, lsn.0)?;
+        check_equal("tombstones of the restored table", self.tombstones.len() as u64, 0)
+    }
+
     /// Refuses some of the entries, each for itself (SPEC M6 and M7) or for the one before it (SPEC M5).
     pub(super) fn check_entries(&self, range: Range<usize>) -> Result<(), Defect> {
         self.check_order(range.clone())?;

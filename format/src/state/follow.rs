@@ -202,11 +202,14 @@ impl<'s> StateWalk<'s> {
         let Self { survey, source, .. } = self;
         let place = |point: LogPoint| (point.segment, point.offset);
         let older = survey.links.range(..base.snapshot).rev().filter_map(|(_, read)| read.as_ref().ok());
+        // Where a walk has looked already there is no record: each part of the log is looked at once.
+        let mut until = place(base.redo);
         let mut records = older.filter_map(|(link, _)| {
             let mut walk = LogWalk::new(*source, &survey.log, link.redo, survey.mark()).ok()?;
-            while place(walk.point()) < place(base.redo) {
+            while place(walk.point()) < until {
                 walk.next().ok()??;
             }
+            until = until.min(place(link.redo));
             Some(walk.verified().to_vec()).filter(|record| !record.is_empty())
         });
         records.next().unwrap_or_default()
@@ -243,7 +246,9 @@ impl Survey {
         if base.is_some_and(|manifest| Some(manifest.redo.lsn) == until) {
             return following.finish_at_base();
         }
-        let mut walk = LogWalk::new(source, &self.log, following.start(), self.mark())?;
+        let walk = LogWalk::new(source, &self.log, following.start(), self.mark())?;
+        // A walk that stops before the end may not come to the damage that other walks met.
+        let mut walk = if until.is_none() { walk.sharing_outcomes() } else { walk };
         while until.is_none_or(|until| walk.point().lsn < until) {
             let Some(frame) = walk.next()? else { break };
             if frame.header.kind == FrameKind::Batch {

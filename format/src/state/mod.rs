@@ -3,6 +3,7 @@
 pub mod by_id;
 pub mod table;
 pub mod apply;
+mod coverage;
 pub mod page_changes;
 pub mod window;
 pub mod bases;

@@ -160,8 +160,10 @@ impl Resolver {
     /// so the table is all there is.
     ///
     /// # Errors
-    /// [`Defect::Batch`] if the snapshot claims to have caught pages across it.
+    /// [`Defect::Batch`] if the snapshot claims to have caught pages across it, or the table is not that of
+    /// this batch.
     pub fn restore(&mut self, lsn: Lsn, table: Manifest) -> Result<(), Defect> {
+        table.check_restored(lsn)?;
         if lsn <= self.end {
             return Err(Defect::Batch(format!(
                 "a restore lies within the snapshot that ends at {}",
@@ -184,6 +186,12 @@ impl Resolver {
     #[must_use]
     pub fn lsn(&self) -> Lsn {
         self.table.lsn()
+    }
+
+    /// The bases of the pages by now.
+    #[must_use]
+    pub fn bases(&self) -> &Bases {
+        &self.bases
     }
 
     /// The final state, if the log has reached the snapshot's end (SPEC R3).

@@ -28,6 +28,7 @@ use crate::manifest::Manifest;
 use crate::names::{FileName, ReadAt};
 use crate::op::{OP_HEADER_LEN, Op, OpAt, decode_single};
 use crate::state::bases::Base;
+use crate::state::coverage::Coverage;
 use crate::state::follow::Resolution;
 use crate::state::replay::{ResolvedState, Resolver};
 use crate::state::survey::Survey;
@@ -124,6 +125,17 @@ impl OpLocation {
             target.apply(&Op::Write { page, offset: self.from, bytes: &bytes });
         } else {
             target.apply(&decode_single(&bytes).map_err(|defect| self.at(defect))?);
+        }
+        Ok(())
+    }
+
+    /// Notes the bytes of the page that it writes.
+    fn note_in(&self, source: &dyn ReadAt, coverage: &mut Coverage) -> Result<(), Damage> {
+        if self.is_part {
+            coverage.write(self.from..self.to);
+        } else {
+            let bytes = self.read(source)?;
+            coverage.apply(&decode_single(&bytes).map_err(|defect| self.at(defect))?);
         }
         Ok(())
     }
@@ -332,7 +344,15 @@ impl Trails {
         page: PageId,
     ) -> Result<Vec<u8>, Damage> {
         let base = resolved.bases.get(page).expect("a page of the table");
-        let mut whole = load_base(source, &base, resolved.final_len(page))?;
+        let final_len = resolved.final_len(page);
+        let mut whole = load_base(source, &base, final_len).or_else(|damage| {
+            let zeros = Base { image: None, ..base };
+            if self.hides_image(source, resolved, page) {
+                load_base(source, &zeros, final_len)
+            } else {
+                Err(damage)
+            }
+        })?;
         for location in self.pages.get(&page).into_iter().flatten() {
             location.apply(source, page, &mut whole)?;
         }
@@ -354,7 +374,27 @@ impl Trails {
         page: PageId,
     ) -> Result<ProvenPage, Damage> {
         let base = resolved.bases.get(page).expect("a page of the table");
-        ProvenPage::prove(source, page, base.image, base.len)
+        ProvenPage::prove(source, page, base.image, base.len).or_else(|damage| {
+            if self.hides_image(source, resolved, page) {
+                ProvenPage::prove(source, page, None, base.len)
+            } else {
+                Err(damage)
+            }
+        })
+    }
+
+    /// Whether batches wrote all of a page since its image, so that no byte of the image is left in it.
+    /// Operations that cannot be read any more hide nothing.
+    ///
+    /// # Panics
+    /// If the page is not in the state's table.
+    #[must_use]
+    pub fn hides_image(&self, source: &dyn ReadAt, resolved: &ResolvedState, page: PageId) -> bool {
+        let base = resolved.bases.get(page).expect("a page of the table");
+        let mut coverage = Coverage::new(base.len);
+        let locations = self.pages.get(&page).map_or(&[][..], Vec::as_slice);
+        let noted = locations.iter().try_for_each(|location| location.note_in(source, &mut coverage));
+        noted.is_ok() && coverage.is_whole()
     }
 
     /// The bytes of a window of a page, which ends where the page does in this state or before.

@@ -269,7 +269,7 @@ fn a_thin_change_begins_where_the_link_before_does() {
 #[test]
 fn a_restore_replaces_pages_and_root_by_those_of_its_table() {
     let mut maker = four();
-    let table = Manifest { kind: ManifestKind::Table, ..maker.manifest(9, 2, 2, 2) };
+    let table = Manifest { kind: ManifestKind::Table, end: Lsn(6), ..maker.manifest(9, 2, 2, 2) };
     let table_crc = maker.publish(FileName::Table(9), &table);
     let other = PageId(2);
     let create = Op::Create { page: other, len: 8, place: Place::Host, key: None, metadata: Metadata::new() };

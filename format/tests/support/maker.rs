@@ -173,10 +173,21 @@ impl Maker {
         self
     }
 
+    /// A seal with this payload, whatever it is.
+    pub fn seal_of(&mut self, payload: &[u8]) -> &mut Self {
+        self.frame(FrameKind::Seal, payload, true);
+        self
+    }
+
     /// From here on, frames claim that all before them is durable.
     pub fn sync(&mut self) -> &mut Self {
         self.durable = self.point.lsn;
         self
+    }
+
+    /// The last batch.
+    pub fn last(&self) -> u64 {
+        self.point.lsn.0
     }
 
     /// The place of a batch's frame: segment and offset.

@@ -11,7 +11,9 @@
 //! `sweeps.rs` chooses how much is damaged.
 
 mod in_place;
+mod kept_states;
 pub mod on_disk;
+mod shared;
 mod sweeps;
 mod verdicts;
 

@@ -14,6 +14,7 @@ use remanent::{
 };
 use remanent_format::judge::{ImageProofs, Verdict, judge};
 use remanent_format::limits::SECTOR_LEN;
+use remanent_format::state::reach::Role;
 use remanent_format::state::survey::Survey;
 
 use super::sweeps::sweep;
@@ -75,32 +76,33 @@ pub fn agrees(what: &str, files: &Files, opened: Opened<'_>) -> Option<(Survey, 
     Some((survey, verdict))
 }
 
-fn options(io: ImageIo) -> Options {
+pub fn options(io: ImageIo) -> Options {
     small().reserve_bytes(0).image_io(io)
 }
 
 /// A closed store, and the state after each batch.
-struct Subject {
-    name: &'static str,
-    files: Files,
-    states: BTreeMap<Lsn, State>,
+pub struct Subject {
+    pub name: &'static str,
+    pub files: Files,
+    /// The state after each batch.
+    pub states: BTreeMap<Lsn, State>,
 }
 
 /// A store at work whose states are noted.
-struct Work {
+pub struct Work {
     disk: SimDisk,
-    store: Store,
+    pub store: Store,
     states: BTreeMap<Lsn, State>,
-    pages: Vec<PageId>,
+    pub pages: Vec<PageId>,
     options: Options,
 }
 
 impl Work {
-    fn new(io: ImageIo) -> Self {
+    pub fn new(io: ImageIo) -> Self {
         Self::with_pages(&[3000, 500, 100], Place::Host, options(io))
     }
 
-    fn with_pages(lens: &[u64], place: Place, options: Options) -> Self {
+    pub fn with_pages(lens: &[u64], place: Place, options: Options) -> Self {
         let disk = SimDisk::new();
         let store = open_with(&disk, options.clone()).unwrap();
         let mut batch = store.batch();
@@ -113,11 +115,11 @@ impl Work {
         work
     }
 
-    fn note(&mut self) {
+    pub fn note(&mut self) {
         self.states.insert(self.store.lsn(), State::of(&self.store));
     }
 
-    fn commit(&mut self, batches: u64) -> Lsn {
+    pub fn commit(&mut self, batches: u64) -> Lsn {
         for _ in 0..batches {
             let lsn = self.store.lsn().0;
             let mut batch = self.store.batch();
@@ -129,17 +131,17 @@ impl Work {
         self.store.lsn()
     }
 
-    fn restore_to(&mut self, lsn: Lsn) {
+    pub fn restore_to(&mut self, lsn: Lsn) {
         self.store.restore(&StatePoint::Lsn(lsn)).unwrap();
         self.note();
     }
 
-    fn reopen(self) -> Self {
+    pub fn reopen(self) -> Self {
         self.store.close().unwrap();
         Self { store: open_with(&self.disk, self.options.clone()).unwrap(), ..self }
     }
 
-    fn close(self, name: &'static str) -> Subject {
+    pub fn close(self, name: &'static str) -> Subject {
         let Self { disk, store, states, .. } = self;
         store.close().unwrap();
         Subject { name, files: Files::of(&disk), states }
@@ -356,7 +358,7 @@ fn check(subject: &Subject, what: &str, files: &Files, [opened, refused, stood]:
         Err(error) => panic!("{what}: {error}"),
     };
     let Some((survey, verdict)) = judged else { return };
-    for start in verdict.starts.iter().filter(|start| !start.is_link_alone && start.lost_by.is_empty()) {
+    for start in verdict.starts.iter().filter(|start| start.role != Role::Link && start.lost_by.is_empty()) {
         let Some(id) = start.snapshot else { continue };
         let end = survey.snapshot(id).unwrap().end;
         let disk: Arc<dyn Disk> = Arc::new(files.disk());

@@ -3,8 +3,9 @@
 use std::path::PathBuf;
 
 use remanent_format::image::{ImageFileHeader, ImageFileHeaderRaw};
-use remanent_format::judge::{ImageProofs, Start, Verdict, judge};
-use remanent_format::{Damage, Defect, FileName, Lsn, PageId, ReadAt, SnapshotId};
+use remanent_format::judge::{Gap, ImageProofs, Start, Verdict, judge};
+use remanent_format::state::reach::Role;
+use remanent_format::{Damage, Defect, FileName, Folder, Lsn, PageId, ReadAt, SnapshotId};
 
 use crate::cli::exit::{Ending, Failure, Outcome};
 use crate::cli::json::object;
@@ -16,10 +17,11 @@ use crate::read::partial_view::PartialView;
 use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
-Checked are STORE, both copies of every manifest, every image that a kept snapshot names, the log from each \
-snapshot to its end, and that each snapshot is there which the log records as kept. A torn tail is left by a crash \
-and is no damage. Each finding says what it costs: nothing, time (recovery takes an older snapshot), the way \
-back to a snapshot, a page on disk, or the store. While a process writes to the store, what looks wrong is read again.
+Checks STORE, both copies of every manifest, and everything that a kept state needs: each snapshot that the log \
+records as kept, the log from the oldest of them to its end, and all images and tables that these name. A torn \
+tail is left by a crash and is no damage. Each finding states its cost: nothing, time (recovery takes an older \
+snapshot), the way back to a snapshot or to a batch, a page on disk, or the store. While a process writes to the \
+store, damage is read again before it is reported.
 
 Examples:
   remanent verify store && echo sound
@@ -162,6 +164,7 @@ fn look_once(
             start.blocked_by.retain(is_lasting);
             start.lost_by.retain(is_lasting);
             start.damaged_pages.retain(|(_, damage)| is_lasting(damage));
+            start.gaps.retain(|gap| is_lasting(&gap.damage));
         }
         verdict.lost.retain(is_lasting);
         let is_open = |start: &Start| start.blocked_by.is_empty();
@@ -204,41 +207,45 @@ fn findings(
         find(damage, "the store: nothing opens without its identity".to_owned());
     }
     for (index, start) in verdict.starts.iter().enumerate() {
-        let name = start_name(start.snapshot);
-        let cost = match (verdict.opens_from, verdict.state.is_some()) {
-            (Some(opens), _) if index < opens => {
+        let cost = match verdict.opens_from {
+            Some(opens) => {
                 let instead = start_name(verdict.starts[opens].snapshot);
                 format!("time, not data: recovery starts from {instead} instead")
             }
-            (None, false) => "the store: it cannot be opened".to_owned(),
-            _ => format!("nothing now: {name} could not stand in for a newer one"),
+            None => "the store: it cannot be opened".to_owned(),
         };
-        // The log and images of a link alone may be gone. So may be the log after a named snapshot: it leads
-        // back to the snapshot's own batch only. If nothing opens, all of it is looked for.
-        let is_promised = !start.is_link_alone && !is_named_and_exact(view, start);
-        if is_promised || verdict.state.is_none() {
+        // A link alone is no start, also where it is whole. If nothing opens, all of it is looked for.
+        if start.role != Role::Link || verdict.state.is_none() {
             for damage in &start.blocked_by {
                 find(damage.clone(), cost.clone());
             }
         }
-        // Where recovery starts, a bad image of a page on disk costs that page.
-        let is_opened = Some(index) == verdict.opens_from;
-        for (damage, pages) in by_image(&start.damaged_pages) {
-            if is_opened {
+        if Some(index) == verdict.opens_from {
+            for (damage, pages) in by_image(&start.damaged_pages) {
                 find(
                     damage.clone(),
-                    format!("{pages}: no read of it succeeds until it is written whole or deleted"),
+                    format!("{pages}: no read of its image succeeds until it is written whole or deleted"),
                 );
-            } else if is_promised {
-                find(damage.clone(), format!("nothing now: {pages}, if recovery had to start from {name}"));
             }
         }
+    }
+    for start in &verdict.starts {
         for damage in &start.lost_by {
-            find(damage.clone(), format!("the way back to {name}"));
+            find(damage.clone(), format!("the way back to {}", start_name(start.snapshot)));
+        }
+        for Gap { first, last, damage } in &start.gaps {
+            let to =
+                if first == last { format!("lsn {first}") } else { format!("lsn {first} to lsn {last}") };
+            find(damage.clone(), format!("the way back to {to}"));
         }
     }
     for damage in &verdict.lost {
-        find(damage.clone(), "the way back to a snapshot that is kept".to_owned());
+        let to = if damage.file.folder() == Folder::Log {
+            "the log's beginning"
+        } else {
+            "a snapshot that is kept"
+        };
+        find(damage.clone(), format!("the way back to {to}"));
     }
     if verdict.starts.is_empty() {
         let damage = Defect::Missing.at_lsn(FileName::Segment(1), 0, Lsn(1));
@@ -246,6 +253,9 @@ fn findings(
     }
     for damage in second_copies(dir, view) {
         find(damage, "nothing: the manifest's other copy is whole".to_owned());
+    }
+    for damage in view.survey.links.values().filter_map(|link| link.as_ref().err()) {
+        find(damage.clone(), "nothing: no snapshot that is kept needs it".to_owned());
     }
     for damage in view.end().iter().flat_map(|end| &end.harmless) {
         find(damage.clone(), "nothing: the segment is empty".to_owned());
@@ -274,12 +284,6 @@ fn by_image(damaged: &[(PageId, Damage)]) -> Vec<(&Damage, String)> {
         }
     }
     found
-}
-
-/// Whether a snapshot stays without the log after it.
-fn is_named_and_exact(view: &PartialView, start: &Start) -> bool {
-    let link = start.snapshot.and_then(|snapshot| view.survey.links.get(&snapshot)?.as_ref().ok());
-    start.is_exact && link.is_some_and(|(link, _)| link.name.is_some())
 }
 
 /// Damaged copies of manifests whose other copy is whole.

@@ -56,7 +56,12 @@ impl<'d> PageBytes<'d> {
 
     /// Why pages are lost.
     pub fn damage(&self) -> impl Iterator<Item = &Damage> {
-        self.pages.values().filter_map(|page| page.as_ref().err())
+        self.lost().map(|(_, damage)| damage)
+    }
+
+    /// The pages that are lost, each with the damage.
+    pub fn lost(&self) -> impl Iterator<Item = (PageId, &Damage)> {
+        self.pages.iter().filter_map(|(page, proven)| Some((*page, proven.as_ref().err()?)))
     }
 
     /// The snapshot from which the state was followed; `None` is the log's beginning.

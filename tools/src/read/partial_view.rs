@@ -2,9 +2,10 @@
 //! view has it in parts: the state before the first damage in the log, pages whose bytes are lost together
 //! with pages whose bytes are there.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use remanent_format::judge::{Record, stays_unread};
 use remanent_format::log::LogEnd;
 use remanent_format::manifest::Manifest;
 use remanent_format::segment::{SegmentHeader, SegmentHeaderRaw};
@@ -13,7 +14,7 @@ use remanent_format::state::reach::{Reach, Role};
 use remanent_format::state::survey::Survey;
 use remanent_format::state::trail::Trails;
 use remanent_format::store::{Features, StoreFile, StoreRecord};
-use remanent_format::{Damage, Defect, FileName, Folder, Lsn, PageInfo, ReadAt, SnapshotId, StoreId};
+use remanent_format::{Damage, Defect, FileName, Folder, Lsn, PageId, PageInfo, ReadAt, SnapshotId, StoreId};
 
 use crate::cli::exit::Failure;
 use crate::read::looks::look;
@@ -88,15 +89,16 @@ impl PartialView {
     ) -> Result<(Self, Option<PageBytes<'_>>), Failure> {
         let mut view = Self::take_once(dir)?;
         let mut passed_over = Vec::new();
-        let whole = view.survey.candidates().find_map(|candidate| {
-            let bytes = candidate.and_then(|base| view.bytes(dir, base.as_ref(), None, page_bytes_max));
-            bytes.and_then(PageBytes::whole).map_err(|damage| passed_over.push(damage)).ok()
+        let opened = view.survey.candidates().find_map(|candidate| {
+            let bytes = candidate.and_then(|base| view.opened(dir, base.as_ref(), page_bytes_max));
+            bytes.map_err(|damage| passed_over.push(damage)).ok()
         });
-        if let Some(bytes) = whole {
+        if let Some(bytes) = opened {
             // The snapshot that was followed just now may be one whose images are damaged.
             if view.state.as_ref().is_some_and(|state| state.base != bytes.base()) {
                 passed_over.into_iter().for_each(|damage| view.add(damage));
             }
+            bytes.damage().for_each(|damage| add(&mut view.damage, damage.clone()));
             return Ok((view, Some(bytes)));
         }
         let Some(state) = &view.state else { return Ok((view, None)) };
@@ -114,6 +116,28 @@ impl PartialView {
                 Ok((view, None))
             }
         }
+    }
+
+    /// The pages' bytes as an open makes them from a base. It starts there though pages are lost whose images
+    /// it leaves unread.
+    fn opened<'d>(
+        &self,
+        dir: &'d StoreDir,
+        base: Option<&Arc<Manifest>>,
+        page_bytes_max: u64,
+    ) -> Result<PageBytes<'d>, Damage> {
+        let mut trails = Trails::default();
+        let resolution = trails.follow(&self.survey, dir, base, None)?;
+        let record = resolution.end.as_ref().map(|end| &end.verified[..]).unwrap_or_default();
+        Reach::of(&self.survey, record).check_start(base.map(AsRef::as_ref))?;
+        let verified = base.filter(|base| Record(record).has_verified(&self.survey, base.snapshot));
+        let pages = resolution.resolved.table.pages().map(|info| info.page);
+        let unread = |page: &PageId| stays_unread(*page, &resolution, verified.map(AsRef::as_ref));
+        let unread: BTreeSet<PageId> = pages.filter(unread).collect();
+        let bytes = PageBytes::prove(dir, resolution, trails, page_bytes_max, |_| true)?;
+        let blocking =
+            bytes.lost().find(|(page, _)| !unread.contains(page)).map(|(_, damage)| damage.clone());
+        blocking.map_or(Ok(bytes), Err)
     }
 
     /// The pages' bytes as the log makes them from a base.

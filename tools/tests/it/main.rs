@@ -16,6 +16,7 @@ mod imports;
 mod inspect;
 #[path = "../../../fuzz/src/inspections.rs"]
 mod inspections;
+mod kept;
 mod long_pages;
 mod on_disk;
 mod replay;

@@ -237,7 +237,7 @@ fn agree(what: &str, path: &str) -> Verdict {
                     Err(Error::Damaged(_)) => true,
                     read => read.map(|_| false).unwrap_or_else(|error| panic!("{all}\nbut {error}")),
                 };
-                let costs = format!("page {}: no read of it succeeds", info.page);
+                let costs = format!("page {}: no read of its image succeeds", info.page);
                 let is_named = said
                     .json()
                     .iter()

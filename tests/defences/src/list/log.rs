@@ -223,4 +223,25 @@ pub const LIST: &[Defence] = &[
         "reach.check_state(base.map(AsRef::as_ref), until)?;",
         stores("snapshots::a_rebuild_starts_nowhere_below_the_floor"),
     ),
+    defence(
+        "an unreadable place is no torn tail, whatever lies at the others",
+        WALK,
+        "(of.defect.is_unreadable(), of.resembles)",
+        "(false, of.resembles)",
+        stores("statements::an_unreadable_location_is_corruption_beside_a_torn_frame"),
+    ),
+    // The judge.
+    check(
+        "images that later batches replace are proven",
+        "format/src/judge/gaps.rs",
+        "found.extend(damaged.map(|damage| Gap { first: lsn, last: lsn, damage }));",
+        stores("verdicts::states_between_starts_are_proven"),
+    ),
+    defence(
+        "the log's beginning is missed",
+        "format/src/judge/mod.rs",
+        "lost_beginning(survey, &record).filter(|_| is_end_known)",
+        "None::<Damage>",
+        stores("verdicts::a_lost_beginning_of_the_log_is_reported"),
+    ),
 ];

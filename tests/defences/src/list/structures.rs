@@ -389,4 +389,11 @@ pub const LIST: &[Defence] = &[
         GOLDEN,
     ),
     check("index padding", OPS, r#"check_zeros("index padding", &body[indices_len..values_at])?;"#, GOLDEN),
+    // Tables of restores.
+    check(
+        "a table is that of its restore",
+        CHECK,
+        r#"check_equal("end of the restored table", self.end.0, lsn.0)?;"#,
+        stores("statements::a_table_fits_its_restore_or_is_refused"),
+    ),
 ];

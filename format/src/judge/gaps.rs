@@ -1,0 +1,103 @@
+//! The states between one start and the next: what they need, and neither of the two shows.
+//!
+//! A state is computed from the newest start that ends at or before it, and the log from there on. So it
+//! needs the start's own images, that part of the log, and the images and tables that the batches in it name,
+//! also where later batches give the page another image.
+
+use std::sync::Arc;
+
+use super::ImageProofs;
+use crate::defect::{Damage, Defect};
+use crate::frame::VerifiedSnapshot;
+use crate::ids::Lsn;
+use crate::manifest::Manifest;
+use crate::names::{FileName, ReadAt};
+use crate::op::{Op, OpAt};
+use crate::state::replay::Resolver;
+use crate::state::survey::Survey;
+
+/// States that cannot be computed, and the damage in the way.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Gap {
+    /// The first of them.
+    pub first: Lsn,
+    /// The last that is known to be one of them.
+    pub last: Lsn,
+    /// The damage.
+    pub damage: Damage,
+}
+
+/// The feature with which a seal says how far back the log is kept.
+const FLOOR: u32 = 0;
+
+/// Walks the log from a start, or from its beginning, to batch `until` or to its end, and proves what the
+/// batches after the start's own state name.
+pub(super) fn gaps(
+    survey: &Survey,
+    source: &dyn ReadAt,
+    base: Option<&Arc<Manifest>>,
+    until: Option<Lsn>,
+    images: &mut ImageProofs<'_>,
+) -> Vec<Gap> {
+    let own = base.map_or(Lsn(0), |base| base.end);
+    let mut found = Vec::new();
+    if until.is_some_and(|until| until <= own) {
+        return found;
+    }
+    let mut reached = own;
+    let walked = survey.follow(source, base, until, &mut |resolver, frame, ops| {
+        let lsn = frame.header.lsn;
+        if lsn > own {
+            reached = lsn;
+            let damaged = damaged_images(resolver, lsn, ops, images).into_iter();
+            found.extend(damaged.map(|damage| Gap { first: lsn, last: lsn, damage }));
+        }
+        Ok(())
+    });
+    if let Err(damage) = walked {
+        let first = reached.next();
+        found.push(Gap { first, last: until.unwrap_or(first).max(first), damage });
+    }
+    found
+}
+
+/// Damage to the images that a batch brings, of which its state is made.
+fn damaged_images(
+    resolver: &Resolver,
+    lsn: Lsn,
+    ops: &[OpAt<'_>],
+    images: &mut ImageProofs<'_>,
+) -> Vec<Damage> {
+    if let [OpAt { op: Op::Restore { .. }, .. }] = ops {
+        let bases = resolver.bases().iter();
+        return bases.filter_map(|(_, base)| images.check(lsn, base.image, base.len)).collect();
+    }
+    let brought = ops.iter().filter_map(|at| match at.op {
+        Op::Image { page, len, image } => Some((page, len, image)),
+        _ => None,
+    });
+    // A page may be deleted by the batch that gives it an image.
+    let stands = brought.filter(|(page, _, image)| {
+        resolver.bases().get(*page).is_some_and(|base| base.image == Some(*image))
+    });
+    stands.filter_map(|(_, len, image)| images.check(lsn, Some(image), len)).collect()
+}
+
+/// The damage that the log's beginning is missing, though a seal that records snapshots has not given it up.
+/// Without such a seal nothing tells it from a fork, which has no beginning of its own and whose first open
+/// records from where its log is kept.
+pub(super) fn lost_beginning(survey: &Survey, record: &[VerifiedSnapshot]) -> Option<Damage> {
+    let is_given_up = record.iter().any(|entry| entry.log_kept);
+    let is_kept = survey.store.features.has(FLOOR) && !record.is_empty() && !is_given_up;
+    if !is_kept || survey.log.beginning().is_some() {
+        return None;
+    }
+    if let Some(damage) = survey.log.break_of_line() {
+        return Some(damage.clone());
+    }
+    let segments = survey.log.segments();
+    let lowest = segments.keys().next().copied().unwrap_or_default();
+    let before = survey.log.line().first().map_or(lowest, |(_, opening)| opening.predecessor.segment);
+    let missing = (1..=before).rev().find(|number| !segments.contains_key(number)).unwrap_or(1);
+    Some(Defect::Missing.at_lsn(FileName::Segment(missing), 0, Lsn(1)))
+}

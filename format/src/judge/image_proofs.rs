@@ -1,0 +1,70 @@
+//! Proofs of images, each read once, however many snapshots and batches name it.
+
+use std::collections::BTreeMap;
+
+use crate::defect::{Damage, Defect};
+use crate::ids::Lsn;
+use crate::image::ImageRef;
+use crate::image::read::check_image;
+use crate::names::{FileName, ReadAt};
+
+/// Proofs of images: each image is read once, and its defect is remembered.
+pub struct ImageProofs<'s> {
+    source: &'s dyn ReadAt,
+    read: BTreeMap<(u64, u64, u64, u32), Option<Defect>>,
+    bytes: u64,
+}
+
+impl<'s> ImageProofs<'s> {
+    /// None is read yet.
+    #[must_use]
+    pub fn new(source: &'s dyn ReadAt) -> Self {
+        Self { source, read: BTreeMap::new(), bytes: 0 }
+    }
+
+    /// Damage to the image of a page of length `len`.
+    pub fn check(&mut self, lsn: Lsn, image: Option<ImageRef>, len: u64) -> Option<Damage> {
+        let image = image?;
+        let name = (image.file, image.offset, image.stored_len, image.stored_crc);
+        let defect = match self.read.get(&name) {
+            Some(known) => known.clone(),
+            None => {
+                self.bytes = self.bytes.saturating_add(image.stored_len);
+                let defect = check_image(self.source, &image, len).err().map(|damage| damage.defect);
+                self.read.insert(name, defect.clone());
+                defect
+            }
+        };
+        defect.map(|defect| defect.at_lsn(FileName::Pages(image.file), image.offset, lsn))
+    }
+
+    /// Forgets images that did not hold: while a writer is at work, they may have been about to be deleted.
+    pub fn forget_damaged(&mut self) {
+        self.read.retain(|_, defect| defect.is_none());
+    }
+
+    /// How many images were read.
+    #[must_use]
+    pub fn count(&self) -> usize {
+        self.read.len()
+    }
+
+    /// The bytes that they take on disk.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// The numbers of the files that they lie in, ascending.
+    pub fn files(&self) -> impl Iterator<Item = u64> {
+        let mut files: Vec<u64> = self.read.keys().map(|(file, ..)| *file).collect();
+        files.dedup();
+        files.into_iter()
+    }
+}
+
+impl std::fmt::Debug for ImageProofs<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ImageProofs").field("bytes", &self.bytes).finish_non_exhaustive()
+    }
+}

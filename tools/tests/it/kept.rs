@@ -1,0 +1,150 @@
+//! Everything that a kept state needs is verified, and `pages` shows what an open finds.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use remanent::{Compression, Options, Place, Retention, Store};
+
+use crate::command::{Scratch, run};
+use crate::inspect::copy;
+use crate::weights::{file, tensor};
+
+fn import(scratch: &Scratch, store: &str, seed: u8) {
+    let path = scratch.path("weights.safetensors");
+    fs::write(&path, file(&[tensor("a", "U8", "[4096]", vec![seed; 4096])])).unwrap();
+    run(&["import", store, &path]).expect(0);
+}
+
+/// The frame of a batch: its segment, and the offset of its payload.
+fn payload_of(store: &str, lsn: u64) -> (PathBuf, usize) {
+    let frames = run(&["log", store, "--json"]).expect(0).json();
+    let frame = frames.iter().find(|frame| frame["lsn"] == lsn && frame["kind"] == "batch").unwrap();
+    let segment = Path::new(store).join(format!("log/{:016x}.log", frame["segment"].as_u64().unwrap()));
+    (segment, frame["offset"].as_u64().unwrap() as usize + 80)
+}
+
+#[test]
+fn verify_finds_damage_to_every_state_that_fork_offers() {
+    let scratch = Scratch::new();
+    let path = scratch.store();
+    import(&scratch, &path, 1);
+    run(&["snapshot", &path]).expect(0);
+    import(&scratch, &path, 2);
+    run(&["snapshot", &path, "--name", "x"]).expect(0);
+    import(&scratch, &path, 3);
+    import(&scratch, &path, 4);
+    run(&["snapshot", &path]).expect(0);
+    run(&["prune", &path, "--snapshots", "2", "--yes"]).expect(0);
+    import(&scratch, &path, 5);
+    let fork = |store: &str, lsn: u64| {
+        let target = scratch.path(&format!("fork of {lsn}"));
+        let forked = run(&["fork", store, &target, "--at", &format!("lsn:{lsn}")]);
+        fs::remove_dir_all(&target).ok();
+        forked
+    };
+    run(&["verify", &path]).expect(0);
+    (2..=5).for_each(|lsn| _ = fork(&path, lsn).expect(0));
+    let (segment, payload) = payload_of(&path, 3);
+    let segment = segment.strip_prefix(&path).unwrap().to_owned();
+    for is_removed in [false, true] {
+        let damaged = scratch.path(if is_removed { "removed" } else { "flipped" });
+        copy(&path, &damaged);
+        let segment = Path::new(&damaged).join(&segment);
+        if is_removed {
+            fs::remove_file(&segment).unwrap();
+        } else {
+            let mut bytes = fs::read(&segment).unwrap();
+            bytes[payload + 40] ^= 1;
+            fs::write(&segment, bytes).unwrap();
+        }
+        let verify = run(&["verify", &damaged]).expect(1).out;
+        assert!(verify.contains("costs the way back to lsn 3"), "{verify}");
+        assert!(verify.contains("recovery starts from snapshot 3"), "{verify}");
+        fork(&damaged, 3).expect(1);
+        fork(&damaged, 2).expect(0);
+        fork(&damaged, 5).expect(0);
+    }
+}
+
+const LEN: usize = 3000;
+
+/// A page on disk whose newest image is damaged, while an older snapshot and the log still give its bytes.
+fn with_a_damaged_page_on_disk(scratch: &Scratch) -> String {
+    let options = Options::default().segment_len(64 << 10).compression(Compression::Off);
+    let options = options.chunk_len(4096).log_kept(1 << 30).snapshot_log_bytes(None);
+    let path = scratch.store();
+    let store = Store::open(&path, options).unwrap();
+    let mut batch = store.batch();
+    batch.create_from(vec![5; LEN], Place::Disk);
+    let page = store.commit(batch).unwrap().pages[0];
+    store.snapshot().unwrap();
+    let mut batch = store.batch();
+    batch.fill(page, 0, LEN as u64, &[6]);
+    store.commit(batch).unwrap();
+    store.snapshot().unwrap();
+    store.close().unwrap();
+    let pages = fs::read_dir(Path::new(&path).join("pages")).unwrap().map(|entry| entry.unwrap().path());
+    let newest = pages.filter(|path| path.extension().is_some_and(|found| found == "pages")).max().unwrap();
+    let mut bytes = fs::read(&newest).unwrap();
+    let at = bytes.windows(LEN).position(|window| window == vec![6; LEN]).expect("the newest image");
+    bytes[at + 9] ^= 1;
+    fs::write(&newest, bytes).unwrap();
+    path
+}
+
+#[test]
+fn pages_gives_no_checksum_that_an_open_does_not_find() {
+    let scratch = Scratch::new();
+    let path = with_a_damaged_page_on_disk(&scratch);
+    let pages = run(&["pages", &path, "--json"]).expect(1);
+    assert!(pages.json()[0]["crc32"].is_null(), "{}", pages.out);
+    let store = Store::open(&path, Options::default()).unwrap();
+    let page = store.pages().unwrap().next().unwrap().page;
+    assert!(store.read_to_vec(page).is_err(), "an open does not find it either");
+    // Written whole, the page needs its image no more, though states before do.
+    let mut batch = store.batch();
+    batch.fill(page, 0, LEN as u64, &[7]);
+    store.commit(batch).unwrap();
+    store.close().unwrap();
+    let pages = run(&["pages", &path, "--json"]).expect(0);
+    assert_eq!(pages.json()[0]["crc32"], u64::from(crc32fast::hash(&[7; LEN])), "{}", pages.out);
+    let verify = run(&["verify", &path]).expect(1).out;
+    assert!(!verify.contains("no read of its image succeeds"), "{verify}");
+    assert!(verify.contains("costs the way back to snapshot 2"), "{verify}");
+    let fork = scratch.path("fork");
+    run(&["fork", &path, &fork]).expect(0);
+    assert_eq!(run(&["pages", &fork, "--json"]).expect(0).json()[0]["crc32"], pages.json()[0]["crc32"]);
+}
+
+/// A manifest that a crash brought back after its snapshot was given up.
+#[test]
+fn an_unlisted_manifest_is_reported_whichever_copies_are_bad() {
+    let scratch = Scratch::new();
+    let path = scratch.store();
+    let store = Store::open(&path, Options::default().snapshots_kept(4).log_kept(0)).unwrap();
+    let mut batch = store.batch();
+    let page = batch.create(LEN as u64, Place::Host).page();
+    store.commit(batch).unwrap();
+    for seed in 0..3 {
+        let mut batch = store.batch();
+        batch.fill(page, 0, LEN as u64, &[seed]);
+        store.commit(batch).unwrap();
+        store.snapshot().unwrap();
+    }
+    let manifest = Path::new(&path).join("snapshots/0000000000000002.manifest");
+    let sound = fs::read(&manifest).unwrap();
+    store.prune(&Retention::default().snapshots_kept(1).log_kept(0)).unwrap();
+    store.close().unwrap();
+    fs::write(&manifest, &sound).unwrap();
+    run(&["verify", &path]).expect(0);
+    for copies in 1..4_usize {
+        let mut bytes = sound.clone();
+        for copy in (0..2).filter(|copy| copies >> copy & 1 == 1) {
+            bytes[copy * sound.len() / 2 + 300] ^= 1;
+        }
+        fs::write(&manifest, bytes).unwrap();
+        let verify = run(&["verify", &path]).expect(1).out;
+        assert!(verify.contains("0000000000000002.manifest") && verify.contains("costs nothing"), "{verify}");
+        assert!(verify.starts_with("snapshots/") && verify.contains("findings: 1;"), "{verify}");
+    }
+}
