@@ -203,8 +203,8 @@ fn a_file_cut_short_ends_no_other_process() {
     let source = tempfile::tempdir().unwrap();
     let store = Store::open(source.path(), options()).unwrap();
     let mut batch = store.batch();
-    let page = batch.create_from(vec![7; 20_000], Place::Host).page();
-    store.commit(batch).unwrap();
+    batch.create_from(vec![7; 20_000], Place::Host);
+    let page = store.commit(batch).unwrap().pages[0];
     let work = |store: &Store| {
         for seed in 0..3 {
             let mut batch = store.batch();
