@@ -38,8 +38,8 @@ pub(super) struct BestCandidate<'s, 'a> {
 struct BlockingImages(Vec<(ImageRef, Damage)>);
 
 impl BlockingImages {
-    /// Notes the image in which a snapshot's damage lies. Of pages on disk none is noted: whether their images
-    /// are read depends on whether the snapshot is verified.
+    /// Notes the image in which a snapshot's damage lies. Of pages on disk none is noted: whether their
+    /// images are read depends on whether the snapshot is verified.
     fn note(&mut self, base: &Manifest, table: &PageTable, damage: &Damage) {
         let lies_there = |entry: &&ManifestEntry| {
             let image = entry.image.filter(|image| FileName::Pages(image.file) == damage.file);

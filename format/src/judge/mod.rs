@@ -1,10 +1,10 @@
-//! The verdict on a store: where recovery starts, what blocks it elsewhere, which of the states that the store
-//! keeps are lost, and which snapshots are lost that should be there.
+//! The verdict on a store: where recovery starts, what blocks it elsewhere, which of the kept states are
+//! lost, and which snapshots are lost that should be there.
 //!
 //! Recovery, views of earlier states and inspectors ask here, so that all of them say the same of a store.
-//! Recovery stops at the first candidate that holds, and so does [`judge`]. Then it proves the states that can
-//! be asked for: each batch of the log belongs to the newest start that ends before it, so that the log is
-//! walked about once, however many snapshots there are.
+//! Recovery stops at the first candidate that holds, and so does [`judge`]. Then it proves the states that a
+//! caller can ask for: each batch of the log belongs to the newest start that ends before it, so that the log
+//! is walked about once, however many snapshots there are.
 //!
 //! | question | answer |
 //! |---|---|
@@ -287,8 +287,8 @@ fn damaged_images(state: &Resolution, images: &mut ImageProofs<'_>) -> Vec<Damag
     images_of(state, images).into_iter().map(|(_, damage)| damage).collect()
 }
 
-/// Whether an open leaves the image of a page unread: in the state that it reaches, the page stays on disk, and
-/// the snapshot from which it starts names the image and is recorded as verified (SPEC R4).
+/// Whether an open leaves the image of a page unread: in the state that it reaches, the page stays on disk,
+/// and the snapshot from which it starts names the image and is recorded as verified (SPEC R4).
 #[must_use]
 pub fn stays_unread(page: PageId, state: &Resolution, verified: Option<&Manifest>) -> bool {
     let Some(verified) = verified else { return false };

@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crate::defect::Damage;
 use crate::ids::LogPoint;
 
-/// The points, each with the damage that every walk meets which comes by there. A walk that comes from further
-/// back knows the same marks or more, so it ends no better.
+/// The points, each with the damage that every walk meets which comes by there. A walk that comes from
+/// further back knows the same marks or more, so it ends no better.
 #[derive(Clone, Debug, Default)]
 pub(super) struct DeadEnds(Arc<Mutex<HashMap<LogPoint, Damage>>>);
 

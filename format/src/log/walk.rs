@@ -165,8 +165,8 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         Ok(walk)
     }
 
-    /// The same walk, which ends where it comes by the start of another one that met damage, with that damage.
-    /// Only for walks of one map that ask for the same end: the outcome of each is noted in the map.
+    /// The same walk, which ends with damage as soon as it comes by the start of another one that met it.
+    /// Only walks of one map that ask for the same end may share: the map notes the outcome of each.
     #[must_use]
     pub fn sharing_outcomes(self) -> Self {
         let shared = Some((self.point, self.map.dead_ends.known()));

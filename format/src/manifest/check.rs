@@ -49,8 +49,8 @@ impl Manifest {
         self.tombstones.iter().try_for_each(|tombstone| self.check_range(tombstone.page, tombstone.lsn))
     }
 
-    /// Refuses a table that is not that of the restore at batch `lsn` (SPEC M9): its pages may be newer than the
-    /// state that they make.
+    /// Refuses a table that is not that of the restore at batch `lsn` (SPEC M9): its pages may be newer than
+    /// the state that they make.
     ///
     /// # Errors
     /// [`Defect::Mismatch`].
