@@ -137,7 +137,7 @@ struct Attempt {
 }
 
 /// Images that kept recovery from starting at a candidate, by where they lie.
-type Blocking = HashMap<(u64, u64), (ImageRef, Damage)>;
+type Blocking = HashMap<(u64, u64), ImageRef>;
 
 /// Looks at a candidate as an open does: its log to the end, and the images that its pages are made from.
 ///
@@ -187,12 +187,12 @@ pub fn judge(survey: &Survey, source: &dyn ReadAt, images: &mut ImageProofs<'_>)
             gaps: Vec::new(),
         };
         if verdict.opens_from.is_none() {
-            let attempted = candidate.and_then(|base| {
-                known_block(base.as_deref(), &blocking).map_or(Ok(()), Err)?;
-                attempt(survey, source, base.as_ref(), images)
+            let attempted = candidate.and_then(|base| match base {
+                Some(base) if is_blocked(&base, &blocking) => Ok(Err(base)),
+                base => attempt(survey, source, base.as_ref(), images).map(Ok),
             });
             match attempted {
-                Ok(Attempt { state, blocked_by, damaged_pages }) => {
+                Ok(Ok(Attempt { state, blocked_by, damaged_pages })) => {
                     if !blocked_by.is_empty() {
                         note_blocking(&state, images, &mut blocking);
                     }
@@ -201,6 +201,14 @@ pub fn judge(survey: &Survey, source: &dyn ReadAt, images: &mut ImageProofs<'_>)
                     if start.blocked_by.is_empty() {
                         (verdict.opens_from, verdict.state) = (Some(verdict.starts.len()), Some(state));
                     }
+                }
+                Ok(Err(blocked)) => {
+                    let reach = Reach::of(survey, record.as_deref().unwrap_or_default());
+                    start.blocked_by.extend(reach.check_start(Some(&blocked)).err());
+                    let named = blocked.entries.iter();
+                    start
+                        .blocked_by
+                        .extend(named.filter_map(|entry| images.check(entry.lsn, entry.image, entry.len)));
                 }
                 Err(damage) => start.blocked_by.push(damage),
             }
@@ -240,29 +248,23 @@ pub fn judge(survey: &Survey, source: &dyn ReadAt, images: &mut ImageProofs<'_>)
     verdict
 }
 
-/// The damage to an image that a snapshot names, if a newer one that names it, too, could not be started from
-/// for it. In between no batch can have given the page another image, so the state at the log's end is made
-/// from it here as well, and the log need not be followed once more.
-fn known_block(base: Option<&Manifest>, blocking: &Blocking) -> Option<Damage> {
-    if blocking.is_empty() {
-        return None;
-    }
-    let images = base?.entries.iter().filter_map(|entry| entry.image);
-    let mut damaged = images.filter_map(|image| {
-        let (known, damage) = blocking.get(&(image.file, image.offset))?;
-        (*known == image).then(|| damage.clone())
-    });
-    damaged.next()
+/// Whether a snapshot names an image for which a newer one that names it, too, could not be started from. In
+/// between no batch can have given the page another image, so the state at the log's end is made from it here
+/// as well, and the log need not be followed once more.
+fn is_blocked(base: &Manifest, blocking: &Blocking) -> bool {
+    let is_known =
+        |image: ImageRef| blocking.get(&(image.file, image.offset)).is_some_and(|known| *known == image);
+    !blocking.is_empty() && base.entries.iter().filter_map(|entry| entry.image).any(is_known)
 }
 
 /// Notes the damaged images of a state, except for those of pages on disk: another snapshot that names one of
 /// these may be verified.
 fn note_blocking(state: &Resolution, images: &mut ImageProofs<'_>, blocking: &mut Blocking) {
-    for (page, damage) in images_of(state, images) {
+    for (page, _) in images_of(state, images) {
         let base = state.resolved.bases.get(page).and_then(|base| base.image);
         let place = state.resolved.table.get(page).map(|info| info.place);
         if let Some(image) = base.filter(|_| place != Some(Place::Disk)) {
-            blocking.insert((image.file, image.offset), (image, damage));
+            blocking.insert((image.file, image.offset), image);
         }
     }
 }
