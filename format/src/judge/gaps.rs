@@ -16,14 +16,14 @@ use crate::op::{Op, OpAt};
 use crate::state::replay::Resolver;
 use crate::state::survey::Survey;
 
-/// States that cannot be computed, and the damage in the way.
+/// States that cannot be computed, and why.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Gap {
     /// The first of them.
     pub first: Lsn,
     /// The last that is known to be one of them.
     pub last: Lsn,
-    /// The damage.
+    /// The damage in the way.
     pub damage: Damage,
 }
 

@@ -22,7 +22,7 @@
 mod gaps;
 mod image_proofs;
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
 pub use self::gaps::Gap;
@@ -132,7 +132,7 @@ struct Attempt {
     state: Resolution,
     /// The damage that keeps recovery from starting there.
     blocked_by: Vec<Damage>,
-    /// As [`Start::damaged_pages`].
+    /// Damage that keeps no open from starting, as in [`Start::damaged_pages`].
     damaged_pages: Vec<(PageId, Damage)>,
 }
 
@@ -239,6 +239,16 @@ pub fn judge(survey: &Survey, source: &dyn ReadAt, images: &mut ImageProofs<'_>)
         if start.role == Role::Start && is_end_known {
             start.gaps = gaps(survey, source, base.as_ref(), until, images);
             until = base.map(|base| Lsn(base.end.0.saturating_sub(1)));
+        }
+    }
+    // A snapshot that stands for its end only gives that state, whatever became of the log before it.
+    let stands = |start: &Start| start.role != Role::Link && start.lost_by.is_empty();
+    let standing = verdict.starts.iter().filter(|start| stands(start)).filter_map(|start| start.snapshot);
+    let ends: BTreeSet<Lsn> =
+        standing.filter_map(|id| Some(survey.links.get(&id)?.as_ref().ok()?.0.end)).collect();
+    for gap in verdict.starts.iter_mut().flat_map(|start| &mut start.gaps) {
+        while gap.first < gap.last && ends.contains(&gap.first) {
+            gap.first = gap.first.next();
         }
     }
     // A start that the floor leaves out is promised by no seal, whether or not it is still there.
