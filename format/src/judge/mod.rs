@@ -114,8 +114,10 @@ pub struct Verdict {
     pub opens_from: Option<usize>,
     /// The state that recovery finds.
     pub state: Option<Resolution>,
-    /// Damage to what the log records as kept: snapshots, and its own beginning.
+    /// Damage to snapshots that the log records.
     pub lost: Vec<Damage>,
+    /// Damage to the log's beginning, if no seal has given it up.
+    pub lost_beginning: Option<Damage>,
 }
 
 impl Verdict {
@@ -173,7 +175,8 @@ fn attempt(
 /// Judges a store whose files were looked at.
 #[must_use]
 pub fn judge(survey: &Survey, source: &dyn ReadAt, images: &mut ImageProofs<'_>) -> Verdict {
-    let mut verdict = Verdict { starts: Vec::new(), opens_from: None, state: None, lost: Vec::new() };
+    let mut verdict =
+        Verdict { starts: Vec::new(), opens_from: None, state: None, lost: Vec::new(), lost_beginning: None };
     // The entries of the log's last seal, and where it is known.
     let mut record: Option<Vec<VerifiedSnapshot>> = None;
     let mut blocking = Blocking::new();
@@ -219,7 +222,7 @@ pub fn judge(survey: &Survey, source: &dyn ReadAt, images: &mut ImageProofs<'_>)
     let record = record.unwrap_or_default();
     let reach = Reach::of(survey, &record);
     verdict.lost = Record(&record).lost(survey);
-    verdict.lost.extend(lost_beginning(survey, &record).filter(|_| is_end_known));
+    verdict.lost_beginning = lost_beginning(survey, &record).filter(|_| is_end_known);
     // The newest state before the start that was looked at last.
     let mut until = None;
     for start in &mut verdict.starts {

@@ -94,20 +94,17 @@ fn a_lost_beginning_of_the_log_is_reported() {
         maker.sync().snapshot(1, 3, 3, 4);
         let seal = [entry(&maker, 1, log_kept)];
         maker.seal(&seal);
-        assert!(judged(&maker.files).lost.is_empty());
+        assert_eq!(judged(&maker.files).lost_beginning, None);
         maker.files.0.remove(&FileName::Segment(1));
         let verdict = judged(&maker.files);
         assert_eq!(verdict.opens_from, Some(0));
-        verdict.lost.iter().map(ToString::to_string).collect::<Vec<_>>()
+        verdict.lost_beginning.map(|damage| damage.to_string())
     };
     let floor = Features::default().with_written();
-    assert_eq!(with(false, floor), ["log/0000000000000001.log at offset 0 (lsn 1): missing"]);
-    assert_eq!(with(true, floor), [""; 0], "it was given up");
-    assert_eq!(
-        with(false, Features::default()),
-        [""; 0],
-        "it may have been recycled before there was a floor"
-    );
+    let missing = "log/0000000000000001.log at offset 0 (lsn 1): missing";
+    assert_eq!(with(false, floor).as_deref(), Some(missing));
+    assert_eq!(with(true, floor), None, "it was given up");
+    assert_eq!(with(false, Features::default()), None, "it may have been recycled before there was a floor");
 }
 
 /// A page on disk with a snapshot of batch 2, and batches that write over all of it or not.

@@ -117,7 +117,10 @@ fn is_clean(verdict: &Verdict) -> bool {
             && start.lost_by.is_empty()
             && start.gaps.is_empty()
     };
-    verdict.opens_from.is_some() && verdict.lost.is_empty() && verdict.starts.iter().all(is_whole)
+    verdict.opens_from.is_some()
+        && verdict.lost.is_empty()
+        && verdict.lost_beginning.is_none()
+        && verdict.starts.iter().all(is_whole)
 }
 
 /// Compares the verdict with views of all states that were kept.

@@ -7,7 +7,9 @@ use remanent::testing::sim_disk::Operation;
 use remanent::{
     Compression, Error, FileName, ImageIo, LogIo, Options, Place, SnapshotId, SnapshotOptions, Store,
 };
+use remanent_format::frame::FrameKind;
 use remanent_format::judge::{ImageProofs, judge};
+use remanent_format::log::LogWalk;
 use remanent_format::manifest::Manifest;
 use remanent_format::state::survey::Survey;
 use remanent_format::{Lsn, PageId};
@@ -64,14 +66,16 @@ fn damage_that_snapshots_share_costs_an_open_linear_reads() {
         ("the log", |files| {
             let survey = Survey::read(files).unwrap();
             let base = survey.candidates().next().unwrap().unwrap().unwrap();
-            let file = FileName::Segment(base.redo.segment);
-            // The first frame after the newest snapshot, which later ones testify was durable.
-            let bytes = files.0.get_mut(&file).unwrap();
-            let from = base.redo.offset as usize;
-            let frame = (from.next_multiple_of(16)..bytes.len()).step_by(16);
-            let is_batch = |at: &usize| bytes[*at..].starts_with(b"RMFR\x01");
-            let at = frame.into_iter().find(is_batch).expect("a batch in the same segment");
-            bytes[at + 90] ^= 1;
+            // The first batch after the newest snapshot, which later frames testify was durable.
+            let mut walk = LogWalk::new(files, &survey.log, base.redo, survey.mark()).unwrap();
+            let (segment, offset) = loop {
+                let frame = walk.next().unwrap().expect("a batch follows");
+                if frame.header.kind == FrameKind::Batch {
+                    break (frame.header.segment, frame.header.offset as usize);
+                }
+            };
+            let file = FileName::Segment(segment);
+            files.0.get_mut(&file).unwrap()[offset + 90] ^= 1;
             file
         }),
     ];

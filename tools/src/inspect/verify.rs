@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use remanent_format::image::{ImageFileHeader, ImageFileHeaderRaw};
 use remanent_format::judge::{Gap, ImageProofs, Start, Verdict, judge};
 use remanent_format::state::reach::Role;
-use remanent_format::{Damage, Defect, FileName, Folder, Lsn, PageId, ReadAt, SnapshotId};
+use remanent_format::{Damage, Defect, FileName, Lsn, PageId, ReadAt, SnapshotId};
 
 use crate::cli::exit::{Ending, Failure, Outcome};
 use crate::cli::json::object;
@@ -167,6 +167,7 @@ fn look_once(
             start.gaps.retain(|gap| is_lasting(&gap.damage));
         }
         verdict.lost.retain(is_lasting);
+        verdict.lost_beginning = verdict.lost_beginning.filter(is_lasting);
         let is_open = |start: &Start| start.blocked_by.is_empty();
         verdict.opens_from = verdict.opens_from.or_else(|| verdict.starts.iter().position(is_open));
     }
@@ -240,12 +241,10 @@ fn findings(
         }
     }
     for damage in &verdict.lost {
-        let to = if damage.file.folder() == Folder::Log {
-            "the log's beginning"
-        } else {
-            "a snapshot that is kept"
-        };
-        find(damage.clone(), format!("the way back to {to}"));
+        find(damage.clone(), "the way back to a snapshot that is kept".to_owned());
+    }
+    if let Some(damage) = &verdict.lost_beginning {
+        find(damage.clone(), "the way back to the log's beginning".to_owned());
     }
     if verdict.starts.is_empty() {
         let damage = Defect::Missing.at_lsn(FileName::Segment(1), 0, Lsn(1));
