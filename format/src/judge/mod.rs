@@ -208,10 +208,13 @@ pub fn judge(survey: &Survey, source: &dyn ReadAt, images: &mut ImageProofs<'_>)
                 Ok(Err(blocked)) => {
                     let reach = Reach::of(survey, record.as_deref().unwrap_or_default());
                     start.blocked_by.extend(reach.check_start(Some(&blocked)).err());
-                    let named = blocked.entries.iter();
-                    start
-                        .blocked_by
-                        .extend(named.filter_map(|entry| images.check(entry.lsn, entry.image, entry.len)));
+                    // An open may leave the images of pages on disk unread.
+                    let read = blocked
+                        .entries
+                        .iter()
+                        .filter(|entry| entry.place != Place::Disk || is_blocking(entry.image, &blocking));
+                    let damaged = read.filter_map(|entry| images.check(entry.lsn, entry.image, entry.len));
+                    start.blocked_by.extend(damaged);
                 }
                 Err(damage) => start.blocked_by.push(damage),
             }
@@ -265,9 +268,11 @@ pub fn judge(survey: &Survey, source: &dyn ReadAt, images: &mut ImageProofs<'_>)
 /// between no batch can have given the page another image, so the state at the log's end is made from it here
 /// as well, and the log need not be followed once more.
 fn is_blocked(base: &Manifest, blocking: &Blocking) -> bool {
-    let is_known =
-        |image: ImageRef| blocking.get(&(image.file, image.offset)).is_some_and(|known| *known == image);
-    !blocking.is_empty() && base.entries.iter().filter_map(|entry| entry.image).any(is_known)
+    !blocking.is_empty() && base.entries.iter().any(|entry| is_blocking(entry.image, blocking))
+}
+
+fn is_blocking(image: Option<ImageRef>, blocking: &Blocking) -> bool {
+    image.is_some_and(|image| blocking.get(&(image.file, image.offset)) == Some(&image))
 }
 
 /// Notes the damaged images of a state, except for those of pages on disk: another snapshot that names one of
