@@ -123,8 +123,8 @@ fn an_unlisted_manifest_is_reported_whichever_copies_are_bad() {
     let path = scratch.store();
     let store = Store::open(&path, Options::default().snapshots_kept(4).log_kept(0)).unwrap();
     let mut batch = store.batch();
-    let page = batch.create(LEN as u64, Place::Host).page();
-    store.commit(batch).unwrap();
+    batch.create(LEN as u64, Place::Host);
+    let page = store.commit(batch).unwrap().pages[0];
     for seed in 0..3 {
         let mut batch = store.batch();
         batch.fill(page, 0, LEN as u64, &[seed]);
