@@ -1,5 +1,5 @@
-//! The versions of a run of several ranks. Each is a small file of JSON in `points/`, which names a snapshot in
-//! the store of every rank; the first line holds a checksum of the rest.
+//! The versions of a run of several ranks. Each is a small file of JSON in `points/`, which names a snapshot
+//! in the store of every rank; the first line holds a checksum of the rest.
 
 use std::fs;
 use std::io::ErrorKind;
