@@ -9,7 +9,6 @@ of that kind and there is no tree, a header as in a safetensors file lies beside
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hashlib
 import json
@@ -19,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from remanent import _native
+from remanent import _native, _values
 from remanent._errors import DamagedError, NoStateError, TakenError
 from remanent._kept_versions import (
     KEEP_DEFAULT,
@@ -36,6 +35,10 @@ MANIFEST_KEY = "remanent tensors"
 HEADER_KEY = "safetensors header"
 _RESERVED = (MANIFEST_KEY, HEADER_KEY)
 _KEY_LEN_MAX = 64
+# Two numbers of four bits as one element, and those numbers one by one.
+_PAIRS, _NUMBERS = "F4_X2", "F4"
+# Elements that a file of weights cannot have.
+_OF_NO_FILE = ("C32", "C128", _PAIRS)
 # Bytes of one batch, where a save may take several; a longer page has one of its own.
 _BATCH_BYTES = 64 << 20
 # Of captured blocks a batch has this many times as much, for mostly little of them changed. All of it would be fewer
@@ -149,7 +152,7 @@ def read_manifest(reader: _native.Reader) -> Manifest:
     for info in reader.pages():
         said = info.metadata
         if {"name", "dtype", "shape"} <= said.keys() and info.key is not None:
-            pages[info.key] = (ArrayLayout(said["name"], said["dtype"], said["shape"]),)
+            pages[info.key] = (_of_metadata(said),)
     if not pages:
         raise NoStateError("the store holds no tensors", remedy="save some first, or give another directory")
     return Manifest(pages, metadata=_metadata_of(reader))
@@ -167,16 +170,31 @@ def _metadata_of(reader: _native.Reader) -> dict[str, str] | None:
     return said.get("__metadata__") if isinstance(said, dict) else None
 
 
+def _of_file(array: ArrayLayout) -> tuple[str, list[int]]:
+    """The dtype and the shape that a file of weights gives to an array: it counts numbers, where two are an element."""
+    if array.dtype != _PAIRS or not array.shape:
+        return array.dtype, list(array.shape)
+    return _NUMBERS, [*array.shape[:-1], 2 * array.shape[-1]]
+
+
+def _of_metadata(said: Mapping[str, Any]) -> ArrayLayout:
+    """The array of a page that has its name, dtype and shape, as a file of weights gives them."""
+    *outer, last = said["shape"] or [1]
+    if said["dtype"] == _NUMBERS and last % 2 == 0:
+        return ArrayLayout(said["name"], _PAIRS, [*outer, last // 2])
+    return ArrayLayout(said["name"], said["dtype"], said["shape"])
+
+
 def _header(pages: Mapping[str, Arrays], sizes: Mapping[str, int], metadata: Mapping[str, str] | None) -> bytes | None:
     """The header of a safetensors file with these arrays; None if it could not hold them."""
     entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     offset = 0
     for key, arrays in pages.items():
         array = arrays[0]
-        if len(arrays) > 1 or array.stride is not None or array.dtype == "C128" or array.name == "__metadata__":
+        dtype, shape = _of_file(array)
+        if len(arrays) > 1 or array.stride is not None or dtype in _OF_NO_FILE or array.name == "__metadata__":
             return None
-        entries[array.name] = {"dtype": array.dtype, "shape": list(array.shape),
-                               "data_offsets": [offset, offset + sizes[key]]}
+        entries[array.name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + sizes[key]]}
         offset += sizes[key]
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -238,9 +256,10 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | Non
         new[key] = before if before is not None and before == block.arrays else block.arrays
         sizes[key] = block.nbytes
         whole = len(block.arrays) == 1 and first.stride is None
-        said: dict[str, Any] = {"dtype": first.dtype}
+        dtype, shape = _of_file(first)
+        said: dict[str, Any] = {"dtype": dtype}
         if whole:
-            said |= {"name": first.name, "shape": list(first.shape)}
+            said |= {"name": first.name, "shape": shape}
         width = _width_of(block)
         is_captured = captures is not None and block.captured
         if key not in old:
@@ -346,7 +365,7 @@ def _put_page(store: _native.Store, batch: _native.Batch, key: str, content: byt
 
 
 # The tree: plain values as JSON, with one key of its own for what JSON does not tell apart.
-TAG = "$"
+TAG = _values.TAG
 
 
 class Leaves(NamedTuple):
@@ -356,10 +375,16 @@ class Leaves(NamedTuple):
     # What stands for one is this and its name: its path, without the slash at the beginning.
     tag: str
     into: dict[str, Any]
+    # An attribute; a value of which it is true goes to `adapt`.
+    unless: str | None = None
 
 
 def flatten(path: str, value: object, adapt: Plan, leaves: Leaves | None = None) -> Any:
     """A value as JSON that `unflatten` turns back. `adapt` takes what is an array or a library's own.
+
+    No two places of the value have the same path. A path ends in the key of a dict as it is if that is a name, with
+    `~0` for `~` and `~1` for `/`; in decimal if it is an integer, or a place in a list; and in `~:` and the key's JSON if
+    it is anything else, or a name that looks like an integer among keys that are not all names.
 
     >>> from remanent._pages import flatten, unflatten
     >>> value = {"lr": 0.1, 3: (1, None), "big": 1 << 70, "raw": b"x", "$": [True]}
@@ -372,35 +397,17 @@ def flatten(path: str, value: object, adapt: Plan, leaves: Leaves | None = None)
     return json.loads(_native.flatten(path, value, adapt, leaves))
 
 
-def unflatten(held: Any, adapt: Callable[[list[Any]], Any]) -> Any:
-    """The value of which `flatten` made this JSON."""
-    if isinstance(held, list):
-        return [unflatten(each, adapt) for each in held]
-    if not isinstance(held, dict):
-        return held
-    if TAG not in held:
-        return {key: unflatten(each, adapt) for key, each in held.items()}
-    kind, *rest = held[TAG]
-    if kind == "int":
-        return int(rest[0])
-    if kind == "float":
-        return float(rest[0])
-    if kind == "complex":
-        return complex(float(rest[0]), float(rest[1]))
-    if kind == "bytes":
-        return base64.b64decode(rest[0])
-    if kind == "bytearray":
-        return bytearray(base64.b64decode(rest[0]))
-    if kind == "tuple":
-        return tuple(unflatten(rest[0], adapt))
-    if kind in ("dict", "OrderedDict"):
-        from collections import OrderedDict
+def unflatten(held: Any, adapt: Callable[[list[Any]], Any] = _values.unknown) -> Any:
+    """The value of which `flatten` made this JSON, all of it. `adapt` takes the tags that `flatten`'s made.
 
-        made: dict[Any, Any] = OrderedDict() if kind == "OrderedDict" else {}
-        for key, each in rest[0]:
-            made[unflatten(key, adapt)] = unflatten(each, adapt)
-        return made
-    return adapt(held[TAG])
+    :raises NoStateError: for a value of a class that the program has not imported, or has otherwise than then.
+    """
+    return _values.Decoder(adapt).value(held)
+
+
+def segment(name: str) -> str:
+    """A name as it is in the paths of `flatten`, if all keys beside it are names."""
+    return _native.segment(name)
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from remanent import _pages
 from remanent._errors import NoStateError, RefusedError
 from remanent._native import ArrayLayout
-from remanent._tensors import DTYPE, bytes_of, read_page, tensors_of
+from remanent._tensors import DTYPE, PLAIN_TYPES, bytes_of, read_page, tensors_of
+from remanent._values import encode_or_leave
 from remanent._versions import Views
 
 _PLACEMENTS: dict[str, Callable[..., Placement]] = {
@@ -142,14 +144,14 @@ class Layouts:
         self._parameters: dict[str, list[torch.Tensor]] = {}
         for part, held in run.items():
             try:
-                state = held if isinstance(held, Mapping) else held.state_dict()
+                state = dict(held) if isinstance(held, Mapping) else held.state_dict()
             except Exception:
                 # It may have no state before its first load.
                 state = {}
-            for name, tensor in _dtensors(part, state):
+            for name, tensor in _dtensors(part, state).items():
                 self._by_name[name] = _Layout(tensor.device_mesh, tensor.placements)
             groups = getattr(held, "param_groups", ())
-            self._parameters[part] = [parameter for group in groups for parameter in group["params"]]
+            self._parameters[_pages.segment(part)] = [parameter for group in groups for parameter in group["params"]]
         parameters = [each for of_part in self._parameters.values() for each in of_part if isinstance(each, DTensor)]
         meshes = [layout.mesh for layout in self._by_name.values()] + [each.device_mesh for each in parameters]
         self._meshes = {_key(mesh): mesh for mesh in meshes}
@@ -256,16 +258,19 @@ class Wholes:
         return read[(slice(None), *columns)]
 
 
-def _dtensors(path: str, value: Any) -> Iterator[tuple[str, DTensor]]:
-    """The DTensors in a state, by the paths at which `flatten` has them."""
-    if isinstance(value, DTensor):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _dtensors(f"{path}/{key}", each)
-    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        for at, each in enumerate(value):
-            yield from _dtensors(f"{path}/{at}", each)
+def _dtensors(part: str, state: Any) -> dict[str, DTensor]:
+    """The DTensors in a part's state, by their names in a version."""
+    found: dict[str, DTensor] = {}
+
+    def adapt(path: str, value: object) -> Any:
+        if isinstance(value, DTensor):
+            found[path[1:]] = value
+            return {}
+        return encode_or_leave(path, value)
+
+    with contextlib.suppress(RefusedError):
+        _pages.flatten("", {part: state}, adapt, _pages.Leaves(PLAIN_TYPES, "tensor", {}))
+    return found
 
 
 def _described_in(tree: Any) -> Iterator[tuple[str, Any]]:

@@ -14,7 +14,7 @@ from remanent._pages import Arrays, Manifest
 from remanent._progress import Bar
 from remanent._put_back import add_about
 from remanent._restore_targets import Targets
-from remanent._run_state import parts_module
+from remanent._run_state import made, parts_module
 from remanent._tensors import DTYPE, is_cuda, load_pages, tensors_of, together
 from remanent._versions import Views
 
@@ -150,26 +150,12 @@ def _state(manifest: Manifest, tensors: Mapping[str, torch.Tensor], own_wholes: 
     """The state as the run had it. DTensors are the run's own, or divided as `layouts_of` says."""
     def adapt(tag: list[Any]) -> Any:
         kind, *rest = tag
-        if kind == "tensor":
-            return tensors[rest[0]]
         if kind == "dtensor":
             if wholes is None:
                 raise NoStateError(f"{rest[0]}: it is a DTensor, and the model has none",
                                    remedy="make the model as the run had it")
             return own_wholes[rest[0]] if rest[0] in own_wholes else wholes.whole(rest[0], tensors[rest[0]], rest[1])
-        if kind == "ndarray":
-            return tensors[rest[0]].numpy()
-        if kind == "dtype":
-            return getattr(torch, rest[0])
-        if kind == "device":
-            return torch.device(rest[0])
-        if kind == "size":
-            return torch.Size(rest[0])
-        if kind == "scalar":
-            import numpy
-
-            return numpy.dtype(rest[0]).type(_pages.unflatten(rest[1], adapt))
-        raise NoStateError(f"the version holds a {kind}, which this package does not know", remedy="use a newer one")
+        return made(tag, tensors)
 
     state = _pages.unflatten(manifest.tree, adapt)
     assert isinstance(state, dict)

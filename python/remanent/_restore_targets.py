@@ -14,6 +14,7 @@ from remanent._optimizer_state import apart, in_order, loads_as_torch_does, refu
 from remanent._pages import Arrays
 from remanent._run_state import parts_module
 from remanent._tensors import PLAIN_TYPES, SHORT, is_cuda
+from remanent._values import encode_or_leave
 
 
 class _Place(NamedTuple):
@@ -214,8 +215,9 @@ class _Found:
     def _adapt(self, path: str, value: object) -> object:
         if self._parts is not None and isinstance(value, self._parts.DTensor) and self._of_rank:
             self.tensors[path[1:]], self.wholes[path[1:]] = self._local(value), value
+            return {}
         # Whatever it is: of this JSON nothing is kept.
-        return None if isinstance(value, (dict, list, tuple)) else {}
+        return encode_or_leave(path, value)
 
     def _local(self, tensor: torch.Tensor) -> torch.Tensor:
         local: torch.Tensor = tensor if self._parts is None else self._parts.local(tensor)

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from remanent import _native, _pages
+from remanent import _native, _numpy_arrays, _pages, _values
 from remanent._errors import RefusedError
-from remanent._tensors import PLAIN_TYPES
 
 
 def flatten_state(state: object, tensors: dict[str, torch.Tensor], *, of_rank: bool) -> str:
@@ -18,7 +17,7 @@ def flatten_state(state: object, tensors: dict[str, torch.Tensor], *, of_rank: b
 
     :param of_rank: whether it is the state of one of several ranks: of a DTensor this rank's part is taken.
     """
-    leaves = _pages.Leaves(PLAIN_TYPES, "tensor", tensors)
+    leaves = _pages.Leaves(frozenset((torch.Tensor,)), "tensor", tensors, "requires_grad")
     # The parts of DTensors, and no gradients of them.
     with torch.no_grad():
         return _native.flatten("", state, _Capture(tensors, of_rank), leaves)
@@ -29,6 +28,7 @@ class _Capture:
 
     def __init__(self, tensors: dict[str, torch.Tensor], of_rank: bool) -> None:
         self.tensors = tensors
+        self._arrays = _numpy_arrays.Arrays()
         self._of_rank = of_rank
         self._parts = parts_module()
         self._rank = self._parts.own_rank() if of_rank and self._parts is not None else 0
@@ -40,11 +40,11 @@ class _Capture:
             if not self._of_rank:
                 raise RefusedError(f"{name}: the other parts of a DTensor are on other ranks",
                                    remedy="give the `process_group` of these ranks")
-            self.tensors[name] = parts.local(value)
+            self._take(name, parts.local(value))
             return {"$": ["dtensor", name, parts.described(name, value, self._rank)]}
         if isinstance(value, torch.Tensor):
-            self.tensors[name] = value
-            return {"$": ["tensor", name]}
+            self._take(name, value)
+            return {"$": ["tensor", name, type(value).__name__, value.requires_grad]}
         if isinstance(value, torch.dtype):
             return {"$": ["dtype", str(value).removeprefix("torch.")]}
         if isinstance(value, torch.device):
@@ -53,17 +53,44 @@ class _Capture:
             return {"$": ["size", list(value)]}
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(value, numpy.ndarray):
-            if value.dtype.hasobject or not value.dtype.isnative:
-                raise RefusedError(f"{name}: an array of {value.dtype} cannot be stored")
-            try:
-                self.tensors[name] = torch.from_numpy(numpy.ascontiguousarray(value).reshape(value.shape))
-            except TypeError as error:
-                raise RefusedError(f"{name}: an array of {value.dtype} cannot be stored") from error
-            return {"$": ["ndarray", name]}
-        if numpy is not None and isinstance(value, (numpy.bool_, numpy.number)):
-            # NumPy's float64 is a float of Python's, too; what it is comes back by its dtype.
-            return {"$": ["scalar", str(value.dtype), _pages.flatten(path, value.item(), self)]}
+            tensor, said = self._arrays.taken(name, value)
+            self._take(name, tensor)
+            return {"$": ["ndarray", name, *said]}
         return None
+
+    def _take(self, name: str, tensor: torch.Tensor) -> None:
+        if name in self.tensors:
+            raise RefusedError(f"{name}: another value has this path", remedy="rename a key of the state")
+        self.tensors[name] = tensor
+
+
+def made(tag: list[Any], tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The value of a tag of `flatten_state`, but for DTensors.
+
+    :param tensors: by their names, those of arrays too.
+    :raises NoStateError: for a tag of a later release.
+    """
+    kind, *rest = tag
+    if kind == "tensor":
+        return _typed(tensors[rest[0]], *rest[1:])
+    if kind == "ndarray":
+        return _numpy_arrays.made(tensors[rest[0]], *rest[1:])
+    if kind == "dtype":
+        return getattr(torch, rest[0])
+    if kind == "device":
+        return torch.device(rest[0])
+    if kind == "size":
+        return torch.Size(rest[0])
+    return _values.unknown(tag)
+
+
+def _typed(tensor: torch.Tensor, kind: str | None = None, requires_grad: bool = False) -> torch.Tensor:
+    """The tensor, or a view of it, of the type that it had."""
+    wanted = torch.nn.Parameter if kind == "Parameter" else torch.Tensor
+    if kind is None or type(tensor) is wanted and tensor.requires_grad == requires_grad:
+        return tensor
+    plain = tensor.detach()
+    return torch.nn.Parameter(plain, requires_grad) if kind == "Parameter" else plain.requires_grad_(requires_grad)
 
 
 def parts_module() -> Any:

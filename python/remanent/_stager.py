@@ -163,15 +163,21 @@ class _Taken:
         if _is_sequence(value):
             return _like(value, [self.tree(f"{path}/{at}", each) for at, each in enumerate(value)])
         if kind in PLAIN_TYPES:
-            self.tensors[name] = value
-            return _Slot(name, lambda copied: copied)
+            return _Slot(self._take(name, value), lambda copied: copied)
         if self._parts is not None and kind is self._parts.DTensor:
-            self.tensors[name] = self._parts.local(value)
-            return _Slot(name, lambda copied: self._parts.with_local(value, copied))
+            return _Slot(self._take(name, self._parts.local(value)),
+                         lambda copied: self._parts.with_local(value, copied))
         try:
             return copy.deepcopy(value)
         except Exception as error:
             raise RefusedError(f"{name}: a {kind.__name__} cannot be copied: {error}") from error
+
+    def _take(self, name: str, tensor: torch.Tensor) -> str:
+        """The name of a tensor's slot: its path, which it may share with another one, and then more."""
+        while name in self.tensors:
+            name += "~"
+        self.tensors[name] = tensor
+        return name
 
 
 def _filled(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:

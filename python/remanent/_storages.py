@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 
 from remanent._errors import RefusedError
@@ -16,8 +18,26 @@ def extents_there(tensors: dict[str, torch.Tensor]) -> list[Extent]:
     nothing.
     """
     found = extents(tensors)
+    _refuse_shared_views(tensors, found)
     for each in found:
         if not each.is_there:
             raise RefusedError(f"{each.name}: its storage was freed or shortened, and does not hold its elements",
                                remedy="save while they are there, between the passes that free and fetch them")
     return found
+
+
+def _refuse_shared_views(tensors: dict[str, torch.Tensor], found: list[Extent]) -> None:
+    """Refuses a conjugate or negative view of memory that another tensor has, too: the view is stored as a copy."""
+    views = {name: given for each, (name, given) in zip(found, tensors.items(), strict=True)
+             if each.tensor is not given and (given.is_conj() or given.is_neg())}
+    if not views:
+        return
+    held = Counter(each.storage for each in found if each.name not in views) + Counter(map(_storage, views.values()))
+    for name, view in views.items():
+        if held[_storage(view)] > 1:
+            raise RefusedError(f"{name}: a conjugate or negative view that shares memory with another tensor cannot be "
+                               "stored", remedy="store a copy of it, as resolve_conj and resolve_neg make one")
+
+
+def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:
+    return tensor.device, tensor.untyped_storage().data_ptr()

@@ -10,6 +10,7 @@ import torch
 from remanent import _native, _pages
 from remanent._errors import RefusedError
 from remanent._native import ArrayLayout, Block, Extent
+from remanent._overlaps import Part, bits, expanded_stride, squeezed, together_or_apart
 from remanent._pages import Arrays
 
 # Bytes that a load reads by one call, of which the pages are shorter: on the host, and on a GPU, whose bus is idle
@@ -20,8 +21,8 @@ _TOGETHER_ON_GPU = 2 << 30
 # Names of kinds as the store has them, for every kind of torch's that a store can hold.
 SHORT: dict[torch.dtype, str] = {}
 for _name in ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "bfloat16",
-              "float32", "float64", "complex64", "complex128", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2",
-              "float8_e5m2fnuz", "float8_e8m0fnu"):
+              "float32", "float64", "complex32", "complex64", "complex128", "float8_e4m3fn", "float8_e4m3fnuz",
+              "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"):
     if hasattr(torch, _name):
         SHORT[getattr(torch, _name)] = _native.dtype(_name)[1]
 DTYPE = {short: dtype for dtype, short in SHORT.items()}
@@ -32,14 +33,23 @@ PLAIN_TYPES: frozenset[type] = frozenset((torch.Tensor, torch.nn.Parameter, torc
 def plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, if it is one whose elements lie in one storage as they are; else it is refused by its name."""
     kind = type(tensor)
+    if torch.nn.parameter.is_lazy(tensor):
+        raise RefusedError(f"{name}: it has no shape and no elements yet", remedy="run the model once before the save")
     if kind not in PLAIN_TYPES:
-        raise RefusedError(f"{name}: a {kind.__name__} is more than its elements: save what it is made of")
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-        raise RefusedError(f"{name}: a tensor of layout {tensor.layout} cannot be stored: make it dense first")
+        raise RefusedError(f"{name}: a {kind.__module__}.{kind.__name__} cannot be stored: it is more than its elements",
+                           remedy="store the plain tensors that it is made of")
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise RefusedError(f"{name}: a tensor that a transform such as vmap or grad has wrapped cannot be stored",
+                           remedy="save outside of the transform")
+    if tensor.is_quantized or tensor.dtype not in SHORT:
+        raise RefusedError(f"{name}: elements of {tensor.dtype} cannot be stored: the store has no such kind",
+                           remedy="store tensor.view(torch.uint8), or of a quantized tensor int_repr() and its scales")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        layout = "nested" if tensor.is_nested else tensor.layout
+        raise RefusedError(f"{name}: a tensor of layout {layout} cannot be stored",
+                           remedy="store the plain tensors that it is made of, or make it dense first")
     if tensor.is_meta:
-        raise RefusedError(f"{name}: a tensor on the meta device has no elements")
-    if tensor.dtype not in SHORT:
-        raise RefusedError(f"{name}: elements of {tensor.dtype} cannot be stored")
+        raise RefusedError(f"{name}: a tensor on the meta device has no elements", remedy="give the model memory first")
     if tensor.requires_grad:
         tensor = tensor.detach()
     return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
@@ -69,7 +79,13 @@ def blocks(found: Iterable[Extent], *, on_host: bool = True) -> Iterator[Block]:
     Their bytes lie on the host, or where the tensors are.
     """
     for group in _native.extents_by_page(list(found)):
-        yield _block(group, on_host) if group[0].nbytes else Block((_array(group[0]),), b"", 0)
+        if not group[0].nbytes:
+            yield Block((_array(group[0]),), b"", 0)
+        elif len(group) == 1:
+            yield _block_of_one(group[0], on_host)
+        else:
+            for part in together_or_apart(group):
+                yield _block_of_one(part.extents[0], on_host) if len(part.extents) == 1 else _block(part, on_host)
 
 
 def blocks_in_place(found: list[Extent]) -> Iterator[Block]:
@@ -95,27 +111,45 @@ def _array(extent: Extent) -> ArrayLayout:
     return ArrayLayout(extent.name, SHORT[extent.tensor.dtype], extent.tensor.shape)
 
 
-def _block(group: tuple[Extent, ...], on_host: bool) -> Block:
-    """The page of tensors that share memory, or of one."""
+def _block_of_one(extent: Extent, on_host: bool) -> Block:
+    """The page of a tensor that shares memory with no other one."""
+    tensor = extent.tensor
+    if tensor.is_contiguous():
+        return Block((_array(extent),), bytes_of(tensor, on_host), extent.nbytes)
+    # Each element once, of those that `expand` repeated.
+    once = squeezed(tensor)
+    if extent.end - extent.start <= once.nbytes:
+        return _block(Part((extent,), None), on_host)
+    # A tensor that uses little of its extent is stored without the rest.
+    stride = None if once is tensor else expanded_stride(tensor, _pages.contiguous_stride(once.shape))
+    return Block((ArrayLayout(extent.name, SHORT[tensor.dtype], tensor.shape, stride),),
+                 bytes_of(_packed(once), on_host), once.nbytes)
+
+
+def _block(part: Part, on_host: bool) -> Block:
+    """The page of tensors that share memory, or of one whose elements lie in another order."""
+    group = part.extents
     first = group[0]
-    if len(group) == 1 and (first.tensor.is_contiguous() or first.end - first.start > first.nbytes):
-        # A tensor that uses little of its extent is stored without the rest, and comes back contiguous.
-        bytes_ = bytes_of(_packed(first.tensor), on_host)
-        return Block((_array(first),), bytes_, first.nbytes)
-    # A boundary of the widest elements, so that each tensor begins at a whole element of its own.
-    start = first.start - first.start % 16
-    end = max(each.end for each in group)
+    if part.places is not None:
+        data = part.packed()
+        places, length = part.places, data.numel()
+    else:
+        # A boundary of the widest elements, so that each tensor begins at a whole element of its own.
+        start = first.start - first.start % 16
+        places = {each.name: (each.start - start, each.tensor.stride()) for each in group}
+        length = max(each.end for each in group) - start
+        # Storages of one address, one of which may be longer.
+        storage = max((each.tensor.untyped_storage() for each in group), key=lambda storage: storage.nbytes())
+        data = torch.empty(0, dtype=torch.uint8, device=first.tensor.device).set_(storage, start, (length,), (1,))
     # In the order of names, so that the page is found again whichever tensor comes first in memory.
-    arrays = tuple(ArrayLayout(each.name, SHORT[each.tensor.dtype], each.tensor.shape, each.tensor.stride(),
-                         each.start - start) for each in sorted(group, key=lambda each: each.name))
-    whole = torch.empty(0, dtype=torch.uint8, device=first.tensor.device)
-    whole.set_(first.tensor.untyped_storage(), start, (end - start,), (1,))
-    return Block(arrays, whole.cpu() if on_host else whole, end - start)
+    arrays = tuple(ArrayLayout(each.name, SHORT[each.tensor.dtype], each.tensor.shape, places[each.name][1],
+                               places[each.name][0]) for each in sorted(group, key=lambda each: each.name))
+    return Block(arrays, data.cpu() if on_host else data, length)
 
 
 def _packed(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's elements row by row: a copy if they do not lie so, made on the current stream."""
-    packed = tensor.contiguous()
+    packed = tensor if tensor.is_contiguous() else bits(tensor).contiguous()
     if packed is not tensor and tensor.is_cuda:
         # Its owner may free it before the copy has run.
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
@@ -124,7 +158,8 @@ def _packed(tensor: torch.Tensor) -> torch.Tensor:
 
 def bytes_of(tensor: torch.Tensor, on_host: bool = True) -> torch.Tensor:
     """A contiguous tensor's bytes, on the host or where they are."""
-    flat = tensor.view(-1).view(torch.uint8)
+    # A dimension of one element may have any stride.
+    flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     return flat.cpu() if on_host else flat
 
 

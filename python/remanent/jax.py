@@ -247,7 +247,7 @@ def shapes(directory: _Path, *, at: int | str | None = None) -> dict[str, Any]:
         elif (first := same_as(leaf)) is not None:
             found[path] = found[first]
         else:
-            found[path] = _pages.unflatten(leaf, lambda tag: None)
+            found[path] = _pages.unflatten(leaf)
     return found
 
 
@@ -273,7 +273,7 @@ def restore(directory: _Path, template: Any = None, *, at: int | str | None = No
 
         def load(path: str, like: Any) -> Any:
             if not _is_array(held[path]):
-                return _pages.unflatten(held[path], lambda tag: None)
+                return _pages.unflatten(held[path])
             kind, of, *_ = held[path]["$"]
             elements = read_elements(view, *where[path])
             bar.add(elements.nbytes)

@@ -16,6 +16,8 @@ pub struct Dtype {
     pub short: &'static str,
     code: u8,
     bits: u8,
+    /// Numbers in an element.
+    lanes: u16,
     /// As `struct` names it; `None` where it does not know the kind.
     pub format: Option<&'static CStr>,
 }
@@ -27,11 +29,11 @@ const fn dtype(
     bits: u8,
     format: Option<&'static CStr>,
 ) -> Dtype {
-    Dtype { name, short, code, bits, format }
+    Dtype { name, short, code, bits, lanes: 1, format }
 }
 
-/// The codes are DLPack's: 0 signed, 1 unsigned, 2 IEEE, 4 bfloat, 5 complex, 6 bool, from 7 on floats of 8
-/// bits.
+/// The codes are DLPack's: 0 signed, 1 unsigned, 2 IEEE, 4 bfloat, 5 complex, 6 bool, from 7 on small
+/// floats.
 static DTYPES: &[Dtype] = &[
     dtype("bool", "BOOL", 6, 8, Some(c"?")),
     dtype("uint8", "U8", 1, 8, Some(c"B")),
@@ -46,6 +48,7 @@ static DTYPES: &[Dtype] = &[
     dtype("bfloat16", "BF16", 4, 16, None),
     dtype("float32", "F32", 2, 32, Some(c"f")),
     dtype("float64", "F64", 2, 64, Some(c"d")),
+    dtype("complex32", "C32", 5, 32, None),
     dtype("complex64", "C64", 5, 64, Some(c"Zf")),
     dtype("complex128", "C128", 5, 128, Some(c"Zd")),
     dtype("float8_e4m3fn", "F8_E4M3", 10, 8, None),
@@ -53,6 +56,8 @@ static DTYPES: &[Dtype] = &[
     dtype("float8_e5m2", "F8_E5M2", 12, 8, None),
     dtype("float8_e5m2fnuz", "F8_E5M2FNUZ", 13, 8, None),
     dtype("float8_e8m0fnu", "F8_E8M0", 14, 8, None),
+    // Two numbers in a byte, which safetensors counts one by one, as F4.
+    Dtype { lanes: 2, ..dtype("float4_e2m1fn_x2", "F4_X2", 17, 4, None) },
 ];
 
 impl Dtype {
@@ -99,11 +104,11 @@ impl Dtype {
 
     /// Bytes of an element.
     pub fn item_size(&self) -> usize {
-        usize::from(self.bits) / 8
+        usize::from(self.bits) * usize::from(self.lanes) / 8
     }
 
     pub fn dlpack(&self) -> DlDtype {
-        DlDtype { code: self.code, bits: self.bits, lanes: 1 }
+        DlDtype { code: self.code, bits: self.bits, lanes: self.lanes }
     }
 }
 

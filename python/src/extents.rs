@@ -10,6 +10,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyFrozenSet, PyList, PyString, PyTuple};
 
+use crate::errors;
 use crate::untracked::{untrack, untracked};
 
 /// A plain tensor, and which bytes of which storage it uses.
@@ -86,6 +87,9 @@ impl Kinds<'_> {
 }
 
 /// What is to be stored of these tensors. `kinds.plain` refuses what cannot be.
+///
+/// # Errors
+/// `RefusedError` for tensors that share memory over two storages: they would come back apart.
 #[pyfunction]
 pub fn extents<'py>(tensors: &Bound<'py, PyDict>, kinds: Kinds<'_>) -> PyResult<Extents<'py>> {
     let py = tensors.py();
@@ -93,7 +97,11 @@ pub fn extents<'py>(tensors: &Bound<'py, PyDict>, kinds: Kinds<'_>) -> PyResult<
     for (name, given) in tensors.items().extract::<Vec<(Bound<'_, PyString>, Bound<'_, PyAny>)>>()? {
         let tensor = if kinds.is_plain(&given)? { given } else { kinds.plain.call1((&name, given))? };
         let nbytes = tensor.getattr(intern!(py, "nbytes"))?.extract()?;
-        let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
+        let storage = match tensor.call_method0(intern!(py, "untyped_storage")) {
+            Ok(storage) => storage,
+            // A wrapper, which says that it is a plain tensor.
+            Err(error) => return Err(kinds.plain.call1((&name, &tensor)).err().unwrap_or(error)),
+        };
         let base = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
         let addresses = if nbytes == 0 { base..base } else { addresses(&tensor, nbytes)? };
         let held: u64 = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
@@ -104,7 +112,35 @@ pub fn extents<'py>(tensors: &Bound<'py, PyDict>, kinds: Kinds<'_>) -> PyResult<
         let extent = Extent { name, tensor, device, nbytes, is_there, base, device_hash, addresses };
         found.push(untracked(py, extent)?);
     }
+    refuse_two_storages(py, &found)?;
     Ok(found)
+}
+
+fn refuse_two_storages(py: Python<'_>, found: &Extents<'_>) -> PyResult<()> {
+    let has_memory = |extent: &&Extent| extent.nbytes > 0 && extent.base != 0 && extent.is_there;
+    let mut sorted: Vec<&Extent> = found.iter().map(Bound::get).filter(has_memory).collect();
+    sorted.sort_unstable_by_key(|extent| (extent.device_hash, extent.addresses.start));
+    // The one that reaches furthest, of those before.
+    let mut furthest: Option<&Extent> = None;
+    for extent in sorted {
+        let last = furthest.filter(|last| last.device_hash == extent.device_hash);
+        if let Some(last) = last
+            && extent.addresses.start < last.addresses.end
+            && extent.base != last.base
+        {
+            let message = format!(
+                "{}: it shares memory with {} and not its storage, and would come back apart from it",
+                extent.name.bind(py).to_string_lossy(),
+                last.name.bind(py).to_string_lossy()
+            );
+            let remedy = "make both views of one tensor, or store a copy of one";
+            return Err(errors::own(py, "RefusedError", &message, remedy, None));
+        }
+        if last.is_none_or(|last| extent.addresses.end > last.addresses.end) {
+            furthest = Some(extent);
+        }
+    }
+    Ok(())
 }
 
 /// Divides extents: those that lie in these tensors, of any devices, and those that share their storage with

@@ -3,12 +3,15 @@
 //! In Python the walk took longer than all else that a save does before it copies. It writes text, and makes
 //! no objects of Python's for what it finds: the garbage collector would look at each.
 
+//! A tensor's name is its path, so two places of a state never have the same path: see `Walk::member`.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
 use std::fmt::Write;
 
+use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{
-    PyBool, PyByteArray, PyBytes, PyComplex, PyDict, PyFloat, PyFrozenSet, PyInt, PyList, PyString, PyTuple,
-};
+use pyo3::types::{PyBool, PyDict, PyFloat, PyFrozenSet, PyInt, PyList, PyString, PyTuple};
 
 use crate::errors;
 
@@ -20,6 +23,12 @@ const TAG: &str = "$";
 const DEPTH_MAX: usize = 100;
 /// JSON readers of other languages lose what is longer.
 const INT_MAX: i64 = 1 << 53;
+/// The one NaN that `float("nan")` makes; others keep their bits.
+const NAN_BITS: u64 = 0x7ff8_0000_0000_0000;
+/// Begins a segment of a path that is no plain name: no escaped text contains it.
+const OTHER_KEY: &str = "~:";
+/// The module with the values that are rarer than those here, and the keys.
+const VALUES: &str = "remanent._values";
 
 /// A walk over a value, which writes it as JSON.
 pub struct Walk<'a, 'py> {
@@ -31,6 +40,18 @@ pub struct Walk<'a, 'py> {
     path: String,
     /// What was written so far.
     text: String,
+    /// The mutable containers that were begun, by their addresses.
+    containers: HashMap<usize, Container<'py>>,
+}
+
+/// A mutable container of the value.
+struct Container<'py> {
+    /// How many were begun before it.
+    number: usize,
+    /// Whether the walk is inside it.
+    is_open: bool,
+    /// Kept, so that no other object gets its address during the walk.
+    _value: Bound<'py, PyAny>,
 }
 
 /// Values that are taken as they are, by their path.
@@ -41,6 +62,8 @@ pub struct Leaves<'py> {
     /// What stands for one is this and its path.
     tag: Bound<'py, PyString>,
     into: Bound<'py, PyDict>,
+    /// An attribute; a value of which it is true goes to `adapt`.
+    unless: Option<Bound<'py, PyString>>,
 }
 
 impl<'a, 'py> Walk<'a, 'py> {
@@ -51,7 +74,7 @@ impl<'a, 'py> Walk<'a, 'py> {
         adapt: &'a Bound<'py, PyAny>,
         leaves: Option<&'a Leaves<'py>>,
     ) -> Self {
-        Self { py, adapt, leaves, path, text: String::new() }
+        Self { py, adapt, leaves, path, text: String::new(), containers: HashMap::new() }
     }
 
     /// The value as JSON.
@@ -79,13 +102,7 @@ impl<'a, 'py> Walk<'a, 'py> {
             return Ok(());
         }
         if let Ok(number) = value.cast_exact::<PyFloat>() {
-            let number = number.value();
-            if !number.is_finite() {
-                return self.tagged_text("float", &value.str()?);
-            }
-            // The shortest text that is read as this number, with a point or an exponent.
-            write!(self.text, "{number:?}").expect("a string takes all");
-            return Ok(());
+            return self.float(number.value());
         }
         if value.is_exact_instance_of::<PyInt>() {
             return match value.extract::<i64>() {
@@ -93,55 +110,120 @@ impl<'a, 'py> Walk<'a, 'py> {
                     write!(self.text, "{number}").expect("a string takes all");
                     Ok(())
                 }
-                _ => self.tagged_text("int", &value.str()?),
+                _ => self.key(value),
             };
         }
         if let Ok(dict) = value.cast_exact::<PyDict>() {
-            return self.dict(&dict.items(), "dict", true, depth);
+            return self.container(value, |walk| walk.dict(&dict.items(), "dict", true, depth, None));
         }
         if let Ok(list) = value.cast_exact::<PyList>() {
-            return self.items(&list.to_tuple(), depth);
+            return self.container(value, |walk| walk.items(&list.to_tuple(), depth));
         }
         if let Ok(tuple) = value.cast_exact::<PyTuple>() {
             return self.tagged("tuple", |walk| walk.items(tuple, depth));
         }
         if let Some(leaves) = self.leaves
             && leaves.kinds.contains(value.get_type())?
+            && !leaves.is_other(value)?
         {
             let name = PyString::new(self.py, self.path.get(1..).unwrap_or_default());
+            if leaves.into.contains(&name)? {
+                return Err(self.refused("another value has this path"));
+            }
             leaves.into.set_item(&name, value)?;
             return self.tagged_text(&leaves.tag.to_string_lossy(), &name);
         }
-        let adapted = self.adapt.call1((&self.path, value))?;
-        if adapted.is_none() { self.rare(value, depth) } else { self.json(&adapted) }
+        if value.get_type().is(&self.py.import("collections")?.getattr(intern!(self.py, "OrderedDict"))?) {
+            return self.container(value, |walk| walk.ordered_dict(value, depth));
+        }
+        if self.containers.contains_key(&(value.as_ptr() as usize)) {
+            return self.container(value, |_| unreachable!("it was begun"));
+        }
+        let mut adapted = self.adapt.call1((&self.path, value))?;
+        if adapted.is_none() {
+            adapted = self.py.import(VALUES)?.call_method1("encode", (&self.path, value))?;
+        }
+        if adapted.is_none() {
+            let kind = value.get_type().name()?;
+            return Err(self.refused(&format!("a {kind} cannot be stored")));
+        }
+        match adapted.cast::<PyTuple>() {
+            Ok(parts) => self.parts(value, parts, depth),
+            Err(_) => self.json(&adapted),
+        }
     }
 
-    /// Values that are of another kind than most.
-    fn rare(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> PyResult<()> {
-        let kind = value.get_type().name()?;
-        if value.is_exact_instance_of::<PyComplex>() {
-            let (real, imag) = (value.getattr("real")?.str()?, value.getattr("imag")?.str()?);
-            return self.tagged("complex", |walk| {
-                walk.string(&real)?;
+    /// A value of which Python gave the beginning of the tag, as JSON; the content, or None; and whether it is
+    /// mutable.
+    fn parts(
+        &mut self,
+        value: &Bound<'py, PyAny>,
+        parts: &Bound<'py, PyTuple>,
+        depth: usize,
+    ) -> PyResult<()> {
+        let (head, content, is_mutable) = parts.extract::<(Bound<'py, PyList>, Bound<'py, PyAny>, bool)>()?;
+        let write = |walk: &mut Self| {
+            write!(walk.text, "{{\"{TAG}\":").expect("a string takes all");
+            walk.json(&head)?;
+            if !content.is_none() {
+                walk.text.pop();
                 walk.text.push(',');
-                walk.string(&imag)
-            });
-        }
-        if value.is_exact_instance_of::<PyBytes>() || value.is_exact_instance_of::<PyByteArray>() {
-            let coded =
-                self.py.import("base64")?.call_method1("b64encode", (value,))?.call_method0("decode")?;
-            return self.tagged_text(kind.to_str()?, coded.cast()?);
-        }
-        let is_dict = value.is_instance_of::<PyDict>();
-        for name in ["dict", "OrderedDict", "defaultdict"] {
-            if is_dict && kind == name {
-                // Asked for by its method: the order may be the object's own.
-                let items = value.call_method0("items")?.try_iter()?.collect::<PyResult<Vec<_>>>()?;
-                let stands_for = if name == "OrderedDict" { name } else { "dict" };
-                return self.dict(&PyList::new(self.py, items)?, stands_for, false, depth);
+                walk.value(&content, depth + 1)?;
+                walk.text.push(']');
             }
+            walk.text.push('}');
+            Ok(())
+        };
+        if is_mutable { self.container(value, write) } else { write(self) }
+    }
+
+    /// A mutable container, which `write` writes: once, and where it is found again a reference to it.
+    fn container(
+        &mut self,
+        value: &Bound<'py, PyAny>,
+        write: impl FnOnce(&mut Self) -> PyResult<()>,
+    ) -> PyResult<()> {
+        let address = value.as_ptr() as usize;
+        if let Some(Container { number, is_open, .. }) = self.containers.get(&address) {
+            if *is_open {
+                return Err(self.refused("it contains itself"));
+            }
+            write!(self.text, "{{\"{TAG}\":[\"same\",{number}]}}").expect("a string takes all");
+            return Ok(());
         }
-        Err(self.refused(&format!("a {kind} cannot be stored")))
+        let number = self.containers.len();
+        self.containers.insert(address, Container { number, is_open: true, _value: value.clone() });
+        write(self)?;
+        if let Some(container) = self.containers.get_mut(&address) {
+            container.is_open = false;
+        }
+        Ok(())
+    }
+
+    fn float(&mut self, number: f64) -> PyResult<()> {
+        if number.is_finite() {
+            // The shortest text that is read as this number, with a point or an exponent.
+            write!(self.text, "{number:?}").expect("a string takes all");
+            return Ok(());
+        }
+        self.tagged("float", |walk| {
+            match number.to_bits() {
+                NAN_BITS => write!(walk.text, "\"nan\""),
+                bits if number.is_nan() => write!(walk.text, "\"nan:{bits:016x}\""),
+                _ => write!(walk.text, "\"{number}\""),
+            }
+            .expect("a string takes all");
+            Ok(())
+        })
+    }
+
+    /// In the order of its own, with the attributes that it has besides, as torch's states of modules do.
+    fn ordered_dict(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> PyResult<()> {
+        // By its method: the order may be the object's own.
+        let items = value.call_method0("items")?.try_iter()?.collect::<PyResult<Vec<_>>>()?;
+        let attributes = value.getattr("__dict__")?.cast_into::<PyDict>()?;
+        let attributes = (!attributes.is_empty()).then_some(attributes);
+        self.dict(&PyList::new(self.py, items)?, "OrderedDict", false, depth, attributes.as_ref())
     }
 
     /// The items of a list or a tuple.
@@ -156,16 +238,24 @@ impl<'a, 'py> Walk<'a, 'py> {
     }
 
     /// The items of a dict: by name if it is plain and has names alone, none of them ours.
-    fn dict(&mut self, items: &Bound<'py, PyList>, kind: &str, is_plain: bool, depth: usize) -> PyResult<()> {
+    fn dict(
+        &mut self,
+        items: &Bound<'py, PyList>,
+        kind: &str,
+        is_plain: bool,
+        depth: usize,
+        attributes: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<()> {
         let items = items.extract::<Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)>>()?;
+        let all_names = items.iter().all(|(key, _)| key.is_exact_instance_of::<PyString>());
         let is_name = |key: &Bound<'py, PyAny>| key.cast_exact::<PyString>().is_ok_and(|name| name != TAG);
         if is_plain && items.iter().all(|(key, _)| is_name(key)) {
             self.text.push('{');
             for (at, (key, value)) in items.iter().enumerate() {
                 self.comma(at);
-                self.string(key.cast()?)?;
+                self.key(key)?;
                 self.text.push(':');
-                self.member(key, value, depth)?;
+                self.member(key, all_names, value, depth)?;
             }
             self.text.push('}');
             return Ok(());
@@ -173,34 +263,68 @@ impl<'a, 'py> Walk<'a, 'py> {
         self.tagged(kind, |walk| {
             walk.listed(items.len(), |walk, at| {
                 let (key, value) = &items[at];
-                let is_key = key.is_none()
-                    || key.is_exact_instance_of::<PyString>()
-                    || key.is_exact_instance_of::<PyInt>()
-                    || key.is_exact_instance_of::<PyBool>()
-                    || key.is_exact_instance_of::<PyTuple>();
-                if !is_key {
-                    let kind = key.get_type().name()?;
-                    return Err(walk.refused(&format!("a {kind} as a key cannot be stored")));
-                }
                 walk.text.push('[');
-                walk.value(key, depth + 1)?;
+                walk.key(key)?;
                 walk.text.push(',');
-                walk.member(key, value, depth)?;
+                walk.member(key, all_names, value, depth)?;
                 walk.text.push(']');
                 Ok(())
-            })
+            })?;
+            if let Some(attributes) = attributes {
+                walk.text.push(',');
+                let len = walk.path.len();
+                walk.path.push('/');
+                walk.path.push_str(OTHER_KEY);
+                walk.path.push_str("attributes");
+                walk.value(attributes, depth + 1)?;
+                walk.path.truncate(len);
+            }
+            Ok(())
         })
     }
 
+    /// A key of a dict, or an integer, as JSON.
+    fn key(&mut self, key: &Bound<'py, PyAny>) -> PyResult<()> {
+        if let Ok(name) = key.cast_exact::<PyString>() {
+            return self.string(name);
+        }
+        let coded = self.py.import(VALUES)?.call_method1("key", (&self.path, key))?;
+        self.json(&coded)
+    }
+
     /// What a dict has by this key.
-    fn member(&mut self, key: &Bound<'py, PyAny>, value: &Bound<'py, PyAny>, depth: usize) -> PyResult<()> {
+    ///
+    /// Its path is that of the dict and a segment that no other key of the dict has: a name as it is, with `~` as
+    /// `~0` and `/` as `~1`; an integer in decimal; any other key as `~:` and its JSON. A name that is not valid
+    /// Unicode is such a key, and so is one that looks like an integer, if not all keys of the dict are names.
+    fn member(
+        &mut self,
+        key: &Bound<'py, PyAny>,
+        all_names: bool,
+        value: &Bound<'py, PyAny>,
+        depth: usize,
+    ) -> PyResult<()> {
         let len = self.path.len();
-        match key.cast_exact::<PyString>() {
-            Ok(name) => {
-                self.path.push('/');
-                self.path.push_str(&name.to_string_lossy());
+        self.path.push('/');
+        let name = key.cast_exact::<PyString>().ok().and_then(|name| name.to_str().ok());
+        match name {
+            Some(name) if all_names || !is_like_integer(name) => self.path.push_str(&escaped(name)),
+            None if key.is_exact_instance_of::<PyInt>() && key.extract::<i64>().is_ok() => {
+                write!(self.path, "{key}").expect("a string takes all");
             }
-            Err(_) => write!(self.path, "/{key}").expect("a string takes all"),
+            _ => {
+                let start = self.text.len();
+                self.key(key)?;
+                let text = self.text.split_off(start);
+                // Without the brackets of a tag.
+                let inner = text.strip_prefix("{\"$\":[\"").and_then(|text| text.strip_suffix("]}"));
+                let text = match inner.and_then(|inner| inner.split_once("\",")) {
+                    Some((kind, rest)) => Cow::Owned(format!("{kind}{rest}")),
+                    None => Cow::Borrowed(&text[..]),
+                };
+                self.path.push_str(OTHER_KEY);
+                self.path.push_str(&escaped(&text));
+            }
         }
         self.value(value, depth + 1)?;
         self.path.truncate(len);
@@ -268,6 +392,28 @@ impl<'a, 'py> Walk<'a, 'py> {
     }
 
     fn refused(&self, reason: &str) -> PyErr {
-        errors::own(self.py, "RefusedError", &format!("{}: {reason}", self.path), CONVERT, None)
+        let path = self.path.strip_prefix('/').unwrap_or(&self.path);
+        errors::own(self.py, "RefusedError", &format!("{path}: {reason}"), CONVERT, None)
     }
+}
+
+impl Leaves<'_> {
+    /// Whether a value of these types is `adapt`'s.
+    fn is_other(&self, value: &Bound<'_, PyAny>) -> PyResult<bool> {
+        self.unless.as_ref().map_or(Ok(false), |name| value.getattr(name)?.is_truthy())
+    }
+}
+
+/// A name as a segment of a path.
+pub fn escaped(name: &str) -> Cow<'_, str> {
+    if name.contains(['~', '/']) {
+        Cow::Owned(name.replace('~', "~0").replace('/', "~1"))
+    } else {
+        Cow::Borrowed(name)
+    }
+}
+
+fn is_like_integer(name: &str) -> bool {
+    let digits = name.strip_prefix('-').unwrap_or(name);
+    !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit())
 }

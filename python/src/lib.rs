@@ -220,6 +220,12 @@ mod _native {
         remanent::nearest(wanted, names.iter().map(String::as_str)).map(str::to_owned)
     }
 
+    /// A name as a segment of the paths that `flatten` makes.
+    #[pyfunction]
+    fn segment(name: &str) -> std::borrow::Cow<'_, str> {
+        super::flatten::escaped(name)
+    }
+
     /// The dtype of a name in any spelling: its NumPy name, its name in metadata, bytes of an element.
     #[pyfunction]
     fn dtype(

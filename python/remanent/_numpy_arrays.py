@@ -1,0 +1,143 @@
+"""NumPy's arrays as tensors, and back: of the same dtype, shape and memory order, and overlapping where they did.
+
+An array's own memory is stored, with its strides if there are no gaps in it. A copy is stored of an array with negative
+strides or of texts; it comes back in C order. Arrays come back writable.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from remanent._errors import RefusedError
+from remanent._values import numpy_dtype
+
+# Kinds of elements that torch has under the same names.
+_OF_TORCH = ("bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+_INTEGERS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "int64"}
+
+
+class Arrays:
+    """The arrays of one state."""
+
+    def __init__(self) -> None:
+        # Where the memory of an array's owner begins: the first array there, and whether all are stored as they lie.
+        self._owners: dict[int, tuple[str, bool]] = {}
+
+    def taken(self, name: str, array: Any) -> tuple[torch.Tensor, list[Any]]:
+        """The array as a tensor, and what its tag has after its name.
+
+        :raises RefusedError: for an array that would not come back as it is.
+        """
+        import numpy
+
+        kind, dtype = type(array), array.dtype
+        if kind is not numpy.ndarray:
+            raise RefusedError(f"{name}: a {kind.__module__}.{kind.__name__} cannot be stored: it is more than its elements",
+                               remedy="store what it is made of, as numpy.asarray gives it and, of a masked array, its mask")
+        said = _said(name, dtype)
+        owner = _owner(array)
+        tensor = None if owner is None or dtype.kind in "SU" else _in_place(array, owner)
+        start = array.__array_interface__["data"][0] if owner is None else owner.__array_interface__["data"][0]
+        first, as_it_lies = self._owners.setdefault(start, (name, tensor is not None))
+        if first != name and not (as_it_lies and tensor is not None) and array.size:
+            raise RefusedError(f"{name}: an array with gaps of no stride, or of texts, cannot share memory with {first}",
+                               remedy="store a copy of it")
+        if tensor is None:
+            tensor = _in_place(copied := _as_numbers(array), copied)
+            assert tensor is not None
+        if said and said[0] in _OF_TORCH:
+            tensor = tensor.view(getattr(torch, said[0]))
+        return tensor, said
+
+
+def made(tensor: torch.Tensor, name: str | None = None) -> Any:
+    """The array of a tensor, and of what `taken` said of it."""
+    if name is None:
+        return tensor.numpy()
+    dtype = numpy_dtype(name)
+    if tensor.dtype is getattr(torch, name, None):
+        tensor = tensor.view(getattr(torch, _INTEGERS[tensor.itemsize]))
+    array = tensor.numpy()
+    if dtype.kind in "SU":
+        return array.view(dtype)[..., 0]
+    return array.view(dtype)
+
+
+def _said(name: str, dtype: Any) -> list[Any]:
+    """A dtype that torch has no tensors of; nothing for others."""
+    reason = None
+    if dtype.type.__module__ == "ml_dtypes":
+        return [dtype.name]
+    if dtype.hasobject or dtype.kind == "T":
+        reason = "its elements are objects"
+    elif not dtype.isnative:
+        reason = "its elements have another byte order than this machine"
+    elif dtype.char in "gG":
+        reason = "its bits depend on the platform"
+    elif not dtype.itemsize:
+        reason = "its elements have no bytes"
+    elif dtype.kind == "V":
+        reason = "its elements are structures"
+    if reason is not None:
+        raise RefusedError(f"{name}: an array of {dtype} cannot be stored: {reason}",
+                           remedy="store it as arrays of plain numbers")
+    return [dtype.str] if dtype.kind in "mMSU" else []
+
+
+def _as_numbers(array: Any) -> Any:
+    """A copy in C order; of texts, with their bytes in one more dimension."""
+    import numpy
+
+    copied = numpy.array(array, order="C", copy=True)
+    if array.dtype.kind not in "SU":
+        return copied
+    shape = (*array.shape, array.dtype.itemsize)
+    return copied.reshape(-1).view(numpy.uint8).reshape(shape)
+
+
+def _owner(array: Any) -> Any:
+    """The array that has the memory of this one, without gaps; None if there is none."""
+    import numpy
+
+    owner = array
+    while isinstance(owner.base, numpy.ndarray):
+        owner = owner.base
+    owner = numpy.asarray(owner)
+    return owner if (owner.flags.c_contiguous or owner.flags.f_contiguous) and not owner.dtype.hasobject else None
+
+
+def _in_place(array: Any, owner: Any) -> torch.Tensor | None:
+    """A tensor of the array's memory, in a storage that is all of the owner's; None if it cannot be one."""
+    import numpy
+
+    kind = _kind(array.dtype)
+    if not array.nbytes:
+        return torch.empty(array.shape, dtype=kind)
+    offset = array.__array_interface__["data"][0] - owner.__array_interface__["data"][0]
+    steps = [divmod(step, array.itemsize) for step in array.strides]
+    if offset % array.itemsize or any(rest or step < 0 for step, rest in steps):
+        return None
+    flat = (owner if owner.flags.c_contiguous else owner.T).reshape(-1).view(numpy.uint8)
+    whole = torch.from_numpy(flat if flat.flags.writeable else numpy.asarray(_Writable(flat)))
+    return torch.empty(0, dtype=kind).set_(whole.untyped_storage(), offset // array.itemsize, array.shape,
+                                           [step for step, _ in steps])
+
+
+class _Writable:
+    """An array for torch, which warns of memory that cannot be written; nothing writes there."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+        held = array.__array_interface__
+        self.__array_interface__ = {**held, "data": (held["data"][0], False)}
+
+
+def _kind(dtype: Any) -> torch.dtype:
+    """The elements of torch that have these bits."""
+    if dtype.kind in "mM" or dtype.type.__module__ == "ml_dtypes":
+        found: torch.dtype = getattr(torch, _INTEGERS[dtype.itemsize])
+    else:
+        found = getattr(torch, dtype.name)
+    return found

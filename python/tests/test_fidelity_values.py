@@ -1,0 +1,310 @@
+"""Each kind of value comes back with the same bits, type and sharing, or is refused by its path before anything is saved."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import re
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import remanent
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+numpy = pytest.importorskip("numpy", reason="NumPy is not installed")
+
+import fidelity_rows as rows  # noqa: E402
+from fidelity_rows import Row, difference  # noqa: E402
+
+from remanent._pages import flatten, unflatten  # noqa: E402
+from remanent._run_state import flatten_state, made  # noqa: E402
+from remanent._storages import extents_there  # noqa: E402
+from remanent._tensors import SHORT, blocks, tensors_of  # noqa: E402
+from remanent.torch import Checkpointer, load_file, save_file  # noqa: E402
+
+TABLES = {
+    "value": rows.VALUES, "torch dtype": rows.torch_dtype_rows(SHORT), "array": rows.NUMPY_ARRAYS,
+    "scalar": rows.NUMPY_SCALARS, "kind of array": rows.NUMPY_KINDS, "kind of tensor": rows.TENSOR_KINDS,
+}
+ALL = {f"{table}: {row.name}": row for table, of_table in TABLES.items() for row in of_table}
+KEPT = {name: row for name, row in ALL.items() if row.refused is None}
+LONG = bool(os.environ.get("REMANENT_LONG"))
+
+
+def restored(value: Any) -> Any:
+    """The value after a save and a restore, without a store in between."""
+    tensors: dict[str, Any] = {}
+    text = flatten_state({"part": {"of": value}}, tensors, of_rank=False)
+    loaded = {}
+    for block in blocks(extents_there(tensors)):
+        data = torch.frombuffer(bytearray(bytes(block.data.tolist()) if block.nbytes else b""), dtype=torch.uint8) if (
+            block.nbytes) else torch.empty(0, dtype=torch.uint8)
+        loaded |= tensors_of(data, block.arrays, torch.device("cpu"))
+    return unflatten(json.loads(text), lambda tag: made(tag, loaded))["part"]["of"]
+
+
+@pytest.fixture(scope="module")
+def through_a_store(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All rows that are kept, saved and restored by one checkpoint."""
+    directory = str(tmp_path_factory.mktemp("rows") / "run")
+    with Checkpointer(directory, extra={"rows": {name: row.make() for name, row in KEPT.items()}}, rng=False) as run:
+        run.save(1)
+    found: dict[str, Any] = {}
+    with Checkpointer(directory, extra={"rows": found}, rng=False) as run:
+        run.restore()
+    return found
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_kept_value_comes_back_as_it_was(name: str, through_a_store: dict[str, Any]) -> None:
+    assert difference(KEPT[name].make(), through_a_store[name]) is None
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name not in KEPT])
+def test_a_refused_value_is_named_before_a_save(name: str, directory: str) -> None:
+    row = ALL[name]
+    tensors: dict[str, Any] = {}
+    with pytest.raises(remanent.RefusedError, match=f"^part/of[^:]*: {row.refused}") as caught:
+        flatten_state({"part": {"of": row.make()}}, tensors, of_rank=False)
+        extents_there(tensors)
+    assert caught.value.remedy
+
+
+def test_a_refused_value_leaves_the_version_before(directory: str) -> None:
+    state: dict[str, Any] = {"of": torch.ones(2)}
+    with Checkpointer(directory, extra={"part": state}, rng=False) as run:
+        run.save(1)
+        before = run.store.lsn
+        state["of"] = numpy.ma.masked_array([1.0], [True])
+        with pytest.raises(remanent.RefusedError, match="part/of: a numpy.ma.MaskedArray"):
+            run.save(2)
+        assert run.store.lsn == before and [version.step for version in run.versions()] == [1]
+
+
+@pytest.mark.parametrize("row", rows.KEYS, ids=lambda row: row.name)
+def test_keys_whose_texts_are_alike_keep_their_own_values(row: Row) -> None:
+    if row.refused is not None:
+        with pytest.raises(remanent.RefusedError, match=f"^part/of: {row.refused}"):
+            flatten("", {"part": {"of": row.make()}}, lambda path, value: None)
+        return
+    counted = iter(range(1 << 30))
+
+    def numbered(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: numbered(each) for key, each in value.items()}
+        return [numbered(each) for each in value] if isinstance(value, list) else torch.tensor(next(counted))
+
+    value = numbered(row.make())
+    assert difference(value, restored(value)) is None
+
+
+def test_parts_of_a_run_whose_paths_meet_stay_apart(directory: str) -> None:
+    parts: dict[str, Any] = {"ema/fast": {"w": torch.ones(2)}, "ema": {"fast/w": torch.zeros(2)},
+                             "ema~1fast": {"w": torch.full((2,), 5.0)}}
+    with Checkpointer(directory, extra=parts, rng=False) as run:
+        run.save(1)
+    found: dict[str, Any] = {name: {} for name in parts}
+    with Checkpointer(directory, extra=found, rng=False) as run:
+        run.restore()
+    assert difference(parts, found) is None
+
+
+def _random_state(chance: random.Random, depth: int) -> Any:
+    """A tree whose keys are likely to be alike."""
+    kind = chance.randrange(3) if depth else 3
+    if kind == 3:
+        return torch.tensor(chance.randrange(1 << 40))
+    if kind == 2:
+        return [_random_state(chance, depth - 1) for _ in range(chance.randrange(4))]
+    keys: list[Any] = ["".join(chance.choices("a/~:01\"$", k=chance.randrange(4))) for _ in range(4)]
+    if kind == 1:
+        keys += [chance.choice([0, 1, -1, None, True, 0.5, (), (0,), ("0",), b"0", 10, "10", "null", "~:null"])
+                 for _ in range(4)]
+    return {key: _random_state(chance, depth - 1) for key in keys}
+
+
+def test_no_two_places_of_random_states_have_one_name() -> None:
+    seed = int(os.environ.get("REMANENT_SEED", random.randrange(1 << 32)))
+    chance = random.Random(seed)
+    for round in range(2000 if LONG else 60):
+        value = _random_state(chance, 4)
+        assert difference(value, restored(value)) is None, f"REMANENT_SEED={seed}, round {round}"
+
+
+def test_ordinary_names_are_plain_paths() -> None:
+    state = {"model": {"layers.0.weight": 0, "0": 0}, "optimizer": {"state": {0: {"exp_avg": 0}}, "param_groups": [{"lr": 0}]}}
+    tensors: dict[str, Any] = {}
+
+    def of_tensors(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: of_tensors(each) for key, each in value.items()}
+        return [of_tensors(each) for each in value] if isinstance(value, list) else torch.ones(1)
+
+    flatten_state(of_tensors(state), tensors, of_rank=False)
+    assert list(tensors) == ["model/layers.0.weight", "model/0", "optimizer/state/0/exp_avg", "optimizer/param_groups/0/lr"]
+
+
+def test_a_version_of_the_first_format_is_restored(directory: str) -> None:
+    held = json.loads((Path(__file__).parent / "golden" / "state-1.json").read_text())
+    with remanent.Store(directory, device="host") as store:
+        batch = store.batch()
+        for key, (content, metadata) in held["pages"].items():
+            batch.create(bytes.fromhex(content), key=key, place="disk", metadata=metadata)
+        batch.create(json.dumps(held["manifest"]).encode(), key="remanent tensors")
+        for name, value in held["root"].items():
+            batch.set_root(name, value)
+        store.commit(batch, "durable")
+        store.snapshot("step 4")
+    found: dict[str, Any] = {}
+    with Checkpointer(directory, extra={"s/t": found}, rng=False) as run:
+        run.restore()
+    base = torch.arange(12.0).reshape(3, 4)
+    from collections import OrderedDict
+
+    expected = {
+        "a/b": torch.full((2,), 1.0), "a": {"c": torch.full((2,), 2.0, dtype=torch.bfloat16)}, 1: torch.tensor(3),
+        None: [torch.zeros(0, 3)], (0, 1): "pair", "~": {"x~y": base, "turned": base.t()}, "$": True,
+        "array": numpy.arange(3, dtype=numpy.int16), "scalar": numpy.float32(1.5), "flag": numpy.bool_(True),
+        "floats": [float("inf"), float("-inf"), -0.0, 1e300], "nan": float("nan"), "big": 1 << 70, "bytes": b"\x00x",
+        "bytearray": bytearray(b"y"), "complex": complex(-0.0, float("inf")), "ordered": OrderedDict(b=1, a=2),
+        "default": {"x": [1]}, "tuple": (1, (2,)), "dtype": torch.bfloat16, "device": torch.device("cpu"),
+        "size": torch.Size([2, 3])}
+    assert difference(expected, found["in"]) is None
+    turned = found["in"]["~"]
+    assert turned["turned"].data_ptr() == turned["x~y"].data_ptr()
+
+
+def test_a_container_in_several_places_is_one_object_again() -> None:
+    shared: list[Any] = [1, {"w": torch.ones(2)}]
+    config = rows.Config(0.5, shared)
+    value = {"a": shared, "b": (shared, config), "c": {"deep": [config]}, "d": [1, {"w": torch.ones(2)}], "e": bytearray(b"")}
+    found = restored(value)
+    assert difference(value, found) is None
+    assert found["a"] is found["b"][0] is found["b"][1].layers and found["b"][1] is found["c"]["deep"][0]
+    assert found["d"] is not found["a"]
+
+
+def test_tensors_and_arrays_that_share_memory_share_it_again() -> None:
+    base, array = torch.arange(12.0), numpy.arange(12.0).reshape(3, 4)
+    value = {"whole": base, "row": base[2:5], "tied": [base], "expanded": base[:1].expand(4), "array": array,
+             "column": array[:, 1], "turned": array.T, "flipped": numpy.arange(3)[::-1]}
+    found = restored(value)
+    assert difference(value, found) is None
+    found["whole"][0], found["whole"][2], found["array"][1, 1] = 50.0, 60.0, 70.0
+    assert found["row"][0] == 60 and found["tied"][0][0] == 50 and found["expanded"].tolist() == [50.0] * 4
+    assert found["column"][1] == 70 and found["turned"][1, 1] == 70
+
+
+@pytest.mark.parametrize("name, make", {
+    "array and its tensor": lambda: {"a": numpy.arange(9)[1:], "t": torch.from_numpy(numpy.arange(1))},
+}.items())
+def test_nothing_is_refused_for_memory_of_its_own(name: str, make: Any) -> None:
+    assert difference(make(), restored(make())) is None
+
+
+def _sharing() -> dict[str, dict[str, Any]]:
+    array, number, flat = numpy.arange(8.0), torch.tensor([1 + 2j]), torch.arange(8.0)
+    return {
+        "array and a part's tensor": {"a": array, "t": torch.from_numpy(array[2:])},
+        "array and its reverse": {"a": array, "b": array[::-1]},
+        "tensor and its conjugate": {"a": number, "b": number.conj()},
+        "tensor and its negative part": {"a": number, "b": number.conj().imag},
+        "two storages": {"a": flat, "b": torch.from_dlpack(flat[3:])},
+    }
+
+
+@pytest.mark.parametrize("name", _sharing())
+def test_sharing_that_cannot_be_kept_is_refused(name: str) -> None:
+    with pytest.raises(remanent.RefusedError, match="shares? memory"):
+        restored(_sharing()[name])
+
+
+def test_only_elements_in_use_are_stored(directory: str) -> None:
+    big = torch.arange(1 << 20, dtype=torch.float32)
+    tensors = {
+        "expanded": torch.arange(3.0).reshape(3, 1).expand(3, 1 << 20), "first": big[6:11], "last": big[-3:],
+        "even": big[::1 << 16], "odd": big[5::1 << 16], "every other": big[:: 1 << 17], "block": big.view(1024, 1024)[3:5, 4:9],
+        "inside": big.view(1024, 1024)[4, 5:8],
+    }
+    save_file(tensors, directory)
+    found = load_file(directory)
+    assert {name: difference(tensor, found[name]) for name, tensor in tensors.items() if name in ("expanded",)} == {"expanded": None}
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    with remanent.View(directory) as view:
+        assert sum(page.length for page in view.pages() if page.key != "remanent tensors") < 500
+    found["even"][2] = -1.0
+    found["block"][1, 2] = -2.0
+    assert found["every other"][1] == -1 and found["inside"][1] == -2, "elements that were shared are shared"
+    assert -1 not in found["odd"] and found["odd"].is_contiguous()
+
+
+def test_random_views_of_one_storage_come_back(directory: str) -> None:
+    seed = int(os.environ.get("REMANENT_SEED", random.randrange(1 << 32)))
+    chance = random.Random(seed)
+    for round in range(500 if LONG else 40):
+        flat = torch.arange(1 << 12, dtype=torch.int32)
+        views = {}
+        for number in range(chance.randrange(1, 6)):
+            shape = [chance.randrange(1, 5) for _ in range(chance.randrange(4))]
+            stride = [chance.choice([0, 1, 2, 3, 7, 64, 128, 300]) for _ in shape]
+            views[f"v{number}"] = flat.as_strided(shape, stride, chance.randrange(400))
+        found = restored(views)
+        replay = f"REMANENT_SEED={seed}, round {round}"
+        assert {name: found[name].tolist() for name in views} == {name: view.tolist() for name, view in views.items()}, replay
+        # The elements that share a place are those that shared one.
+        flat.zero_()
+        for name, view in views.items():
+            for into in (view, found[name]):
+                if into.numel():
+                    at = tuple(length - 1 for length in into.shape)
+                    into[at] = int(name[1:]) + 1
+        assert {name: found[name].tolist() == view.tolist() for name, view in views.items()
+                if (view != 0).any()}.values() , replay
+
+
+@pytest.mark.parametrize("change, reason", {
+    "gone": "which the program has not imported", "a value": "is a dataclass", "other fields": "which is a dataclass",
+}.items())
+def test_a_class_that_is_another_now_is_refused(change: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("codec_models")
+    monkeypatch.setitem(sys.modules, "codec_models", module)
+    exec("import dataclasses\n@dataclasses.dataclass\nclass Model:\n    n: int\n", module.__dict__)
+    held = flatten("", module.Model(3), lambda path, value: None)
+    assert unflatten(held) == module.Model(3)
+    if change == "gone":
+        monkeypatch.delitem(sys.modules, "codec_models")
+    elif change == "a value":
+        module.__dict__["Model"] = print
+    else:
+        exec("@dataclasses.dataclass\nclass Model:\n    m: int\n", module.__dict__)
+    with pytest.raises(remanent.NoStateError, match=reason):
+        unflatten(held)
+
+
+def test_a_version_makes_nothing_run_and_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(sys.modules)
+    module = types.ModuleType("codec_traps")
+    monkeypatch.setitem(sys.modules, "codec_traps", module)
+    exec("def __getattr__(name): raise AssertionError(name)\ncalled = []\ndef trap(*given): called.append(given)\n", module.__dict__)
+    for tag in (["namedtuple", "codec_traps:trap", ["a"], [1]], ["enum", "codec_traps:trap", "a"], ["flag", "os:system", 1],
+                ["dataclass", "codec_traps:missing", {"a": 1}], ["subclass", "str", "codec_traps:trap", "x"],
+                ["namedtuple", "antigravity:x", ["a"], [1]], ["subclass", "str", "fidelity_rows:Meters", "x"],
+                ["enum", "fidelity_rows:Config", "x"], ["nothing that is known", 1]):
+        with pytest.raises(remanent.NoStateError):
+            unflatten({"$": tag})
+    assert module.called == [] and set(sys.modules) - before <= {"codec_traps"}
+
+
+def test_an_enumeration_whose_values_changed_is_refused() -> None:
+    held = flatten("", rows.Color.RED, lambda path, value: None)
+    other = copy.deepcopy(held)
+    other["$"][-1] = "another"
+    assert unflatten(held) is rows.Color.RED
+    with pytest.raises(remanent.NoStateError, match=re.escape("of the value 'another', which is 'r' now")):
+        unflatten(other)
