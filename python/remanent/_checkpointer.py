@@ -37,7 +37,7 @@ from remanent._history import (
 )
 from remanent._native import Block, Extent
 from remanent._progress import Bar
-from remanent._put_back import ABOUT, PutBack, about
+from remanent._put_back import PutBack
 from remanent._restore import Restoration
 from remanent._restore_targets import Targets
 from remanent._rng import rng_state
@@ -572,7 +572,6 @@ class Checkpointer:
     def _state(self) -> dict[str, Any]:
         state = {name: dict(part) if isinstance(part, MutableMapping) else part.state_dict()
                  for name, part in self._parts.items()}
-        state[ABOUT] = about(state)
         if self._rng:
             state["rng"] = rng_state()
         return state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -135,37 +135,3 @@ def _undo_of(part: Any) -> Callable[[], object] | None:
         before = copy.deepcopy(part.state_dict())
         return lambda: part.load_state_dict(before)
     return None
-
-
-# Under this name a version keeps what belongs to states and is no value in them.
-ABOUT = "remanent"
-_MODULE_VERSIONS = "module versions"
-
-
-def about(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What the states of a run's modules carry beside their values: the modules' versions, by which they tell how old
-    a state is."""
-    return {_MODULE_VERSIONS: [[path, dict(held._metadata)] for path, held in _with_metadata([], state)]}
-
-
-def add_about(state: dict[str, Any]) -> None:
-    """Gives states that were read what `about` kept, and removes that from among them."""
-    for path, metadata in (state.pop(ABOUT, None) or {}).get(_MODULE_VERSIONS, ()):
-        found: Any = state
-        for key in path:
-            found = found[key]
-        with contextlib.suppress(AttributeError):
-            found._metadata = metadata
-
-
-def _with_metadata(path: list[Any], value: Any) -> Iterator[tuple[list[Any], Any]]:
-    if isinstance(value, dict):
-        if isinstance(getattr(value, "_metadata", None), Mapping):
-            yield path, value
-        for key, each in value.items():
-            if isinstance(each, (dict, list, tuple)):
-                yield from _with_metadata([*path, key], each)
-    elif isinstance(value, (list, tuple)):
-        for at, each in enumerate(value):
-            if isinstance(each, (dict, list, tuple)):
-                yield from _with_metadata([*path, at], each)

@@ -12,7 +12,6 @@ from remanent._errors import NoStateError
 from remanent._module_state import Described, LiveModule, described_in
 from remanent._pages import Arrays, Manifest
 from remanent._progress import Bar
-from remanent._put_back import add_about
 from remanent._restore_targets import Targets
 from remanent._run_state import made, parts_module
 from remanent._tensors import DTYPE, is_cuda, load_pages, tensors_of, together
@@ -63,7 +62,6 @@ class Restoration:
         own_wholes = {name: targets.wholes[name] for name in in_place if name in targets.wholes}
         #: The state: of what can be read into the run's own tensors, it has these, as they are now.
         self.state: dict[str, Any] = _state(manifest, tensors, own_wholes, wholes)
-        add_about(self.state)
         #: The modules as they are, each with the names of its tensors that get bytes from the files.
         self.modules: dict[str, tuple[LiveModule, set[str]]] = {}
         for part, names_of_part in names_now.items():

@@ -10,7 +10,6 @@ import torch
 from remanent import _native
 from remanent._errors import InvalidError, RefusedError
 from remanent._native import Extent
-from remanent._put_back import ABOUT
 from remanent._run_state import parts_module
 from remanent._tensors import PLAIN_TYPES
 
@@ -22,7 +21,7 @@ def parts_of(model: Any, optimizer: Any, scheduler: Any, extra: Mapping[str, Any
         if part is not None:
             parts[name] = part
     for name, part in extra.items():
-        if name in parts or name in ("rng", ABOUT):
+        if name in parts or name == "rng":
             raise InvalidError(f"extra: {name!r} is taken")
         parts[name] = part
     for name, part in parts.items():

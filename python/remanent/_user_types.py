@@ -140,7 +140,7 @@ def _is_thin(kind: type, base: type) -> bool:
 
 
 def _refused(path: str, kind: type, reason: str) -> RefusedError:
-    return RefusedError(f"{path.removeprefix('/')}: a {kind.__qualname__} cannot be stored: it {reason}",
+    return RefusedError(f"{path.removeprefix('/')}: a {kind.__name__} cannot be stored: it {reason}",
                         remedy="store its contents as plain values, or leave it out of the state")
 
 

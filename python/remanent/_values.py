@@ -380,7 +380,10 @@ _KINDS: dict[type, _Kind] = {
     uuid.UUID: _Kind(_uuid, lambda text, is_safe: uuid.UUID(text, is_safe=uuid.SafeUUID[is_safe])),
     **{kind: _Kind(lambda path, value: ([str(value)], None), kind) for kind in _PATHS},
 }
+# Kinds whose tag has a name of its own.
+_OTHERS: dict[str, Callable[..., Any]] = {
+    "numpy": _made_numpy, "numpy_str": _made_numpy_str, "numpy_bytes": _made_numpy_bytes, "scalar": _made_scalar,
+    **_user_types.DECODERS}
 _BY_NAME: dict[str, _Kind] = {kind.__name__: how for kind, how in _KINDS.items()} | {
     name: _Kind(lambda path, value: ([], None), made, name in _user_types.MUTABLE, name in _user_types.WITH_CONTENT)
-    for name, made in (("numpy", _made_numpy), ("numpy_str", _made_numpy_str), ("numpy_bytes", _made_numpy_bytes),
-                       ("scalar", _made_scalar), *_user_types.DECODERS.items())}
+    for name, made in _OTHERS.items()}
