@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from remanent._errors import InvalidError
+from remanent._pages import path_of
 from remanent._tensors import PLAIN_TYPES
 from remanent._torch_modes import parameters_in_place
 
@@ -163,14 +164,15 @@ def refuse_misfit(part: str, live: LiveModule, saved: Mapping[str, Any], *, cast
             continue
         if not isinstance(then, Described):
             if not live.loads_itself(name):
-                raise InvalidError(f"{part}/{name}: the version has a {type(then).__name__} there, and the model a "
-                                   "tensor", remedy=_AS_RUN_HAD_IT)
+                raise InvalidError(f"{path_of(part, name)}: the version has a {type(then).__name__} there, and the model "
+                                   "a tensor", remedy=_AS_RUN_HAD_IT)
             continue
         if not (live.loads_itself(name) or live.special(name) or is_lazy(now)) and tuple(now.shape) != then.shape:
-            raise InvalidError(f"{part}/{name}: the version has the shape {list(then.shape)}, and the model "
+            raise InvalidError(f"{path_of(part, name)}: the version has the shape {list(then.shape)}, and the model "
                                f"{list(now.shape)}", remedy=_AS_RUN_HAD_IT)
         if now.dtype != then.dtype and not cast:
-            raise InvalidError(f"{part}/{name}: the version has elements of {then.dtype}, and the model of {now.dtype}",
+            raise InvalidError(f"{path_of(part, name)}: the version has elements of {then.dtype}, and the model of "
+                               f"{now.dtype}",
                                remedy=f"make the model as the run had it, with {then.dtype}; or convert the version's "
                                "elements with restore(cast=True)")
 
@@ -181,14 +183,14 @@ def _refuse_places(part: str, live: LiveModule, saved: Mapping[str, Any], in_inf
         if name not in saved or live.is_extra(name) or is_lazy(tensor):
             continue
         if tensor.is_meta:
-            raise InvalidError(f"{part}/{name}: it is on the meta device, where it has no elements",
+            raise InvalidError(f"{path_of(part, name)}: it is on the meta device, where it has no elements",
                                remedy="give the model memory first, as with model.to_empty(device=\"cpu\")")
         if tensor.is_inference() and not in_inference:
-            raise InvalidError(f"{part}/{name}: it was made in torch.inference_mode, and cannot be changed outside of "
-                               "it", remedy="restore within torch.inference_mode")
+            raise InvalidError(f"{path_of(part, name)}: it was made in torch.inference_mode, and cannot be changed "
+                               "outside of it", remedy="restore within torch.inference_mode")
         if type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided:
             if tensor.nbytes and not tensor.untyped_storage().nbytes():
-                raise InvalidError(f"{part}/{name}: its storage of {tensor.nbytes} bytes was freed",
+                raise InvalidError(f"{path_of(part, name)}: its storage of {tensor.nbytes} bytes was freed",
                                    remedy="give it memory again before the restore")
 
 
@@ -220,7 +222,7 @@ class ModuleLoad:
                     # Torch finds that it is the same tensor, and copies nothing.
                     value = own
                 elif (squeezed := _squeezed(own)) is not None and isinstance(value, torch.Tensor):
-                    self._copies.append(_fitting(f"{part}/{name}", own, squeezed, value))
+                    self._copies.append(_fitting(path_of(part, name), own, squeezed, value))
                     value = own
             self._state[name] = value
         if metadata is not None:
@@ -283,7 +285,7 @@ def _rehearse(part: str, live: LiveModule, state: Mapping[str, Any]) -> None:
         try:
             copy.deepcopy(module)._load_from_state_dict(of_module, prefix, metadata, True, [], [], errors)
         except Exception as error:
-            raise InvalidError(f"{part}/{name}: a copy of its module cannot load the version's shape "
+            raise InvalidError(f"{path_of(part, name)}: a copy of its module cannot load the version's shape "
                                f"{list(value.shape)}: {error}", remedy=_AS_RUN_HAD_IT) from error
         if errors:
-            raise InvalidError(f"{part}/{name}: {errors[0]}", remedy=_AS_RUN_HAD_IT)
+            raise InvalidError(f"{path_of(part, name)}: {errors[0]}", remedy=_AS_RUN_HAD_IT)

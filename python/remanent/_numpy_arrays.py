@@ -6,6 +6,7 @@ strides or of texts; it comes back in C order. Arrays come back writable.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ class Arrays:
     """The arrays of one state."""
 
     def __init__(self) -> None:
-        # Where the memory of an array's owner begins: the first array there, and whether all are stored as they lie.
-        self._owners: dict[int, tuple[str, bool]] = {}
+        # The memory of arrays that are stored as copies: where it begins and ends.
+        self._copied: dict[str, tuple[int, int]] = {}
 
     def taken(self, name: str, array: Any) -> tuple[torch.Tensor, list[Any]]:
         """The array as a tensor, and what its tag has after its name.
@@ -34,22 +35,60 @@ class Arrays:
 
         kind, dtype = type(array), array.dtype
         if kind is not numpy.ndarray:
-            raise RefusedError(f"{name}: a {kind.__module__}.{kind.__name__} cannot be stored: it is more than its elements",
-                               remedy="store what it is made of, as numpy.asarray gives it and, of a masked array, its mask")
+            raise RefusedError(f"{name}: a {kind.__module__}.{kind.__name__} cannot be stored: it is more than its "
+                               "elements", remedy="store the arrays that it is made of: numpy.asarray(it), and the "
+                               "mask of a masked array")
         said = _said(name, dtype)
         owner = _owner(array)
         tensor = None if owner is None or dtype.kind in "SU" else _in_place(array, owner)
-        start = array.__array_interface__["data"][0] if owner is None else owner.__array_interface__["data"][0]
-        first, as_it_lies = self._owners.setdefault(start, (name, tensor is not None))
-        if first != name and not (as_it_lies and tensor is not None) and array.size:
-            raise RefusedError(f"{name}: an array with gaps of no stride, or of texts, cannot share memory with {first}",
-                               remedy="store a copy of it")
         if tensor is None:
+            if array.nbytes:
+                self._copied[name] = _bounds(array)
             tensor = _in_place(copied := _as_numbers(array), copied)
             assert tensor is not None
         if said and said[0] in _OF_TORCH:
             tensor = tensor.view(getattr(torch, said[0]))
         return tensor, said
+
+    def refuse_shared(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Refuses arrays that are stored as copies and share memory with another value, which would be lost.
+
+        :param tensors: all of the state, those of arrays too.
+        """
+        if not self._copied:
+            return
+        others = [(*_extent(tensor), name) for name, tensor in tensors.items()
+                  if name not in self._copied and _has_memory(tensor)]
+        # The ends that reach furthest among those before, of copied arrays and of all.
+        copied_end = any_end = (0, "")
+        for start, end, name in sorted([*((*bounds, name) for name, bounds in self._copied.items()), *others]):
+            reached, other = any_end if name in self._copied else copied_end
+            if start < reached:
+                raise RefusedError(f"{name}: it shares memory with {other}, and one of the two is stored as a copy, as "
+                                   "arrays of texts, with negative strides or with gaps are",
+                                   remedy="store a copy of it")
+            any_end = max(any_end, (end, name))
+            if name in self._copied:
+                copied_end = max(copied_end, (end, name))
+
+
+def _bounds(array: Any) -> tuple[int, int]:
+    """Where an array's memory begins and ends."""
+    steps = [(length - 1) * step for length, step in zip(array.shape, array.strides, strict=True)]
+    start = array.__array_interface__["data"][0]
+    return (start + sum(step for step in steps if step < 0),
+            start + sum(step for step in steps if step > 0) + array.itemsize)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return (tensor.layout is torch.strided and tensor.device.type == "cpu" and tensor.numel() > 0
+            and type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_nested
+            and not torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    steps = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (steps + 1) * tensor.itemsize
 
 
 def made(tensor: torch.Tensor, name: str | None = None) -> Any:

@@ -112,7 +112,8 @@ def _components(runs: list[_Runs]) -> Iterator[list[int]]:
     starts, owners = starts[order], owners[order]
     reached = ends[order].cummax(0).values
     # Runs of one segment, which no byte is between.
-    segment = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), (starts[1:] >= reached[:-1]).long().cumsum(0)])
+    begins = (starts[1:] >= reached[:-1]).long()
+    segment = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), begins.cumsum(0)])
     found = list(range(len(runs)))
 
     def root(at: int) -> int:

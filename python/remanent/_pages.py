@@ -383,8 +383,8 @@ def flatten(path: str, value: object, adapt: Plan, leaves: Leaves | None = None)
     """A value as JSON that `unflatten` turns back. `adapt` takes what is an array or a library's own.
 
     No two places of the value have the same path. A path ends in the key of a dict as it is if that is a name, with
-    `~0` for `~` and `~1` for `/`; in decimal if it is an integer, or a place in a list; and in `~:` and the key's JSON if
-    it is anything else, or a name that looks like an integer among keys that are not all names.
+    `~0` for `~` and `~1` for `/`; in decimal if it is an integer, or a place in a list; and in `~:` and the key's JSON
+    if it is anything else, or a name that looks like an integer among keys that are not all names.
 
     >>> from remanent._pages import flatten, unflatten
     >>> value = {"lr": 0.1, 3: (1, None), "big": 1 << 70, "raw": b"x", "$": [True]}
@@ -408,6 +408,11 @@ def unflatten(held: Any, adapt: Callable[[list[Any]], Any] = _values.unknown) ->
 def segment(name: str) -> str:
     """A name as it is in the paths of `flatten`, if all keys beside it are names."""
     return _native.segment(name)
+
+
+def path_of(*names: str) -> str:
+    """The path of `flatten` for a value in dicts whose keys are all names, by its keys."""
+    return "/".join(map(segment, names))
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

@@ -86,7 +86,7 @@ class Targets:
                 names[part] = renamed(module, saved)
                 state = {names[part][name]: value for name, value in saved.items()}
                 refuse_misfit(part, module, state, cast=cast, in_inference=self._is_in_inference)
-                self._rename({array.array: f"{part}/{names[part][name]}" for name, array in saved.items()
+                self._rename({array.array: _pages.path_of(part, names[part][name]) for name, array in saved.items()
                               if isinstance(array, Described) and names[part][name] != name})
         for part, optimizer in self.optimizers.items():
             saved = outline.get(part)
@@ -95,7 +95,7 @@ class Targets:
                 if part in self._parameters and not _are_same(numbers, self._parameters[part]):
                     # Names have the numbers of then: these are read beside the tensors, and copied into them.
                     self._parameters[part] = numbers
-                    self._leave_out(f"{part}/")
+                    self._leave_out(f"{_pages.segment(part)}/")
         self._places = {name: place for name, tensor in self.tensors.items() if (place := _place(tensor)) is not None}
         self._together = _overlapping(self.tensors, self._others)
         return names
@@ -127,15 +127,21 @@ class Targets:
         return devices.pop() if len(devices) == 1 else torch.device("cpu")
 
     def _home(self, name: str) -> torch.device:
-        part, _, rest = name.partition("/state/")
-        number, _, key = rest.partition("/")
-        parameters = self._parameters.get(part, {})
         device = torch.device("cpu")
         if name in self.tensors:
             device = self.tensors[name].device
-        elif number.isdecimal() and int(number) in parameters and key != "step":
-            device = parameters[int(number)].device
+        elif (parameter := self._parameter(name)) is not None:
+            device = parameter.device
         return device if is_cuda(device) else torch.device("cpu")
+
+    def _parameter(self, name: str) -> torch.Tensor | None:
+        """The parameter with which an optimizer keeps the value of this name."""
+        for part, parameters in self._parameters.items():
+            prefix = f"{_pages.segment(part)}/state/"
+            if name.startswith(prefix):
+                number, _, key = name[len(prefix) :].partition("/")
+                return parameters.get(int(number)) if number.isdecimal() and key != "step" else None
+        return None
 
     def memory_of(self, pages: Mapping[str, Arrays], lengths: Mapping[str, int],
                   names: set[str]) -> dict[str, torch.Tensor]:

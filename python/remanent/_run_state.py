@@ -20,7 +20,10 @@ def flatten_state(state: object, tensors: dict[str, torch.Tensor], *, of_rank: b
     leaves = _pages.Leaves(frozenset((torch.Tensor,)), "tensor", tensors, "requires_grad")
     # The parts of DTensors, and no gradients of them.
     with torch.no_grad():
-        return _native.flatten("", state, _Capture(tensors, of_rank), leaves)
+        capture = _Capture(tensors, of_rank)
+        text = _native.flatten("", state, capture, leaves)
+        capture.arrays.refuse_shared(tensors)
+        return text
 
 
 class _Capture:
@@ -28,7 +31,7 @@ class _Capture:
 
     def __init__(self, tensors: dict[str, torch.Tensor], of_rank: bool) -> None:
         self.tensors = tensors
-        self._arrays = _numpy_arrays.Arrays()
+        self.arrays = _numpy_arrays.Arrays()
         self._of_rank = of_rank
         self._parts = parts_module()
         self._rank = self._parts.own_rank() if of_rank and self._parts is not None else 0
@@ -53,7 +56,7 @@ class _Capture:
             return {"$": ["size", list(value)]}
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(value, numpy.ndarray):
-            tensor, said = self._arrays.taken(name, value)
+            tensor, said = self.arrays.taken(name, value)
             self._take(name, tensor)
             return {"$": ["ndarray", name, *said]}
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -36,8 +37,8 @@ def plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if torch.nn.parameter.is_lazy(tensor):
         raise RefusedError(f"{name}: it has no shape and no elements yet", remedy="run the model once before the save")
     if kind not in PLAIN_TYPES:
-        raise RefusedError(f"{name}: a {kind.__module__}.{kind.__name__} cannot be stored: it is more than its elements",
-                           remedy="store the plain tensors that it is made of")
+        raise RefusedError(f"{name}: a {kind.__module__}.{kind.__name__} cannot be stored: it is more than its "
+                           "elements", remedy="store the plain tensors that it is made of")
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         raise RefusedError(f"{name}: a tensor that a transform such as vmap or grad has wrapped cannot be stored",
                            remedy="save outside of the transform")
@@ -120,10 +121,26 @@ def _block_of_one(extent: Extent, on_host: bool) -> Block:
     once = squeezed(tensor)
     if extent.end - extent.start <= once.nbytes:
         return _block(Part((extent,), None), on_host)
+    if _has_shared_elements(once):
+        return _block(Part((extent,), None), on_host)
     # A tensor that uses little of its extent is stored without the rest.
     stride = None if once is tensor else expanded_stride(tensor, _pages.contiguous_stride(once.shape))
     return Block((ArrayLayout(extent.name, SHORT[tensor.dtype], tensor.shape, stride),),
                  bytes_of(_packed(once), on_host), once.nbytes)
+
+
+def _has_shared_elements(tensor: torch.Tensor) -> bool:
+    """Whether elements of one tensor have one place, as those of overlapping windows have."""
+    reached = 0
+    for step, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1:
+            if step <= reached:
+                steps = [torch.arange(count, device="cpu") * each
+                         for count, each in zip(tensor.shape, tensor.stride(), strict=True)]
+                places = functools.reduce(torch.add, torch.meshgrid(*steps, indexing="ij"))
+                return len(set(places.reshape(-1).tolist())) < tensor.numel()
+            reached += (length - 1) * step
+    return False
 
 
 def _block(part: Part, on_host: bool) -> Block:

@@ -20,7 +20,8 @@ from remanent._errors import NoStateError, RefusedError
 
 # Bases of values, and what gives the plain value by the base's own method: a class may have another one.
 _PLAIN: dict[type, Callable[[Any], Any]] = {
-    int: int.__int__, float: float.__float__, str: str.__str__, bytes: lambda value: bytes.__getitem__(value, slice(None))}
+    int: int.__int__, float: float.__float__, str: str.__str__,
+    bytes: lambda value: bytes.__getitem__(value, slice(None))}
 # Py_TPFLAGS_HEAPTYPE.
 _DEFINED_IN_PYTHON = 1 << 9
 _AS_THEN = "import the module, with the class as it was when the version was saved, before the restore"
@@ -189,8 +190,8 @@ def _made_member(name: str, member: str, *value: Any) -> Any:
                   f"an enumeration with the member {member}")
     found = _members(kind)[member]
     if value and (type(found._value_) is not type(value[0]) or found._value_ != value[0]):
-        raise NoStateError(f"the version holds {name}.{member} of the value {value[0]!r}, which is {found._value_!r} now",
-                           remedy=_AS_THEN)
+        raise NoStateError(f"the version holds {name}.{member} of the value {value[0]!r}, which is {found._value_!r} "
+                           "now", remedy=_AS_THEN)
     return found
 
 

@@ -35,8 +35,8 @@ _NAN_BITS = 0x7FF8 << 48
 _PATHS = (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath)
 # What a defaultdict may make: types alone, for a function cannot be stored.
 _FACTORIES: dict[str, type] = {
-    kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset,
-                                     Counter, OrderedDict, deque)}
+    kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set,
+                                     frozenset, Counter, OrderedDict, deque)}
 
 
 class _Kind(NamedTuple):
@@ -309,7 +309,8 @@ def _numpy_scalar(path: str, value: Any, numpy: Any) -> list[Any]:
         return ["numpy_bytes", _text(value)]
     name = kind.__name__ if kind.__module__ == "ml_dtypes" else dtype.str
     if kind in (numpy.longdouble, numpy.clongdouble):
-        raise _refused(path, f"a NumPy scalar of type {kind.__name__} cannot be stored: its bits depend on the platform")
+        raise _refused(path, f"a NumPy scalar of type {kind.__name__} cannot be stored: its bits depend on the "
+                       "platform")
     if dtype.kind in "VOUS" and kind.__module__ != "ml_dtypes" or numpy_dtype(name).type is not kind:
         raise _refused(path, f"a NumPy scalar of type {kind.__name__} cannot be stored")
     return ["numpy", name, value.tobytes().hex()]
@@ -363,10 +364,12 @@ _KINDS: dict[type, _Kind] = {
                    lambda real, imag: complex(_float(real), _float(imag))),
     defaultdict: _Kind(_defaultdict, _made_defaultdict, True, True),
     Counter: _Kind(_counter, _made_counter, True, True),
-    deque: _Kind(lambda path, value: ([value.maxlen], list(value)), lambda maxlen, items: deque(items, maxlen), True, True),
+    deque: _Kind(lambda path, value: ([value.maxlen], list(value)), lambda maxlen, items: deque(items, maxlen), True,
+                 True),
     set: _Kind(_elements, set, True),
     frozenset: _Kind(_elements, frozenset),
-    range: _Kind(lambda path, value: ([key(path, each) for each in (value.start, value.stop, value.step)], None), range),
+    range: _Kind(lambda path, value: ([key(path, each) for each in (value.start, value.stop, value.step)], None),
+                 range),
     slice: _Kind(lambda path, value: ([], [value.start, value.stop, value.step]), lambda given: slice(*given), False,
                  True),
     io.BytesIO: _Kind(_bytes_io, _made_bytes_io, True),

@@ -2,7 +2,7 @@
 //!
 //! In Python the walk took longer than all else that a save does before it copies. It writes text, and makes
 //! no objects of Python's for what it finds: the garbage collector would look at each.
-
+//!
 //! A tensor's name is its path, so two places of a state never have the same path: see `Walk::member`.
 
 use std::borrow::Cow;
@@ -153,8 +153,8 @@ impl<'a, 'py> Walk<'a, 'py> {
         }
     }
 
-    /// A value of which Python gave the beginning of the tag, as JSON; the content, or None; and whether it is
-    /// mutable.
+    /// Writes a value of which Python gave the beginning of the tag, as JSON; the content, or None; and
+    /// whether it is mutable.
     fn parts(
         &mut self,
         value: &Bound<'py, PyAny>,
@@ -294,9 +294,10 @@ impl<'a, 'py> Walk<'a, 'py> {
 
     /// What a dict has by this key.
     ///
-    /// Its path is that of the dict and a segment that no other key of the dict has: a name as it is, with `~` as
-    /// `~0` and `/` as `~1`; an integer in decimal; any other key as `~:` and its JSON. A name that is not valid
-    /// Unicode is such a key, and so is one that looks like an integer, if not all keys of the dict are names.
+    /// Its path is that of the dict and a segment that no other key of the dict has: a name as it is, with
+    /// `~` as `~0` and `/` as `~1`; an integer in decimal; any other key as `~:` and its JSON. A name that
+    /// is not valid Unicode is such a key, and so is one that looks like an integer, if not all keys of the
+    /// dict are names.
     fn member(
         &mut self,
         key: &Bound<'py, PyAny>,

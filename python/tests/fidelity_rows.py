@@ -179,24 +179,29 @@ VALUES = [
     Row("str", lambda: ["", "\0\"\\/~$", "\ud800", "é𝄞"]), Row("bytes", lambda: [b"", b"\0\xff"]),
     Row("bytearray", lambda: bytearray(b"\1")), Row("BytesIO", lambda: advanced(io.BytesIO(b"abc"))),
     Row("closed BytesIO", lambda: (made := io.BytesIO(), made.close(), made)[2], "a closed BytesIO"),
-    Row("StringIO", lambda: io.StringIO("a"), "a StringIO"), Row("memoryview", lambda: memoryview(b"a"), "a memoryview"),
+    Row("StringIO", lambda: io.StringIO("a"), "a StringIO"),
+    Row("memoryview", lambda: memoryview(b"a"), "a memoryview"),
     Row("list", lambda: [[], [1, [2]]]), Row("tuple", lambda: ((), (1, ([],)))),
     Row("dict", lambda: {"b": 1, "a": {}, "$": 2}), Row("dict order", lambda: dict.fromkeys("zay")),
     Row("OrderedDict", lambda: OrderedDict(z=1, a=OrderedDict())),
     Row("OrderedDict with attributes", lambda: annotated(OrderedDict(a=torch.ones(2)))),
-    Row("defaultdict", lambda: defaultdict(list, {3: [1]})), Row("defaultdict of nothing", lambda: defaultdict(None, a=1)),
+    Row("defaultdict", lambda: defaultdict(list, {3: [1]})),
+    Row("defaultdict of nothing", lambda: defaultdict(None, a=1)),
     Row("defaultdict of a Counter", lambda: defaultdict(Counter, a=Counter(b=1))),
     Row("defaultdict of a function", lambda: defaultdict(lambda: 0), "a defaultdict that calls"),
     Row("defaultdict of a class", lambda: defaultdict(Config), "a defaultdict that calls"),
     Row("Counter", lambda: Counter({2: 1, "x": -3, 1.5: 0})), Row("deque", lambda: deque([1, {"a": torch.ones(1)}], 5)),
     Row("deque without a limit", lambda: deque("ab")), Row("set", lambda: {1, "a", (2, None), frozenset((3,))}),
-    Row("frozenset", lambda: frozenset((1.5, b"x"))), Row("set of tensors", lambda: {torch.ones(1)}, "a Tensor as a key"),
+    Row("frozenset", lambda: frozenset((1.5, b"x"))),
+    Row("set of tensors", lambda: {torch.ones(1)}, "a Tensor as a key"),
     Row("range", lambda: [range(3), range(10, 0, -3), range(1 << 70)]),
     Row("slice", lambda: [slice(3), slice(None, -1, 2), slice([1], "a")]),
-    Row("namedtuple", lambda: Pair(1, [torch.ones(2)])), Row("Enum", lambda: [Color.RED, Color.ALIAS, Level.LOW, Word.HELLO]),
+    Row("namedtuple", lambda: Pair(1, [torch.ones(2)])),
+    Row("Enum", lambda: [Color.RED, Color.ALIAS, Level.LOW, Word.HELLO]),
     Row("Flag", lambda: [Access.READ, Access.READ | Access.WRITE, Access(0)]),
     Row("Flag with code of its own", lambda: OwnFlag.A | OwnFlag.B, "a OwnFlag cannot be stored: it is no member"),
-    Row("dataclass", lambda: Config(math.nan, [1], torch.ones(2))), Row("frozen dataclass with slots", lambda: Point(1, [2])),
+    Row("dataclass", lambda: Config(math.nan, [1], torch.ones(2))),
+    Row("frozen dataclass with slots", lambda: Point(1, [2])),
     Row("dataclass with more state", lambda: SelfCounting(1), "a SelfCounting cannot be stored: it has attributes"),
     Row("dataclass that is a dict", lambda: DictLike(1), "a DictLike cannot be stored: it has a base"),
     Row("class in a function", local_enum, "a Local cannot be stored: it is of a class that is not found"),
@@ -216,7 +221,8 @@ VALUES = [
     Row("function", lambda: print, "a builtin_function_or_method"), Row("class", lambda: int, "a type"),
     Row("module", lambda: math, "a module"), Row("Random", lambda: random.Random(1), "a Random"),
     Row("UserDict", lambda: UserDict(a=1), "a UserDict"), Row("ChainMap", lambda: ChainMap({}), "a ChainMap"),
-    Row("mappingproxy", lambda: types.MappingProxyType({}), "a mappingproxy"), Row("Ellipsis", lambda: ..., "a ellipsis"),
+    Row("mappingproxy", lambda: types.MappingProxyType({}), "a mappingproxy"),
+    Row("Ellipsis", lambda: ..., "a ellipsis"),
     Row("cycle", with_cycle, "it contains itself"), Row("nested 90 deep", lambda: deep(90, [])),
     Row("nested 100000 deep", lambda: deep(100000, []), "values nest more than 100 deep"),
     Row("tuples nested 100000 deep", lambda: deep(100000), "values nest more than 100 deep"),
@@ -226,7 +232,8 @@ VALUES = [
 # Each dict has keys whose texts may be the same; each value is another tensor, so that none takes another one's name.
 KEYS = [
     Row("slash", lambda: {"a/b": 0, "a": {"b": 0}, "a~1b": 0, "a~": {"1b": 0}, "": {"": 0}, "/": 0}),
-    Row("int and str", lambda: {1: 0, "1": 0, -1: 0, "-1": 0, 1 << 70: 0, str(1 << 70): 0, "~1": 0, "~:1": 0, '~:"1"': 0}),
+    Row("int and str", lambda: {1: 0, "1": 0, -1: 0, "-1": 0, 1 << 70: 0, str(1 << 70): 0, "~1": 0, "~:1": 0,
+                                '~:"1"': 0}),
     Row("None and str", lambda: {None: 0, "None": 0, "null": 0, "~:null": 0}),
     Row("bool and str", lambda: {True: 0, False: 0, "True": 0, "true": 0}),
     Row("float and str", lambda: {1.5: 0, "1.5": 0, math.inf: 0, "inf": 0, 1e300: 0, -0.0: 0}),
@@ -235,10 +242,12 @@ KEYS = [
     Row("halves of pairs", lambda: {"\ud800": 0, "\ud801": 0, "\ufffd": 0, "?": 0}),
     Row("list and dict", lambda: {"h": [0, 0], "h/0": 0, "h/1": [0]}),
     Row("Enum and other keys", lambda: {frozenset((1,)): 0, Color.RED: 0, "Color.RED": 0, Pair(1, 2): 0, (1, 3): 0,
-                                        pathlib.Path("/a"): 0, "/a": 0, datetime.date(1, 1, 1): 0, numpy.float32(7.5): 0,
+                                        pathlib.Path("/a"): 0, "/a": 0, datetime.date(1, 1, 1): 0,
+                                        numpy.float32(7.5): 0,
                                         Tagged("a"): 0}),
     Row("NaN", lambda: {math.nan: 0}, NAN_KEY), Row("NaN in a tuple", lambda: {(1, math.nan): 0}, NAN_KEY),
-    Row("tensor", lambda: {torch.ones(1): 0}, "a Tensor as a key"), Row("object", lambda: {Config: 0}, "a type as a key"),
+    Row("tensor", lambda: {torch.ones(1): 0}, "a Tensor as a key"),
+    Row("object", lambda: {Config: 0}, "a type as a key"),
     Row("frozen dataclass", lambda: {Point(1, 2): 0}, "a Point as a key"),
 ]
 
@@ -264,7 +273,8 @@ def torch_dtype_rows(kept: dict[torch.dtype, str]) -> list[Row]:
         if dtype in kept:
             rows.append(Row(name, lambda dtype=dtype: _tensor_of(dtype)))  # type: ignore[misc]
         else:
-            rows.append(Row(name, lambda dtype=dtype: _empty(dtype), f"elements of torch.{name} {_NO_SUCH}"))  # type: ignore[misc]
+            refused = f"elements of torch.{name} {_NO_SUCH}"
+            rows.append(Row(name, lambda dtype=dtype: _empty(dtype), refused))  # type: ignore[misc]
     return rows
 
 
@@ -305,7 +315,8 @@ def _array_of(dtype: Any) -> Any:
     return raw.view(dtype).reshape(2, 2)
 
 
-NUMPY_ARRAYS = [Row(f"array of {dtype}", lambda dtype=dtype: _array_of(dtype), _numpy_refused(dtype))  # type: ignore[misc]
+NUMPY_ARRAYS = [Row(f"array of {dtype}",
+                    lambda dtype=dtype: _array_of(dtype), _numpy_refused(dtype))  # type: ignore[misc]
                 for dtype in NUMPY_DTYPES]
 
 
@@ -319,19 +330,24 @@ def _scalar_refused(dtype: Any) -> str | None:
     return None
 
 
-NUMPY_SCALARS = [Row(f"scalar of {dtype}", lambda dtype=dtype: _scalar_of(dtype), _scalar_refused(dtype))  # type: ignore[misc]
+NUMPY_SCALARS = [Row(f"scalar of {dtype}",
+                     lambda dtype=dtype: _scalar_of(dtype), _scalar_refused(dtype))  # type: ignore[misc]
                  for dtype in NUMPY_DTYPES if dtype.kind not in "OT" and dtype.isnative]
 _MORE = "a .* cannot be stored: it is more than its elements"
 NUMPY_KINDS = [
-    Row("C order", lambda: numpy.arange(6.0).reshape(2, 3)), Row("Fortran order", lambda: numpy.asfortranarray([[1, 2], [3, 4]])),
+    Row("C order", lambda: numpy.arange(6.0).reshape(2, 3)),
+    Row("Fortran order", lambda: numpy.asfortranarray([[1, 2], [3, 4]])),
     Row("no dimension", lambda: numpy.array(3.5)), Row("empty", lambda: numpy.empty((0, 3), numpy.int8)),
     Row("broadcast", lambda: numpy.broadcast_to(numpy.arange(2, dtype=numpy.int16), (3, 2))),
-    Row("read-only", lambda: numpy.frombuffer(b"abcd", numpy.uint16)), Row("of bytes", lambda: numpy.frombuffer(bytearray(4), "i4")),
+    Row("read-only", lambda: numpy.frombuffer(b"abcd", numpy.uint16)),
+    Row("of bytes", lambda: numpy.frombuffer(bytearray(4), "i4")),
     Row("float NaNs", lambda: numpy.array([0x7FC00001, 0xFF800001], numpy.uint32).view(numpy.float32)),
     Row("masked", lambda: numpy.ma.masked_array([1.0, 2.0], [True, False]), _MORE),
     Row("masked constant", lambda: numpy.ma.masked, _MORE), Row("matrix", lambda: numpy.asmatrix([[1]]), _MORE),
-    Row("recarray", lambda: numpy.rec.array([(1, 2.0)]), _MORE), Row("chararray", lambda: numpy.char.array(["a"]), _MORE),
-    Row("subclass", lambda: numpy.zeros(2).view(OwnArray), _MORE), Row("dtype object", lambda: numpy.dtype("f4"), "a Float32DType"),
+    Row("recarray", lambda: numpy.rec.array([(1, 2.0)]), _MORE),
+    Row("chararray", lambda: numpy.char.array(["a"]), _MORE),
+    Row("subclass", lambda: numpy.zeros(2).view(OwnArray), _MORE),
+    Row("dtype object", lambda: numpy.dtype("f4"), "a Float32DType"),
     Row("Generator", lambda: numpy.random.default_rng(1), "a Generator"),
 ]
 
@@ -373,12 +389,15 @@ TENSOR_KINDS = [
     Row("plain", lambda: torch.arange(6).reshape(2, 3)), Row("no dimension", lambda: torch.tensor(3.5)),
     Row("empty", lambda: torch.empty(0, 3)), Row("transposed", lambda: torch.arange(6).reshape(2, 3).t()),
     Row("channels last", lambda: torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)),
-    Row("requires_grad", lambda: torch.ones(2, requires_grad=True)), Row("Parameter", lambda: torch.nn.Parameter(torch.ones(2))),
+    Row("requires_grad", lambda: torch.ones(2, requires_grad=True)),
+    Row("Parameter", lambda: torch.nn.Parameter(torch.ones(2))),
     Row("frozen Parameter", lambda: torch.nn.Parameter(torch.ones(2), requires_grad=False)),
-    Row("expanded", lambda: torch.arange(3.0).reshape(3, 1).expand(3, 4)), Row("expanded scalar", lambda: torch.tensor(2).expand(2, 2)),
+    Row("expanded", lambda: torch.arange(3.0).reshape(3, 1).expand(3, 4)),
+    Row("expanded scalar", lambda: torch.tensor(2).expand(2, 2)),
     Row("expanded rows", lambda: torch.arange(4.0).reshape(2, 2).t().unsqueeze(1).expand(2, 3, 2)),
     Row("windows", lambda: torch.arange(6.0).unfold(0, 3, 1)), Row("inference", _inference),
-    Row("conjugate", lambda: torch.tensor([1 + 2j]).conj()), Row("negative", lambda: torch.tensor([1 + 2j]).conj().imag),
+    Row("conjugate", lambda: torch.tensor([1 + 2j]).conj()),
+    Row("negative", lambda: torch.tensor([1 + 2j]).conj().imag),
     Row("float NaNs", lambda: torch.tensor([0x7FC00001, -8388607], dtype=torch.int32).view(torch.float32)),
     Row("subclass", lambda: torch.ones(2).as_subclass(OwnTensor), _MORE), Row("fake", _fake, _MORE),
     Row("lazy Parameter", lambda: torch.nn.UninitializedParameter(), "it has no shape and no elements yet"),
@@ -389,7 +408,9 @@ TENSOR_KINDS = [
     Row("quantized", lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8), "elements of torch.qint8"),
     Row("nested", lambda: torch.nested.nested_tensor([torch.ones(2)]), "a tensor of layout nested"),
     Row("jagged", lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), _MORE),
-    *[Row(str(layout), lambda layout=layout: _sparse(layout), f"a tensor of layout {layout}") for layout in _LAYOUTS],  # type: ignore[misc]
+    *[Row(str(layout),
+          lambda layout=layout: _sparse(layout), f"a tensor of layout {layout}")  # type: ignore[misc]
+      for layout in _LAYOUTS],
     Row("Generator", lambda: torch.Generator(), "a Generator"),
     Row("storage", lambda: torch.ones(2).untyped_storage(), "a UntypedStorage"),
 ]
