@@ -274,16 +274,13 @@ def test_versions_of_modules_are_kept_wherever_their_states_are(directory: str) 
 
 def test_runs_without_versions_of_modules_are_restored(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sound = Checkpointer._state
-    monkeypatch.setattr(Checkpointer, "_state", lambda run: {
-        name: value for name, value in sound(run).items() if name != "remanent"})
+    monkeypatch.setattr(Checkpointer, "_state", lambda run: {name: dict(value) for name, value in sound(run).items()})
     model = torch.nn.BatchNorm1d(3)
     with Checkpointer(directory, model) as run:
         run.save(1)
         model.weight.data.fill_(5)
         run.restore()
     assert model.weight.tolist() == [1, 1, 1]
-    with pytest.raises(remanent.InvalidError, match="extra: 'remanent' is taken"):
-        Checkpointer(directory, extra={"remanent": {}})
 
 
 class History(torch.nn.Linear):
