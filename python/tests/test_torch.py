@@ -385,7 +385,7 @@ def test_numbers_that_json_does_not_know_are_text() -> None:
 
 def test_values_that_cannot_be_stored_are_refused_by_their_path(directory: str) -> None:
     model, optimizer, scheduler = make()
-    for extra, path in (({"a": {"hook": print}}, "a/hook"), ({"a": {"n": [1, {2}]}}, "a/n/1"),
+    for extra, path in (({"a": {"hook": print}}, "a/hook"), ({"a": {"n": [1, iter(())]}}, "a/n/1"),
                         ({"a": {"t": torch.eye(2).to_sparse()}}, "a/t"),
                         ({"a": {"o": np.array([object()])}}, "a/o")):
         with Checkpointer(directory, model, extra=extra) as run:
