@@ -293,7 +293,7 @@ def test_a_rank_that_saves_alone_and_ranks_together(directory: str) -> None:
 
     path = directory + "/1"
     save({"w": torch.ones(2)}, path)
-    alone(2)
+    alone(2.0)
     assert not Path(path + "/.metadata").exists()
     with pytest.raises(CheckpointException) as raised:
         save({"w": torch.ones(2)}, path, overwrite=False)
