@@ -17,7 +17,7 @@ use crate::cli::replacement::Replacement;
 use crate::read::page_bytes::{PageBytes, windows};
 use crate::read::states::{KeptStates, damaged, damaged_since};
 use crate::read::store_dir::StoreDir;
-use crate::weights::{Header, is_header, name_of};
+use crate::weights::{Header, foreign_dtype, is_header, name_of};
 
 const EXAMPLES: &str = "\
 The file is the imported one, byte for byte, with the changes that programs have made to its tensors since. It is written \
@@ -81,9 +81,17 @@ impl<'d> ExportVersion<'d> {
     /// Takes the version after a batch from what is kept.
     pub fn take(past: &KeptStates<'d>, until: Option<Lsn>, page_bytes_max: u64) -> Result<Self, Failure> {
         let bytes = past.bytes(until, page_bytes_max, |info| is_header(info) || name_of(info).is_some())?;
-        let none =
-            || Failure::Environment(format!("no weights were imported up to lsn {}", bytes.table().lsn()));
         let infos: Vec<PageInfo> = bytes.table().pages().collect();
+        let none = || {
+            let lsn = bytes.table().lsn();
+            Failure::Environment(match infos.iter().find_map(foreign_dtype) {
+                Some((tensor, dtype)) => format!(
+                    "lsn {lsn} cannot be exported: tensor {tensor:?} has dtype {dtype}, which safetensors lacks; \
+                     save the tensor as one of another dtype, such as a view of it"
+                ),
+                None => format!("no weights were imported up to lsn {lsn}"),
+            })
+        };
         let header_page = infos.iter().find(|info| is_header(info)).ok_or_else(none)?;
         let changed = |what: String| {
             Failure::Environment(format!("lsn {} is no file of weights: {what}", bytes.table().lsn()))

@@ -224,6 +224,14 @@ pub fn dtype_of(info: &PageInfo) -> Option<Dtype> {
     }
 }
 
+/// The name and the dtype of a tensor that no safetensors file can hold, if the page has one.
+pub fn foreign_dtype(info: &PageInfo) -> Option<(&str, &str)> {
+    match (name_of(info), info.metadata.get(DTYPE)) {
+        (Some(name), Some(Value::String(dtype))) if dtype::parse(dtype).is_none() => Some((name, dtype)),
+        _ => None,
+    }
+}
+
 /// The shape of a page, if its metadata says one.
 pub fn shape_of(info: &PageInfo) -> Option<Vec<u64>> {
     let Some(Value::List(dimensions)) = info.metadata.get(SHAPE) else { return None };

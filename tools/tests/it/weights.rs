@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Stdio;
 
-use remanent::{Key, Options, Place, Store};
+use remanent::{Key, Metadata, Options, Place, Store, Value};
 
 use crate::command::{Scratch, command, run};
 
@@ -238,6 +238,26 @@ fn tensors_live_where_they_are_put() {
     let refused = run(&["import", &store, &another, "--place", "vram"]).expect(2);
     assert!(refused.err.contains("\"vram\" is none of"), "{}", refused.err);
     assert_eq!(weights.export(&[]), of(&["a", "b", "c"]));
+}
+
+#[test]
+fn export_names_a_dtype_that_safetensors_lacks() {
+    let weights = Weights::new();
+    let store = Store::open(weights.scratch.store(), Options::default()).unwrap();
+    let mut batch = store.batch();
+    let said = [("name", Value::from("phase")), ("dtype", Value::from("C128"))];
+    let metadata = Metadata::from(said.map(|(key, value)| (key.to_owned(), value)));
+    batch.create(16, Place::Host).key(Key::new("phase").unwrap()).metadata(metadata);
+    store.commit(batch).unwrap();
+    store.close().unwrap();
+    let (store, file) = (weights.scratch.store(), weights.scratch.path("none"));
+    let refused = run(&["export", &store, &file]).expect(2);
+    assert!(
+        refused.err.contains("tensor \"phase\" has dtype C128, which safetensors lacks"),
+        "{}",
+        refused.err
+    );
+    assert!(!Path::new(&file).exists());
 }
 
 #[test]
