@@ -284,6 +284,7 @@ class Checkpointer:
         done: concurrent.futures.Future[tuple[int, float]] | None = None
         bar: Bar | None = None
         is_left = is_next = False
+        before = self._step
         try:
             is_left = self._is_left_to_next(busy, wait or name is not None)
             is_next = not is_left
@@ -317,6 +318,8 @@ class Checkpointer:
                 saved.wait()
             bar.close()
         except BaseException as error:
+            # The run is at the step of the version that it has.
+            self._step = before
             if bar is not None:
                 bar.close()
             if done is None and not is_left:
