@@ -330,7 +330,8 @@ def _scalar_refused(dtype: Any) -> str | None:
     return None
 
 
-NUMPY_SCALARS = [Row(f"scalar of {dtype}",
+# By the names of their types: longlong and int64 are two types with one dtype.
+NUMPY_SCALARS = [Row(f"{dtype.type.__name__} of {dtype}",
                      lambda dtype=dtype: _scalar_of(dtype), _scalar_refused(dtype))  # type: ignore[misc]
                  for dtype in NUMPY_DTYPES if dtype.kind not in "OT" and dtype.isnative]
 _MORE = "a .* cannot be stored: it is more than its elements"
