@@ -197,7 +197,6 @@ impl Drop for RunningEngine {
     fn drop(&mut self) {
         self.0.applier.stop();
         self.0.log.stop();
-        self.0.log.shrink();
         // The pages have left by now: what callers lent for them is theirs again.
         self.0.arena.drop_let_go();
     }

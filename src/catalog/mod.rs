@@ -139,13 +139,6 @@ impl Catalog {
         self.floor.is_none_or(|floor| kept.redo.lsn >= floor)
     }
 
-    /// The point at which the oldest replay begins; `None` while that is the log's beginning.
-    pub fn replayed_from(&self) -> Option<LogPoint> {
-        self.floor?;
-        let starts = self.snapshots.values().filter(|kept| self.reaches(kept)).map(|kept| kept.redo);
-        starts.min_by_key(|redo| (redo.segment, redo.offset))
-    }
-
     /// Copies the catalog for callers that only look.
     fn copy(&self) -> Self {
         Self {

@@ -116,8 +116,6 @@ pub struct Follower {
     idle_since: Instant,
     watch: Box<dyn Watch>,
     looks: u64,
-    /// A point in a segment that begins late, of which nothing after that point was left out.
-    known_late: Option<LogPoint>,
 }
 
 impl Follower {
@@ -183,7 +181,6 @@ impl Follower {
             idle_since: Instant::now(),
             watch,
             looks: 0,
-            known_late: None,
         }
     }
 
@@ -340,16 +337,6 @@ impl Follower {
         }
         if !segments.contains(&here.segment) && self.tail.peek()?.is_none() {
             return Err(missing(&self.disk, here));
-        }
-        // Asked once at each point: what a close leaves out, a snapshot has by then.
-        if self.known_late != Some(here)
-            && segment::begins_late(&*self.disk, self.store.store, here.segment)?
-            && self.tail.peek()?.is_none()
-        {
-            if let Some(overtaken) = survey::left_out(&self.disk, here) {
-                return Err(overtaken);
-            }
-            self.known_late = Some(here);
         }
         Ok(false)
     }

@@ -59,10 +59,6 @@ pub(super) fn locate(
         let start = opening.start(segment);
         return if at(start) == position { Ok((start, position)) } else { Err(diverged(position, None)) };
     }
-    // The frame of the batch itself may be left out of a segment in which a replay begins.
-    if let Some(redo) = survey.readable().map(|manifest| manifest.redo).find(|redo| at(*redo) == position) {
-        return Ok((redo, position));
-    }
     find(disk, survey, position).map(|point| (point, position))
 }
 

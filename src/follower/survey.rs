@@ -66,16 +66,6 @@ pub(super) fn missing(disk: &Arc<dyn Disk>, point: LogPoint) -> Error {
     gone(disk, lsn, &damage, |redo| redo.segment > point.segment)
 }
 
-/// The error for frames after `point` that the writer left out of its last segment when it closed the store;
-/// `None` if nothing after that point was left out. For a segment that [begins
-/// late](super::segment::begins_late).
-pub(super) fn left_out(disk: &Arc<dyn Disk>, point: LogPoint) -> Option<Error> {
-    let lsn = point.lsn.next();
-    let damage = Defect::Missing.at_lsn(FileName::Segment(point.segment), point.offset, lsn);
-    let needs_nothing = |redo: LogPoint| redo.segment == point.segment && redo.lsn > point.lsn;
-    Some(gone(disk, lsn, &damage, needs_nothing)).filter(|error| matches!(error, Error::Overtaken { .. }))
-}
-
 /// The error for a missing file that batch `lsn` names.
 pub(super) fn missing_file(disk: &Arc<dyn Disk>, lsn: Lsn, damage: Damage) -> Error {
     // A file that a batch names is kept for as long as the batch may be replayed.

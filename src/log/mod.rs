@@ -17,7 +17,7 @@ mod waits;
 mod threads;
 mod watch;
 
-pub(crate) use segments::{SEGMENT_LEN_FIRST, SegmentPool, SegmentRules, SpacePurpose};
+pub(crate) use segments::{SegmentPool, SegmentRules, SpacePurpose};
 pub(crate) use state::LogStart;
 pub use state::LogStats;
 #[cfg(test)]

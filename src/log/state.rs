@@ -14,7 +14,7 @@ use remanent_format::segment::SEGMENT_HEADER_BLOCK;
 use remanent_format::{FileName, LogPoint, Lsn};
 
 use super::group_commit::Waiters;
-use super::segments::{ClosedEnd, SegmentFile};
+use super::segments::SegmentFile;
 use crate::base::phases;
 use crate::base::phases::Phase;
 use crate::base::sync::Instant;
@@ -133,8 +133,6 @@ pub(super) struct LogState {
     pub stats: LogStats,
     /// Bytes of the images that were written ahead of batches appended.
     pub ahead_bytes: u64,
-    /// The point from which on the log is kept, once a retention said so.
-    pub needed_from: Option<LogPoint>,
 }
 
 /// A segment that takes frames, or will. Its file stays open through the window alone.
@@ -214,7 +212,6 @@ impl LogState {
             watch: GrowthWatch::default(),
             stats: LogStats::default(),
             ahead_bytes: 0,
-            needed_from: None,
         }
     }
 
@@ -306,25 +303,6 @@ impl LogState {
     /// Bytes that a replay reads of the batches appended so far: frames, and the images that they name.
     pub fn replay_bytes(&self) -> u64 {
         self.stats.bytes + self.ahead_bytes
-    }
-
-    /// The end of a log that has stopped. `None` if something is not synced: a sync failed, or was never
-    /// reached.
-    pub fn closed_end(&self) -> Option<ClosedEnd> {
-        if !self.stop || self.syncing || !self.dirty.is_empty() {
-            return None;
-        }
-        let OpenSegment { number, len, .. } = self.current;
-        let from = self.needed_from.filter(|from| from.segment == number);
-        let start = from.map_or(SEGMENT_HEADER_BLOCK, |from| from.offset - from.offset % GROUP_ALIGN);
-        let empty = self.empty.iter().map(|segment| (segment.number, segment.len)).collect();
-        Some(ClosedEnd {
-            incarnation: self.point.incarnation,
-            number,
-            len,
-            needed: start..self.offset,
-            empty,
-        })
     }
 
     /// Where the next frame begins: directly after the last one in an open group, otherwise on a new block

@@ -248,24 +248,6 @@ impl Log {
         }
     }
 
-    /// Gives back the space that only an open log needs, once the log has stopped. A log that failed, or that
-    /// did not come to its end, stays as it is.
-    pub fn shrink(&self) {
-        if self.check().is_err() || self.poison.check().is_err() {
-            return;
-        }
-        let Some(end) = self.state.lock().closed_end() else { return };
-        // Nothing is lost: the next open, and the next close, find all that was there.
-        if let Err(error) = self.pool.shrink(&end) {
-            tracing::warn!(%error, "the closed store takes more space than it needs");
-        }
-    }
-
-    /// Notes the point from which on the log is kept: no replay begins before it.
-    pub fn note_needed_from(&self, point: LogPoint) {
-        self.state.lock().needed_from = Some(point);
-    }
-
     /// Makes segments until two are ready, and the first of them is long enough for a frame with this
     /// payload. Returns the number of a segment that holds the payload by now, for a frame that becomes its
     /// first.

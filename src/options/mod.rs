@@ -163,11 +163,9 @@ impl Options {
     }
 
     /// The length up to which log segments grow, in bytes, a multiple of 4096 of at least 16 KiB. Default: 16
-    /// MiB. A segment takes no more than a 64th of the file system unless that is less than 256 KiB, and is
-    /// shorter where the disk is nearly full. Every open begins with segments of 256 KiB, and each later one
-    /// is twice as long as the one before: what an open takes from the disk follows from what it commits.
-    /// Segments that snapshots make superfluous wait to be used again, see
-    /// [`spare_bytes`](Self::spare_bytes).
+    /// MiB. Every open begins with segments of 256 KiB, and each later one is twice as long as the one
+    /// before: what an open takes from the disk follows from what it commits. Segments that snapshots make
+    /// superfluous wait to be used again, see [`spare_bytes`](Self::spare_bytes).
     #[must_use]
     pub fn segment_len(mut self, bytes: u64) -> Self {
         self.segment_len = bytes;

@@ -87,7 +87,6 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use remanent_format::judge::Record;
-use remanent_format::limits::GROUP_ALIGN;
 use remanent_format::log::LogEnd;
 use remanent_format::segment::FORMAT_VERSION;
 use remanent_format::state::follow::Resolution;
@@ -113,7 +112,7 @@ use crate::disk::source::DiskSource;
 use crate::disk::{Disk, DiskLock};
 use crate::error::{Error, Result};
 use crate::images::disk_pages::DiskPages;
-use crate::log::{LogStart, SEGMENT_LEN_FIRST, SegmentPool, SegmentRules, SpacePurpose};
+use crate::log::{LogStart, SegmentPool, SegmentRules, SpacePurpose};
 use crate::memory::arena::Arena;
 use crate::memory::staging::StagingPool;
 use crate::options::{LogIo, Options};
@@ -180,9 +179,6 @@ fn with_reserve<T>(pool: &SegmentPool, mut write: impl FnMut(&MakeOfSpare) -> Re
     }
 }
 
-/// A segment takes at most this share of the file system: with the empty ones and the reserve there are five
-/// of them, and a small disk is there for pages.
-const SEGMENT_SHARE: u64 = 64;
 /// Spares beyond the reserve take at most this share of the file system, unless the options say otherwise.
 const SPARE_SHARE: u64 = 100;
 /// Spares beyond the reserve take at most this number of bytes, unless the options say otherwise.
@@ -438,17 +434,19 @@ impl Recovery<'_> {
     /// Spares beyond the reserve keep a busy log from making each segment anew, zeros and a sync, while
     /// committers wait. They are bounded, because they take space that pages could have.
     fn pool(&self, store: StoreId) -> Result<Arc<SegmentPool>> {
-        let total = self.disk.total_bytes().unwrap_or_else(|error| {
-            tracing::debug!(%error, "the length of the file system cannot be told");
-            None
-        });
-        let share = |of: u64| total.map_or(u64::MAX, |total| total / of);
-        let segment_len_max = share(SEGMENT_SHARE).max(SEGMENT_LEN_FIRST) / GROUP_ALIGN * GROUP_ALIGN;
-        let spare_bytes = self.options.spare_bytes.unwrap_or(share(SPARE_SHARE).min(SPARE_BYTES_MAX));
         let rules = SegmentRules {
-            len: self.options.segment_len.min(segment_len_max),
+            len: self.options.segment_len,
             reserve: self.options.reserve_segments(),
-            spare_bytes,
+            spare_bytes: match self.options.spare_bytes {
+                Some(bytes) => bytes,
+                None => {
+                    let total = self.disk.total_bytes().unwrap_or_else(|error| {
+                        tracing::debug!(%error, "the length of the file system cannot be told");
+                        None
+                    });
+                    total.map_or(SPARE_BYTES_MAX, |total| total / SPARE_SHARE).min(SPARE_BYTES_MAX)
+                }
+            },
         };
         let image_spares = Arc::new(ImageSpares::open(self.disk.clone(), store)?);
         Ok(Arc::new(SegmentPool::new(self.disk.clone(), store, rules, self.log_io, image_spares)?))

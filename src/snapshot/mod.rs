@@ -32,7 +32,6 @@
 mod compact;
 mod background;
 mod bounds;
-mod closing;
 mod gather;
 mod in_place;
 mod overlays;
@@ -149,6 +148,17 @@ impl Snapshots {
             },
             taken => taken,
         }
+    }
+
+    /// Takes a snapshot before the store closes, if its log consists of too many runs. A process that is
+    /// started often and ends soon is never alive long enough for the thread to take it, and each run
+    /// takes a segment.
+    pub fn take_at_close(&self) -> Result<()> {
+        let last = *self.last.lock();
+        if last.is_in_pieces() && self.engine.log.length().0 > last.lsn {
+            self.take(&mut self.catalog.lock(), &SnapshotRequest::default())?;
+        }
+        Ok(())
     }
 
     /// Phases 6 and 7, as far as the request wants them now. What the snapshot replaces goes after all that

@@ -167,11 +167,6 @@ impl Snapshots {
         // 4. Images and tables.
         files.recycled(floor.unwrap_or_default());
         self.recycle_images(catalog, &pruned)?;
-        if plan.log_from.is_some()
-            && let Some(from) = catalog.replayed_from()
-        {
-            self.engine.log.note_needed_from(from);
-        }
         Ok(pruned)
     }
 

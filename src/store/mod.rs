@@ -167,16 +167,9 @@ impl Store {
         &self.recovered
     }
 
-    /// Makes everything durable, seals the log, gives back the space that only an open store needs, and
-    /// releases the directory. A closed store takes at most 1.1 times the pages of the states that it keeps,
-    /// the log that its [`Retention`](crate::Retention) keeps, and 256 KiB.
-    ///
-    /// Unless snapshots of the store's own accord are off, a snapshot is taken first in two cases: the log
-    /// after the newest snapshot consists of more than 16 runs of the store; or snapshot and log together are
-    /// longer than that, and the retention keeps no log from before a new snapshot. Dropping the store takes
-    /// none.
-    ///
-    /// Space that cannot be given back is no error: a `tracing` event says so.
+    /// Makes everything durable, seals the log and releases the directory. If the log after the newest
+    /// snapshot consists of more than 16 runs of the store, a snapshot is taken first, unless snapshots of
+    /// the store's own accord are off.
     ///
     /// # Errors
     /// [`Error::Poisoned`] if the store failed, now or before. The directory is released all the same.

@@ -42,7 +42,6 @@ mod files;
 mod fit;
 mod follow;
 mod fork;
-mod footprints;
 mod forks;
 mod full_file_systems;
 mod fuzz_inputs;

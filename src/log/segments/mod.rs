@@ -12,7 +12,6 @@
 //! | `spares` | which files wait to become segments, by length |
 //! | `reserve` | the claims on a full disk |
 //! | `opening` | the segment that an open publishes |
-//! | `closing` | the space that a closed log gives back |
 //!
 //! Lock order: the log's `growth` lock, then `spares`. The log's state lock is never held while files are
 //! made, so a committer that finds room does not wait for them.
@@ -21,20 +20,18 @@ mod file;
 mod spares;
 mod reserve;
 mod opening;
-mod closing;
 
 use std::sync::Arc;
 
 use remanent_format::frame::{FRAME_HEADER_LEN, frame_len};
-use remanent_format::limits::{GROUP_ALIGN, SEGMENT_LEN_MIN, align_up};
+use remanent_format::limits::{GROUP_ALIGN, SEGMENT_LEN_MIN};
 use remanent_format::segment::SEGMENT_HEADER_BLOCK;
 use remanent_format::{FileName, Folder, StoreId};
 
-pub(crate) use self::closing::ClosedEnd;
 pub(crate) use self::file::SegmentFile;
 use self::file::header_block;
 pub(crate) use self::reserve::SpacePurpose;
-pub(crate) use self::spares::{FIRST_LEN as SEGMENT_LEN_FIRST, SegmentRules};
+pub(crate) use self::spares::SegmentRules;
 use self::spares::{FIRST_LEN, Spare, Spares};
 use crate::base::phases;
 use crate::base::phases::Phase;
@@ -150,11 +147,6 @@ impl SegmentPool {
         &self.image_spares
     }
 
-    /// The length in bytes up to which segments grow.
-    pub fn segment_len(&self) -> u64 {
-        self.rules.len
-    }
-
     fn first_len(&self) -> u64 {
         FIRST_LEN.min(self.rules.len)
     }
@@ -180,9 +172,12 @@ impl SegmentPool {
                 beyond.into_iter().find(|at| fits.contains(&spares.files[*at].len))
             }
         };
+        if at_hand.is_none() && purpose == SpacePurpose::User {
+            self.leave_the_reserve(&spares, number, wanted)?;
+        }
         let made = match at_hand {
             Some(at) => self.make_of_spare(&mut spares, at, number),
-            None => self.make_for(&mut spares, number, wanted, purpose),
+            None => self.make_for(number, wanted, purpose),
         };
         let made = match made {
             // As short as segments are: a spare of any length will do for a seal or for a few deletes.
@@ -199,39 +194,14 @@ impl SegmentPool {
         Ok(made)
     }
 
-    /// Makes a new segment, as long as is wanted where there is space for that. Otherwise a shorter one will
-    /// do: a spare beyond the reserve, or half of the length, again and again. An open tries the shortest
-    /// next.
-    fn make_for(
-        &self,
-        spares: &mut Spares,
-        number: u64,
-        wanted: u64,
-        purpose: SpacePurpose,
-    ) -> Result<SegmentFile> {
-        let mut len = wanted;
-        loop {
-            let left = match purpose {
-                SpacePurpose::User => self.leave_the_reserve(spares, number, len),
-                SpacePurpose::Open | SpacePurpose::Delete | SpacePurpose::Seal => Ok(()),
-            };
-            match left.and_then(|()| self.make_anew(number, len, NOTHING)) {
-                Err(Error::DiskFull { .. }) if len > SEGMENT_LEN_MIN => {
-                    let longest = spares.files.len().checked_sub(1);
-                    if purpose == SpacePurpose::User
-                        && let Some(at) = longest.filter(|at| *at >= spares.reserve().end)
-                    {
-                        return self.make_of_spare(spares, at, number);
-                    }
-                    let half = align_up(len / 2, GROUP_ALIGN).max(SEGMENT_LEN_MIN);
-                    len = if purpose == SpacePurpose::Open { SEGMENT_LEN_MIN } else { half };
-                }
-                // What was wanted, so that a caller frees enough.
-                Err(Error::DiskFull { .. }) => {
-                    return Err(Error::disk_full(FileName::Segment(number), wanted));
-                }
-                made => return made,
+    /// Makes a new segment. Where an open finds no space for one, the shortest possible segment is enough for
+    /// it.
+    fn make_for(&self, number: u64, wanted: u64, purpose: SpacePurpose) -> Result<SegmentFile> {
+        match self.make_anew(number, wanted, NOTHING) {
+            Err(Error::DiskFull { .. }) if purpose == SpacePurpose::Open && wanted > SEGMENT_LEN_MIN => {
+                self.make_anew(number, SEGMENT_LEN_MIN, NOTHING)
             }
+            made => made,
         }
     }
 
@@ -303,13 +273,8 @@ impl SegmentPool {
         let len = needed.max(wanted);
         let holds_payload = len > self.rules.len && self.io != LogIo::Direct;
         let content = if holds_payload { (FIRST_PAYLOAD_AT, payload) } else { NOTHING };
-        let made = match self.make_anew(number, len, content) {
-            // Room for one frame is enough.
-            Err(Error::DiskFull { .. }) if needed < len => self.make_anew(number, needed, NOTHING),
-            made => made,
-        };
-        let long = match made {
-            Ok(segment) => LongSegment { holds_payload: holds_payload && segment.len == len, segment },
+        let long = match self.make_anew(number, len, content) {
+            Ok(segment) => LongSegment { segment, holds_payload },
             Err(Error::DiskFull { .. }) if self.may_take(&spares, empty, purpose) => {
                 let segment = self.make_of_reserve(&mut spares, number, needed)?;
                 LongSegment { segment, holds_payload: false }
@@ -338,8 +303,7 @@ impl SegmentPool {
             let segment = FileName::Segment(number);
             let file = self.disk.open(segment, false)?;
             let len = file.len()?;
-            // A segment of which a close left frames out has a hole, which a mapped log must never store to.
-            if self.is_wanted(&spares, len) && file.has_one_name()? && file.is_without_holes()? {
+            if self.is_wanted(&spares, len) && file.has_one_name()? {
                 let spare = spares.next_number();
                 match self.rename(segment, FileName::Spare(spare)) {
                     Ok(()) => spares.add(Spare { number: spare, len }),

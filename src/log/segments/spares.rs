@@ -9,7 +9,7 @@ use crate::base::sync::atomic::AtomicUsize;
 /// The length of a log's first segments, unless segments are shorter anyway. A log of 16 MiB segments takes
 /// 80 MB before anything is written; with this length a young store, or an opening that commits little, takes
 /// little.
-pub(crate) const FIRST_LEN: u64 = 256 << 10;
+pub(super) const FIRST_LEN: u64 = 256 << 10;
 
 /// Spares of any length that are held in addition to the reserve, so that a store on a full disk can be
 /// opened again.

@@ -10,7 +10,6 @@ const SYNC_GUARD: &str = "src/log/sync_guard.rs";
 const KEEPER: &str = "src/log/threads.rs";
 const STATE: &str = "src/log/state.rs";
 const SEGMENTS: &str = "src/log/segments/mod.rs";
-const CLOSING: &str = "src/log/segments/closing.rs";
 const SEGMENT_FILE: &str = "src/log/segments/file.rs";
 const OPENING_SEGMENT: &str = "src/log/segments/opening.rs";
 const PUBLISH: &str = "src/catalog/publish.rs";
@@ -45,26 +44,6 @@ const DRAFT: &str = "src/write/commit/draft.rs";
 const OF_DISK_PAGES: Test = unit("images::disk_pages::tests::a_page_is_what_operations_make_of_it");
 
 pub const LIST: &[Defence] = &[
-    // Space that a close gives back.
-    defence(
-        "a shortened segment is read back past the cache before it replaces the longer one",
-        CLOSING,
-        "target.read_past_cache(at, piece)?;",
-        "piece.copy_from_slice(expected);",
-        it("footprints::a_sync_that_lies_at_a_close_loses_nothing"),
-    ),
-    check(
-        "a segment with a hole is no spare",
-        SEGMENTS,
-        " && file.is_without_holes()?",
-        it("footprints::a_segment_with_a_hole_is_not_used_again"),
-    ),
-    check(
-        "the frames that a replay needs stay at a close",
-        STATE,
-        ".filter(|from| from.segment == number)",
-        it("footprints::frames_of_a_kept_snapshot_stay_at_a_close"),
-    ),
     // Pages on disk.
     defence(
         "an image of an older copy drops no block that a newer copy gave up",
