@@ -153,14 +153,14 @@ def _in_place(array: Any, owner: Any) -> torch.Tensor | None:
 
     kind = _kind(array.dtype)
     if not array.nbytes:
-        return torch.empty(array.shape, dtype=kind)
+        return torch.empty(array.shape, dtype=kind, device="cpu")
     offset = array.__array_interface__["data"][0] - owner.__array_interface__["data"][0]
     steps = [divmod(step, array.itemsize) for step in array.strides]
     if offset % array.itemsize or any(rest or step < 0 for step, rest in steps):
         return None
     flat = (owner if owner.flags.c_contiguous else owner.T).reshape(-1).view(numpy.uint8)
     whole = torch.from_numpy(flat if flat.flags.writeable else numpy.asarray(_Writable(flat)))
-    return torch.empty(0, dtype=kind).set_(whole.untyped_storage(), offset // array.itemsize, array.shape,
+    return torch.empty(0, dtype=kind, device="cpu").set_(whole.untyped_storage(), offset // array.itemsize, array.shape,
                                            [step for step, _ in steps])
 
 

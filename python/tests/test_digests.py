@@ -175,9 +175,9 @@ def test_the_state_may_change_once_the_call_returns(
     monkeypatch.setattr(_pages, "_BATCH_BYTES", 20_000)
     sound = _pages.update
 
-    def late(batch: Any, updates: Any, elements: bool = True) -> bool:
+    def late(*given: Any, **named: Any) -> bool:
         time.sleep(0.005)
-        return sound(batch, updates, elements)
+        return sound(*given, **named)
 
     monkeypatch.setattr(_pages, "update", late)
     state = {f"w{at}": torch.full([10_000 + at], float(at)) for at in range(20)}

@@ -214,7 +214,7 @@ def test_saves_are_left_to_the_next_one(directory: str, monkeypatch: pytest.Monk
         monkeypatch.setattr(_pages, "put", in_turn)
         # So it is with one that cannot begin.
         save(10)
-        left = [save(9)]
+        left = [save(10)]
         turn.release()
         run._finish()
         state["odd"] = object()  # type: ignore[assignment]

@@ -7,7 +7,7 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use remanent::{Ack, Error, LogIo, Options, PageId, Place, Store};
+use remanent::{Ack, DeviceChoice, Error, LogIo, Options, PageId, Place, Store};
 
 use super::superseded;
 use crate::direct_io;
@@ -19,7 +19,9 @@ use crate::machine::{alone_for, skipped};
 const PAGE_LEN: u64 = 50_000;
 
 fn options(io: LogIo) -> Options {
-    small().log_io(io).image_io(direct_io::image_io(io)).ack(Ack::Durable)
+    // A forked child cannot use a GPU of its parent's.
+    let host = small().device(DeviceChoice::Host);
+    host.log_io(io).image_io(direct_io::image_io(io)).ack(Ack::Durable)
 }
 
 fn write(store: &Store, page: PageId, byte: u8) -> Result<(), Error> {

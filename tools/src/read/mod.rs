@@ -1,5 +1,6 @@
 //! A store directory as inspecting commands see it: its files, its frames, its states, sound or not.
 
+pub(crate) mod writer_lock;
 pub(crate) mod store_dir;
 pub(crate) mod looks;
 pub(crate) mod page_bytes;

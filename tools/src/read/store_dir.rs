@@ -6,13 +6,12 @@ use std::io::{self, ErrorKind};
 use std::os::unix::fs::{DirEntryExt, FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use remanent::disk::Disk;
-use remanent::disk::dir::DirDisk;
 use remanent_format::{FileName, Folder, ReadAt};
 use rustix::process::{Flock, FlockType};
 
 use crate::cli::exit::Failure;
 use crate::cli::memory::available;
+use crate::read::writer_lock;
 
 /// A directory opened for reading.
 pub struct StoreDir {
@@ -110,7 +109,7 @@ impl StoreDir {
         }
         // Code of the owner's process may have closed a descriptor of the file: only the open file's lock is
         // left then, and the owner's own description.
-        if !DirDisk::new(&self.path).is_locked().ok()? {
+        if !writer_lock::is_held(&self.path)? {
             return None;
         }
         let description = fs::read_to_string(self.file(FileName::Lock)).unwrap_or_default();

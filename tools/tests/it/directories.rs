@@ -16,7 +16,7 @@ const COMMANDS: [&str; 12] = [
     "snapshots {}",
     "verify {}",
     "dump {} w",
-    "diff {} model.safetensors",
+    "diff {} --from lsn:1",
     "blame {} w[0]",
     "import {} model.safetensors",
     "snapshot {}",

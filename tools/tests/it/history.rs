@@ -296,7 +296,7 @@ fn pages_have_one_syntax_in_all_commands() {
     let weights = imported(1);
     let store = weights.scratch.store();
     for (page, code) in [("1", 0), ("page:1", 0), ("w", 0), ("key:w", 0), ("v", 2), ("9", 2), ("key:v", 2)] {
-        run(&["dump", &store, page]).expect(code);
+        run(&["dump", &store, page, "--output", &weights.scratch.path("page")]).expect(code);
         run(&["blame", &store, &format!("{page}[6]")]).expect(code);
     }
 }
