@@ -79,8 +79,9 @@ def test_a_run_is_looked_at_where_its_directory_is(directory: str) -> None:
 
 
 def test_all_kinds_of_elements_are_compared_and_followed(directory: str) -> None:
+    # Torch has no conversion to packed elements, and no assignment of one.
     state = {short: torch.zeros(5, dtype=torch.uint8).to(dtype) if dtype.is_floating_point or dtype.is_complex
-             else torch.zeros(5, dtype=dtype) for short, dtype in DTYPE.items()}
+             else torch.zeros(5, dtype=dtype) for short, dtype in DTYPE.items() if "float4" not in str(dtype)}
     first = save_file(state, directory)
     for tensor in state.values():
         tensor[3] = 1
