@@ -56,6 +56,7 @@ __all__ = [
     "nearest",
     "state_point",
     "segment",
+    "versions",
 ]
 
 __version__: str
