@@ -272,7 +272,7 @@ fn check_changes(changes: &[ValueChange], page: PageId, last: Lsn) {
 }
 
 /// Says that its thread ended, even after a panic.
-struct Ends<'a>(&'a AtomicBool);
+pub struct Ends<'a>(pub &'a AtomicBool);
 
 impl Drop for Ends<'_> {
     fn drop(&mut self) {

@@ -165,8 +165,9 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         Ok(walk)
     }
 
-    /// The same walk, which ends with damage as soon as it comes by the start of another one that met it.
-    /// Only walks of one map that ask for the same end may share: the map notes the outcome of each.
+    /// The same walk, which ends with damage as soon as it reaches the start of another walk that met it.
+    /// Only walks of one map that ask for the same end may share: the map notes the outcome of each. A second
+    /// walk from the same start reads all frames again: its caller wants the batches before the damage.
     #[must_use]
     pub fn sharing_outcomes(self) -> Self {
         let shared = Some((self.point, self.map.dead_ends.known()));
@@ -201,7 +202,8 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
             return Ok(None);
         }
         self.cross_to_successors()?;
-        if let Some((_, dead_ends)) = &self.shared
+        if let Some((from, dead_ends)) = &self.shared
+            && self.point != *from
             && let Some(damage) = dead_ends.get(&self.point)
         {
             return Err(damage.clone());

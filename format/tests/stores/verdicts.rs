@@ -249,6 +249,19 @@ fn shared_damage_is_read_once_and_not_by_each_snapshot() {
     }
 }
 
+/// A view of a store that is being written starts again from the batch that it reached.
+#[test]
+fn a_second_walk_reaches_the_batch_before_the_damage() {
+    let mut maker = Maker::new();
+    maker.batch().batch().sync().batch();
+    maker.frame_at(2)[90] ^= 1;
+    let survey = Survey::read(&maker.files).unwrap();
+    assert!(Reach::at_the_end(&survey, &maker.files).is_none());
+    let mut trails = Trails::default();
+    trails.follow(&survey, &maker.files, None, None).unwrap_err();
+    assert_eq!(trails.point().lsn, Lsn(1));
+}
+
 /// A snapshot of which one copy is good is used, one of which none is good is not; what then is refused, and
 /// what is not, depends on where the log begins.
 #[test]

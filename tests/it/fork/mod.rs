@@ -19,6 +19,7 @@ use remanent::{
 };
 
 use crate::direct_io;
+use crate::earlier_states::Ends;
 use crate::machine::alone;
 use children::in_child;
 
@@ -126,6 +127,7 @@ fn fork_during_commits(path: &Path, log_io: LogIo, told: &[u64]) -> Vec<u64> {
     let first = told.first().copied().unwrap_or(0);
     let stop = AtomicBool::new(false);
     let told = std::thread::scope(|scope| {
+        let _ends = Ends(&stop);
         let committers: Vec<_> = pages[1..]
             .iter()
             .map(|page| {
