@@ -210,7 +210,7 @@ class Checkpointer:
         self._hook = optimizer.register_step_pre_hook(self._before_step) if overlap else None
         # How many saves were begun.
         self._saves = 0
-        # The step that the state has gone on from or was saved as last; None before that is looked up.
+        # The step of the newest save known to have succeeded, or of a restore after it; None before that is looked up.
         self._step: int | None = None
 
     def _waited(self, work: Callable[[], _T]) -> _T:
@@ -284,14 +284,16 @@ class Checkpointer:
         done: concurrent.futures.Future[tuple[int, float]] | None = None
         bar: Bar | None = None
         is_left = is_next = False
-        before = self._step
         try:
             is_left = self._is_left_to_next(busy, wait or name is not None)
             is_next = not is_left
+            if is_next:
+                _refuse_modes()
+                # Whether its step counts is known once the save before has ended.
+                self._finish()
             step = self._next_step(step)
             if is_left:
                 _refuse_capture()
-                self._step = step
                 return self._left.add(step, self._reading or reading, began)
             tree, captured, tensors = self._checked(name)
             passage = self._room.begin(tensors)
@@ -302,7 +304,6 @@ class Checkpointer:
             done = self._worker.submit(self._write_and_keep, passage, capture, self._saves, step, name, note, tree,
                                        nbytes, bar)
             self._last = saved = Saved(step, reading, began)
-            self._step = step
             saved._begins(done)
             self._left.go_with(saved)
             self._reading = reading
@@ -318,8 +319,6 @@ class Checkpointer:
                 saved.wait()
             bar.close()
         except BaseException as error:
-            # The run is at the step of the version that it has.
-            self._step = before
             if bar is not None:
                 bar.close()
             if done is None and not is_left:
@@ -338,7 +337,7 @@ class Checkpointer:
                 self._room.streams.synchronize()
             finally:
                 reading.ends(Moment({}))
-                self._last = None
+                self._forget_last()
             if done is not None and isinstance(error, WriterEndedError):
                 # Raises what it ended with.
                 done.result()
@@ -350,11 +349,26 @@ class Checkpointer:
         step = _whole_number("step", step)
         if step < 0:
             raise InvalidError(f"step: {step} is below 0", remedy="count steps from 0")
-        before = self._versions.newest_step() if self._step is None else self._step
+        before = self._reached()
         if before is not None and step < before:
             raise InvalidError(f"step: {step} is below {before}, the step that the run is at",
                                remedy="restore the version to go on from, give a later step, or another directory")
         return step
+
+    def _reached(self) -> int | None:
+        """The step that the run is at. A save that failed does not count."""
+        last, left = self._last, self._left.newest_step
+        if left is not None:
+            return left
+        if last is not None and not last._has_failed:
+            return last.step
+        return self._versions.newest_step() if self._step is None else self._step
+
+    def _forget_last(self) -> None:
+        """Ends the last save, which nothing works on any more; its step counts if it succeeded."""
+        last, self._last = self._last, None
+        if last is not None and last.done():
+            self._step = last.step
 
     def _bar(self, nbytes: int, what: str, progress: bool | None) -> Bar:
         return Bar(nbytes, what, progress if self._ranks is None or self._ranks.rank == 0 else False)
@@ -376,11 +390,8 @@ class Checkpointer:
 
     def _checked(self, name: str | None) -> tuple[str, list[Extent], list[Extent]]:
         """The state to save, once it is known that it can be: its tree, what is captured of it, and the others."""
-        _refuse_modes()
         if name is not None:
             _check_name(name)
-        self._finish()
-        if name is not None:
             self._versions.check_name(name)
         found: dict[str, torch.Tensor] = {}
         tree = flatten_state(self._state(), found, of_rank=self._ranks is not None)
@@ -597,7 +608,7 @@ class Checkpointer:
         finally:
             # After Ctrl-C it is under way still.
             if last is None or last._has_ended:
-                self._last = None
+                self._forget_last()
         self._settle()
 
     # Going back.
@@ -660,7 +671,7 @@ class Checkpointer:
                 self._copies.let_go()
             with self._bar(restoration.nbytes, "loading", progress) as bar:
                 changes.run(lambda: restoration.load(bar))
-        self._step = step
+        self._last, self._step = None, step
         return step
 
     def _proven(self, views: Views, targets: Targets, layouts: Any, cast: bool,

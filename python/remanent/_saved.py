@@ -103,6 +103,10 @@ class Saved:
         return self._done is not None and self._done.done()
 
     @property
+    def _has_failed(self) -> bool:
+        return self._done is not None and self._done.done() and self._done.exception() is not None
+
+    @property
     def seconds(self) -> float | None:
         """Seconds from the call to the durable version; None if there is none, or not yet.
 
@@ -157,6 +161,11 @@ class LeftSaves:
 
     def __init__(self) -> None:
         self._saves: list[Saved] = []
+
+    @property
+    def newest_step(self) -> int | None:
+        """The step of the last one that is left; None if there is none."""
+        return self._saves[-1].step if self._saves else None
 
     def add(self, step: int, reading: Reading, began: float) -> Saved:
         """A save that is left, while the one under way reads the state."""

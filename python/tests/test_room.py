@@ -141,6 +141,44 @@ def test_a_save_in_the_background_that_fails_says_so(directory: str, monkeypatch
         Checkpointer(directory, extra={"state": state}, room=-1)
 
 
+def test_the_step_of_a_failed_save_does_not_count(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"a": torch.ones(1000)}
+    go_on, sound = threading.Event(), _pages.put
+
+    def failing(*given: Any, **named: Any) -> Any:
+        assert go_on.wait(60)
+        raise OSError("as arranged")
+
+    with Checkpointer(directory, extra={"state": state}, rng=False, keep=9) as run:
+        run.save(3)
+        monkeypatch.setattr(_pages, "put", failing)
+        failed = run.save(10, wait=False)
+        with pytest.raises(remanent.InvalidError, match="step: 5 is below 10"):
+            run.save(5, wait=False, busy="coalesce")
+        left = run.save(12, wait=False, busy="coalesce")
+        with pytest.raises(remanent.InvalidError, match="step: 11 is below 12"):
+            run.save(11, wait=False, busy="coalesce")
+        go_on.set()
+        with pytest.raises(OSError, match="as arranged"):
+            failed.wait()
+        with pytest.raises(OSError, match="as arranged"):
+            run.save(12)
+        with pytest.raises(OSError, match="as arranged"):
+            left.wait()
+        # The next call reports a failure that no other call did.
+        run.save(10, wait=False)
+        with pytest.raises(OSError, match="as arranged"):
+            run.save(4)
+        monkeypatch.setattr(_pages, "put", sound)
+        run.save(4, wait=False)
+        with pytest.raises(remanent.InvalidError, match="step: 3 is below 4"):
+            run.save(3)
+        run.save(5)
+        run.restore(3)
+        run.save(4)
+        assert [version.step for version in run.versions()] == [3, 5, 4]
+
+
 def test_a_save_is_refused_while_another_one_is_under_way(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"a": torch.ones(1000)}
     go_on, sound = threading.Event(), _pages.put
