@@ -87,7 +87,7 @@ class ForeignDirectoryError(Error, FileExistsError):
     _remedy = "give an empty directory, or a path that does not exist yet"
 
 
-class MismatchError(Error):
+class MismatchError(Error, RuntimeError):
     """Identity or layout fingerprint are not those with which the store was created."""
 
     _remedy = "give the identity and layout that the store was created with, or another directory"
@@ -257,7 +257,7 @@ class RankFailedError(Error):
     rank: int | None
 
 
-class RefusedError(Error, TypeError):
+class RefusedError(Error, TypeError, ValueError):
     """A value cannot be stored faithfully, and is not stored otherwise; the message names it."""
 
     _remedy = "convert the value to one that can be stored, or leave it out"

@@ -178,6 +178,32 @@ def test_bytes_hold_what_a_safetensors_file_does() -> None:
             load(bad)
 
 
+def test_refusals_are_what_safetensors_users_catch(directory: str, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    file, linear = str(tmp_path / "file"), torch.nn.Linear(2, 2)
+    safetensors.save_model(linear, file)
+    save_model(linear, directory)
+    other = str(tmp_path / "other")
+    calls: dict[str, tuple[Callable[[], Any], ...]] = {
+        str(given): (lambda given=given: safetensors.save(given), lambda given=given: save(given),
+                     lambda given=given: save_file(given, other))
+        for given in ("weights", [W], {"w": 3}, {"w": None}, {"w": [W]}, {1: W}, {"w": W.to_sparse()})
+    } | {
+        "metadata": (lambda: safetensors.save({"w": W}, {"a": 1}), lambda: save({"w": W}, {"a": 1})),
+        "no file": (lambda: safetensors.load_file(other), lambda: load_file(other), lambda: safe_open(other)),
+    } | {
+        str(model): (lambda model=model: safetensors.load_model(model, file), lambda model=model: load_model(model, directory))
+        for model in (torch.nn.Linear(2, 3), torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(3, 2))
+    }
+    for what, (theirs, *ours) in calls.items():
+        with pytest.raises((ValueError, TypeError, RuntimeError, OSError)) as raised:
+            theirs()
+        for call in ours:
+            with pytest.raises(remanent.Error) as caught:
+                call()
+            assert isinstance(caught.value, raised.type), what
+
+
 class Tied(torch.nn.Module):
     _version = 3
 
