@@ -1,4 +1,4 @@
-//! Changing pages: batches on their way in.
+//! Commits batches, and moves pages between places.
 
 use std::collections::BTreeMap;
 
@@ -15,31 +15,34 @@ use crate::write::batch::{PageRef, WriteBatch};
 use crate::options::{LogIo, Options};
 
 impl Store {
-    /// An empty batch.
+    /// Returns an empty batch.
     pub fn batch(&self) -> WriteBatch {
         WriteBatch::default()
     }
 
-    /// Logs a batch, and returns at once with what one waits on. The batch is `Logged` then, so that it
-    /// survives the death of the process; where the log is written directly ([`LogIo::Direct`]), only once
-    /// [`Ticket::wait`] has returned for it.
+    /// Logs `batch` and returns a [`Ticket`] without waiting for durability.
+    ///
+    /// When this returns, the batch is [`Logged`](crate::Ack::Logged) and survives the death of the process.
+    /// The exception is [`LogIo::Direct`], where the batch is logged only once a [`Ticket::wait`] for it has
+    /// returned.
     ///
     /// # Errors
-    /// If the batch cannot be committed, with nothing changed: [`Error::UnknownPage`],
-    /// [`Error::OutOfBounds`], [`Error::Conflict`], [`Error::KeyTaken`], [`Error::InvalidOperation`],
-    /// [`Error::Limit`], [`Error::OverBudget`], [`Error::DiskFull`]; [`Error::Damaged`] as for
-    /// [`Store::read`]. [`Error::Poisoned`] after a failure.
+    /// These leave the store unchanged: [`Error::UnknownPage`], [`Error::OutOfBounds`], [`Error::Conflict`],
+    /// [`Error::KeyTaken`], [`Error::InvalidOperation`], [`Error::Limit`], [`Error::OverBudget`],
+    /// [`Error::DiskFull`], and [`Error::Damaged`] as for [`Store::read`]. [`Error::Poisoned`] if the store
+    /// has failed.
     pub fn submit(&self, batch: impl Into<WriteBatch>) -> Result<Ticket> {
         let committed = self.log_batch(&batch.into())?;
         Ok(Ticket::new(committed, self.parts.engine.0.clone()))
     }
 
-    /// Submits a batch and waits for the acknowledgement that [`Options::ack`] names.
+    /// Submits `batch` and waits for the acknowledgement set by [`Options::ack`].
     ///
     /// # Errors
-    /// As for [`Store::submit`], and [`Error::Poisoned`] if the store fails while waiting.
+    /// Same as [`Store::submit`]; [`Error::Poisoned`] if the store fails during the wait.
     pub fn commit(&self, batch: impl Into<WriteBatch>) -> Result<CommitReceipt> {
-        // Without a ticket: the engine that it holds is counted, and all threads count on the same word.
+        // No ticket is made: it would increment the engine's reference count, one word that all threads
+        // contend for.
         let committed = self.log_batch(&batch.into())?;
         wait(self.parts.options.ack, committed.position.lsn, self.engine())?;
         Ok(committed)
@@ -51,12 +54,14 @@ impl Store {
         Ok(CommitReceipt { position: Position { incarnation: point.incarnation, lsn: point.lsn }, pages })
     }
 
-    /// Lets the page that has this key hold exactly these bytes, in one batch. If no page has it, one is
-    /// created in `place`; one that is there stays where it is, with its metadata. Waits for the
-    /// acknowledgement that [`Options::ack`] names. Returns the page, and where the batch lies in the log.
+    /// Sets the contents of the page with key `key` to `bytes`, creating the page in `place` if it does not
+    /// exist.
     ///
-    /// Other threads may put, resize or delete the same key meanwhile: each call is one batch, before or
-    /// after theirs.
+    /// An existing page keeps its place and metadata. The change is one batch, and the call waits for the
+    /// acknowledgement set by [`Options::ack`]. Returns the page and the batch's position in the log.
+    ///
+    /// Other threads may put, resize or delete the same key concurrently: each call takes effect as one
+    /// batch, before or after theirs.
     ///
     /// ```
     /// use remanent::{Key, Options, Place, Store};
@@ -70,14 +75,15 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// As for [`Store::commit`], except for what another thread's batch to this key would make it fail with.
+    /// Same as [`Store::commit`], except that conflicts with concurrent batches to the same key are retried.
     pub fn put(&self, key: &Key, bytes: impl AsRef<[u8]>, place: Place) -> Result<(PageId, Position)> {
         self.put_with(key, bytes, place, |_, _, _| {})
     }
 
-    /// Sets the contents of a page as [`Store::put`] does, with further operations in the same batch: `more`
-    /// gets the batch, the page, and what is known of the page if it exists. It is called again where another
-    /// thread's batch to the page came first.
+    /// Sets the contents of a page like [`Store::put`], and adds further operations to the same batch.
+    ///
+    /// The closure `more` receives the batch, the page, and the page's current information if the page
+    /// exists. It is called again each time a concurrent batch to the page causes a retry.
     ///
     /// ```
     /// use remanent::{Key, Options, Place, Store};
@@ -91,7 +97,7 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// As for [`Store::put`]; what the further operations fail with.
+    /// Same as [`Store::put`]; any error that the added operations cause.
     pub fn put_with(
         &self,
         key: &Key,
@@ -104,7 +110,7 @@ impl Store {
             let mut batch = self.batch();
             let known = match self.page_by_key(key) {
                 Ok(info) => {
-                    // Checked under the submission lock: a page that changes before is looked up again.
+                    // Checked under the submission lock: if the page changes first, it is looked up again.
                     batch.expect_epoch(info.page, info.epoch);
                     if info.len != bytes.len() as u64 {
                         batch.resize(info.page, bytes.len() as u64);
@@ -122,8 +128,8 @@ impl Store {
             };
             match self.commit(batch) {
                 Err(Error::Conflict { .. } | Error::UnknownPage { .. } | Error::KeyTaken { .. }) => {
-                    // The other batch is submitted. Lookups see it once it is logged, which takes a sync
-                    // where the log is written directly.
+                    // The conflicting batch is submitted, but lookups see it only once it is logged. With a
+                    // direct log that takes a sync.
                     let newest = self.committer().lock().lsn();
                     self.engine().log.wait_logged(newest)?;
                 }
@@ -136,13 +142,15 @@ impl Store {
         }
     }
 
-    /// Lets all these pages live in one place. Those that are there already stay as they are; if all are,
-    /// nothing is logged. The others move there as by [`WriteBatch::move_to`]: in one batch, or in several of
-    /// 4,096 pages and 256 MiB where they are more and the place has room for all of them. Waits for the
-    /// acknowledgement that [`Options::ack`] names. Returns where the last batch lies in the log, if there is
-    /// one. Where there are [`Tiers`], other pages leave the place first if it has no room.
+    /// Moves `pages` to `place` and waits for the acknowledgement set by [`Options::ack`].
     ///
-    /// Batches of other threads may move pages elsewhere after this one.
+    /// Pages already at `place` are unchanged; if all of them are, nothing is logged. The others move in one
+    /// batch, as with [`WriteBatch::move_to`]. More than 4,096 pages or 256 MiB move in several batches,
+    /// provided that `place` has room for all of them. With [`Tiers`], other pages are evicted from `place`
+    /// first if it lacks room.
+    ///
+    /// Returns the position of the last batch in the log, or `None` if nothing was logged. Concurrent batches
+    /// may move the pages elsewhere afterwards.
     ///
     /// ```
     /// use remanent::{Options, Place, Store};
@@ -159,8 +167,9 @@ impl Store {
     ///
     /// # Errors
     /// [`Error::UnknownPage`], with nothing moved; [`Error::OverBudget`], [`Error::OutOfMemory`],
-    /// [`Error::PlaceUnavailable`] and [`Error::Leased`] as for a move; as for [`Store::commit`]. A batch
-    /// that is refused moves none of its pages; others of the same call may have moved theirs.
+    /// [`Error::PlaceUnavailable`] and [`Error::Leased`] as for a move; the errors of [`Store::commit`]. A
+    /// batch that is rejected moves none of its pages, but others of the same call may have moved
+    /// theirs.
     pub fn ensure(&self, pages: &[PageId], place: Place) -> Result<Option<Position>> {
         self.check_process()?;
         let _span = tracing::debug_span!("ensure", %place, pages = pages.len()).entered();
@@ -169,19 +178,20 @@ impl Store {
         Ok(Some(Position { incarnation: point.incarnation, lsn: point.lsn }))
     }
 
-    /// As [`Store::ensure`], ahead of the caller and by another thread: returns at once. The pages move some
-    /// at a time, in the order given, after those of earlier calls.
+    /// Starts moving `pages` to `place` in the background and returns immediately. The pages move in batches,
+    /// in the given order, after the pages of earlier calls.
     ///
     /// # Errors
-    /// [`Error::Forked`]; [`Error::Thread`] if there is no thread to be had; [`Error::Closed`] if that thread
-    /// failed. Everything else is told by [`Prefetch::wait`].
+    /// [`Error::Forked`]; [`Error::Thread`] if the background thread cannot be started; [`Error::Closed`] if
+    /// that thread has failed. [`Prefetch::wait`] returns all other errors.
     pub fn prefetch(&self, pages: &[PageId], place: Place) -> Result<Prefetch> {
         self.check_process()?;
         self.in_store(self.parts.prefetcher.prefetch(pages, place))
     }
 
-    /// Brings pages to a place ahead of a caller that uses them step by step: as many steps ahead as pages
-    /// take to come. [`ReadAhead`] has an example.
+    /// Creates a [`ReadAhead`], which prefetches pages to `place` for a caller that uses them in a known
+    /// sequence of steps. How many steps it prefetches follows from how long the pages take to arrive.
+    /// [`ReadAhead`] has an example.
     ///
     /// # Errors
     /// [`Error::Forked`].
@@ -190,18 +200,18 @@ impl Store {
         Ok(ReadAhead::new(&self.parts.mover, &self.parts.prefetcher, place))
     }
 
-    /// Moves pages to the first place of the [`Tiers`], as [`Store::ensure`] does.
+    /// Moves pages to the first place of the [`Tiers`], like [`Store::ensure`].
     ///
     /// # Errors
-    /// As for [`Store::ensure`]; [`Error::InvalidOption`] if the store was opened without tiers.
+    /// Same as [`Store::ensure`]; [`Error::InvalidOption`] if the store was opened without tiers.
     pub fn promote(&self, pages: &[PageId]) -> Result<Option<Position>> {
         let first = self.tiers()?.places()[0];
         let _span = tracing::debug_span!("promote").entered();
         self.ensure(pages, first)
     }
 
-    /// Moves pages to the next place of the [`Tiers`], each from where it is, for a caller that knows that it
-    /// will not need them soon. Pages in the last place, and in a place that is none of them, stay.
+    /// Moves each page from its current place to the next place of the [`Tiers`]. Use this for pages that
+    /// will not be needed soon. Pages in the last place, or in a place that is not a tier, are unchanged.
     ///
     /// ```
     /// use remanent::{Budget, Options, Place, Store, Tiers};
@@ -220,7 +230,7 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// As for [`Store::promote`].
+    /// Same as [`Store::promote`].
     pub fn demote(&self, pages: &[PageId]) -> Result<()> {
         let places = self.tiers()?.places();
         let _span = tracing::debug_span!("demote", pages = pages.len()).entered();
@@ -233,17 +243,17 @@ impl Store {
         going.into_iter().try_for_each(|(below, pages)| self.ensure(&pages, below).map(drop))
     }
 
-    /// The tiers that the store was opened with.
+    /// Returns the tiers that the store was opened with.
     fn tiers(&self) -> Result<&Tiers> {
         self.check_process()?;
         let none = || Error::InvalidOption { option: "tiers", reason: "the store has none".to_owned() };
         self.parts.options.tiers.as_ref().ok_or_else(none)
     }
 
-    /// Waits until batch `lsn`, and every one before it, survives a power cut.
+    /// Waits until batch `lsn` and every earlier batch survive a power cut.
     ///
     /// # Errors
-    /// [`Error::Limit`] if there is no such batch yet; [`Error::Poisoned`].
+    /// [`Error::Limit`] if no such batch exists yet; [`Error::Poisoned`].
     pub fn wait_durable(&self, lsn: Lsn) -> Result<()> {
         self.check_process()?;
         let newest = self.parts.committer.lock().lsn();
@@ -253,7 +263,7 @@ impl Store {
         self.engine().log.wait_durable(lsn)
     }
 
-    /// The newest batch that is logged; 0 in a forked child, which knows of none.
+    /// Returns the number of the newest logged batch, or 0 in a forked child.
     #[must_use]
     pub fn lsn(&self) -> Lsn {
         if self.check_process().is_err() {

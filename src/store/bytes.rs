@@ -1,11 +1,10 @@
-//! Reading pages' bytes.
+//! Reads the bytes of one page.
 //!
-//! Where pages lie in memory of the host, the caller's thread reads them itself: piece by piece under the
-//! memory's lock, with a look after each piece whether the page is still at its version. A batch installs its
-//! versions before the applier touches a byte, so a page that still is at its version had its bytes to
-//! itself. Pinned pages beside a GPU are read so, too, while no list that writes to them is under way. A page
-//! that changes again and again is read by the applier, between two batches, and so is every page in a GPU's
-//! memory.
+//! Pages in host memory are read by the calling thread: piece by piece under the memory's lock, checking
+//! after each piece that the page is still at its version. A batch installs its versions before the applier
+//! changes a byte, so if the version is unchanged, no batch wrote to the page during the read. Pinned pages
+//! beside a GPU are read in the same way, as long as no list in flight writes to them. The applier reads all
+//! other pages between two batches: those in GPU memory, and those that keep changing during the read.
 
 use remanent_format::{Key, Lsn, PageId, PageInfo, Place};
 
@@ -15,35 +14,40 @@ use crate::error::{Error, Result};
 #[cfg(doc)]
 use crate::options::PageLoad;
 
-/// How much of a page is copied under its lock at a time.
+/// Bytes of a page that are copied under its lock at a time.
 const PIECE_LEN: usize = 64 << 10;
-/// How often a caller's thread tries before the applier reads.
+/// Attempts by the calling thread before the applier reads the page.
 const TRIES: usize = 2;
 
 impl Store {
-    /// Fills `out` with the page's bytes from `offset` on, all of them as of the batch returned. That is at
-    /// least every batch that any call was told is logged before this one began; see [`Store::page`].
+    /// Fills `out` with the page's bytes starting at `offset`, and returns the batch as of which they were
+    /// read.
     ///
-    /// Pages in the host's own memory are read by the calling thread, which waits for batches of this page
-    /// that are logged and not yet applied, and for nothing else. So are pinned pages beside one GPU, unless
-    /// the GPU is just writing to them; beside several GPUs all pages are read in the order of batches.
+    /// That batch is at least as new as every batch that any call had acknowledged as logged before this call
+    /// began; see [`Store::page`].
     ///
-    /// More than 64 KiB of a GPU's memory are copied aside there first, so that commits go on while the bytes
-    /// come to the host. Where the budget has no room for that, where the reads under way have copied 1 GiB
-    /// together, or where this one alone is longer, deltas are applied when the read is done.
+    /// The calling thread reads pages in the host's own memory, and waits only for batches of this page that
+    /// are logged but not yet applied. Pinned pages beside a single GPU are read in the same way, unless the
+    /// GPU is writing to them. With several GPUs, all pages are read in batch order.
+    ///
+    /// More than 64 KiB of GPU memory are first copied to a scratch buffer on the GPU, so that commits
+    /// continue during the transfer to the host. Deltas wait for the whole transfer if the budget has no room
+    /// for that buffer, or if the scratch buffers in use on that GPU would exceed 1 GiB in total.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`], [`Error::OutOfBounds`]; [`Error::Damaged`] if the page was unloaded
-    /// ([`PageLoad::OnDemand`]) and its image does not hold; [`Error::Poisoned`] if the device failed, now or
-    /// with a batch before. A store that is poisoned by its disk goes on being read.
+    /// [`Error::UnknownPage`], [`Error::OutOfBounds`]; [`Error::Damaged`] if the page was not loaded yet
+    /// ([`PageLoad::OnDemand`]) and its image is damaged; [`Error::Poisoned`] if the device has failed, now
+    /// or in an earlier batch. A store that was poisoned by its disk can still be read.
     pub fn read(&self, page: PageId, offset: u64, out: &mut [u8]) -> Result<Lsn> {
         self.check_process()?;
         self.read_bytes(page, offset, out).map(|(_, lsn)| lsn)
     }
 
-    /// As [`Store::read`], of the page that has this key: key and bytes are of one moment, so that no other
-    /// thread's delete or new page comes between a lookup and a read. Returns the page as it is at these
-    /// bytes.
+    /// Reads from the page with key `key` like [`Store::read`], and returns the page's information as of the
+    /// bytes that were read.
+    ///
+    /// Key and bytes belong to the same state: no concurrent delete or reuse of the key can come between the
+    /// lookup and the read.
     ///
     /// ```
     /// use remanent::{Key, Options, Place, Store};
@@ -60,19 +64,20 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// [`Error::UnknownKey`], and as for [`Store::read`].
+    /// [`Error::UnknownKey`]; the errors of [`Store::read`].
     pub fn read_key(&self, key: &Key, offset: u64, out: &mut [u8]) -> Result<PageInfo> {
         loop {
             let page = self.page_by_key(key)?.page;
             match self.read_bytes(page, offset, out) {
-                // It went meanwhile. The key is another page's, or no page's.
+                // The page was deleted after the lookup. Another page may have the key now, or none.
                 Err(Error::UnknownPage { .. }) => {}
                 read => return read.map(|(info, _)| info),
             }
         }
     }
 
-    /// A whole page. Its length need not be known before, and bytes and length are of one moment.
+    /// Returns all bytes of a page. Contents and length belong to the same state, and the length need not be
+    /// known beforehand.
     ///
     /// ```
     /// use remanent::{Options, Place, Store};
@@ -86,15 +91,15 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// As for [`Store::read`]; [`Error::OutOfMemory`].
+    /// Same as [`Store::read`]; [`Error::OutOfMemory`].
     pub fn read_to_vec(&self, page: PageId) -> Result<Vec<u8>> {
         let mut bytes = Vec::new();
         self.read_into(page, &mut bytes)?;
         Ok(bytes)
     }
 
-    /// As [`Store::read_to_vec`], into a buffer whose memory is used again. The buffer is made as long as the
-    /// page; what it held is gone, also if the read fails. Returns the page as it is at these bytes.
+    /// Replaces the contents of `buffer` with all bytes of a page, reusing its allocation, and returns the
+    /// page's information as of these bytes. If the read fails, the previous contents are lost too.
     ///
     /// ```
     /// use remanent::{Options, Place, Store};
@@ -111,7 +116,7 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// As for [`Store::read_to_vec`].
+    /// Same as [`Store::read_to_vec`].
     pub fn read_into(&self, page: PageId, buffer: &mut Vec<u8>) -> Result<PageInfo> {
         self.check_process()?;
         self.engine().versions.used(page);
@@ -131,7 +136,8 @@ impl Store {
         Ok(info)
     }
 
-    /// The bytes of a page, and the page as it is at these bytes.
+    /// Reads bytes of a page. Returns the page's information as of these bytes, and the batch as of which
+    /// they were read.
     fn read_bytes(&self, page: PageId, offset: u64, out: &mut [u8]) -> Result<(PageInfo, Lsn)> {
         let len = out.len() as u64;
         self.engine().versions.used(page);
@@ -152,7 +158,7 @@ impl Store {
         Ok((info, lsn))
     }
 
-    /// The bytes of a version of a page, if it is the newest one.
+    /// Reads bytes of a version of a page, provided that it is the newest version.
     ///
     /// # Errors
     /// `Overtaken` if it is not.
@@ -170,7 +176,7 @@ impl Store {
         }
         let len = out.len() as u64;
         let Engine { applier, device, staging, poison, .. } = self.engine();
-        // It may be shorter by now, or gone: either way it is another version.
+        // The page may be shorter by now, or deleted. Either makes it another version.
         let range = move |now: &PageInfo| if now.lsn == lsn { (offset, len) } else { (0, 0) };
         match applier.read(&**device, staging, page, len, range) {
             Ok((now, _, bytes)) => {
@@ -186,11 +192,11 @@ impl Store {
         }
     }
 
-    /// Bytes of a page as its newest version has them, read by this thread; as of which batch. `None`, with
-    /// anything in `out`, if the page has another version by then, or a thread of the caller's cannot read
-    /// it.
+    /// Reads bytes of the newest version of a page on this thread, and returns the batch as of which they
+    /// were read. Returns `None`, with `out` unspecified, if the page has a newer version by then, or if this
+    /// thread cannot read it.
     ///
-    /// In any case the applier has come to this version when this returns.
+    /// In either case the applier has reached this version when this returns.
     pub(super) fn read_version(&self, info: &PageInfo, offset: u64, out: &mut [u8]) -> Result<Option<Lsn>> {
         let Engine { applier, versions, device, .. } = self.engine();
         applier.unloaded().wait([info.page])?;
@@ -200,7 +206,7 @@ impl Store {
         if info.place == Place::Disk {
             return self.read_on_disk(info, offset, out);
         }
-        // Where a list was lost nothing is read from memory, whatever is in it: the applier says why.
+        // After a list was lost, memory is not read at all. The applier reports the error.
         if !device.reads_now() || !applier.has_applied(info.lsn) {
             return Ok(None);
         }
@@ -216,8 +222,8 @@ impl Store {
         Ok(applier.has_applied(info.lsn).then_some(lsn))
     }
 
-    /// As [`read_version`](Self::read_version), for a page on disk: straight to the caller's memory, however
-    /// long the range is.
+    /// Like [`read_version`](Self::read_version), for a page on disk. Reads directly into the caller's
+    /// memory, however long the range is.
     fn read_on_disk(&self, info: &PageInfo, offset: u64, out: &mut [u8]) -> Result<Option<Lsn>> {
         let (page, lsn, range) = (info.page, info.lsn, offset..offset + out.len() as u64);
         let caught = self.engine().applier.turn(move |turn| {
@@ -232,7 +238,7 @@ impl Store {
     }
 }
 
-/// Makes a buffer `len` bytes long. What its bytes are is not said.
+/// Sets the length of a buffer to `len` bytes. The contents are unspecified.
 pub(super) fn make_room(buffer: &mut Vec<u8>, len: u64) -> Result<()> {
     let refused = || Error::OutOfMemory { place: Place::Host, len };
     let wanted = usize::try_from(len).map_err(|_| refused())?;

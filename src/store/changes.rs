@@ -1,4 +1,4 @@
-//! Hearing of what batches change, in this process.
+//! Subscribes to the changes of each batch, within this process.
 
 use super::Store;
 use crate::applier::ChangeStream;
@@ -8,11 +8,12 @@ use crate::error::Result;
 use crate::{applier::ChangeEvent, error::Error};
 
 impl Store {
-    /// A stream of what each batch changes from now on, told once the batch is applied: which pages, which of
-    /// their bytes, and in what way. Batches never wait for it. A caller that falls back by some 65,000
-    /// changes hears [`ChangeEvent::Lagged`] instead of the batches that it missed.
+    /// Returns a stream of the changes that each batch makes from now on: which pages, which of their bytes,
+    /// and how. A batch is reported once it is applied.
     ///
-    /// A restore is told as [`ChangeEvent::Lagged`]: it replaces all pages.
+    /// Batches never wait for the stream. A subscriber that falls behind by some 65,000 changes receives
+    /// [`ChangeEvent::Lagged`] in place of the batches that it missed. A restore replaces all pages, so it is
+    /// also reported as [`ChangeEvent::Lagged`].
     ///
     /// ```
     /// use remanent::{AppliedChange, ChangeEvent, Options, Place, Store};
@@ -33,7 +34,7 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Poisoned`] if the store failed before; [`Error::Forked`].
+    /// [`Error::Poisoned`] if the store has failed; [`Error::Forked`].
     pub fn changes(&self) -> Result<ChangeStream> {
         self.check_process()?;
         ChangeStream::begin(&self.engine().applier)

@@ -1,13 +1,13 @@
-//! Comparing two pages, element by element.
+//! Compares two pages, element by element.
 //!
-//! Where kernels reach the pages and both lie in one place, the device compares them there. It makes a bitmap
-//! of the elements that differ, and counts its bits: the kernels are those by which a capture finds its
-//! changes. A count and an index come to the host. All of it is one turn of the applier, so that both pages
-//! are as of one batch.
+//! If kernels can reach the pages and both are in one place, the device compares them there. It makes a
+//! bitmap of the elements that differ and counts its bits, with the same kernels that find the changes of a
+//! capture. Only a count and an index are copied to the host. The whole comparison is one turn of the
+//! applier, so both pages are as of one batch.
 //!
-//! All other pages are read in pieces and compared by the caller's thread. The pages are looked up together,
-//! and a page that a batch changes meanwhile has the comparison begin anew. The third time it holds up
-//! batches instead, so that it ends.
+//! The calling thread compares all other pages, reading them in pieces. It looks both pages up together, and
+//! starts again if a batch changes one of them during the comparison. The third attempt blocks batches, so
+//! that it completes.
 //!
 //! Nothing is written, so a crash loses nothing.
 
@@ -22,26 +22,24 @@ use crate::error::{Error, Result};
 use crate::memory::arena::PageMemory;
 use crate::memory::staging::{StagingBuf, StagingPool};
 
-/// Bytes that the device compares by one pair of commands: their bitmap takes 8 MiB at most.
+/// Bytes that the device compares with one pair of commands. Their bitmap takes at most 8 MiB.
 const PART_LEN: u64 = 64 << 20;
-/// Bytes of each page that a thread compares at a time; a whole number of elements of any width.
+/// Bytes of each page that a thread compares at a time: a whole number of elements of any width.
 const PIECE_LEN: usize = 1 << 20;
-/// How often a thread begins anew before it holds up batches.
+/// Attempts by a thread before it blocks batches.
 const TRIES: usize = 2;
-/// How many bytes a count or an index takes.
+/// Bytes of a count or an index.
 const WORD_LEN: u64 = 4;
 
-/// The outcome of comparing two pages.
-///
-/// Made by [`Store::compare`].
+/// The result of [`Store::compare`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Comparison {
-    /// Whether no element differs.
+    /// Whether all elements are equal.
     pub equal: bool,
     /// The number of elements that differ.
     pub differing: u64,
-    /// The index of the first element that differs.
+    /// The index of the first element that differs; `None` if the pages are equal.
     pub first: Option<u64>,
     /// The batch as of which both pages were compared.
     pub lsn: Lsn,
@@ -52,7 +50,7 @@ impl Comparison {
         Self { equal: true, differing: 0, first: None, lsn }
     }
 
-    /// Counts elements that differ; they come after those counted before.
+    /// Adds elements that differ. They must follow the elements added before.
     fn add(&mut self, differing: u64, first: u64) {
         if differing > 0 {
             self.equal = false;
@@ -62,16 +60,16 @@ impl Comparison {
     }
 }
 
-/// A comparison that the device is working on.
+/// A comparison in flight on the device.
 struct Comparing {
     pending: Pending,
-    /// The bitmap; given back when the list is done.
+    /// The memory of the bitmap, which is freed when the list is done.
     scratch: Vec<PageMemory>,
     parts: Vec<Part>,
     lsn: Lsn,
 }
 
-/// A range of both pages that is compared by one pair of commands.
+/// A range of both pages that one pair of commands compares.
 #[derive(Clone, Copy)]
 struct Part {
     offset: u64,
@@ -80,7 +78,8 @@ struct Part {
 }
 
 impl Part {
-    /// Cuts pages of this length. A last element that is not whole is a part of its own, compared by bytes.
+    /// Divides pages of `len` bytes into parts. An incomplete last element is a part of its own, compared
+    /// byte by byte.
     fn all(len: u64, width: Width) -> Vec<Self> {
         let whole = len - len % width.bytes() as u64;
         let parts = (0..whole).step_by(PART_LEN as usize);
@@ -92,25 +91,25 @@ impl Part {
         parts
     }
 
-    /// The length of its bitmap.
+    /// Returns the length of the part's bitmap.
     fn bits_len(&self) -> u64 {
         (self.len / self.width.bytes() as u64).div_ceil(8)
     }
 
-    /// The range of a page that it covers.
+    /// Returns the range of a page that the part covers.
     fn of(&self, page: Span) -> Span {
         Span { offset: page.offset + self.offset, len: self.len, ..page }
     }
 }
 
 impl Store {
-    /// Compares two pages of equal length, element by element, as of one batch. A last element that is not
-    /// whole counts as one.
+    /// Compares two pages of equal length element by element, as of one batch. An incomplete last element
+    /// counts as one element.
     ///
-    /// Pages in one place of a GPU's store are compared on the GPU, in the order of batches, with up to 8 MiB
-    /// of the place's budget for the bitmap. Where the budget has no room for that, where pages live in
-    /// memory of the host, and where the two lie in different places, the calling thread reads and compares
-    /// them. Batches of these pages that keep changing them wait while it does so for the third time.
+    /// Two pages in the same place of a GPU are compared on the GPU, in batch order; the bitmap takes up to 8
+    /// MiB of the place's budget. The calling thread compares the pages itself if the budget has no room for
+    /// the bitmap, if pages live in host memory, or if the two pages are in different places. If batches
+    /// change the pages during its first two attempts, the third attempt blocks all batches until it is done.
     ///
     /// ```
     /// use remanent::{Options, Place, Store, Width};
@@ -126,7 +125,8 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// [`Error::UnknownPage`]; [`Error::LengthsDiffer`]; [`Error::OutOfMemory`]; as for [`Store::read`].
+    /// [`Error::UnknownPage`]; [`Error::LengthsDiffer`]; [`Error::OutOfMemory`]; the errors of
+    /// [`Store::read`].
     pub fn compare(&self, left: PageId, right: PageId, width: Width) -> Result<Comparison> {
         self.of_device(|| match self.compare_on_device([left, right], width)? {
             Some(compared) => Ok(compared),
@@ -134,7 +134,7 @@ impl Store {
         })
     }
 
-    /// Compares pages where they lie; `None` if the device cannot.
+    /// Compares pages on the device, or returns `None` if the device cannot compare them.
     fn compare_on_device(&self, pages: [PageId; 2], width: Width) -> Result<Option<Comparison>> {
         let Engine { applier, device, staging, arena, .. } = self.engine();
         applier.unloaded().wait(pages)?;
@@ -162,7 +162,7 @@ impl Store {
             let begin = part.offset / width.bytes() as u64;
             match word(number) {
                 0 => {}
-                // The element that is not whole.
+                // The incomplete last element.
                 _ if part.width != width => compared.add(1, begin),
                 count => compared.add(count, begin + word(parts.len() + number)),
             }
@@ -179,7 +179,8 @@ impl Store {
                 compared => return compared,
             }
         }
-        // No batch comes while the lock is held. One that is submitted is seen once it is logged.
+        // While this lock is held, no batch can be submitted. Batches submitted before are visible once they
+        // are logged.
         let table = self.committer().lock();
         self.engine().log.wait_logged(table.lsn())?;
         self.compare_versions(pages, width)
@@ -188,7 +189,7 @@ impl Store {
     /// Compares the newest versions of two pages.
     ///
     /// # Errors
-    /// `Overtaken` if a batch changes one of them meanwhile.
+    /// `Overtaken` if a batch changes one of them during the comparison.
     fn compare_versions(&self, pages: [PageId; 2], width: Width) -> Result<Comparison> {
         let view = self.view()?;
         let [left, right] = [view.page(pages[0])?, view.page(pages[1])?];
@@ -208,7 +209,7 @@ impl Store {
     }
 }
 
-/// Begins a comparison on the device; `None` if it cannot do it.
+/// Starts a comparison on the device, or returns `None` if the device cannot compare the pages.
 fn begin(
     turn: &mut Turn<'_>,
     pool: &StagingPool,
@@ -227,7 +228,7 @@ fn begin(
         return Ok(None);
     }
     let parts = Part::all(left.len, width);
-    // The bitmap of one part takes the place of that of the part before; an index for each part follows them.
+    // All parts share the memory of one bitmap. The indices, one per part, follow it.
     let bits_len = parts.iter().map(Part::bits_len).max().unwrap_or(0).next_multiple_of(16);
     let indices_len = WORD_LEN * parts.len() as u64;
     let Some(scratch) = turn.arena.scratch_if_there_is_room(left.place, bits_len + indices_len)? else {
@@ -235,7 +236,7 @@ fn begin(
     };
     let submitted = match &scratch[..] {
         [bitmap] => compare(turn, pool, [one, other], &parts, (bitmap, bits_len)).map(Some),
-        // A page so long that its indices take more than a piece of scratch.
+        // The page is so long that bitmap and indices need more than one piece of scratch.
         _ => Ok(None),
     };
     match submitted {
@@ -260,7 +261,7 @@ fn compare(
     let mut commands = Vec::with_capacity(2 * parts.len() + 1);
     for (number, part) in parts.iter().enumerate() {
         let bits = bitmap.part(0, part.bits_len());
-        // Room for one index: the others are counted, and left out.
+        // Room for one index: the kernel counts the others and does not store them.
         let indices = bitmap.part(bits_len + WORD_LEN * number as u64, WORD_LEN);
         let count = StagingSpan { index: 0, offset: WORD_LEN as usize * number, len: WORD_LEN as usize };
         let (left, right) = (part.of(left), part.of(right));
@@ -273,7 +274,7 @@ fn compare(
     turn.submit(CommandList { commands, staging: vec![staged.into_staging()] })
 }
 
-/// The length of what comes to the host: a count a part, then an index a part.
+/// The bytes that are copied to the host: one count per part, then one index per part.
 fn found_len(parts: &[Part]) -> usize {
     2 * WORD_LEN as usize * parts.len()
 }
@@ -285,7 +286,7 @@ fn check_lens(left: &PageInfo, right: &PageInfo) -> Result<()> {
     Err(Error::LengthsDiffer { pages: [left.page, right.page], lens: [left.len, right.len] })
 }
 
-/// The number of elements that differ, and the index of the first one.
+/// Returns the number of elements that differ and the index of the first one.
 fn differing(left: &[u8], right: &[u8], width: Width) -> (u64, u64) {
     if left == right {
         return (0, 0);

@@ -1,4 +1,4 @@
-//! Reading pages into memory of the device, without a way by the host.
+//! Reads pages directly into device memory.
 
 use remanent_format::{Lsn, PageId};
 
@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::images::disk_pages::DiskPage;
 use crate::store::Store;
 
-/// A range of a page on disk, and the memory that takes it.
+/// A range of a page on disk, and the memory that receives it.
 struct DiskRead {
     page: DiskPage,
     offset: u64,
@@ -17,11 +17,13 @@ struct DiskRead {
 }
 
 impl Store {
-    /// Fills memory of the device with ranges of pages: of each page as many bytes from an offset on as its
-    /// memory is long. All of them are as of one batch, which is returned, and go by one list of commands,
-    /// from GPU memory at its own speed. Pages on disk come by way of the store's pinned memory.
+    /// Fills device memory with ranges of pages, all as of one batch, and returns that batch.
     ///
-    /// No two memories may overlap. After an error any of them may be filled or not.
+    /// Each entry names a page, an offset in it, and the memory to fill; the length of the memory sets the
+    /// number of bytes. All ranges are copied by one command list, so pages in GPU memory are copied at that
+    /// memory's speed. Pages on disk are read through the store's pinned memory.
+    ///
+    /// The memory ranges must not overlap. After an error, any of them may be partly or completely filled.
     ///
     /// ```
     /// use remanent::{DeviceChoice, Options, Place, Store};
@@ -42,9 +44,9 @@ impl Store {
     ///
     /// # Errors
     /// [`Error::UnknownPage`], [`Error::OutOfBounds`]; [`Error::MemoryRefused`] for memory of another device,
-    /// memory that overlaps other memory of the call, and memory that a stream uses;
-    /// [`Error::MemoryInUse`] if a page lives there; [`Error::Damaged`] as for [`Store::read`];
-    /// [`Error::Poisoned`] if the device failed, now or with a batch before.
+    /// memory that overlaps other memory in the call, and memory that a stream is using;
+    /// [`Error::MemoryInUse`] if a page lives in the memory; [`Error::Damaged`] as for [`Store::read`];
+    /// [`Error::Poisoned`] if the device has failed, now or in an earlier batch.
     pub fn read_device(&self, ranges: &[(PageId, u64, &DeviceBytes)]) -> Result<Lsn> {
         ranges.iter().for_each(|(page, ..)| self.engine().versions.used(*page));
         self.of_device(|| self.fill_memory(ranges))
@@ -56,7 +58,7 @@ impl Store {
         for (page, offset, bytes) in ranges {
             bytes.check_process()?;
             bytes.check_device(device)?;
-            // Until all bytes have landed.
+            // Held until all bytes have arrived.
             let (use_of_range, target) = bytes.begin_write()?;
             push(&mut in_use, use_of_range)?;
             push(&mut wanted, (*page, *offset, target))?;
@@ -84,7 +86,7 @@ impl Store {
             let list = CommandList { commands, staging: Vec::new() };
             Ok((turn.applied.point.lsn, turn.submit(list)?, on_disk))
         })?;
-        // Also if it fails, the list must be done before the memory is the caller's again.
+        // Even after a failed read, the list must finish before the caller may use the memory again.
         let read = on_disk.iter().try_for_each(|read| read.page.upload(read.offset, staging, read.target));
         pending.finish(&**device)?;
         read.map(|()| lsn)

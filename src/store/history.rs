@@ -1,4 +1,4 @@
-//! Snapshots, what is kept of them, and going back.
+//! Takes snapshots, applies retention, and restores earlier states.
 
 use std::sync::Arc;
 
@@ -17,34 +17,36 @@ use crate::recovery::Outlook;
 use crate::snapshot::{AfterPublication, PROVERS_MAX, PruneReport, SnapshotRequest, Subject};
 
 impl Store {
-    /// Takes a snapshot while commits go on, verifies it, and removes what is not kept any more. It writes
-    /// the pages that changed since the snapshot before, and shares the images of all others with it. One at
-    /// a time; a second caller waits. One that the background is writing slowly is finished at full speed
-    /// first.
+    /// Takes a snapshot while commits continue, verifies it, and removes what retention no longer keeps.
     ///
-    /// Image files of which less than half is still named give their last images to the next snapshot, as
-    /// many as it writes anyway, or 4 MiB, so that they can go.
+    /// The snapshot writes the pages that changed since the previous snapshot, and shares the images of all
+    /// other pages with it. Snapshots run one at a time; a second caller waits. A paced background snapshot
+    /// in progress is completed at full speed first.
     ///
-    /// On a full disk pages that were deleted give back what they take first, as far as the rules of
-    /// retention let go of it: a *thin* snapshot takes the place of the newest one, begins where that one
-    /// begins, says which pages are gone, and writes no image. Then the snapshot is tried once more.
+    /// If less than half of an image file is still named, the snapshot also rewrites the file's remaining
+    /// images, so that the file can be removed. It rewrites at most as many bytes as it writes anyway, or 4
+    /// MiB if that is more.
+    ///
+    /// On a full disk, the space of deleted pages is freed first, as far as retention permits. For this, a
+    /// *thin* snapshot replaces the newest one: it begins where that one begins, records which pages were
+    /// deleted, and writes no images. The snapshot is then tried once more.
     ///
     /// # Errors
-    /// [`Error::DiskFull`], and [`Error::Io`] where the system is short of open files, memory or threads,
-    /// change nothing; any other failure poisons the store. Where it is short only of what reading back
-    /// takes, the snapshot stands and is not `verified`: the next one makes up for it.
+    /// [`Error::DiskFull`], and [`Error::Io`] if the system is short of open files, memory or threads, leave
+    /// the store unchanged; any other failure poisons it. If only the resources for reading the snapshot back
+    /// are missing, the snapshot remains valid but not `verified`, and the next snapshot verifies it.
     pub fn snapshot(&self) -> Result<SnapshotInfo> {
         self.check_process()?;
         self.snapshot_with(SnapshotOptions::new())
     }
 
-    /// Takes a snapshot as [`Store::snapshot`] does, with a name, of one moment, or without waiting until it
-    /// is read back: see [`SnapshotOptions`].
+    /// Takes a snapshot like [`Store::snapshot`], with [`SnapshotOptions`] that give it a name, make it
+    /// exact, or return before it is verified.
     ///
     /// # Errors
-    /// [`Error::NameTaken`] and, for a name of no byte or more than 64, [`Error::Limit`]; where an exact
-    /// snapshot finds no room to copy pages aside, [`Error::OverBudget`] and [`Error::OutOfMemory`]: all of
-    /// them change nothing. Else as for [`Store::snapshot`].
+    /// These leave the store unchanged: [`Error::NameTaken`]; [`Error::Limit`] for an empty name or one of
+    /// more than 64 bytes; [`Error::OverBudget`] and [`Error::OutOfMemory`] if an exact snapshot has no room
+    /// to copy pages aside. Otherwise the same as [`Store::snapshot`].
     pub fn snapshot_with(&self, options: SnapshotOptions) -> Result<SnapshotInfo> {
         self.check_process()?;
         let SnapshotOptions { name, exact, only_published } = options;
@@ -72,13 +74,16 @@ impl Store {
         self.in_store(taken)
     }
 
-    /// Reads the images back that long batches have written ahead of themselves since the last snapshot: of
-    /// new pages, and of pages on disk that were written whole. The next snapshot does so before it names
-    /// them; a caller that has many batches to commit before it takes one has it done meanwhile, by a thread
-    /// of its own. Two threads read, so that the others have their cores. Snapshots wait until this returns.
-    /// What does not hold the next snapshot writes again, or says that it cannot, as if it had found it.
+    /// Verifies the images that long batches have written since the last snapshot, and returns how many bytes
+    /// of pages it read back.
     ///
-    /// Returns how many bytes of pages were read back.
+    /// Such images hold new pages, and pages on disk that were overwritten as a whole. The next snapshot has
+    /// to verify them before it names them. A caller with many batches to commit before that snapshot can
+    /// call this from a thread of its own to do the work earlier. It reads with two threads, which leaves the
+    /// other cores free. Snapshots wait until this returns.
+    ///
+    /// A damaged image is not an error here: the next snapshot writes the page again, or fails if it cannot,
+    /// as if it had found the damage itself.
     ///
     /// ```
     /// # use remanent::{Options, Place, Store, WriteBatch};
@@ -93,18 +98,18 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`], which changes nothing.
+    /// [`Error::OutOfMemory`], which leaves the store unchanged.
     pub fn prove_written_ahead(&self) -> Result<u64> {
         self.check_process()?;
         let snapshots = &self.parts.snapshots;
         snapshots.prove_written_ahead(&snapshots.catalog.lock(), PROVERS_MAX)
     }
 
-    /// Waits until all snapshots that are published are verified, and what they take the place of is removed.
+    /// Waits until all published snapshots are verified, and everything that they replace has been removed.
     ///
     /// # Errors
-    /// [`Error::Poisoned`] if one of them is not on the medium what was written, or the store failed
-    /// otherwise.
+    /// [`Error::Poisoned`] if a snapshot on the medium differs from what was written, or if the store has
+    /// failed otherwise.
     pub fn wait_verified(&self) -> Result<()> {
         self.check_process()?;
         let snapshots = &self.parts.snapshots;
@@ -116,8 +121,8 @@ impl Store {
         self.in_store(snapshots.finish(&mut catalog))
     }
 
-    /// Waits until `count` snapshots have ended since the store was opened, well or not: for tests, which
-    /// must not guess when one in the background is through.
+    /// Waits until `count` snapshots have ended since the store was opened, whether they succeeded or not.
+    /// Tests use this to wait for a background snapshot.
     #[doc(hidden)]
     pub fn wait_for_snapshots(&self, count: u64) {
         if self.check_process().is_err() {
@@ -126,26 +131,26 @@ impl Store {
         self.parts.snapshots.progress.wait_ended(count);
     }
 
-    /// What the store keeps of the past: the rules of the options with which it was opened.
+    /// Returns the retention rules that the store was opened with.
     #[must_use]
     pub fn retention(&self) -> Retention {
         self.parts.options.retention.clone()
     }
 
-    /// Says what [`Store::prune`] would remove now, and removes nothing. It does not wait for a snapshot that
-    /// is being taken, and passes over what that one writes.
+    /// Returns what [`Store::prune`] would remove now, without removing it. This does not wait for a snapshot
+    /// in progress, and ignores the files that it is writing.
     ///
     /// # Errors
-    /// What the system says.
+    /// Errors of the file system.
     pub fn would_prune(&self, retention: &Retention) -> Result<PruneReport> {
         self.check_process()?;
         self.in_store(self.parts.snapshots.would_prune(retention))
     }
 
-    /// As [`Store::would_prune_at`], on any disk: the way in for tests, which bring simulated ones.
+    /// Does the work of [`Store::would_prune_at`] on any disk. Tests use this with simulated ones.
     ///
     /// # Errors
-    /// As there.
+    /// Same as [`Store::would_prune_at`].
     #[doc(hidden)]
     pub fn would_prune_on(disk: &Arc<dyn Disk>, retention: &Retention) -> Result<PruneReport> {
         let look = || {
@@ -164,14 +169,16 @@ impl Store {
         look().map_err(|error: Error| error.in_store(&disk.label()))
     }
 
-    /// Removes what these rules do not keep, and nothing that a kept snapshot, the log after it or a reader
-    /// needs. A snapshot whose name is given up stays as long as another rule keeps it, and has its name
-    /// again then. Log segments that waited to be used again go too, except for the reserve. The store goes
-    /// on by its own rules.
+    /// Removes the snapshots and files that `retention` does not keep. Nothing that a kept snapshot, the log
+    /// after it or a reader needs is removed.
+    ///
+    /// A snapshot whose name is given up remains if another rule keeps it, and then it keeps its name as
+    /// well. Log segments that were waiting for reuse are also removed, except for the reserve. The store's
+    /// own retention rules do not change.
     ///
     /// # Errors
-    /// [`Error::DiskFull`] changes nothing; after [`Error::Io`] where the system is short of open files, the
-    /// next call removes the rest; any other failure poisons the store.
+    /// [`Error::DiskFull`] leaves the store unchanged. After an [`Error::Io`] because the system is short of
+    /// open files, the next call removes the rest. Any other failure poisons the store.
     pub fn prune(&self, retention: &Retention) -> Result<PruneReport> {
         self.check_process()?;
         let snapshots = &self.parts.snapshots;
@@ -179,14 +186,14 @@ impl Store {
         applier.unloaded().wait_all()?;
         poison.check()?;
         let pruned = snapshots.prune(&mut snapshots.catalog.lock(), retention).and_then(|pruned| {
-            // A caller that prunes wants the space, not segments that are ready.
+            // A caller that prunes wants the space rather than segments kept in reserve for later.
             self.engine().log.pool.release_surplus().map(|_| pruned)
         });
         self.in_store(pruned.map_err(|error| if error.is_passing() { error } else { poison.set(error) }))
     }
 
-    /// The snapshots kept, oldest first; none in a forked child. It waits for nothing: one that is being
-    /// taken is not among them.
+    /// Returns the kept snapshots, oldest first, or none in a forked child. This never waits, so a snapshot
+    /// in progress is not included.
     #[must_use]
     pub fn snapshots(&self) -> Vec<SnapshotInfo> {
         if self.check_process().is_err() {
@@ -195,15 +202,17 @@ impl Store {
         self.parts.snapshots.list()
     }
 
-    /// Takes all pages and the root back to an earlier state: the one after a batch, or a snapshot's by
-    /// number or name. This goes forward: it is one more batch, and what it leaves can be gone back to in
-    /// turn. Page ids given meanwhile are not given again; pages that change get an epoch above all that were
-    /// ever given. Commits wait.
+    /// Restores all pages and the root to an earlier state: the state after a batch, or that of a snapshot
+    /// given by number or name.
     ///
-    /// The window opens at the end of the oldest snapshot after which the log is kept, and closes at the
-    /// newest batch. From before that, the states of named snapshots can be gone back to, each by its own
-    /// batch and no other. The snapshot of the restored state that is taken at the end removes nothing; later
-    /// ones do as ever.
+    /// A restore is itself a new batch, so the states that it replaces can be restored in turn. Page ids
+    /// allocated since then are not reused, and every page that changes gets an epoch above all epochs ever
+    /// assigned. Commits wait while it runs.
+    ///
+    /// The window of states begins at the end of the oldest snapshot whose following log is kept, and ends at
+    /// the newest batch. Before that window, only the states of named snapshots can be restored, each by its
+    /// own name, number or batch. The restore ends with a snapshot of the restored state; that snapshot
+    /// removes nothing, and later ones apply retention as usual.
     ///
     /// ```
     /// use remanent::{Options, Place, StatePoint, Store};
@@ -225,11 +234,11 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// [`Error::NoSnapshot`], [`Error::NoSnapshotNamed`], [`Error::OutsideWindow`], [`Error::Overtaken`]
-    /// where an image that the state needs is gone, [`Error::Damaged`], [`Error::OverBudget`],
-    /// [`Error::OutOfMemory`], [`Error::DiskFull`], [`Error::Io`] where the system is short of something and,
-    /// while any page is leased or pinned, [`Error::Leased`] change nothing; a failure later poisons the
-    /// store, whose directory then holds the restored state.
+    /// These leave the store unchanged: [`Error::NoSnapshot`], [`Error::NoSnapshotNamed`],
+    /// [`Error::OutsideWindow`]; [`Error::Overtaken`] if an image that the state needs is gone;
+    /// [`Error::Damaged`], [`Error::OverBudget`], [`Error::OutOfMemory`], [`Error::DiskFull`]; [`Error::Io`]
+    /// if the system is short of a resource; and [`Error::Leased`] while any page is leased or pinned. A
+    /// later failure poisons the store, whose directory then holds the restored state.
     pub fn restore(&self, point: &StatePoint) -> Result<Position> {
         self.check_process()?;
         self.engine().poison.check()?;
@@ -254,17 +263,17 @@ impl Store {
         let StoreParts { committer, snapshots, options, .. } = &*self.parts;
         let engine = self.engine();
         let Engine { applier, leases, log, poison, .. } = engine;
-        // Memory is overwritten as a whole.
+        // The restore overwrites page memory as a whole.
         applier.unloaded().wait_all()?;
         let mut submitted = committer.lock();
         leases.check_none().map_err(|error| poison.set_by_device(error))?;
         let restore = RestoreRun { engine, budget: &options.budget, images: snapshots.images };
         let point = log.pool.with_surplus(|| restore.run(lsn, &mut submitted, catalog))?;
-        // Still under both locks: this snapshot is exact, and later opens start from it.
+        // Both locks are still held, so this snapshot is exact. Later opens start from it.
         let (keeps_others, then) = (true, AfterPublication::KeepAll);
         let request = SnapshotRequest { keeps_others, then, ..SnapshotRequest::default() };
         match snapshots.take(catalog, &request) {
-            // The restore stands without it: recovery replays the record.
+            // The restore is valid without the snapshot: recovery replays its record.
             Ok(_) | Err(Error::OutOfMemory { .. }) => {}
             Err(error) if error.is_passing() => {}
             Err(error) => return Err(error),

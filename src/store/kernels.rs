@@ -1,4 +1,4 @@
-//! What a store has for kernels: memory, working copies of pages, and a look at what they did.
+//! Serves the caller's kernels: device memory, working copies of pages, and audits of page memory.
 
 use std::sync::Arc;
 
@@ -17,9 +17,10 @@ use crate::write::commit::{Direction, Shadow};
 use crate::write::batch::WriteBatch;
 
 impl Store {
-    /// `len` zeros in the memory of the store's device, for kernels to write and for batches to take bytes
-    /// from. They count in the budget of their place, beside pages, and are given back with the last handle
-    /// to them; the caller's kernels must be done by then.
+    /// Allocates `len` bytes of zeroed device memory, which kernels can write and batches can read from.
+    ///
+    /// The memory counts toward the budget of its place, together with the pages there. It is freed when the
+    /// last handle to it is dropped; by then the caller's kernels must have finished with it.
     ///
     /// # Errors
     /// [`Error::OverBudget`], [`Error::OutOfMemory`], [`Error::PlaceUnavailable`]; a device error.
@@ -27,9 +28,9 @@ impl Store {
         self.of_device(|| self.committer().device_bytes(place, len))
     }
 
-    /// Whether streams of the caller's can be waited for and told to wait: not where pages live in memory of
-    /// the host alone. There [`DeviceBytes::begin`], [`Lease::on`] and their kin say
-    /// [`Error::StreamRefused`], and a caller has no kernels to order.
+    /// Returns whether the store can order its work with the caller's streams. It cannot if all pages live in
+    /// host memory: [`DeviceBytes::begin`], [`Lease::on`] and similar calls then return
+    /// [`Error::StreamRefused`].
     ///
     /// ```
     /// use remanent::{DeviceChoice, Options, Store};
@@ -44,25 +45,24 @@ impl Store {
         self.engine().device.supports_streams()
     }
 
-    /// The memory of the caller's own, for batches to take bytes from. Its owner is held until the last
-    /// handle is gone.
+    /// Returns a handle to the caller's own memory, from which batches can take bytes. The owner of the
+    /// memory is kept alive until the last handle is dropped.
     ///
     /// # Errors
-    /// [`Error::MemoryRefused`] where the device can tell that it is not what the caller says, and where
-    /// pages live in host memory; a device error.
+    /// [`Error::MemoryRefused`] if pages live in host memory, or if the device detects that the memory is not
+    /// what the caller describes; a device error.
     pub fn caller_bytes(&self, memory: &CallerMemory) -> Result<DeviceBytes> {
         self.of_device(|| self.committer().adopt(memory))
     }
 
-    /// Hands a page's memory out, and forgets the page, in one commit: what was a page's is the caller's,
-    /// with the bytes that the page had, at the address that it had. So weights that were recovered become a
-    /// framework's without a copy of them.
+    /// Deletes a page and returns its memory to the caller, in one commit. The memory keeps its contents and
+    /// its address, so recovered weights become a framework's tensors without a copy.
     ///
-    /// The delete is durable when this returns, whatever [`Ack`](crate::Ack) says: no later open brings the
-    /// page back. Nothing of the store uses the memory any more, and work on the streams of leases that have
-    /// ended is done. The memory counts in the budget of its place until the last handle to it is dropped. A
-    /// page that [lives in the caller's memory](WriteBatch::create_in) gives back the handle that it was
-    /// created with.
+    /// When this returns, the delete is durable regardless of [`Ack`](crate::Ack), so a later open does not
+    /// bring the page back. The store no longer uses the memory, and the work of ended leases on their
+    /// streams is complete. The memory counts toward the budget of its place until the last handle to it is
+    /// dropped. For a page that [lives in the caller's memory](WriteBatch::create_in), this returns the
+    /// handle that the page was created with.
     ///
     /// ```
     /// use remanent::{Error, Options, Place, Store};
@@ -83,10 +83,10 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// [`Error::UnknownPage`]; [`Error::Leased`] if a lease is open on it, or it is pinned;
-    /// [`Error::PlaceUnavailable`] if it is on disk, and has no memory;
-    /// [`Error::Damaged`] as for [`Store::read`]; as for [`Store::commit`]. Nothing changed then. Where the
-    /// store is poisoned before the memory is handed out, the page may be gone, and an open tells whether.
+    /// These leave the store unchanged: [`Error::UnknownPage`]; [`Error::Leased`] if the page is leased or
+    /// pinned; [`Error::PlaceUnavailable`] if the page is on disk and has no memory; [`Error::Damaged`] as
+    /// for [`Store::read`]; the errors of [`Store::commit`]. If the store is poisoned before it hands the
+    /// memory out, the page may or may not be deleted; the next open shows which.
     pub fn release(&self, page: PageId) -> Result<DeviceBytes> {
         self.of_device(|| {
             let Engine { applier, leases, log, device, .. } = self.engine();
@@ -98,7 +98,7 @@ impl Store {
                 applier.wait_applied(point.lsn)?;
                 leases.wait_ended_of(page)
             });
-            // Taken in any case: if it comes later, the applier gives it back.
+            // Taken in either case. If the memory is handed out later, the applier frees it.
             let given = handover.take();
             match (waited, given) {
                 (Ok(()), Some((memory, fence))) => {
@@ -113,25 +113,28 @@ impl Store {
         })
     }
 
-    /// A copy of a page, for kernels to write, in the page's place. [`WriteBatch::capture`] takes what
-    /// changes there to the page.
+    /// Copies a page to new memory in the same place, for kernels to write to. [`WriteBatch::capture`]
+    /// commits what they change there.
     ///
-    /// `width` is that of the page's elements: an element changes as a whole. It must divide the page's
-    /// length.
+    /// `width` is the width of the page's elements; an element always changes as a whole. It must divide the
+    /// page's length.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`]; [`Error::MemoryRefused`] if the page is no whole number of elements;
-    /// [`Error::OverBudget`], [`Error::OutOfMemory`]; [`Error::PlaceUnavailable`] for a page on disk, whose
-    /// copy needs memory of its own: [`Store::working_copy_in`]; a device error.
+    /// [`Error::UnknownPage`]; [`Error::MemoryRefused`] if the page is not a whole number of elements;
+    /// [`Error::OverBudget`], [`Error::OutOfMemory`]; [`Error::PlaceUnavailable`] for a page on disk, which
+    /// needs memory from the caller ([`Store::working_copy_in`]); a device error.
     pub fn working_copy(&self, page: PageId, width: Width, shadow: Shadow) -> Result<WorkingCopy> {
         let info = self.page(page)?;
         let memory = self.device_bytes(info.len, info.place)?;
         self.working_copy_in(page, &memory, width, shadow, Direction::Load)
     }
 
-    /// Makes memory that is there already a working copy of a page: a tensor's, a cache's. It must be as long
-    /// as the page. `direction` says whether it takes the page's bytes now, or the page its bytes with the
-    /// next capture: so no fresh tensor overwrites a page that was recovered, unless it is told to.
+    /// Turns existing memory, such as a tensor or a cache, into a working copy of a page. The memory must be
+    /// as long as the page.
+    ///
+    /// `direction` states whether the memory receives the page's bytes now, or the page receives the memory's
+    /// bytes at the next capture. A newly allocated tensor therefore does not overwrite a recovered page by
+    /// accident.
     ///
     /// ```
     /// use remanent::{Direction, Options, Place, Shadow, Store, Width};
@@ -151,10 +154,10 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// [`Error::UnknownPage`]; [`Error::MemoryRefused`] if the memory is not as long as the page, no whole
-    /// number of elements, or not on their boundary; for a shadow [`Error::OverBudget`] and
-    /// [`Error::OutOfMemory`]; for a page on disk [`Error::PlaceUnavailable`] with [`Shadow::Page`], and
-    /// [`Error::Damaged`] as for [`Store::read`]; a device error.
+    /// [`Error::UnknownPage`]; [`Error::MemoryRefused`] if the memory has a different length than the page,
+    /// is not a whole number of elements, or is not aligned to them; [`Error::OverBudget`] and
+    /// [`Error::OutOfMemory`] for the shadow; for a page on disk, [`Error::PlaceUnavailable`] with
+    /// [`Shadow::Page`] and [`Error::Damaged`] as for [`Store::read`]; a device error.
     pub fn working_copy_in(
         &self,
         page: PageId,
@@ -166,32 +169,31 @@ impl Store {
         self.of_device(|| self.committer().working_copy(page, memory.clone(), width, shadow, direction))
     }
 
-    /// Takes the page's bytes to a working copy again, in place of what it holds: after a conflict, or to
-    /// drop what was not captured.
+    /// Reloads a working copy from its page and discards its contents. Use this after a conflict, or to drop
+    /// changes that were not captured.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`]; [`Error::MemoryRefused`] if the page's length changed; [`Error::Damaged`] for
-    /// a page on disk, as for [`Store::read`]; a device error.
+    /// [`Error::UnknownPage`]; [`Error::MemoryRefused`] if the page's length has changed; [`Error::Damaged`]
+    /// for a page on disk, as for [`Store::read`]; a device error.
     pub fn reload(&self, copy: &WorkingCopy) -> Result<()> {
         self.of_device(|| self.committer().load(copy, Direction::Load))
     }
 
-    /// Looks whether the pages in memory are what the batches made them, and names those that were changed
-    /// without one: by a kernel of the caller's that wrote to a lease's address, or past the end of memory of
-    /// its own.
+    /// Checks that page memory matches the committed batches, and returns the pages that were changed without
+    /// one: by a kernel that wrote to the address of a lease, or past the end of its own memory.
     ///
-    /// The device sums the pages, between batches, which go on; the sums are compared with those that follow
-    /// from the newest snapshot and the log. A page of which a snapshot has exactly the present version costs
-    /// nothing but its sum; one that changed since is put together on the host, one at a time. A CRC-32
-    /// misses one change in four billion.
+    /// The device computes a checksum of each page, in turns between batches. The checksums are compared with
+    /// those that follow from the newest snapshot and the log. If a snapshot contains exactly the current
+    /// version of a page, the check costs only the checksum; any other page is rebuilt on the host, one page
+    /// at a time. A CRC-32 misses one change in four billion.
     ///
-    /// A snapshot writes pages that batches changed since the one before, and takes what it finds in memory
-    /// for theirs: what a kernel did to such a page is told by an audit before that snapshot, and never by
-    /// one after it. Opening the store anew, or a batch that writes the whole page, mends what an audit
-    /// found.
+    /// A snapshot writes the current memory of every page that batches changed since the previous snapshot. A
+    /// stray write to such a page is therefore detected only by an audit before that snapshot, never by a
+    /// later one. To repair a page that an audit reports, reopen the store or commit a batch that overwrites
+    /// the whole page.
     ///
-    /// An audit waits for a snapshot that is being taken. It is about the memory of an open store, so it is
-    /// nothing that a tool could do from outside.
+    /// An audit waits for a snapshot in progress. It needs the memory of an open store, so no external tool
+    /// can run it.
     ///
     /// ```
     /// use remanent::{Options, Place, Store};
@@ -210,13 +212,13 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Damaged`] if what a page is made from is damaged on disk; [`Error::OutOfMemory`] if there is
-    /// no room on the host for one page; a device error.
+    /// [`Error::Damaged`] if the data on disk from which a page is rebuilt is damaged; [`Error::OutOfMemory`]
+    /// if the host has no memory for one page; a device error.
     pub fn audit(&self) -> Result<Audit> {
         self.of_device(|| self.auditor().run())
     }
 
-    /// A device's failure concerns the whole store.
+    /// Runs a call whose device errors poison the store.
     pub(super) fn of_device<T>(&self, call: impl FnOnce() -> Result<T>) -> Result<T> {
         self.check_process()?;
         self.in_store(call().map_err(|error| self.engine().poison.set_by_device(error)))

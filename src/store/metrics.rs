@@ -1,7 +1,6 @@
-//! Counts and sizes of a store, for the `metrics` facade.
+//! Publishes a store's counters and sizes through the `metrics` facade.
 //!
-//! They are published when the caller says so, as the exporters of the facade are read: so a commit pays for
-//! none of them.
+//! They are published on request, when an exporter is read, so commits do not pay for them.
 
 use std::time::Duration;
 
@@ -12,18 +11,20 @@ use super::{Stats, Store};
 use crate::memory::arena::PlaceUsage;
 
 impl Store {
-    /// Publishes [`Store::stats`] to the recorder of the `metrics` facade: called at intervals, or before an
-    /// exporter is read. Every metric has the label `store`, the directory; those of a place have `place`, of
-    /// a lane `lane`, and transfers and moves `from` and `to`.
+    /// Publishes [`Store::stats`] to the recorder of the `metrics` facade. Call this at intervals, or before
+    /// an exporter is read.
     ///
-    /// | metric | kind | what it is |
+    /// Every metric has the label `store`, which is the store's directory. Metrics of a place also have the
+    /// label `place`, those of a lane `lane`, and those of transfers and moves `from` and `to`.
+    ///
+    /// | metric | kind | description |
     /// |---|---|---|
-    /// | `remanent_lsn` with `state` = `logged`, `applied`, `durable` | counter | the newest batch of each kind |
-    /// | `remanent_log_bytes`, `remanent_log_syncs` | counter | bytes and syncs of the log since the open |
-    /// | `remanent_place_bytes` with `state` = `allocated`, `retired`, `claimed` | gauge | a place's budget in use |
-    /// | `remanent_pages` | gauge | allocations of a place |
-    /// | `remanent_disk_pages`, `remanent_disk_bytes` | gauge | pages of [`Place::Disk`], and their bytes |
-    /// | `remanent_pending_bytes` | gauge | host memory that holds what batches wrote to these |
+    /// | `remanent_lsn` with `state` = `logged`, `applied`, `durable` | counter | the newest batch in each state |
+    /// | `remanent_log_bytes`, `remanent_log_syncs` | counter | bytes written to the log, and syncs of it, since the open |
+    /// | `remanent_place_bytes` with `state` = `allocated`, `retired`, `claimed` | gauge | budget of a place that is in use |
+    /// | `remanent_pages` | gauge | allocations in a place |
+    /// | `remanent_disk_pages`, `remanent_disk_bytes` | gauge | pages in [`Place::Disk`], and their bytes |
+    /// | `remanent_pending_bytes` | gauge | host memory with what batches wrote to pages on disk |
     /// | `remanent_tier_hits`, `_misses`, `_evictions`, `_waits`, `_wait_seconds` | counter, gauge | [`TierStats`] |
     /// | `remanent_move_pages`, `_bytes`, `_seconds` | counter, gauge | [`MoveStats`] |
     /// | `remanent_allocations`, `remanent_frees`, `remanent_refusals` | counter | [`AllocationStats`] |

@@ -1,11 +1,26 @@
-//! The store: what a caller holds.
+//! The public handle of an open store.
 //!
-//! These files only put the parts together: [`crate::write::commit`], [`crate::snapshot`],
-//! [`crate::history::restore`] and [`crate::recovery`] say how things work. `open` makes a store of them,
-//! `batches` changes pages, `pages` looks them up, `bytes` reads them, `read_many` reads many at once,
-//! `device_reads` reads into memory of the device, `compare` compares them, `changes` tells what batches
-//! change, `view` looks up and reads as of one batch, `history` goes back, `scrub` looks after the disk,
-//! `unified` gives hints for unified memory, `stats` counts.
+//! These files only connect the parts: [`crate::write::commit`], [`crate::snapshot`],
+//! [`crate::history::restore`] and [`crate::recovery`] describe how each part works.
+//!
+//! | module | contents |
+//! |---|---|
+//! | `open` | assembles a store from its parts |
+//! | `batches` | commits batches and moves pages |
+//! | `pages` | looks pages up, leases them and pins them |
+//! | `bytes` | reads the bytes of one page |
+//! | `read_many` | reads many ranges in one call |
+//! | `device_reads` | reads into device memory |
+//! | `read_pages` | the trait for everything that pages can be read from |
+//! | `compare` | compares two pages |
+//! | `changes` | reports the changes of each batch |
+//! | `view` | looks pages up and reads them as of one batch |
+//! | `history` | takes, verifies, prunes and restores snapshots |
+//! | `kernels` | device memory and working copies for the caller's kernels; audits |
+//! | `scrub` | finds and repairs damage on disk |
+//! | `unified` | hints for unified memory |
+//! | `ticket` | waits for a submitted batch |
+//! | `stats`, `metrics` | counters and sizes |
 
 pub(crate) mod kernels;
 mod batches;
@@ -54,14 +69,10 @@ pub use stats::Stats;
 pub use ticket::{Acknowledged, CommitReceipt, Ticket};
 pub use view::{LiveView, Pages};
 
-/// A store directory, open for reading and writing: pages, root, log, snapshots.
+/// A store directory that is open for reading and writing: its pages, root, log and snapshots.
 ///
-/// A `tracing` subscriber sees spans for the long roads: `open` and `snapshot` (info), `sync` of the log
-/// (debug) and `commit` (trace), each with the thread that is in it. Without a subscriber they cost a load
-/// each.
-///
-/// One writer at a time; the handle is shared by threads by reference or in an `Arc`. Dropping it makes
-/// everything durable and seals the log; [`Store::close`] does the same and reports errors.
+/// A store has one writer at a time. Threads share the handle by reference or in an `Arc`. Dropping the store
+/// makes every batch durable and seals the log; [`Store::close`] does the same and returns errors.
 ///
 /// ```
 /// use remanent::{Key, Options, Place, Store};
@@ -77,30 +88,37 @@ pub use view::{LiveView, Pages};
 /// assert_eq!(u32::from_le_bytes(bytes), 42);
 /// # Ok::<(), remanent::Error>(())
 /// ```
+///
+/// # Tracing
+///
+/// A `tracing` subscriber receives spans for the long operations, each from the thread that runs it: `open`
+/// and `snapshot` (info), `sync` of the log (debug) and `commit` (trace). Without a subscriber a span costs
+/// one load.
 pub struct Store {
-    /// Not dropped in a forked child: the parent's threads are not there, and the files are the parent's
-    /// business.
+    /// Not dropped in a forked child: the parent's threads do not exist there, and the files belong to the
+    /// parent.
     parts: ForkGuard<StoreParts>,
     recovered: RecoveryReport,
     /// Released last: until then no other process may open the directory.
     _lock: Box<dyn DiskLock>,
-    /// A temporary directory lives as long as its store.
+    /// A temporary directory, which lives as long as its store.
     _directory: ForkGuard<Option<Box<dyn Any + Send + Sync>>>,
 }
 
-/// The parts of an open store. The owners of threads are dropped in the order of the fields, so that no
-/// thread outlives a thread that it waits for.
+/// The parts of an open store. Fields that own threads are declared in drop order, so that no thread outlives
+/// a thread that it waits for.
 struct StoreParts {
     prefetcher: PrefetchThread,
-    /// The thread that keeps places free, where there are tiers.
+    /// The thread that frees room in the tiers; `None` without tiers.
     _tiers: Option<TierThread>,
     mover: Arc<PageMover>,
-    /// First: called off, a snapshot in the background lets go of the catalog, for which a scrub may wait.
+    /// Dropped before the scrubber: a background snapshot that is cancelled releases the catalog, which a
+    /// scrub may be waiting for.
     _background: BackgroundSnapshots,
     _scrubber: Scrubber,
     _loader: PageLoader,
     reads: Reads,
-    /// After everything that gives turns to the applier.
+    /// Dropped after everything that queues turns on the applier.
     engine: RunningEngine,
     committer: Arc<Committer>,
     snapshots: Arc<Snapshots>,
@@ -115,14 +133,14 @@ impl StoreParts {
 }
 
 impl Store {
-    /// The store's identity, drawn at random when it was created.
+    /// Returns the store's identity, a random number drawn when the store was created.
     #[must_use]
     pub fn id(&self) -> StoreId {
         self.engine().store
     }
 
-    /// The store's directory, as an absolute path: where it is now, if it was moved since the store was
-    /// opened. `None` for a store that lies in no file system.
+    /// Returns the absolute path of the store's directory. If the directory was moved since the store was
+    /// opened, this is its current path. Returns `None` for a store that is not in a file system.
     ///
     /// ```
     /// # let above = tempfile::tempdir().unwrap();
@@ -141,44 +159,45 @@ impl Store {
         self.disk().directory()
     }
 
-    /// Where it lies.
+    /// Returns the disk that holds the store.
     pub(crate) fn disk(&self) -> &Arc<dyn Disk> {
         &self.engine().disk
     }
 
-    /// The parts that all roads share.
+    /// Returns the parts that all operations share.
     pub(crate) fn engine(&self) -> &Engine {
         self.parts.engine()
     }
 
-    /// What looks whether memory is what the batches say.
+    /// Returns the auditor, which checks page memory against the committed batches.
     pub(crate) fn auditor(&self) -> Auditor<'_> {
         Auditor { engine: self.engine(), catalog: &self.parts.snapshots.catalog }
     }
 
-    /// What turns batches into commits.
+    /// Returns the committer, which turns batches into commits.
     pub(crate) fn committer(&self) -> &Committer {
         &self.parts.committer
     }
 
-    /// What this open found and did.
+    /// Returns a report of what recovery found and did when this store was opened.
     #[must_use]
     pub fn recovered(&self) -> &RecoveryReport {
         &self.recovered
     }
 
-    /// Makes everything durable, seals the log and releases the directory. If the log after the newest
-    /// snapshot consists of more than 16 runs of the store, a snapshot is taken first, unless snapshots of
-    /// the store's own accord are off.
+    /// Makes every batch durable, seals the log and releases the directory.
+    ///
+    /// If the log after the newest snapshot spans more than 16 incarnations, a snapshot is taken first,
+    /// unless automatic snapshots are disabled.
     ///
     /// # Errors
-    /// [`Error::Poisoned`] if the store failed, now or before. The directory is released all the same.
+    /// [`Error::Poisoned`] if the store has failed, now or earlier. The directory is released in any case.
     pub fn close(self) -> Result<()> {
         self.check_process()?;
         let StoreParts { snapshots, options, .. } = &*self.parts;
         let poison = self.engine().poison.clone();
         if options.snapshot_log_bytes.is_some() || options.snapshot_interval.is_some() {
-            // A failure that poisoned the store is told below.
+            // A failure that poisoned the store is returned below.
             if let Err(error) = snapshots.take_at_close() {
                 tracing::warn!(%error, "no snapshot at the close");
             }
@@ -187,13 +206,13 @@ impl Store {
         poison.check()
     }
 
-    /// A result for the caller: an error says which store it is about.
+    /// Adds the store's label to an error that the caller receives.
     fn in_store<T>(&self, result: Result<T>) -> Result<T> {
         result.map_err(|error| error.in_store(&self.disk().label()))
     }
 
-    /// Threads do not survive a fork: in the child, nothing would answer. Comes first in every call: a lock
-    /// may be held by a thread that is not there.
+    /// Refuses the call in a forked child, where the store's threads do not exist. Every call checks this
+    /// before it takes a lock: a thread of the parent may have held that lock at the fork.
     pub(crate) fn check_process(&self) -> Result<()> {
         self.parts.check().map(drop)
     }

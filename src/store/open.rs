@@ -1,4 +1,4 @@
-//! Opening: how the parts of a store are put together.
+//! Assembles a store from its parts when it is opened.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -31,18 +31,18 @@ use crate::tiers::{PageMover, PrefetchThread, TierCounts, TierKeeper, TierThread
 use crate::versions::uses::PageUses;
 use crate::write::commit::{CombineQueue, Committer};
 
-/// A batch whose whole pages take more than one part in this number of a segment writes them to an image
-/// file: the log would hold them until a snapshot writes them once more.
+/// A batch whose whole pages exceed one part in this number of a segment's length writes them to an image
+/// file. In the log their bytes would stay until a snapshot wrote them a second time.
 const BULK_SHARE: u64 = 4;
-/// Staging kept for reuse.
+/// Idle staging that is kept for reuse, in bytes.
 const STAGING_IDLE_BYTES: usize = 64 << 20;
 
 impl Store {
-    /// Opens a store on any disk and device: the way in for tests, which bring simulated ones. Callers use
+    /// Opens a store on any disk and device. Tests use this with simulated ones; other callers use
     /// [`Store::open`].
     ///
     /// # Errors
-    /// As for [`Store::open`].
+    /// Same as [`Store::open`].
     #[doc(hidden)]
     pub fn open_on(disk: Arc<dyn Disk>, device: Arc<dyn Device>, options: Options) -> Result<Self> {
         Self::open_keeping(disk, device, options, None)
@@ -106,13 +106,13 @@ impl Store {
         recovered.log_io = log_io_reason;
         recovered.image_io = images.io.to_string();
         disk_pages.note(submitted.lens().map(|(_, place, _)| place));
-        // That of the applier alone: from it snapshots are taken.
+        // Only the applier's table watches changes, because snapshots are taken from that table.
         applied.table.watch(changed);
         let tiers = options.tiers.as_ref().map(|tiers| {
             let residents = TierKeeper::residents(tiers, &submitted);
             (tiers, Arc::<PageUses>::default(), residents)
         });
-        // From here on a failure drops what was started before it, the newest first.
+        // From here on, a failure drops the parts that were already started, newest first.
         let start = EngineStart {
             store: store.store,
             disk,
@@ -203,7 +203,7 @@ impl Store {
     }
 }
 
-/// How images are written, if the disk does not refuse it.
+/// Returns the image I/O mode of the options, if the disk supports it.
 fn checked_image_io(disk: &dyn Disk, options: &Options) -> Result<ImageIo> {
     let io = options.image_io;
     match disk.refuses_images(io)? {
@@ -212,7 +212,7 @@ fn checked_image_io(disk: &dyn Disk, options: &Options) -> Result<ImageIo> {
     }
 }
 
-/// How the log is written, and a sentence on why.
+/// Chooses the log's I/O mode, and returns it with the reason as text.
 fn choose_log_io(disk: &dyn Disk, options: &Options) -> Result<(LogIo, String)> {
     if let Some(io) = options.log_io {
         let refused = disk.refuses(io)?;
@@ -221,7 +221,7 @@ fn choose_log_io(disk: &dyn Disk, options: &Options) -> Result<(LogIo, String)> 
             None => Ok((io, format!("{io}, as asked for"))),
         };
     }
-    // `msync` waits longer than any other way to sync (`remanent bench commit --log-io
+    // `msync` takes longer than any other kind of sync (`remanent bench commit --log-io
     // direct,buffered,mapped`).
     let (wanted, why) = match options.ack {
         Ack::Durable => (LogIo::Direct, ": every commit waits for a sync"),

@@ -1,4 +1,4 @@
-//! Reading pages: what is in them, and what is known of them.
+//! Looks pages up, leases them and pins them.
 
 use std::sync::Arc;
 
@@ -13,26 +13,28 @@ use crate::error::{Error, Result};
 #[cfg(doc)]
 use crate::options::PageLoad;
 
-/// How often a page on disk is brought to memory for one call.
+/// Attempts by one call to bring a page from disk to memory.
 const COMING_TRIES: usize = 8;
 
-/// Pages that are yet to be loaded.
+/// The pages that are not loaded yet.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct UnloadedPages {
-    /// How many there are.
+    /// The number of these pages.
     pub pages: u64,
-    /// Bytes of these pages.
+    /// The total length of these pages, in bytes.
     pub bytes: u64,
 }
 
 impl Store {
-    /// Leases a page: its bytes are read where they lie, as they are after the newest batch submitted before
-    /// the call, or a later one. Batches that change the page go on; each needs room for a copy of it, in the
-    /// budget of its place.
+    /// Leases a page, so that its bytes can be read in place. The lease shows the page after the newest batch
+    /// submitted before this call, or after a later one.
     ///
-    /// A page on disk has no address. Where there are [`Tiers`](crate::Tiers) it comes to the first of them
-    /// that is memory, as by [`Store::ensure`], and stays there as long as it is leased.
+    /// Batches may still change the page while it is leased; each such batch needs room for a copy of the
+    /// page in the budget of its place.
+    ///
+    /// A page on disk has no address. With [`Tiers`](crate::Tiers), it is first moved to the first tier that
+    /// is memory, as by [`Store::ensure`], and stays there for as long as it is leased.
     ///
     /// ```
     /// use remanent::{Budget, DeviceChoice, Options, Place, Store, Tiers};
@@ -49,9 +51,10 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// [`Error::UnknownPage`]; [`Error::PlaceUnavailable`] if the page is on disk, and there are no tiers;
-    /// [`Error::Leased`] if it is pinned; [`Error::Damaged`] as for [`Store::read`]; [`Error::Poisoned`] if
-    /// the device failed, now or with a batch before; for a page on disk as for [`Store::ensure`].
+    /// [`Error::UnknownPage`]; [`Error::PlaceUnavailable`] if the page is on disk and the store has no tiers;
+    /// [`Error::Leased`] if the page is pinned; [`Error::Damaged`] as for [`Store::read`];
+    /// [`Error::Poisoned`] if the device has failed, now or in an earlier batch; for a page on disk, the
+    /// errors of [`Store::ensure`].
     pub fn lease(&self, page: PageId) -> Result<Lease<'_>> {
         self.check_process()?;
         self.in_memory(page, || self.take_lease(page))
@@ -68,21 +71,21 @@ impl Store {
         Lease::take(applier, leases, device, *store, page, id).map_err(|error| poison.set_by_device(error))
     }
 
-    /// Pins a page: as long as the pin, it keeps its address, and batches change it there. A page on disk
-    /// comes to memory as for [`Store::lease`].
+    /// Pins a page: until the pin is dropped, the page keeps its address, and batches change it in place. A
+    /// page on disk is moved to memory first, as for [`Store::lease`].
     ///
     /// # Errors
-    /// [`Error::UnknownPage`]; [`Error::PlaceUnavailable`] if the page is on disk, and there are no tiers;
-    /// [`Error::Leased`] while it is leased, or work on a lease's streams may still read it;
-    /// [`Error::Damaged`] as for [`Store::read`]; [`Error::Poisoned`] if the device failed, now or with a
-    /// batch before; for a page on disk as for [`Store::ensure`].
+    /// [`Error::UnknownPage`]; [`Error::PlaceUnavailable`] if the page is on disk and the store has no tiers;
+    /// [`Error::Leased`] if the page is leased, or work on the stream of an ended lease may still read it;
+    /// [`Error::Damaged`] as for [`Store::read`]; [`Error::Poisoned`] if the device has failed, now or in an
+    /// earlier batch; for a page on disk, the errors of [`Store::ensure`].
     pub fn pin(&self, page: PageId) -> Result<Pin<'_>> {
         self.check_process()?;
         self.in_memory(page, || self.take_pin(page))
     }
 
-    /// Calls `take`, and brings the page to memory first if it is on disk. Meanwhile other pages may need the
-    /// room, and it leaves again: so it is tried several times.
+    /// Calls `take`, after moving the page to memory if it is on disk. Other pages may evict it again before
+    /// `take` runs, so this retries several times.
     fn in_memory<T>(&self, page: PageId, take: impl Fn() -> Result<T>) -> Result<T> {
         let tiers = self.parts.options.tiers.as_ref();
         let memory = tiers.and_then(|tiers| tiers.places().iter().find(|place| **place != Place::Disk));
@@ -109,8 +112,8 @@ impl Store {
         Pin::take(source, page).map_err(|error| poison.set_by_device(error))
     }
 
-    /// How many pages are yet to be loaded: none, unless the store was opened with [`PageLoad::OnDemand`].
-    /// One that cannot be loaded is not counted. None in a forked child.
+    /// Returns how many pages are not loaded yet. This is always none unless the store was opened with
+    /// [`PageLoad::OnDemand`], and none in a forked child. Pages that cannot be loaded are not counted.
     #[must_use]
     pub fn unloaded_pages(&self) -> UnloadedPages {
         if self.check_process().is_err() {
@@ -123,19 +126,19 @@ impl Store {
     /// Waits until all pages are loaded.
     ///
     /// # Errors
-    /// [`Error::Damaged`] if one of them cannot be, once all others are; [`Error::Poisoned`] if loading
-    /// stopped.
+    /// [`Error::Damaged`] if a page cannot be loaded, after all other pages are; [`Error::Poisoned`] if
+    /// loading stopped.
     pub fn wait_loaded(&self) -> Result<()> {
         self.check_process()?;
         self.engine().applier.unloaded().wait_all()
     }
 
-    /// A page's length, version, key and metadata. Waits for nothing: neither for batches under way nor for a
+    /// Returns a page's length, version, key and metadata, without waiting for batches in flight or for a
     /// sync.
     ///
-    /// Here as in all lookups and reads, what is seen is at least every batch that any call, of any thread,
-    /// was told is logged before this one began. A batch that was submitted and is not logged yet is not
-    /// seen; all of a batch is seen from one moment on.
+    /// Like every lookup and read, this sees at least every batch that any call, on any thread, had
+    /// acknowledged as logged before this call began. A batch that is submitted but not yet logged is not
+    /// visible. All changes of a batch become visible at once.
     ///
     /// # Errors
     /// [`Error::UnknownPage`]; [`Error::Forked`].
@@ -145,7 +148,7 @@ impl Store {
         info.ok_or(Error::UnknownPage { page })
     }
 
-    /// The page that has this key. Waits for nothing, as [`Store::page`].
+    /// Returns the page that has this key. Never waits, like [`Store::page`].
     ///
     /// # Errors
     /// [`Error::UnknownKey`]; [`Error::Forked`].
@@ -155,7 +158,7 @@ impl Store {
         info.ok_or_else(|| Error::UnknownKey { key: key.clone() })
     }
 
-    /// Whether there is such a page. Waits for nothing, as [`Store::page`].
+    /// Returns whether the page exists. Never waits, like [`Store::page`].
     ///
     /// ```
     /// use remanent::{Key, Options, Place, Store};
@@ -176,7 +179,7 @@ impl Store {
         Ok(self.engine().versions.page(page, |_| ()).is_some())
     }
 
-    /// Whether a page has this key. Waits for nothing, as [`Store::page`].
+    /// Returns whether a page has this key. Never waits, like [`Store::page`].
     ///
     /// # Errors
     /// [`Error::Forked`].
@@ -185,7 +188,7 @@ impl Store {
         Ok(self.engine().versions.page_by_key(key, |_, _| ()).is_some())
     }
 
-    /// How many pages there are. Waits for nothing, as [`Store::page`].
+    /// Returns the number of pages. Never waits, like [`Store::page`].
     ///
     /// # Errors
     /// [`Error::Forked`].
@@ -194,8 +197,8 @@ impl Store {
         Ok(self.engine().versions.root(|_, page_count| page_count))
     }
 
-    /// All pages as they are now, in the order of their ids. They are listed as they are asked for: batches
-    /// go on meanwhile, and change nothing of what is listed.
+    /// Returns an iterator over all pages, in the order of their ids, as of the newest logged batch. Pages
+    /// are looked up as the iterator advances; concurrent batches do not affect the result.
     ///
     /// ```
     /// use remanent::{Options, Place, Store};
@@ -215,7 +218,7 @@ impl Store {
         Ok(self.view()?.into_pages())
     }
 
-    /// The root: the store's own metadata. Waits for nothing, as [`Store::page`].
+    /// Returns the root, which is the store's own metadata. Never waits, like [`Store::page`].
     ///
     /// # Errors
     /// [`Error::Forked`].

@@ -1,4 +1,4 @@
-//! Reading many ranges of pages by one call, as of one batch, without waiting.
+//! Reads many ranges of pages in one call, as of one batch, without blocking the caller.
 
 use std::future::Future;
 use std::ops::Range;
@@ -16,10 +16,10 @@ use crate::base::process::ForkGuard;
 use crate::base::sync::Instant;
 use crate::error::{Error, Result};
 
-/// A read of many ranges that is under way: poll it, wait for it, or await it.
+/// A read of many ranges in flight, made by [`Store::read_many`]. Poll it, wait for it, or await it.
 ///
-/// Made by [`Store::read_many`]. It holds its part of the bytes that such reads may take, and gives it back
-/// with the bytes, or when it is dropped and the read is done.
+/// The handle reserves its share of the bytes that all such reads may take. The share is released when the
+/// bytes are dropped, or, if the handle itself is dropped, once the read is done.
 #[derive(Debug)]
 #[must_use = "the bytes are in it"]
 pub struct ReadMany {
@@ -27,23 +27,22 @@ pub struct ReadMany {
     ranges: Vec<Range<usize>>,
 }
 
-/// The bytes of many ranges of pages, in one buffer, all as of one batch.
+/// The bytes of many ranges of pages, in one buffer and as of one batch. Made by [`ReadMany::wait`].
 ///
-/// Made by [`ReadMany::wait`]. The buffer is the store's pinned memory, and goes back to it when this is
-/// dropped. A forked child that inherits it finds it empty.
+/// The buffer is pinned memory of the store, and is returned to it on drop. In a forked child, an inherited
+/// value is empty.
 pub struct ManyBytes {
     outcome: ForkGuard<ReadOutcome>,
     ranges: Vec<Range<usize>>,
 }
 
 impl Store {
-    /// Begins to read ranges of pages: all of them as of one batch, into one buffer of pinned memory, in the
-    /// order in which they are given. That batch is at least the newest one submitted before the call;
-    /// [`ManyBytes::lsn`] says which.
+    /// Starts reading ranges of pages, all as of one batch, into one buffer of pinned memory, in the order
+    /// given. That batch is at least the newest one submitted before the call; [`ManyBytes::lsn`] returns it.
     ///
-    /// Returns before the bytes are there; it waits only for unloaded pages. Ranges of one GPU that are
-    /// longer than 64 KiB together are gathered there, and come to the host in few copies while commits go
-    /// on. Shorter ones, and those of several places, come in the order of batches.
+    /// The call returns before the bytes arrive. It waits only for pages that are not loaded. Ranges of one
+    /// GPU that total more than 64 KiB are gathered on the GPU first, and then transferred with few copies
+    /// while commits continue. Shorter ranges, and ranges of several places, are transferred in batch order.
     ///
     /// ```
     /// use remanent::{Options, Place, Store};
@@ -62,10 +61,10 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`], with the number of bytes asked for, where all such reads that are under way or
-    /// whose bytes are held would take more than 256 MiB together; [`Error::Damaged`] as for [`Store::read`];
-    /// [`Error::Thread`] where there is no thread. The handle gives [`Error::UnknownPage`] and
-    /// [`Error::OutOfBounds`], and what else [`Store::read`] fails with.
+    /// [`Error::OutOfMemory`], with the requested number of bytes, if all such reads in flight and all
+    /// results still held would exceed 256 MiB in total; [`Error::Damaged`] as for [`Store::read`];
+    /// [`Error::Thread`] if the thread for reads cannot be started. The handle returns
+    /// [`Error::UnknownPage`], [`Error::OutOfBounds`] and the other errors of [`Store::read`].
     pub fn read_many(&self, ranges: &[(PageId, Range<u64>)]) -> Result<ReadMany> {
         ranges.iter().for_each(|(page, _)| self.engine().versions.used(*page));
         self.of_device(|| {
@@ -82,7 +81,7 @@ impl Store {
 }
 
 impl ReadMany {
-    /// Whether the read is done, so that [`wait`](Self::wait) waits for nothing.
+    /// Returns whether the read is done, so that [`wait`](Self::wait) returns immediately.
     ///
     /// # Errors
     /// [`Error::Forked`].
@@ -90,7 +89,7 @@ impl ReadMany {
         Ok(self.state.check()?.is_done())
     }
 
-    /// Waits up to `timeout`; says whether the read is done.
+    /// Waits for at most `timeout`, and returns whether the read is done.
     ///
     /// # Errors
     /// [`Error::Forked`].
@@ -98,12 +97,12 @@ impl ReadMany {
         Ok(self.state.check()?.wait(Instant::now().checked_add(timeout)))
     }
 
-    /// Waits for the bytes.
+    /// Waits for the bytes and returns them.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`], [`Error::OutOfBounds`]; [`Error::Poisoned`] if the device failed;
-    /// [`Error::Closed`] if the store was closed before the read began, or if the bytes were taken before, as
-    /// a task; [`Error::Forked`].
+    /// [`Error::UnknownPage`], [`Error::OutOfBounds`]; [`Error::Poisoned`] if the device has failed;
+    /// [`Error::Closed`] if the store was closed before the read began, or if the handle was already polled
+    /// to completion; [`Error::Forked`].
     pub fn wait(self) -> Result<ManyBytes> {
         let state = self.state.check()?;
         state.wait(None);
@@ -111,8 +110,8 @@ impl ReadMany {
     }
 }
 
-/// Waits for the bytes as a task, on any executor: a thread of the store wakes it. Fails as
-/// [`ReadMany::wait`] does.
+/// Waits for the bytes as a task on any executor; a thread of the store wakes the task. The errors are those
+/// of [`ReadMany::wait`].
 impl Future for ReadMany {
     type Output = Result<ManyBytes>;
 
@@ -130,37 +129,37 @@ impl ManyBytes {
         outcome.map(|outcome| Self { outcome: ForkGuard::new(outcome), ranges })
     }
 
-    /// The batch as of which all bytes are; 0 in a forked child.
+    /// Returns the batch as of which all bytes were read, or 0 in a forked child.
     #[must_use]
     pub fn lsn(&self) -> Lsn {
         self.outcome.check().map_or(Lsn(0), |outcome| outcome.lsn)
     }
 
-    /// The number of ranges.
+    /// Returns the number of ranges.
     #[must_use]
     pub fn count(&self) -> usize {
         self.ranges.len()
     }
 
-    /// The whole buffer: the ranges, one after the other.
+    /// Returns the whole buffer: all ranges, one after another.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         self.outcome.check().map_or(&[], ReadOutcome::bytes)
     }
 
-    /// Where range `index` lies in the buffer.
+    /// Returns the location of range `index` in the buffer.
     ///
     /// # Panics
-    /// If fewer ranges were asked for.
+    /// If `index` is not less than [`count`](Self::count).
     #[must_use]
     pub fn range(&self, index: usize) -> Range<usize> {
         self.ranges[index].clone()
     }
 
-    /// The bytes of range `index`.
+    /// Returns the bytes of range `index`.
     ///
     /// # Panics
-    /// If fewer ranges were asked for.
+    /// If `index` is not less than [`count`](Self::count).
     #[must_use]
     pub fn get(&self, index: usize) -> &[u8] {
         let range = self.range(index);

@@ -1,4 +1,4 @@
-//! One way to read a store, a state of it, or a copy of it.
+//! The trait for reading pages of a store, of one of its states, or of a replica.
 
 use std::sync::Arc;
 
@@ -10,8 +10,9 @@ use crate::error::{Error, Result};
 use crate::follower::Replica;
 use crate::history::view::View;
 
-/// Pages and root that can be read: of an open [`Store`], of a [`LiveView`] of one, of a [`View`] of an
-/// earlier state, of a [`Replica`] in memory. Code that only reads takes any of them.
+/// Read access to pages and the root. It is implemented by an open [`Store`], a [`LiveView`] of one, a
+/// [`View`] of an earlier state, and a [`Replica`] in memory, so that code which only reads accepts any of
+/// them.
 ///
 /// ```
 /// use remanent::{Options, Place, ReadPages, Result, Store};
@@ -32,56 +33,57 @@ use crate::history::view::View;
 /// # Ok::<(), remanent::Error>(())
 /// ```
 pub trait ReadPages {
-    /// The newest batch that is seen here.
+    /// Returns the newest batch that is visible here.
     ///
     /// # Errors
-    /// [`Error::Forked`](crate::Error::Forked), as for every call of this trait.
+    /// [`Error::Forked`](crate::Error::Forked), as for every method of this trait.
     fn lsn(&self) -> Result<Lsn>;
 
-    /// The root: the store's own metadata.
+    /// Returns the root, which is the store's own metadata.
     ///
     /// # Errors
-    /// As for [`lsn`](Self::lsn).
+    /// Same as [`lsn`](Self::lsn).
     fn root(&self) -> Result<Arc<Metadata>>;
 
-    /// A page's length, version, key and metadata.
+    /// Returns a page's length, version, key and metadata.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`](crate::Error::UnknownPage); as for [`lsn`](Self::lsn).
+    /// [`Error::UnknownPage`](crate::Error::UnknownPage); the errors of [`lsn`](Self::lsn).
     fn page(&self, page: PageId) -> Result<PageInfo>;
 
-    /// The page that has this key.
+    /// Returns the page that has this key.
     ///
     /// # Errors
-    /// [`Error::UnknownKey`](crate::Error::UnknownKey); as for [`lsn`](Self::lsn).
+    /// [`Error::UnknownKey`](crate::Error::UnknownKey); the errors of [`lsn`](Self::lsn).
     fn page_by_key(&self, key: &Key) -> Result<PageInfo>;
 
-    /// All pages, in the order of their ids.
+    /// Returns an iterator over all pages, in the order of their ids.
     ///
     /// # Errors
-    /// As for [`lsn`](Self::lsn).
+    /// Same as [`lsn`](Self::lsn).
     fn pages(&self) -> Result<Box<dyn Iterator<Item = PageInfo> + '_>>;
 
-    /// The number of pages.
+    /// Returns the number of pages.
     ///
     /// # Errors
-    /// As for [`lsn`](Self::lsn).
+    /// Same as [`lsn`](Self::lsn).
     fn page_count(&self) -> Result<u64>;
 
-    /// Fills `out` with bytes of a page from `offset` on.
+    /// Fills `out` with the page's bytes starting at `offset`.
     ///
     /// # Errors
     /// [`Error::UnknownPage`](crate::Error::UnknownPage), [`Error::OutOfBounds`](crate::Error::OutOfBounds);
-    /// what the reader's own `read` fails with.
+    /// the errors of the implementing type's own `read`.
     fn read(&self, page: PageId, offset: u64, out: &mut [u8]) -> Result<()>;
 
-    /// All bytes of a page.
+    /// Returns all bytes of a page.
     ///
     /// # Errors
-    /// As for [`read`](Self::read); [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+    /// Same as [`read`](Self::read); [`Error::OutOfMemory`](crate::Error::OutOfMemory).
     fn read_to_vec(&self, page: PageId) -> Result<Vec<u8>>;
 
-    /// The pages whose keys begin with these bytes, in the order of their ids. Looks at every page.
+    /// Returns an iterator over the pages whose keys begin with `prefix`, in the order of their ids. It
+    /// examines every page.
     ///
     /// ```
     /// use remanent::{Options, Place, ReadPages, Store};
@@ -96,7 +98,7 @@ pub trait ReadPages {
     /// ```
     ///
     /// # Errors
-    /// As for [`lsn`](Self::lsn).
+    /// Same as [`lsn`](Self::lsn).
     fn pages_with_prefix<'s>(
         &'s self,
         prefix: impl AsRef<[u8]> + 's,
@@ -268,7 +270,7 @@ impl ReadPages for Replica {
     }
 }
 
-/// A buffer for a page of `len` bytes, if there is memory for it.
+/// Returns a zeroed buffer of `len` bytes, or an error if there is no memory for it.
 fn zeros(len: u64) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
     make_room(&mut bytes, len)?;

@@ -1,4 +1,4 @@
-//! Scrubs: finding damage on disk while memory can mend it.
+//! Scrubs: finding damage on disk while memory can still repair it.
 
 use super::Store;
 use crate::base::pace::Pace;
@@ -10,14 +10,17 @@ use crate::options::Options;
 use crate::snapshot::{ScrubReport, SnapshotRequest};
 
 impl Store {
-    /// Reads what lies on disk and is needed, past the cache, as fast as it can: STORE, the kept snapshots
-    /// with their images, and the log from the oldest of them up to the last durable batch. Damage is mended
-    /// from memory: where a snapshot or the log is damaged, a snapshot is taken that needs nothing of that.
-    /// Commits go on meanwhile. One at a time; a second caller waits, and one in the background goes on at
-    /// full speed meanwhile. [`Options::scrub_interval`] has it done in the background.
+    /// Reads everything on disk that the store needs, past the page cache and at full speed, and repairs
+    /// damage from memory.
     ///
-    /// What a snapshot that is damaged holds of the past is not in memory any more, and stays damaged; it
-    /// goes as other snapshots go.
+    /// A scrub reads STORE, the kept snapshots with their images, and the log from the oldest of them to the
+    /// last durable batch. If a snapshot or the log is damaged, the scrub takes a new snapshot that needs
+    /// none of the damaged data. Commits continue. Scrubs run one at a time: a second caller waits, and a
+    /// background scrub in progress runs at full speed until it is done. [`Options::scrub_interval`]
+    /// schedules background scrubs.
+    ///
+    /// The earlier state that a damaged snapshot holds is no longer in memory, so that snapshot stays
+    /// damaged. It is removed like any other snapshot.
     ///
     /// ```
     /// use remanent::{Options, Place, Store};
@@ -32,16 +35,16 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Damaged`] if not even the names in a folder can be read; [`Error::DiskFull`] if STORE or a
-    /// manifest is damaged and there is no space to write it anew; [`Error::Poisoned`] after a failure. What
-    /// keeps the snapshot from being taken is told in [`ScrubReport::mended`].
+    /// [`Error::Damaged`] if even the file names of a folder cannot be read; [`Error::DiskFull`] if STORE or
+    /// a manifest is damaged and there is no space to rewrite it; [`Error::Poisoned`] after a failure. If the
+    /// repairing snapshot cannot be taken, [`ScrubReport::mended`] holds the reason.
     pub fn scrub(&self) -> Result<ScrubReport> {
         self.check_process()?;
         self.in_store(self.parts.scrub.run(&Pace::default(), SnapshotRequest::default()))
     }
 
-    /// Waits until `count` scrubs have ended since the store was opened, well or not: for tests, which must
-    /// not guess when one in the background is through.
+    /// Waits until `count` scrubs have ended since the store was opened, whether they succeeded or not. Tests
+    /// use this to wait for a background scrub.
     #[doc(hidden)]
     pub fn wait_for_scrubs(&self, count: u64) {
         if self.check_process().is_err() {

@@ -1,4 +1,4 @@
-//! Counts and sizes of a store, and giving memory back.
+//! Counters and sizes of a store, and the release of unused memory.
 
 use remanent_format::{Lsn, Place};
 
@@ -12,7 +12,7 @@ use crate::memory::arena::PlaceUsage;
 use crate::snapshot::{ScrubStats, SnapshotStats};
 use crate::tiers::{MoveStats, TierStats};
 
-/// Counts and sizes of an open store.
+/// Counters and sizes of an open store, returned by [`Store::stats`].
 ///
 /// ```
 /// use remanent::{Ack, DeviceChoice, Options, Place, Store};
@@ -35,47 +35,48 @@ use crate::tiers::{MoveStats, TierStats};
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct Stats {
-    /// The newest batch logged.
+    /// The newest logged batch.
     pub logged: Lsn,
     /// The newest batch in the device's queue.
     pub applied: Lsn,
     /// The newest batch that survives a power cut.
     pub durable: Lsn,
-    /// What the log did since it was opened.
+    /// Counters of the log since it was opened.
     pub log: LogStats,
-    /// The segment that takes frames.
+    /// The number of the segment that receives frames.
     pub segment: u64,
     /// Page memory by place.
     pub places: Vec<(Place, PlaceUsage)>,
-    /// What was asked for and what left, by place, as far as anything was.
+    /// Requests for pages and evictions, for each place that has had any.
     pub tiers: Vec<TierStats>,
-    /// Pages that the store moved from place to place.
+    /// Pages that the store moved between places.
     pub moves: Vec<MoveStats>,
-    /// Pages of [`Place::Disk`].
+    /// Pages in [`Place::Disk`].
     pub on_disk: DiskUsage,
-    /// Bytes of host memory that hold what batches wrote to pages on disk since their newest images.
+    /// Bytes of host memory with what batches wrote to pages on disk since their newest images.
     pub pending_bytes: u64,
-    /// What the device holds from its driver for places that share it, in use or idle; empty where the device
-    /// keeps nothing back.
+    /// Memory that the device has obtained from its driver for places that share it, in use or idle. Empty if
+    /// the device keeps no idle memory.
     pub device_memory: Vec<(Place, MemoryStats)>,
-    /// Page memory that was allocated and given back since the store was opened, by place.
+    /// Allocations and frees of page memory since the store was opened, by place.
     pub allocations: Vec<(Place, AllocationStats)>,
-    /// What was moved between places since then, on the host device as well: deltas and images to the pages,
-    /// reads and snapshots to the host, moves from place to place. Most reads of pages in host memory are a
-    /// thread's own, and move nothing.
+    /// Transfers between places since the store was opened, on the host device as well: deltas and images to
+    /// pages, reads and snapshots to the host, and moves between places. Most reads of pages in host memory
+    /// are done by the calling thread and are not counted.
     pub transfers: Vec<TransferStats>,
-    /// The lists of each lane since then: how many are queued, and how long threads waited.
+    /// Command lists of each lane since the store was opened: how many are queued, and how long threads
+    /// waited for them.
     pub lanes: Vec<(Lane, LaneStats)>,
-    /// Bytes of staging that lie idle.
+    /// Bytes of idle staging.
     pub staging_idle_bytes: usize,
-    /// Snapshots taken, and how far the one being taken has come.
+    /// Snapshots taken, and the progress of the current one.
     pub snapshots: SnapshotStats,
-    /// Scrubs, and what the last one found.
+    /// Scrubs, and the outcome of the last one.
     pub scrubs: ScrubStats,
 }
 
 impl Store {
-    /// Counts and sizes; all zero in a forked child.
+    /// Returns the store's counters and sizes. All of them are zero in a forked child.
     #[must_use]
     pub fn stats(&self) -> Stats {
         if self.check_process().is_err() {
@@ -104,10 +105,11 @@ impl Store {
         }
     }
 
-    /// Gives back memory that no page uses any more: what deletes left, idle staging, and what the device
-    /// keeps from its driver. Returns how many bytes went back to the driver. On a GPU this waits for
-    /// everything that the GPU has to do, the caller's own work included, so it is for a caller that needs
-    /// the memory elsewhere.
+    /// Frees memory that no page uses: the memory of deleted pages, idle staging, and idle memory that the
+    /// device has kept from its driver. Returns how many bytes were returned to the driver.
+    ///
+    /// On a GPU this waits for all queued work of the GPU, including the caller's own. Use it when the memory
+    /// is needed elsewhere.
     ///
     /// ```
     /// use remanent::{Options, Place, Store};
@@ -131,18 +133,18 @@ impl Store {
     pub fn trim(&self) -> Result<u64> {
         self.check_process()?;
         let Engine { applier, device, arena, staging, .. } = self.engine();
-        // Behind the deletes submitted so far.
+        // After all deletes submitted so far.
         applier.turn(|_| Ok(()))?;
         arena.reap_all()?;
         arena.drop_let_go();
-        // Memory of the store's that held a page for a caller is retired by the drop.
+        // Memory of the store that kept a page alive for a caller is retired by this drop.
         arena.reap_all()?;
         staging.trim();
         device.trim()
     }
 
-    /// Lets the peak of every place begin anew, at what is in use now: [`Stats::places`] then tells the most
-    /// that was in use since.
+    /// Resets the peak of every place to the memory in use now. [`Stats::places`] then reports the peak since
+    /// this call.
     pub fn reset_peaks(&self) {
         if self.check_process().is_ok() {
             self.engine().arena.reset_peaks();

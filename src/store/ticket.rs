@@ -1,4 +1,5 @@
-//! A submitted batch, and the ways to wait for it: by a thread, for a while, or as a task.
+//! Handles to submitted batches. A thread or a task can wait for the acknowledgement, with or without a
+//! timeout.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -18,17 +19,17 @@ use crate::error::Error;
 use crate::error::Result;
 use crate::options::Ack;
 
-/// A committed batch.
+/// The position and the created pages of a committed batch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CommitReceipt {
-    /// Its place in the log.
+    /// The batch's position in the log.
     pub position: Position,
-    /// The pages that it created, in the order of its creates and clones.
+    /// The pages that the batch created, in the order of its creates and clones.
     pub pages: Vec<PageId>,
 }
 
-/// A submitted batch, to wait for.
+/// A handle to a submitted batch. Wait on it for an acknowledgement.
 ///
 /// ```
 /// use std::time::Duration;
@@ -45,13 +46,13 @@ pub struct Ticket {
     engine: ForkGuard<Arc<Engine>>,
 }
 
-/// A task that waits until a batch is acknowledged: see [`Ticket::acknowledged`].
+/// A future that completes when a batch is acknowledged, made by [`Ticket::acknowledged`].
 #[derive(Debug)]
 #[must_use = "a future does nothing until it is awaited"]
 pub struct Acknowledged {
     ticket: Ticket,
     ack: Ack,
-    /// Its id among the tasks that wait, once it does.
+    /// The id of its waker, once one is registered.
     id: Option<usize>,
 }
 
@@ -60,22 +61,22 @@ impl Ticket {
         Self { committed, engine: ForkGuard::new(engine) }
     }
 
-    /// Where the batch lies in the log.
+    /// Returns the batch's position in the log.
     #[must_use]
     pub fn position(&self) -> Position {
         self.committed.position
     }
 
-    /// The pages that the batch created, in the order of its creates and clones.
+    /// Returns the pages that the batch created, in the order of its creates and clones.
     #[must_use]
     pub fn pages(&self) -> &[PageId] {
         &self.committed.pages
     }
 
-    /// Whether the batch is acknowledged at this level. Waits for nothing, and starts nothing.
+    /// Returns whether the batch is acknowledged at this level. Neither waits nor starts a sync.
     ///
     /// # Errors
-    /// [`Error::Poisoned`] if it is not, and never will be; [`Error::Forked`].
+    /// [`Error::Poisoned`] if the batch is not acknowledged and never will be; [`Error::Forked`].
     pub fn is(&self, ack: Ack) -> Result<bool> {
         let Engine { log, applier, .. } = &**self.engine.check()?;
         let lsn = self.committed.position.lsn;
@@ -89,16 +90,17 @@ impl Ticket {
     /// Waits until the batch is acknowledged at this level.
     ///
     /// # Errors
-    /// [`Error::Poisoned`] if the store failed before; [`Error::Forked`].
+    /// [`Error::Poisoned`] if the store has failed; [`Error::Forked`].
     pub fn wait(&self, ack: Ack) -> Result<()> {
         wait(ack, self.committed.position.lsn, self.engine.check()?)
     }
 
-    /// Waits as [`Ticket::wait`] does, up to `timeout`; says whether the batch is acknowledged. The sync that
-    /// the batch needs is begun by a thread of the store, and goes on if the time is over first.
+    /// Waits like [`Ticket::wait`] for at most `timeout`, and returns whether the batch is acknowledged. A
+    /// thread of the store starts the sync that the batch needs; the sync continues if the timeout expires
+    /// first.
     ///
     /// # Errors
-    /// As for [`Ticket::wait`].
+    /// Same as [`Ticket::wait`].
     pub fn wait_timeout(&self, ack: Ack, timeout: Duration) -> Result<bool> {
         let Engine { log, applier, .. } = &**self.engine.check()?;
         let Some(until) = Instant::now().checked_add(timeout) else { return self.wait(ack).map(|()| true) };
@@ -110,8 +112,8 @@ impl Ticket {
         }
     }
 
-    /// Waits as a task: a future that any executor can poll. The sync that the batch needs is done by a
-    /// thread of the store, so that no thread of the executor blocks.
+    /// Returns a future that completes when the batch is acknowledged at this level. Any executor can poll
+    /// it. A thread of the store runs the sync that the batch needs, so no executor thread blocks.
     ///
     /// ```
     /// # use std::{pin::pin, sync::Arc, task::{Context, Poll, Wake, Waker}, thread};
@@ -136,18 +138,18 @@ impl Ticket {
     /// ```
     ///
     /// # Errors
-    /// The future gives what [`Ticket::wait`] fails with.
+    /// The future returns the errors of [`Ticket::wait`].
     pub fn acknowledged(&self, ack: Ack) -> Acknowledged {
         Acknowledged { ticket: self.clone(), ack, id: None }
     }
 
-    /// Lets work that is put on the caller's stream from now on see the batch. The stream waits on the device
-    /// until the batch is applied; the host waits only until it is in the device's queue.
+    /// Makes `stream` wait on the device until the batch is applied, so that work enqueued on it from now on
+    /// sees the batch. The host waits only until the batch is in the device's queue.
     ///
     /// # Errors
-    /// [`Error::StreamRefused`] if a graph is being captured from the stream, if it is another device's, or
-    /// if pages live in host memory; [`Error::Poisoned`] if the store failed before; [`Error::Forked`]; a
-    /// device error.
+    /// [`Error::StreamRefused`] if a graph is being captured from the stream, if the stream belongs to
+    /// another device, or if pages live in host memory; [`Error::Poisoned`] if the store has failed;
+    /// [`Error::Forked`]; a device error.
     pub fn wait_on(&self, stream: RawStream) -> Result<()> {
         let Engine { applier, leases, .. } = &**self.engine.check()?;
         leases.signal(stream, applier.wait_applied(self.committed.position.lsn)?)
@@ -155,7 +157,7 @@ impl Ticket {
 }
 
 impl Acknowledged {
-    /// The tasks among which this one waits.
+    /// Returns the wakers among which this acknowledgement registers.
     fn wakers(&self) -> Result<&Wakers> {
         let Engine { log, applier, .. } = &**self.ticket.engine.check()?;
         Ok(if self.ack == Ack::Applied { applier.wakers() } else { log.wakers() })
@@ -175,7 +177,7 @@ impl Acknowledged {
             Ack::Applied => applier.hurry(lsn),
             Ack::Logged | Ack::Durable => log.ask_for_sync(),
         }
-        // It may have been reached before the task was there to be woken.
+        // The batch may have been acknowledged before the waker was registered.
         self.ticket.is(self.ack)
     }
 }
@@ -200,7 +202,7 @@ impl Drop for Acknowledged {
     }
 }
 
-/// Waits until a batch that was submitted is acknowledged at this level.
+/// Waits until a submitted batch is acknowledged at this level.
 pub(super) fn wait(ack: Ack, lsn: Lsn, engine: &Engine) -> Result<()> {
     let Engine { log, applier, .. } = engine;
     match ack {

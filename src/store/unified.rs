@@ -1,4 +1,4 @@
-//! Hints for pages in unified memory. They are the device's business: nothing is logged, and a crash ends
+//! Hints for pages in unified memory. They affect only the device: nothing is logged, and a crash discards
 //! them.
 
 use remanent_format::{PageId, Place};
@@ -9,7 +9,7 @@ use crate::engine::Engine;
 use crate::error::{Error, Result};
 
 impl Store {
-    /// What the device can do for pages in [`Place::Unified`]. Nothing in a forked child.
+    /// Returns what the device supports for pages in [`Place::Unified`]; nothing in a forked child.
     #[must_use]
     pub fn unified_memory(&self) -> UnifiedSupport {
         if self.check_process().is_err() {
@@ -18,13 +18,13 @@ impl Store {
         self.engine().device.unified()
     }
 
-    /// Tells the device where a page in [`Place::Unified`] best lies. This changes no
-    /// byte, no batch and no epoch, and is not logged: an open begins without hints.
+    /// Passes the device a hint on where to keep the memory of a page in [`Place::Unified`]. This changes no
+    /// bytes, batch or epoch, and is not logged, so a newly opened store has no hints.
     ///
-    /// A hint is of the page's memory, in whole pages of the system, of 4 or 64 KiB: short pages beside it
-    /// have it as well. It ends when the page goes to other memory: moved, resized, or changed while it is
-    /// leased. A page goes between unified memory and other places by
-    /// [`move_to`](crate::WriteBatch::move_to), and takes no hint along.
+    /// A hint covers the page's memory in whole system pages of 4 or 64 KiB, so short pages in the same
+    /// system page are affected too. The hint ends when the page gets other memory: when it is moved,
+    /// resized, or changed while it is leased. [`move_to`](crate::WriteBatch::move_to) moves a page into or
+    /// out of unified memory, without its hints.
     ///
     /// ```
     /// use remanent::{Error, Options, Place, Store, UnifiedHint, UnifiedSide};
@@ -42,9 +42,9 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// [`Error::UnknownPage`]; [`Error::HintRefused`] for a page in another place, and where the device takes
-    /// no hints ([`UnifiedSupport::takes_hints`]); [`Error::Device`] where the driver refuses the hint, which
-    /// harms nothing; [`Error::Poisoned`] if the device is lost.
+    /// [`Error::UnknownPage`]; [`Error::HintRefused`] for a page in another place, or if the device does not
+    /// support hints ([`UnifiedSupport::takes_hints`]); [`Error::Device`] if the driver rejects the hint,
+    /// which has no other effect; [`Error::Poisoned`] if the device is lost.
     pub fn hint_unified(&self, page: PageId, hint: UnifiedHint) -> Result<()> {
         self.check_process()?;
         let Engine { applier, device, poison, .. } = self.engine();
@@ -57,7 +57,7 @@ impl Store {
                 let reason = "only pages in unified memory move between a GPU and the host by themselves";
                 return Err(Error::HintRefused { place, reason });
             }
-            // In this turn, so that the page stays where it is.
+            // Within this turn, so that the page cannot move first.
             device.hint_unified(turn.applied.memory_of(page)?.span().memory, hint)
         });
         hinted.map_err(|error| match error {

@@ -1,4 +1,4 @@
-//! Looking at pages and root as of one batch, while others commit.
+//! Looks pages and the root up as of one batch, while other threads commit.
 
 use std::sync::Arc;
 
@@ -9,12 +9,12 @@ use crate::base::process::ForkGuard;
 use crate::error::{Error, Result};
 use crate::versions::TableView;
 
-/// The pages and the root of an open store as of one batch: what is looked up here belongs together, whatever
-/// is committed meanwhile.
+/// A consistent view of the pages and the root of an open store as of one batch, unaffected by later commits.
+/// Made by [`Store::view`].
 ///
-/// A view keeps what pages were, some hundred bytes for each change that is committed while it is held, and
-/// no page's bytes: [`LiveView::read`] says so where a page has changed since. A lease keeps one page's
-/// bytes.
+/// A view retains some hundred bytes for each change committed while it is held, but no page contents:
+/// [`LiveView::read`] returns an error for a page that has changed since. To retain the bytes of a page, use
+/// a [lease](Store::lease).
 ///
 /// ```
 /// use remanent::{Error, Options, Place, Store};
@@ -35,28 +35,27 @@ use crate::versions::TableView;
 /// ```
 pub struct LiveView<'s> {
     store: &'s Store,
-    /// A process that was forked from this one has no views.
+    /// Empty in a forked process, which has no views.
     table: ForkGuard<TableView<'s>>,
 }
 
-/// All pages of a store as of one batch, in the order of their ids.
-///
-/// Made by [`Store::pages`] and [`LiveView::pages`].
+/// An iterator over all pages of a store as of one batch, in the order of their ids. Made by [`Store::pages`]
+/// and [`LiveView::pages`].
 pub struct Pages<'s> {
     view: PagesView<'s>,
     next: Option<PageId>,
     left: u64,
 }
 
-/// A view that is listed.
+/// The view that is iterated.
 enum PagesView<'s> {
     Own(LiveView<'s>),
     Borrowed(&'s LiveView<'s>),
 }
 
 impl Store {
-    /// A view of pages and root as they are now: as of the newest batch that is logged. Waits for nothing. A
-    /// forked child that inherits one finds nothing in it.
+    /// Returns a view of the pages and the root as of the newest logged batch. Never waits. In a forked
+    /// child, an inherited view is empty.
     ///
     /// # Errors
     /// [`Error::Forked`].
@@ -71,19 +70,19 @@ impl<'s> LiveView<'s> {
         self.table.check().map(drop)
     }
 
-    /// The batch as of which everything here is; 0 in a forked child.
+    /// Returns the batch that the view shows, or 0 in a forked child.
     #[must_use]
     pub fn lsn(&self) -> Lsn {
         self.table.check().map_or(Lsn(0), TableView::lsn)
     }
 
-    /// The root; empty in a forked child.
+    /// Returns the root, or an empty one in a forked child.
     #[must_use]
     pub fn root(&self) -> Arc<Metadata> {
         self.table.check().map(|table| table.root().0).unwrap_or_default()
     }
 
-    /// A page's length, version, key and metadata.
+    /// Returns a page's length, version, key and metadata.
     ///
     /// # Errors
     /// [`Error::UnknownPage`]; [`Error::Forked`].
@@ -91,7 +90,7 @@ impl<'s> LiveView<'s> {
         self.table.check()?.page(page).ok_or(Error::UnknownPage { page })
     }
 
-    /// The page that has this key.
+    /// Returns the page that has this key.
     ///
     /// # Errors
     /// [`Error::UnknownKey`]; [`Error::Forked`].
@@ -99,19 +98,19 @@ impl<'s> LiveView<'s> {
         self.table.check()?.page_by_key(key).ok_or_else(|| Error::UnknownKey { key: key.clone() })
     }
 
-    /// Whether there is such a page; none is in a forked child.
+    /// Returns whether the page exists; always false in a forked child.
     #[must_use]
     pub fn contains(&self, page: PageId) -> bool {
         self.table.check().is_ok_and(|table| table.page(page).is_some())
     }
 
-    /// How many pages there are; none in a forked child.
+    /// Returns the number of pages, or 0 in a forked child.
     #[must_use]
     pub fn page_count(&self) -> u64 {
         self.table.check().map_or(0, |table| table.root().1)
     }
 
-    /// All pages, in the order of their ids.
+    /// Returns an iterator over all pages, in the order of their ids.
     #[must_use]
     pub fn pages(&'s self) -> Pages<'s> {
         Pages { left: self.page_count(), next: Some(PageId(0)), view: PagesView::Borrowed(self) }
@@ -121,10 +120,11 @@ impl<'s> LiveView<'s> {
         Pages { left: self.page_count(), next: Some(PageId(0)), view: PagesView::Own(self) }
     }
 
-    /// Fills `out` with bytes of a page that has not changed since.
+    /// Fills `out` with the page's bytes starting at `offset`, if the page has not changed since this view
+    /// was made.
     ///
     /// # Errors
-    /// [`Error::Overtaken`] if the page has changed; else as for [`Store::read`].
+    /// [`Error::Overtaken`] if the page has changed; otherwise the errors of [`Store::read`].
     pub fn read(&self, page: PageId, offset: u64, out: &mut [u8]) -> Result<()> {
         let info = self.page(page)?;
         self.store.engine().versions.used(page);
