@@ -1,7 +1,7 @@
-//! Bytes in a device's memory, as callers hold them: bytes that their kernels write, and that a batch takes.
+//! Caller-held bytes in device memory, which the caller's kernels write and batches read.
 //!
-//! A value keeps its memory, so the holder of a range can use it. Memory is the store's own, or it is the
-//! caller's and was adopted; either way its owner is dropped with the last range of it.
+//! A value keeps its memory alive, so a holder of any range can use it. The memory is the store's own, or
+//! caller-owned and adopted; its owner is dropped with the last range.
 
 use std::any::Any;
 use std::fmt;
@@ -20,10 +20,10 @@ use crate::base::allocation::collected;
 use crate::base::process::ForkGuard;
 use crate::error::{Error, Result};
 
-/// A range of a device's memory. Clones are the same bytes; the memory lives as long as one of them.
+/// A range of device memory. Clones refer to the same bytes, and the memory lives as long as any of them.
 ///
-/// Kernels of the caller find it at [`DeviceBytes::address`]. Where pages live in host memory there are no
-/// kernels: there, and in tests, [`DeviceBytes::write`] and [`DeviceBytes::read`] take their place.
+/// The caller's kernels access the bytes at [`DeviceBytes::address`]. When pages live in host memory there
+/// are no kernels; there, and in tests, use [`DeviceBytes::write`] and [`DeviceBytes::read`] instead.
 ///
 /// ```
 /// use remanent::{Options, Place, Store};
@@ -45,22 +45,22 @@ pub struct DeviceBytes {
     stream: Option<RawStream>,
 }
 
-/// A memory, and the owner that gives it back.
+/// An allocation, and the owner that frees it.
 struct OwnedMemory {
     device: Arc<dyn Device>,
     memory: MemoryId,
     place: Place,
-    /// Where its first byte is: the space, and the offset there.
+    /// The location of the first byte: the space, and the offset in it.
     origin: (u64, u64),
-    /// The ranges in use, of all memory of the store, and the way to the store.
+    /// The store's ranges in use, and the connection to the store.
     link: Arc<MemoryLink>,
-    /// What streams of the caller's do with it.
+    /// The uses of the memory by callers' streams.
     uses: Arc<StreamUses>,
-    /// Gives the memory back when it is dropped.
+    /// Frees the memory when it is dropped.
     _owner: Box<dyn Any + Send + Sync>,
 }
 
-/// Memory of the caller's own that a device adopted. It is returned to its owner, and never to the arena.
+/// Caller-owned memory that a device adopted. It returns to its owner and never to the arena.
 struct AdoptedMemory {
     device: Arc<dyn Device>,
     memory: MemoryId,
@@ -70,8 +70,8 @@ struct AdoptedMemory {
 }
 
 impl Drop for AdoptedMemory {
-    /// Lists that name it were waited for, all but copies to shadows: those read the store's own memory. The
-    /// caller's streams may still use it, and are not waited for here.
+    /// Releases the memory without waiting for the caller's streams, which may still use it. All lists that
+    /// name it have been waited for, except copies to shadows, which read the store's own memory.
     fn drop(&mut self) {
         if let Err(error) = self.device.release(self.memory) {
             tracing::warn!(%error, "a caller's memory stays known to the device");
@@ -80,15 +80,15 @@ impl Drop for AdoptedMemory {
         match self.uses.last() {
             LastUse::None => drop(owner),
             LastUse::At(fence) => self.link.drop_after(&*self.device, owner, fence),
-            // Nothing tells when it may go.
+            // The end of the uses is unknown, so the owner can never be dropped.
             LastUse::Unknown => std::mem::forget(owner),
         }
     }
 }
 
 impl DeviceBytes {
-    /// All bytes of a memory. `owner` gives it back when it is dropped, after the streams' uses that it finds
-    /// in `uses`.
+    /// Wraps all bytes of an allocation. Dropping `owner` frees the memory after the stream uses recorded in
+    /// `uses`.
     pub(crate) fn new(
         device: Arc<dyn Device>,
         memory: MemoryId,
@@ -103,7 +103,7 @@ impl DeviceBytes {
         Self { memory: Arc::new(ForkGuard::new(owned)), offset: 0, len, stream: None }
     }
 
-    /// Makes memory of the caller's own known to a device.
+    /// Adopts caller-owned memory on a device.
     ///
     /// # Errors
     /// `MemoryRefused`; a device error.
@@ -124,28 +124,28 @@ impl DeviceBytes {
         Ok(Self::new(device.clone(), id, place, memory.byte_len(), link.clone(), uses, owner))
     }
 
-    /// Length in bytes.
+    /// Returns the length in bytes.
     #[must_use]
     pub fn byte_len(&self) -> u64 {
         self.len
     }
 
-    /// The place where the memory is.
+    /// Returns the place of the memory.
     #[must_use]
     pub fn place(&self) -> Place {
         self.memory.place
     }
 
-    /// The address at which kernels find the first byte; `None` where no kernel reaches it, and in a forked
-    /// child.
+    /// Returns the address of the first byte for kernels. `None` if kernels cannot reach the memory, and in a
+    /// forked child.
     #[must_use]
     pub fn address(&self) -> Option<u64> {
         self.memory.check().ok()?;
         self.memory.device.address(self.memory.memory).map(|address| address + self.offset)
     }
 
-    /// The page that lives in these bytes, or in a part of them, since [`WriteBatch::create_in`] put it there
-    /// or an open did. `None` once the page has left, and in a forked child.
+    /// Returns the page that lives in these bytes or in a part of them, placed there by
+    /// [`WriteBatch::create_in`] or by an open. `None` after the page has left, and in a forked child.
     ///
     /// [`WriteBatch::create_in`]: crate::WriteBatch::create_in
     #[must_use]
@@ -154,17 +154,17 @@ impl DeviceBytes {
         self.memory.link.ranges.page_in(self.range())
     }
 
-    /// Where the bytes lie.
+    /// Returns the location of the bytes.
     fn range(&self) -> MemoryRange {
         let (space, origin) = self.memory.origin;
         let start = origin + self.offset;
         MemoryRange { space, start, end: start + self.len }
     }
 
-    /// Refuses memory of which two share a byte: copies of one call come in no order.
+    /// Checks that no two of the ranges share a byte, because the copies of one call have no order.
     ///
     /// # Errors
-    /// [`Error::MemoryRefused`].
+    /// [`Error::MemoryRefused`] if two ranges overlap.
     pub(crate) fn check_apart<'b>(memory: impl Iterator<Item = &'b Self>) -> Result<()> {
         let mut ranges = collected(memory.filter(|bytes| bytes.len > 0).map(Self::range))?;
         ranges.sort_unstable_by_key(|range| (range.space, range.start));
@@ -177,25 +177,25 @@ impl DeviceBytes {
         }
     }
 
-    /// Refuses bytes in which a page lives: only the store writes there.
+    /// Checks that no page lives in the bytes, because only the store writes to pages.
     ///
     /// # Errors
-    /// [`Error::MemoryInUse`].
+    /// [`Error::MemoryInUse`] if a page lives there.
     pub(crate) fn check_unused(&self) -> Result<()> {
         self.page().map_or(Ok(()), |page| Err(Error::MemoryInUse { len: self.len, page }))
     }
 
-    /// Begins a use of the caller's of these bytes. No page is put there meanwhile.
+    /// Begins a caller's use of these bytes. No page is placed there until the use ends.
     ///
     /// # Errors
-    /// [`Error::MemoryInUse`] if the use writes, and a page lives there.
+    /// [`Error::MemoryInUse`] if the use writes and a page lives there.
     pub(super) fn begin_use(&self, by: CallerUse) -> Result<RangeUse> {
         let begun = self.memory.link.ranges.begin(self.range(), by);
         begun.map_err(|page| Error::MemoryInUse { len: self.len, page })
     }
 
-    /// Waits, on this thread, until the store may use the bytes: until streams' uses that have ended are
-    /// done, and the stream on which the bytes are made has come here.
+    /// Blocks this thread until the store may use the bytes: until the ended uses by streams are done, and
+    /// the work now queued in the stream that produces the bytes is done.
     ///
     /// # Errors
     /// [`Error::MemoryRefused`] while a stream's guard is open; [`Error::StreamRefused`]; a device error.
@@ -207,23 +207,23 @@ impl DeviceBytes {
         Ok(self.span())
     }
 
-    /// Begins a call that writes to these bytes, once the streams' uses of them are done. No page is put
-    /// there before the use is dropped.
+    /// Begins a call that writes to these bytes, after the streams' uses of them are done. No page is placed
+    /// there until the returned use is dropped.
     ///
     /// # Errors
-    /// [`Error::MemoryInUse`]; as for [`arrived`](Self::arrived).
+    /// [`Error::MemoryInUse`]; otherwise same as [`arrived`](Self::arrived).
     pub(crate) fn begin_write(&self) -> Result<(RangeUse, Span)> {
         let begun = self.begin_use(CallerUse::Call)?;
         Ok((begun, self.arrived(Access::Write)?))
     }
 
-    /// As [`arrived`](Self::arrived), without the stream on which the bytes are made.
+    /// Waits like [`arrived`](Self::arrived), but not for the stream that produces the bytes.
     ///
     /// # Errors
-    /// As for `arrived`.
+    /// Same as `arrived`.
     pub(crate) fn wait_uses(&self, access: Access) -> Result<()> {
         let is_excluded = self.memory.link.ranges.is_excluded_by_stream(self.range(), access);
-        // Bytes that are named with their stream are taken as they are there now, guard or not.
+        // Bytes named with their stream are read at the stream's current point, even while a guard is open.
         if is_excluded && (self.stream.is_none() || access == Access::Write) {
             let reason = "a stream uses it: end the guard first".to_owned();
             return Err(Error::MemoryRefused { len: self.len, reason });
@@ -233,7 +233,7 @@ impl DeviceBytes {
         points.iter().try_for_each(|point| device.wait_event(point))
     }
 
-    /// The range in its memory.
+    /// Returns the range's offsets within its allocation.
     pub(super) fn offsets(&self) -> Range<u64> {
         self.offset..self.offset + self.len
     }
@@ -250,17 +250,18 @@ impl DeviceBytes {
         &self.memory.uses
     }
 
-    /// The error that the caller sees. A failed device poisons the store, for its pages are lost too.
+    /// Returns the error to report to the caller. A failed device poisons the store, because the store's
+    /// pages are lost too.
     pub(super) fn hear(&self, error: Error) -> Error {
         self.memory.link.hear(error)
     }
 
-    /// Lets a page live in these bytes, which are not empty, and returns the name under which it has them;
+    /// Places a page in these bytes, which are not empty, and returns the page's memory id for them. Returns
     /// `None` if a page gave up a part of them that a lane may still use.
     ///
     /// # Errors
-    /// [`Error::MemoryInUse`] if a page lives there;
-    /// [`Error::MemoryRefused`] while a call writes there or a stream uses it; a device error.
+    /// [`Error::MemoryInUse`] if a page lives there; [`Error::MemoryRefused`] while a call writes there or a
+    /// stream uses it; a device error.
     pub(crate) fn lend(&self, page: PageId) -> Result<Option<MemoryId>> {
         match self.memory.link.ranges.lend(self.range(), page) {
             Ok(()) => {}
@@ -275,20 +276,20 @@ impl DeviceBytes {
         named.map(Some).inspect_err(|_| self.end_loan())
     }
 
-    /// The page has given these bytes up, and a lane may still use them.
+    /// Records that the page gave up these bytes while a lane may still use them.
     pub(crate) fn retire_loan(&self) {
         self.memory.link.ranges.retire(self.range());
     }
 
-    /// Nothing of the store uses these bytes any more.
+    /// Ends the loan: the store no longer uses these bytes.
     pub(crate) fn end_loan(&self) {
         self.memory.link.ranges.end(self.range());
     }
 
-    /// A range of these bytes.
+    /// Returns a sub-range of these bytes.
     ///
     /// # Errors
-    /// [`Error::MemoryRefused`] if it does not lie within them.
+    /// [`Error::MemoryRefused`] if the range exceeds these bytes.
     pub fn part(&self, range: Range<u64>) -> Result<Self> {
         let within = range.start <= range.end && range.end <= self.len;
         if !within {
@@ -298,25 +299,26 @@ impl DeviceBytes {
         Ok(Self { offset: self.offset + range.start, len: range.end - range.start, ..self.clone() })
     }
 
-    /// The same bytes, made on a stream of the caller's. A call that takes them waits, on its own thread, for
-    /// the work that is in the stream by then. Commits that take nothing from streams go on meanwhile.
+    /// Returns the same bytes, marked as produced on a caller's stream. A call that takes them waits, on its
+    /// own thread, for the work queued in the stream at that time. Commits that take nothing from streams are
+    /// not delayed.
     #[must_use]
     pub fn on(&self, stream: RawStream) -> Self {
         Self { stream: Some(stream), ..self.clone() }
     }
 
-    /// The stream on which they are made.
+    /// Returns the stream that produces the bytes.
     #[must_use]
     pub fn stream(&self) -> Option<RawStream> {
         self.stream
     }
 
-    /// Replaces bytes from `offset` on, when the stream on which they are made has come here.
+    /// Replaces bytes starting at `offset`, after the work queued in the stream that produces them.
     ///
     /// # Errors
-    /// [`Error::MemoryRefused`] if they are outside; [`Error::MemoryInUse`] if a page lives there;
-    /// [`Error::StreamRefused`]; [`Error::Poisoned`] if the device failed, as the store is then;
-    /// [`Error::Forked`].
+    /// [`Error::MemoryRefused`] if the range exceeds these bytes; [`Error::MemoryInUse`] if a page lives
+    /// there; [`Error::StreamRefused`]; [`Error::Poisoned`] if the device failed, which also poisons the
+    /// store; [`Error::Forked`].
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         self.memory.check()?;
         self.try_write(offset, bytes).map_err(|error| self.hear(error))
@@ -324,7 +326,7 @@ impl DeviceBytes {
 
     fn try_write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         let part = self.part(offset..offset.saturating_add(bytes.len() as u64))?;
-        // Until the bytes have landed.
+        // Held until the bytes have arrived.
         let (_no_page_comes, target) = part.begin_write()?;
         let mut staging = self.memory.device.staging(bytes.len())?;
         staging.copy_from_slice(bytes);
@@ -332,10 +334,11 @@ impl DeviceBytes {
         self.run(Command::Upload { source, target }, staging).map(drop)
     }
 
-    /// Fills `out` with the bytes from `offset` on, when the stream on which they are made has come here.
+    /// Fills `out` with the bytes starting at `offset`, after the work queued in the stream that produces
+    /// them.
     ///
     /// # Errors
-    /// As for [`DeviceBytes::write`].
+    /// Same as [`DeviceBytes::write`].
     pub fn read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         self.memory.check()?;
         self.try_read(offset, out).map_err(|error| self.hear(error))
@@ -349,25 +352,25 @@ impl DeviceBytes {
         Ok(())
     }
 
-    /// Refuses bytes that a forked child inherited.
+    /// Checks that this process created the bytes.
     ///
     /// # Errors
-    /// [`Error::Forked`], in any process but the one that made them.
+    /// [`Error::Forked`] in any other process, such as a forked child.
     pub(crate) fn check_process(&self) -> Result<()> {
         self.memory.check().map(drop)
     }
 
-    /// The range, for commands of the device on which it lies.
+    /// Returns the range for commands of the device that owns it.
     pub(crate) fn span(&self) -> Span {
         Span { memory: self.memory.memory, offset: self.offset, len: self.len }
     }
 
-    /// Refuses the memory of another device.
+    /// Checks that the memory belongs to `device`.
     ///
     /// # Errors
-    /// [`Error::MemoryRefused`], if it is another device's.
+    /// [`Error::MemoryRefused`] if it belongs to another device.
     pub(crate) fn check_device(&self, device: &Arc<dyn Device>) -> Result<()> {
-        // Another store on the same device counts by itself, and knows the same memory.
+        // Each store wraps the device in a counter of its own; stores on the same device share its memory.
         if ptr::addr_eq(uncounted(&self.memory.device), uncounted(device)) {
             return Ok(());
         }

@@ -1,145 +1,146 @@
 //! The commands of a list, and the ranges and deltas that they name.
 //!
-//! A device may take these words literally: what a command does is said here, and how it is done is the
-//! device's own. [`Device`](super::Device) says how lists run.
+//! These descriptions define the result of each command; the device chooses how to produce it.
+//! [`Device`](super::Device) describes how lists run.
 
 use remanent_format::Width;
 
 use super::{Span, Staging};
 
-/// Work for a lane, in order.
+/// A list of commands for a lane.
 #[derive(Debug, Default)]
 pub struct CommandList {
-    /// The commands, in order.
+    /// The commands, in execution order.
     pub commands: Vec<Command>,
     /// The staging that the commands name by index.
     pub staging: Vec<Staging>,
 }
 
-/// A range of one of a list's stagings.
+/// A range of one staging of a list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StagingSpan {
     /// Index into [`CommandList::staging`].
     pub index: usize,
-    /// Offset of its first byte.
+    /// Offset of the first byte.
     pub offset: usize,
     /// Number of bytes.
     pub len: usize,
 }
 
-/// One step of a list. Ranges were checked by the caller; a device panics on one that is out of bounds.
+/// One step of a list. The caller has checked all ranges; a device panics on one that is out of bounds.
 #[derive(Clone, Debug)]
 pub enum Command {
-    /// Staging to page memory; equal lengths.
+    /// Copies staging to page memory. The lengths must be equal.
     Upload {
-        /// The bytes copied.
+        /// The bytes to copy.
         source: StagingSpan,
-        /// The place they go to.
+        /// The range to write.
         target: Span,
     },
-    /// Page memory to staging; equal lengths.
+    /// Copies page memory to staging. The lengths must be equal.
     Download {
-        /// The bytes copied.
+        /// The bytes to copy.
         source: Span,
-        /// The place they go to.
+        /// The range to write.
         target: StagingSpan,
     },
-    /// Deltas, in order. Pieces of one page are applied in the order of the list.
+    /// Applies deltas. Deltas of one page are applied in the order of the list.
     Apply {
         /// The deltas, in order.
         pieces: Vec<Piece>,
     },
-    /// Page memory to page memory; equal lengths, not overlapping.
+    /// Copies page memory to page memory. The lengths must be equal and the ranges must not overlap.
     Copy {
-        /// The bytes copied.
+        /// The bytes to copy.
         source: Span,
-        /// The place they go to.
+        /// The range to write.
         target: Span,
     },
-    /// Repeats the first `width` bytes of `pattern` over the target, whose length is a multiple of it.
+    /// Repeats the first `width` bytes of `pattern` over the target. The target's length must be a multiple
+    /// of `width`.
     Fill {
-        /// The range that is filled.
+        /// The range to fill.
         target: Span,
         /// The pattern, in its first `width` bytes.
         pattern: [u8; 16],
-        /// Length of the pattern.
+        /// The length of the pattern.
         width: Width,
     },
-    /// Many pieces into one area: each source to its offset in `target`.
+    /// Copies many ranges into one area, each to its offset in `target`.
     Gather {
-        /// The bytes copied, each with its offset in `target`.
+        /// The ranges to copy, each with its offset in `target`.
         sources: Vec<(Span, u64)>,
-        /// The area they go to.
+        /// The area to write.
         target: Span,
     },
-    /// One area out to many pieces: each target from its offset in `source`.
+    /// Copies from one area to many ranges, each from its offset in `source`.
     Scatter {
-        /// The bytes copied.
+        /// The area to copy from.
         source: Span,
-        /// The offset in `source`, and the place that its bytes go to.
+        /// The ranges to write, each with its offset in `source`.
         targets: Vec<(u64, Span)>,
     },
-    /// One bit for each element, lowest bit first: 1 where the two differ. Equal lengths, multiples of
-    /// `width`.
+    /// Compares two ranges and writes one bit for each element, lowest bit first: 1 if the elements differ.
+    /// The lengths must be equal and multiples of `width`.
     Diff {
-        /// One range compared.
+        /// The first range to compare.
         left: Span,
-        /// The other range compared.
+        /// The second range to compare.
         right: Span,
         /// The element's width.
         width: Width,
-        /// The range for the bits: one byte for eight elements, rounded up, overlapping neither.
+        /// The range for the bits: one byte for eight elements, rounded up. It must overlap neither range.
         target: Span,
     },
-    /// The indices of the bits that are set, rising. For each bitmap four little-endian bytes hold the number
-    /// of set bits.
+    /// Writes the indices of the set bits of each bitmap, in rising order, and the number of set bits as four
+    /// little-endian bytes for each bitmap.
     Select {
-        /// The bitmaps. None writes where another one reads or writes.
+        /// The bitmaps. No selection may write where another one reads or writes.
         bitmaps: Vec<Selection>,
-        /// The place for the numbers of set bits.
+        /// The range for the numbers of set bits.
         target: StagingSpan,
     },
-    /// CRC-32 of each source, four little-endian bytes each.
+    /// Computes the CRC-32 of each source, as four little-endian bytes each.
     Crc {
-        /// The ranges to sum.
+        /// The ranges to checksum.
         sources: Vec<Span>,
-        /// The place for the sums.
+        /// The range for the checksums.
         target: StagingSpan,
     },
-    /// The digest of each chunk of each source, [`DIGEST_LEN`](super::DIGEST_LEN) bytes each. Chunks begin at
-    /// a source's start; only its last one may be shorter than [`DIGEST_CHUNK_LEN`](super::DIGEST_CHUNK_LEN).
+    /// Computes the digest of each chunk of each source, [`DIGEST_LEN`](super::DIGEST_LEN) bytes each. Chunks
+    /// begin at a source's start; only its last chunk may be shorter than
+    /// [`DIGEST_CHUNK_LEN`](super::DIGEST_CHUNK_LEN).
     Digest {
         /// The ranges to digest.
         sources: Vec<Span>,
-        /// The key, from [`digest_key`](super::digest_key); it begins at a multiple of 8.
+        /// The key, from [`digest_key`](super::digest_key). Its offset must be a multiple of 8.
         key: Span,
-        /// The place for the digests; it begins at a multiple of 8.
+        /// The range for the digests. Its offset must be a multiple of 8.
         target: StagingSpan,
     },
-    /// Single elements, one after the other: element `i` of the target is the one of `source` that index `i`
-    /// names.
+    /// Copies single elements: element `i` of the target is the element of `source` that index `i` names.
     Pick {
         /// The elements to pick from.
         source: Span,
-        /// The elements' width; both lengths are multiples of it.
+        /// The width of the elements. Both lengths must be multiples of it.
         width: Width,
         /// Little-endian u32 indices into `source`, one for each element of `target`.
         indices: StagingSpan,
-        /// The place for the picked elements; not overlapping the source.
+        /// The range for the picked elements. It must not overlap the source.
         target: Span,
     },
-    /// Looks at indices that only the device has seen. For each list four little-endian bytes hold the sum of
-    /// [`INDEX_OUT_OF_BOUNDS`] and [`INDEX_TWICE`] as they are found, 0 if all indices are good.
+    /// Checks indices that only the device has seen. Writes, for each list, four little-endian bytes: the sum
+    /// of the flags [`INDEX_OUT_OF_BOUNDS`] and [`INDEX_TWICE`] that apply, or 0 if all indices are valid.
     Validate {
-        /// The lists to look at.
+        /// The lists to check.
         lists: Vec<IndexList>,
-        /// The place for the findings.
+        /// The range for the results.
         target: StagingSpan,
     },
 }
 
 impl Command {
-    /// The deltas that it applies; none if it does something else.
+    /// Returns the deltas that the command applies; empty for any other command.
     pub(super) fn deltas(&self) -> &[Piece] {
         match self {
             Self::Apply { pieces } => pieces,
@@ -148,21 +149,21 @@ impl Command {
     }
 }
 
-/// A bitmap in page memory, lowest bit first, and the place for the indices of its set bits.
+/// A bitmap in page memory, lowest bit first, and the range for the indices of its set bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Selection {
     /// The bits; fewer bytes than [`BITMAP_LEN_END`].
     pub bits: Span,
-    /// Room for little-endian u32, not overlapping the bits; offset and length are multiples of 4. Indices
-    /// beyond the room are left out; room beyond the indices stays as it is.
+    /// Space for little-endian u32 indices. It must not overlap the bits; offset and length must be multiples
+    /// of 4. Indices that do not fit are dropped, and unused space keeps its contents.
     pub indices: Span,
 }
 
 impl Selection {
-    /// Refuses a selection that breaks these rules. For devices.
+    /// Checks these rules. For implementations of devices.
     ///
     /// # Panics
-    /// If it breaks one.
+    /// If the selection violates a rule.
     pub fn check(&self) {
         let Self { bits, indices } = *self;
         assert!(bits.len < BITMAP_LEN_END, "a bitmap of {} bytes", bits.len);
@@ -174,39 +175,39 @@ impl Selection {
     }
 }
 
-/// The length in bytes from which a bitmap has bits whose number takes more than 32 bits.
+/// The smallest length, in bytes, of a bitmap whose bit numbers no longer fit in 32 bits.
 pub const BITMAP_LEN_END: u64 = 1 << 29;
 
-/// Indices in page memory, all of which should be different and below a bound.
+/// Indices in page memory, which should all be different and below a bound.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IndexList {
-    /// Little-endian u32 indices; offset and length are multiples of 4.
+    /// Little-endian u32 indices; offset and length must be multiples of 4.
     pub indices: Span,
-    /// The number of elements that the indices name.
+    /// The number of elements that the indices can name.
     pub bound: u64,
 }
 
-/// An index is not below its bound.
+/// Flag: an index is not below its bound.
 pub const INDEX_OUT_OF_BOUNDS: u32 = 1;
 
-/// An index is in its list twice.
+/// Flag: an index occurs twice in its list.
 pub const INDEX_TWICE: u32 = 2;
 
-/// One delta: bytes from a staging (or from page memory) merged into a range of page memory.
+/// One delta: bytes from staging or from page memory, merged into a range of page memory.
 #[derive(Clone, Debug)]
 pub struct Piece {
-    /// The range of page memory concerned. For `Sparse`, the range in which the elements lie.
+    /// The range of page memory to change. For `Sparse`, the range that contains the elements.
     pub target: Span,
-    /// The place of the delta's bytes.
+    /// The location of the delta's bytes.
     pub payload: Payload,
-    /// The way they are merged.
+    /// The way the bytes are merged.
     pub kind: PieceKind,
 }
 
-/// The place of a delta's bytes.
+/// The location of a delta's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Payload {
-    /// In one of the list's stagings, from this offset on.
+    /// In a staging of the list, starting at this offset.
     Staging {
         /// Index into [`CommandList::staging`].
         index: usize,
@@ -220,23 +221,24 @@ pub enum Payload {
 /// The way a delta's bytes are merged. Offsets are relative to the payload's first byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PieceKind {
-    /// `target.len` bytes replace the target.
+    /// The payload's first `target.len` bytes replace the target.
     Dense,
-    /// A bitmap at 0 (one bit for each element, lowest bit first), bytes of the whole range at
-    /// `bytes_at`: elements whose bit is 1 are replaced.
+    /// The payload has a bitmap at offset 0 (one bit for each element, lowest bit first) and bytes for the
+    /// whole range at `bytes_at`. Elements whose bit is 1 are replaced.
     Masked {
-        /// The element's width; `target.len` is a multiple of it.
+        /// The element's width; `target.len` must be a multiple of it.
         width: Width,
         /// Offset of the bytes.
         bytes_at: usize,
     },
-    /// `count` little-endian u32 element indices at 0, all different; the elements' bytes at `values_at`.
+    /// The payload has `count` little-endian u32 element indices at offset 0, all different, and the bytes of
+    /// the elements at `values_at`.
     Sparse {
         /// The element's width.
         width: Width,
         /// Number of elements.
         count: usize,
-        /// Offset of the values.
+        /// Offset of the bytes of the elements.
         values_at: usize,
     },
 }

@@ -1,11 +1,11 @@
-//! A device that counts: allocations, the bytes that lists move from place to place, and how long lists take.
+//! A device that counts allocations, the bytes that lists move between places, and the time that lists take.
 //!
-//! It stands before any other device, so that the host device counts as a GPU does. A list is counted when it
-//! is queued, by the ranges that its commands name. Its time is noted by the first thread that sees its fence
-//! pass: on a GPU no thread is told of that, so the time is at least the list's own.
+//! It wraps any other device, so the host device counts like a GPU. A list is counted when it is queued, by
+//! the ranges that its commands name. Its time is recorded by the first thread that observes that its fence
+//! has passed. A GPU notifies no thread of this, so the recorded time is an upper bound.
 //!
-//! Counting takes one look-up a range, one lock a list, and an addition an allocation. Bytes that a caller's
-//! thread [reads now](Device::read_now) are no list's, and not counted.
+//! Counting costs one lookup for each range, one lock for each list, and one addition for each allocation.
+//! Bytes that a caller's thread [reads directly](Device::read_now) belong to no list and are not counted.
 
 use std::any::Any;
 use std::collections::{BTreeMap, VecDeque};
@@ -24,67 +24,68 @@ use crate::base::sync::{Instant, Mutex};
 use crate::disk::FileMemory;
 use crate::error::{Error, Result};
 
-/// The allocations of one place, since the store was opened.
+/// Counts of one place's allocations since the store was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct AllocationStats {
-    /// Page memory that was allocated, or taken of a caller.
+    /// Allocations of page memory, including adopted caller-owned memory.
     pub allocations: u64,
-    /// Page memory that was given back.
+    /// Releases of page memory.
     pub frees: u64,
-    /// Allocations that were refused.
+    /// Allocations that failed.
     pub refusals: u64,
 }
 
-/// What lists moved from one place to another, since the store was opened.
+/// Transfers between two places since the store was opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TransferStats {
-    /// The place that bytes came from; [`Place::Host`] for those that were brought to the device.
+    /// The source of the bytes; [`Place::Host`] for uploads to the device.
     pub from: Place,
-    /// The place that they went to; [`Place::Host`] for those that were brought to the host.
+    /// The destination of the bytes; [`Place::Host`] for downloads to the host.
     pub to: Place,
     /// Pages, or ranges of them: each range of each list counts once.
     pub pages: u64,
-    /// The bytes of these ranges. A delta that changes single elements counts with all bytes of its range.
+    /// Total bytes of these ranges. A delta that changes single elements counts all bytes of its range.
     pub bytes: u64,
-    /// Lists that moved some of them.
+    /// Lists that moved some of these bytes.
     pub lists: u64,
-    /// The time from a list's submission until its fence was seen to pass, shared out by bytes where a list
-    /// moved them between several places. Lists overlap, so the sum may exceed the time that passed.
+    /// Total time from the submission of each list until a thread observed that its fence had passed. If a
+    /// list moved bytes between several pairs of places, its time is divided by bytes. Lists overlap, so the
+    /// total may exceed the elapsed time.
     pub time: Duration,
 }
 
-/// One lane's lists, since the store was opened.
+/// Counts of one lane's lists since the store was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LaneStats {
-    /// Lists that were queued.
+    /// Lists queued.
     pub lists: u64,
-    /// Lists that no thread has seen the end of yet.
+    /// Lists that no thread has observed to be done.
     pub queued: u64,
-    /// The most that these have been.
+    /// The highest value of `queued`.
     pub queued_max: u64,
     /// Waits for a fence that had not passed.
     pub waits: u64,
-    /// The time that threads spent in these waits.
+    /// Total time that threads spent in these waits.
     pub wait_time: Duration,
 }
 
-/// A device that counts what another one does.
+/// A device that counts the work of another device.
 pub(crate) struct CountedDevice {
     inner: Arc<dyn Device>,
     counts: Arc<DeviceCounts>,
 }
 
-/// What was counted. Shared by threads.
+/// The counts, shared by threads.
 pub(crate) struct DeviceCounts {
     allocations: [AllocationCount; PLACES],
     transfers: Mutex<BTreeMap<(Place, Place), Moved>>,
     lanes: [Mutex<LaneCount>; Lane::ALL.len()],
 }
 
-/// A number for each place: the slots of devices, and the places of the host.
+/// One counter for each place: the slots of devices, and the places of the host.
 const PLACES: usize = SLOTS + 4;
 const SLOTS: usize = 64;
 
@@ -106,7 +107,7 @@ struct Moved {
 #[derive(Default)]
 struct LaneCount {
     stats: LaneStats,
-    /// Lists whose end was not seen yet, in their order.
+    /// Lists not yet observed to be done, in order.
     under_way: VecDeque<ListUnderWay>,
 }
 
@@ -116,7 +117,7 @@ struct ListUnderWay {
     moved: ListMoves,
 }
 
-/// The bytes that a list moves, by places. Most lists move them between two.
+/// The bytes that a list moves, by pair of places. Most lists use one pair.
 type ListMoves = Vec<((Place, Place), Moved)>;
 
 impl DeviceCounts {
@@ -128,7 +129,7 @@ impl DeviceCounts {
         }
     }
 
-    /// The allocations of each place that has any.
+    /// Returns the allocation counts of each place that has any.
     pub fn allocations(&self) -> Vec<(Place, AllocationStats)> {
         let of = |(number, count): (usize, &AllocationCount)| {
             let [allocations, frees, refusals] = [&count.allocations, &count.frees, &count.refusals]
@@ -139,7 +140,7 @@ impl DeviceCounts {
         self.allocations.iter().enumerate().filter_map(of).collect()
     }
 
-    /// What was moved between each two places.
+    /// Returns the transfers between each pair of places.
     pub fn transfers(&self) -> Vec<TransferStats> {
         let of = |((from, to), moved): (&(Place, Place), &Moved)| {
             let Moved { pages, bytes, lists, time } = *moved;
@@ -148,7 +149,7 @@ impl DeviceCounts {
         self.transfers.lock().iter().map(of).collect()
     }
 
-    /// Each lane's lists.
+    /// Returns each lane's counts.
     pub fn lanes(&self) -> Vec<(Lane, LaneStats)> {
         Lane::ALL.iter().map(|lane| (*lane, self.lanes[*lane as usize].lock().stats)).collect()
     }
@@ -165,7 +166,7 @@ impl DeviceCounts {
         self.allocations[number_of(place)].frees.fetch_add(count, Ordering::Relaxed);
     }
 
-    /// Counts a list that is queued.
+    /// Counts a queued list.
     fn queued(&self, fence: Fence, submitted: Instant, moved: ListMoves) {
         {
             let mut transfers = self.transfers.lock();
@@ -177,7 +178,7 @@ impl DeviceCounts {
             }
         }
         let mut lane = self.lanes[fence.lane as usize].lock();
-        // Threads may come here in another order than that in which the lane took their lists.
+        // Threads may arrive here in another order than the lane queued their lists.
         let at = lane.under_way.partition_point(|list| list.fence < fence.value);
         lane.under_way.insert(at, ListUnderWay { fence: fence.value, submitted, moved });
         lane.stats.lists += 1;
@@ -185,7 +186,7 @@ impl DeviceCounts {
         lane.stats.queued_max = lane.stats.queued_max.max(lane.stats.queued);
     }
 
-    /// Notes that the lane has come to this fence.
+    /// Records that the lane has reached this fence.
     fn reached(&self, lane: Lane, value: u64) {
         let mut done = Vec::new();
         {
@@ -211,7 +212,8 @@ impl DeviceCounts {
     }
 }
 
-/// Tells what commands move, by the places of the memories that they name. Ranges without bytes are left out.
+/// Calls `tell` for each move that the commands make, with the places of the allocations that they name.
+/// Empty ranges are skipped.
 pub(super) fn moves(
     commands: &[Command],
     place_of: impl Fn(MemoryId) -> Place,
@@ -245,7 +247,7 @@ pub(super) fn moves(
                     add(from, place(&piece.target), piece.target.len);
                 }
             }
-            // Nothing goes from one memory to another but marks, sums and picked elements.
+            // These move only bits, checksums and picked elements between allocations.
             Command::Fill { .. }
             | Command::Diff { .. }
             | Command::Select { .. }
@@ -266,7 +268,7 @@ fn add_moves(moves: &mut ListMoves, places: (Place, Place), more: Moved) {
     moves[at].1.bytes += more.bytes;
 }
 
-/// The device that does the work.
+/// Returns the underlying device, without its counter.
 pub(super) fn uncounted(device: &Arc<dyn Device>) -> *const dyn Device {
     let any: &dyn Any = &**device;
     Arc::as_ptr(any.downcast_ref::<CountedDevice>().map_or(device, |counted| &counted.inner))
@@ -293,17 +295,17 @@ fn place_of(number: usize) -> Place {
 }
 
 impl CountedDevice {
-    /// A device that counts what `inner` does from now on.
+    /// Wraps `inner` and counts its work from now on.
     pub fn new(inner: Arc<dyn Device>) -> Self {
         Self { inner, counts: Arc::new(DeviceCounts::new()) }
     }
 
-    /// The counts, which outlive the device.
+    /// Returns the counts, which outlive the device.
     pub fn counts(&self) -> &Arc<DeviceCounts> {
         &self.counts
     }
 
-    /// What a list moves.
+    /// Returns the moves that a list makes.
     fn moves(&self, commands: &[Command]) -> ListMoves {
         let of_some = look_at(commands, |commands| {
             let mut moves = ListMoves::new();
@@ -401,7 +403,7 @@ impl Device for CountedDevice {
 
     fn wait(&self, fence: Fence) -> Result<()> {
         if self.reached(fence.lane) >= fence.value {
-            // Also where the fence has passed: the device may have to end its lists.
+            // The device may have to retire its lists even if the fence has passed.
             return self.inner.wait(fence);
         }
         let begun = Instant::now();
@@ -524,7 +526,7 @@ impl Device for CountedDevice {
         source: Span,
         target: Span,
     ) -> Result<Option<Pending>> {
-        // The other one is a device of this kind only where a caller put it there.
+        // `other` is a counted device only if the caller wrapped it.
         let other = (other as &dyn Any).downcast_ref::<Self>().map_or(other, |other| &*other.inner);
         self.inner.copy_from(lane, other, source, target)
     }

@@ -1,16 +1,17 @@
-//! Digests: sixteen bytes that say whether a chunk of memory is as it was, without a copy of what it was.
+//! Digests: sixteen bytes that show whether a chunk of memory changed, without a copy of its old contents.
 //!
-//! They are compared in one process only, and their key is drawn at random for it: a digest says nothing
-//! about bytes that were chosen by someone with the key, and is never stored. What a digest calls unchanged
-//! is not written, so two contents with one digest would be a lost change. A CRC is linear: two flipped signs
-//! can cancel out in it, as can words that change places in a plain sum. Here two contents of a chunk have
-//! one digest with a probability below 2^-100, whatever they are, if they were chosen without the key.
+//! Digests are compared within one process only, with a key drawn at random for that process. A digest proves
+//! nothing about bytes chosen by someone who knows the key, and is never stored. Bytes whose digest is
+//! unchanged are not written, so two contents with the same digest would mean a lost change. A CRC is linear:
+//! two flipped signs can cancel out in it, and a plain sum does not detect words that change places. For any
+//! two contents of a chunk that were chosen without the key, the probability of equal digests is below
+//! 2^-100.
 //!
-//! # What is computed
+//! # Definition
 //!
-//! A chunk is up to [`DIGEST_CHUNK_LEN`] bytes: vectors of two little-endian words of 64 bits, the last one
-//! filled up with zeros. Vector number `v` is in row `v / 256` of column `v % 256`. Two passes, `n` = 0 and
-//! 1:
+//! A chunk has up to [`DIGEST_CHUNK_LEN`] bytes: vectors of two little-endian 64-bit words, the last one
+//! padded with zeros. Vector number `v` is in row `v / 256` of column `v % 256`. There are two passes, `n` =
+//! 0 and 1:
 //!
 //! 1. *NH* of each column, modulo 2^128: the sum over its rows `i` of `(a + K[2(i + n)]) × (b + K[2(i + n) +
 //!    1])`, where `a` and `b` are the vector's words and the sums within the product are modulo 2^64.
@@ -20,33 +21,33 @@
 //!
 //! The digest is the two values below p, little-endian.
 //!
-//! # Why that is enough
+//! # Probability of a collision
 //!
-//! Two different chunks of one length differ in a column. There one pass of NH is the same for both with a
-//! probability of at most 2^-64, and both passes, whose keys are the same words two further on, with at most
-//! 2^-128 (Black, Halevi, Krawczyk, Krovetz, Rogaway: *UMAC*, CRYPTO 1999, theorems 4.2 and 4.3). Where the
-//! columns differ, so do the polynomials, of degree 768 at most: they have one value at 768 of 2^61 points at
-//! most, so with a probability below 2^-51. `R[0]` and `R[1]` are independent of each other and of `K`, so
-//! that both values are the same with a probability below 2^-102 + 2 × 2^-64 × 2^-51 + 2^-128, which is below
-//! 2^-101. Chunks of different lengths differ in the constant.
+//! Two different chunks of the same length differ in some column. For that column, one pass of NH gives equal
+//! results with a probability of at most 2^-64, and both passes, whose keys are the same words shifted by
+//! two, with at most 2^-128 (Black, Halevi, Krawczyk, Krovetz, Rogaway: *UMAC*, CRYPTO 1999, theorems 4.2 and
+//! 4.3). If the columns differ, so do the polynomials, whose degree is at most 768. They have equal values at
+//! no more than 768 of 2^61 points, that is, with a probability below 2^-51. `R[0]` and `R[1]` are
+//! independent of each other and of `K`, so both values are equal with a probability below 2^-102 + 2 × 2^-64
+//! × 2^-51 + 2^-128, which is below 2^-101. Chunks of different lengths differ in the constant term.
 
 use super::{Span, StagingSpan};
 use crate::base::allocation::make_room;
 use crate::error::Result;
 
-/// The length of a chunk, in bytes; the last one of a range may be shorter.
+/// The length of a chunk, in bytes. The last chunk of a range may be shorter.
 pub const DIGEST_CHUNK_LEN: u64 = 64 << 10;
 
 /// The length of a chunk's digest, in bytes.
 pub const DIGEST_LEN: usize = 16;
 
-/// The length of a key as devices read it, in bytes: the words of `K`; for each pass the point `R[n]`, and
-/// its power 3t + 1 for each column t. Little-endian words of 64 bits.
+/// The length of a key in the devices' format, in bytes: the words of `K`; then, for each pass, the point
+/// `R[n]` and its power 3t + 1 for each column t. All are little-endian 64-bit words.
 pub const DIGEST_KEY_LEN: u64 = 8 * (WORDS + PASSES * (1 + COLUMNS)) as u64;
 
 const COLUMNS: usize = 256;
 const PASSES: usize = 2;
-/// Vectors of a column.
+/// Vectors per column.
 const DEPTH: usize = DIGEST_CHUNK_LEN as usize / VECTOR_LEN / COLUMNS;
 const WORDS: usize = 2 * DEPTH + 2 * (PASSES - 1);
 const VECTOR_LEN: usize = 16;
@@ -56,16 +57,16 @@ const LIMB: u64 = (1 << 60) - 1;
 /// The digest of a chunk.
 pub type Digest = [u8; DIGEST_LEN];
 
-/// Random bytes from which a key is made.
+/// The number of random bytes from which a key is derived.
 pub const DIGEST_SEED_LEN: usize = 8 * (WORDS + PASSES);
 
-/// How many digests a range has.
+/// Returns the number of digests for a range of `len` bytes.
 #[must_use]
 pub fn digest_count(len: u64) -> u64 {
     len.div_ceil(DIGEST_CHUNK_LEN)
 }
 
-/// A key as devices read it.
+/// Derives a key, in the devices' format, from a random seed.
 ///
 /// # Errors
 /// `OutOfMemory`.
@@ -87,10 +88,10 @@ pub fn digest_key(seed: &[u8; DIGEST_SEED_LEN]) -> Result<Vec<u8>> {
     Ok(key)
 }
 
-/// The digest of a chunk, by the plain rules above. Other devices give the same.
+/// Computes the digest of a chunk by the definition above. Other devices produce the same result.
 ///
 /// # Panics
-/// If the chunk is longer than a chunk is, or the key is of another length.
+/// If `chunk` exceeds [`DIGEST_CHUNK_LEN`] or the key has the wrong length.
 pub(super) fn digest(chunk: &[u8], key: &[u8]) -> Digest {
     assert!(chunk.len() as u64 <= DIGEST_CHUNK_LEN, "a chunk of {} bytes", chunk.len());
     assert_eq!(key.len() as u64, DIGEST_KEY_LEN, "the length of a digest's key");
@@ -134,10 +135,10 @@ pub(super) fn digest(chunk: &[u8], key: &[u8]) -> Digest {
     digest
 }
 
-/// Refuses a digest command that breaks the rules. For devices.
+/// Checks the rules for a digest command. For implementations of devices.
 ///
 /// # Panics
-/// If it breaks one.
+/// If the command violates a rule.
 pub(super) fn check_digests(sources: &[Span], key: Span, target: StagingSpan) {
     let count: u64 = sources.iter().map(|source| digest_count(source.len)).sum();
     assert_eq!(target.len as u64, DIGEST_LEN as u64 * count, "the length of a digest command's target");
@@ -149,12 +150,12 @@ fn word(bytes: &[u8]) -> u64 {
     u64::from_le_bytes(*bytes.first_chunk().expect("whole words"))
 }
 
-/// A number below 2^62 that is the same modulo p.
+/// Reduces a number to one below 2^62 that is congruent modulo p.
 fn folded(number: u64) -> u64 {
     (number & PRIME) + (number >> 61)
 }
 
-/// The product modulo p, below 2^62. The factors are below 2^62.
+/// Returns the product modulo p, below 2^62. Both factors must be below 2^62.
 fn times(one: u64, other: u64) -> u64 {
     let product = u128::from(one) * u128::from(other);
     folded((product as u64 & PRIME) + (product >> 61) as u64)
@@ -180,7 +181,7 @@ mod tests {
         let chunk: Vec<u8> = (0..DIGEST_CHUNK_LEN).map(|at| (at / 7) as u8).collect();
         let len = chunk.len();
         let sound = of(&chunk);
-        // Two signs of floats, of every width, at the same distance in two places.
+        // Flips two float signs, for every width, at the same distance in several positions.
         for width in [2, 4, 8] {
             for at in [0, 16, 4096, len - 2 * width] {
                 let mut flipped = chunk.clone();
@@ -189,7 +190,7 @@ mod tests {
                 assert_ne!(of(&flipped), sound, "{width} bytes at {at}");
             }
         }
-        // Words, vectors and columns that change places.
+        // Swaps words, vectors and columns.
         for distance in [1, 2, 4, 8, 16, 4096, len / 2] {
             let mut swapped = chunk.clone();
             let (one, other) = (1000 / distance * distance, 1000 / distance * distance + distance);
@@ -200,13 +201,13 @@ mod tests {
                 assert_ne!(of(&swapped), sound, "{distance} apart");
             }
         }
-        // Zeros at the end, where the length alone tells.
+        // Trailing zeros: only the lengths differ.
         let zeros = vec![0; len];
         let lens = [0, 1, 8, 15, 16, 17, 4096, len - 1, len];
         let mut found = lens.map(|len| of(&zeros[..len]));
         found.sort_unstable();
         assert!(found.windows(2).all(|pair| pair[0] != pair[1]));
-        // Each single bit, around the borders of vectors, rows and columns.
+        // Flips each single bit at the boundaries of vectors, rows and columns.
         let mut changed = chunk.clone();
         for at in [0, 7, 8, 15, 16, 4095, 4096, len - 16, len - 1] {
             for bit in 0..8 {

@@ -1,9 +1,9 @@
-//! Ranges of callers' memory in which pages live, and those that calls and streams of callers use now. A page
-//! is put only where no other use is.
+//! Ranges of callers' memory in which pages live, and ranges that callers' calls and streams currently use. A
+//! page is placed only in a range without any other use.
 //!
-//! One of these serves all memory that a store gave out or took. Ranges are told apart by where they lie and
-//! not by their handles, because a caller may tell the store of the same tensor twice. A lock is held for a
-//! look at the list, and never while a device works.
+//! One instance covers all memory that a store handed out or adopted. Ranges are identified by their location
+//! rather than by their handles, because a caller may register the same tensor twice. The lock is held only
+//! to access the list, never while a device works.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,29 +13,29 @@ use remanent_format::PageId;
 use super::stream_uses::Access;
 use crate::base::sync::Mutex;
 
-/// The ranges in use. Shared by threads.
+/// The ranges in use, shared by threads.
 #[derive(Default)]
 pub(crate) struct LentRanges(Mutex<RangeUses>);
 
 #[derive(Default)]
 struct RangeUses {
-    /// Ranges in which pages live, by their space and their start there. No two share a byte.
+    /// Ranges in which pages live, by space and start. No two share a byte.
     pages: BTreeMap<(u64, u64), LentRange>,
-    /// Ranges that callers use now, each under a number of its own.
+    /// Ranges that callers currently use, each with a number of its own.
     callers: Vec<(u64, MemoryRange, CallerUse)>,
     next: u64,
 }
 
-/// A use of a caller's.
+/// A caller's use of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CallerUse {
     /// A call that writes.
     Call,
-    /// A stream, while its guard is open.
+    /// A stream with an open guard.
     Stream(Access),
 }
 
-/// The right of a call, or of a guard, to use a range: no page is put there meanwhile.
+/// The right of a call or a guard to use a range. No page is placed in the range until it is dropped.
 pub(crate) struct RangeUse {
     ranges: Arc<LentRanges>,
     number: u64,
@@ -50,11 +50,11 @@ impl Drop for RangeUse {
 struct LentRange {
     end: u64,
     page: PageId,
-    /// Whether the page has given it up, and a lane may still use it.
+    /// Whether the page has given up the range while a lane may still use it.
     is_retired: bool,
 }
 
-/// A range by where it lies: a [space](super::Device::origin), and its bounds there.
+/// The location of a range: a [space](super::Device::origin), and its bounds in that space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct MemoryRange {
     pub space: u64,
@@ -62,13 +62,13 @@ pub(crate) struct MemoryRange {
     pub end: u64,
 }
 
-/// The use that keeps a range from being lent.
+/// The use that prevents lending a range.
 pub(crate) enum RangeInUse {
-    /// This page lives in a part of it.
+    /// This page lives in a part of the range.
     Page(PageId),
-    /// A page gave a part of it up, and a lane may still use that.
+    /// A page gave up a part of the range, and a lane may still use that part.
     Retired,
-    /// A caller uses a part of it.
+    /// A caller uses a part of the range.
     Caller,
 }
 
@@ -79,9 +79,10 @@ impl MemoryRange {
 }
 
 impl RangeUses {
-    /// The page in a part of the range; of several, the one that begins last.
+    /// Returns the page in a part of the range. If there are several, returns the one that begins last.
     fn page_in(&self, range: MemoryRange) -> Option<&LentRange> {
-        // Of all that begin before this range's end, the last one to begin is the last one to end.
+        // The ranges are disjoint, so of those that begin before this range's end, the last to begin is also
+        // the last to end.
         let before = self.pages.range(..(range.space, range.end)).next_back();
         let is_in = |((space, _), lent): &(&(u64, u64), &LentRange)| {
             *space == range.space && lent.end > range.start && range.start < range.end
@@ -91,12 +92,12 @@ impl RangeUses {
 }
 
 impl LentRanges {
-    /// The page that lives in a part of the range.
+    /// Returns the page that lives in a part of the range.
     pub fn page_in(&self, range: MemoryRange) -> Option<PageId> {
         self.0.lock().page_in(range).map(|lent| lent.page)
     }
 
-    /// Begins a use of a caller's.
+    /// Begins a caller's use of a range.
     ///
     /// # Errors
     /// The page that lives there, if the use writes: only the store writes to a page.
@@ -113,7 +114,7 @@ impl LentRanges {
         Ok(RangeUse { ranges: self.clone(), number })
     }
 
-    /// Whether a stream uses a part of the range now in a way that `access` may not run beside.
+    /// Returns whether a stream currently uses a part of the range in a way that excludes `access`.
     pub fn is_excluded_by_stream(&self, range: MemoryRange, access: Access) -> bool {
         let is_in_the_way = |(_, used, by): &(u64, MemoryRange, CallerUse)| match by {
             CallerUse::Stream(other) => access.excludes(*other) && used.overlaps(&range),
@@ -122,10 +123,10 @@ impl LentRanges {
         self.0.lock().callers.iter().any(is_in_the_way)
     }
 
-    /// Lets a page live in the range, which is not empty.
+    /// Records that a page lives in the range, which must not be empty.
     ///
     /// # Errors
-    /// The use that is in the way.
+    /// The conflicting use.
     pub fn lend(&self, range: MemoryRange, page: PageId) -> Result<(), RangeInUse> {
         let mut uses = self.0.lock();
         if let Some(lent) = uses.page_in(range) {
@@ -139,13 +140,13 @@ impl LentRanges {
         Ok(())
     }
 
-    /// Notes that the page has given its range up.
+    /// Records that the page gave up its range.
     pub fn retire(&self, range: MemoryRange) {
         let mut uses = self.0.lock();
         uses.pages.get_mut(&(range.space, range.start)).expect("a range that is lent").is_retired = true;
     }
 
-    /// Nothing of the store uses the range any more.
+    /// Ends the loan of the range, which the store no longer uses.
     pub fn end(&self, range: MemoryRange) {
         let ended = self.0.lock().pages.remove(&(range.space, range.start));
         assert!(ended.is_some(), "a range that was not lent: {range:?}");
@@ -172,7 +173,7 @@ mod tests {
             let refused = uses.map(|by| ranges.begin(range(1, start, end), by).err());
             assert_eq!(refused, [Some(PageId(1)), Some(PageId(1)), None], "only the store writes there");
         }
-        // Empty ranges, neighbours, and the same numbers in another space.
+        // Empty ranges, adjacent ranges, and the same offsets in another space.
         for (space, start, end) in [(1, 15, 15), (1, 0, 10), (1, 20, 30), (0, 10, 20), (2, 10, 20)] {
             assert_eq!(ranges.page_in(range(space, start, end)), None, "{space}: {start}..{end}");
         }

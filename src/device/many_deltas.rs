@@ -1,28 +1,28 @@
-//! Lists of many deltas: several threads look at them, and deal them out among themselves.
+//! Lists of many deltas, which several threads examine and distribute among themselves.
 
 use std::convert::Infallible;
 
 use super::{Command, Piece};
 use crate::base::parallel;
 
-/// Deltas of a list that several threads look at sooner than one does: where a crew waits for work, and where
-/// threads are started for it.
+/// Numbers of deltas in a list from which several threads are faster than one: with idle worker threads
+/// available, and with threads that must be started.
 const MANY_DELTAS: [usize; 2] = [8 << 10, 128 << 10];
-/// Threads that work on many deltas.
+/// The most threads that work on many deltas.
 pub(super) const THREADS_MAX: usize = 16;
-/// Deltas that a thread deals out into shares at once.
+/// Deltas that a thread distributes into shares at a time.
 const DEALT_AT_ONCE: usize = 4096;
-/// Shares of deltas for each of the threads: one that has done its share takes another.
+/// Shares of deltas per thread. A thread that finishes its share takes another one.
 const SHARES_EACH: usize = 4;
 
-/// Whether several threads look at the deltas of these commands sooner than one does.
+/// Returns whether several threads process the deltas of these commands faster than one thread.
 pub(super) fn has_many_deltas(commands: &[Command]) -> bool {
     let many = if parallel::has_crew() { MANY_DELTAS[0] } else { MANY_DELTAS[1] };
     commands.iter().map(|command| command.deltas().len()).sum::<usize>() >= many
 }
 
-/// Looks at commands, where they have many deltas by several threads, each at some of the commands. Returns
-/// what they found, in the order of the commands.
+/// Applies `look` to commands and returns the results in command order. For many deltas, several threads each
+/// process some of the commands.
 pub(super) fn look_at<T: Send>(commands: &[Command], look: impl Fn(&[Command]) -> T + Sync) -> Vec<T> {
     if !has_many_deltas(commands) {
         return vec![look(commands)];
@@ -34,21 +34,22 @@ pub(super) fn look_at<T: Send>(commands: &[Command], look: impl Fn(&[Command]) -
     found
 }
 
-/// Deltas in shares: all of one memory are in the same one, in the order of the list.
+/// Deltas divided into shares. All deltas of one allocation are in the same share, in list order.
 pub(super) struct Dealt<T> {
-    /// What each slice of the list has for each share.
+    /// For each slice of the list, the deltas of each share.
     slices: Vec<Vec<Vec<T>>>,
     count: usize,
 }
 
-/// Deltas that are not dealt out: one thread is to work on them.
+/// The deltas were not divided into shares; one thread must process them.
 pub(super) struct Undealt;
 
-/// Deals deltas out by several threads, each with equipment of its own. `look` makes of a delta what goes
-/// into a share, with the number of the memory that it changes; or leaves it out.
+/// Distributes deltas into shares with several threads, each with working state of its own from `equip`. For
+/// each delta, `look` returns the number of the allocation that the delta changes and the value to store in a
+/// share, or `None` to skip it.
 ///
 /// # Errors
-/// What `look` says; if there is no memory.
+/// The error from `look`, or [`Undealt`] if there is not enough memory.
 pub(super) fn deal<'p, W, T: Send>(
     rows: impl Iterator<Item = &'p [Piece]>,
     equip: impl Fn() -> W + Sync,
@@ -67,7 +68,7 @@ pub(super) fn deal<'p, W, T: Send>(
         shares.iter_mut().try_for_each(|share| share.try_reserve(even)).map_err(|_| Undealt)?;
         for piece in slice {
             if let Some((memory, delta)) = look(with, piece)? {
-                // Numbers of memories lie side by side, at multiples of one distance.
+                // Numbers of allocations are evenly spaced, so multiply to spread them over the shares.
                 let spread = memory.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
                 let share = &mut shares[spread as usize % count];
                 share.try_reserve(1).map_err(|_| Undealt)?;
@@ -81,12 +82,12 @@ pub(super) fn deal<'p, W, T: Send>(
 }
 
 impl<T> Dealt<T> {
-    /// How many shares there are.
+    /// Returns the number of shares.
     pub fn count(&self) -> usize {
         self.count
     }
 
-    /// The deltas of one share, some after the other.
+    /// Returns the deltas of one share, slice by slice in list order.
     pub fn share(&self, index: usize) -> impl Iterator<Item = &[T]> + Clone {
         self.slices.iter().map(move |shares| shares[index].as_slice())
     }

@@ -1,7 +1,8 @@
-//! The link between a store and the memory that callers have of it: the ranges in use, and the way back.
+//! The link between a store and the memory that callers hold from it: the ranges in use, and a connection
+//! back to the store.
 //!
-//! Handles outlive their store, and an open takes callers' memory before there is a store; so each handle
-//! holds the link, and the store comes to the link when it starts.
+//! Handles outlive their store, and an open adopts caller-owned memory before the store exists. Each handle
+//! therefore holds the link, and the store connects to the link when it starts.
 
 use std::any::Any;
 use std::sync::{Arc, OnceLock};
@@ -10,25 +11,25 @@ use super::lent_ranges::LentRanges;
 use super::{Device, Fence};
 use crate::error::{Error, Result};
 
-/// A store's end of the link.
+/// The store's end of the link.
 pub(crate) trait StoreEnd: Send + Sync {
-    /// Hears of an error in using memory; returns the error that the caller sees.
+    /// Records an error from using memory, and returns the error to report to the caller.
     fn hear(&self, error: Error) -> Error;
 
-    /// A fence after every batch submitted so far.
+    /// Returns a fence after every batch submitted so far.
     ///
     /// # Errors
     /// `Closed`; a device error.
     fn applied(&self) -> Result<Fence>;
 
-    /// Keeps an owner until the fence has passed; `Err` where there is no store any more that could.
+    /// Keeps an owner until the fence has passed. Returns the owner as `Err` if the store no longer exists.
     fn keep(&self, owner: MemoryOwner, fence: Fence) -> Result<(), MemoryOwner>;
 }
 
-/// The value that keeps a memory, and whose drop gives it back.
+/// The value that keeps an allocation alive; dropping it frees the memory.
 pub(crate) type MemoryOwner = Arc<dyn Any + Send + Sync>;
 
-/// The link of one store. Shared by threads.
+/// The link of one store, shared by threads.
 #[derive(Default)]
 pub(crate) struct MemoryLink {
     pub ranges: Arc<LentRanges>,
@@ -36,13 +37,14 @@ pub(crate) struct MemoryLink {
 }
 
 impl MemoryLink {
-    /// Brings the store to the link.
+    /// Connects the store to the link.
     pub fn connect(&self, store: impl StoreEnd + 'static) {
         let connected = self.store.set(Box::new(store));
         assert!(connected.is_ok(), "one store a link");
     }
 
-    /// Tells the store of an error. Before the store starts it is the open that fails by it.
+    /// Passes an error to the store. Before the store starts, returns the error unchanged, and the open fails
+    /// with it.
     pub fn hear(&self, error: Error) -> Error {
         match self.store.get() {
             Some(store) => store.hear(error),
@@ -50,7 +52,7 @@ impl MemoryLink {
         }
     }
 
-    /// A fence after every batch submitted so far.
+    /// Returns a fence after every batch submitted so far.
     ///
     /// # Errors
     /// `Closed`; a device error.
@@ -58,7 +60,8 @@ impl MemoryLink {
         self.store.get().ok_or(Error::Closed)?.applied()
     }
 
-    /// Drops an owner after the fence has passed. Where the store is gone, this thread waits for that.
+    /// Drops an owner after the fence has passed. If the store no longer exists, blocks this thread until
+    /// then.
     pub fn drop_after(&self, device: &dyn Device, owner: MemoryOwner, fence: Fence) {
         let kept = match self.store.get() {
             Some(store) => store.keep(owner, fence),
@@ -70,7 +73,7 @@ impl MemoryLink {
     }
 }
 
-/// Waits until the fence has passed, and drops an owner. It stays where the fence never passes.
+/// Waits until the fence has passed, then drops an owner. The owner is leaked if the fence never passes.
 pub(crate) fn drop_when_passed(device: &dyn Device, owner: MemoryOwner, fence: Fence) {
     if let Err(error) = device.wait(fence) {
         tracing::warn!(%error, "a caller's memory stays held: a stream may still use it");

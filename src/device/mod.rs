@@ -1,12 +1,12 @@
-//! The seam to the memory in which pages live: a queue of commands, not a set of calls.
+//! The interface to the memory in which pages live: a queue of commands rather than a set of calls.
 //!
-//! A launch on a GPU costs microseconds while a logged commit should cost one. So work goes to a device as
-//! lists of commands, and a caller that needs a result waits for a fence. Memory and staging are named by
-//! handles; bytes cross the seam only in staging. `HostDevice` defines what is correct (I11): every other
-//! device gives the same bytes for the same lists.
+//! A kernel launch costs microseconds, and a logged commit should cost one. Work is therefore submitted to a
+//! device as lists of commands, and a caller that needs a result waits for a fence. Memory and staging are
+//! named by handles; bytes cross the interface only in staging. `HostDevice` defines correct behavior (I11):
+//! every other device produces the same bytes for the same lists.
 //!
-//! The engine holds `Arc<dyn Device>`: one indirect call for each list, a few nanoseconds against a launch's
-//! microseconds.
+//! The engine holds an `Arc<dyn Device>`. The indirect call for each list takes a few nanoseconds, against
+//! microseconds for a launch.
 
 #[cfg(feature = "cuda")]
 pub mod cuda;
@@ -54,31 +54,32 @@ use crate::disk::FileMemory;
 use crate::error::{Error, Result};
 pub use crate::options::CallerMemory;
 
-/// A memory that holds pages, and the queues through which it is changed.
+/// Memory that holds pages, and the queues through which it is changed.
 pub trait Device: Any + Send + Sync {
-    /// The device's name in reports: `host`, `cuda:0 (NVIDIA H200)`.
+    /// Returns the device's name for reports, such as `host` or `cuda:0 (NVIDIA H200)`.
     fn label(&self) -> String;
 
-    /// Allocates page memory of unspecified content. `len` may be 0.
+    /// Allocates page memory with unspecified contents. `len` may be 0.
     ///
     /// # Errors
     /// `OutOfMemory`, `PlaceUnavailable`.
     fn allocate(&self, place: Place, len: u64) -> Result<MemoryId>;
 
-    /// As [`allocate`](Self::allocate), for a caller that must not wait for the device's work. The device is
-    /// out of memory as soon as it would have to give something back first, or to wait.
+    /// Allocates page memory like [`allocate`](Self::allocate), but never waits for the device's work. The
+    /// call fails with `OutOfMemory` if the device would first have to free memory or wait.
     ///
     /// # Errors
-    /// As for `allocate`.
+    /// Same as `allocate`.
     fn allocate_at_once(&self, place: Place, len: u64) -> Result<MemoryId> {
         self.allocate(place, len)
     }
 
-    /// Allocates page memory for several pages, in their order, as [`allocate`](Self::allocate) does for
-    /// each. Adds it to `made`, which has room for it; without success, what was allocated by then.
+    /// Allocates page memory for several pages, in order, as [`allocate`](Self::allocate) does for each.
+    /// Appends the memory to `made`, which must have enough spare capacity. On failure, `made` contains the
+    /// memory allocated before the failure.
     ///
     /// # Errors
-    /// As for `allocate`.
+    /// Same as `allocate`.
     fn allocate_all(&self, pages: &[(Place, u64)], made: &mut Vec<MemoryId>) -> Result<()> {
         for (place, len) in pages {
             made.push(self.allocate(*place, *len)?);
@@ -86,27 +87,27 @@ pub trait Device: Any + Send + Sync {
         Ok(())
     }
 
-    /// Whether page memory of this length, in this place, holds zeros when it is allocated. Then a new page
-    /// costs nothing until it is written to, however long it is.
+    /// Returns whether page memory of this length in this place contains zeros when it is allocated. If so, a
+    /// new page of any length costs nothing until it is written.
     fn allocates_zeros(&self, _place: Place, _len: u64) -> bool {
         false
     }
 
-    /// Whether bytes cross a bus between staging and page memory. There a sum of one side says nothing about
-    /// the other, and lists sum page memory with [`Command::Crc`] after a copy into it, and before one out of
-    /// it. Within the host's memory a second sum would read the same bytes again.
+    /// Returns whether bytes cross a bus between staging and page memory. If they do, a checksum of one side
+    /// proves nothing about the other, so lists checksum page memory with [`Command::Crc`] after a copy into
+    /// it and before a copy out of it. Within host memory, a second checksum would read the same bytes again.
     fn crosses_bus(&self) -> bool {
         false
     }
 
-    /// Gives page memory back. The caller has waited for the fence of its last use.
+    /// Frees page memory. The caller has waited for the fence of its last use.
     ///
     /// # Errors
-    /// A device error; an unknown id is a bug of the caller's and panics.
+    /// A device error. An unknown id is a bug in the caller and panics.
     fn release(&self, memory: MemoryId) -> Result<()>;
 
-    /// Gives memory of several pages back, as [`release`](Self::release) does for each, with the place
-    /// that it is in. Tells `failed` of those that the device does not take back, by their index.
+    /// Frees the memory of several pages, as [`release`](Self::release) does for each. Each entry states the
+    /// place of its memory. Calls `failed` with the index of each memory that the device could not free.
     fn release_all(&self, memory: &[(Place, MemoryId)], failed: &mut dyn FnMut(usize, Error)) {
         for (index, (_, memory)) in memory.iter().enumerate() {
             if let Err(error) = self.release(*memory) {
@@ -115,21 +116,21 @@ pub trait Device: Any + Send + Sync {
         }
     }
 
-    /// Host memory that a lane copies from and to; zeroed.
+    /// Allocates zeroed host memory that lanes copy from and to.
     ///
     /// # Errors
-    /// `OutOfMemory`, if the system has none left.
+    /// `OutOfMemory` if the system has no memory left.
     fn staging(&self, len: usize) -> Result<Staging>;
 
-    /// Queues a list on a lane. Its commands run in order, after every earlier list of the lane; the list
+    /// Queues a list on a lane. Its commands run in order, after every earlier list of the lane. The list
     /// owns its staging until the returned [`Pending`] gives it back. Ranges of staging that the list read
-    /// from come back with unspecified content.
+    /// have unspecified contents afterwards.
     ///
     /// # Errors
-    /// A device error; then nothing of the list runs.
+    /// A device error, in which case no command of the list runs.
     fn submit(&self, lane: Lane, list: CommandList) -> Result<Pending>;
 
-    /// The newest fence of the lane that has passed.
+    /// Returns the newest fence of the lane that has passed.
     fn reached(&self, lane: Lane) -> u64;
 
     /// Waits until a fence has passed.
@@ -144,8 +145,8 @@ pub trait Device: Any + Send + Sync {
     /// A device error.
     fn after(&self, lane: Lane, fence: Fence) -> Result<()>;
 
-    /// Makes all later lists of `lane` run after the work that is in the caller's stream now. The host does
-    /// not wait. A slow stream holds up the whole lane, so this is for [`Lane::Callers`].
+    /// Makes all later lists of `lane` run after the work currently queued in the caller's stream. The host
+    /// does not wait. A slow stream delays the whole lane, so use [`Lane::Callers`].
     ///
     /// # Errors
     /// `StreamRefused`, with nothing changed; a device error.
@@ -157,19 +158,20 @@ pub trait Device: Any + Send + Sync {
     /// `StreamRefused`, with nothing changed; a device error.
     fn signal_external(&self, stream: RawStream, fence: Fence) -> Result<()>;
 
-    /// Waits, on this thread, until the work that is in the caller's stream now is done. No lane takes part:
-    /// a stream that stands still holds up this thread and no other, even if others wait for other streams.
+    /// Blocks this thread until the work currently queued in the caller's stream is done. No lane takes part:
+    /// a stalled stream blocks only this thread, even if other threads wait for other streams.
     ///
     /// # Errors
     /// `StreamRefused`, a device error.
     fn wait_stream(&self, stream: RawStream) -> Result<()>;
 
-    /// Whether callers' streams can be waited for, and told to wait.
+    /// Returns whether the device can wait for callers' streams and make them wait.
     fn supports_streams(&self) -> bool {
         false
     }
 
-    /// The point at which a caller's stream is now. It is waited for later, also when the stream is gone.
+    /// Records the current point of a caller's stream. The point can be waited for later, even after the
+    /// stream is destroyed.
     ///
     /// # Errors
     /// `StreamRefused`, a device error.
@@ -178,7 +180,7 @@ pub trait Device: Any + Send + Sync {
         Err(Error::StreamRefused { stream: stream.handle(), reason })
     }
 
-    /// Waits, on this thread, until a point of a stream has passed. No lane takes part.
+    /// Blocks this thread until a point of a stream has passed. No lane takes part.
     ///
     /// # Errors
     /// A device error.
@@ -186,7 +188,7 @@ pub trait Device: Any + Send + Sync {
         unreachable!("a device that gives no points")
     }
 
-    /// Whether a point of a stream has passed.
+    /// Returns whether a point of a stream has passed.
     ///
     /// # Errors
     /// A device error.
@@ -194,7 +196,7 @@ pub trait Device: Any + Send + Sync {
         unreachable!("a device that gives no points")
     }
 
-    /// Makes all later work of a caller's stream run after a point of another one. The host does not wait.
+    /// Makes all later work of a caller's stream run after a point of another stream. The host does not wait.
     ///
     /// # Errors
     /// `StreamRefused`, with nothing changed; a device error.
@@ -202,38 +204,38 @@ pub trait Device: Any + Send + Sync {
         unreachable!("a device that gives no points")
     }
 
-    /// The address at which kernels find page memory. It stays the same until the memory is released. `None`
-    /// where no kernel reaches it: memory of the host alone, and memory of length 0.
+    /// Returns the address of page memory for kernels. The address stays the same until the memory is
+    /// released. `None` for memory that kernels cannot reach: host-only memory, and memory of length 0.
     fn address(&self, memory: MemoryId) -> Option<u64>;
 
-    /// The GPU that page memory is of, or is registered with, by its CUDA ordinal. `None` for memory of the
-    /// host alone.
+    /// Returns the CUDA ordinal of the GPU that owns page memory or has it registered. `None` for host-only
+    /// memory.
     fn gpu_of(&self, _memory: MemoryId) -> Option<u32> {
         None
     }
 
-    /// The bytes of page memory as they are now. They are never seen to change: a caller that wants them up
-    /// to date waits for the lanes first, and asks again later. `None` where they do not lie in memory of the
-    /// host.
+    /// Returns the current bytes of page memory. The returned bytes never change. For current contents, a
+    /// caller first waits for the lanes; for later contents, it calls this method again. `None` if the memory
+    /// is not in host memory.
     fn bytes(&self, memory: MemoryId) -> Option<PageBytes>;
 
-    /// Whether [`Device::read_now`] may read any memory.
+    /// Returns whether [`Device::read_now`] can read any memory.
     fn reads_now(&self) -> bool {
         false
     }
 
-    /// Copies bytes of page memory from `offset` on to `out`, on the caller's thread and while lanes go on.
-    /// The bytes are those of one moment between two commands. Returns at once whether it did: not where the
-    /// memory has been released, is shorter, or does not lie in memory of the host, nor where a list that may
-    /// write to it has yet to pass.
+    /// Copies bytes of page memory, starting at `offset`, to `out`. The copy runs on the caller's thread
+    /// while lanes continue, and its bytes are those of a single moment between two commands. Returns `false`
+    /// immediately, without a copy, if the memory was released, is shorter or is not in host memory, or if a
+    /// list that may write to it is still in flight.
     fn read_now(&self, memory: MemoryId, offset: u64, out: &mut [u8]) -> bool {
         let _ = (memory, offset, out);
         false
     }
 
-    /// Gives memory that no page and no staging uses back to its source, and returns how many bytes that was.
-    /// A GPU's driver waits for everything that the GPU has to do, the caller's own work included. A device
-    /// that keeps nothing back has nothing to give.
+    /// Returns memory that no page and no staging uses to its source, and returns the number of bytes freed.
+    /// A GPU's driver waits for all work of the GPU, including the caller's own. A device that caches no
+    /// memory has nothing to free.
     ///
     /// # Errors
     /// A device error.
@@ -241,43 +243,43 @@ pub trait Device: Any + Send + Sync {
         Ok(0)
     }
 
-    /// The bytes asked for and held, by the places that share them; empty for a device that keeps nothing
-    /// back. Places that share another one's memory are counted there.
+    /// Returns the bytes requested and held, by the place whose memory they are. Places that share the memory
+    /// of another place are counted there. Empty for a device that caches no memory.
     fn memory_stats(&self) -> Vec<(Place, MemoryStats)> {
         Vec::new()
     }
 
-    /// What it can do for page memory in [`Place::Unified`].
+    /// Returns the device's capabilities for page memory in [`Place::Unified`].
     fn unified(&self) -> UnifiedSupport {
         UnifiedSupport::default()
     }
 
-    /// Gives a hint for page memory, which ends when the memory is released. Returns when the hint is queued.
+    /// Queues a hint for page memory and returns. The hint ends when the memory is released.
     ///
     /// # Errors
-    /// `HintRefused` for memory in another place than [`Place::Unified`], or where the device takes no hints;
-    /// a device error.
+    /// `HintRefused` for memory outside [`Place::Unified`] or if the device does not support hints; a device
+    /// error.
     fn hint_unified(&self, memory: MemoryId, _hint: UnifiedHint) -> Result<()> {
         let reason = "the device has no memory that moves between a GPU and the host";
         Err(Error::HintRefused { place: self.place_of(memory), reason })
     }
 
-    /// Takes memory of the caller's for page memory, and says in which place it is. It is released like any
-    /// other, which leaves it to its owner.
+    /// Makes caller-owned memory usable as page memory, and returns its id and its place. Releasing it leaves
+    /// the memory to its owner.
     ///
     /// # Errors
-    /// `MemoryRefused` where the device can tell that it is not what the caller says; a device error.
+    /// `MemoryRefused` if the device detects that the memory is not what the caller claims; a device error.
     fn adopt(&self, memory: &CallerMemory) -> Result<(MemoryId, Place)> {
         let reason = format!("{} knows no memory but its own", self.label());
         Err(Error::MemoryRefused { len: memory.byte_len(), reason })
     }
 
-    /// Takes the memory of a file for a target of copies. Lists name it as they name page memory: the bytes
-    /// that they copy to it are the file's, and lie in [`Place::Host`]. It is given back by
-    /// [`unregister`](Self::unregister), and by nothing else.
+    /// Registers the memory of a file as a target of copies. Lists name it like page memory; the bytes that
+    /// they copy to it become the file's bytes, in [`Place::Host`]. Only [`unregister`](Self::unregister)
+    /// ends the registration.
     ///
     /// # Errors
-    /// `MemoryRefused`, `OutOfMemory`, a device error. Then the mapping is gone.
+    /// `MemoryRefused`, `OutOfMemory`, a device error. On failure the mapping is removed.
     fn register(&self, memory: Box<dyn FileMemory>) -> Result<MemoryId> {
         let reason = format!("{} copies to no files", self.label());
         Err(Error::MemoryRefused { len: memory.byte_len(), reason })
@@ -286,56 +288,59 @@ pub trait Device: Any + Send + Sync {
     /// Ends the mapping of a file's memory. The caller has waited for the fence of its last use.
     ///
     /// # Errors
-    /// A device error. The mapping then stays until the process ends: the device may still write to it.
+    /// A device error. The mapping then stays until the process ends, because the device may still write to
+    /// it.
     fn unregister(&self, memory: MemoryId) -> Result<()> {
         unreachable!("{memory:?} of a device that registers none")
     }
 
-    /// The place that page memory was allocated in, or adopted in.
+    /// Returns the place in which page memory was allocated or adopted.
     fn place_of(&self, _memory: MemoryId) -> Place {
         Place::Host
     }
 
-    /// Tells what commands move, in their order: from which place, to which one, and how many bytes. Bytes
-    /// that lie in staging are in [`Place::Host`].
+    /// Calls `tell` for each move that the commands make, in order, with the source place, the target place
+    /// and the number of bytes. Bytes in staging are in [`Place::Host`].
     fn tell_moves(&self, commands: &[Command], tell: &mut dyn FnMut(Place, Place, u64)) {
         counted::moves(commands, |memory| self.place_of(memory), tell);
     }
 
-    /// Gives a range of page memory a name of its own, so that a page can live there. The new name is
-    /// released like any other. That leaves the bytes to the memory in which they lie, which the caller
+    /// Gives a range of page memory an id of its own, so that a page can live in it. The new id is released
+    /// like any other. Releasing it leaves the bytes to the memory that contains them, which the caller
     /// releases later.
     ///
     /// # Errors
-    /// `MemoryRefused` where the device gives out whole memories only; a device error.
+    /// `MemoryRefused` if the device hands out whole memories only; a device error.
     fn alias(&self, span: Span) -> Result<MemoryId> {
         let reason = format!("{} keeps pages in memory of its own only", self.label());
         Err(Error::MemoryRefused { len: span.len, reason })
     }
 
-    /// Where page memory begins: a space, and an offset in it. Two memories share a byte only if they are of
-    /// one space and their ranges there overlap. A name from [`Device::alias`] is of the space of its memory.
+    /// Returns where page memory begins: a space, and an offset in it. Two memories share a byte only if they
+    /// have the same space and their ranges in it overlap. An id from [`Device::alias`] has the space of the
+    /// memory that contains it.
     fn origin(&self, memory: MemoryId) -> (u64, u64) {
         (memory.0, 0)
     }
 
-    /// Gives page memory another name, and takes its present one out of use: a read under that name that is
-    /// not over when this returns reads nothing. The caller has waited for the fence of its last use. A
-    /// device that [reads now](Self::reads_now) must have this method.
+    /// Gives page memory a new id and retires the current one: a read under the old id that has not finished
+    /// when this method returns reads nothing. The caller has waited for the fence of the memory's last use.
+    /// A device that [supports `read_now`](Self::reads_now) must implement this method.
     ///
     /// # Errors
-    /// A device error; an unknown name is a bug of the caller's and panics.
+    /// A device error. An unknown id is a bug in the caller and panics.
     fn rename(&self, memory: MemoryId) -> Result<MemoryId> {
         Ok(memory)
     }
 
-    /// Queues a copy of another device's page memory to memory of this one, after everything that is queued
-    /// on that lane of both. Lists queued on it later, on either device, run after the copy. The host does
-    /// not wait. `None`, with nothing queued, where the two know no such way. Until the copy's fence has
-    /// passed, the caller lets no other lane change the source, and lets no thread release it.
+    /// Queues a copy of another device's page memory to memory of this device, after all work queued on that
+    /// lane of both devices. Lists queued on the lane later, on either device, run after the copy. The host
+    /// does not wait. Returns `None`, with nothing queued, if the two devices have no direct path. Until the
+    /// copy's fence has passed, the caller must not let another lane change the source or a thread release
+    /// it.
     ///
     /// # Errors
-    /// A device error; a part may have been queued.
+    /// A device error; a part of the copy may have been queued.
     fn copy_from(
         &self,
         _lane: Lane,
@@ -353,18 +358,18 @@ pub trait Device: Any + Send + Sync {
 pub struct MemoryStats {
     /// Bytes held from the driver, in use or idle.
     pub reserved_bytes: u64,
-    /// Bytes in use, rounded up as they are handed out.
+    /// Bytes in use, after rounding up to the sizes handed out.
     pub used_bytes: u64,
-    /// Allocations that were served from memory held already.
+    /// Allocations served from memory already held.
     pub hits: u64,
-    /// Allocations that the driver was asked for.
+    /// Allocations requested from the driver.
     pub misses: u64,
 }
 
-/// Bytes of page memory, shared. They outlive it.
+/// Shared bytes of page memory. They stay valid after the memory is released.
 pub type PageBytes = Arc<dyn AsRef<[u8]> + Send + Sync>;
 
-/// A device's own name for an allocation.
+/// A device's id for an allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct MemoryId(pub u64);
 
@@ -381,41 +386,41 @@ impl Number for MemoryId {
 /// A range of page memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
-    /// The allocation that it lies in.
+    /// The allocation that contains the range.
     pub memory: MemoryId,
-    /// Offset of its first byte.
+    /// Offset of the first byte.
     pub offset: u64,
     /// Number of bytes.
     pub len: u64,
 }
 
 impl Span {
-    /// Whether a byte lies in both ranges.
+    /// Returns whether the two ranges share a byte.
     pub(crate) fn overlaps(self, other: Self) -> bool {
         let before = |a: Self, b: Self| a.offset.saturating_add(a.len) <= b.offset;
         self.memory == other.memory && !before(self, other) && !before(other, self)
     }
 }
 
-/// The longest copy between page memory and the host, in bytes, that is done in microseconds and waits for no
-/// other one. A longer one holds up its lane for as long as it takes, so it belongs in [`Lane::Drain`] where
-/// others wait for the lane.
+/// The length, in bytes, of the longest copy between page memory and the host that takes only microseconds
+/// and waits for no other copy. A longer copy occupies its lane for its whole duration, so it belongs in
+/// [`Lane::Drain`] if other work waits for the lane.
 pub const SHORT_COPY_LEN_MAX: u64 = 64 << 10;
 
 /// An ordered queue of device work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Lane {
-    /// Deltas, reads, gathers: work that must see commits in order. Only the applier submits here.
+    /// Deltas, reads and gathers: work that must see commits in order. Only the applier submits to it.
     Apply,
-    /// Bulk copies to the host of bytes that were copied aside in another lane: snapshots' pages, long reads.
+    /// Bulk copies to the host of bytes that another lane copied aside: snapshot pages and long reads.
     Drain,
-    /// Work that waits for callers' streams, which may stand still: no other lane ever waits for it.
+    /// Work that waits for callers' streams, which may stall. No other lane ever waits for this one.
     Callers,
-    /// Work of a committer before its batch is logged: it gathers, proves and sums. It holds up no other
-    /// lane, and waits for no bulk copies of others.
+    /// A committer's work before its batch is logged: gathers, verification and checksums. It delays no other
+    /// lane and waits for no bulk copies of other lanes.
     Stage,
-    /// Pages that are loaded while the store is in use, in turns with [`Lane::Drain`]: while the device sums
-    /// what one lane brought, the other one uses the bus.
+    /// Page loads while the store is in use, alternating with [`Lane::Drain`]: while the device checksums the
+    /// bytes that one lane brought, the other lane uses the bus.
     Load,
 }
 
@@ -424,11 +429,11 @@ impl Lane {
     pub const ALL: [Self; 5] = [Self::Apply, Self::Drain, Self::Callers, Self::Stage, Self::Load];
 }
 
-/// A point in a lane: passed when every list up to it is done.
+/// A point in a lane that passes when every list up to it is done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fence {
-    /// The lane that it is a point of.
+    /// The lane to which the fence belongs.
     pub lane: Lane,
-    /// Rising from 1 in each lane; 0 has always passed.
+    /// The fence's number, rising from 1 in each lane. Fence 0 has always passed.
     pub value: u64,
 }

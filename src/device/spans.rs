@@ -1,8 +1,8 @@
-//! The ranges of staging that the commands of a list name, for devices that pass lists on to others.
+//! The ranges of staging that the commands of a list name, for devices that pass lists on to other devices.
 
 use super::{Command, Payload, Piece, PieceKind, StagingSpan};
 
-/// The ranges of staging that commands read, and those that they write.
+/// Returns the ranges of staging that commands read, and those that they write.
 pub fn staged_spans(commands: &[Command]) -> (Vec<StagingSpan>, Vec<StagingSpan>) {
     let (mut read, mut written) = (Vec::new(), Vec::new());
     for command in commands {
@@ -25,11 +25,11 @@ pub fn staged_spans(commands: &[Command]) -> (Vec<StagingSpan>, Vec<StagingSpan>
     (read, written)
 }
 
-/// The ranges of staging that a piece reads.
+/// Returns the ranges of staging that a delta reads.
 fn payload_spans(piece: &Piece) -> Vec<StagingSpan> {
     let Payload::Staging { index, offset } = piece.payload else { return Vec::new() };
     let span = |at, len| StagingSpan { index, offset: offset + at, len };
-    // The range lies in host memory too, so its length is a usize.
+    // The range is also in host memory, so its length fits in a usize.
     let target_len = piece.target.len as usize;
     match piece.kind {
         PieceKind::Dense => vec![span(0, target_len)],
@@ -42,7 +42,7 @@ fn payload_spans(piece: &Piece) -> Vec<StagingSpan> {
     }
 }
 
-/// Whether two ranges have a byte in common.
+/// Returns whether two ranges share a byte.
 pub fn overlap(one: StagingSpan, other: StagingSpan) -> bool {
     let before = |a: StagingSpan, b: StagingSpan| a.offset + a.len <= b.offset;
     one.index == other.index && !before(one, other) && !before(other, one)

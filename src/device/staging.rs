@@ -1,4 +1,4 @@
-//! Staging: host memory that a list owns while it runs, and gets back to its caller when it is done.
+//! Staging: host memory that a list owns while it runs, and that returns to the caller afterwards.
 
 use std::any::Any;
 use std::ops::{Deref, DerefMut};
@@ -7,15 +7,15 @@ use std::sync::Arc;
 use super::{Device, Fence};
 use crate::error::Result;
 
-/// Host memory that a lane copies from or to. It is readable and writable while the caller owns it. While a
-/// list owns it no other code can touch it, which is what asynchronous copies demand.
+/// Host memory that a lane copies from or to. The caller can read and write it while it owns it. While a list
+/// owns it, no other code can access it, as asynchronous copies require.
 pub struct Staging(Box<dyn StagingMemory>);
 
-/// The memory that a device makes staging of.
+/// The memory behind a device's staging.
 pub trait StagingMemory: Any + Send + Sync {
-    /// The bytes, to read.
+    /// Returns the bytes for reading.
     fn bytes(&self) -> &[u8];
-    /// The bytes, to write.
+    /// Returns the bytes for writing.
     fn bytes_mut(&mut self) -> &mut [u8];
 }
 
@@ -29,12 +29,12 @@ impl StagingMemory for Vec<u8> {
 }
 
 impl Staging {
-    /// Staging made of that memory.
+    /// Creates staging backed by `memory`.
     pub fn new(memory: impl StagingMemory + 'static) -> Self {
         Self(Box::new(memory))
     }
 
-    /// The memory that it is made of. For devices, to tell it from other devices' staging.
+    /// Returns the backing memory, by which a device recognizes its own staging.
     #[must_use]
     pub fn memory(&self) -> &dyn Any {
         &*self.0
@@ -67,23 +67,24 @@ pub struct Pending {
     returned: Arc<ReturnedStaging>,
 }
 
-/// The place where a device leaves a list's staging when the list is done.
+/// The slot in which a device leaves a list's staging when the list is done.
 pub type ReturnedStaging = crate::base::sync::Mutex<Vec<Staging>>;
 
 impl Pending {
-    /// A list that passes `fence` and whose staging will lie in `returned` by then. For devices.
+    /// Creates the handle of a list that passes `fence` and whose staging will be in `returned` by then. For
+    /// implementations of devices.
     #[must_use]
     pub fn new(fence: Fence, returned: Arc<ReturnedStaging>) -> Self {
         Self { fence, returned }
     }
 
-    /// The fence that passes when the list is done.
+    /// Returns the fence that passes when the list is done.
     #[must_use]
     pub fn fence(&self) -> Fence {
         self.fence
     }
 
-    /// Waits for the fence and gives the staging back, in the list's order.
+    /// Waits for the fence and returns the staging, in the list's order.
     ///
     /// # Errors
     /// A device error.

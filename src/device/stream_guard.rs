@@ -1,4 +1,4 @@
-//! A guard of memory that a stream of the caller's uses.
+//! A guard for memory that a caller's stream uses.
 
 use std::fmt;
 
@@ -10,34 +10,34 @@ use super::{CommandList, Fence, Lane, RawStream};
 use crate::error::Error;
 use crate::error::Result;
 
-/// The time in which a stream of the caller's is given work that uses some memory. The end records where the
-/// stream is by then; whatever uses the memory next comes after that, and the host waits for none of it.
+/// A guard held while a caller queues work on a stream that uses some memory. Ending the guard records the
+/// stream's current point. Later uses of the memory are ordered after that point, without a wait on the host.
 ///
-/// [`DeviceBytes::begin`] makes one. It ends when it is dropped.
+/// Created by [`DeviceBytes::begin`]. The guard ends when it is dropped.
 pub struct StreamGuard {
     bytes: DeviceBytes,
     stream: RawStream,
     access: Access,
-    /// Keeps pages out of the range. `None` once the guard has ended.
+    /// Keeps pages out of the range. `None` after the guard has ended.
     in_use: Option<RangeUse>,
 }
 
 impl DeviceBytes {
-    /// Begins a use of these bytes by work that is put on a stream of the caller's from now on, until the
-    /// guard is dropped. The host waits for nothing:
+    /// Begins a use of these bytes by work that the caller queues on a stream until the guard is dropped. The
+    /// host does not wait:
     ///
-    /// - The stream first waits, on the device, for uses by other streams that have ended: a read for writes,
-    ///   a write for all. Where a page [lives](DeviceBytes::page) in the bytes, a read also waits for every
-    ///   batch submitted before.
-    /// - When the guard ends, the present point of the stream is recorded. Later uses come after it, and so
-    ///   do calls of the store that take the bytes, which wait for it on their own thread.
-    /// - The last handle may be dropped at once: the memory goes to its next user, or back to its owner, only
-    ///   after that work. Memory of the caller's own is then dropped by the next commit,
-    ///   [`Store::trim`](crate::Store::trim) or the close.
+    /// - The stream first waits, on the device, for ended uses by other streams: a read waits for writes, a
+    ///   write waits for all uses. If a page [lives](DeviceBytes::page) in the bytes, a read also waits for
+    ///   every batch submitted before.
+    /// - When the guard ends, the stream's current point is recorded. Later uses are ordered after it, and so
+    ///   are store calls that take the bytes, which wait for it on their own thread.
+    /// - The last handle may be dropped immediately: the memory passes to its next user, or back to its
+    ///   owner, only after that work. Caller-owned memory is then dropped by the next commit, by
+    ///   [`Store::trim`](crate::Store::trim) or when the store is closed.
     ///
-    /// While a guard is open the store neither takes nor writes the bytes, unless they are named with their
-    /// stream, by [`DeviceBytes::on`]. Guards that are open at the same time are the caller's to order. As
-    /// with a [`Pin`](crate::Pin), a batch that changes a page does not wait for a guard that reads it.
+    /// While a guard is open, the store neither reads nor writes the bytes unless they are named with their
+    /// stream by [`DeviceBytes::on`]. The caller must order guards that are open at the same time. As with a
+    /// [`Pin`](crate::Pin), a batch that changes a page does not wait for a guard that reads it.
     ///
     /// ```no_run
     /// use remanent::{Access, Options, Place, RawStream, Store};
@@ -60,17 +60,17 @@ impl DeviceBytes {
     ///
     /// # Errors
     /// [`Error::MemoryInUse`] for a write where a page lives; [`Error::StreamRefused`] if a graph is being
-    /// captured from the stream, if it is another device's, or if pages live in host memory;
-    /// [`Error::Closed`] for a page of a store that is closed; [`Error::Forked`]; a device error.
+    /// captured from the stream, if the stream belongs to another device, or if pages live in host memory;
+    /// [`Error::Closed`] for a page of a closed store; [`Error::Forked`]; a device error.
     pub fn begin(&self, stream: RawStream, access: Access) -> Result<StreamGuard> {
         self.check_process()?;
         self.try_begin(stream, access).map_err(|error| self.hear(error))
     }
 
     fn try_begin(&self, stream: RawStream, access: Access) -> Result<StreamGuard> {
-        // First: from here on no page is put there that this could miss.
+        // Must come first: from here on, no page can be placed there unseen by the checks below.
         let in_use = self.begin_use(CallerUse::Stream(access))?;
-        // A fence that has passed, where no page is: the stream is looked at all the same.
+        // Without a page, use a fence that has already passed: the call still checks the stream.
         let passed = Fence { lane: Lane::Callers, value: 0 };
         let after = if self.page().is_some() { self.link().applied()? } else { passed };
         let device = self.device();
@@ -83,25 +83,24 @@ impl DeviceBytes {
 }
 
 impl StreamGuard {
-    /// The bytes that the stream uses.
+    /// Returns the bytes that the stream uses.
     #[must_use]
     pub fn bytes(&self) -> &DeviceBytes {
         &self.bytes
     }
 
-    /// Ends the guard, as dropping it does, and reports whether that went well.
+    /// Ends the guard as dropping it does, and returns any error.
     ///
     /// # Errors
-    /// [`Error::StreamRefused`] if a graph is being captured from the stream now; a
-    /// device error. The memory then stays in use until the process ends.
-    /// [`Error::Forked`]: the parent's guard goes on.
+    /// [`Error::StreamRefused`] if a graph is being captured from the stream; a device error. The memory then
+    /// stays in use until the process ends. [`Error::Forked`]: the parent's guard stays open.
     pub fn end(mut self) -> Result<()> {
         self.bytes.check_process()?;
         self.end_now()
     }
 
     fn end_now(&mut self) -> Result<()> {
-        // A guard that is dropped in a forked child is still the parent's.
+        // A guard dropped in a forked child still belongs to the parent.
         if self.bytes.check_process().is_err() {
             std::mem::forget(self.in_use.take());
             return Ok(());
@@ -109,7 +108,7 @@ impl StreamGuard {
         let Some(in_use) = self.in_use.take() else { return Ok(()) };
         let ended = self.record();
         if ended.is_err() {
-            // No page may live there, and the memory is not given back: nothing tells when the work is done.
+            // The end of the work is unknown, so no page may ever live there and the memory is never freed.
             std::mem::forget(in_use);
             self.bytes.uses().lose();
         }
@@ -119,7 +118,7 @@ impl StreamGuard {
     fn record(&self) -> Result<()> {
         let device = &**self.bytes.device();
         let point = device.stream_event(self.stream)?;
-        // The lane that waits for callers: no other one does, and the stream may stand still.
+        // No other lane waits for this one, so a stalled stream delays nothing else.
         device.wait_external(Lane::Callers, self.stream)?;
         let fence = device.submit(Lane::Callers, CommandList::default())?.fence();
         self.bytes.uses().end(device, self.bytes.offsets(), self.access, point, fence)

@@ -1,9 +1,9 @@
-//! Uses of one memory by streams of the caller's: those that have ended and may be under way, and the fence
-//! after all of them.
+//! Uses of one allocation by callers' streams: the ended uses whose work may still be in flight, and the
+//! fence after all of them.
 //!
-//! A use ends when its guard does, and the work that is in the stream by then may go on. Whatever comes next
-//! is ordered after it: another stream by its event, the store by waiting for it, and the memory's next owner
-//! by a fence of [`Lane::Callers`](super::Lane::Callers), for which no thread waits.
+//! A use ends with its guard, but the work then queued in the stream may still run. Later uses are ordered
+//! after it: another stream waits for its event, the store waits for it, and the memory's next owner waits
+//! for a fence of [`Lane::Callers`](super::Lane::Callers), which blocks no thread.
 
 use std::ops::Range;
 
@@ -12,7 +12,7 @@ use crate::base::allocation::push;
 use crate::base::sync::Mutex;
 use crate::error::Result;
 
-/// What work on a stream does with memory.
+/// The kind of access that work on a stream makes to memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     /// The work only reads.
@@ -22,19 +22,19 @@ pub enum Access {
 }
 
 impl Access {
-    /// Whether work of this kind may not run beside work of the other.
+    /// Returns whether work of this kind must not run concurrently with work of the other kind.
     pub(super) fn excludes(self, other: Self) -> bool {
         self == Access::Write || other == Access::Write
     }
 }
 
-/// The uses of one memory. Shared by threads.
+/// The uses of one allocation, shared by threads.
 #[derive(Default)]
 pub(crate) struct StreamUses(Mutex<EndedUses>);
 
 #[derive(Default)]
 struct EndedUses {
-    /// Uses that had not passed when they were last looked at.
+    /// Uses that had not passed at the last check.
     uses: Vec<EndedUse>,
     last: LastUse,
 }
@@ -45,23 +45,23 @@ struct EndedUse {
     point: StreamEvent,
 }
 
-/// When all uses that have ended are done.
+/// The point at which all ended uses are done.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum LastUse {
-    /// There was none.
+    /// No use has ended yet.
     #[default]
     None,
-    /// With this fence.
+    /// The uses are done when this fence has passed.
     At(Fence),
-    /// It is not known: the end of one could not be recorded.
+    /// The point is unknown because the end of a use could not be recorded.
     Unknown,
 }
 
 impl StreamUses {
-    /// Notes a use that has ended at this point of its stream, and the fence after it.
+    /// Records a use that ended at this point of its stream, and the fence after it.
     ///
     /// # Errors
-    /// `OutOfMemory`; a device error. The memory is not given back then.
+    /// `OutOfMemory`; a device error. The memory is then never freed.
     pub fn end(
         &self,
         device: &dyn Device,
@@ -81,17 +81,17 @@ impl StreamUses {
         noted
     }
 
-    /// Notes a use of which it is not known when it is done.
+    /// Records a use whose end is unknown.
     pub fn lose(&self) {
         self.0.lock().last = LastUse::Unknown;
     }
 
-    /// When all uses that have ended are done.
+    /// Returns the point at which all ended uses are done.
     pub fn last(&self) -> LastUse {
         self.0.lock().last
     }
 
-    /// The points after which work of this kind may use the range.
+    /// Returns the points that must pass before work of this kind may use the range.
     ///
     /// # Errors
     /// A device error.
@@ -110,7 +110,7 @@ impl StreamUses {
     }
 }
 
-/// Forgets uses that are done: a memory that is used for long has many.
+/// Removes uses that are done, because memory in use for a long time accumulates many.
 fn drop_passed(device: &dyn Device, uses: &mut Vec<EndedUse>) -> Result<()> {
     let mut looked = Ok(());
     uses.retain(|ended| {

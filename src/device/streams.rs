@@ -1,44 +1,45 @@
-//! Callers' streams, and points of them, as devices name them.
+//! Callers' streams and points in them, as devices identify them.
 
 use std::any::Any;
 use std::sync::Arc;
 
-/// A stream of the caller's, as the device names it: for a GPU the handle of a CUDA stream (`CUstream`,
-/// `cudaStream_t`, `torch.cuda.Stream.cuda_stream`) as a number.
+/// A caller's stream, as the device identifies it. For a GPU this is the numeric handle of a CUDA stream
+/// (`CUstream`, `cudaStream_t`, `torch.cuda.Stream.cuda_stream`).
 ///
-/// The code that makes one, by `RawStream::from_cuda`, vouches for the handle, for a driver follows any
-/// number that it is given. A device that knows no streams refuses all of them.
+/// The code that creates one with `RawStream::from_cuda` guarantees that the handle is valid, because a
+/// driver dereferences any number it is given. A device without streams rejects every handle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RawStream(pub(crate) u64);
 
 impl RawStream {
-    /// Whether it is a default stream: every GPU has one by the same handle.
+    /// Returns whether this is a default stream; every GPU has one with the same handle.
     pub(crate) fn is_default(self) -> bool {
-        // The one of old, and the two that CUDA names: legacy, and one for each thread.
+        // The null stream, and the two that CUDA names: legacy and per-thread.
         self.0 <= 2
     }
 
-    /// The handle as a number.
+    /// Returns the handle as a number.
     #[must_use]
     pub fn handle(self) -> u64 {
         self.0
     }
 }
 
-/// A point of a caller's stream, as the device that gave it knows it. Clones are the same point.
+/// A point in a caller's stream, in the representation of the device that recorded it. Clones are the same
+/// point.
 #[derive(Clone)]
 pub struct StreamEvent(Arc<dyn Any + Send + Sync>);
 
 impl StreamEvent {
-    /// A point. For devices.
+    /// Wraps a device's representation of a point. For implementations of devices.
     pub fn new(point: impl Any + Send + Sync) -> Self {
         Self(Arc::new(point))
     }
 
-    /// What the device made it of.
+    /// Returns the device's representation of the point.
     ///
     /// # Panics
-    /// If another kind of device did.
+    /// If a device of another kind created the point.
     #[must_use]
     pub fn of<T: Any>(&self) -> &T {
         self.0.downcast_ref().expect("a point that this device gave")

@@ -1,24 +1,25 @@
-//! Hints for page memory in [`Place::Unified`](remanent_format::Place::Unified), which a GPU's driver moves
-//! between host and GPU as it is used.
+//! Hints for page memory in [`Place::Unified`](remanent_format::Place::Unified), which a GPU's driver
+//! migrates between host and GPU on use.
 //!
-//! A hint changes no byte and is not logged: a crash, and a move of the page, end it.
+//! A hint changes no byte and is not logged; it ends with a crash or when the page moves.
 
-/// A hint on where a page of [`Place::Unified`](crate::Place::Unified) best lies: [`Store::hint_unified`].
+/// A hint about the best location of a page in [`Place::Unified`](crate::Place::Unified), for
+/// [`Store::hint_unified`].
 ///
 /// [`Store::hint_unified`]: crate::Store::hint_unified
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum UnifiedHint {
-    /// The memory stays there where it can, and the other side reaches it over the bus. `None` takes the
-    /// hint back: it moves to the side that uses it.
+    /// Keeps the memory on this side if possible; the other side accesses it over the bus. `None` removes the
+    /// hint, and the memory moves to the side that uses it.
     Prefer(Option<UnifiedSide>),
-    /// Both sides keep a copy that they read, until one of them writes; `false` takes the hint back.
+    /// Gives both sides a readable copy until one of them writes. `false` removes the hint.
     ReadMostly(bool),
-    /// The bytes go there now, in the background. Lists that need them do not wait for it.
+    /// Moves the bytes to this side now, in the background. Lists that need them do not wait for the move.
     Fetch(UnifiedSide),
 }
 
-/// A side of the bus on which unified memory can lie.
+/// A side of the bus on which unified memory can reside.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum UnifiedSide {
     /// The memory of the GPU that allocated it.
@@ -27,13 +28,14 @@ pub enum UnifiedSide {
     Host,
 }
 
-/// What a device can do for pages in [`Place::Unified`](crate::Place::Unified):
+/// A device's capabilities for pages in [`Place::Unified`](crate::Place::Unified), returned by
 /// [`Store::unified_memory`](crate::Store::unified_memory).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct UnifiedSupport {
-    /// Pages can live there. Without a GPU it is memory of the host like any other.
+    /// Whether pages can live in this place. Without a GPU, it is ordinary host memory.
     pub has_pages: bool,
-    /// It takes hints. Only a GPU that shares memory with the host page by page does, while both use it.
+    /// Whether the device supports hints. Only a GPU that shares memory with the host page by page, while
+    /// both use it, supports them.
     pub takes_hints: bool,
 }

@@ -1,7 +1,7 @@
-//! The commands of a list, one by one, as loops over bytes. Deltas are in `deltas.rs`.
+//! The commands of a list, implemented as loops over bytes. Deltas are in `deltas.rs`.
 //!
-//! No command waits for a lock while it holds another: bytes on their way from one memory to another lie
-//! aside in between.
+//! No command waits for a lock while it holds another one: bytes copied between allocations are buffered in
+//! between.
 
 use std::collections::HashSet;
 use std::convert::Infallible;
@@ -16,15 +16,15 @@ use super::super::{
 use super::HostDevice;
 use crate::base::parallel;
 
-/// Bytes that lie aside at a time, while they are copied or compared. Memory for more could be refused, and a
-/// command cannot fail for it.
+/// Bytes buffered at a time during a copy or comparison. A larger buffer could fail to allocate, and a
+/// command cannot fail for that reason.
 const PART_LEN_MAX: u64 = 64 << 10;
-/// Bytes of bits whose numbers lie aside at a time.
+/// Bytes of a bitmap whose set bits are buffered at a time.
 const BITS_AT_ONCE: u64 = 1024;
 
-/// Chunks that one thread digests: starting another one takes as long as some of them.
+/// Chunks that one thread digests. Starting another thread takes as long as some of them.
 const DIGESTED_ALONE: usize = 32;
-/// Chunks whose digests lie aside at a time.
+/// Chunks whose digests are buffered at a time.
 const DIGESTED_AT_ONCE: usize = 1024;
 
 impl HostDevice {
@@ -70,7 +70,7 @@ impl HostDevice {
         memory.read(source, |source| target.copy_from_slice(source));
     }
 
-    /// Copies through a small area of its own, so that only one memory is locked at a time.
+    /// Copies through a small buffer, so that only one allocation is locked at a time.
     pub(super) fn copy(&self, source: Span, target: Span) {
         assert_eq!(source.len, target.len, "a copy between ranges of different lengths");
         assert!(!source.overlaps(target), "a copy between overlapping ranges: {source:?}, {target:?}");
@@ -97,7 +97,7 @@ impl HostDevice {
         });
     }
 
-    /// Copies through a small area of its own, so that only one memory is locked at a time.
+    /// Compares through small buffers, so that only one allocation is locked at a time.
     fn diff(&self, left: Span, right: Span, width: Width, target: Span) {
         let (left_memory, right_memory) = (self.memory(left.memory), self.memory(right.memory));
         let clashes = left.overlaps(target) || right.overlaps(target);
@@ -119,12 +119,12 @@ impl HostDevice {
                 Width::W8 => mark_differing::<8>(&aside, right, &mut bits),
                 Width::W16 => mark_differing::<16>(&aside, right, &mut bits),
             });
-            // A part is a whole number of bytes of bits.
+            // The bits of a part fill a whole number of bytes.
             self.upload(&bits, part(target, done / width.bytes() as u64 / 8, bits.len() as u64));
         }
     }
 
-    /// Numbers bits into memory of its own, so that only one memory is locked at a time.
+    /// Buffers the indices, so that only one allocation is locked at a time.
     fn select(&self, bitmaps: &[Selection], target: &mut [u8]) {
         assert_eq!(target.len(), 4 * bitmaps.len(), "the length of a selection's target");
         for (selection, found) in bitmaps.iter().zip(target.chunks_exact_mut(4)) {
@@ -137,7 +137,7 @@ impl HostDevice {
                 let set = bits_memory.read(here, |bits| set_bits(bits, 8 * done as u32));
                 let room = set.len().min((indices.len as usize / 4).saturating_sub(count));
                 let numbers: Vec<u8> = set[..room].iter().flat_map(|index| index.to_le_bytes()).collect();
-                // Bounds are checked for all of the room.
+                // Bounds are checked for the whole target.
                 let at = 4 * count.min(indices.len as usize / 4);
                 memory.write(indices, |indices| indices[at..at + numbers.len()].copy_from_slice(&numbers));
                 count += set.len();
@@ -155,7 +155,7 @@ impl HostDevice {
     }
 
     fn digest(&self, sources: &[Span], key: Span, target: &mut [u8]) {
-        // Aside, so that only one memory is locked at a time.
+        // Buffered, so that only one allocation is locked at a time.
         let mut key_bytes = Vec::new();
         self.memory(key.memory).read(key, |key| key_bytes.extend_from_slice(key));
         let mut digests = target.chunks_exact_mut(DIGEST_LEN);
@@ -177,7 +177,7 @@ impl HostDevice {
         }
     }
 
-    /// Picks into memory of its own, so that only one memory is locked at a time.
+    /// Picks into a buffer, so that only one allocation is locked at a time.
     fn pick(&self, source: Span, width: Width, indices: &[u8], target: Span) {
         let bound = elements(source.len as usize, width);
         assert_eq!(indices.len(), 4 * elements(target.len as usize, width), "one index for each element");
@@ -210,11 +210,11 @@ impl HostDevice {
     }
 }
 
-/// What is wrong with indices, as `Command::Validate` says it.
+/// Returns the faults of the indices, as `Command::Validate` defines them.
 fn faults(indices: &[u8], bound: u64) -> u32 {
     let all = || indices.chunks_exact(4).map(index_of);
     let mut wrong = if all().any(|index| index as u64 >= bound) { INDEX_OUT_OF_BOUNDS } else { 0 };
-    // Where each is greater than the one before, none is there twice.
+    // If every index is greater than the one before, none occurs twice.
     if !all().is_sorted_by(|before, after| before < after) {
         let mut seen = HashSet::new();
         if all().any(|index| (index as u64) < bound && !seen.insert(index)) {
@@ -224,9 +224,10 @@ fn faults(indices: &[u8], bound: u64) -> u32 {
     wrong
 }
 
-/// Sets the bit of each element of `W` bytes that differs. Bits are clear before, one for each element.
+/// Sets the bit of each element of `W` bytes that differs. All bits, one for each element, must be clear
+/// before the call.
 fn mark_differing<const W: usize>(left: &[u8], right: &[u8], bits: &mut [u8]) {
-    // Eight elements have their bits in one byte, and are mostly alike.
+    // The bits of eight elements share a byte, and most elements are equal.
     let groups = left.chunks(8 * W).zip(right.chunks(8 * W));
     for ((left, right), bits) in groups.zip(bits) {
         if left != right {
@@ -236,7 +237,7 @@ fn mark_differing<const W: usize>(left: &[u8], right: &[u8], bits: &mut [u8]) {
     }
 }
 
-/// The numbers of the bits that are set, lowest first, where the first one has this number.
+/// Returns the indices of the set bits, lowest first, where the first bit has index `first`.
 fn set_bits(bits: &[u8], first: u32) -> Vec<u32> {
     let mut numbers = Vec::new();
     for (index, &byte) in bits.iter().enumerate() {
@@ -249,12 +250,12 @@ fn set_bits(bits: &[u8], first: u32) -> Vec<u32> {
     numbers
 }
 
-/// The number of a little-endian u32.
+/// Decodes a little-endian u32.
 pub(super) fn index_of(bytes: &[u8]) -> usize {
     u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]) as usize
 }
 
-/// The number of elements in a range; panics if the last one is not whole.
+/// Returns the number of elements in a range. Panics if the last element is incomplete.
 pub(super) fn elements(len: usize, width: Width) -> usize {
     assert_eq!(len % width.bytes(), 0, "{len} bytes are no whole number of elements");
     len / width.bytes()
@@ -268,15 +269,15 @@ fn staged_mut(staging: &mut [Staging], span: StagingSpan) -> &mut [u8] {
     &mut staging[span.index][span.offset..][..span.len]
 }
 
-/// The span of `len` bytes from `offset` in another span; panics if they do not lie in it.
+/// Returns the sub-span of `len` bytes at `offset`. Panics if it exceeds the span.
 pub(super) fn part(span: Span, offset: u64, len: u64) -> Span {
     let within = offset.checked_add(len).is_some_and(|end| end <= span.len);
     assert!(within, "bytes {offset}..+{len} are not within {span:?}");
     Span { memory: span.memory, offset: span.offset + offset, len }
 }
 
-/// The starts of the parts of `len` bytes that lie aside one after the other. At least one, so that bounds
-/// are checked for empty ranges too.
+/// Returns the start offsets of the parts into which `len` bytes are split for buffering. There is at least
+/// one part, so that bounds are checked for empty ranges too.
 fn starts(len: u64) -> impl Iterator<Item = u64> {
     (0..len.max(1)).step_by(PART_LEN_MAX as usize)
 }

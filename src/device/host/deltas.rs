@@ -1,7 +1,7 @@
-//! Deltas: merged into their ranges one by one, many short ones at a time, or by several threads.
+//! Deltas, merged into their ranges one by one, many short ones at a time, or by several threads.
 //!
-//! Whichever way, the bytes are those of one delta after the other (I11). No command waits for a lock while
-//! it holds another: several are taken together only if all are free.
+//! Each way produces the same bytes as merging the deltas in order (I11). No command waits for a lock while
+//! it holds another one: several locks are taken together only if all are free.
 
 use std::borrow::Borrow;
 use std::convert::Infallible;
@@ -17,25 +17,25 @@ use super::memory::{HostAllocation, HostBlock};
 use crate::base::parallel;
 use crate::device::many_deltas::{THREADS_MAX, Undealt, deal};
 
-/// The most deltas that are merged together.
+/// The most deltas merged together.
 const TOGETHER_MAX: usize = 256;
-/// The most bytes of such deltas.
+/// The most bytes of deltas merged together.
 const TOGETHER_BYTES_MAX: u64 = 64 << 10;
-/// The longest delta that is merged with others, in bytes: a reader of one of their pages waits for
+/// The longest delta, in bytes, that is merged with others. A reader of one of their pages waits for
 /// microseconds.
 const SHORT_LEN_MAX: u64 = 1024;
 
 impl HostDevice {
-    /// The memories of several deltas, looked up at one go.
+    /// Looks up the allocations of several deltas under one lock.
     fn memories_of<P: Borrow<Piece>>(&self, pieces: &[P]) -> Vec<HostAllocation> {
         let memories = self.memories.read();
         pieces.iter().map(|piece| memories.get(piece.borrow().target.memory).clone()).collect()
     }
 
-    /// Runs a list's commands in their order. Many deltas in a row are applied by several threads.
+    /// Runs a list's commands in order. Several threads apply long runs of deltas.
     pub(super) fn run_all(&self, commands: Vec<Command>, staging: &mut [Staging]) {
         let mut bytes = 0;
-        // Of a long list it is known after a few.
+        // For a long list, a few deltas decide.
         let is_wide = commands.iter().flat_map(Command::deltas).any(|piece| {
             bytes += piece.target.len;
             bytes >= self.wide_bytes_min
@@ -60,8 +60,8 @@ impl HostDevice {
         }
     }
 
-    /// Applies deltas by several threads as if one after the other: each block of memory is one thread's,
-    /// which applies its deltas in their order. Returns `false`, with nothing done, if one thread is to apply
+    /// Applies deltas with several threads as if in order: each block of memory belongs to one thread, which
+    /// applies the block's deltas in order. Returns `false`, with nothing done, if one thread should apply
     /// them.
     fn apply_by_threads(&self, rows: &[Vec<Piece>], staging: &[Staging]) -> bool {
         let threads = parallel::threads(THREADS_MAX);
@@ -77,14 +77,13 @@ impl HostDevice {
                     let block = memories.get(piece.target.memory).block();
                     Ok(Some((Arc::as_ptr(block).addr() as u64, piece)))
                 }
-                // Another thread may change the page memory in which it lies.
+                // Another thread may change the page memory that contains the payload.
                 Payload::Device(_) => Err(Undealt),
             },
         );
         let Ok(dealt) = dealt else { return false };
         let apply = |(): &mut (), share: usize| {
-            // Together they are merged more at a time; where there is no memory for that, one slice after the
-            // other.
+            // Merging a share at once allows larger groups. Without memory for that, merge slice by slice.
             let mut pieces: Vec<&Piece> = Vec::new();
             if pieces.try_reserve_exact(dealt.share(share).map(<[_]>::len).sum()).is_ok() {
                 pieces.extend(dealt.share(share).flatten());
@@ -98,7 +97,7 @@ impl HostDevice {
         true
     }
 
-    /// Applies deltas: short ones many at a time, the others one by one.
+    /// Applies deltas: short ones in groups, the others one by one.
     pub(super) fn apply_all<P: Borrow<Piece>>(&self, pieces: &[P], staging: &[Staging]) {
         for alike in pieces.chunk_by(|one, next| is_short(one.borrow()) && is_short(next.borrow())) {
             let mut rest = alike;
@@ -118,13 +117,12 @@ impl HostDevice {
         }
     }
 
-    /// Merges short deltas, all of whose memories are locked first. A lock that is let go waits until the
-    /// stores before it are done, and a short delta's stores mostly miss the cache: in a profile of the
-    /// replay of 256-byte deltas seven tenths of the time spent here were this wait. Together the misses
-    /// overlap.
+    /// Merges short deltas after locking all of their allocations. Releasing a lock waits for the stores
+    /// before it, and most stores of a short delta miss the cache: in a profile of a replay of 256-byte
+    /// deltas, this wait took seven tenths of the time spent here. In a group, the misses overlap.
     ///
-    /// Returns `false`, with nothing done, if one of the memories is in use: a thread that holds locks waits
-    /// for none.
+    /// Returns `false`, with nothing done, if one of the allocations is in use, because a thread that holds
+    /// locks waits for none.
     fn merge_together<P: Borrow<Piece>>(&self, pieces: &[P], staging: &[Staging]) -> bool {
         let memories = self.memories_of(pieces);
         let mut blocks: Vec<&HostBlock> = memories.iter().map(|memory| &**memory.block()).collect();
@@ -150,7 +148,7 @@ impl HostDevice {
             (Payload::Device(payload), PieceKind::Dense) => {
                 self.copy(part(payload, 0, piece.target.len), piece.target);
             }
-            // The payload is copied aside, so that only one memory is locked at a time.
+            // The payload is buffered, so that only one allocation is locked at a time.
             (Payload::Device(payload), _) => {
                 let aside = self.memory(payload.memory).read(payload, <[u8]>::to_vec);
                 self.merge(piece, &aside);
@@ -164,7 +162,7 @@ impl HostDevice {
     }
 }
 
-/// Whether a delta takes hardly longer than finding and locking its memory.
+/// Returns whether merging a delta takes hardly longer than finding and locking its allocation.
 fn is_short(piece: &Piece) -> bool {
     matches!(piece.payload, Payload::Staging { .. }) && piece.target.len <= SHORT_LEN_MAX
 }

@@ -1,10 +1,10 @@
-//! The memories of the host device, and the places of their bytes. Long ones are allocations of their own.
-//! Short ones lie in slabs, 64 of about one length in one allocation. An allocation for each, with its lock
-//! and its counts, took 88 bytes a page beyond those of the page, and two misses of the cache more to find
-//! them.
+//! The host device's allocations and the location of their bytes. A long allocation has a block of its own.
+//! Short ones share slabs, each of which has 64 slots of one length in one block. A separate block for each
+//! page, with its lock and counts, took 88 bytes beyond the page's own and two more cache misses for each
+//! access.
 //!
-//! A slab's lock is the lock of every memory in it: commands on short memories hold it for a copy of a
-//! kilobyte at most.
+//! A slab's lock is the lock of every allocation in it. Commands on short allocations hold it for a copy of
+//! one kilobyte at most.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -21,19 +21,19 @@ use crate::disk::FileMemory;
 use crate::error::{Error, Result};
 use crate::options::HostMemory;
 
-/// Memories of up to this many bytes lie in slabs.
+/// The longest allocation, in bytes, that is placed in a slab.
 const SLOT_LEN_MAX: u64 = 1024;
-/// Slots are whole multiples of this length, so that lengths that differ by little share slabs.
+/// Slot lengths are multiples of this, so that allocations of similar length share slabs.
 const SLOT_ALIGN: u64 = 16;
-/// Slots of a slab: one bit each.
+/// Slots of a slab, one bit each.
 const SLOTS: u64 = u64::BITS as u64;
 
-/// All memories of a device.
+/// All allocations of a device.
 #[derive(Debug, Default)]
 pub struct HostMemories {
     memories: ById<MemoryId, HostAllocation>,
     last: u64,
-    /// The slabs that have free slots, by the slots' length and their blocks' numbers.
+    /// Slabs with free slots, by slot length and block number.
     slabs: BTreeMap<(u64, u64), HostSlab>,
     last_slab: u64,
 }
@@ -46,13 +46,13 @@ struct HostSlab {
     free: u64,
 }
 
-/// One memory, as its users hold it, or a range of one under a name of its own.
+/// A shared handle to one allocation, or to a range of one that has its own id.
 #[derive(Clone, Debug)]
 pub struct HostAllocation {
     block: Arc<HostBlock>,
-    /// The slot in a slab where it lies; without one it is the whole block.
+    /// The slot of the slab; `None` if the allocation is the whole block.
     slot: Option<HostSlot>,
-    /// The place that it stands for, as two numbers: they fill the gap that alignment leaves.
+    /// The place that the memory represents, packed into two bytes to fit the alignment gap.
     place: (u8, u8),
 }
 
@@ -61,37 +61,36 @@ const _: () = assert!(size_of::<HostAllocation>() == 16);
 #[derive(Clone, Copy, Debug)]
 struct HostSlot {
     number: u16,
-    /// The memory's length, which may be less than the slot's.
+    /// The allocation's length, which may be less than the slot's.
     len: u16,
 }
 
-/// One allocation. The lock is held for one command on bytes, and takes no other, so a test's scheduler need
-/// not know of it.
+/// One allocation. Its lock is held for one command on bytes, during which no other lock is taken, so it need
+/// not be visible to a test's scheduler.
 #[derive(Debug)]
 pub struct HostBlock {
     pub bytes: RwLock<SharedBytes>,
-    /// Length of the memory, or of each slot.
+    /// Length of the allocation, or of each slot.
     len: u64,
-    /// The number of the slab; 0 if it is none.
+    /// The number of the slab; 0 if this is not a slab.
     number: u64,
-    /// The block in which this one's bytes lie instead, and the offset of the first one: so a range of a
-    /// memory has a name of its own. One block more, for the few memories that need it, leaves a page's own
-    /// record as short as it is.
+    /// The block that contains this block's bytes, and the offset of the first byte, if this is an alias of a
+    /// range. An additional block for the few aliased ranges keeps the record of every page small.
     within: Option<(Arc<HostBlock>, u64)>,
 }
 
-/// Bytes that may have been given out. A reader that was given bytes keeps them: the next command that
-/// changes them copies them first. Bytes that were never given out, as with most pages, take one allocation
+/// Bytes that may have been handed out. A reader keeps the bytes that it was given: the next command that
+/// changes them copies them first. Bytes that were never handed out, as for most pages, need one allocation
 /// less.
 #[derive(Debug)]
 pub enum SharedBytes {
     Ours(Vec<u8>),
     Shared(Arc<Vec<u8>>),
-    /// Bytes that something else owns.
+    /// Bytes that another object owns.
     Elsewhere(Elsewhere),
 }
 
-/// A file's memory, or the caller's.
+/// Memory of a file or of the caller.
 pub struct Elsewhere(Box<dyn HostMemory>);
 
 impl fmt::Debug for Elsewhere {
@@ -100,7 +99,7 @@ impl fmt::Debug for Elsewhere {
     }
 }
 
-/// The memory of a file that was registered.
+/// The memory of a registered file.
 struct FileBytes(Box<dyn FileMemory>);
 
 impl HostMemory for FileBytes {
@@ -118,24 +117,24 @@ impl HostMemory for FileBytes {
 }
 
 impl HostMemories {
-    /// The memory of this name.
+    /// Returns the allocation with this id.
     pub fn get(&self, id: MemoryId) -> &HostAllocation {
         self.memories.get(id).unwrap_or_else(|| panic!("{id:?} is no memory of this device"))
     }
 
-    /// The memory of this name, unless it was released.
+    /// Returns the allocation with this id, or `None` if it was released.
     pub fn find(&self, id: MemoryId) -> Option<&HostAllocation> {
         self.memories.get(id)
     }
 
-    /// Adds a long memory.
+    /// Adds a long allocation.
     pub fn insert(&mut self, memory: HostAllocation) -> MemoryId {
         self.last += 1;
         self.memories.insert(MemoryId(self.last), memory);
         MemoryId(self.last)
     }
 
-    /// Adds a short memory, in a slot of the oldest slab that has one.
+    /// Adds a short allocation, in a slot of the oldest slab with a free one.
     pub fn insert_short(&mut self, place: Place, len: u64) -> Result<MemoryId> {
         assert!(HostAllocation::is_short(len), "{len} bytes do not fit a slot");
         let slot_len = len.max(1).next_multiple_of(SLOT_ALIGN);
@@ -157,13 +156,13 @@ impl HostMemories {
         Ok(self.insert(memory))
     }
 
-    /// Gives a memory another name.
+    /// Gives an allocation a new id.
     pub fn rename(&mut self, id: MemoryId) -> MemoryId {
         let renamed = self.memories.remove(id);
         self.insert(renamed.unwrap_or_else(|| panic!("{id:?} is no memory of this device")))
     }
 
-    /// Takes a memory out. Its bytes are freed when it is dropped. An empty slab goes.
+    /// Removes an allocation. Its bytes are freed when it is dropped. A slab that becomes empty is removed.
     pub fn remove(&mut self, id: MemoryId) -> HostAllocation {
         let removed = self.memories.remove(id);
         let memory = removed.unwrap_or_else(|| panic!("{id:?} is no memory of this device"));
@@ -181,29 +180,29 @@ impl HostMemories {
 }
 
 impl HostAllocation {
-    /// Whether memory of this length goes into a slab.
+    /// Returns whether an allocation of this length is placed in a slab.
     pub fn is_short(len: u64) -> bool {
         len <= SLOT_LEN_MAX
     }
 
-    /// A memory that is an allocation of its own; `None` if it is short, and goes into a slab.
+    /// Allocates memory with a block of its own. Returns `None` if it is short and belongs in a slab.
     pub fn long_only(place: Place, len: u64) -> Result<Option<Self>> {
         let long = || Ok(Self::of(Arc::new(HostBlock::of(zeroed(place, len)?)), place));
         (!Self::is_short(len)).then(long).transpose()
     }
 
-    /// A whole block, as one memory.
+    /// Wraps a whole block as one allocation.
     pub fn of(block: Arc<HostBlock>, place: Place) -> Self {
         Self { block, slot: None, place: packed(place) }
     }
 
-    /// The place that it stands for.
+    /// Returns the place that the memory represents.
     pub fn place(&self) -> Place {
         let (kind, ordinal) = self.place;
         Place::from_raw(kind, ordinal.into()).expect("the numbers of a place")
     }
 
-    /// A range of this memory, as a memory.
+    /// Returns a range of this allocation as an allocation.
     pub fn alias(&self, span: Span) -> Self {
         let at = self.range(span).start as u64;
         let bytes = RwLock::new(SharedBytes::Ours(Vec::new()));
@@ -211,29 +210,29 @@ impl HostAllocation {
         Self::of(Arc::new(HostBlock { bytes, len: span.len, number: 0, within }), self.place())
     }
 
-    /// The block in which its bytes lie, with their neighbours.
+    /// Returns the block that contains the bytes, along with neighboring allocations.
     pub fn block(&self) -> &Arc<HostBlock> {
         self.block.within.as_ref().map_or(&self.block, |(block, _)| block)
     }
 
-    /// Shows a span of its bytes. `look` must not ask for bytes of any memory: they may lie in the same
-    /// block, whose lock is held.
+    /// Calls `look` with a span of the bytes. `look` must not access any allocation, because it may be in the
+    /// same block, whose lock is held.
     pub fn read<Seen>(&self, span: Span, look: impl FnOnce(&[u8]) -> Seen) -> Seen {
         look(self.block().bytes.read().part(self.range(span)))
     }
 
-    /// Changes a span of its bytes. `change` must not ask for bytes of any memory.
+    /// Calls `change` with a span of the bytes. `change` must not access any allocation.
     pub fn write(&self, span: Span, change: impl FnOnce(&mut [u8])) {
         change(self.block().bytes.write().part_mut(self.range(span)));
     }
 
-    /// Whether it has `len` bytes from `offset` on.
+    /// Returns whether the allocation has `len` bytes at `offset`.
     pub fn has(&self, offset: u64, len: u64) -> bool {
         let (_, whole) = self.extent();
         offset.checked_add(len).is_some_and(|end| end <= whole)
     }
 
-    /// The offset of its first byte in its block, and its length.
+    /// Returns the offset of the first byte in its block, and the length.
     pub fn extent(&self) -> (u64, u64) {
         match (self.slot, &self.block.within) {
             (Some(HostSlot { number, len }), _) => (u64::from(number) * self.block.len, len.into()),
@@ -242,16 +241,16 @@ impl HostAllocation {
         }
     }
 
-    /// A span of it as a range of its block; panics if the span does not lie in the memory.
+    /// Converts a span of the allocation to a range of its block. Panics if the span exceeds the allocation.
     pub fn range(&self, span: Span) -> Range<usize> {
         let (at, len) = self.extent();
         let end = span.offset.checked_add(span.len).filter(|end| *end <= len);
         assert!(end.is_some(), "{span:?} is not within its memory of {len} bytes");
-        // The block's length is a usize.
+        // The block's length fits in a usize.
         (at + span.offset) as usize..(at + span.offset + span.len) as usize
     }
 
-    /// Its bytes as they are now, for good. Bytes of a slot are copied.
+    /// Returns the current bytes, which never change afterwards. Bytes of a slot are copied.
     pub fn share(&self) -> Arc<Vec<u8>> {
         if self.slot.is_none() && self.block.within.is_none() {
             return self.block.bytes.write().share();
@@ -262,7 +261,7 @@ impl HostAllocation {
 }
 
 impl HostBlock {
-    /// The address of its bytes, if something else owns them: there they stay.
+    /// Returns the address of the bytes if another object owns them and they therefore never move.
     pub fn address_elsewhere(&self) -> Option<u64> {
         match &*self.bytes.read() {
             SharedBytes::Elsewhere(Elsewhere(memory)) if memory.byte_len() > 0 => {
@@ -272,25 +271,25 @@ impl HostBlock {
         }
     }
 
-    /// A block of these bytes.
+    /// Creates a block of these bytes.
     pub fn of(bytes: Vec<u8>) -> Self {
         let len = bytes.len() as u64;
         Self { bytes: RwLock::new(SharedBytes::Ours(bytes)), len, number: 0, within: None }
     }
 
-    /// A block of a file's bytes.
+    /// Creates a block of a file's bytes.
     pub fn of_file(memory: Box<dyn FileMemory>) -> Self {
         Self::elsewhere(Box::new(FileBytes(memory)))
     }
 
-    /// A block of bytes that something else owns.
+    /// Creates a block of bytes that another object owns.
     pub fn elsewhere(memory: Box<dyn HostMemory>) -> Self {
         let len = memory.byte_len();
         let bytes = RwLock::new(SharedBytes::Elsewhere(Elsewhere(memory)));
         Self { bytes, len, number: 0, within: None }
     }
 
-    /// Length in bytes.
+    /// Returns the length in bytes.
     pub fn byte_len(&self) -> u64 {
         self.len
     }
@@ -301,7 +300,7 @@ impl SharedBytes {
         let bytes = match self {
             SharedBytes::Ours(bytes) => Arc::new(std::mem::take(bytes)),
             SharedBytes::Shared(bytes) => bytes.clone(),
-            // The bytes stay where they are: the reader gets a copy.
+            // The owner keeps the bytes; the reader gets a copy.
             SharedBytes::Elsewhere(Elsewhere(memory)) => {
                 return Arc::new(memory.bytes(0..memory.byte_len() as usize).to_vec());
             }
@@ -310,7 +309,7 @@ impl SharedBytes {
         bytes
     }
 
-    /// A range of the bytes.
+    /// Returns a range of the bytes.
     pub fn part(&self, range: Range<usize>) -> &[u8] {
         match self {
             SharedBytes::Ours(bytes) => &bytes[range],
@@ -319,7 +318,7 @@ impl SharedBytes {
         }
     }
 
-    /// All bytes, to be changed.
+    /// Returns all bytes for writing.
     pub fn make_mut(&mut self) -> &mut [u8] {
         match self {
             SharedBytes::Ours(bytes) => bytes,
@@ -331,24 +330,24 @@ impl SharedBytes {
         }
     }
 
-    /// A range of the bytes, to be changed.
+    /// Returns a range of the bytes for writing.
     pub fn part_mut(&mut self, range: Range<usize>) -> &mut [u8] {
         match self {
-            // Only the range: other threads may write to others, as to the chunks of a file.
+            // Borrow only this range: other threads may write to other ranges, as with the chunks of a file.
             SharedBytes::Elsewhere(Elsewhere(memory)) => memory.bytes_mut(range),
             _ => &mut self.make_mut()[range],
         }
     }
 }
 
-/// A place as its two numbers. No slot has a higher number than the batch that names it may have.
+/// Packs a place into its two numbers. Slot numbers above 255 are stored as 255.
 fn packed(place: Place) -> (u8, u8) {
     let (kind, ordinal) = place.to_raw();
     (kind, u8::try_from(ordinal).unwrap_or(u8::MAX))
 }
 
-/// Bytes that are all zero, for safe Rust has no memory of unknown content; an absurd length is an error and
-/// no abort. The system zeroes memory when it is first touched: a store that is opened need not wait for
+/// Allocates zeroed bytes, because safe Rust has no uninitialized memory. An excessive length returns an
+/// error instead of aborting. The system zeroes memory on first access, so opening a store does not wait for
 /// that.
 fn zeroed(place: Place, len: u64) -> Result<Vec<u8>> {
     let bytes = usize::try_from(len).ok().and_then(|len| u8::new_vec_zeroed(len).ok());
@@ -359,7 +358,7 @@ fn zeroed(place: Place, len: u64) -> Result<Vec<u8>> {
 mod tests {
     use super::*;
 
-    /// Whatever is released in between, each short memory keeps its own bytes, and no others; and no empty
+    /// Whatever is released in between, each short allocation keeps its own bytes and no others, and no empty
     /// slab is kept.
     #[test]
     fn short_memories_share_slabs_and_no_bytes() {
@@ -370,7 +369,7 @@ mod tests {
         for step in 0..4000_u64 {
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             let drawn = random >> 33;
-            // Mostly more, then mostly less.
+            // Mostly inserts, then mostly removals.
             if live.is_empty() || drawn % 8 < if step < 2000 { 6 } else { 3 } {
                 let len = [0, 1, 16, 17, 64, 64, 64, 1000, SLOT_LEN_MAX][(drawn / 8 % 9) as usize];
                 let id = memories.insert_short(Place::Host, len).unwrap();
@@ -395,7 +394,7 @@ mod tests {
         let ids: Vec<MemoryId> =
             (0..3 * SLOTS).map(|_| memories.insert_short(Place::Host, 50).unwrap()).collect();
         ids.iter().step_by(3).for_each(|id| _ = memories.remove(*id));
-        // Another length, but the same slots.
+        // Another length that uses slots of the same length.
         (0..SLOTS).for_each(|_| _ = memories.insert_short(Place::Host, 60).unwrap());
         assert_eq!((memories.last_slab, memories.slabs.len()), (3, 0));
     }

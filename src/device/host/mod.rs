@@ -1,14 +1,14 @@
-//! Pages in host memory: the device that defines what is correct (I11).
+//! Pages in host memory: the device that defines correct behavior (I11).
 //!
-//! Every list runs inside `submit`, on the caller's thread, so a fence has passed when it is handed out. The
-//! code is plain on purpose: kernels are held to the bytes that these loops produce. Read [`Device`] first;
-//! commands are in `commands.rs`, deltas in `deltas.rs`.
-//! Nothing here outlives the process, so a crash loses all of it; the log brings it back.
+//! Every list runs inside `submit`, on the caller's thread, so a fence has already passed when it is handed
+//! out. The code is deliberately plain: kernels must produce the bytes that these loops produce. Read
+//! [`Device`] first; commands are in `commands.rs`, deltas in `deltas.rs`. Nothing here outlives the process,
+//! so a crash loses all pages, and the log restores them.
 //!
-//! Locks: the table of memories is locked only to look one up, so a long copy never holds up `allocate`. Each
-//! memory has its own lock, or shares that of its slab (`memory.rs`), so lanes run at the same time. No
-//! command waits for a lock while it holds another, so commands cannot deadlock. A command that wants several
-//! locks takes them only if all are free.
+//! Locks: the table of allocations is locked only to look one up, so a long copy never delays `allocate`.
+//! Each allocation has its own lock or shares that of its slab (`memory.rs`), so lanes run concurrently. No
+//! command waits for a lock while it holds another one, so commands cannot deadlock. A command that needs
+//! several locks takes them only if all are free.
 
 mod memory;
 mod commands;
@@ -35,23 +35,24 @@ use crate::disk::FileMemory;
 use crate::error::{Error, Result};
 use crate::options::HostMemory;
 
-/// Bytes of deltas that follow each other in a list from which on several threads apply them.
+/// Bytes of consecutive deltas in a list from which several threads apply them.
 const WIDE_BYTES_MIN: u64 = 4 << 20;
 
-/// Memories that are allocated or released under one lock: other threads look up memories in between.
+/// Allocations made or released per lock acquisition. Other threads look up allocations in between.
 const AT_ONCE: usize = 256;
 
-/// Pages in ordinary memory, whatever place they name; only [`Place::Disk`] is unavailable.
+/// A device that keeps pages in ordinary memory, whatever place they name. Only [`Place::Disk`] is
+/// unavailable.
 #[derive(Debug)]
 pub struct HostDevice {
     memories: RwLock<HostMemories>,
     lanes: [HostLane; Lane::ALL.len()],
     label: String,
-    /// Bytes of deltas from which on several threads apply them.
+    /// Bytes of deltas from which several threads apply them.
     wide_bytes_min: u64,
 }
 
-/// A lane: one list at a time, in the order in which `submit` was called.
+/// A lane, which runs one list at a time, in the order of the `submit` calls.
 #[derive(Debug, Default)]
 struct HostLane {
     running: Mutex<()>,
@@ -65,7 +66,7 @@ impl Default for HostDevice {
 }
 
 impl HostDevice {
-    /// A device without any page memory yet.
+    /// Creates a device without page memory.
     #[must_use]
     pub fn new() -> Self {
         Self {
@@ -76,7 +77,7 @@ impl HostDevice {
         }
     }
 
-    /// Has several threads apply deltas from this number of bytes on, so that a test need not be long.
+    /// Sets the number of bytes from which several threads apply deltas, so that a test can use short lists.
     #[doc(hidden)]
     #[must_use]
     pub fn wide_from(mut self, bytes: u64) -> Self {
@@ -84,7 +85,7 @@ impl HostDevice {
         self
     }
 
-    /// A device that says in its label why it is not a GPU.
+    /// Creates a device whose label states why it replaces a GPU.
     #[must_use]
     pub fn instead_of_a_gpu(reason: impl Display) -> Self {
         Self { label: format!("host, no GPU: {reason}"), ..Self::new() }
@@ -108,7 +109,7 @@ impl HostDevice {
         &self.lanes[lane as usize]
     }
 
-    /// Panics if a fence has not passed. Lists run at submit, so such a fence was never handed out, and
+    /// Panics if a fence has not passed. Lists run at submission, so such a fence was never handed out, and
     /// waiting for it would never end.
     fn assert_passed(&self, fence: Fence) {
         let reached = self.reached(fence.lane);
@@ -129,7 +130,8 @@ impl Device for HostDevice {
         }
     }
 
-    /// Long memory first, and without the lock: the system may have to zero it.
+    /// Allocates the long memory of each chunk first and without the lock, because the system may have to
+    /// zero it.
     fn allocate_all(&self, pages: &[(Place, u64)], made: &mut Vec<MemoryId>) -> Result<()> {
         for pages in pages.chunks(AT_ONCE) {
             let (mut long, mut refused) = (Vec::new(), None);
@@ -156,14 +158,14 @@ impl Device for HostDevice {
         Ok(())
     }
 
-    /// Only long memory is zeros. A slot of a slab may hold bytes of the page before. A long memory is the
-    /// system's, which zeroes it when it is first touched.
+    /// Returns `true` only for long memory, which the system zeroes on first access. A slab's slot may
+    /// contain bytes of an earlier page.
     fn allocates_zeros(&self, _place: Place, len: u64) -> bool {
         !HostAllocation::is_short(len)
     }
 
     fn release(&self, memory: MemoryId) -> Result<()> {
-        // Taken out under the lock, freed after it.
+        // Removed under the lock, freed after it.
         let released = self.memories.write().remove(memory);
         drop(released);
         Ok(())
@@ -180,7 +182,7 @@ impl Device for HostDevice {
 
     fn staging(&self, len: usize) -> Result<Staging> {
         let out_of_memory = || Error::OutOfMemory { place: Place::Host, len: len as u64 };
-        // No direct read fills less than a block: short staging need not begin where one does.
+        // No direct read fills less than a block, so short staging needs no block alignment.
         if len < GROUP_ALIGN as usize {
             return Ok(Staging::new(u8::new_vec_zeroed(len).map_err(|_| out_of_memory())?));
         }
@@ -192,8 +194,8 @@ impl Device for HostDevice {
         let lane_state = self.lane(lane);
         let running = lane_state.running.lock();
         self.run_all(commands, &mut staging);
-        // The counter changes only here, and only under the lane's lock. Release: a thread that sees the
-        // fence as reached sees the bytes.
+        // Only this code changes the counter, and only under the lane's lock. Release: a thread that observes
+        // the fence as reached also observes the bytes.
         let value = lane_state.reached.load(Ordering::Relaxed) + 1;
         lane_state.reached.store(value, Ordering::Release);
         drop(running);
@@ -272,7 +274,7 @@ impl Device for HostDevice {
         UnifiedSupport { has_pages: true, takes_hints: false }
     }
 
-    /// Under one lock: lists name thousands of memories.
+    /// Holds one lock for all lookups, because lists name thousands of allocations.
     fn tell_moves(&self, commands: &[Command], tell: &mut dyn FnMut(Place, Place, u64)) {
         let memories = self.memories.read();
         moves(commands, |memory| memories.get(memory).place(), tell);
@@ -286,7 +288,7 @@ impl Device for HostDevice {
 
     fn rename(&self, memory: MemoryId) -> Result<MemoryId> {
         let mut memories = self.memories.write();
-        // A thread that found it by its old name may be reading it now.
+        // A thread that found the block under its old id may still be reading it.
         let block = memories.get(memory).block().clone();
         let renamed = memories.rename(memory);
         drop(memories);
@@ -298,22 +300,22 @@ impl Device for HostDevice {
         let memory = self.memory(memory);
         let (block, (within, _)) = (memory.block(), memory.extent());
         match block.address_elsewhere() {
-            // Of bytes that something else owns, two handles may name the same ones: their addresses tell.
+            // Two handles may name the same externally owned bytes, so their addresses identify them.
             Some(address) => (0, address + within),
             None => (Arc::as_ptr(block).addr() as u64, within),
         }
     }
 }
 
-/// The owner of host memory that stands for a caller's.
+/// The owner of host memory that represents a caller's memory.
 struct CallerBytes {
     block: Arc<HostBlock>,
     place: Place,
 }
 
 impl CallerMemory {
-    /// Bytes of the host that stand for memory of the caller's in this place, for a store whose pages live in
-    /// host memory: so code that brings its own memory runs, and is tested, without a GPU. A GPU refuses
+    /// Wraps host bytes that represent a caller's memory in this place, for a store whose pages live in host
+    /// memory. Code that brings its own memory can then run, and be tested, without a GPU. A GPU rejects
     /// them. [`Store::caller_bytes`](crate::Store::caller_bytes) of the same value reads them back.
     ///
     /// ```
@@ -333,8 +335,8 @@ impl CallerMemory {
         Self::of_block(HostBlock::of(bytes), place)
     }
 
-    /// Memory of the host where something else has it, such as an array that is trained in place, for a store
-    /// whose pages live in host memory. A GPU refuses it; its own pinned memory it knows by
+    /// Wraps host memory that another object owns, such as an array that is trained in place, for a store
+    /// whose pages live in host memory. A GPU rejects it; pass the GPU's own pinned memory with
     /// `CallerMemory::from_cuda`.
     ///
     /// ```
@@ -376,8 +378,8 @@ impl CallerMemory {
         Self::of_block(HostBlock::elsewhere(Box::new(memory)), place)
     }
 
-    /// No address: only the host device finds the bytes, and those of a vector may move when they are
-    /// changed.
+    /// Wraps a block without an address: only the host device accesses the bytes, and the bytes of a vector
+    /// may move when they are changed.
     fn of_block(block: HostBlock, place: Place) -> Self {
         let len = block.byte_len();
         Self { address: 0, len, owner: Arc::new(CallerBytes { block: Arc::new(block), place }) }
@@ -388,7 +390,7 @@ fn no_streams(stream: RawStream) -> Error {
     Error::StreamRefused { stream: stream.handle(), reason: "pages live in host memory, not on a GPU" }
 }
 
-/// Staging that direct reads fill as it lies.
+/// Staging that direct reads can fill without a copy.
 struct HostStaging(AlignedBuf);
 
 impl StagingMemory for HostStaging {
@@ -420,7 +422,7 @@ mod tests {
         assert!(matches!(error, Error::OutOfMemory { place: Place::Host, .. }), "{error}");
     }
 
-    /// The memory goes to another page then, and a reader that still has the old name must not get its bytes.
+    /// The memory then passes to another page, and a reader with the old id must not get its bytes.
     #[test]
     fn memory_is_read_under_its_newest_name_alone() {
         let device = HostDevice::new();
@@ -441,8 +443,8 @@ mod tests {
         }
     }
 
-    /// Deltas of every kind over a few pages, long ones and some that share a slab, in commands with a fill
-    /// between some of them.
+    /// Deltas of every kind over a few pages, both long pages and pages that share a slab, in several
+    /// commands with occasional fills between them.
     #[test]
     fn many_threads_leave_the_bytes_that_one_leaves() {
         let (one, many) = (HostDevice::new().wide_from(u64::MAX), HostDevice::new().wide_from(1));
@@ -462,7 +464,7 @@ mod tests {
             for _ in 0..6 {
                 let mut pieces = Vec::new();
                 for _ in 0..100 {
-                    // Mostly the first bytes of a page: there each delta meets the one before.
+                    // Mostly the first bytes of a page, so that deltas overlap.
                     let at = random(lens.len() as u64) as usize;
                     let len = (8 + 8 * random(1 + lens[at] / 16)).min(lens[at]);
                     let offset = random(3) * random(1 + (lens[at] - len) / 2).min(16);

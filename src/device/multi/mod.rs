@@ -1,11 +1,13 @@
-//! Several devices as one: `Device(n)` is the n-th of them, every other place the first one's.
+//! Several devices presented as one: `Device(n)` is the n-th device, and every other place belongs to the
+//! first.
 //!
-//! No code above the seam knows. A list is cut by the memory that its commands name, and its fence has passed
-//! when every part of it has; parts run at the same time. Where bytes go from one device to another, the list
-//! goes on as further lists of its parts after the copy. Devices that know a way between them wait for each
-//! other: two GPUs do. The submitting thread waits on the host in two cases only: where two devices know no
-//! way, and where one reads from staging that another one wrote. Bytes then go by way of staging, a piece at
-//! a time. Staging is the first device's, which pins it for all.
+//! No code above the device interface is aware of this. A list is split by the memory that its commands name.
+//! The parts run concurrently, and the list's fence has passed when all of them are done. When bytes cross
+//! from one device to another, the list continues after the copy as further lists of its parts. Devices with
+//! a direct path between them, such as two GPUs, wait for each other. The submitting thread waits on the host
+//! in two cases only: between two devices without a direct path, and when one device reads staging that
+//! another one wrote. Bytes are then copied through staging, one piece at a time. The first device allocates
+//! the staging and pins it for all devices.
 
 mod share;
 mod split;
@@ -26,10 +28,10 @@ use crate::base::sync::{Mutex, RwLock};
 use crate::disk::FileMemory;
 use crate::error::{Error, Result};
 
-/// The longest piece of bytes that go from one device to another by way of staging.
+/// The longest piece, in bytes, that is copied between devices through staging.
 const ACROSS_LEN_MAX: u64 = 4 << 20;
 
-/// The points that parts gave for one stream: several for a default stream.
+/// The points that the parts recorded for one stream; several for a default stream.
 type PartPoints = Vec<(usize, StreamEvent)>;
 
 /// Several devices as one.
@@ -40,7 +42,7 @@ pub struct MultiDevice {
     lanes: [MultiLane; Lane::ALL.len()],
 }
 
-/// The device on which memory lies, and its own name for it.
+/// The device that contains an allocation, and the device's own id for it.
 #[derive(Clone, Copy, Debug)]
 struct DeviceAddress {
     part: usize,
@@ -49,7 +51,7 @@ struct DeviceAddress {
 
 #[derive(Default)]
 struct MultiLane {
-    /// Held by the thread that queues, so that every part sees the lists in the same order.
+    /// Held by the submitting thread, so that every part sees the lists in the same order.
     order: Mutex<()>,
     state: Mutex<LaneState>,
 }
@@ -60,26 +62,26 @@ struct LaneState {
     given: u64,
     reached: u64,
     in_flight: VecDeque<SplitList>,
-    /// Parts that were told to wait and had no list since. The next list goes to them too: a wait for that
-    /// list then covers the work that they wait for.
+    /// Parts that were made to wait and have had no list since. Each of them gets a share of the next list,
+    /// so that a wait for that list covers the work that the part waits for.
     told_to_wait: BTreeSet<usize>,
-    /// Why nothing is queued any more, once a list was left half queued.
+    /// The reason that nothing is queued any more, set when a list was left partly queued.
     stopped: Option<Error>,
 }
 
-/// A list of commands, cut by devices.
+/// A list of commands, split by device.
 struct SplitList {
     shares: Shares,
-    /// Memory that was made for this list.
+    /// Memory allocated for this list.
     asides: Vec<DeviceAddress>,
     returned: Arc<ReturnedStaging>,
 }
 
 impl MultiDevice {
-    /// These devices, in the order of their slots.
+    /// Combines devices, in the order of their slots.
     ///
     /// # Panics
-    /// If there is none.
+    /// If `parts` is empty.
     #[must_use]
     pub fn new(parts: Vec<Arc<dyn Device>>) -> Self {
         assert!(!parts.is_empty(), "at least one device");
@@ -91,7 +93,7 @@ impl MultiDevice {
         home.unwrap_or_else(|| panic!("{memory:?} is no memory of this device"))
     }
 
-    /// Makes a name for memory of a part.
+    /// Creates an id for an allocation of a part.
     fn name(&self, home: DeviceAddress) -> MemoryId {
         let id = MemoryId(self.memory_next.fetch_add(1, Ordering::Relaxed));
         self.memories.write().insert(id, home);
@@ -114,7 +116,7 @@ impl MultiDevice {
         &self.lanes[lane as usize]
     }
 
-    /// Cuts a list into steps, and returns the memory that was made for it.
+    /// Splits a list into steps, and returns them with the memory allocated for the list.
     fn plan(&self, commands: Vec<Command>) -> Result<(Vec<SplitStep>, Vec<DeviceAddress>)> {
         let mut asides = Vec::new();
         let mut planner = SplitPlanner {
@@ -138,7 +140,7 @@ impl MultiDevice {
         }
     }
 
-    /// Queues steps in their order. Parts that get a list in any case are in `told_to_wait`.
+    /// Queues steps in order. Parts in `told_to_wait` get a list even without commands.
     fn run(
         &self,
         lane: Lane,
@@ -168,7 +170,8 @@ impl MultiDevice {
         Shares::of(&self.parts, lane, commands, staging, &told_to_wait, early)
     }
 
-    /// Queues the commands so far, on copies of the staging, for later steps may read the same bytes again.
+    /// Queues the commands so far on copies of the staging, because later steps may read the same bytes
+    /// again.
     fn begin(
         &self,
         lane: Lane,
@@ -181,7 +184,7 @@ impl MultiDevice {
         Shares::copies(&self.parts, lane, std::mem::take(commands), staging).map(Some)
     }
 
-    /// Takes bytes from one part to another. Returns the copy that is under way, if one is.
+    /// Copies bytes from one part to another. Returns the copy if it is still in flight.
     fn across(&self, lane: Lane, source: PartSpan, target: PartSpan) -> Result<Option<Shares>> {
         let [from, to] = [source.part, target.part].map(|part| &*self.parts[part]);
         if let Some(copy) = to.copy_from(lane, from, source.span, target.span)? {
@@ -193,7 +196,7 @@ impl MultiDevice {
     fn by_staging(&self, lane: Lane, source: PartSpan, target: PartSpan) -> Result<()> {
         let mut staging = self.parts[0].staging(source.span.len.min(ACROSS_LEN_MAX) as usize)?;
         let mut done = 0;
-        // At least one round, so that bounds are checked for empty ranges too.
+        // Run at least one round, so that bounds are checked for empty ranges too.
         loop {
             let len = ACROSS_LEN_MAX.min(source.span.len - done);
             let (from, to) = (source.piece(done, len), target.piece(done, len));
@@ -215,7 +218,7 @@ impl MultiDevice {
         }
     }
 
-    /// Ends the lists whose parts are done, in the lane's order.
+    /// Retires the lists whose parts are done, in the lane's order.
     fn settle(&self, lane: Lane, state: &mut LaneState) {
         while let Some(list) = state.in_flight.front() {
             if !list.shares.fences().all(|(part, fence)| self.parts[part].reached(lane) >= fence.value) {
@@ -234,7 +237,7 @@ impl MultiDevice {
         }
     }
 
-    /// The fences of parts that must pass before this one has, one a part.
+    /// Returns the parts' fences, one for each part, that must pass before this fence has passed.
     fn points(&self, fence: Fence) -> Result<BTreeMap<usize, Fence>> {
         let mut state = self.lane(fence.lane).state.lock();
         assert!(fence.value <= state.given, "{fence:?} was not handed out: the lane gave {}", state.given);
@@ -244,16 +247,16 @@ impl MultiDevice {
             let stopped = state.stopped.clone();
             return Err(stopped.expect("a list that was given a fence is under way, done, or lost"));
         }
-        // A part's fences rise from list to list: the last one stands for all.
+        // A part's fences rise from list to list, so the last one covers all earlier ones.
         let lists = state.in_flight.iter().take(left);
         Ok(lists.flat_map(|list| list.shares.fences()).collect())
     }
 
-    /// Makes a call with a caller's stream to the device that the stream is of, and returns that device with
-    /// its answer. For a default stream it is all of them, for each has one by that handle.
+    /// Calls `call` on the device that owns the caller's stream, and returns that device's index with the
+    /// result. For a default stream, calls all devices, because each has one with that handle.
     ///
     /// # Errors
-    /// `StreamRefused` if all of them refuse it; a device error.
+    /// `StreamRefused` if all devices reject the stream; a device error.
     fn with_stream<T>(
         &self,
         stream: RawStream,
@@ -263,7 +266,7 @@ impl MultiDevice {
         for (part, device) in self.parts.iter().enumerate() {
             match call(&**device) {
                 Ok(answer) => accepted.push((part, answer)),
-                // The stream may be another part's.
+                // The stream may belong to another part.
                 Err(error @ Error::StreamRefused { .. }) => _ = refused.get_or_insert(error),
                 Err(error) => return Err(error),
             }
@@ -286,7 +289,7 @@ impl MultiDevice {
     }
 }
 
-/// The part that has a place's memory.
+/// Returns the part that owns a place's memory.
 fn part_of(place: Place) -> usize {
     match place {
         Place::Device(slot) => slot as usize,
@@ -294,12 +297,12 @@ fn part_of(place: Place) -> usize {
     }
 }
 
-/// The place of a part's own memory.
+/// Returns the place of a part's own memory.
 fn place_of(part: usize) -> Place {
     Place::Device(part as u32)
 }
 
-/// This device's name for a place of a part.
+/// Translates a place of a part to the place under which this device presents it.
 fn placed(part: usize, place: Place) -> Place {
     if matches!(place, Place::Device(_)) { place_of(part) } else { place }
 }
@@ -364,12 +367,12 @@ impl Device for MultiDevice {
         for (part, point) in self.points(fence)? {
             self.parts[part].wait(point)?;
         }
-        // This ends the lists, so that their staging is there.
+        // Retires the lists, so that their staging is available.
         self.points(fence).map(drop)
     }
 
     fn after(&self, lane: Lane, fence: Fence) -> Result<()> {
-        // A part from which another one copies has a list after the copy, so each waits for itself.
+        // A part that another part copies from has a list after the copy, so waiting for each part is enough.
         for (part, point) in self.points(fence)? {
             self.parts[part].after(lane, point)?;
             self.lane(lane).state.lock().told_to_wait.insert(part);
@@ -397,7 +400,7 @@ impl Device for MultiDevice {
         if !accepted {
             return refused.into_iter().next().map_or(Ok(()), |(_, _, error)| Err(error));
         }
-        // A part that cannot tell another one's stream to wait is waited for here.
+        // A part that cannot make another part's stream wait is waited for on this thread.
         refused.into_iter().try_for_each(|(device, point, _)| device.wait(point))
     }
 
@@ -430,7 +433,8 @@ impl Device for MultiDevice {
     fn hold_stream(&self, stream: RawStream, point: &StreamEvent) -> Result<()> {
         for (part, point) in point.of::<PartPoints>() {
             match self.parts[*part].hold_stream(stream, point) {
-                // The stream is another part's, which does not know the point: this thread waits instead.
+                // The stream belongs to another part, which cannot wait for this point, so this thread waits
+                // instead.
                 Err(Error::StreamRefused { .. }) => {
                     self.with_stream(stream, |device| device.stream_event(stream))?;
                     self.parts[*part].wait_event(point)?;
@@ -471,7 +475,7 @@ impl Device for MultiDevice {
         let mut refused = None;
         for (part, device) in self.parts.iter().enumerate() {
             match device.adopt(memory) {
-                // The memory may be another part's.
+                // The memory may belong to another part.
                 Err(error @ Error::MemoryRefused { .. }) => _ = refused.get_or_insert(error),
                 Err(error) => return Err(error),
                 Ok((own, place)) => {
@@ -482,7 +486,7 @@ impl Device for MultiDevice {
         Err(refused.expect("at least one device was asked"))
     }
 
-    /// The part that has the place takes its hints.
+    /// Returns the capabilities of the part that owns [`Place::Unified`].
     fn unified(&self) -> UnifiedSupport {
         self.parts[part_of(Place::Unified)].unified()
     }
@@ -497,7 +501,7 @@ impl Device for MultiDevice {
         placed(part, self.parts[part].place_of(memory))
     }
 
-    /// The first device registers it for all, as it pins staging for all.
+    /// Registers the file with the first device, which also pins staging for all.
     fn register(&self, memory: Box<dyn FileMemory>) -> Result<MemoryId> {
         Ok(self.name(DeviceAddress { part: 0, memory: self.parts[0].register(memory)? }))
     }

@@ -1,8 +1,8 @@
-//! Each device's share of a list, staging included.
+//! Each device's share of a list, including its staging.
 //!
-//! A staging belongs to one list at a time. One that several devices need goes to the first of them. The
-//! others get copies of the bytes that they read, and the bytes that they write are copied back when all are
-//! done.
+//! A staging belongs to one list at a time. If several devices need one, the first of them gets it. The
+//! others get copies of the bytes that they read, and the bytes that they write are copied back when all
+//! devices are done.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -12,12 +12,12 @@ use crate::device::spans::staged_spans;
 use crate::device::{Command, CommandList, Device, Fence, Lane, Pending, Staging, StagingSpan};
 use crate::error::Result;
 
-/// A list under way on several devices.
+/// A list in flight on several devices.
 pub(super) struct Shares {
-    /// Lists that were queued before, in their order; they have copies of staging.
+    /// Lists queued earlier, in order; they use copies of staging.
     early: Vec<Shares>,
     parts: Vec<Share>,
-    /// The list's staging that no device has.
+    /// The list's staging that no device uses.
     kept: Vec<Option<Staging>>,
 }
 
@@ -29,19 +29,19 @@ struct Share {
     staging: Vec<StagingShare>,
 }
 
-/// A staging that a device has: the list's own, or a copy.
+/// A staging given to a device: the list's own, or a copy.
 struct StagingShare {
     /// The index of the staging in the list.
     index: usize,
-    /// The spans that are copied back, if it is a copy.
+    /// For a copy, the spans to copy back.
     written: Option<Vec<StagingSpan>>,
 }
 
 type DeviceParts = [Arc<dyn Device>];
 
 impl Shares {
-    /// Submits commands, each to its part; those in `told_to_wait` get a list in any case. `early` is the
-    /// list's beginning.
+    /// Submits commands, each to its part. Parts in `told_to_wait` get a list even without commands. `early`
+    /// holds the list's earlier shares.
     pub fn of(
         parts: &DeviceParts,
         lane: Lane,
@@ -51,7 +51,7 @@ impl Shares {
         early: Vec<Self>,
     ) -> Result<Self> {
         let mut kept: Vec<Option<Staging>> = staging.into_iter().map(Some).collect();
-        // Bytes that others read are copied before the first device has the staging.
+        // Copy the bytes that other devices read before the first device takes the staging.
         let lists = lists(parts.len(), commands, kept.len(), told_to_wait);
         let mut owners = vec![None; kept.len()];
         for list in &lists {
@@ -76,7 +76,7 @@ impl Shares {
         .map(|shares| Self { early, parts: shares, kept })
     }
 
-    /// The same, with copies alone: the staging stays with the caller.
+    /// Submits commands on copies of the staging, which stays with the caller.
     pub fn copies(
         parts: &DeviceParts,
         lane: Lane,
@@ -91,7 +91,7 @@ impl Shares {
         Ok(Self { early: Vec::new(), parts: Self::submit(parts, lane, lists, lent)?, kept: Vec::new() })
     }
 
-    /// A copy that one device has under way.
+    /// Wraps a copy that one device has in flight.
     pub fn copy(part: usize, pending: Pending) -> Self {
         let share = Share { part, pending, staging: Vec::new() };
         Self { early: Vec::new(), parts: vec![share], kept: Vec::new() }
@@ -121,13 +121,13 @@ impl Shares {
         Ok(shares)
     }
 
-    /// The fences of the devices that have a share, each device's in rising order.
+    /// Returns the fences of the devices that have a share. The fences of each device rise.
     pub fn fences(&self) -> impl Iterator<Item = (usize, Fence)> {
         let early = self.early.iter().flat_map(|shares| &shares.parts);
         early.chain(&self.parts).map(|share| (share.part, share.pending.fence()))
     }
 
-    /// Waits for all devices, and gives the list's staging back.
+    /// Waits for all devices and returns the list's staging.
     pub fn finish(mut self, parts: &DeviceParts) -> Result<Vec<Staging>> {
         let mut kept = std::mem::take(&mut self.kept);
         let early = std::mem::take(&mut self.early);
@@ -141,12 +141,12 @@ impl Shares {
         for (index, written, copy) in copies {
             copy_spans(&copy, &mut staging[index], &written);
         }
-        // No later list wrote to the same bytes: such a list is queued only once these are settled.
+        // No later list wrote to the same bytes: such a list is queued only after these are settled.
         early.into_iter().try_for_each(|shares| shares.finish_into(parts, &mut staging))?;
         Ok(staging)
     }
 
-    /// Waits for all devices, and copies the bytes that they wrote to the caller's own staging.
+    /// Waits for all devices and copies the bytes that they wrote into the caller's staging.
     pub fn finish_into(self, parts: &DeviceParts, staging: &mut [Staging]) -> Result<()> {
         self.take_back(parts, |lent, copy| {
             let written = lent.written.expect("copies alone were lent");
@@ -167,12 +167,12 @@ impl Shares {
 struct List {
     part: usize,
     commands: Vec<Command>,
-    /// The indices of the stagings that they name, rising.
+    /// The indices of the stagings that the commands name, in rising order.
     used: Vec<usize>,
 }
 
 impl List {
-    /// The ranges of one staging that its commands read, and those that they write.
+    /// Returns the ranges of one staging that the commands read, and those that they write.
     fn spans(&self, index: usize) -> (Vec<StagingSpan>, Vec<StagingSpan>) {
         let (mut read, mut written) = staged_spans(&self.commands);
         read.retain(|span| span.index == index);
@@ -187,7 +187,7 @@ impl List {
     }
 }
 
-/// Sorts commands by their parts; a part without any gets a list if it is in `told_to_wait`.
+/// Groups commands by part. A part without commands gets a list if it is in `told_to_wait`.
 fn lists(
     part_count: usize,
     commands: Vec<(usize, Command)>,

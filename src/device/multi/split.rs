@@ -1,4 +1,4 @@
-//! From a multi-device list to steps, each of one device or from one to another.
+//! Translation of a list for several devices into steps, each on one device or from one device to another.
 
 use super::DeviceAddress;
 use crate::device::spans::{overlap, staged_spans};
@@ -14,26 +14,26 @@ pub(super) struct PartSpan {
     pub span: Span,
 }
 
-/// The next step of a list. Steps of different parts that follow each other run at the same time.
+/// A step of a list. Consecutive steps of different parts run concurrently.
 #[derive(Debug)]
 pub(super) enum SplitStep {
-    /// A command of one part; its spans are in that part's own names, its staging in the list's.
+    /// A command of one part. Its spans use the part's own ids; its staging uses the list's indices.
     Run(usize, Command),
-    /// Bytes written to staging so far must be there before the next step reads them.
+    /// Waits until the bytes written to staging so far have arrived, because the next step reads them.
     Settle,
-    /// Bytes go from one part to another.
+    /// Copies bytes from one part to another.
     Across { source: PartSpan, target: PartSpan },
 }
 
-/// Turns commands into steps.
+/// Translates commands into steps.
 pub(super) struct SplitPlanner<F, A> {
-    /// Returns the device on which memory lies.
+    /// Returns the device that contains an allocation.
     pub home: F,
-    /// Makes new memory of a part, for as long as the list runs.
+    /// Allocates memory of a part for the duration of the list.
     pub aside: A,
     pub steps: Vec<SplitStep>,
-    /// Spans of staging that were written since all was settled, and the part that wrote each; `None` if its
-    /// list has ended.
+    /// Spans of staging written since the last settle, each with the part that wrote it, or `None` if that
+    /// part's list has ended.
     pub written: Vec<(Option<usize>, StagingSpan)>,
 }
 
@@ -148,8 +148,7 @@ impl<F: Fn(Span) -> DeviceAddress, A: FnMut(usize, u64) -> Result<Span>> SplitPl
         Ok(())
     }
 
-    /// Adds a piece. Pieces of one part that follow each other stay one command, so that they stay one
-    /// launch.
+    /// Adds a delta. Consecutive deltas of one part stay in one command, and so in one kernel launch.
     fn apply(&mut self, piece: Piece) -> Result<()> {
         let target = self.local(piece.target);
         let payload = match piece.payload {
@@ -179,11 +178,11 @@ impl<F: Fn(Span) -> DeviceAddress, A: FnMut(usize, u64) -> Result<Span>> SplitPl
 
     fn across(&mut self, source: PartSpan, target: PartSpan) {
         self.steps.push(SplitStep::Across { source, target });
-        // Each part's next commands are another list, with staging of its own.
+        // Each part's next commands form another list, with staging of its own.
         self.written.iter_mut().for_each(|(writer, _)| *writer = None);
     }
 
-    /// The same bytes in memory of this part.
+    /// Returns the same bytes in memory of this part, copying them if necessary.
     fn brought(&mut self, part: usize, span: Span) -> Result<Span> {
         let source = self.local(span);
         if source.part == part {
@@ -214,10 +213,10 @@ impl<F: Fn(Span) -> DeviceAddress, A: FnMut(usize, u64) -> Result<Span>> SplitPl
 }
 
 impl PartSpan {
-    /// The span of `len` bytes from `offset` in it.
+    /// Returns the sub-span of `len` bytes at `offset`.
     ///
     /// # Panics
-    /// If they do not lie in it.
+    /// If the sub-span exceeds the span.
     pub fn piece(self, offset: u64, len: u64) -> Self {
         let within = offset.checked_add(len).is_some_and(|end| end <= self.span.len);
         assert!(within, "bytes {offset}..+{len} are not within {self:?}");
@@ -225,14 +224,14 @@ impl PartSpan {
     }
 }
 
-/// Numbers of four bytes that are yet to be written.
+/// Four-byte words that are yet to be written.
 struct PendingWords(StagingSpan);
 
 impl PendingWords {
-    /// The places of the next `count` numbers.
+    /// Returns the range of the next `count` words.
     ///
     /// # Panics
-    /// If there are fewer.
+    /// If fewer words are left.
     fn next(&mut self, count: usize) -> StagingSpan {
         let words = StagingSpan { len: 4 * count, ..self.0 };
         self.0.len = self.0.len.checked_sub(words.len).expect("no more numbers than there is room for");
@@ -241,7 +240,7 @@ impl PendingWords {
     }
 }
 
-/// The places where a command names staging by its index in the list.
+/// Returns the fields of a command that index the list's staging.
 pub(super) fn staging_indices(command: &mut Command) -> Vec<&mut usize> {
     match command {
         Command::Upload { source: span, .. }
