@@ -1,18 +1,18 @@
-//! Snapshots of the store's own accord: when the log has grown, or after a time.
+//! Automatic snapshots, triggered by log growth or elapsed time.
 //!
-//! A thread waits for the log. It takes a snapshot when there was a commit since the last one and the log
-//! has grown by [`Options::snapshot_log_bytes`](crate::Options::snapshot_log_bytes), or
-//! [`Options::snapshot_interval`](crate::Options::snapshot_interval) has passed; a snapshot that the caller
-//! takes counts as well. Where nothing is committed, nothing is written.
+//! A thread watches the log. It takes a snapshot if there was a commit since the last one, and either the log
+//! has grown by [`Options::snapshot_log_bytes`](crate::Options::snapshot_log_bytes) or
+//! [`Options::snapshot_interval`](crate::Options::snapshot_interval) has passed. Snapshots taken by callers
+//! count too. Without commits, nothing is written.
 //!
-//! A log may also consist of many short runs that commit a little each. The log that was there at the
-//! open counts by the length of its segments on disk. After more than [`RESTARTS_MAX`] openings a
-//! snapshot is due: at the open, or when the store is closed, if there was no time for it before.
+//! A log may also consist of many short runs that each commit a little. The log found at open counts by the
+//! length of its segments on disk. After more than [`RESTARTS_MAX`] openings a snapshot is due: at the open
+//! or, failing that, when the store is closed.
 //!
-//! A full disk, no memory, or another shortage is a clean failure: the store's stats tell of it, and it
-//! is tried again later. So is a page on disk that cannot be read: it may be written anew, or deleted. Every
-//! other failure has poisoned the store, and ends the thread. When the store closes, the snapshot that is
-//! being gathered is given up.
+//! A full disk, a lack of memory or another shortage is a clean failure: it is reported in the store's stats
+//! and the snapshot is retried later. An unreadable page on disk is treated the same way, because the page
+//! may be rewritten or deleted. Any other failure has poisoned the store and ends the thread. When the store
+//! closes, a snapshot that is being gathered is abandoned.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,38 +27,39 @@ use crate::base::sync::threads;
 use crate::catalog::SnapshotInfo;
 use crate::error::{Error, Result};
 
-/// The pause after a failure that changes nothing, unless the log grows by [`AGAIN_PART`] before.
+/// The pause after a failure that changed nothing, unless the log grows by [`AGAIN_PART`] first.
 const AGAIN_AFTER: Duration = Duration::from_secs(10);
-/// The share of the log that makes a snapshot due by which it must grow for another try.
+/// A failed snapshot is retried once the log has grown by this fraction of `log_bytes`.
 const AGAIN_PART: u64 = 8;
 
-/// Openings in the log after the newest snapshot; more of them make one due.
+/// The number of openings allowed in the log after the newest snapshot; one more makes a snapshot due.
 pub(crate) const RESTARTS_MAX: usize = 16;
 
-/// The rules by which a snapshot is due.
+/// The conditions under which a snapshot is due.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rules {
-    /// By how many bytes the log must have grown.
+    /// The log growth, in bytes, that makes a snapshot due.
     pub log_bytes: Option<u64>,
-    /// How long ago the last snapshot must have begun.
+    /// The time since the last snapshot began that makes a snapshot due.
     pub interval: Option<Duration>,
 }
 
-/// How far the last snapshot goes, and where the log stood when it began.
+/// The last snapshot's end, and the length of the log when it began.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LastSnapshot {
-    /// The last batch that the snapshot has.
+    /// The last batch that the snapshot contains.
     pub lsn: Lsn,
-    /// Bytes of the log since the open. Below zero: that much was replayed then, and is in no snapshot.
+    /// Bytes of log written since the open. A negative value is the amount that was replayed at the open and
+    /// is in no snapshot.
     pub bytes: i64,
-    /// Openings in the log after the snapshot, that of this run among them.
+    /// Openings in the log after the snapshot, including that of this run.
     pub restarts: usize,
-    /// When it began.
+    /// When the snapshot began.
     pub at: Instant,
 }
 
 impl LastSnapshot {
-    /// Whether the log after it consists of too many runs.
+    /// Whether the log after the snapshot consists of too many runs.
     pub fn is_in_pieces(&self) -> bool {
         self.restarts > RESTARTS_MAX
     }
@@ -68,7 +69,7 @@ impl LastSnapshot {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Next {
     Take,
-    /// Until the log has this batch or this number of bytes, or the time has come.
+    /// Waits until the log reaches this batch or this many bytes, or until this time.
     Wait {
         lsn: Lsn,
         bytes: u64,
@@ -76,15 +77,14 @@ enum Next {
     },
 }
 
-/// A batch that there will never be.
+/// An Lsn that no batch will ever have.
 const NO_BATCH: Lsn = Lsn(u64::MAX);
 
 impl Rules {
-    /// Decides whether to take a snapshot, for a log that ends with batch `lsn` and has `bytes` bytes.
-    /// `is_pending_due` says that changes of pages on disk take up enough memory to make one due.
-    /// After a try that failed, `again` says before which length of the log, or which time, there is no
-    /// other. This is the one place that decides, so that the thread's second look cannot differ from the
-    /// first.
+    /// Decides whether to take a snapshot, for a log that ends with batch `lsn` and is `bytes` bytes long.
+    /// `is_pending_due` says that changes of pages on disk take up enough memory to make one due. After a
+    /// failed attempt, `again` holds the log length and the time before which there is no retry. All
+    /// decisions are made here, so that the thread's second check cannot differ from its first.
     fn next(
         &self,
         (lsn, bytes): (Lsn, u64),
@@ -93,11 +93,11 @@ impl Rules {
         again: Option<(u64, Instant)>,
         now: Instant,
     ) -> Next {
-        // Nothing was committed since, whatever seals added to the log.
+        // Nothing was committed since, even if seals have lengthened the log.
         if lsn <= last.lsn {
             return Next::Wait { lsn: last.lsn.next(), bytes: u64::MAX, until: None };
         }
-        // Counted from where the log stood when the last snapshot began.
+        // Counted from the length of the log when the last snapshot began.
         let due_bytes = self.log_bytes.map_or(u64::MAX, |more| more.saturating_add_signed(last.bytes));
         let due_at = self.interval.and_then(|interval| last.at.checked_add(interval));
         if !last.is_in_pieces()
@@ -116,19 +116,19 @@ impl Rules {
     }
 }
 
-/// The thread for snapshots, as the store holds it.
+/// The handle to the background snapshot thread.
 pub(crate) struct BackgroundSnapshots {
     snapshots: Arc<Snapshots>,
-    /// The thread; `None` if there is no rule, or once it was ended.
+    /// `None` if there is no rule, or after the thread has ended.
     thread: Option<JoinHandle<()>>,
 }
 
 impl BackgroundSnapshots {
-    /// Starts the thread, if there is a rule for it to follow.
+    /// Starts the thread if at least one rule is set.
     pub fn start(snapshots: Arc<Snapshots>, rules: Rules) -> Result<Self> {
         let thread = if rules.log_bytes.is_some() || rules.interval.is_some() {
             let life = SnapshotLoop(snapshots.clone());
-            // A store whose snapshots have stopped would grow its log for ever: a panic must show.
+            // A store without snapshots would grow its log forever, so a panic must not go unnoticed.
             let poisons =
                 PanicPoisons { poison: snapshots.engine.poison.clone(), thread: "the thread for snapshots" };
             let thread = threads::start("remanent-snapshot", move || {
@@ -144,12 +144,12 @@ impl BackgroundSnapshots {
 }
 
 impl Drop for BackgroundSnapshots {
-    /// Ends the thread; a snapshot that it is gathering is given up. The snapshots that wait to be verified
-    /// are.
+    /// Ends the thread, abandoning the snapshot that it is gathering. Snapshots that wait to be verified are
+    /// still verified.
     fn drop(&mut self) {
-        // The pace first: a thread that waits for its turn to write hears of it there.
+        // Cancel the pace first: this wakes a thread that waits for its turn to write.
         self.snapshots.pace.call_off();
-        // And one that waits for the log to grow, here.
+        // Then wake a thread that waits for the log to grow.
         self.snapshots.engine.log.call_watcher();
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
@@ -160,7 +160,7 @@ impl Drop for BackgroundSnapshots {
     }
 }
 
-/// The life of the thread.
+/// The body of the thread.
 struct SnapshotLoop(Arc<Snapshots>);
 
 impl SnapshotLoop {
@@ -168,32 +168,31 @@ impl SnapshotLoop {
         let snapshots = &*self.0;
         let mut again = None;
         while !snapshots.pace.is_called_off() {
-            // In this order: a snapshot that a caller takes in between puts the next one off. In the
-            // other order the commits before it and after it would be counted together, and call for a
-            // needless one.
+            // The order matters: read the log's length first, so that a snapshot which a caller takes in
+            // between postpones the next one. In the other order, the commits before and after that snapshot
+            // would be added up and trigger a needless one.
             let log = snapshots.engine.log.length();
             let last = *snapshots.last.lock();
             let is_pending_due = snapshots.engine.disk_pages.is_snapshot_due();
             match rules.next(log, last, is_pending_due, again, Instant::now()) {
                 Next::Wait { lsn, bytes, until } => snapshots.engine.log.watch(lsn, bytes, until),
-                // Looked at again once it may begin: a caller's snapshot that was being taken meanwhile
-                // may have made it needless.
+                // Checked again once the snapshot may begin: a caller's snapshot taken meanwhile may have
+                // made it unnecessary.
                 Next::Take => match self.take(log.0, || {
                     let is_pending_due = snapshots.engine.disk_pages.is_snapshot_due();
                     rules.next(log, *snapshots.last.lock(), is_pending_due, again, Instant::now())
                         == Next::Take
                 }) {
                     Ok(_) => again = None,
-                    // A page whose image is damaged may be given new bytes, or be deleted.
+                    // A page whose image is damaged may be rewritten or deleted.
                     Err(error) if error.is_passing() || matches!(error, Error::Damaged(_)) => {
                         tracing::warn!(%error, "no snapshot could be taken; it is tried again later");
-                        // Not at the next batch: it would find the same shortage, and gather again what
-                        // it gathered just now.
+                        // Not at the next batch: it would hit the same shortage, and repeat the gathering.
                         let more = rules.log_bytes.map_or(u64::MAX, |bytes| (bytes / AGAIN_PART).max(1));
                         let bytes = log.1.saturating_add(more);
                         again = Some((bytes, Instant::now() + AGAIN_AFTER));
                     }
-                    // The store closes, or it is poisoned and says why itself.
+                    // The store is closing, or it is poisoned and reports the reason itself.
                     Err(_) => return,
                 },
             }
@@ -202,15 +201,15 @@ impl SnapshotLoop {
 }
 
 impl SnapshotLoop {
-    /// Takes a snapshot that has batch `lsn`. That batch is logged, but perhaps on its way to the
-    /// applier. `None` if the snapshot is not due any more when it could begin.
+    /// Takes a snapshot that includes batch `lsn`, which is logged but may still be on its way to the
+    /// applier. Returns `None` if the snapshot is no longer due when it could begin.
     fn take(&self, lsn: Lsn, is_due: impl FnOnce() -> bool) -> Result<Option<SnapshotInfo>> {
-        // A snapshot begins at the last batch that is applied: without the wait it might not have this one.
+        // A snapshot begins at the last applied batch: without this wait it might not include `lsn`.
         self.0.engine.applier.wait_applied(lsn)?;
-        // Patiently: a snapshot in the background makes no other one hurry.
+        // Patiently: a background snapshot must not make another one hurry.
         let mut catalog = self.0.catalog.lock_patiently();
         let request = SnapshotRequest { paced: true, ..SnapshotRequest::default() };
-        // A caller's snapshot that lasted may have made it needless.
+        // A long snapshot of a caller may have made this one unnecessary.
         is_due().then(|| self.0.take(&mut catalog, &request)).transpose()
     }
 }
@@ -219,8 +218,8 @@ impl SnapshotLoop {
 mod tests {
     use super::*;
 
-    /// All cases in which the thread decides, as a table. A snapshot without a commit before it would
-    /// make a store that is not used write for ever.
+    /// Covers every case of the decision as a table. A snapshot without a commit before it would make an idle
+    /// store write forever.
     #[test]
     fn a_snapshot_is_due_by_bytes_or_by_time_and_never_without_a_commit() {
         let begun = Instant::now();
@@ -251,7 +250,7 @@ mod tests {
             ("failed long ago", both, (6, 1500), last, again, 10, Next::Take),
         ] {
             assert_eq!(rules.next((Lsn(log.0), log.1), last, false, again, later(now)), expected, "{why}");
-            // What is pending makes a snapshot due as the log does.
+            // Pending changes make a snapshot due just as log growth does.
             let by_pending = rules.next((Lsn(log.0), log.1), last, true, again, later(now));
             let is_due = log.0 > last.lsn.0 && again.is_none_or(|again| log.1 >= again.0 || now >= 10);
             assert_eq!(by_pending == Next::Take, is_due, "{why}");

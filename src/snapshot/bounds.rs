@@ -1,4 +1,4 @@
-//! Where a snapshot begins and ends: turns of the applier between two batches.
+//! The beginning and end of a snapshot: applier turns between two batches.
 //!
 //! Nothing is written here, so a crash loses nothing.
 
@@ -14,7 +14,7 @@ use crate::catalog::{Beginning, Catalog, SnapshotWork};
 use crate::device::CommandList;
 use crate::error::{Error, Result};
 
-/// The outcome of phase 1: where the snapshot begins, and what it has to do.
+/// The outcome of phase 1: the snapshot's beginning and its work.
 pub(super) struct SnapshotStart {
     pub redo: LogPoint,
     pub sorted: SnapshotWork,
@@ -22,22 +22,22 @@ pub(super) struct SnapshotStart {
     pub end: Option<End>,
 }
 
-/// The state at a snapshot's end: all of it but the pages.
+/// The state at a snapshot's end, without the pages.
 pub(super) struct End {
     pub point: LogPoint,
     pub root: Arc<Metadata>,
-    /// The next page id: ids of deleted pages are not in the table, and must not come again.
+    /// The next page id. Deleted pages are not in the table, and their ids must not be reused.
     pub next_page: u64,
-    /// The highest epoch ever given: a page that is made later must not repeat one.
+    /// The highest epoch ever assigned: a page created later must not repeat one.
     pub epoch_high: Epoch,
-    /// The pages that were deleted since the snapshot began, each with its batch.
+    /// The pages deleted since the snapshot began, each with the batch that deleted it.
     pub deleted: BTreeMap<PageId, Lsn>,
 }
 
 impl Snapshots {
-    /// Phase 1. An exact snapshot looks at all its pages in one turn, any other at some of them in each turn:
-    /// a turn is a time in which no batch is applied, and going through a million pages took most of 0.35 to
-    /// 0.6 s.
+    /// Runs phase 1. An exact snapshot classifies all its pages in one turn; any other snapshot classifies a
+    /// limited number per turn. No batch is applied during a turn, and classifying a million pages took most
+    /// of 0.35 to 0.6 s.
     pub(super) fn begin(
         &self,
         catalog: &Catalog,
@@ -54,15 +54,15 @@ impl Snapshots {
                     || standings
                 };
                 let sorted = known.sort_out(pages, &wasteful, CARRY_BYTES_MAX, look)?;
-                // All in one turn: no batch is applied between the look at the pages and the cut that
-                // keeps them.
+                // All in one turn: no batch may be applied between classifying the pages and making the cut
+                // that keeps them.
                 let end = Some(End::here(turn));
                 turn.applied.cut = Some(ExactCut::new(sorted.gather.iter().map(|(page, _)| *page)));
                 Ok(SnapshotStart { redo: turn.applied.point, sorted, end })
             });
         }
-        // Deletes are noted from `redo` on, in the same turn: a delete in between would be noted nowhere,
-        // and the gathering would miss a page of which nothing says that it is gone.
+        // Recording of deletes starts in the turn that fixes `redo`. A delete in between would be recorded
+        // nowhere, and the page would be missing from the snapshot without a tombstone.
         let (redo, pages) = self.engine.applier.turn(|turn| {
             let pages = beginning(turn)?;
             turn.applied.deleted = Some(BTreeMap::new());
@@ -78,25 +78,26 @@ impl Snapshots {
         match known.sort_out(pages, &wasteful, CARRY_BYTES_MAX, look) {
             Ok(sorted) => Ok(SnapshotStart { redo, sorted, end: None }),
             Err(error) => {
-                // The applier notes deletes for a snapshot that does not come.
+                // Otherwise the applier would go on recording deletes for a snapshot that was given up.
                 self.stop_watching()?;
                 Err(error)
             }
         }
     }
 
-    /// Phase 3: the last batch applied, with the root and the numbers of that moment.
+    /// Runs phase 3: captures the last batch applied, with the root and the counters of that moment.
     pub(super) fn end(&self) -> Result<End> {
         self.engine.applier.turn(|turn| Ok(End::here(turn)))
     }
 
-    /// Ends what the applier does for a snapshot between its begin and its end.
+    /// Stops the applier's work for a snapshot between its beginning and its end.
     pub(super) fn stop_watching(&self) -> Result<()> {
         self.engine.applier.turn(|turn| {
-            // Nothing notes deletes any more: the table of them would grow as long as the store is open.
+            // The table of deletes would otherwise grow for as long as the store is open.
             turn.applied.deleted = None;
             if let Some(cut) = turn.applied.cut.take() {
-                // Copies to pages kept aside may be in flight: their memory goes after them in the lane.
+                // Copies to pages kept aside may be in flight: their memory is freed after those copies, in
+                // lane order.
                 let last_use = turn.submit(CommandList::default())?.fence();
                 cut.retire(turn.arena, last_use);
             }
@@ -106,7 +107,7 @@ impl Snapshots {
 }
 
 impl End {
-    /// Takes the state at the moment of a turn, between two batches.
+    /// Captures the state during a turn, between two batches.
     pub(super) fn here(turn: &mut Turn<'_>) -> Self {
         let table = &turn.applied.table;
         Self {
@@ -119,7 +120,7 @@ impl End {
     }
 }
 
-/// The pages that a snapshot begins with, at the moment of a turn.
+/// Returns the pages that a snapshot begins with, as of this turn.
 pub(super) fn beginning(turn: &mut Turn<'_>) -> Result<Beginning> {
     let table = &mut turn.applied.table;
     let changed = table.changed().map_err(Error::of_memory)?;

@@ -1,8 +1,8 @@
-//! Compaction: image files of which little is still named give their last images to the next snapshot.
+//! Compaction: the next snapshot rewrites the images that remain in mostly unused image files.
 //!
-//! A snapshot names images of older files for the pages that did not change, and a file stays as long as one
-//! of them is named (I8). A file with one such page would stay for good. So a snapshot gathers the pages of
-//! such files as if they had changed; once the older snapshots are gone, so are the files.
+//! A snapshot names images in older files for pages that did not change, and a file is kept as long as one of
+//! its images is named (I8). A file with one such page would be kept forever. So a snapshot gathers the pages
+//! in such files as if they had changed, and the files are freed together with the older snapshots.
 //!
 //! Nothing is removed here: a crash loses nothing.
 
@@ -15,34 +15,36 @@ use crate::catalog::Catalog;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 
-/// A file is emptied when less than one byte in `LIVE_SHARE` of it is named...
+/// A file is emptied if less than one byte in `LIVE_SHARE` of it is named...
 const LIVE_SHARE: u64 = 2;
-/// ...and at least this number of bytes is not: a file that is short because little changed is left alone.
+/// ...and at least this many bytes are not. A file that is short because little changed is left alone.
 const WASTE_BYTES_MIN: u64 = 4 * GROUP_ALIGN;
-/// Beyond this number of files, the shortest are emptied, whatever is named of them.
+/// If there are more files than this, those with the fewest named bytes are emptied too, whatever their
+/// share.
 const FILES_MAX: usize = 256;
-/// A snapshot writes again as many bytes as it writes anyway, or this number if that is more.
+/// The bytes that a snapshot may rewrite for compaction: as many as it writes anyway, or this many if that is
+/// more.
 pub(super) const CARRY_BYTES_MAX: u64 = 4 << 20;
 
 /// An image file that the newest snapshot names.
 #[derive(Clone, Copy, Debug)]
 struct ImageFile {
     number: u64,
-    /// Its length in bytes, without its header.
+    /// The file's length in bytes, without its header.
     len: u64,
     /// The bytes that the newest snapshot names.
     newest_bytes: u64,
-    /// The most bytes that any kept snapshot names.
+    /// The maximum number of bytes that any kept snapshot names.
     live_bytes: u64,
 }
 
 impl Snapshots {
-    /// Chooses the image files to empty, with the bytes to write again, the most wasteful first.
+    /// Chooses the image files to empty, each with the bytes to rewrite, most wasteful first.
     pub(super) fn wasteful_files(&self, catalog: &mut Catalog) -> Result<Vec<(u64, u64)>> {
         let Some(newest) = catalog.snapshots.values().next_back() else { return Ok(Vec::new()) };
         let mut files = Vec::new();
         for (&number, &newest_bytes) in &newest.files {
-            // A file that stays for another reason is not worth emptying: its space would not come back.
+            // A file that is kept for another reason is not worth emptying: its space would not be freed.
             let by_name = |kept: &&crate::catalog::RetainedSnapshot| {
                 kept.info.name.is_some() && kept.files.contains_key(&number)
             };
@@ -53,7 +55,7 @@ impl Snapshots {
                 Some(len) => *len,
                 None => self.measure(FileName::Pages(number))?.saturating_sub(IMAGE_HEADER_BLOCK),
             };
-            // Measured once: a file never changes its length.
+            // Cached: the length of an image file never changes.
             catalog.file_lens.insert(number, len);
             files.push(ImageFile { number, len, newest_bytes, live_bytes: catalog.live_bytes(number) });
         }
@@ -61,15 +63,15 @@ impl Snapshots {
         Ok(choose(files))
     }
 
-    /// Measures a file in bytes. A file that is gone has nothing left to give, and is for a scrub to notice.
+    /// Returns a file's length in bytes. A missing file counts as empty; a scrub reports it.
     fn measure(&self, file: FileName) -> Result<u64> {
         let len = DiskSource::new(self.engine.disk.clone()).len(file);
         Ok(len.map_err(|source| Error::io("measure", file, None, source))?.unwrap_or(0))
     }
 }
 
-/// Chooses what to empty: the files with the smallest share of named bytes first, then the shortest of
-/// too many.
+/// Chooses the files to empty: all wasteful ones and, if there are still too many files, those with the
+/// fewest named bytes.
 fn choose(mut files: Vec<ImageFile>) -> Vec<(u64, u64)> {
     let is_wasteful = |file: &ImageFile| {
         file.live_bytes.saturating_mul(LIVE_SHARE) < file.len

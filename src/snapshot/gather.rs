@@ -1,8 +1,8 @@
-//! Gathering: pages are copied aside in lane order with the deltas, a chunk at a time, and drained into image
-//! files, one for each thread that writes.
+//! Gathering: pages are copied aside in lane order with the deltas, one chunk at a time, and drained into
+//! image files, one file per writing thread.
 //!
-//! In lane order, because a copy that ran beside a delta could hold half of a batch. Copied aside on the
-//! device first, because the way to the host takes long, and no delta waits for it.
+//! The copies run in lane order because a copy concurrent with a delta could contain half of a batch. They
+//! are made on the device first because the transfer to the host is slow, and no delta should wait for it.
 //!
 //! A crash here leaves image files that nothing names.
 
@@ -29,58 +29,58 @@ use crate::images::disk_pages::DiskPage;
 use crate::images::{ImageWriter, PIECE_BYTES, ReadPass, Sink, chunks, resize};
 use crate::memory::staging::StagingBuf;
 
-/// The shortest piece: shorter ones are not worth their turns, however short chunks are.
+/// The minimum length of a piece: shorter pieces are not worth a turn, however short chunks are.
 const PIECE_LEN_MIN: u64 = 64;
-/// How many chunks are one where a device copies to files: their bytes are held on the device alone.
+/// Chunks merged into one where the device copies to files: their bytes are held on the device only.
 const IN_PLACE_CHUNKS: u64 = 4;
-/// How often a long page is begun anew before it is gathered whole.
+/// The number of attempts to gather a long page piece by piece before it is gathered whole.
 const CATCHES_MAX: usize = 3;
 
-/// Pages caught by one gather, each with the place of its bytes in staging: there the chunk has them that
-/// is made of it.
+/// Pages caught by one gather, each with the offset of its bytes in staging, where the chunk is built.
 pub(super) struct GatheredPages<C> {
     pub pages: Vec<(PageInfo, usize)>,
-    /// Those that lie on disk, and are yet to be read.
+    /// Pages on disk, which are still to be read.
     pub on_disk: Vec<(PageInfo, DiskPage)>,
-    /// The copies, or their way to staging.
+    /// The copies, or the transfer to staging.
     pub copies: C,
 }
 
-/// The pages of a chunk, and the bytes that are to be copied for it.
+/// The pages of a chunk, and the bytes to copy for it.
 pub(super) struct ChunkSources {
-    /// The place in which they are copied aside: the first page's.
+    /// The place where the pages are copied aside: that of the first page.
     pub place: Place,
     /// The pages' memory, each with its offset after the chunk's head.
     pub sources: Vec<(Span, u64)>,
-    /// The length of the chunk's head, and of all that follows it but the last padding.
+    /// The length of the chunk's head.
     pub head_len: u64,
+    /// The length of the pages after the head, up to the chunk's final padding.
     pub len: u64,
 }
 
 impl ChunkSources {
-    /// The length of the chunk.
+    /// Returns the length of the chunk.
     pub fn chunk_len(&self) -> u64 {
         align_up(self.head_len + self.len, GROUP_ALIGN)
     }
 }
 
-/// The entries of pages that were gathered.
+/// The manifest entries of gathered pages.
 #[derive(Default)]
 pub(super) struct GatheredEntries {
-    /// The entries, ascending.
+    /// The entries, in ascending order.
     pub entries: Vec<ManifestEntry>,
     /// The pages on disk among them.
     pub on_disk: Vec<GatheredDiskPage>,
 }
 
-/// A page on disk as it was gathered, and the image that was made of it; an empty page has none.
+/// A page on disk as it was gathered, and the image made from it; `None` for an empty page.
 pub(crate) struct GatheredDiskPage {
     pub page: PageId,
     pub copy: DiskPage,
     pub image: Option<ImageRef>,
 }
 
-/// What begins when a long page is caught.
+/// The source of a long page's bytes.
 enum LongPage {
     InMemory(PageInfo),
     OnDisk(PageInfo, DiskPage),
@@ -89,38 +89,38 @@ enum LongPage {
 /// The outcome of writing a long page in place.
 pub(super) enum PlacedPage {
     Written(ImageRef),
-    /// Its bytes are gone: a batch changed more of it than could be kept aside.
+    /// The bytes are lost: a batch changed more of the page than could be kept aside.
     Gone,
-    /// The file's memory has no place for it.
+    /// The file's memory has no room for the page.
     NoPlace,
 }
 
-/// The entries of chunks in the order of the chunks, whichever is written first. They are put together
-/// while other chunks are written: after the last one it took 4 ms for 65,536 pages on 2 cores.
+/// The entries of chunks in chunk order, whichever chunk is written first. Entries are merged while other
+/// chunks are written: merging after the last one took 4 ms for 65,536 pages on 2 cores.
 struct OrderedEntries {
-    /// The entries in order, up to the first chunk that is missing.
+    /// The entries in order, up to the first missing chunk.
     entries: Vec<ManifestEntry>,
     /// The pages on disk among them, in any order.
     on_disk: Vec<GatheredDiskPage>,
-    /// How many chunks the entries are of.
+    /// The number of chunks merged into `entries`.
     chunks: usize,
-    /// Entries of later chunks, which wait for one that is not written yet.
+    /// Entries of later chunks, which wait for one that is not yet written.
     early: BTreeMap<usize, Vec<ManifestEntry>>,
 }
 
 impl OrderedEntries {
-    /// Room for the entries of all pages.
+    /// Allocates room for the entries of all pages.
     fn of(page_count: usize) -> Result<Self> {
         let mut entries = Vec::new();
         make_room(&mut entries, page_count)?;
         Ok(Self { entries, on_disk: Vec::new(), chunks: 0, early: BTreeMap::new() })
     }
 
-    /// Takes the entries of a chunk. All that follow each other from the first chunk on are put in order.
+    /// Adds the entries of a chunk, and merges every chunk that is now contiguous with the first.
     fn put(&mut self, chunk: usize, GatheredEntries { entries, mut on_disk }: GatheredEntries) {
         self.on_disk.append(&mut on_disk);
         self.early.insert(chunk, entries);
-        // Each chunk that closes a gap brings all that waited after it.
+        // A chunk that closes a gap releases all chunks that waited after it.
         while let Some(mut next) = self.early.remove(&self.chunks) {
             self.entries.append(&mut next);
             self.chunks += 1;
@@ -129,17 +129,17 @@ impl OrderedEntries {
 }
 
 impl Snapshots {
-    /// How long a piece of a page is that is gathered at once; up to this length a page is gathered whole.
+    /// Returns the length of one piece of a long page. Pages up to this length are gathered whole.
     pub(super) fn piece_len(&self) -> u64 {
         self.chunk_len.saturating_mul(2).clamp(PIECE_LEN_MIN, PIECE_BYTES)
     }
 
-    /// How many chunks these pages are gathered in. No more files are made than that.
+    /// Returns the number of chunks in which these pages are gathered. No more files than that are created.
     pub(super) fn chunk_count(&self, pages: &[(PageId, u64)]) -> Result<u64> {
         Ok(chunks(pages, self.chunk_len, |(_, len)| *len)?.len() as u64)
     }
 
-    /// Phase 2. While one thread checksums and writes a chunk, others gather theirs.
+    /// Runs phase 2. While one thread checksums and writes a chunk, others gather theirs.
     pub(super) fn gather_all(
         &self,
         target: &GatherTarget<'_>,
@@ -147,10 +147,10 @@ impl Snapshots {
         pages: &[(PageId, u64)],
         paced: bool,
     ) -> Result<GatheredEntries> {
-        // The pace counts from here: time that other phases took is not made up for.
+        // The pace counts from here: time spent in other phases is not made up for.
         let began = Instant::now();
-        // Where a device copies to files, each chunk costs launches beside its bytes, and fewer chunks are
-        // quicker.
+        // Where a device copies to files, each chunk costs kernel launches in addition to its bytes, so fewer
+        // chunks are faster.
         let writers = target.writers;
         let chunks_together = if writers.is_in_place() { IN_PLACE_CHUNKS } else { 1 };
         let chunk_len = self.chunk_len.saturating_mul(chunks_together);
@@ -160,7 +160,7 @@ impl Snapshots {
             let keep_pace =
                 |more| if paced { self.pace.keep(began, writers.byte_len() + more) } else { Ok(()) };
             let entries = match chunks[index].split_last() {
-                // A long page that others follow in a chunk of a device's is held whole there, like them.
+                // A long page at the end of a device's chunk is held whole there, like the pages before it.
                 Some((long, others)) if long.1 > self.piece_len() => {
                     let mut gathered = self.gather_chunk(target, others)?;
                     let GatheredEntries { entries, on_disk } = self.gather_long(target, *long, &keep_pace)?;
@@ -175,16 +175,16 @@ impl Snapshots {
         };
         parallel::map_indexed(threads, chunks.len(), || (), write)?;
         let caught = caught.into_inner();
-        // An entry that was left out would be a page that is lost with the next crash.
+        // A missing entry would be a page lost in the next crash.
         assert!(caught.chunks == chunks.len(), "each chunk was put in its place");
         Ok(GatheredEntries { entries: caught.entries, on_disk: caught.on_disk })
     }
 
-    /// Gathers a long page piece by piece, and writes each piece before the next one is gathered: held
-    /// whole, a page of a gigabyte took three to four times its length of host memory.
+    /// Gathers a long page piece by piece, writing each piece before the next one is gathered. Holding it
+    /// whole took three to four times its length of host memory for a page of one gigabyte.
     ///
-    /// The image is of one moment all the same. Parts that a batch is about to write to are copied aside
-    /// before, up to a limit. Where batches change more than that, the page is begun anew, and at last
+    /// The image is still that of a single moment: parts that a batch is about to write are copied aside
+    /// first, up to a limit. If batches change more than that, the page is started again, and finally
     /// gathered whole.
     fn gather_long(
         &self,
@@ -194,9 +194,9 @@ impl Snapshots {
     ) -> Result<GatheredEntries> {
         let _phase = phases::enter(Phase::SnapshotGather);
         self.engine.applier.unloaded().wait([page])?;
-        // A page under constant writes may never be caught piece by piece: the tries are counted.
+        // A page under constant writes may never be caught piece by piece, so attempts are limited.
         for _ in 0..CATCHES_MAX {
-            // It was deleted since it was chosen: the note of its delete becomes a tombstone.
+            // `None`: the page was deleted since it was chosen. The record of the delete becomes a tombstone.
             let info = match self.begin_catch(page)? {
                 Some(LongPage::InMemory(info)) => info,
                 Some(LongPage::OnDisk(info, copy)) => {
@@ -208,7 +208,7 @@ impl Snapshots {
                     return Ok(GatheredEntries::default());
                 }
             };
-            // An empty page has no image, and takes no space in a file.
+            // An empty page has no image and takes no space in a file.
             let written = match info.len {
                 0 => Ok(None),
                 _ => target.writers.append(|file| {
@@ -219,12 +219,12 @@ impl Snapshots {
                     }
                 }),
             };
-            // Caught or given up, the applier need not watch the page any more: each batch of it would be
-            // copied aside for nothing.
+            // Caught or not, the applier must stop watching the page: otherwise every batch that writes to it
+            // would be copied aside for nothing.
             self.engine.applier.turn(move |turn| {
                 if let Some(cut) = &mut turn.applied.cut {
                     cut.take(page)?;
-                    // Pieces of the kept copy may still be on their way: its memory goes after them.
+                    // Pieces of the kept copy may still be in flight: its memory is freed after them.
                     let last_use = turn.submit(CommandList::default())?.fence();
                     if let Some(cut) = &mut turn.applied.cut {
                         cut.retire_used(turn.arena, last_use);
@@ -232,7 +232,7 @@ impl Snapshots {
                 }
                 turn.end_catch(page)
             })?;
-            // After the turn, also on an error: otherwise the applier would watch the page for good.
+            // Checked after the turn, so that an error does not leave the applier watching the page forever.
             let image = written?;
             if image.is_some() || info.len == 0 {
                 self.progress.gathered(1, len);
@@ -240,26 +240,27 @@ impl Snapshots {
                 return Ok(GatheredEntries { entries, on_disk: Vec::new() });
             }
         }
-        // Whole, in one turn: it takes its length of memory, but it ends.
+        // Gathering the page whole, in one turn, takes its full length of memory but always ends.
         tracing::debug!(%page, "a long page changes faster than it is gathered: it is gathered whole");
         self.gather_chunk(target, &[(page, len)])
     }
 
-    /// Begins to catch a page; `None` if it is gone. For an exact snapshot the cut keeps its bytes already.
+    /// Starts catching a page; returns `None` if it was deleted. For an exact snapshot the cut already keeps
+    /// its bytes.
     fn begin_catch(&self, page: PageId) -> Result<Option<LongPage>> {
         self.engine.applier.turn(move |turn| {
             turn.intact()?;
             if let Some((info, copy)) = take_on_disk(turn, page)? {
                 return Ok(Some(LongPage::OnDisk(info, copy)));
             }
-            // The cut decides, if there is one: an exact snapshot is of its moment, not of this one.
+            // The cut takes precedence: an exact snapshot is of the cut's moment, not of this one.
             if let Some(cut) = &turn.applied.cut
                 && let Some((info, _)) = cut.look(page)?
             {
                 return Ok(Some(LongPage::InMemory(info)));
             }
             let Some(info) = turn.applied.table.get(page) else { return Ok(None) };
-            // From now on, a batch that is about to write to the page has its bytes kept aside.
+            // From now on, a batch that is about to write to the page keeps its old bytes aside.
             if turn.applied.cut.is_none() {
                 turn.begin_catch(info.clone());
             }
@@ -267,7 +268,7 @@ impl Snapshots {
         })
     }
 
-    /// Writes the image of a page that is caught. `None` if a batch changed more of it than could be kept
+    /// Writes the image of a caught page. Returns `None` if a batch changed more of it than could be kept
     /// aside.
     fn write_caught(
         &self,
@@ -277,8 +278,7 @@ impl Snapshots {
     ) -> Result<Option<ImageRef>> {
         let (page, place) = (info.page, info.place);
         let mut gathered = 0;
-        // Compression asks for some pieces twice: a sample first, and again those that are stored as they
-        // are.
+        // Compression reads some pieces twice: first as a sample, and again if they are stored uncompressed.
         let mut piece = |range: Range<u64>, pass: ReadPass, sink: Sink<'_>| {
             let len = range.end - range.start;
             let staging = self.engine.staging.clone();
@@ -288,21 +288,20 @@ impl Snapshots {
                 // More was written than could be kept aside: this catch is lost.
                 let Some(sources) = caught_sources(turn, page, &range)? else { return Ok(None) };
                 let drain = turn.drain(place, sources, len, staged, 0, Some(&staging))?;
-                // The last pass has read this range: what batches write there from now on need not be
-                // kept aside.
+                // The last pass has read this range: later writes to it need not be kept aside.
                 if pass == ReadPass::Last {
                     turn.gathered(page, range.end, drain.fence());
                 }
                 Ok(Some(drain))
             })?;
             let Some(drain) = drain else { return Ok(false) };
-            // Waited for without the lane: batches are applied meanwhile.
+            // Waits outside the lane: batches are applied meanwhile.
             let drained = drain.finish(&*self.engine.device)?;
-            // The staging is given back before an error is looked at.
+            // Return the staging before looking at the error.
             let taken = sink(&drained.bytes, drained.sum());
             self.engine.staging.give(drained.bytes.into_staging());
             taken?;
-            // The pace counts what is gathered, before it is in the file.
+            // The pace counts bytes when they are gathered, before they are in the file.
             gathered += len;
             keep_pace(gathered)?;
             Ok(true)
@@ -310,33 +309,34 @@ impl Snapshots {
         file.write_long(info, self.piece_len(), &mut piece)
     }
 
-    /// Gathers pages, brings them to the host, and writes them as one chunk.
+    /// Gathers pages, transfers them to the host, and writes them as one chunk.
     ///
-    /// The staging is as long as the chunk, and is made before the turn: a GPU pins it at 1.5 GB/s, and
-    /// the applier would wait for that.
+    /// The staging buffer is as long as the chunk and is allocated before the turn: a GPU pins memory at 1.5
+    /// GB/s, and the applier would wait for that.
     fn gather_chunk(&self, target: &GatherTarget<'_>, chunk: &[(PageId, u64)]) -> Result<GatheredEntries> {
         if chunk.is_empty() {
             return Ok(GatheredEntries::default());
         }
         let _phase = phases::enter(Phase::SnapshotGather);
-        // A page may be unloaded here though no batch changed it: its file is wasteful, or its image damaged.
+        // A page may be unloaded here although no batch changed it, because its file is wasteful or its image
+        // damaged.
         self.engine.applier.unloaded().wait(chunk.iter().map(|(page, _)| *page))?;
         if target.writers.is_in_place() {
             return self.gather_in_place(target, chunk);
         }
-        // As long as the chunk in the file: head, payloads and padding. It is written from where it was
-        // drained to.
+        // As long as the chunk in the file: head, payloads and padding. The chunk is written from the buffer
+        // that it was drained to.
         let len: u64 = chunk.iter().map(|(_, len)| align_up(*len, FRAME_ALIGN)).sum();
         let chunk_len = align_up(Chunk::head_len(chunk.len() as u64) + len, GROUP_ALIGN);
         let staged = self.engine.staging.take(chunk_len as usize)?;
         let caught = self.gather(collected(chunk.iter().map(|(page, _)| *page))?, staged)?;
-        // The copies of the pages that have bytes, in their order, each with its sum.
+        // The copies of the non-empty pages, in page order, each with its checksum.
         let Drained { mut bytes, sums } = caught.copies.finish(&*self.engine.device)?;
-        // Empty pages have an entry, and no image.
+        // Empty pages have an entry but no image.
         let images = caught.pages.iter().filter(|(info, _)| info.len > 0).zip(sums);
         let images: Vec<(&PageInfo, usize, u32)> =
             collected(images.map(|((info, at), sum)| (info, *at, sum.finalize())))?;
-        // Appended by one thread at a time to a file: the images of a chunk lie together.
+        // One thread at a time appends to a file, so the images of a chunk are contiguous.
         let references = match images.is_empty() {
             true => Vec::new(),
             false => target.writers.append(|file| file.write_staged(&images, &mut bytes))?,
@@ -345,8 +345,8 @@ impl Snapshots {
         self.chunk_entries(target, chunk, &caught.pages, references, caught.on_disk)
     }
 
-    /// Writes images of pages on disk, none of them with its bytes in memory. The entries ascend as the pages
-    /// do.
+    /// Writes images of pages on disk without holding any of them in memory whole, and returns their entries
+    /// in the order of `pages`.
     fn write_on_disk(
         &self,
         target: &GatherTarget<'_>,
@@ -377,8 +377,8 @@ impl Snapshots {
         Ok(gathered)
     }
 
-    /// The entries of a chunk whose pages were gathered. The images come in the order of the pages that have
-    /// one.
+    /// Builds the entries of a chunk whose pages were gathered. `images` are those of the non-empty pages, in
+    /// page order.
     pub(super) fn chunk_entries(
         &self,
         target: &GatherTarget<'_>,
@@ -387,7 +387,7 @@ impl Snapshots {
         images: Vec<ImageRef>,
         on_disk: Vec<(PageInfo, DiskPage)>,
     ) -> Result<GatheredEntries> {
-        // Pages that were gone count, too: the figures must come to the total.
+        // Deleted pages count too, so that the progress adds up to the total.
         self.progress.gathered(chunk.len() as u64, chunk.iter().map(|(_, len)| len).sum());
         let mut images = images.into_iter();
         let entry =
@@ -402,27 +402,27 @@ impl Snapshots {
         Ok(gathered)
     }
 
-    /// Catches pages in lane order with the deltas, on their way to `staged`.
+    /// Catches pages in lane order with the deltas, and starts draining them to `staged`.
     fn gather(&self, pages: Vec<PageId>, staged: StagingBuf) -> Result<GatheredPages<Drain>> {
         let staging = self.engine.staging.clone();
         self.gather_by(pages, Drain::fence, move |turn, chunk| {
-            // As long as the chunk is by now: pages may have grown since they were chosen, or be gone.
+            // Shortened to the chunk's current length: pages may have been resized or deleted since they were
+            // chosen.
             let staged = staging.shorten(staged, chunk.chunk_len() as usize)?;
             turn.drain(chunk.place, chunk.sources, chunk.len, staged, chunk.head_len, Some(&staging))
         })
     }
 
-    /// Catches pages in lane order with the deltas, as `copy` copies them; `fence` is the end of its use of
-    /// them. Pages that are gone are left out: the notes of deletes, which the applier makes meanwhile, say
-    /// of each when it went.
+    /// Catches pages in lane order with the deltas, copying them with `copy`; `fence` returns the end of that
+    /// use. Deleted pages are skipped: the applier records meanwhile which batch deleted each.
     pub(super) fn gather_by<C: Send + 'static>(
         &self,
         pages: Vec<PageId>,
         fence: fn(&C) -> Fence,
         copy: impl FnOnce(&Turn<'_>, ChunkSources) -> Result<C> + Send + 'static,
     ) -> Result<GatheredPages<C>> {
-        // The turn is the moment of the snapshot for these pages: table entries and bytes are taken in
-        // it, together.
+        // The turn fixes the moment of the snapshot for these pages: table entries and bytes are captured
+        // together.
         self.engine.applier.turn(move |turn| {
             turn.intact()?;
             let (mut caught, mut on_disk) = (Vec::new(), Vec::new());
@@ -432,9 +432,9 @@ impl Snapshots {
                     push(&mut on_disk, page)?;
                     continue;
                 }
-                // Taken from the cut, so that a batch from now on need not keep the page any more.
+                // Taken out of the cut, so that later batches need not keep the page.
                 let kept = match &mut turn.applied.cut {
-                    // An exact snapshot has the page as it was at the cut, if a batch changed it since.
+                    // An exact snapshot has the page as of the cut, if a batch changed it since.
                     Some(cut) => cut.take(page)?,
                     None => None,
                 };
@@ -447,11 +447,11 @@ impl Snapshots {
                     },
                 });
             }
-            // All are copied aside in the place of the first one, and drained from there.
+            // All pages are copied aside in the place of the first one, and drained from there.
             let place = caught.first().map_or(Place::Host, |(info, _)| info.place);
             let images = caught.iter().filter(|(info, _)| info.len > 0).count();
-            // The length of the chunk's head goes by its images. Payloads are drained to where they stay,
-            // after it.
+            // The length of the chunk's head depends on its number of images. Payloads are drained to their
+            // final position after it.
             let head_len = Chunk::head_len(images as u64);
             let mut sources = Vec::new();
             make_room(&mut sources, images)?;
@@ -466,8 +466,7 @@ impl Snapshots {
             });
             let pages = collected(pages)?;
             let copies = copy(turn, ChunkSources { place, sources, head_len, len: at })?;
-            // Copies that the cut kept aside are given back after this use of them, not only at the
-            // snapshot's end.
+            // Copies that the cut kept aside are freed after this use, not only at the end of the snapshot.
             if let Some(cut) = &mut turn.applied.cut {
                 cut.retire_used(turn.arena, fence(&copies));
             }
@@ -476,14 +475,15 @@ impl Snapshots {
     }
 }
 
-/// Takes a page that lies on disk, or did at the cut, as it was at the cut or is now.
+/// Takes a page that is on disk now or was at the cut: as of the cut if there is one, otherwise as it is now.
+/// Returns `None` for a page in memory.
 fn take_on_disk(turn: &mut Turn<'_>, page: PageId) -> Result<Option<(PageInfo, DiskPage)>> {
     let AppliedState { table, on_disk, cut, .. } = &mut *turn.applied;
     if let Some(cut) = cut {
         if let Some(kept) = cut.take_on_disk(page)? {
             return Ok(Some(kept));
         }
-        // Changed since the cut, and kept aside in memory: it is on disk only since then.
+        // Changed since the cut and kept aside in memory: the page was moved to disk only after the cut.
         if cut.look(page)?.is_some() {
             return Ok(None);
         }
@@ -497,14 +497,15 @@ fn take_on_disk(turn: &mut Turn<'_>, page: PageId) -> Result<Option<(PageInfo, D
     Ok(Some((info, copy)))
 }
 
-/// The memory in which a range of a page that is being caught lies, each part with its offset in the range.
-/// `None` if a batch wrote more of the page than could be kept aside.
+/// Returns the memory that holds a range of a page being caught, each part with its offset in the range.
+/// Returns `None` if a batch wrote more of the page than could be kept aside.
 pub(super) fn caught_sources(
     turn: &Turn<'_>,
     page: PageId,
     range: &Range<u64>,
 ) -> Result<Option<Vec<(Span, u64)>>> {
-    // The page is where the cut has it, if a batch changed it since; else where it always was.
+    // If a batch changed the page since the cut, its old bytes are in the cut; otherwise in the page's own
+    // memory.
     let Some(cut) = &turn.applied.cut else { return Ok(turn.caught(page, range.start, range.end)) };
     let len = range.end - range.start;
     let source = match cut.look(page)? {
@@ -526,7 +527,7 @@ mod tests {
             (3 * number..3 * number + number % 4).map(page).collect::<Vec<_>>()
         };
         let expected: Vec<ManifestEntry> = (0..12).flat_map(chunk).collect();
-        // Whichever is written first: 5 and 7 have no common divisor with 12.
+        // Any order will do: 5, 7 and 11 have no common divisor with 12.
         for step in [1, 5, 7, 11] {
             let mut caught = OrderedEntries::of(expected.len()).unwrap();
             let gathered = |number| GatheredEntries { entries: chunk(number as u64), on_disk: Vec::new() };

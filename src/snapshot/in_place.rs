@@ -1,8 +1,8 @@
-//! Gathering in place: the device copies pages straight to the memory of an image file, and reads them back
-//! there when the snapshot is verified. The host writes the heads of chunks, and no byte of a page.
+//! Gathering in place: the device copies pages directly to the memory of an image file, and reads them back
+//! there when the snapshot is verified. The host writes the heads of chunks but no page bytes.
 //!
-//! A chunk goes by way of staging, as in `gather.rs`, where there is no room to copy it aside, and where the
-//! file's memory ends. The host reads it back like any other then.
+//! A chunk goes through staging, as in `gather.rs`, if there is no room to copy it aside, or past the end of
+//! the file's memory. The host then reads it back like any other chunk.
 //!
 //! A crash here leaves image files that nothing names.
 
@@ -21,7 +21,7 @@ use crate::error::Result;
 use crate::images::ImageWriter;
 
 impl Snapshots {
-    /// Gathers pages, and has the device copy them to the place of their chunk.
+    /// Gathers pages and has the device copy them to their chunk's position in the file.
     pub(super) fn gather_in_place(
         &self,
         target: &GatherTarget<'_>,
@@ -38,10 +38,10 @@ impl Snapshots {
                 Ok((turn.catch(place, sources, len, head_len, chunk_len, &staging)?, chunk_len, place))
             },
         )?;
-        // Empty pages have an entry, and no image.
+        // Empty pages have an entry but no image.
         let images: Vec<&(PageInfo, usize)> = collected(pages.iter().filter(|(info, _)| info.len > 0))?;
         let references = match (images.is_empty(), caught) {
-            // All of them are gone or empty: no image, and no chunk.
+            // All pages are deleted or empty: there is no image and no chunk.
             (true, Caught::Aside(copies)) => {
                 copies.give_up();
                 Vec::new()
@@ -76,7 +76,7 @@ impl Snapshots {
         self.chunk_entries(target, chunk, &pages, references, on_disk)
     }
 
-    /// Writes a chunk by way of staging.
+    /// Writes a chunk through staging.
     fn write_drained(
         &self,
         file: &ImageWriter,
@@ -91,7 +91,7 @@ impl Snapshots {
         written
     }
 
-    /// Writes the image of a long page that is caught to its place, piece by piece.
+    /// Writes the image of a caught long page to its position in the file, piece by piece.
     pub(super) fn write_caught_in_place(
         &self,
         file: &ImageWriter,
@@ -113,11 +113,11 @@ impl Snapshots {
                 let Some(sources) = caught_sources(turn, page, &range)? else { return Ok(None) };
                 let len = range.end - range.start;
                 let caught = turn.catch(place, sources, len, 0, len, &staging)?;
-                // Bytes that batches write there from now on need not be kept aside.
+                // Later writes to this range need not be kept aside.
                 turn.gathered(page, range.end, caught.fence());
                 Ok(Some(caught))
             })?;
-            // The place stays without a head.
+            // The space reserved in the file stays without a head.
             let Some(caught) = caught else { return Ok(PlacedPage::Gone) };
             let (at, device) = (offset + head_len + start, &*self.engine.device);
             match caught {
@@ -134,7 +134,7 @@ impl Snapshots {
                     is_in_place = false;
                 }
             }
-            // Its place counts as written since it was taken: the pace is kept on the whole.
+            // The reserved space counts as written since it was taken, so the pace covers the whole page.
             keep_pace(0)?;
         }
         let end = head_len + info.len;
@@ -146,7 +146,8 @@ impl Snapshots {
     }
 }
 
-/// The ranges of a chunk that no image covers, from the first image on: they are zeros in the file.
+/// Returns the ranges of a chunk that no image covers, from the end of the first image on. They are zeros in
+/// the file.
 fn gaps(images: &[&(PageInfo, usize)], chunk_len: u64) -> Result<Vec<Range<u64>>> {
     let mut gaps = Vec::new();
     let ends = images.iter().map(|(info, at)| *at as u64 + info.len);

@@ -1,33 +1,34 @@
-//! Snapshots: fuzzy, published in order, verified, and what they allow to be recycled.
+//! Snapshots: fuzzy by default, published in order, verified, and the basis for recycling files.
 //!
-//! A snapshot stops no commit and no reader. In its phases:
+//! A snapshot blocks neither commits nor readers. Its phases:
 //!
-//! 1. **Begin** (a turn of the applier, and one for every thousand pages that it looks at): `redo` is the
-//!    last batch applied; from here on the applier notes deletes; the pages are sorted into those that
-//!    are to be gathered and those with a known image.
-//! 2. **Gather** (a turn for each chunk): pages are copied aside on the device, in lane order with the
-//!    deltas, each with its table entry of that moment; the copy drains to disk while commits go on.
-//! 3. **End** (a turn): `end` is the last batch applied; root, numbers, and tombstones of pages that were
-//!    deleted before they were gathered.
-//! 4. **Sync** the image files and their names; wait until the log is durable up to `end` (I7).
-//! 5. **Publish** the manifest. From this rename on a crash starts from here.
-//! 6. **Verify**: read the manifest and the images back past the cache; record that in a seal. Images that
-//!    the device copied to files in memory are read back by the device (`in_place.rs`).
-//! 7. **Recycle** what neither a kept snapshot nor the log after the oldest of them needs (I8). The next
-//!    snapshot writes over image files that are free (I13).
+//! 1. **Begin** (one applier turn, plus one for every thousand pages classified): `redo` is the last batch
+//!    applied. From here on the applier records deletes. Pages are split into those to gather and those that
+//!    already have a known image.
+//! 2. **Gather** (one turn per chunk): pages are copied aside on the device, in lane order with the deltas,
+//!    each with its table entry of that moment. The copies drain to disk while commits continue.
+//! 3. **End** (one turn): `end` is the last batch applied. The turn also captures the root, the counters, and
+//!    tombstones for pages deleted before they were gathered.
+//! 4. **Sync** the image files and their directory entries, then wait until the log is durable up to `end`
+//!    (I7).
+//! 5. **Publish** the manifest. After this rename, recovery starts from the new snapshot.
+//! 6. **Verify**: read the manifest and the images back past the cache, and record the result in a seal. The
+//!    device reads back the images that it copied into mapped files (`in_place.rs`).
+//! 7. **Recycle** the files that neither a kept snapshot nor the log after the oldest one needs (I8). The
+//!    next snapshot writes over the image files freed here (I13).
 //!
-//! An exact snapshot ends where it begins: pages that a batch is about to change are kept aside until
-//! they are gathered (`applier/exact_cut.rs`), and all of phase 1 is one turn, with phase 3 in it.
+//! An exact snapshot ends where it begins: a page that a batch is about to change is kept aside until it is
+//! gathered (`applier/exact_cut.rs`). Phase 1 is then a single turn that includes phase 3.
 //!
-//! A crash in 1 to 4 leaves image files that nothing names; in 5 to 7, a snapshot that the next open
-//! publishes and verifies again. No space in 2 to 5 is a clean failure, and so is a system that is short
-//! of something, or in 2 a page on disk that cannot be read; everything else poisons: it may be unknown then
-//! whether the manifest has its name.
+//! A crash in phases 1 to 4 leaves image files that no manifest names. A crash in phases 5 to 7 leaves a
+//! snapshot that the next open publishes and verifies again. Running out of disk space in phases 2 to 5 is a
+//! clean failure, as are a shortage of another system resource and, in phase 2, an unreadable page on disk.
+//! Any other error poisons the store, because it may be unknown whether the manifest has its name.
 //!
-//! In phases 2 to 5 the order is that of I7. Were the manifest published before the sync of its images, a
-//! power cut could leave it without them; before the log is durable, with pages that are newer than any
-//! batch that recovery finds. Recycling comes after the verification: a disk that lied in 4 would
-//! otherwise cost the old snapshot and the new one.
+//! Phases 2 to 5 follow the order that I7 requires. If the manifest were published before its images are
+//! synced, a power cut could leave it without them. If it were published before the log is durable, its pages
+//! could be newer than any batch that recovery finds. Recycling follows verification because a disk that lied
+//! in phase 4 would otherwise cost both the old snapshot and the new one.
 
 mod compact;
 mod background;
@@ -70,72 +71,73 @@ use crate::images::numbers::ImageFiles;
 use crate::images::{ImageOptions, ImageWriters, chunk_threads, file_count};
 use crate::options::Retention;
 
-/// Takes snapshots and recycles what they make superfluous.
+/// Takes snapshots and recycles the files that they supersede.
 pub(crate) struct Snapshots {
     pub engine: Arc<Engine>,
-    /// The rules by which snapshots and log stay.
+    /// The retention rules for snapshots and log.
     pub retention: Retention,
     /// How images are written.
     pub images: ImageOptions,
-    /// A chunk of images is written when it has this number of bytes.
+    /// A chunk of images is written once it reaches this many bytes.
     pub chunk_len: u64,
-    /// Whether image files that nothing needs are kept, to be written again.
+    /// Whether unneeded image files are kept as spares to be written again.
     pub keeps_spares: bool,
-    /// Held while a snapshot is taken, so that there is one at a time: each follows the one before.
+    /// Held while a snapshot is taken: snapshots are taken one at a time, because each follows the one
+    /// before.
     pub catalog: CatalogLock,
-    /// Published snapshots that license nothing yet (I7).
+    /// Published snapshots that are not verified and so permit no recycling yet (I7).
     pub unverified: UnverifiedSnapshots,
     pub progress: SnapshotProgress,
-    /// The pace of snapshots in the background, and the call that ends them.
+    /// The pace of background snapshots, and the signal that cancels them.
     pub pace: Arc<Pace>,
-    /// How far the last snapshot goes: the next one is due by this.
+    /// The position of the last snapshot, from which the next one's due time is computed.
     pub last: Mutex<LastSnapshot>,
 }
 
-/// The kind of snapshot that a caller wants.
+/// The options of one snapshot.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct SnapshotRequest {
-    /// Its name; a snapshot with a name stays until the name is given up.
+    /// The snapshot's name. A named snapshot is kept until its name is given up.
     pub name: Option<String>,
-    /// Whether it is the state of one moment, so that `redo` is `end`.
+    /// Whether the snapshot captures a single moment, so that `redo` equals `end`.
     pub exact: bool,
-    /// Whether it is written at the pace of background snapshots, and given up when the store closes.
+    /// Whether the snapshot is written at the background pace, and abandoned when the store closes.
     pub paced: bool,
-    /// Whether nothing else is given up to make space for it on a full disk.
+    /// Whether nothing may be removed to make space for this snapshot on a full disk.
     pub keeps_others: bool,
-    /// What is done once it is published.
+    /// The work to do after publication.
     pub then: AfterPublication,
 }
 
-/// What follows the publication of a snapshot.
+/// The work that follows the publication of a snapshot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum AfterPublication {
-    /// It is verified, and what it makes superfluous is removed.
+    /// Verifies the snapshot and removes the files that it supersedes.
     #[default]
     Retain,
-    /// It is verified, and nothing is removed for it.
+    /// Verifies the snapshot and removes nothing.
     KeepAll,
-    /// Both are left to a thread: [`Snapshots::attend_later`].
+    /// Leaves both to a background thread: see [`Snapshots::attend_later`].
     Leave,
 }
 
 impl SnapshotRequest {
-    /// How many threads may work on it at once. A paced snapshot is to be slow: it needs no help, and
-    /// leaves all other cores to the threads that do not wait for it.
+    /// Returns the maximum number of threads for this snapshot. A paced snapshot is slow on purpose: one
+    /// thread suffices and leaves the other cores free.
     fn threads_max(&self) -> usize {
         if self.paced { 1 } else { usize::MAX }
     }
 }
 
 impl Snapshots {
-    /// Takes a snapshot, for the holder of the catalog's lock. Without space for it, takes it once more when
-    /// deleted pages have given theirs back.
+    /// Takes a snapshot; the caller holds the catalog lock. If the disk is full, frees the space of deleted
+    /// pages and tries once more.
     pub fn take(&self, catalog: &mut Catalog, request: &SnapshotRequest) -> Result<SnapshotInfo> {
-        // Under the catalog's lock: of two callers only one finds the last place in the queue.
+        // Checked under the catalog lock: of two callers, only one can take the last slot in the queue.
         if request.then == AfterPublication::Leave && self.unverified.is_full() {
             self.finish(catalog)?;
         }
-        // Tried in full first: a thin snapshot is one more link that replays follow.
+        // Try a full snapshot first: a thin snapshot adds a link that every replay must follow.
         match self.take_once(catalog, request, false) {
             Err(full @ Error::DiskFull { .. }) if !request.keeps_others => match self.give_back(catalog) {
                 Ok(true) => self.take_once(catalog, request, true),
@@ -150,9 +152,9 @@ impl Snapshots {
         }
     }
 
-    /// Takes a snapshot before the store closes, if its log consists of too many runs. A process that is
-    /// started often and ends soon is never alive long enough for the thread to take it, and each run
-    /// takes a segment.
+    /// Takes a snapshot before the store closes if its log consists of too many runs. A process that starts
+    /// often and ends soon never lives long enough for the background thread to take one, and each run uses a
+    /// segment.
     pub fn take_at_close(&self) -> Result<()> {
         let last = *self.last.lock();
         if last.is_in_pieces() && self.engine.log.length().0 > last.lsn {
@@ -161,8 +163,8 @@ impl Snapshots {
         Ok(())
     }
 
-    /// Phases 6 and 7, as far as the request wants them now. What the snapshot replaces goes after all that
-    /// it wrote was read back (I7).
+    /// Runs phases 6 and 7 as far as the request asks for them now. Superseded files are removed only after
+    /// everything that the snapshot wrote was read back (I7).
     fn follow_up(&self, catalog: &mut Catalog, then: AfterPublication) -> Result<()> {
         if then == AfterPublication::Leave {
             self.unverified.owe_retention(true);
@@ -179,8 +181,8 @@ impl Snapshots {
         self.retain(catalog)
     }
 
-    /// All phases, once. A passing failure after the publication costs no snapshot. `is_short` says that the
-    /// disk was full just now.
+    /// Runs all phases once. A transient failure after publication does not fail the snapshot. `is_short`
+    /// says that the disk was full just now.
     fn take_once(
         &self,
         catalog: &mut Catalog,
@@ -189,20 +191,20 @@ impl Snapshots {
     ) -> Result<SnapshotInfo> {
         self.engine.poison.check()?;
         let _span = tracing::info_span!("snapshot", is_exact = request.exact).entered();
-        // The length of the log before the snapshot begins: later commits count for the next one.
+        // The length of the log before the snapshot begins: later commits count towards the next snapshot.
         let (began, (_, log_bytes)) = (Instant::now(), self.engine.log.length());
-        // Space that came back to a full disk is the reserve's first: without the reserve no delete could
-        // free more.
+        // On a full disk, freed space refills the reserve first: without the reserve, no delete could free
+        // more.
         self.engine.log.pool.fill().map_err(|error| self.heard(error))?;
-        // Superfluous spares give way to images.
+        // Surplus spares are released if images need the space.
         let mut is_unreadable = false;
         let pool = &self.engine.log.pool;
         let written = pool.with_surplus(|| self.write(catalog, request, is_short, &mut is_unreadable));
         let taken = written.and_then(|id| {
             match self.follow_up(catalog, request.then) {
                 Ok(()) => Ok(catalog.snapshots[&id].info.clone()),
-                // It cannot be verified or recorded now. It stands all the same, because it is published;
-                // only nothing is recycled for it as yet (I7).
+                // The snapshot cannot be verified or recorded now. It is still valid because it is published,
+                // but nothing may be recycled for it yet (I7).
                 Err(error) if error.is_passing() => {
                     tracing::warn!(%error, snapshot = %id, "published; the next snapshot does the rest");
                     Ok(catalog.snapshots[&id].info.clone())
@@ -220,51 +222,57 @@ impl Snapshots {
             let bytes = i64::try_from(log_bytes).unwrap_or(i64::MAX);
             *self.last.lock() = LastSnapshot { lsn: info.end, bytes, restarts: 0, at: began };
         }
-        // Before the end is announced: a caller that waits for it is to find the snapshot in the catalog.
+        // Update the catalog before announcing the end: a caller that waits for the end must find the
+        // snapshot in the catalog.
         self.catalog.tell(catalog);
         self.progress.end(taken.as_ref().map(|info| info.id).map_err(Error::clone));
         taken
     }
 
-    /// Poisons the store, unless the error says that nothing changed.
+    /// Poisons the store, unless the error guarantees that nothing changed.
     fn heard(&self, error: Error) -> Error {
         match error {
-            // Over budget: the pages that an exact snapshot keeps aside. The snapshot fails, and no batch
-            // does.
+            // An exact snapshot ran out of budget for the pages that it keeps aside. The snapshot fails; no
+            // batch does.
             Error::Closed | Error::OutOfMemory { .. } | Error::OverBudget { .. } => error,
             error if error.is_passing() => error,
             error => self.engine.poison.set(error),
         }
     }
 
-    /// The snapshots kept, oldest first.
+    /// Returns the kept snapshots, oldest first.
     pub fn list(&self) -> Vec<SnapshotInfo> {
         self.catalog.list()
     }
 
-    /// Reads images back that batches wrote ahead. Returns how many bytes of pages.
+    /// Reads back images that batches wrote in advance. Returns the number of page bytes read.
     pub fn prove_written_ahead(&self, catalog: &Catalog, threads_max: usize) -> Result<u64> {
         catalog.known.prove(&DiskSource::past_cache(self.engine.disk.clone()), threads_max)
     }
 
-    /// Phases 1 to 5: writes a snapshot and publishes it.
+    /// Runs phases 1 to 5: writes a snapshot and publishes it.
     ///
-    /// a. **Prove** images that batches wrote ahead: the manifest is to name them, so they are read back
-    ///    first (I7).
-    /// b. **Begin** (phase 1). Only now is `redo` known, and with it which files may belong to later
-    ///    batches. A batch that takes a file's number after that lies above `redo`.
-    /// c. **Gather** and **end** (phases 2 and 3). An end that was taken before would leave out batches
-    ///    that the images already hold.
-    /// d. **Stop watching**, whether that went well or not. Otherwise the applier would note deletes, and
-    ///    keep pages aside, for a snapshot that nothing finishes.
-    /// e. **Publish** (phases 4 and 5), once the snapshots with names are recorded. The manifest's number
-    ///    counts as taken before: after a failure it may lie on the disk, and a name is never used for two
-    ///    contents.
-    /// f. **Keep** it: from now on it counts for retention, and waits to be verified (phase 6).
+    /// a. **Prove** the images that batches wrote in advance: the manifest will name them, so they are read
+    /// back first (I7).
     ///
-    /// `is_unreadable` is set if this fails because a page cannot be read from its image. That concerns the
-    /// page alone: nothing names what was written, and the log has all that it had. Once the page is given
-    /// new bytes, or deleted, a snapshot can be taken again.
+    /// b. **Begin** (phase 1). `redo` is known only now, and with it the files that may belong to later
+    /// batches. A batch that takes a file number after this point is above `redo`.
+    ///
+    /// c. **Gather** and **end** (phases 2 and 3). An end taken before gathering would omit batches that the
+    /// images already contain.
+    ///
+    /// d. **Stop watching**, whether step c succeeded or not. Otherwise the applier would go on recording
+    /// deletes, and keeping pages aside, for a snapshot that is never finished.
+    ///
+    /// e. **Publish** (phases 4 and 5), once all named snapshots are recorded. The manifest number counts as
+    /// used before the attempt: after a failure the file may exist on disk, and a file name is never used for
+    /// two contents.
+    ///
+    /// f. **Keep** the snapshot: from here on it counts for retention and waits to be verified (phase 6).
+    ///
+    /// Sets `is_unreadable` if the snapshot fails because a page cannot be read from its image. That affects
+    /// the page alone: nothing names the files written so far, and the log is intact. A snapshot can be taken
+    /// again once the page is overwritten or deleted.
     fn write(
         &self,
         catalog: &mut Catalog,
@@ -275,8 +283,7 @@ impl Snapshots {
         let threads_max = request.threads_max();
         // a.
         self.prove_written_ahead(catalog, threads_max)?;
-        // b.
-        // Without space no image is written again only to empty its file.
+        // Without space, do not rewrite images merely to empty their file.
         let wasteful = if is_short { Vec::new() } else { self.wasteful_files(catalog)? };
         let overlays = self.overlay_rules(&catalog.known, &wasteful);
         let SnapshotStart { redo, sorted, end } = self.begin(catalog, wasteful, request.exact)?;
@@ -294,8 +301,8 @@ impl Snapshots {
         // e.
         self.progress.enter(SnapshotPhase::Publish);
         let (follows, visited) = (sorted.follows, sorted.visited);
-        // Not the plan's end: an overlay may lie over an image that was written since, for a batch that took
-        // its page to disk.
+        // Not the end of the plan's range: an overlay's base may be an image written since, for a batch that
+        // moved its page to disk.
         let next_file = catalog.files.next_number();
         let manifest = self.record_named(catalog).and_then(|()| {
             self.manifest(
@@ -321,8 +328,8 @@ impl Snapshots {
             self.publish_newest(&catalog.known, writers.as_ref(), &manifest, follows, threads_max);
         let (file, (sums, links)) = match published {
             Ok(published) => published,
-            // Only after these is it certain that no manifest names the images. After any other failure
-            // it may have its name, and must not lose them.
+            // Only these errors guarantee that no manifest names the images. After any other error the
+            // manifest may have its name, and must not lose them.
             Err(error) if error.is_passing() => {
                 writers.into_iter().for_each(ImageWriters::abandon);
                 return Err(error);
@@ -344,20 +351,20 @@ impl Snapshots {
         Ok(id)
     }
 
-    /// Chooses how many threads gather, and how many files they write. The files' numbers are taken for good.
+    /// Chooses the number of gathering threads and of image files, and takes the files' numbers for good.
     fn plan_files(&self, catalog: &Catalog, sorted: &SnapshotWork, threads_max: usize) -> Result<GatherPlan> {
         let gather_bytes = sorted.gather.iter().map(|(_, len)| len).sum();
         self.progress.begin(sorted.gather.len() as u64, gather_bytes);
         let longest = sorted.gather.iter().map(|(_, len)| (*len).min(self.piece_len())).max().unwrap_or(0);
         let threads = chunk_threads(longest).min(threads_max);
         let expected_bytes = self.expected_bytes(&sorted.gather)?;
-        // A file for which there is no chunk would stay empty, and be kept for nothing.
+        // A file that gets no chunk would stay empty and be kept for nothing.
         let chunks = self.chunk_count(&sorted.gather)?.max(1);
         let files = file_count(expected_bytes, self.chunk_len, threads).min(chunks);
         Ok(GatherPlan { expected_bytes, threads, numbers: catalog.files.take_numbers(files) })
     }
 
-    /// Phases 2 and 3. After a failure the image files are gone: nothing names them yet.
+    /// Runs phases 2 and 3. On failure the image files are removed: nothing names them yet.
     fn gather_and_end(
         &self,
         files: &ImageFiles,
@@ -377,7 +384,7 @@ impl Snapshots {
         }
     }
 
-    /// Phase 2. Where nothing is to be gathered, no file is made.
+    /// Runs phase 2. Creates no file if there is nothing to gather.
     fn gather_into(
         &self,
         files: &ImageFiles,
@@ -391,7 +398,7 @@ impl Snapshots {
         }
         let GatherPlan { numbers, expected_bytes, threads, .. } = plan;
         let (store, threads_max) = (self.engine.store, request.threads_max());
-        // A pace, or a caller that waits: the same number of threads compresses and reads back.
+        // The thread limit also applies to compression and read-back.
         let writers =
             ImageWriters::create(files, store, numbers.clone(), *expected_bytes, self.images, threads_max)?;
         self.progress.reused(writers.reused_count());
@@ -409,8 +416,8 @@ impl Snapshots {
     }
 }
 
-/// Says what a snapshot needs that does not fit: all images that it writes. With the failed chunk alone,
-/// a caller would free too little, and fail again at the next chunk.
+/// Raises the space that a disk-full error asks for to that of all the snapshot's images. If it named only
+/// the failed chunk, a caller would free too little and fail again at the next chunk.
 fn needing(bytes: u64, error: Error) -> Error {
     match error {
         Error::DiskFull { file, needed, store } => Error::DiskFull { file, needed: needed.max(bytes), store },
@@ -418,9 +425,9 @@ fn needing(bytes: u64, error: Error) -> Error {
     }
 }
 
-/// How pages are gathered: by how many threads, into which files.
+/// The number of gathering threads, and the files that they write to.
 struct GatherPlan {
-    /// About how many bytes are written.
+    /// The approximate number of bytes to write.
     expected_bytes: u64,
     threads: usize,
     /// The numbers of the image files.
@@ -431,7 +438,7 @@ struct GatherPlan {
 struct GatheredImages {
     /// The image files; `None` if nothing had to be gathered.
     writers: Option<ImageWriters>,
-    /// The entries of the pages that were gathered, in their order.
+    /// The entries of the gathered pages, in page order.
     caught: GatheredEntries,
     end: End,
 }

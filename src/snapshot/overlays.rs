@@ -1,7 +1,7 @@
-//! Overlays of a snapshot: which pages on disk get one, in place of an image of all of the page.
+//! Overlays of a snapshot: the choice of pages on disk that get an overlay instead of a full image.
 //!
-//! A page is written whole if it is short, or most of it changed, or its image is not known to hold. So is
-//! one whose image lies in a file that is to be emptied: an overlay would keep the file.
+//! A page is written whole if it is short, if most of it changed, or if its image is not known to be sound.
+//! So is a page whose image is in a file to be emptied, because an overlay would keep that file.
 //!
 //! A crash here leaves image files that nothing names.
 
@@ -19,19 +19,19 @@ use crate::error::{Error, Result};
 use crate::images::disk_pages::{DiskPage, NewOverlay};
 use crate::images::{ImageWriters, ReadPass, Sink, resize};
 
-/// A page gets an overlay if it is longer than a chunk's share: one in this many.
+/// A page gets an overlay if it is longer than one in `CHUNK_SHARE` of a chunk.
 const CHUNK_SHARE: u64 = 32;
 
-/// Where a snapshot's images go, and which pages get overlays.
+/// The destination of a snapshot's images, and the rules for overlays.
 pub(super) struct GatherTarget<'w> {
     pub writers: &'w ImageWriters,
     pub overlays: OverlayRules,
 }
 
-/// Which pages on disk get an overlay.
+/// The rules that decide which pages on disk get an overlay.
 pub(super) struct OverlayRules {
     known: Arc<KnownImages>,
-    /// Image files that are to be emptied.
+    /// Image files to be emptied.
     wasteful: BTreeSet<u64>,
     /// Pages of up to this many bytes are written whole.
     whole_max: u64,
@@ -40,27 +40,27 @@ pub(super) struct OverlayRules {
 impl OverlayRules {
     fn allow(&self, page: PageId, copy: &DiskPage) -> bool {
         let Some(image) = copy.image().filter(|_| copy.byte_len() > self.whole_max) else { return false };
-        // The file of the base, or of the image that is to be one.
+        // The file of the base, or of the image that would become the base.
         let stays = image.image().files().last().is_some_and(|(file, _)| !self.wasteful.contains(&file));
         stays && self.known.may_be_base(page, image.image(), image.is_proven())
     }
 }
 
-/// Overlays that are to be written together, each with the number of its page among others.
+/// Overlays to be written together, each with the index of its page.
 #[derive(Default)]
 struct ShortOverlays<'p> {
     overlays: Vec<(usize, NewOverlay<'p>, Vec<u8>)>,
 }
 
 impl Snapshots {
-    /// The rules for a snapshot that is to empty these files.
+    /// Builds the rules for a snapshot that empties these files.
     pub(super) fn overlay_rules(&self, known: &Arc<KnownImages>, wasteful: &[(u64, u64)]) -> OverlayRules {
         let wasteful = set_of(wasteful.iter().map(|(file, _)| *file));
         OverlayRules { known: known.clone(), wasteful, whole_max: self.chunk_len / CHUNK_SHARE }
     }
 
-    /// About how many bytes the images of these pages take. Of pages on disk mostly a part is written, and
-    /// files that are begun for all of it would keep space that they do not need.
+    /// Estimates the bytes that the images of these pages take. Of a page on disk, usually only a part is
+    /// written; files preallocated for whole pages would keep space that they do not need.
     pub(super) fn expected_bytes(&self, pages: &[(PageId, u64)]) -> Result<u64> {
         if !self.engine.disk_pages.is_any() {
             return Ok(pages.iter().map(|(_, len)| len).sum());
@@ -75,8 +75,8 @@ impl Snapshots {
         })
     }
 
-    /// Writes overlays of those of these pages that get one. The images come in the order of the pages; of
-    /// the others there are none.
+    /// Writes overlays for those pages that get one. Returns one element per page, in order; `None` for a
+    /// page without an overlay.
     pub(super) fn write_overlays(
         &self,
         target: &GatherTarget<'_>,
@@ -91,7 +91,8 @@ impl Snapshots {
             }
             let mut new = match copy.overlay() {
                 Ok(Some(new)) => new,
-                // Batches may have written over what is damaged: then all of the page can be read.
+                // `Damaged`: batches may have overwritten the damaged part, so that the whole page can be
+                // read.
                 Ok(None) | Err(Error::Damaged(_)) => continue,
                 Err(error) => return Err(error),
             };
@@ -127,7 +128,7 @@ impl Snapshots {
 }
 
 impl ShortOverlays<'_> {
-    /// Writes all of them as one chunk: a chunk of its own would cost each of them a block.
+    /// Writes all overlays as one chunk: a separate chunk would cost each of them a block.
     fn write(self, writers: &ImageWriters) -> Result<Vec<(usize, ImageRef)>> {
         if self.overlays.is_empty() {
             return Ok(Vec::new());
@@ -141,7 +142,7 @@ impl ShortOverlays<'_> {
     }
 }
 
-/// What gives an image writer the pieces that `read` fills slices with, from an offset on, at the pace.
+/// Adapts `read`, which fills a slice from an offset, to a paced source of pieces for an image writer.
 pub(super) fn paced_pieces(
     mut read: impl FnMut(u64, &mut [u8]) -> Result<()>,
     keep_pace: &dyn Fn(u64) -> Result<()>,

@@ -1,5 +1,5 @@
-//! The snapshots that stay, and the log that they need. These are rules over known facts: no disk is
-//! asked, so that a test can hold them against thousands of random lives.
+//! Retention rules: which snapshots stay, and which log they need. The rules work on known facts without disk
+//! access, so that a test can check them against thousands of random histories.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,68 +8,70 @@ use remanent_format::{LogPoint, Lsn, SnapshotId};
 use crate::catalog::RetainedSnapshot;
 use crate::options::Retention;
 
-/// The snapshots and the log that stay.
+/// The snapshots and the log to keep.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct RetentionPlan {
     pub snapshots: BTreeSet<SnapshotId>,
-    /// Replay may begin here, in this segment and after this batch; what lies before may go (I8). Batch 0
-    /// is the log's beginning. `None`: nothing goes but the records of snapshots.
+    /// The segment and the batch after which replay may begin; earlier log may be removed (I8). Batch 0 is
+    /// the beginning of the log. `None` means that only the records of snapshots may be removed.
     pub log_from: Option<(u64, Lsn)>,
 }
 
 impl RetentionPlan {
-    /// Whether this plan takes a snapshot away, or the log after it.
+    /// Whether this plan removes a snapshot, or the log after it.
     pub fn takes_from(&self, kept: &RetainedSnapshot, log: &LogOnDisk) -> bool {
         let is_cut = self.log_from.is_some_and(|(_, redo)| kept.redo.lsn < redo);
         !self.snapshots.contains(&kept.info.id) || (is_cut && log.reaches(kept))
     }
 }
 
-/// The segments of the log, and which of them may be replayed.
+/// The segments of the log, and the part that may be replayed.
 #[derive(Clone, Debug, Default)]
 pub(super) struct LogOnDisk {
     /// The segments' lengths in bytes, by number.
     pub segments: BTreeMap<u64, u64>,
-    /// The segment that takes frames now: it, and those after it, are not counted as log.
+    /// The segment that receives frames. It and later ones do not count as log.
     pub current: u64,
-    /// Replay may start at this `redo` and later ones; `None`: also at the log's beginning.
+    /// Replay may start at this `redo` or later ones. With `None` it may also start at the beginning of the
+    /// log.
     pub floor: Option<Lsn>,
 }
 
 impl LogOnDisk {
-    /// Whether the log after a snapshot is there.
+    /// Whether the log after a snapshot still exists.
     fn reaches(&self, kept: &RetainedSnapshot) -> bool {
         self.floor.is_none_or(|floor| kept.redo.lsn >= floor)
     }
 
-    /// Bytes of log that lie after a point, at least: where frames end in a segment is not asked.
+    /// Returns a lower bound on the bytes of log after a point; the end of the frames in a segment is not
+    /// known.
     fn bytes_after(&self, point: LogPoint) -> u64 {
         let segments = self.segments.range(point.segment..self.current.max(point.segment));
         segments.map(|(_, len)| len).sum::<u64>().saturating_sub(point.offset)
     }
 
-    /// From where on the log stays, if the rules want it from `wanted` on and a reader may hold its
-    /// beginning.
+    /// Returns the start of the log to keep, given the start that the rules want and whether a reader holds
+    /// the beginning of the log.
     fn from(&self, wanted: Option<(u64, Lsn)>, beginning_held: bool) -> Option<(u64, Lsn)> {
         match (beginning_held, self.floor) {
             (false, _) => wanted,
             (true, None) => Some(self.as_it_is()),
-            // For a reader that begins now, the beginning is not there any more. One that holds it began
-            // before that, and may need any of the log.
+            // The beginning of the log no longer exists for new readers. A reader that holds it started
+            // earlier, and may need any of the log.
             (true, Some(_)) => None,
         }
     }
 
-    /// The start of the log as it is kept now: nothing of it goes.
+    /// Returns the current start of the log, so that none of it is removed.
     fn as_it_is(&self) -> (u64, Lsn) {
         (0, self.floor.unwrap_or_default())
     }
 }
 
-/// Applies the rules. `held` are the snapshots that readers hold; `beginning_held` says whether a reader
-/// holds the log's beginning; the time is in milliseconds since 1970.
+/// Applies the rules. `held` contains the snapshots that readers hold, `beginning_held` says whether a reader
+/// holds the beginning of the log, and the time is in milliseconds since 1970.
 ///
-/// Only verified snapshots count (I7): an image that a disk lost would otherwise cost the snapshot before
+/// Only verified snapshots count (I7): otherwise an image that a disk lost would cost the snapshot before it
 /// as well.
 pub(super) fn plan(
     snapshots: &BTreeMap<SnapshotId, RetainedSnapshot>,
@@ -81,10 +83,10 @@ pub(super) fn plan(
 ) -> RetentionPlan {
     let with_log: Vec<&RetainedSnapshot> =
         snapshots.values().filter(|kept| kept.info.verified && log.reaches(kept)).collect();
-    // A snapshot that was found damaged stands in for no other.
+    // A snapshot that was found damaged replaces no other.
     let mut starts: Vec<&RetainedSnapshot> = with_log.iter().copied().filter(|kept| kept.is_sound).collect();
-    // The next snapshot follows the newest one and shares its images; after an open, the one that recovery
-    // starts from. Both stay, whatever else is said of them.
+    // The next snapshot follows the newest one and shares its images; after an open, it follows the one that
+    // recovery started from. Both stay under any rule.
     let newest = [snapshots.keys().next_back().copied(), starts.last().map(|kept| kept.info.id)];
     let is_newest = |kept: &RetainedSnapshot| newest.contains(&Some(kept.info.id));
     if retention.names_only {
@@ -96,7 +98,8 @@ pub(super) fn plan(
     }
     let replaced = replaced(&starts);
     starts.retain(|kept| !replaced.contains(&kept.info.id));
-    // Until there are as many as are wanted, the log from before the first of them stands in for the others.
+    // While there are fewer snapshots than wanted, the log from before the first of them stands in for the
+    // missing ones.
     let Some(counted) = starts.len().checked_sub(retention.snapshots_kept.max(1)) else {
         let is_replaced =
             |kept: &RetainedSnapshot| replaced.contains(&kept.info.id) && !is_named(kept, retention);
@@ -109,7 +112,7 @@ pub(super) fn plan(
     };
     let times = times(snapshots);
     let age_ms = u64::try_from(retention.snapshots_kept_for.as_millis()).unwrap_or(u64::MAX);
-    // A snapshot that another one replaces does not stay for its age: its time went on to that one.
+    // A replaced snapshot is not kept for its age: its time was passed on to its replacement.
     let is_young = |kept: &&&RetainedSnapshot| {
         !replaced.contains(&kept.info.id) && now_unix_ms.saturating_sub(times[&kept.info.id]) < age_ms
     };
@@ -117,31 +120,30 @@ pub(super) fn plan(
     let wants_log = retention.log_kept > 0;
     // The newest start with enough log after it: an older one would keep more than is wanted.
     let log_base = starts.iter().rev().find(reaches_back).filter(|_| wants_log);
-    // If the log is shorter than is wanted, all of it stays.
+    // If the log is shorter than wanted, all of it stays.
     let from_beginning = wants_log && log_base.is_none() && log.floor.is_none();
     let log_base = log_base.or(starts.first().filter(|_| wants_log));
-    // A reader may be following the log after what it holds.
+    // A reader may be following the log after the snapshot that it holds.
     let held_with_log = with_log.iter().filter(|kept| held.contains(&kept.info.id));
-    // These stay to be replayed from, with the log after them.
+    // Snapshots to replay from, which keep the log after them.
     let replayed: Vec<&RetainedSnapshot> = starts[counted..]
         .iter()
         .chain(with_log.iter().filter(is_young))
         .chain(log_base)
         .chain(held_with_log)
-        // A snapshot that was not caught at one moment is nothing without the log up to its end: its
-        // pages are of different batches.
+        // A fuzzy snapshot is useless without the log up to its end: its pages are of different batches.
         .chain(with_log.iter().filter(|kept| is_named(kept, retention) && kept.info.redo < kept.info.end))
         .copied()
         .collect();
-    // Named ones that were caught at one moment are there to be looked at: their state needs no log.
+    // Exact named snapshots are kept to be read: their state needs no log.
     let looked_at = snapshots
         .values()
         .filter(|kept| is_named(kept, retention) || held.contains(&kept.info.id) || is_newest(kept));
     let stays: Vec<&RetainedSnapshot> = replayed.iter().copied().chain(looked_at).collect();
     let oldest = replayed.iter().map(|kept| kept.redo.lsn).min().map(|lsn| {
-        // Snapshots of one batch may lie on either side of a restart. The floor is that batch, so all of
-        // them that stay are starts as before, and keep their segment. Without this, the segment of the
-        // older one went, and a floor that named its batch still said that it was a start.
+        // Snapshots of one batch may lie on either side of a restart. That batch is the floor, so all of them
+        // that stay remain starts and keep their segments. Without this, the older one's segment was removed
+        // while the floor still declared it a start.
         let from_there = stays.iter().filter(|kept| kept.redo.lsn >= lsn && log.reaches(kept));
         let segment = from_there.map(|kept| kept.redo.segment).min();
         (segment.expect("what is replayed stays"), lsn)
@@ -151,18 +153,18 @@ pub(super) fn plan(
     RetentionPlan { snapshots, log_from: log.from(oldest, beginning_held) }
 }
 
-/// The snapshots that the next one replaces: it begins where they do, and goes further. A thin snapshot
-/// does so. It is there to give up what the one before names: were both kept, nothing would come back.
-/// `starts` ascend.
+/// Returns the snapshots that the next one replaces: it begins at the same point and ends later. A thin
+/// snapshot does this to release what the one before names; keeping both would free nothing. `starts` must be
+/// ascending.
 fn replaced(starts: &[&RetainedSnapshot]) -> BTreeSet<SnapshotId> {
     let pairs = starts.windows(2);
     let replaced = pairs.filter(|pair| pair[0].redo == pair[1].redo && pair[0].info.end < pair[1].info.end);
     replaced.map(|pair| pair[0].info.id).collect()
 }
 
-/// How old the snapshots are. Each is as old as the oldest time that it or a later one names. So a clock
-/// that was ahead for a while keeps nothing longer than until it is right again, and a time in the future
-/// ages nothing.
+/// Returns the time that counts as each snapshot's age: the earliest time among its own and those of later
+/// snapshots. A clock that ran ahead for a while then keeps nothing longer than until it is right again, and
+/// a time in the future makes no snapshot look older.
 fn times(snapshots: &BTreeMap<SnapshotId, RetainedSnapshot>) -> BTreeMap<SnapshotId, u64> {
     let mut oldest = u64::MAX;
     let time = |(id, kept): (&SnapshotId, &RetainedSnapshot)| {
@@ -219,10 +221,10 @@ mod tests {
         )
     }
 
-    /// A table of rules: each row is one promise, or two that meet.
+    /// Table of rules: each row is one guarantee, or two that interact.
     #[test]
     fn rules_keep_snapshots_and_the_log_after_them() {
-        // Snapshot 2 has a name and its log is gone; 4 has one, too.
+        // Snapshot 2 has a name and its log is gone; 4 has a name, too.
         let snapshots: BTreeMap<SnapshotId, RetainedSnapshot> = [
             kept(2, Some("two"), true),
             kept(4, Some("four"), true),
@@ -278,7 +280,7 @@ mod tests {
             let snapshots: Vec<u64> = found.snapshots.iter().map(|id| id.0).collect();
             assert_eq!((snapshots, found.log_from.map(|from| from.0)), (kept, log_from), "{why}");
         }
-        // Two snapshots of one batch, in segments of two runs: the floor is one for both.
+        // Two snapshots of one batch, in segments of two runs, share one floor.
         let mut twice = snapshots.clone();
         twice.get_mut(&SnapshotId(4)).unwrap().redo.lsn = Lsn(70);
         let found = plan(&twice, &rules(1, 0, 0), &log, 10_500, &BTreeSet::new(), false);
@@ -301,39 +303,39 @@ mod tests {
             assert_eq!((snapshots, found.log_from.map(|from| from.0)), (kept, Some(log_from)));
         }
 
-        // A name does not make a snapshot whole that was not caught at one moment.
+        // A name does not complete a fuzzy snapshot: it still needs its log.
         let fuzzy: BTreeMap<SnapshotId, RetainedSnapshot> =
             [kept(4, Some("four"), false), kept(7, None, false)].into();
         let found = plan(&fuzzy, &rules(1, 0, 0), &log, 0, &BTreeSet::new(), false);
         assert_eq!(found.log_from, Some((4, Lsn(40))));
     }
 
-    /// What is done beside a snapshot, before retention is applied.
+    /// An event next to a snapshot, before retention is applied.
     #[derive(Clone, Copy, Debug)]
     enum Deed {
         Nothing,
-        /// The name of one of the snapshots there are is given up, and perhaps no other rule is applied.
+        /// The name of an existing snapshot is given up, possibly with no other rule applied.
         GiveUp {
             which: usize,
             names_only: bool,
         },
-        /// One of them is found damaged: it stands in for nothing any more, and the window has a hole.
+        /// A snapshot is found damaged: it replaces nothing any more, and the window has a hole.
         Damage {
             which: usize,
         },
-        /// Readers hold those whose bits are set, and perhaps the log's beginning.
+        /// Readers hold the snapshots whose bits are set, and possibly the beginning of the log.
         Hold {
             which: u16,
             beginning: bool,
         },
     }
 
-    /// One step of a life: the clock goes on by seconds, the log grows by segments, and a snapshot is
-    /// taken, with a name or without, at one moment or not, or a thin one.
+    /// One step of a history: the clock advances by seconds, the log grows by segments, and a snapshot is
+    /// taken: named or not, exact or not, thin or not.
     type Step = (i64, u64, bool, bool, bool, Deed);
 
-    /// Rules, and lives under them. Now and then the clock jumps, as it does when a machine has the wrong
-    /// time for a while.
+    /// Rules, and histories under them. Now and then the clock jumps, as on a machine whose time is wrong for
+    /// a while.
     fn lives() -> impl Strategy<Value = (Retention, Vec<Step>)> {
         let rules = (1..4usize, 0..50u64, 0..600u64).prop_map(|(count, seconds, log_kept)| Retention {
             snapshots_kept: count,
@@ -357,8 +359,8 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { cases: if cfg!(miri) { 4 } else { 1024 }, failure_persistence: None, ..ProptestConfig::default() })]
 
-        /// Each promise of [`Retention`], held against a plain account of the steps; and nothing stays
-        /// that no promise wants, however the clock jumps.
+        /// Checks each guarantee of [`Retention`] against a plain account of the steps, and that nothing
+        /// stays without a reason, however the clock jumps.
         #[test]
         fn every_promise_is_kept_over_random_lives((rules, steps) in lives()) {
             let (mut now, mut snapshots) = (1_000_000_000u64, BTreeMap::new());
@@ -407,7 +409,7 @@ mod tests {
 
                 let reached =
                     |id: &SnapshotId, floor: Option<Lsn>| floor.is_none_or(|floor| floor <= snapshots[id].redo.lsn);
-                // A snapshot that a thin one replaces counts no more.
+                // A snapshot that a thin one replaces no longer counts.
                 let is_replaced = |id: &SnapshotId| {
                     let redo = snapshots[id].redo;
                     snapshots.range(id..).skip(1).any(|(_, later)| later.redo == redo && later.is_sound)
@@ -420,25 +422,25 @@ mod tests {
                 let is_given_up = |id: &SnapshotId| snapshots[id].info.name.is_some() && !has_name(id);
                 let stays = |id: &SnapshotId| found.snapshots.contains(id);
 
-                // Whatever the rules say, recovery has a start: one that holds, or the log's beginning.
+                // Under any rules, recovery has a start: a sound snapshot, or the beginning of the log.
                 let is_open = floor.is_none() || ids.iter().any(|id| stays(id) && snapshots[id].is_sound && reached(id, floor));
                 prop_assert!(is_open || starts.is_empty(), "nothing is left to start from");
-                // The next one follows it.
+                // The next snapshot follows the newest one.
                 prop_assert!(stays(ids.last().expect("just taken")), "the newest one went");
-                // What readers hold, with the log that was there for them.
+                // Held snapshots stay, with the log that they had.
                 for id in &held {
                     let has_log = !reached(id, log.floor) || reached(id, floor);
                     prop_assert!(stays(id) && has_log, "{id} is held");
                 }
                 prop_assert!(!beginning_held || floor == log.floor, "the log is read from its beginning");
-                // Names.
+                // Named snapshots stay, with the log that they need.
                 for id in ids.iter().filter(|id| has_name(id)) {
                     prop_assert!(stays(id), "{id} has a name");
                     let kept = &snapshots[id];
                     let needs_log = kept.info.redo < kept.info.end && reached(id, log.floor);
                     prop_assert!(!needs_log || reached(id, floor), "{id} is nothing without its log");
                 }
-                // What is kept has what it needs: the state of its end, by the log or alone.
+                // Each kept snapshot can reach the state of its end, by the log or alone.
                 for id in &found.snapshots {
                     let kept = &snapshots[id];
                     prop_assert!(reached(id, floor) || kept.info.redo == kept.info.end || !reached(id, log.floor));
@@ -451,12 +453,12 @@ mod tests {
                         prop_assert!(!must_go || !stays(id), "{id} was given up");
                     }
                 } else {
-                    // The newest ones, and the log since the oldest of them.
+                    // The newest snapshots, and the log since the oldest of them.
                     let newest: Vec<_> = starts.iter().rev().take(retention.snapshots_kept).collect();
                     for id in &newest {
                         prop_assert!(stays(id) && reached(id, floor), "{id} of the newest");
                     }
-                    // As old as the oldest time that it or a later one names.
+                    // Age counts from the earliest time among its own and those of later snapshots.
                     let age = |id: &SnapshotId| {
                         let later = snapshots.range(id..).map(|(_, kept)| kept.info.created_unix_ms);
                         now.saturating_sub(later.min().expect("itself"))
@@ -465,16 +467,16 @@ mod tests {
                     for id in starts.iter().filter(|id| age(id) < age_max) {
                         prop_assert!(stays(id) && reached(id, floor), "{id} is young");
                     }
-                    // That number of bytes of log, or all that there was: what lies before the oldest start
-                    // is of no use.
+                    // At least `log_kept` bytes of log, or all that existed: log before the oldest start is
+                    // useless.
                     if let Some((segment, redo)) = found.log_from {
                         let point = LogPoint { segment, lsn: redo, ..LogPoint::default() };
                         let oldest = starts.first().map(|id| snapshots[id].redo.lsn);
                         let is_all = floor == log.floor || oldest.is_none_or(|oldest| redo <= oldest);
                         prop_assert!(is_all || log.bytes_after(point) >= retention.log_kept, "log from {redo}");
                     }
-                    // And nothing else: what stays without a name or a reader is counted, young, or begins
-                    // the log that is wanted.
+                    // And nothing else: a kept snapshot without a name or reader is counted, is young, or
+                    // begins the wanted log.
                     let wanted = |id: &SnapshotId| newest.contains(&id) || age(id) < age_max;
                     let others = found.snapshots.iter().filter(|id| !wanted(id) && !has_name(id) && !held.contains(id));
                     let others: Vec<_> = others.collect();

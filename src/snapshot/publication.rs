@@ -1,8 +1,8 @@
-//! The publication of a snapshot: its manifest is put together, and gets its name once all that it names is
+//! Publication of a snapshot: builds the manifest, and gives it its name once everything that it names is
 //! durable (I7).
 //!
-//! A crash before the rename leaves image files that nothing names; after it, a snapshot that the next open
-//! publishes and verifies again.
+//! A crash before the rename leaves image files that nothing names. A crash after it leaves a snapshot that
+//! the next open publishes and verifies again.
 
 use std::collections::BTreeMap;
 
@@ -23,8 +23,8 @@ use crate::images::ImageWriters;
 use crate::log::SpacePurpose;
 
 impl Snapshots {
-    /// Puts the manifest together: entries that were known before, those that were gathered, and
-    /// tombstones of pages that were deleted meanwhile.
+    /// Builds the manifest from the entries known before, the gathered entries, and tombstones for pages
+    /// deleted meanwhile.
     #[expect(clippy::too_many_arguments, reason = "a manifest says all of this, and is put together once")]
     pub(super) fn manifest(
         &self,
@@ -57,11 +57,11 @@ impl Snapshots {
         })
     }
 
-    /// Phases 4 and 5, after which the catalog of known images goes on to this snapshot. Returns what it
-    /// names, together, and the links before it.
+    /// Runs phases 4 and 5, then advances the catalog of known images to this snapshot. Returns the published
+    /// file, the totals of what the snapshot names, and the links before it.
     ///
-    /// The known images go on only once it is published: after a failure the next snapshot follows the
-    /// one before.
+    /// The known images advance only once the snapshot is published: after a failure the next snapshot
+    /// follows the previous one.
     pub(super) fn publish_newest(
         &self,
         known: &KnownImages,
@@ -72,7 +72,7 @@ impl Snapshots {
     ) -> Result<(PublishedFile, (ImageTotals, Vec<SnapshotId>))> {
         let publish = || self.publish_all(writers, manifest, threads_max);
         let Some((previous, _)) = follows else {
-            // It names all pages: its form in memory is made while it is written.
+            // A base names all pages: its in-memory form is built while the file is written.
             let base = || NewestSnapshot::of_base(manifest);
             let (base, published) = if threads_max == 1 {
                 let published = publish();
@@ -91,14 +91,14 @@ impl Snapshots {
         Ok((published, named))
     }
 
-    /// Phases 4 and 5: I7, step by step.
+    /// Runs phases 4 and 5 in the order that I7 requires.
     ///
-    /// 1. **Sync** the image files and their names. A manifest that is published before could name bytes
+    /// 1. **Sync** the image files and their directory entries. A manifest published earlier could name bytes
     ///    that a power cut takes away.
-    /// 2. **Wait** until the log is durable up to `end`. An image may hold batches up to there: published
-    ///    before, a crash could lose their frames, and leave pages of a state that no prefix of the log
-    ///    has.
-    /// 3. **Publish** the manifest. From this rename on a crash starts from here.
+    /// 2. **Wait** until the log is durable up to `end`. Images may contain batches up to there. If the
+    ///    manifest were published earlier, a crash could lose those batches' frames and leave pages in a
+    ///    state that no prefix of the log produces.
+    /// 3. **Publish** the manifest. After this rename, recovery starts from the new snapshot.
     pub(super) fn publish_all(
         &self,
         writers: Option<&ImageWriters>,
@@ -112,17 +112,17 @@ impl Snapshots {
         self.publish_manifest(manifest, threads_max)
     }
 
-    /// Publishes a manifest, by up to `threads_max` threads. On a full disk it may use the reserve.
+    /// Publishes a manifest with up to `threads_max` threads. On a full disk it may draw on the reserve.
     pub(super) fn publish_manifest(&self, manifest: &Manifest, threads_max: usize) -> Result<PublishedFile> {
         let _phase = phases::enter(Phase::Publish);
-        // A manifest without images takes little, and gives back what deleted pages took. So it may go
-        // deeper into the reserve, as a seal may.
+        // A manifest without images is small, and frees the space of deleted pages. So it may draw as deeply
+        // on the reserve as a seal.
         let purpose = if manifest.entries.is_empty() { SpacePurpose::Seal } else { SpacePurpose::User };
         let spare = |temporary, len| self.engine.log.make_small(temporary, len, purpose);
         loop {
             match publish_unchecked(&self.engine.disk, manifest, threads_max, &spare) {
-                // Without it the images would have been written for nothing. One spare may be too little for
-                // one that is longer than a spare.
+                // Without the manifest, the images would have been written for nothing. A manifest longer
+                // than a spare may need several.
                 Err(Error::DiskFull { .. }) if self.engine.log.release_one(purpose)? => {}
                 published => return published,
             }
@@ -130,16 +130,16 @@ impl Snapshots {
     }
 }
 
-/// The pages that were to be gathered and were deleted before they could be; and, in a change, those that
-/// were gone when it began. Without tombstones, replay would meet batches of pages that no entry has, and
-/// the link before would bring others back.
+/// Returns tombstones for pages that were deleted before they could be gathered and, in a change, for pages
+/// already deleted when the snapshot began. Without them, replay would meet batches of pages that have no
+/// entry, and the previous link would bring deleted pages back.
 fn tombstones(
     sorted: &SnapshotWork,
     caught: &[ManifestEntry],
     redo: Lsn,
     deleted: &BTreeMap<PageId, Lsn>,
 ) -> Result<Vec<Tombstone>> {
-    // Both lists ascend. Mostly all pages are caught, and none has to be looked for.
+    // Both lists ascend. Usually every page was gathered, so no lookup is needed.
     let mut caught = caught.iter().peekable();
     let all_are_caught = caught.len() == sorted.gather.len();
     let mut is_caught = |page| all_are_caught || caught.next_if(|entry| entry.page == page).is_some();
@@ -156,14 +156,14 @@ fn tombstones(
     Ok(tombstones)
 }
 
-/// All entries in the order of their pages: those with known images, and those that were gathered.
+/// Merges known and gathered entries in page order.
 fn in_order(known: Vec<ManifestEntry>, caught: Vec<ManifestEntry>) -> Result<Vec<ManifestEntry>> {
     let mut entries = known;
     if entries.is_empty() {
         return Ok(caught);
     }
     append(&mut entries, caught)?;
-    // No page is among both. (A stable sort takes memory that cannot be refused.)
+    // No page is in both lists. A stable sort would allocate memory infallibly.
     entries.sort_unstable_by_key(|entry| entry.page);
     Ok(entries)
 }

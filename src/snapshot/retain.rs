@@ -1,6 +1,7 @@
-//! Retention: which files go with the snapshots that are not kept (I8). `plan.rs` says which are kept.
+//! Retention: removes the files that go with snapshots that are not kept (I8). `plan.rs` decides which
+//! snapshots are kept.
 //!
-//! A crash here leaves files that nothing needs; the next retention or open removes them.
+//! A crash here leaves unneeded files; the next retention or open removes them.
 
 use std::collections::BTreeSet;
 use std::io::ErrorKind;
@@ -23,43 +24,43 @@ use crate::images::IMAGE_FILES_MAX;
 use crate::memory::arena::RegisteredFile;
 use crate::options::Retention;
 
-/// Bytes of files that several threads remove: the system gives their page cache back page by page.
+/// The bytes of files from which several threads remove them: the kernel frees their page cache page by page.
 const LONG_REMOVAL: u64 = 64 << 20;
 const REMOVERS_MAX: usize = 4;
 
-/// The files and snapshots that a retention removed, or would remove.
+/// The snapshots and files that [`Store::prune`](crate::Store::prune) removed, or would remove.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PruneReport {
-    /// The snapshots that go.
+    /// The snapshots that are removed.
     pub snapshots: Vec<SnapshotInfo>,
-    /// The snapshots that no rule keeps, but a reader does.
+    /// The snapshots that no rule keeps but that a reader holds.
     pub held: Vec<SnapshotId>,
-    /// The files that go, with their lengths in bytes. Segments of the log may be used again.
+    /// The files that are removed, with their lengths in bytes. Log segments may be reused instead.
     pub files: Vec<(FileName, u64)>,
 }
 
 impl PruneReport {
-    /// Bytes of all files that go.
+    /// Returns the total length of `files` in bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.files.iter().map(|(_, len)| len).sum()
     }
 }
 
-/// A catalog with the disk that it describes: enough to say what may go, whether the store is open or not.
+/// A catalog with the disk that it describes. This is enough to plan retention for an open or a closed store.
 pub(crate) struct Subject<'a> {
     pub disk: &'a dyn Disk,
-    /// The snapshots, tables and files that are kept.
+    /// The kept snapshots, tables and files.
     pub catalog: &'a Catalog,
-    /// The segment that takes frames: it never goes.
+    /// The segment that receives frames; it is never removed.
     pub current_segment: u64,
 }
 
 impl Snapshots {
-    /// The record of phase 6: every verified snapshot that stays, and whether the log after it does.
+    /// Writes the record of phase 6: every verified snapshot that stays, and whether the log after it stays.
     ///
-    /// Returns when a seal that says so is synced. Only such a record licenses recycling (I7).
+    /// Returns once a seal with the record is synced. Only such a record permits recycling (I7).
     pub fn record(
         &self,
         catalog: &mut Catalog,
@@ -78,9 +79,9 @@ impl Snapshots {
         Ok(())
     }
 
-    /// Verifies and records the snapshots with names, before another one is published. After a crash an open
-    /// knows the newest one, and of those before only what a record names: one that was durable, and that its
-    /// name is to keep, would be gone (I7).
+    /// Verifies and records named snapshots before another snapshot is published. After a crash, an open
+    /// knows the newest snapshot and, of the earlier ones, only those in a record. Without this, a durable
+    /// snapshot that its name should keep could be lost (I7).
     pub fn record_named(&self, catalog: &mut Catalog) -> Result<()> {
         if catalog.snapshots.values().all(|kept| kept.is_recorded || kept.info.name.is_none()) {
             return Ok(());
@@ -89,8 +90,8 @@ impl Snapshots {
         self.record(catalog, catalog.floor, |_| true)
     }
 
-    /// The record of phase 6, and phase 7. While a page is unloaded only the record: if an image turns
-    /// out damaged, an older snapshot and more log can stand in for it.
+    /// Runs phase 7, including the record of phase 6. While any page is unloaded, writes only the record: if
+    /// an image turns out to be damaged, an older snapshot and more log can stand in for it.
     pub fn retain(&self, catalog: &mut Catalog) -> Result<()> {
         if self.engine.applier.unloaded().is_any() {
             self.record(catalog, catalog.floor, |_| true)?;
@@ -101,11 +102,11 @@ impl Snapshots {
         Ok(())
     }
 
-    /// Says what `prune` would remove. It waits for no snapshot: files that are being written for one are
-    /// left out.
+    /// Returns what `prune` would remove, without waiting for a running snapshot. Files being written for one
+    /// are left out.
     pub fn would_prune(&self, retention: &Retention) -> Result<PruneReport> {
         let latest = self.catalog.latest();
-        // A copy of the catalog: the lock on it may be held for as long as a snapshot takes.
+        // Uses a copy of the catalog: its lock may be held for as long as a snapshot takes.
         let mut pruned = self.subject(&latest.catalog).would_prune(retention)?;
         pruned.files.retain(|(file, _)| match file {
             FileName::Pages(number) | FileName::Table(number) => *number < latest.next_file,
@@ -114,41 +115,42 @@ impl Snapshots {
         Ok(pruned)
     }
 
-    /// Removes what nothing needs: first the record of it, then manifests, log, images. Each step is
-    /// durable before the next, so that what can still be found is whole: a manifest has its log and its
-    /// images, a batch its images.
+    /// Removes everything that is not needed: first writes the record, then removes manifests, log and
+    /// images. Each step is durable before the next one starts, so that whatever remains is complete: a
+    /// manifest has its log and images, a batch has its images.
     pub fn prune(&self, catalog: &mut Catalog, retention: &Retention) -> Result<PruneReport> {
-        // I7: a snapshot that is not verified stands in for no other.
+        // I7: a snapshot that is not verified cannot replace another.
         self.verify(catalog)?;
         assert!(catalog.snapshots.values().all(|kept| kept.info.verified)); // I7
-        // A batch that is refused removes its own file. Held off meanwhile, it cannot take one away that
-        // the plan has listed.
+        // A rejected batch removes its own file. Block that, so that no file listed in the plan disappears
+        // meanwhile.
         let files = catalog.files.clone();
         let _none_goes = files.block_removals();
-        // I8: what a reader holds stays, and no reader begins at what is going until all of it is gone.
+        // I8: snapshots that readers hold stay, and no reader may start from a retiring snapshot until its
+        // files are gone.
         let mut going = Vec::new();
         let (plan, pruned) = self.subject(catalog).plan(retention, &mut |id| {
-            // The lock is kept until all is gone: a reader that begins meanwhile would find half of it.
+            // The lock is kept until everything is removed: a reader that started meanwhile would find only
+            // half of it.
             let lock = self.engine.disk.try_retire(id)?;
             let is_free = lock.is_some();
             going.extend(lock);
             Ok(is_free)
         })?;
-        // 1. The floor and the list, in a seal that is synced. Before it nothing has gone, and a crash
-        //    finds the older floor with all that it needs. From it on nothing starts below the new one,
-        //    so no crash in 2 to 4 leaves a start with a part missing. Only a durable record licenses
-        //    recycling, too (I7): a manifest whose rename a power cut takes away must not have cost us
-        //    the one before.
-        // The floor never goes back: below it files may be missing already.
+        // 1. Record the floor and the list of kept snapshots in a synced seal. Before this nothing was
+        //    removed, and a crash finds the old floor with all that it needs. Afterwards nothing starts below
+        //    the new floor, so a crash in steps 2 to 4 leaves no incomplete start. Only a durable record
+        //    permits recycling (I7): otherwise a power cut that takes back a manifest's rename would have
+        //    cost the snapshot before it. The floor never moves back: files below it may be missing already.
         let floor = catalog.floor.max(plan.log_from.map(|(_, redo)| redo).filter(|redo| redo.0 > 0));
         self.record(catalog, floor, |id| plan.snapshots.contains(id))?;
         let _phase = phases::enter(Phase::Recycle);
         catalog.floor = floor;
         catalog.snapshots.retain(|id, _| plan.snapshots.contains(id));
-        // A replay from the new floor on meets no restore before it.
+        // Replay from the new floor meets no restore at or before it.
         catalog.tables.retain(|_, table| is_needed(table.restored_at, &plan));
         if catalog.unread.is_some_and(|unread| floor.is_some_and(|floor| floor >= unread)) {
-            // All that could need files which nothing names lies below the floor now.
+            // Everything that could need unnamed files is below the floor now.
             catalog.unread = None;
         }
         let segments: Vec<u64> = pruned
@@ -157,11 +159,11 @@ impl Snapshots {
             .filter_map(|(file, _)| if let FileName::Segment(number) = file { Some(*number) } else { None })
             .collect();
         self.check_plan(catalog, &plan, &segments);
-        // 2. Manifests. Gone after their log or images, one that survived a crash would name what is
-        //    missing. A failure poisons: a manifest that stays, and that the catalog does not know any
-        //    more, would come back with the next open, when what it needs is gone.
+        // 2. Manifests. If they were removed after their log or images, a manifest that survived a crash
+        //    would name missing files. A failure poisons the store: a manifest that stays on disk but is
+        //    unknown to the catalog would come back at the next open, without the files that it needs.
         self.remove_all(Folder::Snapshots, &pruned).map_err(|error| self.engine.poison.set(error))?;
-        // 3. Segments: before images, so that a batch which survived a crash still finds the images that it
+        // 3. Segments, before images, so that a batch that survived a crash still finds the images that it
         //    names.
         self.engine.log.pool.recycle(&segments)?;
         // 4. Images and tables.
@@ -170,11 +172,11 @@ impl Snapshots {
         Ok(pruned)
     }
 
-    /// Step 4: image files that go become spares as far as they may, and are removed otherwise. All that
-    /// named them is gone by now, durably (I13).
+    /// Runs step 4: removed image files become spares where possible and are deleted otherwise. Everything
+    /// that named them is durably gone by now (I13).
     ///
-    /// Only files whose numbers a kept manifest says are taken: the number of another one may be given again
-    /// after a crash, and its chunks in a spare would look like new ones.
+    /// Only files whose number a kept manifest declares taken can become spares: any other number may be
+    /// assigned again after a crash, and its old chunks in a spare would look like new ones.
     fn recycle_images(&self, catalog: &Catalog, pruned: &PruneReport) -> Result<()> {
         let next_file = catalog.snapshots.values().map(|kept| kept.next_file).max().unwrap_or(0);
         let is_free = |file: FileName, len: u64| match file {
@@ -194,12 +196,12 @@ impl Snapshots {
         let free: Vec<(u64, u64)> =
             free.into_iter().filter_map(|&(file, len)| Some((number(file)?, len))).collect();
         if free.is_empty() && spares.is_empty() {
-            // A folder from which nothing went needs no sync.
+            // A folder from which nothing was removed needs no sync.
             return if going.is_empty() { Ok(()) } else { self.engine.disk.sync_folder(Folder::Pages) };
         }
         let named = self.subject(catalog).named_image_files()?;
-        // Spares and files that stay take at most twice what the snapshots name: that is what a snapshot of
-        // all pages takes at its end, with the one that it replaces.
+        // Spares and kept files together may take at most twice the bytes that the snapshots name. A snapshot
+        // of all pages takes that much at its end, together with the one that it replaces.
         let live: u64 = named.iter().map(NamedImageFile::live_len).sum();
         let taken: u64 = named.iter().map(|file| file.len).sum();
         let bound = live.saturating_mul(2).saturating_sub(taken);
@@ -208,7 +210,7 @@ impl Snapshots {
         let useful = written.saturating_add(written / HEADS_SHARE + IMAGE_FILES_MAX * HEADS_BYTES);
         let bytes_max = if self.keeps_spares { bound.min(useful) } else { 0 };
         spares.recycle(&free, bytes_max, !going.is_empty())?;
-        // Registered here, where it is no commit's wait: the next snapshot but one writes to it.
+        // Registered here, where no commit waits for it; the next snapshot but one writes to the file.
         if self.images.is_in_place() {
             let (arena, staging) = (&self.engine.arena, &self.engine.staging);
             let is_ready = |kept: &KeptReady, len| {
@@ -219,13 +221,13 @@ impl Snapshots {
         Ok(())
     }
 
-    /// The shortest image file that is worth another sync of its folder: half a chunk.
+    /// Returns the minimum length for which an image file is worth another sync of its folder: half a chunk.
     fn spare_len_min(&self) -> u64 {
         self.chunk_len / 2
     }
 
-    /// Asserts that nothing goes that a kept snapshot needs (I8): the catalog is what stays, `segments`
-    /// are what goes.
+    /// Asserts that nothing is removed that a kept snapshot needs (I8). `catalog` contains what stays,
+    /// `segments` what is removed.
     fn check_plan(&self, catalog: &Catalog, plan: &RetentionPlan, segments: &[u64]) {
         let Some(newest) = segments.iter().max() else { return };
         let redo = plan.log_from.map(|(_, redo)| redo).filter(|redo| redo.0 > 0);
@@ -236,29 +238,30 @@ impl Snapshots {
         assert!(starts.all(|kept| *newest < kept.redo.segment));
     }
 
-    /// Removes the files of a folder that go, and syncs it: the next step must not outrun these on the disk.
+    /// Removes a folder's files and syncs the folder: the next step must not reach the disk before these
+    /// removals.
     fn remove_all(&self, folder: Folder, pruned: &PruneReport) -> Result<()> {
         let files = || pruned.files.iter().map(|(file, _)| *file).filter(|file| file.folder() == folder);
         files().try_for_each(|file| self.engine.disk.remove(file))?;
-        // A folder from which nothing went needs no sync.
+        // A folder from which nothing was removed needs no sync.
         if files().next().is_some() { self.engine.disk.sync_folder(folder) } else { Ok(()) }
     }
 
-    /// The catalog with its disk, for the rules.
+    /// Returns the catalog with its disk, as input to the rules.
     fn subject<'a>(&'a self, catalog: &'a Catalog) -> Subject<'a> {
         Subject { disk: &*self.engine.disk, catalog, current_segment: self.engine.log.current_segment() }
     }
 }
 
 impl Subject<'_> {
-    /// Says what would go.
+    /// Returns what would be removed.
     pub fn would_prune(&self, retention: &Retention) -> Result<PruneReport> {
         let (_, pruned) = self.plan(retention, &mut |id| self.disk.is_held(id).map(|is_held| !is_held))?;
         Ok(pruned)
     }
 
-    /// Says what stays, and what goes. `is_free` says whether no reader holds a snapshot, or the log's
-    /// beginning, which has number 0.
+    /// Decides what stays and what is removed. `is_free` returns whether no reader holds a snapshot; number 0
+    /// stands for the beginning of the log.
     fn plan(
         &self,
         retention: &Retention,
@@ -267,29 +270,29 @@ impl Subject<'_> {
         let Self { catalog, .. } = *self;
         let log = self.log_on_disk()?;
         let (now, no_reader) = (unix_ms(), BTreeSet::new());
-        // Planned twice: first without readers, to know which snapshots a reader must be asked about.
-        // Asked about all, each prune would try a lock a snapshot.
+        // Planned twice: first without readers, to find the snapshots whose readers matter. Otherwise each
+        // prune would try one lock per snapshot.
         let wanted = plan(&catalog.snapshots, retention, &log, now, &no_reader, false);
         // A snapshot that a name keeps may lose the log after it, which its reader may be following.
         let mut held = BTreeSet::new();
         for (id, _) in catalog.snapshots.iter().filter(|(_, kept)| wanted.takes_from(kept, &log)) {
-            // I8: it stays, with the log after it, until its reader has gone.
+            // I8: the snapshot stays, with the log after it, until its reader has ended.
             if !is_free(*id)? {
                 held.insert(*id);
             }
         }
         let beginning_held = !is_free(SnapshotId(0))?;
         let mut plan = plan(&catalog.snapshots, retention, &log, now, &held, beginning_held);
-        // A reader may also have begun at a link that is there only for the snapshots which follow it, or
-        // that a crash left. The catalog does not know any more what that reader needs: until it has
-        // gone, all stays.
+        // A reader may also have started from a link that is kept only for later snapshots, or that a crash
+        // left. The catalog no longer knows what that reader needs, so everything stays until the reader has
+        // ended.
         for id in self.links_alone()? {
             if !is_free(id)? {
                 plan =
                     RetentionPlan { snapshots: catalog.snapshots.keys().copied().collect(), log_from: None };
             }
         }
-        // Kept by no rule, and held by no reader.
+        // Kept by no rule and held by no reader.
         let gone = catalog.snapshots.values().filter(|kept| !plan.snapshots.contains(&kept.info.id));
         let snapshots = gone.map(|kept| kept.info.clone()).collect();
         let files = self.unneeded_files(&plan, &log)?;
@@ -301,10 +304,10 @@ impl Subject<'_> {
     fn unneeded_files(&self, plan: &RetentionPlan, log: &LogOnDisk) -> Result<Vec<(FileName, u64)>> {
         let Self { catalog, .. } = *self;
         let kept = || catalog.snapshots.values().filter(|kept| plan.snapshots.contains(&kept.info.id));
-        // A snapshot needs its own link, and all that it follows down to its base (I8).
+        // A snapshot needs its own link and all links down to its base (I8).
         let links: BTreeSet<SnapshotId> =
             kept().flat_map(|kept| kept.links.iter().copied().chain([kept.info.id])).collect();
-        // A table goes when no kept replay comes to its restore.
+        // A table is removed when no kept replay reaches its restore.
         let tables = || catalog.tables.iter().filter(|(_, table)| is_needed(table.restored_at, plan));
         // Images that a kept snapshot or a kept table names (I8).
         let named: BTreeSet<u64> = kept()
@@ -312,22 +315,22 @@ impl Subject<'_> {
             .chain(tables().flat_map(|(_, table)| &table.files))
             .copied()
             .collect();
-        // A manifest that could not be read goes with the ones of its age: until then it is evidence.
+        // A manifest that could not be read is kept as evidence until those of its age are removed.
         let settled = kept().filter(|kept| plan.log_from.is_some_and(|from| kept.redo.lsn >= from.1));
         let settled = settled.map(|kept| kept.info.id).min();
         let mut files = self.lens(Folder::Snapshots, |file| match file {
             FileName::Manifest(number) => {
                 let id = SnapshotId(number);
-                // Older than every snapshot that can be started from.
+                // Older than every snapshot that recovery can start from.
                 let is_old = settled.is_some_and(|settled| id < settled);
                 !links.contains(&id) && (is_old || catalog.snapshots.contains_key(&id))
             }
             _ => false,
         })?;
-        // Images go only if log may go, too: a frame of the log may name them.
+        // Images may be removed only if log may be, because a frame of the log may name them.
         let (bound, redo) = plan.log_from.unwrap_or_default();
         if plan.log_from.is_some() {
-            // A manifest or table that could not be read may need any file that was there before this run.
+            // A manifest or table that could not be read may need any file from before this run.
             let unread = catalog.unread.is_some_and(|unread| redo < unread);
             let first = if unread { catalog.files.first() } else { 0 };
             let mut pages = self.lens(Folder::Pages, |file| match file {
@@ -338,7 +341,7 @@ impl Subject<'_> {
             let next_file = kept().map(|kept| kept.next_file).max().unwrap_or(1);
             let highest = pages.iter().filter_map(|(file, _)| number(*file)).max();
             pages.retain(|(file, _)| match *file {
-                // The number is known to be taken only while the file is there, or once a manifest says so.
+                // The number is known to be taken only while the file exists, or once a manifest says so.
                 FileName::Pages(number) if Some(number) == highest && number >= next_file => false,
                 FileName::Pages(number) => {
                     !named.contains(&number)
@@ -355,7 +358,7 @@ impl Subject<'_> {
         Ok(files)
     }
 
-    /// Measures the image files that kept snapshots and kept tables name.
+    /// Measures the image files that kept snapshots and tables name.
     fn named_image_files(&self) -> Result<Vec<NamedImageFile>> {
         let Self { catalog, .. } = *self;
         let named = catalog.named_files();
@@ -368,7 +371,7 @@ impl Subject<'_> {
         Ok(measured.map(|(file, len)| NamedImageFile { len, live_bytes: live_bytes(file, len) }).collect())
     }
 
-    /// Lists the manifests on disk that are no snapshots of their own any more.
+    /// Lists the manifests on disk that are no longer snapshots of their own.
     fn links_alone(&self) -> Result<Vec<SnapshotId>> {
         let names = self.disk.list(Folder::Snapshots)?;
         let ids = names.iter().filter_map(|name| match FileName::parse(Folder::Snapshots, name) {
@@ -378,7 +381,7 @@ impl Subject<'_> {
         Ok(ids.filter(|id| !self.catalog.snapshots.contains_key(id)).collect())
     }
 
-    /// Lists the segments on disk, with the rules' other facts about the log.
+    /// Lists the segments on disk, with the other facts about the log that the rules need.
     fn log_on_disk(&self) -> Result<LogOnDisk> {
         let segments = self.lens(Folder::Log, |file| matches!(file, FileName::Segment(_)))?;
         let segments = segments.into_iter().filter_map(|(file, len)| match file {
@@ -399,7 +402,7 @@ impl Subject<'_> {
             names.iter().filter_map(|name| FileName::parse(folder, name)).filter(|file| wanted(*file));
         let len = |file| match self.disk.open(file, false) {
             Ok(open) => open.len().map(|len| Some((file, len))),
-            // It was there when the folder was listed: a snapshot was just given up.
+            // Removed since the folder was listed: a snapshot was just given up.
             Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(None),
             Err(error) => Err(error),
         };
@@ -407,27 +410,27 @@ impl Subject<'_> {
     }
 }
 
-/// Bytes of an image file that are no image's: headers, heads of chunks, paddings.
+/// Bytes of an image file that belong to no image: headers, heads of chunks, padding.
 const HEADS_BYTES: u64 = 3 * GROUP_ALIGN;
-/// The same for heads and paddings of many chunks, as a share of the images' bytes.
+/// The overhead of heads and padding in a file of many chunks: one part in this many of the images' bytes.
 const HEADS_SHARE: u64 = 16;
 
-/// An image file that stays.
+/// An image file that is kept.
 struct NamedImageFile {
     len: u64,
-    /// The most bytes that any kept snapshot names of it.
+    /// The maximum number of its bytes that any kept snapshot names.
     live_bytes: u64,
 }
 
 impl NamedImageFile {
-    /// The bytes that are named, with their heads: of a file in which nothing is wasted, all of it. Without
-    /// the share of many chunks, one file of several that a snapshot frees would never fit.
+    /// Returns the named bytes including their heads; for a file without waste, its whole length. Without
+    /// `HEADS_SHARE`, one of several files freed by a snapshot would never fit.
     fn live_len(&self) -> u64 {
         self.len.min(self.live_bytes.saturating_add(self.live_bytes / HEADS_SHARE + HEADS_BYTES))
     }
 }
 
-/// The number of an image file or a table: they share one count.
+/// Returns the number of an image file or table, which share one sequence.
 fn number(file: FileName) -> Option<u64> {
     match file {
         FileName::Pages(number) | FileName::Table(number) => Some(number),
@@ -435,7 +438,7 @@ fn number(file: FileName) -> Option<u64> {
     }
 }
 
-/// Whether replay from what stays may pass a restore, and so need its table.
+/// Whether replay from the kept log may pass a restore, and so needs its table.
 fn is_needed(restored_at: Lsn, plan: &RetentionPlan) -> bool {
     plan.log_from.is_none_or(|(_, redo)| restored_at > redo)
 }

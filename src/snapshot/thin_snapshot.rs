@@ -1,14 +1,14 @@
-//! Snapshots on a full disk: pages that were deleted give their space back, though no image can be written.
+//! Thin snapshots free the space of deleted pages on a full disk, where no image can be written.
 //!
-//! A snapshot writes an image of each page that changed. Without space for them, the images of deleted
-//! pages would stay for good, because the newest snapshot names them. So a *thin* snapshot takes its
-//! place first. It begins where the newest one begins, says which pages are gone since, and writes no
-//! image: a few bytes a page, for which the reserve has space. The log goes on from where it was needed
-//! before; replay leaves out what it says of those pages.
+//! A snapshot writes an image of each changed page. Without space for them, the images of deleted pages would
+//! stay forever, because the newest snapshot names them. So a *thin* snapshot replaces that one first. It
+//! begins at the same point, lists the pages deleted since, and writes no images: it takes a few bytes per
+//! page, for which the reserve has space. The log is kept from the same point as before; replay skips the
+//! records of the deleted pages.
 //!
-//! It counts as the snapshot whose place it takes: were both kept, nothing would come back.
+//! A thin snapshot replaces the one before it: keeping both would free nothing.
 //!
-//! A crash here leaves what a crash in the publication of any snapshot leaves.
+//! A crash here leaves what a crash during the publication of any snapshot leaves.
 
 use std::sync::Arc;
 
@@ -25,53 +25,54 @@ use crate::disk::source::DiskSource;
 use crate::error::Result;
 
 impl Snapshots {
-    /// Gives back the space that only deleted pages need. Returns whether any file went.
+    /// Frees the space that only deleted pages need. Returns whether any file was removed.
     pub(super) fn give_back(&self, catalog: &mut Catalog) -> Result<bool> {
-        // If the image of an unloaded page turns out damaged, an older snapshot can stand in for it.
+        // If the image of an unloaded page turns out to be damaged, an older snapshot can stand in for it.
         if self.engine.applier.unloaded().is_any() {
             return Ok(false);
         }
-        // The snapshot that it replaces goes only after it is verified (I7): `prune` sees to that.
+        // The replaced snapshot is removed only after this one is verified (I7); `prune` ensures that.
         self.engine.log.pool.with_surplus(|| self.write_thin(catalog))?;
         let pruned = self.prune(catalog, &self.retention);
         self.catalog.tell(catalog);
         Ok(!pruned?.files.is_empty())
     }
 
-    /// Publishes a snapshot that says which pages of the newest one are gone, if a file is there for them
-    /// alone. Files hold many images, so without such a file it would give nothing back.
+    /// Publishes a snapshot that lists the deleted pages of the newest one, if some file belongs to those
+    /// pages alone. Files contain many images, so without such a file nothing would be freed.
     fn write_thin(&self, catalog: &mut Catalog) -> Result<()> {
         // `None` if the chain of links would become too long.
         let Some((previous, previous_crc)) = catalog.known.newest_link() else { return Ok(()) };
-        // A snapshot that a scrub found damaged is no place to begin at again.
+        // A snapshot that a scrub found damaged is not a valid start.
         let newest = catalog.snapshots.get(&previous).filter(|kept| kept.is_sound);
         let Some(RetainedSnapshot { redo, info, .. }) = newest else { return Ok(()) };
-        // Its `redo` stays: no image is written, so the log from there on is still needed.
+        // `redo` is unchanged: no image is written, so the log from there on is still needed.
         let (redo, newest_end, created_unix_ms) = (*redo, info.end, info.created_unix_ms);
-        // A restore replaced everything since. The state before it is gone, and no snapshot reaches across.
+        // A restore replaced the whole state since. The state before it is gone, and no snapshot can span it.
         if catalog.tables.values().any(|table| table.restored_at > redo.lsn) {
             return Ok(());
         }
         let gone = self.gone(catalog)?;
-        // It costs a manifest, and a link that replays follow: not for nothing.
+        // A thin snapshot costs a manifest and a link that replays follow, so it must free something.
         if !catalog.known.has_file_of(&gone) {
             return Ok(());
         }
-        // After the look at the pages: if a page is deleted in between, replay from `redo` meets its delete.
+        // Taken after the pages are classified: if a page is deleted in between, replay from `redo` meets its
+        // delete.
         let end = self.end()?;
         let mut tombstones = self.tombstones_after(redo.lsn, previous, newest_end)?;
-        // Any batch from the delete on will do: the page's number is never used again.
+        // Any batch from the delete on will do: the page's number is never reused.
         append(&mut tombstones, gone.into_iter().map(|page| Tombstone { page, lsn: end.point.lsn }))?;
         tombstones.sort_unstable_by_key(|tombstone| tombstone.page);
         let End { point, root, next_page, epoch_high, .. } = end;
-        // No file is taken for it.
+        // The snapshot takes no file number.
         let next_file = catalog.files.next_number();
         let manifest = Manifest {
             kind: ManifestKind::Change { previous, previous_crc },
             store: self.engine.store,
             snapshot: SnapshotId(catalog.next_snapshot),
             name: None,
-            // For retention it is as old as the snapshot whose place it takes.
+            // Retention treats this snapshot as being as old as the one that it replaces.
             created_unix_ms,
             redo,
             end: point.lsn,
@@ -85,14 +86,14 @@ impl Snapshots {
         };
         let link = Link::of(&manifest, 0)?;
         self.record_named(catalog)?;
-        // From here on the number is taken, whatever happens: a name is never used for two contents.
+        // From here on the number is used up in any case: a file name is never used for two contents.
         catalog.next_snapshot += 1;
-        // As any snapshot's: the log is durable up to its end first (I7).
+        // As for any snapshot, the log is durable up to its end first (I7).
         let published = self.publish_all(None, &manifest, 1)?;
         let crc = published.header_crc;
         let (sums, before) =
             catalog.known.advance_by_change(&manifest, Link { manifest_crc: crc, ..link }, previous);
-        // None of the images is its own.
+        // None of the images was written for this snapshot.
         let kept = RetainedSnapshot::new(&manifest, |_| false, sums, before, crc, false);
         let id = kept.info.id;
         tracing::info!(
@@ -113,7 +114,7 @@ impl Snapshots {
     fn gone(&self, catalog: &Catalog) -> Result<Vec<PageId>> {
         let changed = self.engine.applier.turn(|turn| Ok(beginning(turn)?.changed))?;
         let mut gone = Vec::new();
-        // Some at a time: a turn is a time in which no batch is applied.
+        // In portions: no batch is applied during a turn.
         for pages in changed.chunks(LOOK_PAGES) {
             let (known, pages) = (catalog.known.clone(), Arc::new(pages.to_vec()));
             let looked_at = pages.clone();
@@ -127,10 +128,10 @@ impl Snapshots {
         Ok(gone)
     }
 
-    /// The tombstones that the newest snapshot has of pages deleted while it was taken. Replay from the
-    /// same `redo` will meet batches of those pages again, and must know that they are gone.
+    /// Returns the newest snapshot's tombstones for pages deleted while it was taken. Replay from the same
+    /// `redo` meets batches of those pages again, and must know that they are gone.
     fn tombstones_after(&self, redo: Lsn, newest: SnapshotId, newest_end: Lsn) -> Result<Vec<Tombstone>> {
-        // An exact snapshot was taken in one moment: no page was deleted meanwhile.
+        // An exact snapshot was taken at a single moment: no page was deleted meanwhile.
         if newest_end == redo {
             return Ok(Vec::new());
         }

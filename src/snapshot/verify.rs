@@ -1,16 +1,16 @@
-//! Phase 6: what published snapshots wrote is read back.
+//! Phase 6: reading back what published snapshots wrote.
 //!
-//! A snapshot is durable when it is published: a crash starts from it. The snapshot that it replaces
-//! stays until all that the new one wrote was read back past the cache (I7). That takes about as long as
-//! writing it, and a caller that wants durability need not wait for it. Snapshots are read back in the
-//! order of their publication, because each shares images with those before.
+//! A snapshot is durable once it is published: recovery after a crash starts from it. The snapshot that it
+//! replaces stays until everything that the new one wrote was read back past the cache (I7). That takes about
+//! as long as writing it, and a caller that wants only durability need not wait. Snapshots are read back in
+//! the order of publication, because each shares images with earlier ones.
 //!
-//! A thread that holds the catalog's lock may wait for the thread that reads back, and not the other way
-//! round. So that thread proves first, and takes the lock only to say so: holding both, the two would
-//! wait for each other.
+//! A thread that holds the catalog lock may wait for the thread that reads back, but not the other way round.
+//! So that thread reads back first, and takes the lock only to record the result: if it held both, the two
+//! threads would deadlock.
 //!
-//! A crash here leaves a snapshot that no frame records as verified: the next open loads all of it, and
-//! publishes it anew.
+//! A crash here leaves a snapshot that no frame records as verified: the next open loads all of it and
+//! publishes it again.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -30,39 +30,40 @@ use crate::catalog::publish::PublishedFile;
 use crate::error::{Error, Result};
 use crate::images::ImageWriters;
 
-/// How many snapshots may wait to be verified. A caller that publishes one more verifies them first: the
-/// memory of what they wrote is bounded by this.
+/// The maximum number of snapshots that wait to be verified. A caller that publishes one more verifies them
+/// first, which bounds the memory that they take.
 const UNVERIFIED_MAX: usize = 2;
-/// Threads that read back beside a caller that goes on.
+/// The number of threads that read back concurrently with a caller.
 pub(crate) const PROVERS_MAX: usize = 2;
 
 /// Published snapshots that are not verified yet.
 #[derive(Default)]
 pub(crate) struct UnverifiedSnapshots {
-    /// Snapshots that wait, and whether a thread attends to them.
+    /// The waiting snapshots, and whether a thread is processing them.
     queue: Mutex<VerifyQueue>,
-    /// Snapshots that were read back, and that the catalog does not call verified yet. Held while any is
-    /// read back.
+    /// Snapshots that were read back but are not yet marked as verified in the catalog. Held while a snapshot
+    /// is read back.
     proven: Mutex<Vec<SnapshotId>>,
     /// The thread that reads back, or the last one that did.
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// The files of a published snapshot. It takes some 200 bytes of memory a page, until all is read back.
+/// The files of a published snapshot. Takes about 200 bytes of memory per page until all is read back.
 pub(crate) struct WrittenSnapshot {
     pub snapshot: SnapshotId,
-    /// The manifest, with the bytes that it should have.
+    /// The manifest, with its expected bytes.
     pub manifest: PublishedFile,
-    /// The image files, with what they should have; `None` if the snapshot wrote none.
+    /// The image files, with their expected contents; `None` if the snapshot wrote none.
     pub images: Option<ImageWriters>,
-    /// The pages on disk that it gathered.
+    /// The pages on disk that the snapshot gathered.
     pub on_disk: Vec<GatheredDiskPage>,
 }
 
 impl WrittenSnapshot {
-    /// Reads it back past the cache (I7). Older images were read back for the snapshots that wrote them.
+    /// Reads the snapshot's own files back past the cache (I7). Older images were read back for the snapshots
+    /// that wrote them.
     ///
-    /// Past the cache, because the cache has the bytes that were written, whatever the disk did with them.
+    /// The cache would return the bytes as written, whatever the disk did with them.
     fn check(&self) -> Result<()> {
         self.manifest.check()?;
         self.images.iter().try_for_each(ImageWriters::verify)
@@ -71,44 +72,44 @@ impl WrittenSnapshot {
 
 #[derive(Default)]
 struct VerifyQueue {
-    /// Snapshots that wait to be read back, in the order of their publication.
+    /// Snapshots that wait to be read back, in order of publication.
     written: VecDeque<WrittenSnapshot>,
-    /// Whether a thread looks here again before it ends. Under one lock with the queue: a snapshot that
-    /// is pushed as the thread ends would otherwise wait for the next one.
+    /// Whether a thread will check the queue again before it ends. Guarded by the same lock as the queue:
+    /// otherwise a snapshot pushed while the thread ends would be left waiting for the next one.
     is_attended: bool,
-    /// Whether a snapshot was published for which nothing was recycled yet.
+    /// Whether a published snapshot has had nothing recycled for it yet.
     is_retention_owed: bool,
 }
 
 impl UnverifiedSnapshots {
-    /// Whether a snapshot was published for which nothing was recycled yet.
+    /// Whether a published snapshot has had nothing recycled for it yet.
     fn is_retention_owed(&self) -> bool {
         self.queue.lock().is_retention_owed
     }
 
-    /// A snapshot was published, and recycling for it is left for later; or it was done, or given up. Told
-    /// under the catalog's lock.
+    /// Records whether recycling for a published snapshot is still outstanding. Called under the catalog
+    /// lock.
     pub fn owe_retention(&self, is_owed: bool) {
         self.queue.lock().is_retention_owed = is_owed;
     }
 
-    /// A snapshot was published. Until it is verified it licenses nothing.
+    /// Adds a published snapshot. It permits no recycling until it is verified.
     pub fn push(&self, written: WrittenSnapshot) {
         self.queue.lock().written.push_back(written);
     }
 
-    /// Whether no more may wait to be read back.
+    /// Whether the queue has no room for another snapshot.
     pub fn is_full(&self) -> bool {
         self.queue.lock().written.len() >= UNVERIFIED_MAX
     }
 
-    /// Waits for the thread that reads back, if there is one.
+    /// Waits for the thread that reads back, if one exists.
     pub fn join(&self) {
         join(self.thread.lock().take());
     }
 
-    /// Reads back the snapshots that wait. More may be published meanwhile. `then` is told of each one's
-    /// pages on disk.
+    /// Reads back the waiting snapshots, including any that are published meanwhile. Calls `then` with each
+    /// snapshot's pages on disk.
     fn read_back(
         &self,
         proven: &mut Vec<SnapshotId>,
@@ -120,14 +121,14 @@ impl UnverifiedSnapshots {
             if let Err(error) = checked {
                 self.queue.lock().written.push_front(written);
                 return Err(error);
-                // It stays the first in the queue: none after it may be called verified before it.
+                // The snapshot stays first in the queue: no later one may be marked as verified before it.
             }
             proven.push(written.snapshot);
         }
     }
 }
 
-/// Waits for a thread to end. Its panic has poisoned the store.
+/// Waits for a thread to end. If it panicked, it has poisoned the store.
 fn join(thread: Option<JoinHandle<()>>) {
     if thread.is_some_and(|thread| thread.join().is_err()) {
         tracing::error!("a thread that verified snapshots panicked");
@@ -135,10 +136,10 @@ fn join(thread: Option<JoinHandle<()>>) {
 }
 
 impl Snapshots {
-    /// Has a thread verify the snapshots that are published, and recycle for them: those that were asked for
-    /// with [`AfterPublication::Leave`]. The thread needs the catalog's lock to say what it proved.
+    /// Verifies published snapshots and recycles for them on a background thread: those requested with
+    /// [`AfterPublication::Leave`]. That thread needs the catalog lock to record its result.
     pub fn attend_later(self: &Arc<Self>) {
-        // One thread at a time. It looks at the queue again before it ends, so it will come to this snapshot.
+        // One thread at a time. It checks the queue again before it ends, so it will see this snapshot.
         if std::mem::replace(&mut self.unverified.queue.lock().is_attended, true) {
             return;
         }
@@ -146,11 +147,11 @@ impl Snapshots {
         let thread = threads::start("remanent-verify", move || {
             let thread = "the thread that verifies snapshots";
             let _poisons = PanicPoisons { poison: snapshots.engine.poison.clone(), thread };
-            // A panic must not leave snapshots waiting in silence: it poisons.
+            // A panic poisons the store: it must not leave snapshots waiting unnoticed.
             snapshots.attend();
         });
         match thread {
-            // The thread before has ended, or is about to: it has given up `is_attended`.
+            // The previous thread has ended or is about to: it has cleared `is_attended`.
             Ok(thread) => join(self.unverified.thread.lock().replace(thread)),
             Err(error) => {
                 tracing::warn!(%error, "the next snapshot verifies this one, too");
@@ -159,13 +160,13 @@ impl Snapshots {
         }
     }
 
-    /// Does phases 6 and 7 as long as any snapshot waits. Others may take snapshots while it reads.
+    /// Runs phases 6 and 7 while any snapshot waits. Other threads may take snapshots while this one reads.
     fn attend(&self) {
         loop {
             let proven =
                 self.unverified.read_back(&mut self.unverified.proven.lock(), |pages| self.rebase(pages));
             let finished = match proven {
-                // Recorded and recycled by the same thread, in the order of publication.
+                // Recorded and recycled by the same thread, in order of publication.
                 Ok(()) => self.finish_owed(&mut self.catalog.lock_patiently()),
                 Err(error) if error.is_passing() => Err(error),
                 Err(error) => Err(self.engine.poison.set(error)),
@@ -182,20 +183,21 @@ impl Snapshots {
         }
     }
 
-    /// Has pages on disk read from the images that were made of them, which were read back by now. What held
-    /// their changes gives its memory back.
+    /// Switches pages on disk to the images made from them, which have been read back by now. This frees the
+    /// memory that held their changes.
     fn rebase(&self, gathered: Vec<GatheredDiskPage>) -> Result<()> {
         if gathered.is_empty() {
             return Ok(());
         }
-        // Not in the turn: what is known of the image before may be on its way from the disk, for a reader.
+        // Done outside the turn: a reader may still be loading the facts about the previous image from disk.
         let after = |GatheredDiskPage { page, copy, image }: GatheredDiskPage| {
             let before = copy.image().map(AsRef::as_ref);
             let image = image.map(|image| self.engine.disk_pages.image_after(image, copy.byte_len(), before));
             (page, copy, image)
         };
         let proven = collected(gathered.into_iter().map(after))?;
-        // I7: of an overlay its payload was read back, which says nothing of what it makes of its base.
+        // I7: of an overlay, only its payload was read back. That does not prove the page that it makes
+        // together with its base.
         let prove = |(): &mut (), at: usize| {
             let image = proven[at].2.as_ref().filter(|image| !image.image().is_whole());
             image.map_or(Ok(()), |image| image.prove().map(drop))
@@ -209,8 +211,8 @@ impl Snapshots {
         })
     }
 
-    /// Phases 6 and 7, unless another thread came first. If that was one of a restore, whose snapshot removes
-    /// no other, none goes until the next snapshot.
+    /// Runs phases 6 and 7 unless another thread already has. If that was a thread in a restore, whose
+    /// snapshot removes no other, nothing is removed until the next snapshot.
     fn finish_owed(&self, catalog: &mut Catalog) -> Result<()> {
         if !self.unverified.is_retention_owed() {
             return Ok(());
@@ -218,22 +220,21 @@ impl Snapshots {
         self.finish(catalog)
     }
 
-    /// Phases 6 and 7 for all snapshots that are published.
+    /// Runs phases 6 and 7 for all published snapshots.
     pub fn finish(&self, catalog: &mut Catalog) -> Result<()> {
         match self.verify(catalog).and_then(|()| self.retain(catalog)) {
-            // No space to record it: nothing is recycled, as yet.
+            // No space to write the record: nothing is recycled yet.
             Ok(()) | Err(Error::DiskFull { .. }) => Ok(()),
             Err(error) if error.is_passing() => Err(error),
             Err(error) => Err(self.engine.poison.set(error)),
         }
     }
 
-    /// Phase 6. When it returns, every snapshot of the catalog is verified, so that any of them may
-    /// license recycling (I7).
+    /// Runs phase 6. On return, every snapshot in the catalog is verified and so permits recycling (I7).
     pub fn verify(&self, catalog: &mut Catalog) -> Result<()> {
         let mut proven = self.unverified.proven.lock();
         self.unverified.read_back(&mut proven, |pages| self.rebase(pages))?;
-        // A snapshot that the catalog does not have any more needs no record.
+        // A snapshot that is no longer in the catalog needs no record.
         for snapshot in proven.drain(..) {
             if let Some(kept) = catalog.snapshots.get_mut(&snapshot) {
                 kept.info.verified = true;

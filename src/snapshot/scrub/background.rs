@@ -1,8 +1,8 @@
-//! Scrubs of the store's own accord: a thread that waits, reads at a pace, and waits again.
+//! Automatic scrubs: a thread that waits, scrubs at a pace, and waits again.
 //!
-//! After a full disk, or a lack of memory, the store's stats tell of it, and the next scrub finds the
-//! same damage. Every other failure has poisoned the store, and ends the thread. When the store closes,
-//! the pass is given up.
+//! A full disk or a lack of memory is reported in the store's stats, and the next scrub finds the same
+//! damage. Any other failure has poisoned the store and ends the thread. When the store closes, the pass is
+//! abandoned.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,19 +15,19 @@ use crate::base::sync::thread::JoinHandle;
 use crate::base::sync::threads;
 use crate::error::{Error, Result};
 
-/// The thread for scrubs, as the store holds it.
+/// The handle to the background scrub thread.
 pub(crate) struct Scrubber {
     scrub: Arc<Scrub>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Scrubber {
-    /// Starts the thread, if there is an interval.
+    /// Starts the thread if an interval is set.
     pub fn start(scrub: Arc<Scrub>, interval: Option<Duration>) -> Result<Self> {
         let thread = match interval {
             Some(interval) => {
                 let poison = scrub.snapshots.engine.poison.clone();
-                // A panic must show: otherwise the store would go on unscrubbed in silence.
+                // A panic poisons the store: otherwise it would run unscrubbed without notice.
                 let poisons = PanicPoisons { poison, thread: "the thread for scrubs" };
                 let scrub = scrub.clone();
                 let thread = threads::start("remanent-scrub", move || {
@@ -43,8 +43,8 @@ impl Scrubber {
 }
 
 impl Drop for Scrubber {
-    /// Ends the thread; the pass that it is reading is given up. A snapshot that it is taking must be
-    /// called off before.
+    /// Ends the thread, abandoning the current pass. A snapshot that the thread is taking must be cancelled
+    /// first.
     fn drop(&mut self) {
         self.scrub.pace.call_off();
         if let Some(thread) = self.thread.take()
@@ -55,23 +55,22 @@ impl Drop for Scrubber {
     }
 }
 
-/// The life of the thread. The interval counts from the begin of one pass to that of the next.
+/// The body of the thread. The interval counts from the beginning of one pass to that of the next.
 ///
-/// A pass reads at a pace, so that it takes no more of the disk than it was given; a store that closes
-/// calls it off.
+/// Each pass reads at a pace, to stay within its share of the disk; closing the store cancels it.
 fn live(scrub: &Scrub, interval: Duration) {
     let pace = &scrub.pace;
-    // The first pass comes an interval after the open.
+    // The first pass starts one interval after the open.
     let mut began = Instant::now();
     while pace.rest(began.checked_add(interval)).is_ok() {
         began = Instant::now();
         match scrub.run(pace, SnapshotRequest { paced: true, ..SnapshotRequest::default() }) {
             Ok(_) => {}
-            // Nothing was changed. Damage is still there for the next pass, and a shortage passes.
+            // Nothing was changed. Damage is still there for the next pass, and shortages are transient.
             Err(error) if error.is_passing() || matches!(error, Error::Damaged(_)) => {
                 tracing::warn!(%error, "a scrub failed; it is tried again later");
             }
-            // The store closes, or it is poisoned and says why itself.
+            // The store is closing, or it is poisoned and reports the reason itself.
             Err(_) => return,
         }
     }

@@ -1,25 +1,27 @@
-//! Scrubbing: what lies on disk is read, past the cache, while there is still a memory to mend it from.
+//! Scrubbing reads the needed files on disk past the cache, while a process with the data in memory can still
+//! repair them.
 //!
-//! A page that never changes is written once and read at the next open, perhaps years later; all
-//! snapshots share its image. If that has rotten meanwhile, the open is refused, and the bytes are gone
-//! with the process that had them. So a scrub reads STORE, both copies of every link, the log from the
-//! oldest start to its last durable batch, and every image that one of these names ([`pass`]). Commits
-//! and snapshots go on.
-//! | damaged | what is done |
+//! A page that never changes is written once and read at the next open, perhaps years later, and all
+//! snapshots share its image. If the image has rotted meanwhile, the open is refused, and the bytes are gone
+//! with the process that had them. So a scrub reads STORE, both copies of every link, the log from the oldest
+//! start to its last durable batch, and every image that any of these names ([`pass`]). Commits and snapshots
+//! continue.
+//!
+//! | damaged | repair |
 //! |---|---|
-//! | STORE | written anew |
-//! | one copy of a link | both are written anew |
-//! | both copies of a link | the next snapshot follows none, and names all pages |
+//! | STORE | rewritten |
+//! | one copy of a link | both copies are rewritten |
+//! | both copies of a link | the next snapshot follows no link and names all pages |
 //! | an image | no snapshot names it again: the next one gathers its page |
 //! | the log, a restore's table, an image that a batch names | recovery begins after it |
 //!
-//! For the last three a snapshot is taken. A snapshot that needs damaged bytes counts as none from then
-//! on ([`RetainedSnapshot::holds`](crate::catalog::RetainedSnapshot::holds)). So it displaces no sound
-//! one, and goes as soon as there are enough of these, unless its name keeps it: then it stays as it is,
-//! damage and all.
+//! The last three repairs take a snapshot. A snapshot that needs damaged bytes no longer counts from then on
+//! ([`RetainedSnapshot::is_sound`](crate::catalog::RetainedSnapshot::is_sound)): it displaces no sound one,
+//! and is removed once there are enough of those, unless its name keeps it. A snapshot kept for its name
+//! stays unchanged, with the damage.
 //!
-//! Nothing is overwritten and nothing removed for damage. A crash at any point finds what it would have found
-//! without the scrub, or the snapshot that mends it.
+//! Damage causes nothing to be overwritten or removed. A crash at any point finds the state as it was without
+//! the scrub, or the snapshot that repairs it.
 
 mod background;
 mod pass;
@@ -41,22 +43,22 @@ use crate::catalog::{Catalog, RetainedSnapshot};
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 
-/// The report of a scrub: how much it read, and the damage that it found.
+/// The report of a scrub: the amount read, and the damage found.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct ScrubReport {
-    /// Images that were read.
+    /// Number of images read.
     pub images: u64,
-    /// Bytes of these images, as they are stored.
+    /// Bytes of these images, as stored.
     pub image_bytes: u64,
-    /// Batches of the log that were read.
+    /// Number of batches of the log read.
     pub batches: u64,
     /// Bytes of these batches' frames.
     pub log_bytes: u64,
     /// The damage, in the order in which it was found.
     pub damage: Vec<Damage>,
-    /// The snapshot that was taken for it, so that the newest state needs none of what is damaged; or why it
-    /// could not be taken. `None` if no snapshot was needed.
+    /// The snapshot taken so that the newest state needs nothing that is damaged, or the error that prevented
+    /// it. `None` if no snapshot was needed.
     pub mended: Option<Result<SnapshotId>>,
 }
 
@@ -68,20 +70,20 @@ pub struct ScrubStats {
     pub done: u64,
     /// Scrubs that failed.
     pub failed: u64,
-    /// Places found damaged by all of them.
+    /// Number of damaged locations found by all scrubs.
     pub damaged: u64,
-    /// The outcome of the last one; `None` if there was none.
+    /// The outcome of the last scrub; `None` before the first one ends.
     pub last: Option<Result<ScrubReport>>,
 }
 
 /// Scrubs a store, one pass at a time.
 pub(crate) struct Scrub {
     snapshots: Arc<Snapshots>,
-    /// STORE as memory has it: the damaged file is written anew from this.
+    /// STORE as held in memory, from which the damaged file is rewritten.
     store: StoreFile,
-    /// The pace of scrubs in the background.
+    /// The pace of background scrubs.
     pace: Pace,
-    /// Held by the thread that scrubs: one pass at a time.
+    /// Held by the scrubbing thread, so that passes run one at a time.
     running: Mutex<()>,
     stats: Mutex<ScrubStats>,
     ended: Condvar,
@@ -97,7 +99,7 @@ impl Scrub {
         self.stats.lock().clone()
     }
 
-    /// Waits until `count` scrubs have ended, well or not.
+    /// Waits until `count` scrubs have ended, successfully or not.
     pub fn wait_ended(&self, count: u64) {
         let mut stats = self.stats.lock();
         while stats.done + stats.failed < count {
@@ -105,9 +107,9 @@ impl Scrub {
         }
     }
 
-    /// Reads everything at this pace, and mends what is damaged.
+    /// Reads everything at the given pace and repairs the damage.
     pub fn run(&self, pace: &Pace, request: SnapshotRequest) -> Result<ScrubReport> {
-        // A caller that waits for a scrub in the background has it go on at full speed.
+        // A caller that waits for a background scrub makes it run at full speed.
         let hurry = (!request.paced).then(|| self.pace.hurry());
         let _one_at_a_time = self.running.lock();
         drop(hurry);
@@ -126,11 +128,12 @@ impl Scrub {
         result
     }
 
-    /// Reads everything, and then mends, under the catalog's lock:
+    /// Reads everything, then repairs the damage under the catalog lock:
     ///
-    /// 1. Files that memory, or their other copy, has: written anew.
-    /// 2. Snapshots that need damaged bytes: flagged, so that none of them stands in for a sound one.
-    /// 3. A snapshot that needs none of it. Taken before 2, retention could keep a damaged one for it.
+    /// 1. Rewrites files whose contents are in memory or in their other copy.
+    /// 2. Flags snapshots that need damaged bytes, so that none of them replaces a sound one.
+    /// 3. Takes a snapshot that needs no damaged bytes. Taken before step 2, it could make retention keep a
+    ///    damaged snapshot.
     fn read_and_mend(&self, pace: &Pace, request: SnapshotRequest) -> Result<ScrubReport> {
         self.snapshots.engine.poison.check()?;
         let ScrubFindings { mut scrubbed, store, copies, images, bases, batches } =
@@ -143,7 +146,7 @@ impl Scrub {
         }
         let catalog = &self.snapshots.catalog;
         let mut catalog = if request.paced { catalog.lock_patiently() } else { catalog.lock() };
-        // 1. A link that is not kept any more must not come back.
+        // 1. A link that is no longer kept must not be recreated.
         let is_kept = |link: &Arc<Manifest>| {
             let mut kept = catalog.snapshots.iter();
             kept.any(|(id, kept)| *id == link.snapshot || kept.links.contains(&link.snapshot))
@@ -153,11 +156,11 @@ impl Scrub {
             error if error.is_passing() => error,
             error => self.snapshots.engine.poison.set(error),
         })?;
-        // 2. Surveyed once more: snapshots may have been taken meanwhile, or may have gone.
+        // 2. Survey again: snapshots may have been taken or removed meanwhile.
         let source = DiskSource::past_cache(self.snapshots.engine.disk.clone());
         let survey = Survey::read_as(&source, self.store.clone())?;
-        // Only images that this pass has read can be among them; a snapshot taken meanwhile names none of
-        // these.
+        // The images include only those that this pass has read; a snapshot taken meanwhile names none of the
+        // damaged ones.
         let is_spoilt = |snapshot: &Manifest| {
             let mut named = snapshot.entries.iter().filter_map(|entry| Some((entry.page, entry.image?)));
             named.any(|(page, image)| {
@@ -167,7 +170,7 @@ impl Scrub {
             })
         };
         let needs_damaged = |kept: &RetainedSnapshot| {
-            // Replay from its redo passes the damaged batch.
+            // Replay from the snapshot's `redo` passes the damaged batch.
             batches.iter().any(|lsn| kept.redo.lsn < *lsn)
                 || survey.snapshot(kept.info.id).map_or(true, |snapshot| is_spoilt(&snapshot))
         };
@@ -178,11 +181,11 @@ impl Scrub {
             if newest.is_some_and(|newest| survey.chain(*newest).is_err()) {
                 catalog.known.unlink();
             }
-            // Nothing else goes before it stands: an older snapshot may be the only one that holds.
+            // Nothing else is removed before this snapshot exists: an older one may be the only sound one.
             let request = SnapshotRequest { keeps_others: true, ..request };
             let taken = self.snapshots.take(&mut catalog, &request);
             if taken.is_err() {
-                // The next scrub is to find it all again, when there is room for the snapshot that mends it.
+                // The next scrub must find the damage again, when there is space for the repairing snapshot.
                 for (_, kept) in catalog.snapshots.iter_mut().filter(|(id, _)| spoilt.snapshots.contains(id))
                 {
                     kept.is_sound = true;
@@ -193,7 +196,7 @@ impl Scrub {
         Ok(scrubbed)
     }
 
-    /// Writes files anew of which memory, or their own other copy, has all that they should say.
+    /// Rewrites files whose full contents are in memory or in their own other copy.
     fn mend_files(&self, store: bool, copies: &[Arc<Manifest>], threads_max: usize) -> Result<()> {
         if store {
             let bytes = self.store.encode().map_err(|defect| Error::from(defect.at(FileName::Store, 0)))?;
@@ -207,12 +210,12 @@ impl Scrub {
 /// The snapshots that a scrub has flagged.
 struct Spoilt {
     snapshots: Vec<SnapshotId>,
-    /// Whether another snapshot must take the place of one of them.
+    /// Whether another snapshot must replace one of them.
     is_due: bool,
 }
 
-/// Flags the snapshots that need damaged bytes. Another one is due in place of the newest, from which
-/// recovery starts, and of one that is kept to start from. A name keeps its snapshot for its own sake.
+/// Flags the snapshots that need damaged bytes. A replacement is due for the newest one, from which recovery
+/// starts, and for any unnamed one, which is kept as a start. A name keeps its snapshot for its own sake.
 fn spoil(catalog: &mut Catalog, needs_damaged: impl Fn(&RetainedSnapshot) -> bool) -> Spoilt {
     let newest = catalog.snapshots.keys().next_back().copied();
     let mut spoilt = Spoilt { snapshots: Vec::new(), is_due: false };

@@ -1,10 +1,9 @@
-//! One pass over the files on disk. The batches and images to look at are fixed when it begins, and then
-//! read at a pace.
+//! One scrub pass over the files on disk. The pass fixes the batches and images to check when it begins, and
+//! then reads them at a pace.
 //!
-//! Meanwhile snapshots are taken, and what they replace is recycled: a pass takes long at its pace, and
-//! must hold nothing up. Numbers of image files are never used again, so a file that is gone was not
-//! needed. A segment may hold other bytes by now: what looks damaged is damaged only if replay could
-//! still begin before it.
+//! Snapshots are taken meanwhile, and the files that they supersede are recycled: a pass takes long, and must
+//! not hold anything up. Numbers of image files are never reused, so a missing file was not needed. A segment
+//! may contain other bytes by now: apparent damage counts only if replay could still begin before it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -33,57 +32,58 @@ use crate::images::read::{ImageRequest, runs};
 pub(super) struct ScrubFindings {
     /// The report for the caller.
     pub scrubbed: ScrubReport,
-    /// Whether STORE itself is damaged.
+    /// Whether STORE is damaged.
     pub store: bool,
-    /// Links of which one copy is damaged.
+    /// Links with one damaged copy.
     pub copies: Vec<Arc<Manifest>>,
     /// The damaged images, by file and offset.
     pub images: BTreeSet<(u64, u64)>,
-    /// The files of damaged bases of overlays, each with the page.
+    /// The files of damaged overlay bases, each with its page.
     pub bases: BTreeSet<(u64, PageId)>,
     /// Batches that cannot be replayed.
     pub batches: Vec<Lsn>,
 }
 
-/// An image that the pass is to read.
+/// An image that the pass will read.
 struct ScrubImage {
     image: ImageRef,
     page: PageId,
     len: u64,
-    /// The batch that cannot be replayed without it.
+    /// The batch that cannot be replayed without the image.
     batch: Option<Lsn>,
 }
 
-/// A pass under way.
+/// A scrub pass in progress.
 pub(super) struct ScrubPass<'a> {
     snapshots: &'a Snapshots,
-    /// Past the cache: the cache may hold what the medium has lost.
+    /// Reads past the cache, which may hold bytes that the medium has lost.
     source: DiskSource,
     pace: &'a Pace,
     began: Instant,
-    /// The segments as they were when the pass began.
+    /// The segments as of the beginning of the pass.
     log: LogMap,
     /// The last batch that was durable when the pass began.
     until: Lsn,
     /// The images to read, by file and offset: each once, however many snapshots share it.
     images: BTreeMap<(u64, u64), ScrubImage>,
-    /// The damage so far.
+    /// The damage found so far.
     found: ScrubFindings,
 }
 
 impl<'a> ScrubPass<'a> {
-    /// Reads the files that say what there is: STORE, links, tables, the headers of segments. Under the
-    /// catalog's lock, so that no snapshot goes between the list of it and the look at it.
+    /// Reads the files that list the rest: STORE, links, tables and segment headers. Holds the catalog lock,
+    /// so that no snapshot is removed between being listed and being checked.
     pub fn begin(snapshots: &'a Snapshots, store: &StoreFile, pace: &'a Pace) -> Result<Self> {
         // The pace of the pass counts from here.
         let began = Instant::now();
         let catalog = snapshots.catalog.lock();
         let source = DiskSource::past_cache(snapshots.engine.disk.clone());
         let mut found = ScrubFindings::default();
-        // Asked before the files are listed: a batch that becomes durable meanwhile may lie in a segment
-        // that is not among them, and would look lost.
+        // Read before the files are listed: a batch that becomes durable later may be in a segment that is
+        // not listed, and would look lost.
         let until = snapshots.engine.log.durable();
-        // A damaged STORE hides nothing: memory has what it should say, and all else is read by that.
+        // A damaged STORE hides nothing: its contents are in memory, and everything else is checked against
+        // those.
         let survey = match Survey::read(&source) {
             Ok(survey) if survey.store == *store => survey,
             Err(damage) if damage.file != FileName::Store => return Err(damage.into()),
@@ -93,7 +93,7 @@ impl<'a> ScrubPass<'a> {
                 Survey::read_as(&source, store.clone())?
             }
         };
-        // The survey itself goes: with it, all entries of all links would stay in memory for the whole pass.
+        // The survey itself is dropped: it would keep all entries of all links in memory for the whole pass.
         let (log, images) = (survey.log.clone(), BTreeMap::new());
         let mut pass = Self { snapshots, source, pace, began, log, until, images, found };
         pass.read_links(&catalog, &survey);
@@ -104,11 +104,11 @@ impl<'a> ScrubPass<'a> {
     /// Reads the log and the images.
     ///
     /// # Errors
-    /// The system's error where it was short of something: what could not be looked at is not damaged.
+    /// The system's error if a resource ran short: an unchecked file is not reported as damaged.
     pub fn run(mut self) -> Result<ScrubFindings> {
         self.read_log()?;
         self.read_images()?;
-        // Half a pass must not be told as a whole one.
+        // An incomplete pass must not be reported as a complete one.
         let damage = &self.found.scrubbed.damage;
         let is_shortage = |defect: &Defect| matches!(defect, Defect::Shortage { .. } | Defect::Memory { .. });
         match damage.iter().find(|damage| is_shortage(&damage.defect)) {
@@ -117,18 +117,18 @@ impl<'a> ScrubPass<'a> {
         }
     }
 
-    /// Reads both copies of every link that is kept, and notes the images of every kept snapshot.
+    /// Checks both copies of every kept link, and collects the images of every kept snapshot.
     fn read_links(&mut self, catalog: &Catalog, survey: &Survey) {
-        // Snapshots share links: each is looked at once.
+        // Snapshots share links: each is checked once.
         let mut seen = BTreeSet::new();
         for kept in catalog.snapshots.values().filter(|kept| kept.is_sound) {
             match survey.snapshot(kept.info.id) {
                 Ok(snapshot) => self.want_all(&snapshot, None),
                 Err(damage) => self.damaged(damage),
             }
-            // A link that others follow is as needed as their own.
+            // A link that others follow is needed as much as their own.
             for link in kept.links.iter().chain([&kept.info.id]) {
-                // A link that cannot be read at all was told with its snapshot above.
+                // An unreadable link was reported with its snapshot above.
                 let Some(Ok((manifest, health))) = survey.links.get(link) else { continue };
                 if seen.insert(*link) && !health.is_whole() {
                     self.copy_damaged(manifest, health);
@@ -137,22 +137,22 @@ impl<'a> ScrubPass<'a> {
         }
     }
 
-    /// Reports the damaged copy of a link. One copy does for an open; this one is mended now, before the
-    /// other one rots, too.
+    /// Reports the damaged copy of a link. One copy suffices for an open; this one is repaired now, before
+    /// the other one rots too.
     fn copy_damaged(&mut self, manifest: &Arc<Manifest>, health: &CopyHealth) {
         let file = FileName::Manifest(manifest.snapshot.0);
-        // Both copies are of the same length.
+        // Both copies have the same length.
         let second = self.source.len(file).ok().flatten().unwrap_or(0) / 2;
         for (defect, offset) in health.defects.iter().zip([0, second]) {
             if let Some(defect) = defect {
                 self.damaged(defect.clone().at(file, offset));
             }
         }
-        // The other copy has all of it, so both can be written anew.
+        // The other copy is complete, so both can be rewritten.
         self.found.copies.push(manifest.clone());
     }
 
-    /// Reads the tables that a replay may still come to, and notes their images.
+    /// Reads the tables that a replay may still reach, and collects their images.
     fn read_tables(&mut self, catalog: &Catalog, store: &StoreFile) {
         let oldest = self.starts(catalog).first().map(|oldest| oldest.lsn);
         // A table below the oldest start is never read again.
@@ -169,37 +169,36 @@ impl<'a> ScrubPass<'a> {
         }
     }
 
-    /// Notes the images of a manifest. `batch` cannot be replayed without them.
+    /// Collects the images of a manifest; `batch` cannot be replayed without them.
     fn want_all(&mut self, manifest: &Manifest, batch: Option<Lsn>) {
         for entry in &manifest.entries {
             let Some(image) = entry.image else { continue };
             let wanted = ScrubImage { image, page: entry.page, len: entry.len, batch };
             let known = self.images.entry((image.file, image.offset)).or_insert(wanted);
-            // Shared by a snapshot and a batch, an image is needed by both: the latest batch decides
-            // where recovery may begin.
+            // An image shared by a snapshot and a batch is needed by both: the latest batch decides where
+            // recovery may begin.
             known.batch = known.batch.max(batch);
         }
     }
 
-    /// Where replay may begin, in the order of the log.
+    /// Returns the points at which replay may begin, in log order.
     fn starts(&self, catalog: &Catalog) -> Vec<LogPoint> {
-        // A segment that is gone was recycled: no replay begins in it.
+        // A missing segment was recycled: no replay begins in it.
         let is_there = |point: &LogPoint| {
             let file = FileName::Segment(point.segment);
             DiskSource::new(self.snapshots.engine.disk.clone()).len(file).is_ok_and(|len| len.is_some())
         };
-        // The log's beginning is a start only as long as no floor was recorded.
+        // The beginning of the log is a start only while no floor is recorded.
         let beginning = self.log.beginning().filter(|point| catalog.floor.is_none() && is_there(point));
         let kept = catalog.snapshots.values().filter(|kept| kept.is_sound && kept.redo.lsn <= self.until);
-        // The log after a snapshot with a name may be kept no longer, and the files that it names are
-        // gone then.
+        // The log after a named snapshot may no longer be kept, and then the files that it names are gone.
         let kept = kept.filter(|kept| catalog.reaches(kept));
         let mut starts: Vec<LogPoint> = beginning.into_iter().chain(kept.map(|kept| kept.redo)).collect();
         starts.sort_unstable_by_key(|point| point.lsn);
         starts
     }
 
-    /// Follows the log from its oldest start; after damage, from the next start.
+    /// Follows the log from its oldest start and, after damage, from the next start.
     fn read_log(&mut self) -> Result<()> {
         let starts = self.starts(&self.snapshots.catalog.lock());
         let mut next = starts.first().copied();
@@ -214,40 +213,40 @@ impl<'a> ScrubPass<'a> {
                 self.found.batches.push(lost);
                 self.damaged(damage);
             }
-            // Always further on, so that the walk ends.
+            // Each start is later than the previous one, so the walk ends.
             next = starts.into_iter().find(|start| start.lsn >= lost && start.lsn > from.lsn);
         }
         Ok(())
     }
 
-    /// Follows the log from a point. Returns the damage that it meets, and the last point before it.
+    /// Follows the log from a point. Returns the damage that it meets, with the last point before it.
     fn walk(&mut self, from: LogPoint) -> Result<Option<(LogPoint, Damage)>> {
-        // All of it is durable (I4): a frame that does not hold is damage, never a torn tail.
+        // All of this log is durable (I4): an invalid frame is damage, never a torn tail.
         let mut walk = match LogWalk::new(&self.source, &self.log, from, self.until) {
             Ok(walk) => walk,
             Err(damage) => return Ok(Some((from, damage))),
         };
         let scrubbed = &mut self.found.scrubbed;
-        // Only up to the last batch that was durable when the pass began: after it the log is still being
+        // Stops at the last batch that was durable when the pass began: the log after it is still being
         // written.
         while walk.point().lsn < self.until {
-            // The last point that is proven: damage lies after it.
+            // The last verified point: damage is after it.
             let at = walk.point();
             let file = FileName::Segment(at.segment);
-            // An end before that is damage, too.
+            // A log that ends earlier is damaged, too.
             let missing = || Defect::Missing.at_lsn(file, at.offset, at.lsn.next());
             let frame = match walk.next().and_then(|frame| frame.ok_or_else(missing)) {
                 Ok(frame) => frame,
                 Err(damage) => return Ok(Some((at, damage))),
             };
             let lsn = frame.header.lsn;
-            // Counted as it is read: the pace goes by it.
+            // Counted as it is read, for the pace.
             scrubbed.log_bytes += frame.header.frame_len();
             if frame.header.kind == FrameKind::Batch {
                 scrubbed.batches += 1;
-                // Where the damage is told, if the payload does not decode.
+                // Where damage is reported if the payload does not decode.
                 let here = (FileName::Segment(frame.header.segment), frame.header.offset);
-                // A payload that cannot be decoded is as lost as one that fails its checksum.
+                // A payload that does not decode is as lost as one with a wrong checksum.
                 let ops = match decode_payload(frame.payload) {
                     Ok(ops) => ops,
                     Err(defect) => return Ok(Some((at, defect.at_lsn(here.0, here.1, lsn)))),
@@ -255,8 +254,8 @@ impl<'a> ScrubPass<'a> {
                 for op in ops {
                     if let Op::Image { page, len, image } = op.op {
                         let wanted = ScrubImage { image, page, len, batch: Some(lsn) };
-                        // Images that were written ahead are part of the log: without them their batch
-                        // cannot be replayed.
+                        // An image written in advance is part of the log: its batch cannot be replayed
+                        // without it.
                         self.images.insert((image.file, image.offset), wanted);
                     }
                 }
@@ -266,13 +265,13 @@ impl<'a> ScrubPass<'a> {
         Ok(None)
     }
 
-    /// Reads the images in the order of their files, each at the pace.
-    /// Images come after the log, because its batches name some of them.
+    /// Reads the images at the pace, in file order. This follows the log, because batches name some of the
+    /// images.
     fn read_images(&mut self) -> Result<()> {
         let wanted =
             |image: &ScrubImage| ImageRequest { page: image.page, len: image.len, image: image.image };
         let mut wanted = collected(self.images.values().map(wanted))?;
-        // In the order of the files, several at one go.
+        // In file order, several images per read.
         for run in runs(&mut wanted) {
             for (image, damage) in run.damaged(&self.source)? {
                 self.image_damaged(&image, damage);
@@ -285,10 +284,10 @@ impl<'a> ScrubPass<'a> {
         Ok(())
     }
 
-    /// Reports an image that does not hold, unless its file was recycled meanwhile.
+    /// Reports a damaged image, unless its file was recycled meanwhile.
     fn image_damaged(&mut self, image: &ImageRef, damage: Damage) {
         let place = (image.file, image.offset);
-        // The damage may lie in the base of an overlay, which other overlays have, too.
+        // The damage may be in the base of an overlay, which other overlays may share.
         let damaged_file = match damage.file {
             FileName::Pages(file) => file,
             _ => image.file,
@@ -298,9 +297,9 @@ impl<'a> ScrubPass<'a> {
         if !is_named && !catalog.files.is_for_batch(damaged_file, Lsn(0)) {
             return;
         }
-        // At once, so that a snapshot that is taken before the pass ends does not name it.
+        // Recorded immediately, so that a snapshot taken before the pass ends does not name the image.
         let ScrubImage { page, batch, .. } = &self.images[&place];
-        // A shortage says nothing about the image: its page would be written again for nothing.
+        // A shortage says nothing about the image: its page would be rewritten for nothing.
         if !matches!(damage.defect, Defect::Shortage { .. } | Defect::Memory { .. }) {
             catalog.known.spoil(*page, image, (damaged_file, damage.offset));
         }
@@ -312,7 +311,7 @@ impl<'a> ScrubPass<'a> {
         self.damaged(damage);
     }
 
-    /// Notes damage; the caller of the scrub is told of all of it.
+    /// Adds damage to the report for the caller.
     fn damaged(&mut self, damage: Damage) {
         self.found.scrubbed.damage.push(damage);
     }
