@@ -1,4 +1,4 @@
-//! The snapshots that an open may start from: the newest one that can be loaded, and the log after it.
+//! The candidates of an open: finds the newest snapshot that can be loaded, and the log after it.
 //!
 //! Nothing on disk changes here, so a crash loses nothing.
 
@@ -22,24 +22,24 @@ use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 use crate::options::PageLoad;
 
-/// The best candidate that could be loaded, with what was found on the way to it.
+/// The best candidate that could be loaded, with the damage found on the way to it.
 pub(super) struct BestCandidate<'s, 'a> {
     pub resolution: Resolution,
     pub loaded: LoadedPages<'a>,
     pub draft: CatalogDraft<'s>,
-    /// Damage to the snapshots that were passed over.
+    /// Damage to the snapshots that were skipped.
     pub harmless: Vec<Damage>,
 }
 
-/// Images that kept the open from starting at a snapshot. An older snapshot that names one of them is passed
-/// over at once: no batch in between can have given the page another image, or the newer snapshot would not
-/// name it any more. Otherwise damage to one image that all snapshots share would have each of them loaded.
+/// Images that kept the open from starting at a snapshot. An older snapshot that names one of them is skipped
+/// immediately: no batch in between can have given the page another image, or the newer snapshot would not
+/// name it. Otherwise damage to one image shared by all snapshots would cause each of them to be loaded.
 #[derive(Default)]
 struct BlockingImages(Vec<(ImageRef, Damage)>);
 
 impl BlockingImages {
-    /// Notes the image in which a snapshot's damage lies. Of pages on disk none is noted: whether their
-    /// images are read depends on whether the snapshot is verified.
+    /// Records the image that contains a snapshot's damage. Images of pages on disk are not recorded: whether
+    /// they are read depends on whether the snapshot is verified.
     fn note(&mut self, base: &Manifest, table: &PageTable, damage: &Damage) {
         let lies_there = |entry: &&ManifestEntry| {
             let image = entry.image.filter(|image| FileName::Pages(image.file) == damage.file);
@@ -50,7 +50,7 @@ impl BlockingImages {
         self.0.extend(found.map(|image| (image, damage.clone())));
     }
 
-    /// The damage to one of them that a snapshot names.
+    /// Returns the damage to a recorded image that this snapshot names.
     fn damage_to(&self, base: &Manifest) -> Option<&Damage> {
         let is_named = |image: &ImageRef| base.entries.iter().any(|entry| entry.image == Some(*image));
         self.0.iter().find(|(image, _)| is_named(image)).map(|(_, damage)| damage)
@@ -58,11 +58,11 @@ impl BlockingImages {
 }
 
 impl Recovery<'_> {
-    /// Tries the snapshots from the newest to the oldest, then the log's beginning. A snapshot that is
-    /// passed over costs time: its pages come from an older one and more log. If nothing is left, the
-    /// newest one's damage is the answer.
+    /// Tries the snapshots from newest to oldest, then the beginning of the log. Skipping a snapshot costs
+    /// only time: its pages come from an older one and more log. If no candidate can be loaded, returns the
+    /// newest one's damage.
     ///
-    /// Only damage leads to the next candidate. After a shortage an older snapshot would open the same
+    /// Only damage leads to the next candidate. After a shortage, an older snapshot would open the same
     /// state, but the new incarnation would not record the newer ones as verified.
     pub(super) fn load_best<'s>(
         &self,
@@ -78,8 +78,8 @@ impl Recovery<'_> {
                 }
                 let mut resolution = self.resolve(source, survey, base.as_ref())?;
                 let end = resolution.end.as_ref().expect("followed to its end");
-                // The floor is known only at the end of the log: below it, segments and images may be
-                // gone, though the manifest is still there.
+                // The floor is known only at the end of the log: below it, segments and images may be missing
+                // although the manifest still exists.
                 Reach::of(survey, &end.verified).check_start(base.as_deref())?;
                 let loaded = load(self, source, survey, base.as_deref(), &mut resolution);
                 if let (Err(Error::Damaged(damage)), Some(base)) = (&loaded, &base)
@@ -104,8 +104,8 @@ impl Recovery<'_> {
         Err(passed_over.into_iter().next().unwrap_or(nothing).into())
     }
 
-    /// Follows the log from a snapshot to its end, as [`Survey::resolve`] does on one thread. Other threads
-    /// read, prove and decode frames while this one resolves them.
+    /// Follows the log from a snapshot to its end, like the single-threaded [`Survey::resolve`]. Other
+    /// threads read, prove and decode frames while this one resolves them.
     pub(super) fn resolve(
         &self,
         source: &DiskSource,
@@ -132,8 +132,8 @@ impl Recovery<'_> {
         Ok(following.finish(stopped.end, stopped.point)?)
     }
 
-    /// The frames of the log, from `source`. The mark of the manifests goes along: a log that ends below
-    /// it has lost batches that were durable (I4), and is not taken for one with a torn tail.
+    /// Returns a reader of the log's frames from `source`. It includes the mark of the manifests: a log that
+    /// ends below that mark has lost durable batches (I4), and is not merely torn.
     pub(super) fn frames<'s>(&'s self, source: &'s DiskSource, survey: &'s Survey) -> Frames<'s> {
         let window_len = self.options.replay_window_len;
         Frames { source, map: &survey.log, mark: survey.mark(), staging: self.staging, window_len }

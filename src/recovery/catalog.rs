@@ -1,10 +1,9 @@
-//! The files on disk that an open keeps: snapshots, tables of old states, the files that they need,
-//! and the images that need not be written again. None of it is needed to load pages, so it is put
-//! together while they are loaded.
+//! The catalog of an open: snapshots, tables of old states, the files that they need, and the images that
+//! need not be written again. None of it is needed to load pages, so it is built while they are loaded.
 //!
-//! Looking changes nothing. Files that nothing names are removed only when the new incarnation has begun:
-//! before, a refused open would have touched the store, and a crash would find less than it could have
-//! used.
+//! Building the catalog changes nothing on disk. Unnamed files are removed only after the new incarnation has
+//! begun: earlier, a refused open would have modified the store, and a crash would leave less than recovery
+//! could have used.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -29,37 +28,38 @@ use crate::images::IMAGE_FILES_MAX;
 use crate::images::disk_pages::DiskPages;
 use crate::images::numbers::ImageFiles;
 
-/// The files that will be kept on disk, if the pages can be loaded.
+/// The files to keep on disk, if the pages can be loaded.
 pub(super) struct CatalogDraft<'s> {
     /// The snapshots that the new incarnation records as verified.
     pub verified: Vec<VerifiedSnapshot>,
-    /// The links that are published anew before the record of them (I7).
+    /// The links to publish again before they are recorded (I7).
     pub anew: Vec<&'s Manifest>,
-    /// The pages that are not as the newest snapshot has them: the table watches them, so that the next
-    /// snapshot looks at these alone.
+    /// The pages that differ from the newest snapshot. The table tracks them, so that the next snapshot
+    /// checks only these.
     pub changed: Vec<PageId>,
-    /// The same table, for commits.
+    /// The resolved table, for commits.
     pub submitted: PageTable,
-    /// The snapshots that stay, with the files that they need.
+    /// The kept snapshots, with the files that they need.
     snapshots: BTreeMap<SnapshotId, RetainedSnapshot>,
-    /// The tables of restores that a replay may still come to.
+    /// The tables of restores that a replay may still reach.
     tables: BTreeMap<u64, RetainedTable>,
     /// Images that the next snapshot need not write again. Without them the first snapshot after an open
     /// would write every page.
     known: KnownImages,
-    /// Image files that batches may name, with the newest batch that may.
+    /// Image files that batches may name, each with the newest batch that may.
     for_batches: BTreeMap<u64, Lsn>,
-    /// The lowest number that no image file or table has. A number is never used twice: a frame that was
-    /// cut may name a file, and must not find another one's images under that name.
+    /// The lowest number above those of all image files and tables. A number is never used twice: a frame
+    /// that was cut may name a file, and must not find another file's images under that name.
     next_file: u64,
-    /// Replay may start at this `redo` and later ones; `None`: also at the log's beginning.
+    /// Replay may start at this `redo` or later ones. With `None` it may also start at the beginning of the
+    /// log.
     floor: Option<Lsn>,
-    /// Whether a manifest or a table cannot be read. Nothing says then which files it needs.
+    /// Whether some manifest or table cannot be read, so that the files it needs are unknown.
     is_unread: bool,
 }
 
 impl<'s> CatalogDraft<'s> {
-    /// Looks up what will be kept. `base` is the snapshot that is loaded, whole.
+    /// Determines what to keep. `base` is the snapshot that is loaded, with all its entries.
     pub fn look(
         disk: &dyn Disk,
         source: &DiskSource,
@@ -73,7 +73,8 @@ impl<'s> CatalogDraft<'s> {
         let reach = Reach::of(survey, &end.verified);
         let (mut verified, anew) = verified(survey, end, resolution.base);
         let floor = floor(survey, &reach, &verified);
-        // A seal says of each snapshot whether the log after it is kept. Without the log it is no start.
+        // The seal states for each snapshot whether the log after it is kept. Without the log it is not a
+        // start.
         for entry in &mut verified {
             let redo = survey.chain(entry.snapshot)?[0].redo.lsn;
             entry.log_kept = floor.is_some_and(|floor| redo >= floor);
@@ -83,24 +84,24 @@ impl<'s> CatalogDraft<'s> {
         let known = KnownImages::recovered(survey, base, beside)?;
         let mut for_batches = BTreeMap::new();
         let mut tables = BTreeMap::new();
-        // Only manifests know the numbers of files that are gone already.
+        // Only manifests know the numbers of files that were already removed.
         let mut next_file = survey.readable().map(|manifest| manifest.next_file).max().unwrap_or(1);
         for name in disk.list(Folder::Pages)? {
             match FileName::parse(Folder::Pages, &name) {
                 Some(FileName::Pages(number)) => {
                     next_file = next_file.max(number + 1);
-                    // The frame that names it may be one that this open does not read: older log, or the
-                    // cut tail.
+                    // The frame that names the file may be one that this open does not read: in older log or
+                    // in the cut tail.
                     if may_be_for_a_batch(source, number, survey) {
                         for_batches.insert(number, newest_batch(survey, resolution, number));
                     }
                 }
-                // I13: a spare has chunks of its number.
+                // I13: a spare contains chunks with its number.
                 Some(FileName::ImageSpare(number)) => next_file = next_file.max(number + 1),
                 Some(file @ FileName::Table(number)) => {
                     next_file = next_file.max(number + 1);
-                    // A table that cannot be read is needed only by log that is older than what was
-                    // replayed. Its images stay, because nothing says which they are.
+                    // An unreadable table is needed only by log older than what was replayed. Its images are
+                    // kept, because nothing says which files they are in.
                     match read_manifest(source, file, &survey.store) {
                         Ok((table, _)) => {
                             let images = table.entries.iter().filter_map(|entry| entry.image);
@@ -114,20 +115,20 @@ impl<'s> CatalogDraft<'s> {
                 _ => {}
             }
         }
-        // Other links that can be read are followed by these, or will go with the next snapshot.
+        // Other readable links are followed by these snapshots, or are removed with the next snapshot.
         let mut snapshots = BTreeMap::new();
         for VerifiedSnapshot { snapshot, manifest_crc, .. } in &verified {
             let chain = survey.chain(*snapshot)?;
             let links = chain[1..].iter().map(|link| link.snapshot).collect();
-            // For the base the sums were made with the known images. Its entries, which are all pages,
-            // are not gone through again.
+            // The sums of the base were computed with the known images, so its entries, which are all pages,
+            // are not visited again.
             let sums = match resolution.base == Some(*snapshot) {
                 true => known.sums(),
                 false => ImageTotals::of(survey.entries(*snapshot)?.map(|entry| entry.image)),
             };
-            // A snapshot takes the numbers of its image files together, after those of the snapshot
-            // before. Where that one is gone, one of its files may be taken for one of these: it then
-            // counts as written by the wrong one.
+            // A snapshot takes consecutive numbers for its image files, after those of the snapshot before.
+            // If that one is gone, one of its files may be mistaken for a file of this snapshot, which then
+            // counts as having written it.
             let next = chain[0].next_file;
             let first = match survey.links.get(&SnapshotId(snapshot.0 - 1)) {
                 Some(Ok((before, _))) => before.next_file,
@@ -154,8 +155,8 @@ impl<'s> CatalogDraft<'s> {
         })
     }
 
-    /// Makes the catalog of an open store; `end` is the newest batch. Until the floor has passed it,
-    /// files stay that a manifest or table which cannot be read may need.
+    /// Builds the catalog of the open store; `end` is the newest batch. Until the floor has passed `end`,
+    /// files that an unreadable manifest or table may need are kept.
     pub fn into_catalog(
         self,
         disk: &Arc<dyn Disk>,
@@ -180,7 +181,7 @@ impl<'s> CatalogDraft<'s> {
 }
 
 impl Recovery<'_> {
-    /// Makes the catalog of an open store; `end` is the newest batch. Files that nothing needs are removed.
+    /// Builds the catalog of the open store and removes unneeded files; `end` is the newest batch.
     pub(super) fn keep(
         &self,
         draft: CatalogDraft<'_>,
@@ -192,29 +193,28 @@ impl Recovery<'_> {
         let (is_unread, newest) = (draft.is_unread, survey.links.keys().next_back().copied());
         let batch_files: BTreeSet<u64> = draft.for_batches.keys().copied().collect();
         let catalog = draft.into_catalog(&self.disk, spares, self.disk_pages.clone(), survey, end);
-        // Image files of snapshots that nothing names stem from a snapshot that a crash cut short. Where
-        // a snapshot was passed over, its images stay until newer ones take its place: they are evidence
-        // of what was damaged.
+        // Unnamed image files of snapshots come from a snapshot that a crash interrupted. If a snapshot was
+        // skipped, its images stay until newer ones replace it, as evidence of the damage.
         if newest == base && !is_unread {
             self.remove_unneeded_images(&catalog, survey, &batch_files)?;
         }
         Ok(catalog)
     }
 
-    /// Removes what a crash kept from being removed, and what was under way then. The opening seal says
-    /// the floor, and it is durable: nothing begins below it (I8).
+    /// Removes the files that a crash kept from being removed or that were being written at the time. The
+    /// opening seal durably states the floor: nothing begins below it (I8).
     fn remove_unneeded_images(
         &self,
         catalog: &Catalog,
         survey: &Survey,
         batch_files: &BTreeSet<u64>,
     ) -> Result<()> {
-        // A reader may have begun, before the crash or just now, at a snapshot that is no start any more:
-        // all files stay for it, until the next snapshot. The locks are held until the removal is over,
-        // so that none begins meanwhile.
+        // A reader may have started, before the crash or just now, from a snapshot that is no longer a start:
+        // all files stay for it until the next snapshot. The locks are held until the removal is over, so
+        // that no reader starts meanwhile.
         let starts = |id: &SnapshotId| catalog.snapshots.get(id).is_some_and(|kept| catalog.reaches(kept));
-        // Every manifest that was there at the survey, and the log's beginning: a reader may have begun
-        // at any of these.
+        // A reader may have started from any manifest that existed at the survey, or from the beginning of
+        // the log.
         let begun = [SnapshotId(0)].into_iter().chain(survey.links.keys().copied());
         let mut going = Vec::new();
         for id in begun.filter(|id| !starts(id)) {
@@ -223,18 +223,18 @@ impl Recovery<'_> {
                 None => return Ok(()),
             }
         }
-        // Files are judged by their numbers: which are named, and which are a batch's, is known by now.
+        // Files are judged by number: by now it is known which are named, and which belong to a batch.
         let named = catalog.named_files();
         let next_file = catalog.snapshots.values().map(|kept| kept.next_file).max().unwrap_or(1);
         let floor = catalog.floor.unwrap_or_default();
         for name in self.disk.list(Folder::Pages)? {
-            // Tables stay here: the next retention judges them.
+            // Tables stay: the next retention decides about them.
             let Some(file @ FileName::Pages(number)) = FileName::parse(Folder::Pages, &name) else {
                 continue;
             };
-            // The number of a batch's file is known to be taken only while the file is there, or once a
-            // manifest says so. A frame that was cut may name it: a new file of that number would give
-            // that frame other bytes.
+            // The number of a batch's file is known to be taken only while the file exists, or once a
+            // manifest says so. A cut frame may name it: a new file with that number would give that frame
+            // other bytes.
             let is_highest = number + 1 == catalog.files.first() && number >= next_file;
             let is_needed = named.contains(&number)
                 || catalog.files.is_for_batch(number, floor)
@@ -243,16 +243,16 @@ impl Recovery<'_> {
                 self.disk.remove(file)?;
             }
         }
-        // Files that only batches up to the floor named need not be remembered.
+        // Files that only batches up to the floor named need not be tracked.
         catalog.files.recycled(floor);
         Ok(())
     }
 }
 
-/// The Lsn from which replay may start once the new incarnation has begun.
+/// Returns the Lsn from which replay may start once the new incarnation has begun.
 ///
-/// In a fork and in a store of an older build, no seal says it yet, and the log's beginning is gone.
-/// There it is the oldest recorded snapshot whose log is there.
+/// In a fork, and in a store of an older build, no seal states it yet, and the beginning of the log is gone.
+/// There it is the `redo` of the oldest recorded snapshot whose log exists.
 fn floor(survey: &Survey, reach: &Reach, verified: &[VerifiedSnapshot]) -> Option<Lsn> {
     if reach.floor().is_some() || reach.beginning().is_some() {
         return reach.floor();
@@ -262,10 +262,10 @@ fn floor(survey: &Survey, reach: &Reach, verified: &[VerifiedSnapshot]) -> Optio
     links.map(|(link, _)| link.redo.lsn).min()
 }
 
-/// The newest batch that may name an image file which was written for a batch. For a frame that was
-/// replayed, it is known. Any other frame lies at or before the `redo` of the snapshot used, and of each
-/// snapshot whose manifest says that files from a higher number on were written ahead of batches
-/// after it. Without that bound a file would stay as long as its segment.
+/// Returns the newest batch that may name an image file written for a batch. For a replayed frame it is
+/// known. Any other frame is at or before the `redo` of the snapshot used, and at or before the `redo` of
+/// each snapshot whose manifest says that only files from a higher number on belong to later batches. Without
+/// that bound a file would be kept as long as its segment.
 fn newest_batch(survey: &Survey, resolution: &Resolution, number: u64) -> Lsn {
     if let Some(lsn) = resolution.ahead.get(&number) {
         return *lsn;
@@ -276,8 +276,8 @@ fn newest_batch(survey: &Survey, resolution: &Resolution, number: u64) -> Lsn {
     before.fold(replayed_from, Lsn::min)
 }
 
-/// Whether an image file may have been written for a batch of this store. A file that does not say its
-/// purpose may have been; files of an ancestor are here for the snapshots that share them.
+/// Whether an image file may have been written for a batch of this store. A file without a readable purpose
+/// may have been; an ancestor's files are present for the snapshots that share them.
 fn may_be_for_a_batch(source: &DiskSource, number: u64, survey: &Survey) -> bool {
     let mut bytes = [0; ImageFileHeaderRaw::LEN];
     let read = source.read_at(FileName::Pages(number), 0, &mut bytes);

@@ -1,9 +1,9 @@
-//! A store's birth: which directory may become a store, what a creation cut short left there, and the new
-//! store itself.
+//! Creating a store: which directories may become a store, the remains of an interrupted creation, and the
+//! new store itself.
 //!
 //! STORE is the last file that a creation publishes. A directory without it is empty, foreign, or an
-//! unfinished creation, which the next one starts over. Were STORE first, a crash would leave a store
-//! without a log, which looks like a store that lost its log.
+//! unfinished creation, which the next one restarts. If STORE came first, a crash would leave a store without
+//! a log, which looks like a store that lost its log.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -27,24 +27,25 @@ use crate::error::{Error, Result};
 use crate::images::numbers::ImageFiles;
 use crate::options::Create;
 
-/// The temporary name of STORE; [`publish`](crate::catalog::publish::publish) gives it the same one.
+/// The temporary name of STORE, which is also the one that [`publish`](crate::catalog::publish::publish)
+/// uses.
 ///
-/// A fork makes it first, whole and synced: its image files are there long before STORE has its name, and
-/// without the claim they would look like a store that lost its STORE.
+/// A fork creates this file first, whole and synced: its image files exist long before STORE has its name,
+/// and without this claim they would look like a store that lost its STORE.
 pub(crate) const CLAIM: FileName = FileName::Temporary(Folder::Root, 0);
 
-/// Refuses a directory that must not become, or is not, a store. Touches nothing: this comes before the
-/// lock, whose file would already be a trace in a foreign directory.
+/// Refuses a directory that is not a store and must not become one. Touches nothing: this runs before
+/// locking, because the lock file would already be a trace in a foreign directory.
 pub(crate) fn check_directory(disk: &dyn Disk, create: Create) -> Result<()> {
     let names = disk.list(Folder::Root)?;
     let is = |name: &String, file| FileName::parse(Folder::Root, name) == Some(file);
-    // It is a store: recovery judges the rest.
+    // The directory is a store: recovery checks the rest.
     if names.iter().any(|name| is(name, FileName::Store)) {
         return Ok(());
     }
-    // `lost+found` belongs to a file system whose root is the directory. The store's own names may be
-    // there without STORE: a creation that a crash cut short. Any other name says that the path is wrong,
-    // and that the directory is not to be filled.
+    // `lost+found` belongs to a file system whose root is this directory. The store's own names without STORE
+    // come from an interrupted creation. Any other name means that the path is wrong and must not be written
+    // to.
     let ours = |name: &String| {
         FileName::parse(Folder::Root, name).is_some()
             || Folder::INNER.iter().any(|folder| folder.name() == name)
@@ -60,9 +61,8 @@ pub(crate) fn check_directory(disk: &dyn Disk, create: Create) -> Result<()> {
 }
 
 impl Recovery<'_> {
-    /// Creates a new store: the first incarnation, then STORE. Without STORE the directory is an
-    /// unfinished creation: a crash before leaves segments without batches, which the next creation
-    /// removes.
+    /// Creates a new store: the first incarnation, then STORE. Without STORE the directory is an unfinished
+    /// creation: an earlier crash leaves segments without batches, which the next creation removes.
     pub(super) fn create(&self) -> Result<RecoveredStore> {
         start_over(&self.disk)?;
         let store = StoreFile {
@@ -75,7 +75,7 @@ impl Recovery<'_> {
                 ancestors: Vec::new(),
             },
         };
-        // An identity of its own, drawn at random: files of another store that end up here are told by it.
+        // A random id of the store's own: files of another store that end up here are recognized by it.
         let pool = self.pool(store.store)?;
         let (log, position) = begin(&pool, store.store, &Predecessor::default(), Vec::new())?;
         let bytes = store.encode().map_err(|defect| Error::from(defect.at(FileName::Store, 0)))?;
@@ -120,12 +120,12 @@ impl Recovery<'_> {
     }
 }
 
-/// Removes the remains of a creation, or of a fork, that a crash cut short, and makes the folders.
+/// Removes the remains of a creation or fork that a crash interrupted, and creates the folders.
 ///
-/// 1. Judge all files before any is removed. Judged one by one, the first segments could be gone when a later
-///    one shows that it holds batches.
-/// 2. Make the folders, durably.
-/// 3. Remove the files. A crash here leaves fewer of them, and the next creation goes on.
+/// 1. Check all files before removing any. Otherwise the first segments could be gone when a later one turns
+///    out to contain batches.
+/// 2. Create the folders, durably.
+/// 3. Remove the files. A crash here leaves fewer of them, and the next creation continues.
 pub(crate) fn start_over(disk: &Arc<dyn Disk>) -> Result<()> {
     // 1.
     let left = unfinished_files(disk)?;
@@ -138,21 +138,21 @@ pub(crate) fn start_over(disk: &Arc<dyn Disk>) -> Result<()> {
     for file in left {
         disk.remove(file)?;
     }
-    // Synced, so that no removed file comes back, after a power cut, in the new store.
+    // Synced, so that after a power cut no removed file reappears in the new store.
     Folder::INNER.into_iter().try_for_each(|folder| disk.sync_folder(folder))
 }
 
-/// The files of a directory without STORE, which an unfinished creation has left.
+/// Lists the files that an unfinished creation left in a directory without STORE.
 ///
 /// # Errors
-/// `Damaged` if they are more than that: of a store that lost its STORE.
+/// `Damaged` if the directory contains more than that, as of a store that lost its STORE.
 pub(crate) fn unfinished_files(disk: &Arc<dyn Disk>) -> Result<Vec<FileName>> {
     let source = DiskSource::new(disk.clone());
     let claimed = is_claimed(disk)?;
     let mut left = Vec::new();
     for folder in Folder::INNER {
         for file in disk.list(folder)?.iter().filter_map(|name| FileName::parse(folder, name)) {
-            // With a claim, images and manifests are those of a fork that was cut short.
+            // With a claim, images and manifests are those of an interrupted fork.
             let is_more = match file {
                 FileName::Pages(_) | FileName::Table(_) | FileName::Manifest(_) => !claimed,
                 FileName::Segment(_) => holds_batch(&source, file)?,
@@ -167,12 +167,12 @@ pub(crate) fn unfinished_files(disk: &Arc<dyn Disk>) -> Result<Vec<FileName>> {
     Ok(left)
 }
 
-/// Whether a segment of an unfinished creation holds a batch: then it is more than that. Every place at
-/// which a frame may lie is looked at, not only those of groups: a batch may share the group of a seal.
+/// Whether a segment contains a batch, which no unfinished creation does. Checks every possible frame
+/// position, not only the starts of groups: a batch may share the group of a seal.
 fn holds_batch(source: &DiskSource, file: FileName) -> Result<bool> {
-    /// Bytes that are looked at together: a segment may be gigabytes long.
+    /// The number of bytes to check at a time: a segment may be gigabytes long.
     const WINDOW: usize = 1 << 20;
-    // A segment that cannot be read may hold a batch: the creation is refused.
+    // A segment that cannot be read may contain a batch: the creation is refused.
     let unreadable = |error: std::io::Error| Error::from(Defect::of_read(&error).at(file, 0));
     let is_batch = |bytes: &[u8]| {
         UncheckedFrame::decode(bytes).is_ok_and(|frame| frame.unproven().kind == FrameKind::Batch)
@@ -186,14 +186,13 @@ fn holds_batch(source: &DiskSource, file: FileName) -> Result<bool> {
         if bytes.windows(FrameHeaderRaw::LEN).step_by(FRAME_ALIGN as usize).any(is_batch) {
             return Ok(true);
         }
-        // A header that the end of the window cuts is the first of the next window.
+        // A header cut by the end of the window is the first one of the next window.
         at += (WINDOW - FrameHeaderRaw::LEN) as u64;
     }
     Ok(false)
 }
 
-/// Whether the directory was claimed for a fork, or for another store from a seed, that did not come to
-/// its end.
+/// Whether the directory was claimed for a fork, or for a store from a seed, that was not finished.
 fn is_claimed(disk: &Arc<dyn Disk>) -> Result<bool> {
     if !disk.list(Folder::Root)?.contains(&CLAIM.name()) {
         return Ok(false);
@@ -204,14 +203,14 @@ fn is_claimed(disk: &Arc<dyn Disk>) -> Result<bool> {
     Ok(StoreFile::decode(&bytes).is_ok())
 }
 
-/// Claims a directory for a store that is being made elsewhere: STORE, whole and synced, under its
-/// temporary name. Its content tells a claim from a temporary file that a crash cut short.
+/// Claims a directory for a store that is being created elsewhere, by writing and syncing STORE under its
+/// temporary name. Its content distinguishes a claim from a temporary file left by a crash.
 pub(crate) fn claim(target: &Arc<dyn Disk>, store: &StoreFile) -> Result<()> {
     let bytes = store.encode().map_err(|defect| Error::from(defect.at(FileName::Store, 0)))?;
     let file = target.create(CLAIM)?;
     file.write_at(0, &bytes)?;
-    // Durable before the first other file has its name: the claim is what tells those from a store that
-    // lost STORE.
+    // Durable before any other file has its name: the claim distinguishes those files from a store that lost
+    // STORE.
     file.sync()?;
     target.sync_folder(Folder::Root)
 }

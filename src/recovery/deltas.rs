@@ -1,4 +1,4 @@
-//! The deltas of the log, as lists for the device and as changes of pages in host memory.
+//! The deltas of the log, as command lists for the device and as changes to pages in host memory.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -17,51 +17,51 @@ use crate::images::disk_pages::DiskPage;
 use crate::memory::arena::PageMemory;
 use crate::memory::staging::StagingPool;
 
-/// Bytes that a thread sums while it decodes an operation.
+/// Bytes that a thread checksums in the time of decoding one operation.
 const SUMMED_PER_OP: usize = 1 << 10;
 
 /// A page whose length changes during replay.
 pub(super) enum ResizedPage {
-    /// Its bytes: no more than it has in the end.
+    /// The page's bytes, no more than its final length.
     Whole(PageWindow),
-    /// It is put together after the replay, window by window.
+    /// A page that is assembled after the replay, window by window.
     Windows(PageTrail),
 }
 
-/// The pages whose bases are newer than the batch after which the replay begins. For all other pages each
-/// batch that is read is news.
+/// The pages whose bases are newer than the batch after which the replay begins. For all other pages, every
+/// batch that is read applies.
 ///
-/// A snapshot is gathered while batches go on, so its image of a page may hold batches after `redo`.
-/// Applied again, after-images give the same bytes (I2). But a batch from before a resize may write past
-/// the end of the page that the image holds.
+/// A snapshot is gathered while batches continue, so its image of a page may contain batches after `redo`.
+/// Applying them again gives the same bytes, because the log holds after-images (I2). But a batch from before
+/// a resize may write past the end of the page in the image.
 #[derive(Default)]
 pub(super) struct NewerBases {
-    /// The newest batch that the base of each such page holds.
+    /// For each such page, the newest batch that its base contains.
     pages: ById<PageId, Lsn>,
-    /// The newest of these batches: after it, every batch applies to every page.
+    /// The newest of these batches: every later batch applies to every page.
     newest: Lsn,
 }
 
 impl NewerBases {
-    /// Takes the pages, each with the newest batch that its base holds.
+    /// Builds the set from the pages, each with the newest batch that its base contains.
     pub fn of(late: Vec<(PageId, Lsn)>) -> Self {
         let newest = late.iter().map(|(_, base)| *base).max().unwrap_or_default();
         Self { pages: late.into_iter().collect(), newest }
     }
 
-    /// Whether a batch is to be applied to the bytes of a page of the table.
+    /// Whether a batch must be applied to the bytes of a page in the table.
     fn applies(&self, page: PageId, lsn: Lsn) -> bool {
-        // Most batches are newer than every base: they need no look-up for each page.
+        // Most batches are newer than every base and need no lookup per page.
         lsn > self.newest || self.pages.get(page).is_none_or(|base| lsn > *base)
     }
 }
 
-/// The pages to which this thread applies batches.
+/// The pages to which the host applies batches.
 #[derive(Default)]
 pub(super) struct HostPages {
-    /// Those that become shorter or longer on the way.
+    /// Pages that are resized on the way.
     pub resized: HashMap<PageId, ResizedPage>,
-    /// Those that have no memory.
+    /// Pages without memory.
     pub on_disk: ById<PageId, DiskPage>,
 }
 
@@ -71,23 +71,23 @@ impl HostPages {
     }
 }
 
-/// Makes lists of batches, ahead of the thread that submits them.
+/// Builds command lists from batches, ahead of the thread that submits them.
 pub(super) struct Deltas<'l> {
-    /// Where pages lie on the device. Deleted and unloaded ones have none.
+    /// The pages' memory on the device. Deleted and unloaded pages have none.
     pub memory: &'l ById<PageId, PageMemory>,
     pub on_host: &'l Mutex<HostPages>,
-    /// The batches that a page's base holds already.
+    /// The batches that a page's base already contains.
     pub late: &'l NewerBases,
     pub staging: &'l StagingPool,
-    /// Whether the device proves long writes where they arrive (I12).
+    /// Whether the device proves long writes after they arrive (I12).
     pub crosses_bus: bool,
 }
 
 impl Deltas<'_> {
-    /// Makes the list of a run's batches for pages in device memory, in the order of the log. Batches of
-    /// pages in host memory are applied at once.
+    /// Builds the list of a run's batches for pages in device memory, in log order. Batches for pages in host
+    /// memory are applied immediately.
     pub fn list(&self, run: BatchRun) -> Result<(CommandList, Vec<ArrivalProof>)> {
-        // One thread has lists made, so this lock is never waited for.
+        // Only one thread builds lists, so this lock is uncontended.
         let mut on_host = self.on_host.lock();
         let parts = if on_host.is_empty() {
             let part = |batches| self.part(&run, &run.batches[batches], &mut HostPages::default());
@@ -99,8 +99,8 @@ impl Deltas<'_> {
         for part in parts {
             list.append(part)?;
         }
-        // The device reads deltas from where the frames were read: the list owns that memory until it is
-        // done.
+        // The device reads deltas from the memory into which the frames were read: the list owns that memory
+        // until it is done.
         if list.is_empty() {
             self.staging.give(run.memory.into_staging());
         } else {
@@ -109,13 +109,14 @@ impl Deltas<'_> {
         Ok(list.take())
     }
 
-    /// How many operations take as long as these. Long writes to a GPU are summed, too.
+    /// Returns the work of a payload as an equivalent number of operations. Long writes to a GPU are
+    /// checksummed, too.
     fn ops_of(&self, payload: &[u8]) -> usize {
         let Self { crosses_bus, .. } = *self;
         claimed_ops(payload) + if crosses_bus { payload.len() / SUMMED_PER_OP } else { 0 }
     }
 
-    /// The part of a list that some batches of a run are.
+    /// Builds the part of a list for some batches of a run.
     fn part(&self, run: &BatchRun, batches: &[LoggedBatch], on_host: &mut HostPages) -> Result<ListBuilder> {
         let mut list = ListBuilder::default();
         let index = list.payload_index();
@@ -125,8 +126,8 @@ impl Deltas<'_> {
             let ops = decode_payload(run.payload(batch)).map_err(|defect| batch.damage(defect))?;
             list.make_room(&ops)?;
             let page_of = |op: &OpAt<'_>| op.op.page().filter(|page| self.late.applies(*page, lsn));
-            // A page without memory is on disk, or deleted by a later batch, or stays unloaded: then no batch
-            // here changes it.
+            // A page without memory is on disk, is deleted by a later batch, or stays unloaded. In the last
+            // case no batch here changes it.
             let target = |op: &OpAt<'_>| {
                 let page = page_of(op)?;
                 Some((page, self.memory.get(page)?))
@@ -151,8 +152,8 @@ impl Deltas<'_> {
                         .note(&batch.header, run.payload(batch), &ops, index)
                         .map_err(|defect| batch.damage(defect))?,
                     None => {
-                        // No frame that names an image applies here: the image is its page's base from that
-                        // batch on.
+                        // No frame that names an image applies here: from that batch on, the image is its
+                        // page's base.
                         let aside = stage_aside(&op.op, &BTreeMap::new(), self.staging)?;
                         list.data(op, payload, memory, aside);
                     }

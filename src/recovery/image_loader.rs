@@ -1,12 +1,12 @@
-//! Bringing images into device memory, by several threads. Each thread has one piece at a time between
-//! the medium and staging, while earlier pieces go from staging to their pages: one thread waits for the
-//! medium while another checksums.
+//! Loads images into device memory with several threads. Each thread moves one piece at a time from the
+//! medium to staging, while earlier pieces are copied from staging to their pages: one thread waits for the
+//! medium while another computes checksums.
 //!
-//! Where the bytes cross a bus, the device sums them in the list that brings them (I12), and the host leaves
-//! it at that: the sum over what arrived proves medium, cache, staging and bus at once. A sum that is not the
-//! stored one does not say which of these is to blame. So the image is read again from the medium and summed
-//! by the host: if the host's sum is wrong too, the image is damaged. If it holds, the bytes go up once more,
-//! and a device that changes them again has failed.
+//! Where the bytes cross a bus, the device checksums them in the list that copies them (I12), and the host
+//! does not: the sum over the arrived bytes proves medium, cache, staging and bus at once. A sum that differs
+//! from the stored one does not say which of these is to blame. So the image is read again from the medium
+//! and checksummed by the host: if the host's sum is wrong too, the image is damaged. If it is right, the
+//! bytes are uploaded once more, and a device that alters them again has failed.
 //!
 //! Nothing on disk changes here, so a crash loses nothing.
 
@@ -29,12 +29,12 @@ use crate::error::{Error, Result};
 use crate::images::read::{FilePiece, ImageRequest, ImageRun, RUN_BYTES, SUMMED_AT_ONCE, SummedBy, runs};
 use crate::memory::staging::{StagingBuf, StagingPool};
 
-/// Threads that read images. Four keep a disk busy. From the page cache each gives a few gigabytes a
-/// second, checksums included, and a GPU takes fifty.
+/// The maximum number of threads that read images. Four keep a disk busy. From the page cache each one
+/// delivers a few gigabytes per second, checksums included, and a GPU accepts fifty.
 const THREADS_MAX: usize = 12;
-/// Copies that may be under way when a thread reads on. A lane does them one after the other, but it
-/// should never have to wait for the next. From the page cache to an H200, 4 copies of 2 MiB made 39
-/// GB/s, 8 made 49, 12 make 50. More would only need more staging, and a GPU pins that at 1.5 GB/s.
+/// The maximum number of copies in flight while a thread reads on. A lane executes them one after the other,
+/// but should never wait for the next one. From the page cache to an H200, 4 copies of 2 MiB reached 39 GB/s,
+/// 8 reached 49 and 12 reach 50. More would only need more staging, which a GPU pins at 1.5 GB/s.
 const COPIES_MAX: usize = 12;
 
 /// Loads images into the memory of their pages.
@@ -42,29 +42,29 @@ const COPIES_MAX: usize = 12;
 pub(crate) struct ImageLoader<'a> {
     pub device: &'a dyn Device,
     pub staging: &'a StagingPool,
-    /// Where images are read: past the cache, or through it, as the caller knows of them (I6).
+    /// The source of images: past the cache or through it, depending on what the caller knows about them
+    /// (I6).
     pub source: &'a DiskSource,
-    /// The lanes on which the bytes go up, in turns: between two lists of one lane the bus is idle for a
-    /// while.
+    /// The lanes for uploads, used in turn: the bus idles briefly between two lists of one lane.
     pub lanes: &'a [Lane],
-    /// Finds the memory of a page; waits until it is allocated.
+    /// Returns the memory of a page, waiting until it is allocated.
     pub target: &'a (dyn Fn(PageId) -> Result<Span> + Sync),
-    /// The side that proves images stored as they are. Bytes that cross a bus are summed by the device
-    /// anyway; with `Host`, a damaged image is found before a byte of it goes up.
+    /// The side that proves uncompressed images. The device checksums bytes that cross a bus in any case;
+    /// with `Host`, a damaged image is detected before any of its bytes is uploaded.
     pub summed_by: SummedBy,
 }
 
 /// One piece of work of a loading thread.
 enum LoadStep<'a> {
     Run(ImageRun<'a>),
-    /// This range of a long image, in bytes from the image's start.
+    /// A range of a long image, in bytes from the start of the image.
     Part(&'a ImageRequest, Range<u64>),
     /// A long page that is compressed.
     Compressed(&'a ImageRequest),
 }
 
 impl LoadStep<'_> {
-    /// What pieces of work are put in order by: their page, and their place in it.
+    /// Returns the sort key of a piece of work: its page, and its offset in the page.
     fn key(&self) -> (PageId, u64) {
         match self {
             LoadStep::Run(run) => (run.first_page(), 0),
@@ -74,19 +74,18 @@ impl LoadStep<'_> {
     }
 }
 
-/// How many threads load images.
+/// Returns the number of threads that load images.
 pub(crate) fn threads() -> usize {
     parallel::threads(THREADS_MAX)
 }
 
 impl ImageLoader<'_> {
-    /// Loads and proves images, in no order, by several threads, and returns when they are there. A long
-    /// image is read in parts, so that no more than a few megabytes a thread are held at a time. The
-    /// images come grouped by file: sorting all of them at once took a tenth of the time of loading small
-    /// pages.
+    /// Loads and proves images in any order with several threads, and returns when all have arrived. A long
+    /// image is read in parts, so that no more than a few megabytes per thread are held at a time. The images
+    /// come grouped by file: sorting all of them at once took a tenth of the time of loading small pages.
     ///
     /// # Errors
-    /// [`Error::Damaged`]; a device error, after which lists that name the memory may still be under way.
+    /// [`Error::Damaged`]; or a device error, after which lists that name the memory may still be in flight.
     pub fn load<'i>(
         &self,
         images: impl Iterator<Item = &'i mut [ImageRequest]>,
@@ -98,28 +97,28 @@ impl ImageLoader<'_> {
         }
         let device = self.device.label();
         tracing::warn!(device, images = unlike.len(), "the device's sums are not those of the images");
-        // From the medium, and summed by the host: an image that fails here is damaged, and no other is.
+        // Read from the medium and checksummed by the host: only a damaged image fails here.
         let medium = self.source.on_medium();
         let again = ImageLoader { source: &medium, summed_by: SummedBy::Host, ..*self };
         let unlike = again.load_once(std::iter::once(&mut *unlike), threads)?;
         if unlike.is_empty() { Ok(()) } else { Err(changed_on_the_way(self.device, "pages")) }
     }
 
-    /// Loads images, and returns those for which the device's sum is not the image's. Where the device does
-    /// not sum, the host proves all of them.
+    /// Loads images, and returns those for which the device's sum differs from the stored one. If the device
+    /// does not checksum, the host proves all of them.
     fn load_once<'i>(
         &self,
         images: impl Iterator<Item = &'i mut [ImageRequest]>,
         threads: usize,
     ) -> Result<Vec<ImageRequest>> {
-        // Each file's images are put in order by one thread, and cut into runs.
+        // One thread sorts the images of each file and splits them into runs.
         let into_work = |images: &'i mut [ImageRequest]| collected(runs(images).flat_map(split));
         let parts = parallel::for_each(threads, images, into_work)?;
         let mut work: Vec<LoadStep<'_>> = Vec::new();
         parts.into_iter().try_for_each(|part| append(&mut work, part))?;
-        // In the order in which memory is allocated, which goes on meanwhile: so a thread waits for it
-        // least. The parts of an image stay together, as `check_parts` demands.
-        // (A stable sort takes memory that cannot be refused.)
+        // In the order in which memory is allocated concurrently, so that threads wait for it as little as
+        // possible. The parts of an image stay together, as `check_parts` requires. A stable sort would
+        // allocate memory infallibly.
         work.sort_unstable_by_key(LoadStep::key);
         let copies = PendingCopies {
             loader: self,
@@ -137,27 +136,26 @@ impl ImageLoader<'_> {
                 LoadStep::Compressed(wanted) => self.load_compressed(wanted, &copies).map(|()| None),
             },
         );
-        // Also after an error: a caller that gives the memory back must know that no copy writes to it
-        // any more.
+        // Also after an error: a caller that gives the memory back must know that no copy still writes to it.
         copies.finish_but(0)?;
         check_parts(work.iter().zip(checksums?))?;
         copies.found.into_inner().unlike()
     }
 
-    /// The side that proves an image which is stored as it is.
+    /// Returns the side that proves an uncompressed image.
     fn summed_by(&self) -> SummedBy {
         if self.device.crosses_bus() { self.summed_by } else { SummedBy::Host }
     }
 
-    /// Loads a run: images that lie close to each other in a file, read at one go.
+    /// Loads a run: images that are close together in a file, read at once.
     fn load_run(&self, run: &ImageRun<'_>, copies: &PendingCopies<'_>) -> Result<()> {
-        // Straight into staging, whole blocks of the medium: the bytes that count lie somewhere within.
+        // Read directly into staging, in whole blocks of the medium: the wanted bytes are somewhere within.
         let read = run.read(self.source, |len| self.staging.take(len))?;
-        // Pages that are stored as they are go up from where they were read. Decompressed bytes are
-        // gathered, and go up together.
+        // Uncompressed pages are uploaded from the buffer that they were read to. Decompressed bytes are
+        // collected and uploaded together.
         let (mut stored, mut decoded, mut decoded_bytes) = (Vec::new(), Vec::new(), Vec::new());
         for page in run.pages(&read, self.summed_by()) {
-            // Proven by its checksum here, before a byte of it goes up, or by the device when it is there.
+            // Proven by its checksum here, before any byte is uploaded, or by the device after arrival.
             let (wanted, at, content) = page?;
             let target = (self.target)(wanted.page)?;
             match content {
@@ -179,11 +177,11 @@ impl ImageLoader<'_> {
         copies.upload(read.bytes, &stored)
     }
 
-    /// Decompresses a page piece by piece, so that it is never whole in host memory. It is proven when
-    /// all of it has gone up; until then no reader gets to see it.
+    /// Decompresses a page piece by piece, so that it is never whole in host memory. The page is proven once
+    /// all of it is uploaded; until then no reader can see it.
     fn load_compressed(&self, wanted: &ImageRequest, copies: &PendingCopies<'_>) -> Result<()> {
         let target = (self.target)(wanted.page)?;
-        // One piece of staging fills while those before it go up.
+        // One piece of staging fills while earlier ones are uploaded.
         let (mut filling, mut at) = (StagingFill::default(), 0);
         stream_image(self.source, &wanted.image, wanted.len, |mut bytes| -> Result<()> {
             while !bytes.is_empty() {
@@ -207,7 +205,7 @@ impl ImageLoader<'_> {
         })
     }
 
-    /// Loads a part of a long image, and returns the part's checksum if the host makes it.
+    /// Loads a part of a long image, and returns the part's checksum if the host computes it.
     fn load_part(
         &self,
         wanted: &ImageRequest,
@@ -215,9 +213,9 @@ impl ImageLoader<'_> {
         copies: &PendingCopies<'_>,
     ) -> Result<Option<u32>> {
         let ImageRef { file, offset, .. } = wanted.image;
-        // I9: the image's length is held against the page's before any of it is used.
+        // I9: the image's length is checked against the page's before any of it is used.
         wanted.image.check(wanted.len).map_err(|defect| defect.at(FileName::Pages(file), offset))?;
-        // Only a part: it is proven with the others, when all have gone up.
+        // Only a part: it is proven together with the others, after all were uploaded.
         let in_file = offset + range.start..offset + range.end;
         let take = |len| self.staging.take(len);
         let (read, checksum) = match self.summed_by() {
@@ -234,57 +232,57 @@ impl ImageLoader<'_> {
     }
 }
 
-/// Bytes gathered in staging, which go up when it is full.
+/// Bytes collected in staging, to be uploaded when it is full.
 #[derive(Default)]
 struct StagingFill {
     staged: Option<StagingBuf>,
-    /// How many bytes of it are filled.
+    /// The number of bytes filled.
     filled: usize,
 }
 
-/// A range of a page on its way up.
+/// A range of a page in upload.
 #[derive(Clone, Copy)]
 struct Part {
-    /// Its first byte in staging.
+    /// Its offset in staging.
     at: usize,
-    /// Its place in page memory.
+    /// Its destination in page memory.
     target: Span,
-    /// The image that it is of.
+    /// The image that it belongs to.
     of: ImageRequest,
-    /// Its first byte in the page.
+    /// Its offset in the page.
     offset: u64,
 }
 
-/// Copies from staging to pages that are under way.
+/// Copies in flight from staging to pages.
 struct PendingCopies<'a> {
-    /// Whose device and staging the copies use.
+    /// The loader whose device and staging the copies use.
     loader: &'a ImageLoader<'a>,
-    /// Counts the lists that were submitted, so that lanes take turns.
+    /// Counts submitted lists, so that lanes take turns.
     begun: AtomicUsize,
-    /// The oldest first, or nearly so: threads add theirs as they come.
+    /// The copies, approximately oldest first: threads add theirs as they come.
     under_way: Mutex<VecDeque<Copies>>,
-    /// What the device's sums of the copies that are done say.
+    /// The device's sums of completed copies.
     found: Mutex<FoundSums>,
 }
 
-/// A list that brings parts of pages up.
+/// A list that uploads parts of pages.
 struct Copies {
     pending: Pending,
-    /// The parts that the device sums.
+    /// The parts that the device checksums.
     summed: Vec<Part>,
 }
 
 /// The device's sums, as far as they do not prove a page.
 #[derive(Default)]
 struct FoundSums {
-    /// Images whose page has another sum.
+    /// Images whose page has a different sum.
     unlike: Vec<ImageRequest>,
-    /// Parts of pages, each with its sum: they prove a page only together.
+    /// Parts of pages, each with its sum: only together do they prove a page.
     parts: Vec<(Part, u32)>,
 }
 
 impl FoundSums {
-    /// Takes the sum of what arrived.
+    /// Adds the sum of a part that arrived.
     fn add(&mut self, part: &Part, sum: u32) -> Result<()> {
         if part.target.len < part.of.len {
             push(&mut self.parts, (*part, sum))
@@ -295,7 +293,7 @@ impl FoundSums {
         }
     }
 
-    /// The images whose pages have another sum.
+    /// Returns the images whose pages have a different sum.
     fn unlike(self) -> Result<Vec<ImageRequest>> {
         let Self { mut unlike, mut parts } = self;
         parts.sort_unstable_by_key(|(part, _)| (part.of.page, part.offset));
@@ -303,7 +301,7 @@ impl FoundSums {
             let mut sum = crc32fast::Hasher::new();
             let mut end = 0;
             for (part, of_part) in of_page {
-                // I6: a hole would be bytes of the page that no sum proves.
+                // I6: a gap would be bytes of the page that no sum proves.
                 assert!(part.offset == end, "a part of a page without its sum");
                 end += part.target.len;
                 sum.combine(&crc32fast::Hasher::new_with_initial_len(*of_part, part.target.len));
@@ -319,7 +317,7 @@ impl FoundSums {
 }
 
 impl PendingCopies<'_> {
-    /// Copies bytes to staging, and submits their upload.
+    /// Copies bytes to staging and submits their upload.
     fn upload_copy(&self, bytes: &[u8], parts: &[Part]) -> Result<()> {
         if parts.is_empty() {
             return Ok(());
@@ -329,7 +327,7 @@ impl PendingCopies<'_> {
         self.upload(staged, parts)
     }
 
-    /// Submits the upload of these parts, which lie in `staged`, with their sums where the device makes them.
+    /// Submits the upload of these parts of `staged`, with their sums if the device computes them.
     fn upload(&self, staged: StagingBuf, parts: &[Part]) -> Result<()> {
         let ImageLoader { device, staging: pool, lanes, .. } = *self.loader;
         let parts = || parts.iter().filter(|part| part.target.len > 0);
@@ -343,20 +341,21 @@ impl PendingCopies<'_> {
         let mut list = CommandList { commands, staging: vec![staged.into_staging()] };
         let summed = if device.crosses_bus() { collected(parts().copied())? } else { Vec::new() };
         if !summed.is_empty() {
-            // After the copies, in one list: the sums are of what arrived.
+            // After the copies in the same list, so that the sums cover the arrived bytes.
             pool.add_sums(&mut list, collected(summed.iter().map(|part| part.target))?)?;
         }
         // Any order will do: a counter is enough to spread the lists.
         let turn = self.begun.fetch_add(1, Ordering::Relaxed) % lanes.len();
         let pending = device.submit(lanes[turn], list)?;
         self.under_way.lock().push_back(Copies { pending, summed });
-        // The thread that adds a copy waits for the oldest: so staging is bounded for all of them together.
+        // The thread that adds a copy waits for the oldest one, which bounds the staging of all threads
+        // together.
         self.finish_but(COPIES_MAX)
     }
 
-    /// Waits for the oldest copies until at most `at_most` are under way, and gives their staging back.
-    /// Staging of copies that are done already is given back, too, and used for the next ones: on the
-    /// host it is in the processor's cache.
+    /// Waits for the oldest copies until at most `at_most` are in flight, and returns their staging. Staging
+    /// of copies that are already done is returned as well and reused next: on the host it is still in the
+    /// processor's cache.
     fn finish_but(&self, at_most: usize) -> Result<()> {
         // A fence that was reached costs no wait.
         let is_done = |copies: &Copies| {
@@ -381,24 +380,24 @@ impl PendingCopies<'_> {
     }
 }
 
-/// Cuts a run into pieces of work. A run is one piece, unless it is a single long image: that one is
-/// summed while it is read, and proven when all its parts are there.
+/// Splits a run into pieces of work. A run is one piece, unless it is a single long image, which is
+/// checksummed while it is read and proven once all its parts have arrived.
 fn split(run: ImageRun<'_>) -> Vec<LoadStep<'_>> {
     let long = |wanted: &&ImageRequest| {
         wanted.image.codec == Codec::Raw && wanted.image.stored_len > SUMMED_AT_ONCE as u64
     };
     let Some(only) = run.only() else { return vec![LoadStep::Run(run)] };
     if only.is_long() && only.image.codec != Codec::Raw {
-        // A compressed image is one stream: no part of it can be read without those before.
+        // A compressed image is one stream: no part of it can be read without the preceding ones.
         return vec![LoadStep::Compressed(only)];
     }
     let Some(wanted) = Some(only).filter(long) else { return vec![LoadStep::Run(run)] };
-    // Stored as it is, so that parts of the image are parts of the page.
+    // Uncompressed, so that parts of the image are parts of the page.
     let parts = (0..wanted.image.stored_len).step_by(RUN_BYTES as usize);
     parts.map(|at| LoadStep::Part(wanted, at..wanted.image.stored_len.min(at + RUN_BYTES))).collect()
 }
 
-/// Proves the images that were read in parts, by the checksums of the parts, which come in their order.
+/// Proves the images that were read in parts, from the parts' checksums in order.
 fn check_parts<'a>(parts: impl Iterator<Item = (&'a LoadStep<'a>, Option<u32>)>) -> Result<()> {
     let mut so_far = crc32fast::Hasher::new();
     for (work, checksum) in parts {
@@ -409,7 +408,7 @@ fn check_parts<'a>(parts: impl Iterator<Item = (&'a LoadStep<'a>, Option<u32>)>)
         // The checksums of the parts combine to that of the whole: no byte is summed twice.
         so_far.combine(&crc32fast::Hasher::new_with_initial_len(checksum, range.end - range.start));
         if range.end == image.stored_len {
-            // The last part: only now is the image proven, and the open may go on (I6).
+            // The last part: only now is the image proven, and the open may continue (I6).
             let (found, computed) = (image.stored_crc, std::mem::take(&mut so_far).finalize());
             if found != computed {
                 return Err(damaged(Defect::Checksum { what: "image", found, computed }));

@@ -1,13 +1,13 @@
-//! The page loader: pages that an open left unloaded are brought into memory while the store is in use.
+//! The page loader: brings pages that an open left unloaded into memory while the store is in use.
 //!
-//! A few threads take pages in the order of their files; pages that a caller waits for come first. Each
-//! page is read from its image and proven, then the applier gets its memory, then the waiting callers go
-//! on. In another order a caller could read bytes that no checksum was held against.
+//! A few threads take pages in file order; pages that a caller waits for come first. Each page is read from
+//! its image and proven, then the applier receives its memory, then the waiting callers are woken. In any
+//! other order a caller could read bytes that no checksum has covered.
 //!
-//! Nothing on disk depends on how far this has come, so a crash loses nothing. An unloaded page is
-//! exactly what the image of the newest snapshot says, no batch changes it, and nothing is removed from
-//! disk while there is one. An image that does not hold poisons the store before anything is removed, so
-//! that an open which loads everything still finds whatever could stand in for it.
+//! Nothing on disk depends on this progress, so a crash loses nothing. An unloaded page equals its image in
+//! the newest snapshot, no batch changes it, and nothing is removed from disk while any page is unloaded. A
+//! bad image poisons the store before anything is removed, so that an open which loads everything still finds
+//! whatever could replace the image.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -30,27 +30,28 @@ use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::images::read::{ImageRequest, RUN_BYTES, SummedBy};
 
-/// A caller that waits for a page has the pages after it in the file loaded, too, up to this number of
-/// bytes: few enough that it need not wait for them.
+/// When a caller waits for a page, the pages after it in the file are loaded too, up to this many bytes: few
+/// enough not to delay the caller.
 const ASKED_BYTES: u64 = 256 << 10;
-/// Threads for a long page: each of its loaders may be at one.
+/// Threads for a long page: each loader may be busy with one.
 const LONG_THREADS_MAX: usize = 4;
-/// No batch knows a page's memory before it is loaded, so its bytes need not go up in the order of
-/// batches. On these lanes they may queue up with a snapshot's long copies, and hold up no batch.
+/// The lanes for loading. No batch uses a page's memory before it is loaded, so its bytes need not be
+/// uploaded in batch order. On these lanes they may queue with a snapshot's long copies without delaying any
+/// batch.
 const LANES: [Lane; 2] = [Lane::Drain, Lane::Load];
 
-/// The pause after a shortage, before the next try.
+/// The pause after a shortage, before the next attempt.
 const SHORTAGE_PAUSE: Duration = Duration::from_millis(50);
 
-/// The threads that load pages, as the store holds them.
+/// The handle to the threads that load pages.
 pub(crate) struct PageLoader {
     loads: Loads,
-    /// The thread that the others are helpers of; `None` if no page was unloaded.
+    /// The main loading thread, which the others help; `None` if no page was unloaded.
     thread: Option<JoinHandle<()>>,
 }
 
 impl PageLoader {
-    /// Starts the threads, if any page is unloaded.
+    /// Starts the threads if any page is unloaded.
     pub fn start(engine: Arc<Engine>) -> Result<Self> {
         let loads = Loads { engine, begun: Arc::default() };
         let thread = if loads.unloaded().is_any() {
@@ -62,7 +63,7 @@ impl PageLoader {
                 life.live();
             });
             let thread = thread.map_err(|error| Error::thread("the thread that loads pages", error));
-            // Without the thread no page would ever be loaded: the open fails, and its memory is given back.
+            // Without the thread no page would ever be loaded: the open fails, and the memory is given back.
             Some(thread.inspect_err(|_| loads.give_back())?)
         } else {
             None
@@ -72,24 +73,23 @@ impl PageLoader {
 }
 
 impl Drop for PageLoader {
-    /// Ends the threads, when the pages that they have in hand are loaded. All other unloaded pages stay
-    /// on disk.
+    /// Ends the threads once the pages that they are loading are done. All other unloaded pages stay on disk.
     fn drop(&mut self) {
         let Some(thread) = self.thread.take() else { return };
         self.loads.unloaded().end(Error::Closed);
         if thread.join().is_err() {
             tracing::error!("the thread that loads pages panicked");
         }
-        // Only now: a loader that still runs could write to the memory.
+        // Only now: a running loader could still write to the memory.
         self.loads.give_back();
     }
 }
 
-/// The life of the loading threads. However it ends, a panic included, no caller waits for a page after it.
+/// The body of the loading threads. However it ends, even by a panic, no caller is left waiting for a page.
 struct LoaderLoop(Loads);
 
 impl LoaderLoop {
-    /// Loads on several threads, and returns when no page is left, or the store closes.
+    /// Loads on several threads. Returns when no page is left or the store closes.
     fn live(&self) {
         let Self(loads) = self;
         let threads = threads();
@@ -108,41 +108,41 @@ impl Drop for LoaderLoop {
     }
 }
 
-/// Loading pages into the engine that is running: what each of the threads does.
+/// The work of the loading threads in a running engine.
 #[derive(Clone)]
 struct Loads {
     engine: Arc<Engine>,
-    /// Counts the loads, so that they begin on the lanes in turns: most have a single list.
+    /// Counts the loads, so that they start on the lanes in turn: most have a single list.
     begun: Arc<AtomicUsize>,
 }
 
 impl Loads {
-    /// The pages that are not loaded. The applier has no memory for them: code that forgets to wait for
-    /// one meets a panic, and no wrong bytes.
+    /// Returns the pages that are not loaded. The applier has no memory for them: code that forgets to wait
+    /// for one panics instead of reading wrong bytes.
     fn unloaded(&self) -> &UnloadedSet {
         self.engine.applier.unloaded()
     }
 
     /// Loads pages until none is left.
     fn load_all(&self) {
-        // Only pages whose images were proven on the medium once are ever left unloaded (I7): the cache
-        // may serve them.
+        // Only pages whose images were proven on the medium are ever left unloaded (I7), so the cache may
+        // serve them.
         let proven = DiskSource::proven(self.engine.disk.clone());
         while let Some(pages) = self.unloaded().take(ASKED_BYTES, RUN_BYTES) {
             self.load(&proven, pages);
         }
     }
 
-    /// Loads some pages. Where an image does not hold, each page is loaded alone and from the medium.
-    /// That tells which image is damaged, and that it is not damaged in the cache alone.
+    /// Loads some pages. If an image is bad, each page is loaded again alone and from the medium, which
+    /// identifies the damaged image and rules out damage to the cache alone.
     fn load(&self, proven: &DiskSource, pages: Vec<UnloadedPage>) {
         match self.read_patiently(proven, &pages) {
             // A page counts as loaded only when all of it is proven.
             Ok(true) => self.install(pages),
-            // The store closes. The page stays where it is whole: on disk.
+            // The store is closing. The page stays on disk, where it is intact.
             Ok(false) => self.unloaded().give_up(pages),
             Err(Error::Damaged(_)) => {
-                // Alone and past the cache: the damage has its page's name then, and is of the medium.
+                // Alone and past the cache: damage is then reported for the right page, and is on the medium.
                 let medium = DiskSource::past_cache(self.engine.disk.clone());
                 for unloaded in pages {
                     match self.read_patiently(&medium, std::slice::from_ref(&unloaded)) {
@@ -156,16 +156,15 @@ impl Loads {
         }
     }
 
-    /// Reads as [`read`](Self::read) does, again and again while the system is short of something that
-    /// this takes. Callers wait for the page meanwhile, and the store goes on when the shortage ends:
-    /// failing them would make a passing shortage look like a lost page. `false` if the store closes
-    /// before.
+    /// Calls [`read`](Self::read) repeatedly while the system is short of a resource that it needs. Callers
+    /// keep waiting for the page, and the store continues when the shortage ends: failing them would make a
+    /// transient shortage look like a lost page. Returns `false` if the store closes first.
     fn read_patiently(&self, source: &DiskSource, pages: &[UnloadedPage]) -> Result<bool> {
         loop {
             match self.read(source, pages) {
                 Err(error) if error.is_shortage() => {
                     tracing::warn!(%error, "pages are loaded when the shortage ends");
-                    // The pause ends at once when the store closes.
+                    // Closing the store ends the pause immediately.
                     if self.unloaded().is_over_within(SHORTAGE_PAUSE) {
                         return Ok(false);
                     }
@@ -175,14 +174,14 @@ impl Loads {
         }
     }
 
-    /// Fails a page that cannot be loaded. If the reason is not its image, no other page can be loaded
+    /// Fails a page that cannot be loaded. If its image is not the reason, no other page can be loaded
     /// either.
     ///
-    /// The store is poisoned first: a snapshot taken after this could let go of what stands in for the image.
+    /// The store is poisoned first: a snapshot taken afterwards could release whatever can replace the image.
     fn fail(&self, unloaded: UnloadedPage, error: Error) {
         let error = error.in_store(&self.engine.disk.label());
         tracing::error!(%error, page = %unloaded.page, "a page cannot be loaded");
-        // Poisoned first: nothing is removed from disk after this.
+        // Poison first: nothing is removed from disk after this.
         let poisoned = self.engine.poison.set(error.clone());
         if !matches!(error, Error::Damaged(_)) {
             self.unloaded().end(poisoned);
@@ -190,7 +189,7 @@ impl Loads {
         self.unloaded().fail(unloaded, error);
     }
 
-    /// Reads and proves the images of these pages, straight into their memory.
+    /// Reads and proves the images of these pages, directly into their memory.
     fn read(&self, source: &DiskSource, pages: &[UnloadedPage]) -> Result<()> {
         let wanted = |unloaded: &UnloadedPage| ImageRequest {
             page: unloaded.page,
@@ -198,8 +197,7 @@ impl Loads {
             image: unloaded.image,
         };
         let mut images = collected(pages.iter().map(wanted))?;
-        // Bytes go straight to the pages' own memory. No batch and no reader knows it yet, so a failure
-        // leaves nothing to undo.
+        // No batch and no reader knows this memory yet, so a failure leaves nothing to undo.
         let mut targets: HashMap<PageId, Span> = HashMap::new();
         for unloaded in pages {
             insert(&mut targets, unloaded.page, unloaded.memory.span())?;
@@ -215,16 +213,17 @@ impl Loads {
             source,
             lanes: &lanes,
             target: &target,
-            // Callers wait for short pages: damage is told from a fault of the device without a second read.
+            // Callers wait for short pages: with host sums, no second read is needed to distinguish damage
+            // from a device fault.
             summed_by: if is_short { SummedBy::Host } else { SummedBy::Device },
         };
         loader.load(std::iter::once(&mut *images), parallel::threads(LONG_THREADS_MAX))
     }
 
-    /// Hands pages that are loaded to the applier, and lets the callers go on that wait for them.
+    /// Hands loaded pages to the applier, and wakes the callers that wait for them.
     ///
-    /// In a turn, so that no batch is applied while the memory changes hands. Only after it the waiting
-    /// callers are woken: woken before, they would find no memory in the applier's state.
+    /// This runs in a turn, so that no batch is applied while the memory changes hands. The callers are woken
+    /// afterwards: earlier they would find no memory in the applier's state.
     fn install(&self, pages: Vec<UnloadedPage>) {
         let loaded: Vec<(PageId, u64)> =
             pages.iter().map(|unloaded| (unloaded.page, unloaded.memory.byte_len())).collect();
@@ -248,8 +247,8 @@ impl Loads {
         if memory.peek().is_none() {
             return;
         }
-        // One more list, after all others in each lane, tells when the lists that name this memory are
-        // done. If the device fails at that, the memory stays counted, and a warning says so.
+        // An empty list after all others in each lane shows when the lists that name this memory are done. If
+        // the device fails at that, the memory stays counted and a warning is logged.
         let device = &*self.engine.device;
         let last = |lane: &Lane| {
             device.submit(*lane, CommandList::default()).and_then(|last| last.finish(device)).map(drop)

@@ -1,6 +1,7 @@
-//! Callers' memory for the pages that an open loads: asked for, checked, and lent before anything is read.
+//! Caller-owned memory for the pages that an open loads: requested, checked and lent before anything is read.
 //!
-//! Nothing on disk changes here. Bytes that an open that fails has loaded there are the caller's to forget.
+//! Nothing on disk changes here. If the open fails, the caller must discard any bytes that it loaded into
+//! this memory.
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -14,19 +15,19 @@ use crate::error::{Error, Result};
 use crate::memory::arena::{Arena, PageMemory};
 use crate::options::PageMemorySource;
 
-/// Lent memory by its pages. Memory that no page has taken goes back when this is dropped.
+/// Lent memory by page. Memory that no page has taken is returned when this is dropped.
 pub(super) struct LentPages<'a> {
     arena: &'a Arena,
     memory: Mutex<BTreeMap<PageId, PageMemory>>,
 }
 
 impl<'a> LentPages<'a> {
-    /// No page lives in memory of the caller's.
+    /// Creates an empty set: no page is in caller-owned memory.
     pub fn none(arena: &'a Arena) -> Self {
         Self { arena, memory: Mutex::default() }
     }
 
-    /// Asks for memory for each page that has bytes, and takes what is given.
+    /// Asks the caller for memory for each non-empty page, and accepts what is offered.
     ///
     /// # Errors
     /// `MemoryRefused`, `MemoryInUse`, `Panicked`; a device error.
@@ -39,8 +40,7 @@ impl<'a> LentPages<'a> {
         let lent = Self::none(arena);
         let Some(PageMemorySource(source)) = source else { return Ok(lent) };
         for info in table.pages().filter(|info| info.len > 0) {
-            // The caller's code: whatever it leaves half done is the caller's, and nothing of it is used
-            // here.
+            // Caller code: whatever it leaves half done belongs to the caller and is not used here.
             let given = catch_unwind(AssertUnwindSafe(|| source(&info)));
             let Some(memory) = given.map_err(|_| Error::panicked("the source of `Options::page_memory`"))?
             else {
@@ -52,7 +52,7 @@ impl<'a> LentPages<'a> {
         Ok(lent)
     }
 
-    /// Takes memory for a page.
+    /// Checks and accepts caller-owned memory for a page.
     fn take(&self, device: &Arc<dyn Device>, info: &PageInfo, memory: &CallerMemory) -> Result<PageMemory> {
         let refused = |reason| Err(Error::MemoryRefused { len: memory.byte_len(), reason });
         let PageInfo { page, len, place, .. } = *info;
@@ -66,12 +66,12 @@ impl<'a> LentPages<'a> {
         self.arena.lend(page, &bytes)
     }
 
-    /// Whether a page has memory here.
+    /// Whether a page has lent memory.
     pub fn has(&self, page: PageId) -> bool {
         self.memory.lock().contains_key(&page)
     }
 
-    /// Takes a page's memory out.
+    /// Removes and returns a page's memory.
     pub fn take_out(&self, page: PageId) -> Option<PageMemory> {
         self.memory.lock().remove(&page)
     }

@@ -1,7 +1,7 @@
-//! Bringing pages into device memory: images, then the log on top of them.
+//! Loading pages into device memory: images, then the log on top of them.
 //!
-//! [`load`] is the recipe; each of its steps is a helper. [`Recovery::open`](super::Recovery::open) calls
-//! it once for each snapshot that it tries. Nothing on disk changes here, so a crash loses nothing.
+//! [`load`] is the recipe; each of its steps is a helper. [`Recovery::open`](super::Recovery::open) calls it
+//! once for each snapshot that it tries. Nothing on disk changes here, so a crash loses nothing.
 
 use remanent_format::image::ImageRef;
 use remanent_format::manifest::Manifest;
@@ -35,21 +35,21 @@ use crate::images::read::{ImageRequest, SummedBy, prove};
 use crate::memory::arena::Arena;
 use crate::options::PageLoad;
 
-/// Loads the pages of a resolved table: images, then the log on top. Meanwhile it looks up what will be
-/// kept on disk.
+/// Loads the pages of a resolved table: images, then the log on top. Concurrently determines what to keep on
+/// disk.
 ///
 /// The order of the steps matters:
 ///
-/// 1. **Claim** memory for the final table (I10), the caller's where it has some for a page. Allocated page
-///    by page instead, a table over the budget would be noticed only after gigabytes had been read. Where
-///    there are tiers, pages that have no room go to slower places first.
+/// 1. **Claim** memory for the final table (I10), using caller-owned memory for pages that have some. If
+///    memory were allocated page by page instead, a table over the budget would be noticed only after
+///    gigabytes had been read. With tiers, pages that do not fit are moved to slower places first.
 /// 2. **Sort** the pages by what they are made from.
-/// 3. **Load** images, **allocate** memory and **look up** what is kept, all three at once: one after the
-///    other, allocating alone took a third of the time that pages of 16 KiB take to load.
-/// 4. **Set apart** the pages that stay unloaded, so that the replay finds no memory for them. Whatever
-///    it wrote there, the page loader would overwrite later.
-/// 5. **Replay** the log. Done before 3, an image that goes up late would overwrite what a batch wrote.
-/// 6. **Finish**: wait for the lists. Memory given back before would be written to by a list in flight.
+/// 3. **Load** images, **allocate** memory and **determine** what to keep, all three concurrently: done
+///    sequentially, allocation alone took a third of the time of loading pages of 16 KiB.
+/// 4. **Set apart** the pages that stay unloaded, so that the replay finds no memory for them. The page
+///    loader would later overwrite whatever the replay wrote there.
+/// 5. **Replay** the log. Before step 3, an image uploaded late would overwrite what a batch wrote.
+/// 6. **Finish**: wait for the lists. Memory given back earlier would be written to by a list in flight.
 pub(super) fn load<'a, 's>(
     recovery: &Recovery<'a>,
     source: &DiskSource,
@@ -74,8 +74,8 @@ pub(super) fn load<'a, 's>(
     let memories = PageMemories::reserve(recovery.arena, placed, lent)?;
     // 2.
     let from = replay_start(survey, base);
-    // Unverified, a snapshot's images are loaded at once, also on demand: nothing has read them back yet
-    // (I7).
+    // An unverified snapshot's images are loaded immediately even with on-demand loading: nothing has read
+    // them back yet (I7).
     let sorter = SourceSorter {
         table,
         placed,
@@ -86,14 +86,14 @@ pub(super) fn load<'a, 's>(
         from: from.lsn,
     };
     let sources = sorter.sort(&memories)?;
-    // Sorted, they are not needed any more: their memory goes before images are read.
+    // No longer needed once the pages are sorted: frees memory before images are read.
     drop(bases);
     let PageSources { images, zeros, resized, on_disk, late, beside } = sources;
     let late = NewerBases::of(late);
     // 3.
     let mut loader = Loader::new(recovery);
-    // Sealed bytes are proven past the cache (I6): images, and frames up to the last mark, unless
-    // following the log already took them from the medium.
+    // Sealed bytes are proven past the cache (I6): images, and frames up to the last mark, unless following
+    // the log already read them from the medium.
     let sealed = DiskSource::past_cache(recovery.disk.clone());
     let load = || {
         loader.find_on_disk(&sealed, &on_disk)?;
@@ -102,8 +102,8 @@ pub(super) fn load<'a, 's>(
     };
     let look_up = || CatalogDraft::look(&*recovery.disk, source, survey, base, resolution, beside);
     let (read, (draft, ())) = parallel::join(load, || parallel::join(look_up, || memories.allocate()));
-    // A refusal of memory is reported before damage: for an older snapshot there would be no memory
-    // either, so trying one would hide the reason.
+    // Refused memory is reported before damage: an older snapshot would get no memory either, so trying one
+    // would hide the reason.
     let unloaded = loader.take_memory(memories).and(read);
     // 4. to 6.
     let replayed = unloaded.and_then(|unloaded| {
@@ -115,7 +115,7 @@ pub(super) fn load<'a, 's>(
     Ok((loaded, draft?))
 }
 
-/// The point after which the log is replayed.
+/// Returns the point after which the log is replayed.
 fn replay_start(survey: &Survey, base: Option<&Manifest>) -> LogPoint {
     match base {
         Some(manifest) => manifest.redo,
@@ -123,27 +123,27 @@ fn replay_start(survey: &Survey, base: Option<&Manifest>) -> LogPoint {
     }
 }
 
-/// Brings pages into device memory.
+/// Loads pages into device memory.
 struct Loader<'a> {
     recovery: &'a Recovery<'a>,
     pages: PageSet,
-    /// Pages whose length changes during replay are put together in host memory: on the device they are
-    /// allocated once, at their final length.
+    /// Pages whose length changes during replay. They are assembled in host memory, because on the device
+    /// they are allocated once, at their final length.
     on_host: Mutex<HostPages>,
-    /// Commands that make pages of zeros.
+    /// Commands that zero pages.
     list: ListBuilder,
-    /// Lists that the device may still work on: while there is one, no page memory is given back.
+    /// Lists that the device may still execute: while any exists, no page memory is given back.
     in_flight: SubmittedLists<'a>,
     tail: Vec<Vec<u8>>,
 }
 
-/// Bytes of pages that are put together in host memory at once.
+/// The maximum number of bytes of resized pages that are held whole in host memory.
 const ON_HOST_MAX: u64 = 64 << 20;
-/// Bytes of one page that are put together at once where all of it would be too much.
+/// Bytes of a resized page that are assembled at a time if the whole page would be too much.
 const WINDOW_LEN: u64 = 8 << 20;
 
 impl<'a> Loader<'a> {
-    /// A loader that has loaded nothing yet.
+    /// Creates a loader that has loaded nothing yet.
     fn new(recovery: &'a Recovery<'a>) -> Self {
         let (device, staging) = (&*recovery.device, recovery.staging);
         Self {
@@ -156,8 +156,8 @@ impl<'a> Loader<'a> {
         }
     }
 
-    /// Step 3, for pages whose length changes: puts them together in host memory, as the replay begins with
-    /// them, and as far as they fit.
+    /// Step 3 for pages whose length changes: assembles them in host memory, as they are before the replay,
+    /// as far as they fit.
     fn load_to_host(
         &mut self,
         sealed: &DiskSource,
@@ -166,7 +166,7 @@ impl<'a> Loader<'a> {
     ) -> Result<()> {
         let mut held = 0_u64;
         for (page, base) in resized {
-            // I10: no more than the final length is kept, however long the page is on its way.
+            // I10: no more than the final length is kept, however long the page becomes in between.
             let final_len = table.get(*page).expect("every base is a page's").len;
             let resized = if held.saturating_add(final_len) <= ON_HOST_MAX {
                 held += final_len;
@@ -179,7 +179,7 @@ impl<'a> Loader<'a> {
         Ok(())
     }
 
-    /// Finds the images of the pages that stay on disk. Those that nothing has read back yet are read now,
+    /// Finds the images of the pages that stay on disk. Images that nothing has read back yet are read now,
     /// because the new incarnation relies on them (I7).
     fn find_on_disk(&self, sealed: &DiskSource, pages: &[(PageId, Base, bool)]) -> Result<()> {
         let unproven = pages.iter().filter(|(.., is_proven)| !is_proven);
@@ -196,8 +196,7 @@ impl<'a> Loader<'a> {
         Ok(())
     }
 
-    /// Step 3, for all other pages: brings images into device memory. Returns the pages that are left
-    /// unloaded.
+    /// Step 3 for all other pages: loads images into device memory. Returns the pages that are left unloaded.
     fn load_images(
         &mut self,
         sealed: &DiskSource,
@@ -206,8 +205,8 @@ impl<'a> Loader<'a> {
         images: ImageGroup,
         zeros: &[PageId],
     ) -> Result<Vec<(PageId, ImageRef)>> {
-        // All lanes that bring bulk bytes, in turns: no snapshot is drained during an open, and while the
-        // device sums what one lane brought, the others use the bus.
+        // Uses all lanes for bulk copies in turn: no snapshot drains during an open, and while the device
+        // checksums what one lane copied, the others use the bus.
         let ImageGroup { mut proven, mut unproven, unloaded } = images;
         let Recovery { disk, device, staging, .. } = self.recovery;
         let target = |page: PageId| memories.of(page);
@@ -222,20 +221,20 @@ impl<'a> Loader<'a> {
             }
             .load(images.iter_mut().map(Vec::as_mut_slice), threads())
         };
-        // No frame says that these were ever read back: a lying disk shows here, before the new
+        // No frame records that these images were read back: a lying disk is detected here, before the new
         // incarnation relies on them (I6, I7).
         load(sealed, &mut unproven)?;
         match load(&DiskSource::proven(disk.clone()), &mut proven) {
-            // The cached copy alone may be damaged: the medium decides.
+            // Only the cached copy may be damaged: the medium decides.
             Err(Error::Damaged(_)) => load(sealed, &mut proven)?,
             loaded => loaded?,
         }
-        // Pages that the log creates come last. They lie at the end of the table, so that their memory is
+        // Pages that the log creates come last. They are at the end of the table, so their memory is
         // allocated last: waiting for it earlier would keep a thread from reading images.
         for page in zeros {
             let (target, of) = (memories.of(*page)?, table.get(*page).expect("a page of the table"));
-            // Long host memory comes zeroed from the system. Writing zeros would touch gigabytes before
-            // their use. A caller's memory holds anything.
+            // Long host memory comes zeroed from the system, and writing zeros would touch gigabytes before
+            // they are used. Caller-owned memory may contain anything.
             if memories.is_lent(*page)? || !device.allocates_zeros(of.place, of.len) {
                 self.list.try_zero(target)?;
             }
@@ -244,16 +243,16 @@ impl<'a> Loader<'a> {
         Ok(unloaded)
     }
 
-    /// Takes over the memory that was allocated, also where some was refused: the pages of a failed open
-    /// are given back through it.
+    /// Takes over the allocated memory, even if some was refused: a failed open gives its pages back through
+    /// it.
     fn take_memory(&mut self, memories: PageMemories<'_>) -> Result<()> {
         let (memory, allocated) = memories.finish();
         self.pages.memory = memory;
         allocated
     }
 
-    /// Step 4: sets pages that stay unloaded apart, with their memory. The replay finds no memory for
-    /// them then, and leaves them alone.
+    /// Step 4: sets the pages that stay unloaded apart, with their memory. The replay then finds no memory
+    /// for them and leaves them alone.
     fn set_apart(&mut self, unloaded: Vec<(PageId, ImageRef)>) -> Result<()> {
         if unloaded.is_empty() {
             return Ok(());
@@ -272,7 +271,7 @@ impl<'a> Loader<'a> {
                 None => Some((page, memory)),
             })
             .collect();
-        // I10: memory was claimed for each page of the table, also for those that are loaded later.
+        // I10: memory was claimed for each page of the table, including those loaded later.
         assert!(unloaded.next().is_none(), "allocated for each page");
         Ok(())
     }
@@ -290,14 +289,14 @@ impl<'a> Loader<'a> {
         assert!(from.lsn <= end.proven.lsn); // I6: a manifest's end is a mark, and its `redo` lies before it.
         let sealed_log = source.past_cache_once();
         let Self { recovery, pages, on_host, in_flight, tail, .. } = self;
-        // A list is made on the thread that reads the run, and submitted on this one, in the order of the
-        // log: deltas of one page must not overtake each other.
+        // A list is built on the thread that reads the run, and submitted on this one in log order: deltas of
+        // one page must not overtake each other.
         let crosses_bus = recovery.device.crosses_bus();
         let deltas = Deltas { memory: &pages.memory, on_host, late, staging: recovery.staging, crosses_bus };
         let list = |run| deltas.list(run);
         recovery.replay(&sealed_log, survey, from, end.proven.lsn, list, |list| in_flight.submit(list?))?;
-        // Batches above the last mark are read through the cache: the cache may be the only place that
-        // has them (I6). A read past it could find less than the walk found.
+        // Batches above the last mark are read through the cache, which may be the only place that has them
+        // (I6). A read past it could find less than the walk found.
         let list_and_payloads = |run: BatchRun| {
             let payloads = run.batches.iter().map(|batch| copied(run.payload(batch)));
             (payloads.collect::<Result<Vec<_>>>(), deltas.list(run))
@@ -309,14 +308,14 @@ impl<'a> Loader<'a> {
             end.accepted.lsn,
             list_and_payloads,
             |(payloads, list)| {
-                // Copied: the run's memory goes to the device, and the payloads are needed until the
+                // Copied: the run's memory is handed to the device, and the payloads are needed until the
                 // opening segment is written.
                 append(tail, payloads?)?;
                 in_flight.submit(list?)
             },
         )?;
-        // I6: each accepted batch that no mark proves is carried on, and none twice. A missing one would
-        // be acknowledged by the new opening and be nowhere.
+        // I6: each accepted batch that no mark proves is carried over exactly once. A missing one would be
+        // acknowledged by the new opening and exist nowhere.
         assert!(tail.len() as u64 == end.accepted.lsn.0 - end.proven.lsn.0);
         let HostPages { resized, on_disk } = std::mem::take(&mut *self.on_host.lock());
         self.pages.on_disk = on_disk;
@@ -334,7 +333,7 @@ impl<'a> Loader<'a> {
                 ResizedPage::Windows(trail) => trail,
             };
             for from in (0..len).step_by(WINDOW_LEN as usize) {
-                // All of it was proven, past the cache where it must be: a read now gives the same bytes, or
+                // All of it was proven, past the cache where required: a read now returns the same bytes, or
                 // an error.
                 self.upload(page, from, &trail.window(source, &(from..len.min(from + WINDOW_LEN)))?)?;
             }
@@ -342,8 +341,8 @@ impl<'a> Loader<'a> {
         self.in_flight.drain(0)
     }
 
-    /// Uploads a page's bytes from `offset` on, which were put together in host memory, and holds what
-    /// arrived against them. Such pages are few, so this waits.
+    /// Uploads a page's bytes from `offset` on, assembled in host memory, and verifies what arrived. Such
+    /// pages are few, so this call waits.
     fn upload(&self, page: PageId, offset: u64, bytes: &[u8]) -> Result<()> {
         let Recovery { staging, .. } = self.recovery;
         if bytes.is_empty() {
@@ -352,13 +351,12 @@ impl<'a> Loader<'a> {
         staging.upload(Lane::Apply, self.pages.memory[page].part(offset, bytes.len() as u64), bytes)
     }
 
-    /// Step 6: what was loaded, or the memory given back.
+    /// Step 6: returns the loaded pages or, after an error, gives their memory back.
     fn finish(mut self, arena: &Arena, loaded: Result<()>) -> Result<LoadedPages<'_>> {
         if loaded.is_err() {
-            // Lists may still name the memory. One more list, after all of them in the lane, tells when
-            // they are done. If the device fails at that, the memory stays counted, and a warning says
-            // so: given back, it could be written to by a list of the failed open while another page lies
-            // there.
+            // Lists may still name the memory. An empty list after all others in the lane shows when they are
+            // done. If the device fails at that, the memory stays counted and a warning is logged: if given
+            // back, it could be written to by a list of the failed open after another page was placed there.
             let device = self.in_flight.device;
             let drained =
                 device.submit(Lane::Apply, CommandList::default()).and_then(|last| last.finish(device));
@@ -371,7 +369,7 @@ impl<'a> Loader<'a> {
 }
 
 impl Recovery<'_> {
-    /// Reads the batches after `from` up to `until` again: they were there when the state was resolved.
+    /// Rereads the batches after `from` up to `until`, which existed when the state was resolved.
     fn replay<T: Send>(
         &self,
         source: &DiskSource,
@@ -383,7 +381,7 @@ impl Recovery<'_> {
     ) -> Result<()> {
         let stopped = self.frames(source, survey).read(from, Some(until), make, each)?;
         if stopped.point.lsn < until {
-            // The walk found them in the cache, and the medium has something else: a sync lied (I6).
+            // The walk found the batches in the cache, and the medium has something else: a sync lied (I6).
             return Err(Defect::Missing.at_lsn(FileName::Segment(from.segment), from.offset, until).into());
         }
         Ok(())

@@ -1,4 +1,4 @@
-//! The memory of loaded pages, which goes back to the arena if the open fails.
+//! The memory of loaded pages, which is returned to the arena if the open fails.
 
 use remanent_format::PageId;
 use remanent_format::state::by_id::ById;
@@ -10,33 +10,33 @@ use crate::images::disk_pages::DiskPage;
 use crate::memory::arena::{Arena, PageMemory};
 
 /// Loaded pages that no list uses any more. If the open fails after all, dropping this gives their memory
-/// back, so that an older snapshot finds the whole budget (I10).
+/// back, so that an older snapshot has the whole budget (I10).
 pub(super) struct LoadedPages<'a> {
-    /// The arena that the memory goes back to.
+    /// The arena that owns the memory.
     pub arena: &'a Arena,
     pub pages: PageSet,
     /// The payloads of the batches that no mark proves, in order. The new incarnation copies them (I5, I6).
     pub tail: Vec<Vec<u8>>,
-    /// The pages that the budget had no room for where they were.
+    /// The pages moved to slower places because the budget had no room for them.
     pub lowered: Option<LoweredPages>,
 }
 
 /// The memory of all pages of the table.
 #[derive(Default)]
 pub(super) struct PageSet {
-    /// Memory of the pages that are loaded.
+    /// Memory of the loaded pages.
     pub memory: ById<PageId, PageMemory>,
-    /// Pages that have no memory.
+    /// Pages without memory.
     pub on_disk: ById<PageId, DiskPage>,
-    /// Pages that are not loaded yet: each is exactly what its image says.
+    /// Pages that are not loaded yet: each equals its image.
     pub unloaded: Vec<UnloadedPage>,
 }
 
-/// The pages that are loaded, those on disk, and those that are not loaded yet.
+/// The loaded pages, the pages on disk, and the pages not loaded yet.
 pub(super) type KeptPages = (ById<PageId, PageMemory>, ById<PageId, DiskPage>, UnloadedSet);
 
 impl PageSet {
-    /// Gives all memory back. The caller knows that no list names it any more.
+    /// Gives all memory back. The caller ensures that no list names it any more.
     pub fn give_back(self, arena: &Arena) {
         let loaded = self.memory.into_items().map(|(_, memory)| memory);
         arena.discard_all(loaded.chain(self.unloaded.into_iter().map(|unloaded| unloaded.memory)));
@@ -44,7 +44,7 @@ impl PageSet {
 }
 
 impl LoadedPages<'_> {
-    /// Takes the pages for good: nothing gives their memory back any more.
+    /// Takes the pages for good: their memory is no longer given back on drop.
     ///
     /// # Errors
     /// `OutOfMemory`.

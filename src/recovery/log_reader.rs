@@ -1,17 +1,16 @@
-//! The frames of the log, read and proven on a thread of their own, ahead of the thread that uses them.
+//! Frames of the log, read and proven on a separate thread, ahead of the thread that uses them.
 //!
-//! A long log is read by *windows* of some mebibytes. All cores read a window in chunks, each of which is
-//! summed while it is in that core's cache. Then the reading thread walks along the headers, one frame after
-//! the other, and takes the sums of payloads from there: the verdict on the log follows its order, and never
-//! the order in which chunks were done (I4). The operations of proven frames are decoded by all cores, too.
-//! A walk that finds no frame reads once more by itself before it judges.
+//! A long log is read in *windows* of some mebibytes. All cores read a window in chunks, each of which is
+//! checksummed while it is in that core's cache. Then the reading thread walks along the headers, frame by
+//! frame, and takes the payloads' sums from there: the verdict on the log follows log order, and never the
+//! order in which chunks were finished (I4). All cores also decode the operations of proven frames. A walk
+//! that finds no frame reads once more by itself before it judges.
 //!
-//! Frames are read into staging and stay where they were read, so that a device takes its deltas from
-//! there. A window is read, one is made into a list, another one is used, and one is on its way to each of
-//! the latter. Each is as long as its longest frame at least: where frames are longer than windows, the
-//! thread that reads them makes the lists, and three are held instead of five. A short log is read as one
-//! window of a megabyte after the other, by one thread, and so is every log where few threads can run at
-//! once.
+//! Frames are read into staging and stay there, so that a device can take its deltas from that memory. At any
+//! time one window is being read, one is being made into a list and one is in use, and one waits for each of
+//! the latter two. Each is at least as long as its longest frame: if frames are longer than windows, the
+//! reading thread builds the lists, and three windows are held instead of five. A short log is read by one
+//! thread, in successive windows of one megabyte, and so is every log where few threads can run at once.
 //!
 //! Nothing is written here, so a crash loses nothing.
 
@@ -35,107 +34,108 @@ use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 use crate::memory::staging::{StagingBuf, StagingPool};
 
-/// Runs of a log without windows that are read ahead of their use. Each holds staging, of the longest frame
-/// in the worst case.
+/// Runs read ahead of their use in a log without windows. Each holds staging, in the worst case of the
+/// longest frame.
 const RUNS_MAX: usize = 2;
-/// Windows that are read ahead of their use, besides the one that is being read.
+/// Windows read ahead of their use, in addition to the one being read.
 const WINDOWS_READY_MAX: usize = 1;
-/// Threads that read and sum windows.
+/// The maximum number of threads that read and checksum windows.
 const THREADS_MAX: usize = 16;
-/// The fewest threads that gain by windows. Two are kept busy by reading one run and using another:
-/// on two busy cores windows took 1.2 times the processor's time and saved none.
+/// The minimum number of threads that benefit from windows. Two are kept busy by reading one run and using
+/// another: on two busy cores, windows took 1.2 times the CPU time and saved none.
 const THREADS_MIN: usize = 4;
-/// Bytes of a window for each of the threads. Each step of a window ends when the last thread has done its
-/// part, so it must not be short; several windows should stay in the last cache.
+/// Bytes of a window per thread. Each step of a window ends when the last thread has done its part, so the
+/// window must not be short; several windows should fit in the last-level cache.
 const WINDOW_LEN_EACH: u64 = 1 << 20;
-/// The longest window, whatever the number of threads (I10).
+/// The maximum window length for any number of threads (I10).
 const WINDOW_LEN_MAX: u64 = 16 << 20;
-/// The shortest window that several threads read sooner than one does.
+/// The minimum window length that several threads read faster than one does.
 const WINDOW_LEN_MIN: u64 = 2 << 20;
-/// A log is read by this number of windows at least: memory for them is touched, and on a GPU pinned.
+/// The minimum number of windows for a log: memory for them is touched and, on a GPU, pinned.
 const WINDOWS_MIN: u64 = 8;
-/// Frames are long if a segment is longer than this number of windows.
+/// Frames count as long if a segment is longer than this many windows.
 const LONG_WINDOWS: u64 = 4;
-/// Bytes that a thread reads and sums at once: they stay in its core's second cache.
+/// Bytes that a thread reads and checksums at a time: they stay in its core's L2 cache.
 const CHUNK_LEN: u64 = 256 << 10;
-/// Operations that a thread decodes at once, at least. Fewer are decoded sooner than a thread is started.
+/// The minimum number of operations that a thread decodes at a time. Fewer are decoded faster than a thread
+/// is started.
 const OPS_AT_ONCE: usize = 1024;
 
-/// Where frames come from, and where they are read to.
+/// The source of frames, and the memory to read them into.
 pub(super) struct Frames<'a> {
     pub source: &'a DiskSource,
     pub map: &'a LogMap,
-    /// The highest mark that is known from elsewhere: manifests give it. The walk takes an end below it
-    /// for damage (I4).
+    /// The highest mark known from manifests. The walk treats an earlier end as damage (I4).
     pub mark: Lsn,
     pub staging: &'a StagingPool,
-    /// Bytes of a window, for a test that wants other ones than the log's length asks for.
+    /// The window length in bytes, for tests that override the one derived from the log's length.
     pub window_len: Option<u64>,
 }
 
-/// How a log is read by windows.
+/// The parameters for reading a log in windows.
 #[derive(Clone, Copy)]
 struct WindowRules {
     len: u64,
     chunk_len: u64,
     threads: usize,
-    /// Whether a frame may be much longer than a window. Fewer of them are held then: lists are made by the
-    /// reading thread.
+    /// Whether a frame may be much longer than a window. The reading thread then builds the lists, so that
+    /// fewer windows are held.
     has_long_frames: bool,
 }
 
-/// Batches that lie in one piece of memory, in the order of the log.
+/// Consecutive batches in one piece of memory, in log order.
 pub(super) struct BatchRun {
     pub memory: StagingBuf,
     pub batches: Vec<LoggedBatch>,
-    /// The threads that share work on its batches.
+    /// The number of threads that share work on the batches.
     threads: usize,
 }
 
-/// One batch of a run, by its place there.
+/// One batch of a run.
 pub(super) struct LoggedBatch {
     pub header: FrameHeader,
-    /// Where its payload lies in the run's memory.
+    /// The range of its payload in the run's memory.
     pub payload: Range<usize>,
 }
 
-/// What a run's batches do to the table, in their order.
+/// The effects of a run's batches on the table, in order.
 pub(super) enum RunStep {
-    /// Batches that change bytes of pages and do nothing else: these are nearly all batches of a long log.
+    /// Batches that only change bytes of pages, as nearly all batches of a long log do.
     Changes(Range<usize>, PageChanges),
-    /// A batch that does more, or is yet to be decoded.
+    /// A batch that does more, or is not decoded yet.
     Batch(usize),
 }
 
-/// Where a walk stopped, and why.
+/// The position where a walk stopped, and the reason.
 pub(super) struct StopPoint {
     pub point: LogPoint,
-    /// The log's end, if the walk came that far.
+    /// The end of the log, if the walk reached it.
     pub end: Option<LogEnd>,
 }
 
 impl LoggedBatch {
-    /// Damage to the batch, with its place in the log.
+    /// Reports damage to the batch, with its position in the log.
     pub fn damage(&self, defect: Defect) -> Damage {
         defect.at_lsn(FileName::Segment(self.header.segment), self.header.offset, self.header.lsn)
     }
 }
 
 impl From<ProducerPanic> for Error {
-    // A panic there fails the open; the process, and other stores in it, go on.
+    // A panic there fails the open; the process, and other stores in it, continue.
     fn from(_: ProducerPanic) -> Self {
         Error::panicked("the thread that reads the log ahead")
     }
 }
 
 impl Frames<'_> {
-    /// Reads the batches after `from` up to `until`, or to the log's end. Each run goes to `make`, and the
-    /// result to `each`, on the caller's thread. One of the two gives the run's memory back. `make` runs on
-    /// the reading thread, while the run's bytes are in its cache; of windows on a thread of its own.
+    /// Reads the batches after `from` up to `until`, or to the end of the log. Passes each run to `make`, and
+    /// its result to `each` on the calling thread. One of the two returns the run's memory. `make` runs on
+    /// the reading thread, while the run's bytes are in its cache; with windows it normally runs on a
+    /// separate thread.
     ///
     /// # Errors
-    /// [`Error::Damaged`] where the log must go on and does not; the error of `each`, if it lies first in
-    /// the log. `OutOfMemory`, a device error.
+    /// [`Error::Damaged`] if the log ends where it must continue; the error of `each`, if it comes first in
+    /// the log; `OutOfMemory`; a device error.
     pub fn read<T: Send>(
         &self,
         from: LogPoint,
@@ -143,12 +143,12 @@ impl Frames<'_> {
         make: impl Fn(BatchRun) -> T + Sync,
         each: impl FnMut(T) -> Result<()>,
     ) -> Result<StopPoint> {
-        // The walk speaks of damage only. Refused staging is noted here: told as damage, it would cost
-        // the store a snapshot that is sound.
+        // The walk reports damage only. Refused staging is recorded here: reported as damage, it would cost
+        // the store a sound snapshot.
         let no_staging = Mutex::new(None);
         let is_empty = until.is_some_and(|until| until <= from.lsn);
         let rules = if is_empty { None } else { self.windows(from) };
-        // A short log is read sooner than a thread is started.
+        // A short log is read faster than a thread is started.
         let runs_max = match rules {
             Some(_) => WINDOWS_READY_MAX,
             None if self.map.segments().range(from.segment..).count() > 2 => RUNS_MAX,
@@ -170,7 +170,7 @@ impl Frames<'_> {
                     if rules.has_long_frames {
                         return Ok(walk(&mut |run| give(make(run))));
                     }
-                    // Where no more are wanted, the error of `each` is the one that counts.
+                    // If no more are wanted, the error of `each` takes precedence.
                     let give_made = |run| if give(make(run)) { Ok(()) } else { Err(ProducerPanic) };
                     parallel::pipeline(runs_max, walk, give_made)
                 };
@@ -181,7 +181,7 @@ impl Frames<'_> {
         read.map_err(|damage| no_staging.into_inner().unwrap_or_else(|| damage.into()))
     }
 
-    /// The windows by which the log after `from` is read; `None` if one thread reads it as soon.
+    /// Returns the windows for reading the log after `from`, or `None` if one thread is as fast.
     fn windows(&self, from: LogPoint) -> Option<WindowRules> {
         let threads = parallel::threads(THREADS_MAX);
         let segments = self.map.segments().range(from.segment..).map(|(_, segment)| segment);
@@ -200,7 +200,7 @@ impl Frames<'_> {
         Some(WindowRules { len, chunk_len, threads, has_long_frames })
     }
 
-    /// Reads a window by several threads, and sums it.
+    /// Reads a window with several threads, and checksums it.
     fn read_window(
         &self,
         rules: WindowRules,
@@ -216,7 +216,7 @@ impl Frames<'_> {
         })
     }
 
-    /// Walks the log on the reading thread, and gives each run away as soon as the walk reads elsewhere.
+    /// Walks the log on the reading thread, and passes each run on as soon as the walk reads elsewhere.
     fn walk(
         &self,
         from: LogPoint,
@@ -225,10 +225,10 @@ impl Frames<'_> {
         no_staging: &Mutex<Option<Error>>,
         give: &mut dyn FnMut(BatchRun) -> bool,
     ) -> Result<StopPoint, Damage> {
-        // Read into staging, from where a device can take its deltas without another copy.
+        // Read into staging, from which a device can take its deltas without another copy.
         let supply = |len: usize| {
-            // Where much was refused, less may do. The note stays all the same: a walk that is refused at
-            // last goes on to judge, with staging that it may get.
+            // A smaller request may succeed after a refusal. The error stays recorded regardless: a walk that
+            // is finally refused goes on to judge, with staging that it may get.
             self.staging.take(len).map_err(|error| {
                 *no_staging.lock() = Some(error.clone());
                 io::Error::other(error)
@@ -246,8 +246,8 @@ impl Frames<'_> {
         let mut give = |run| give(BatchRun::new(run, threads));
         let walked = self.walk_to(&mut walk, until, &mut run, &mut give);
         let stopped = StopPoint { point: walk.point(), end: walk.end().cloned() };
-        // After this the last run's memory has one owner. Batches before damage are given, too: an error
-        // in one of them lies first in the log, and is the one to report.
+        // After this the last run's memory has one owner. Batches before damage are passed on, too: an error
+        // in one of them comes first in the log, and is the one to report.
         drop(walk);
         if let Some(last) = run {
             give(last);
@@ -265,7 +265,7 @@ impl Frames<'_> {
     ) -> Result<(), Damage> {
         while until.is_none_or(|until| walk.point().lsn < until) {
             let Some(frame) = walk.next()? else { break };
-            // A seal changes no page. The walk itself takes its record of verified snapshots.
+            // A seal changes no page. The walk itself reads its record of verified snapshots.
             if frame.header.kind != FrameKind::Batch {
                 continue;
             }
@@ -275,8 +275,7 @@ impl Frames<'_> {
                 Some((memory, batches)) if Arc::ptr_eq(memory, frame.memory) => batches.push(batch),
                 _ => {
                     let read = run.replace((frame.memory.clone(), vec![batch]));
-                    // The thread that uses the runs failed: it takes no more, and its error is the one
-                    // that counts.
+                    // The thread that uses the runs failed: it takes no more, and its error takes precedence.
                     if !read.is_none_or(&mut *give) {
                         break;
                     }
@@ -288,14 +287,14 @@ impl Frames<'_> {
 }
 
 impl BatchRun {
-    /// Takes a run whose memory the walk has let go of.
+    /// Creates a run from memory that the walk has released.
     fn new((memory, batches): (Arc<StagingBuf>, Vec<LoggedBatch>), threads: usize) -> Self {
         let memory = Arc::into_inner(memory).expect("the walk reads on elsewhere");
         Self { memory, batches, threads }
     }
 
-    /// Does `work` with the batches of this run by several threads, some batches at a time, and returns the
-    /// results in the order of the log. `ops_of` says how many operations a batch takes as long as.
+    /// Runs `work` on groups of this run's batches with several threads, and returns the results in log
+    /// order. `ops_of` returns the work of a batch as an equivalent number of operations.
     pub fn by_threads<T: Send, E: Send>(
         &self,
         ops_of: impl Fn(&LoggedBatch) -> usize,
@@ -318,8 +317,8 @@ impl BatchRun {
         parallel::map_indexed(self.threads, groups.len(), || (), each)
     }
 
-    /// The steps that follow its batches. If one thread reads the log, that has none to spare: the thread
-    /// that follows decodes the batches then.
+    /// Returns the steps for this run's batches. A single reading thread has no time to spare: the thread
+    /// that uses the run then decodes the batches.
     pub fn steps(&self) -> Vec<RunStep> {
         let each_batch = |batches: Range<usize>| batches.map(RunStep::Batch).collect();
         if self.threads == 1 {
@@ -343,7 +342,7 @@ impl BatchRun {
         steps.into_iter().flatten().collect()
     }
 
-    /// The payload of a batch of this run.
+    /// Returns the payload of a batch of this run.
     pub fn payload(&self, batch: &LoggedBatch) -> &[u8] {
         &self.memory[batch.payload.clone()]
     }

@@ -1,11 +1,11 @@
-//! Pages that an open takes to slower places, because the budget has no room where they were.
+//! Pages that an open moves to slower places because the budget has no room for them.
 //!
-//! A store may be opened with less memory than it had: on a smaller machine, or beside another process.
-//! Where [`Tiers`] name an order of places, the pages that were not changed for longest go down before
-//! memory is claimed, and only then is anything loaded. A page that goes to disk stays in its image. The new
-//! incarnation logs the moves as its first batch, before the store can be used.
+//! A store may be opened with less memory than before: on a smaller machine, or next to another process. If
+//! [`Tiers`] define an order of places, the least recently changed pages are demoted before memory is
+//! claimed, and only then is anything loaded. A page demoted to disk stays in its image. The new incarnation
+//! logs the moves as its first batch, before the store can be used.
 //!
-//! A crash before that loses nothing: the next open finds the pages where they were, and decides anew.
+//! A crash before that loses nothing: the next open finds the pages where they were, and decides again.
 
 use std::collections::BTreeMap;
 
@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 use crate::images::disk_pages::pending_max;
 use crate::options::{Budget, Tiers};
 
-/// The pages that go down, as a batch that is yet to be logged.
+/// The pages to demote, as a batch that is not logged yet.
 pub(super) struct LoweredPages {
     /// The table after the batch.
     pub table: PageTable,
@@ -31,8 +31,8 @@ pub(super) struct LoweredPages {
     pub payload: Vec<u8>,
 }
 
-/// A page that may leave a place. The first in order leaves first: one whose image has its bytes as they are,
-/// if it goes to disk; of these the one whose last change is oldest.
+/// A page that may leave a place. Pages are ordered as they leave: for a move to disk, those whose image
+/// holds their current bytes come first; within each group, the least recently changed page does.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct LeavingPage {
     waits_in_memory: bool,
@@ -41,7 +41,7 @@ struct LeavingPage {
     len: u64,
 }
 
-/// The pages of a place once these moves are made, each with its length in bytes and its last change.
+/// Returns the pages of a place after these moves, each with its length in bytes and its last change.
 fn residents<'a>(
     table: &'a PageTable,
     moves: &'a BTreeMap<PageId, Place>,
@@ -53,22 +53,22 @@ fn residents<'a>(
         .filter_map(move |((page, before, len), (_, lsn))| is_there(page, before).then_some((page, len, lsn)))
 }
 
-/// What pages are made from.
+/// The bases and the snapshot that pages are made from.
 pub(super) struct ImagedPages<'a> {
     pub bases: &'a Bases,
-    /// The snapshot from which recovery starts, whole.
+    /// The snapshot from which recovery starts, with all its entries.
     pub snapshot: Option<&'a Manifest>,
 }
 
 impl ImagedPages<'_> {
-    /// Whether an image has a page's bytes as they are in this table.
+    /// Whether an image contains a page's bytes as of this table.
     fn has(&self, table: &PageTable, page: PageId) -> bool {
         let (Some(info), Some(base)) = (table.get(page), self.bases.get(page)) else { return false };
         let Some(image) = base.image else { return false };
         if base.lsn == info.lsn {
             return true;
         }
-        // A move since then changed no byte.
+        // A later move changed no bytes.
         let entries = self.snapshot.map_or(&[][..], |snapshot| &snapshot.entries);
         let named = entries.binary_search_by_key(&page, |entry| entry.page).map(|at| &entries[at]);
         named.is_ok_and(|named| named.image == Some(image) && named.epoch == info.epoch)
@@ -76,9 +76,9 @@ impl ImagedPages<'_> {
 }
 
 impl LoweredPages {
-    /// Finds the pages to take down. `None` where all fit as they are, and where too few can go: then the
-    /// open is refused, as without tiers. `is_lent` tells of pages in callers' memory, which are beside the
-    /// budget.
+    /// Finds the pages to demote. Returns `None` if all fit where they are, or if too few can be demoted:
+    /// then the open is refused, as without tiers. `is_lent` identifies pages in caller-owned memory, which
+    /// the budget does not count.
     ///
     /// # Errors
     /// `OutOfMemory`, `Limit`.
@@ -90,7 +90,7 @@ impl LoweredPages {
         is_lent: impl Fn(PageId) -> bool,
     ) -> Result<Option<Self>> {
         let in_memory = table.lens().filter(|(_, place, _)| *place != Place::Disk);
-        // Most often all fit where they are.
+        // Usually all pages fit where they are.
         if budget.check(in_memory.map(|(_, place, len)| (place, len))).is_ok() {
             return Ok(None);
         }
@@ -110,7 +110,7 @@ impl LoweredPages {
                 push(&mut leaving, LeavingPage { waits_in_memory, lsn, page, len })?;
             }
             leaving.sort_unstable();
-            // The part that is kept free is free at once.
+            // The free share of the place is made available immediately.
             let mut surplus = used - (limit - tiers.free_bytes(limit));
             let mut waiting = 0;
             for LeavingPage { waits_in_memory, page, len, .. } in leaving {
@@ -128,7 +128,7 @@ impl LoweredPages {
         if moves.is_empty() { Ok(None) } else { Self::after(table, &moves).map(Some) }
     }
 
-    /// The batch that makes these moves.
+    /// Builds the batch that makes these moves.
     fn after(table: &PageTable, moves: &BTreeMap<PageId, Place>) -> Result<Self> {
         let mut writer = PayloadWriter::default();
         for (&page, &place) in moves {

@@ -1,67 +1,67 @@
-//! Opening a store directory: create, recover, begin a new incarnation.
+//! Opening a store directory: creates or recovers the store, then begins a new incarnation.
 //!
 //! # The decision table
 //!
-//! What may lie on disk, how it gets there, and what is done. The tests are in `tests/it/recovery/mod.rs`.
+//! The states that can be found on disk, their causes, and the response to each. The tests are in
+//! `tests/it/recovery/mod.rs`.
 //!
-//! | on disk | how | what is done | test |
+//! | on disk | cause | response | test |
 //! |---|---|---|---|
 //! | nothing | a new directory | create | `empty_directory_is_created` |
 //! | foreign files, no STORE | a wrong path | refuse, touch nothing | `foreign_directory_is_refused` |
-//! | no STORE, segments without batches | a crash in creation: STORE comes last | start creation over | `creation_cut_short_starts_over` |
-//! | no STORE, but its temporary file, and images or a manifest | a crash in a fork: STORE comes last | start over | `fork_cut_short_starts_over` |
+//! | no STORE, segments without batches | a crash during creation: STORE comes last | restart the creation | `creation_cut_short_starts_over` |
+//! | no STORE, but its temporary file, and images or a manifest | a crash during a fork: STORE comes last | restart the creation | `fork_cut_short_starts_over` |
 //! | no STORE, but batches, images or manifests | STORE was lost | refuse | `missing_store_file_is_refused` |
 //! | STORE damaged, of a newer version, or with an unknown feature | bit rot; a newer build | refuse | `damaged_store_file_is_refused` |
-//! | STORE without a feature of what this build writes | an older build | add it, before anything else is written | `features_are_added_to_an_older_store_before_anything_else_is_written` |
+//! | STORE lacks a feature that this build writes | an older build | add the feature before anything else is written | `features_are_added_to_an_older_store_before_anything_else_is_written` |
 //! | another identity or layout fingerprint | the caller's mistake | refuse | `other_identity_is_refused` |
 //! | STORE but no log | the log was lost | refuse | `missing_log_is_refused` |
 //! | temporary files | a crash before a rename | remove: nothing names them | `temporary_files_are_removed` |
-//! | image files of snapshots that nothing names | a crash in a snapshot | remove | `unnamed_images_are_removed` |
-//! | image files of batches that nothing known names | a crash before the batch was logged; older log names them | keep until the floor is above every batch that may name them | `images_of_batches_stay` |
-//! | an image that a batch names bad or missing | bit rot | refuse, name the image | `bad_image_of_a_batch_is_refused` |
-//! | newest manifest: one copy bad | a rotten sector | use the other copy, write both anew | `one_bad_manifest_copy_costs_nothing` |
-//! | newest manifest: both copies bad, or missing | bit rot | older snapshot and more log | `bad_manifest_falls_back` |
-//! | an image of the newest snapshot bad or missing | bit rot | older snapshot and more log | `bad_image_falls_back` |
-//! | images that every kept snapshot needs bad | bit rot | refuse, name the image | `bad_shared_image_is_refused` |
-//! | a link that the newest snapshot follows: one copy bad | a rotten sector | use the other copy, write both anew | `one_bad_copy_of_a_link_is_mended` |
-//! | the same: both copies bad, or missing | bit rot | as if all snapshots that follow it were lost | `lost_link_is_a_lost_snapshot` |
-//! | a manifest that the record names missing, or not the one verified | a lost file | report, once: the next record does not name it | `missing_manifest_of_a_kept_snapshot_is_reported` |
-//! | links that no record names | snapshots that others follow | they stay for those, and are not kept themselves | `links_of_others_are_no_snapshots` |
-//! | manifest not recorded as verified | a crash between rename and seal | publish and verify it anew | `unrecorded_manifest_is_published_anew` |
-//! | frames after the last valid one, no mark covers them | a torn tail | cut, report | `torn_tail_is_cut` |
-//! | the same, but a mark covers them | bit rot, a lost write | refuse with file, offset, lsn | `damage_under_a_mark_is_refused` |
-//! | a place of the next frame that cannot be read | a latent sector error | refuse: an error says nothing about the log | `unreadable_log_is_refused` |
+//! | image files of snapshots that nothing names | a crash during a snapshot | remove | `unnamed_images_are_removed` |
+//! | image files of batches that nothing known names | a crash before the batch was logged, or older log names them | keep until the floor is above every batch that may name them | `images_of_batches_stay` |
+//! | an image that a batch names is bad or missing | bit rot | refuse, name the image | `bad_image_of_a_batch_is_refused` |
+//! | newest manifest: one copy bad | a rotten sector | use the other copy, rewrite both | `one_bad_manifest_copy_costs_nothing` |
+//! | newest manifest: both copies bad, or missing | bit rot | use an older snapshot and more log | `bad_manifest_falls_back` |
+//! | an image of the newest snapshot is bad or missing | bit rot | use an older snapshot and more log | `bad_image_falls_back` |
+//! | images that every kept snapshot needs are bad | bit rot | refuse, name the image | `bad_shared_image_is_refused` |
+//! | a link that the newest snapshot follows: one copy bad | a rotten sector | use the other copy, rewrite both | `one_bad_copy_of_a_link_is_mended` |
+//! | such a link: both copies bad, or missing | bit rot | treat all snapshots that follow it as lost | `lost_link_is_a_lost_snapshot` |
+//! | a manifest that the record names is missing, or not the one verified | a lost file | report once: the next record does not name it | `missing_manifest_of_a_kept_snapshot_is_reported` |
+//! | links that no record names | snapshots that others follow | keep them for those others only, not as snapshots | `links_of_others_are_no_snapshots` |
+//! | manifest not recorded as verified | a crash between rename and seal | publish and verify it again | `unrecorded_manifest_is_published_anew` |
+//! | frames after the last valid one, covered by no mark | a torn tail | cut, report | `torn_tail_is_cut` |
+//! | frames after the last valid one, covered by a mark | bit rot, a lost write | refuse with file, offset, lsn | `damage_under_a_mark_is_refused` |
+//! | the next frame's position cannot be read | a latent sector error | refuse: an error says nothing about the log | `unreadable_log_is_refused` |
 //! | frames of an older incarnation past its end | cut by an earlier recovery | never read | `cut_frames_stay_cut` |
-//! | the newest segment missing | a lost file | refuse: a segment with frames has a successor | `missing_newest_segment_is_refused` |
-//! | a segment in between missing, foreign, cut short | a lost or swapped file | refuse | `missing_segment_is_refused` |
-//! | the header of a segment with frames bad | bit rot | refuse | `bad_segment_header_is_refused` |
-//! | the header of the empty newest segment bad | bit rot | nothing is lost: replaced | `bad_header_of_empty_segment_is_harmless` |
-//! | a newest incarnation without a batch | an open that committed nothing | it is left out of the line, and its segments go | `opens_that_commit_nothing_leave_the_disk_as_it_was` |
-//! | an incarnation that its successor left out | a crash before its segments went | it means nothing: recycled | `a_crash_while_an_incarnation_is_left_out_costs_nothing` |
-//! | a newest incarnation without a batch, but a manifest's `redo` lies in it | a fork's first one; a snapshot without commits before it | it stays as long as the manifest | `an_incarnation_in_which_a_replay_begins_stays` |
-//! | the same, but a manifest cannot be read | bit rot | it stays: the manifest may be one that points into it | `an_unreadable_manifest_keeps_every_incarnation` |
-//! | an empty segment more than needed | a crash before the opening's rename | replaced or recycled | `crash_before_the_rename_changes_nothing` |
+//! | the newest segment is missing | a lost file | refuse: a segment with frames has a successor | `missing_newest_segment_is_refused` |
+//! | a segment in between is missing, foreign or cut short | a lost or swapped file | refuse | `missing_segment_is_refused` |
+//! | the header of a segment with frames is bad | bit rot | refuse | `bad_segment_header_is_refused` |
+//! | the header of the empty newest segment is bad | bit rot | replace the segment: nothing is lost | `bad_header_of_empty_segment_is_harmless` |
+//! | the newest incarnation has no batch | an open that committed nothing | leave it out of the line, and recycle its segments | `opens_that_commit_nothing_leave_the_disk_as_it_was` |
+//! | an incarnation that its successor left out | a crash before its segments were recycled | recycle: it has no meaning | `a_crash_while_an_incarnation_is_left_out_costs_nothing` |
+//! | the newest incarnation has no batch, but contains a manifest's `redo` | a fork's first incarnation; a snapshot without commits before it | keep as long as the manifest | `an_incarnation_in_which_a_replay_begins_stays` |
+//! | the newest incarnation has no batch, but a manifest cannot be read | bit rot | keep: the manifest's `redo` may be in it | `an_unreadable_manifest_keeps_every_incarnation` |
+//! | one empty segment more than needed | a crash before the opening's rename | replace or recycle | `crash_before_the_rename_changes_nothing` |
 //!
-//! Pages that are loaded on demand are judged when they are loaded: `lazy_load.rs`.
+//! Pages that are loaded on demand are checked when they are loaded: `lazy_load.rs`.
 //!
-//! # The order
+//! # The order of steps
 //!
-//! 1. Lock; sync the folders, so that every name that a listing shows is durable; read STORE.
+//! 1. Lock the store; sync the folders, so that every listed name is durable; read STORE.
 //! 2. Survey the files. Resolve the final page table from the newest usable snapshot and the log (I10).
-//! 3. Check the budget; load images past the cache; replay the log onto them. A page that is wanted only
-//!    on demand, and is exactly what its image says, is left for `lazy_load.rs`. Until here nothing is
-//!    written: a store that is refused is left as it is.
-//! 4. Add to STORE the features of what this build writes, where it lacks any. A crash from here on
-//!    leaves a store that an older build refuses, and never one in which it meets bytes that it does not
-//!    know. Publish anew a snapshot that is not recorded as verified (I7). Begin the new incarnation
-//!    (I5): build the opening segment whole under a temporary name, sync it, read it back; make the empty
-//!    segment after it; rename; sync the folder. **The rename is the only commit point**: before it,
-//!    nothing has changed and the next open does all of this again. An incarnation that accepted no batch
-//!    is left out of the line: the new one names the same predecessor, and begins where the one left out
-//!    began.
-//! 5. Recycle what was cut and what was left out, unless a reader is on its way through it; remove what
-//!    nothing names; report. A crash in between leaves segments of an incarnation that is not on the line,
-//!    and so does a reader. They mean nothing; the next open, or the next snapshot, recycles them.
+//! 3. Check the budget; load images past the cache; replay the log onto them. A page that is wanted only on
+//!    demand and still equals its image is left to `lazy_load.rs`. Nothing has been written so far: a refused
+//!    store is left as it is.
+//! 4. Add to STORE any features that this build writes and STORE lacks. From here on, a crash leaves a store
+//!    that an older build refuses, so that it never meets bytes that it does not know. Publish again a
+//!    snapshot that is not recorded as verified (I7). Begin the new incarnation (I5): build the whole opening
+//!    segment under a temporary name, sync it and read it back; create the empty segment after it; rename;
+//!    sync the folder. **The rename is the only commit point**: before it nothing has changed, and the next
+//!    open repeats all of this. An incarnation that accepted no batch is left out of the line: the new one
+//!    names the same predecessor, and begins where the omitted one began.
+//! 5. Recycle the segments that were cut or left out, unless a reader may be using them; remove unnamed
+//!    files; report. A crash here leaves segments of an incarnation that is not on the line, and so does a
+//!    reader. Those segments have no meaning; the next open or snapshot recycles them.
 
 pub(crate) mod create;
 mod survey;
@@ -117,58 +117,58 @@ use crate::memory::arena::Arena;
 use crate::memory::staging::StagingPool;
 use crate::options::{LogIo, Options};
 
-/// A recovered store, as recovery hands it over.
+/// The result of an open, from which the running store is built.
 pub(crate) struct RecoveredStore {
-    /// STORE, with the features of what this build writes.
+    /// STORE, including the features that this build writes.
     pub store: StoreFile,
-    /// The state as the applier has it: table, memory, and the point in the log.
+    /// The applier's initial state: table, memory and position in the log.
     pub applied: AppliedState,
-    /// The same table as the applier's, for commits.
+    /// A copy of the applier's table, for commits.
     pub submitted: PageTable,
-    /// The pages that are not as the newest snapshot has them.
+    /// The pages that differ from the newest snapshot.
     pub changed: Vec<PageId>,
-    /// Where the log goes on, in the new incarnation.
+    /// The position where the log continues, in the new incarnation.
     pub log: LogStart,
-    /// The payload of a batch that the tables have and the log does not.
+    /// The payload of a batch that is already in the tables but not yet in the log.
     pub first_batch: Option<Vec<u8>>,
-    /// Segments for the log to come, and those that wait to be used again.
+    /// The pool of new and spare log segments.
     pub pool: Arc<SegmentPool>,
-    /// The files that are kept, and why.
+    /// The kept files, and the reasons for keeping them.
     pub catalog: Catalog,
-    /// How much log lies after the newest snapshot.
+    /// The amount of log after the newest snapshot.
     pub behind: ReplayBacklog,
     /// The report for the caller.
     pub recovered: RecoveryReport,
 }
 
-/// How much log lies after the newest snapshot: the next one is due by this.
+/// The amount of log after the newest snapshot, which determines when the next one is due.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct ReplayBacklog {
-    /// Bytes of its segments on disk, at their full length, and of the images that it names. A short run
-    /// that commits little still takes whole segments, so the bytes of frames alone would never make a
-    /// snapshot due.
+    /// Bytes of the log's segments on disk, at their full length, and of the images that its batches name. A
+    /// short run with few commits still uses whole segments, so counting the bytes of frames would never make
+    /// a snapshot due.
     pub bytes: u64,
-    /// The openings in it, that of this run among them. Each has a segment of its own, however little it
+    /// Openings in that log, including that of this run. Each has its own segment, however little was
     /// committed.
     pub restarts: usize,
 }
 
 impl ReplayBacklog {
-    /// Counts from the snapshot that was used: the next open would replay the same again.
+    /// Counts from the snapshot that was used: the next open would replay the same log again.
     fn of(survey: &Survey, resolution: &Resolution) -> Self {
         let base = resolution.base.and_then(|base| survey.links[&base].as_ref().ok());
         let (from, offset) = base.map_or((0, 0), |(link, _)| (link.redo.segment, link.redo.offset));
         let segments = survey.log.segments().range(from..).filter(|(_, segment)| segment.frames.is_some());
         let segment_bytes: u64 = segments.map(|(_, segment)| segment.file_len).sum();
         let openings = survey.log.line().iter().filter(|(segment, _)| *segment > from);
-        // Where nothing was committed after the snapshot, another one would gain nothing.
+        // If nothing was committed after the snapshot, another one would gain nothing.
         let bytes = if resolution.batches == 0 { 0 } else { segment_bytes.saturating_sub(offset) };
         Self { bytes: bytes.saturating_add(resolution.ahead_bytes), restarts: openings.count() + 1 }
     }
 }
 
-/// Writes a small file for an open, which must work on a full disk: where there is no space, it is made of a
-/// spare, or spares give theirs. Deletes free space, but only in a store that is open.
+/// Writes a small file for an open, which must work on a full disk: without space, the file is made from a
+/// spare, or spares are released. Only an open store can free space by deleting.
 fn with_reserve<T>(pool: &SegmentPool, mut write: impl FnMut(&MakeOfSpare) -> Result<T>) -> Result<T> {
     let spare = |temporary, len| pool.make_small(temporary, len, 0, SpacePurpose::Open);
     loop {
@@ -179,25 +179,26 @@ fn with_reserve<T>(pool: &SegmentPool, mut write: impl FnMut(&MakeOfSpare) -> Re
     }
 }
 
-/// Spares beyond the reserve take at most this share of the file system, unless the options say otherwise.
+/// The share of the file system, one in this many bytes, that spares beyond the reserve may take unless the
+/// options say otherwise.
 const SPARE_SHARE: u64 = 100;
-/// Spares beyond the reserve take at most this number of bytes, unless the options say otherwise.
+/// The maximum number of bytes of spares beyond the reserve, unless the options say otherwise.
 const SPARE_BYTES_MAX: u64 = 512 << 20;
 
-/// The parts of a store that a recovery works with.
+/// The parts of a store that recovery uses.
 pub(crate) struct Recovery<'a> {
-    /// The directory, whose lock the caller holds.
+    /// The directory, which the caller has locked.
     pub disk: Arc<dyn Disk>,
     pub device: Arc<dyn Device>,
-    /// Page memory, with the budget that holds for it (I10).
+    /// Page memory, with its budget (I10).
     pub arena: &'a Arena,
     /// Host memory that lanes copy through.
     pub staging: &'a StagingPool,
-    /// The caller's wishes: budget, identity, what may be loaded later.
+    /// The caller's options: budget, identity, load policy.
     pub options: &'a Options,
     /// How the log will be written.
     pub log_io: LogIo,
-    /// The parts that pages on disk share.
+    /// The state shared by pages on disk.
     pub disk_pages: Arc<DiskPages>,
 }
 
@@ -213,13 +214,12 @@ impl Recovery<'_> {
         Ok(opened)
     }
 
-    /// Recovers a store. The numbers are those of the order in the module's docs: up to 3 nothing is
-    /// written, so that a refusal, or a crash, costs nothing.
+    /// Recovers a store. The numbers refer to the order of steps in the module's docs: up to step 3 nothing
+    /// is written, so a refusal or a crash costs nothing.
     fn recover(&self) -> Result<RecoveredStore> {
-        // I6: a name that is not durable yet must not be trusted. A rename may be in the cache only: a
-        // power cut after this open would bring the old name back, when the new incarnation already
-        // relies on the new one. A folder that is missing is judged later, by what it should hold.
-        // 1.
+        // 1. I6: do not trust a name that is not durable yet. A rename may exist only in the cache: a power
+        //    cut after this open would bring the old name back after the new incarnation already relies on
+        //    the new one. Missing folders are checked later, by what they should contain.
         let inner: Vec<Folder> = Folder::INNER.into_iter().collect();
         let present = self.disk.list(Folder::Root)?;
         for folder in inner.iter().filter(|folder| present.iter().any(|name| name == folder.name())) {
@@ -227,15 +227,15 @@ impl Recovery<'_> {
         }
         self.disk.sync_folder(Folder::Root)?;
 
-        // The source notes which ranges of the log the cache did not have: those came from the medium,
-        // and step 3 need not read them again (I6).
+        // The source records which ranges of the log were not cached: those came from the medium, and step 3
+        // need not read them again (I6).
         let source = DiskSource::noting(self.disk.clone());
         // 2. and 3.
         let survey = survey::read(&source)?;
         self.check_identity(&survey.store)?;
-        // Segments are made before STORE, so a store always has a log: an empty folder means that the log
-        // was lost. Taken for a new store, it would acknowledge batches under numbers that were given
-        // before.
+        // Segments are created before STORE, so a store always has a log: an empty folder means that the log
+        // was lost. If it were treated as a new store, it would acknowledge batches under numbers that were
+        // already assigned.
         if survey.log.newest().is_none() {
             let (number, defect) = match survey.log.segments().iter().next_back() {
                 Some((number, newest)) => (*number, newest.header.clone().err().unwrap_or(Defect::Missing)),
@@ -247,12 +247,11 @@ impl Recovery<'_> {
         let BestCandidate { resolution, mut loaded, mut draft, mut harmless } =
             self.load_best(&source, &survey)?;
         let end = resolution.end.clone().expect("followed to its end");
-        // I4: a mark above the log's end is damage, which is refused before.
+        // I4: a mark above the log's end is damage, which was refused before.
         assert!(end.accepted.lsn >= survey.mark());
         assert!(end.proven.lsn <= end.accepted.lsn); // I6
         harmless.extend(end.harmless.iter().cloned());
-        // A snapshot that is recorded and not there is forgotten with the seal that comes: only this open
-        // can report it.
+        // A recorded but missing snapshot is forgotten with the next seal: only this open can report it.
         for damage in Record(&end.verified).lost(&survey) {
             if harmless.iter().all(|known| (known.file, &known.defect) != (damage.file, &damage.defect)) {
                 tracing::warn!(%damage, "a snapshot that was kept is lost");
@@ -260,31 +259,29 @@ impl Recovery<'_> {
             }
         }
 
-        // 4. The new incarnation. Each step assumes that the one before is durable: features before any
-        //    byte that an older build would misread; manifests before the seal that records them.
+        // 4. The new incarnation. Each step assumes that the one before is durable: features before any byte
+        //    that an older build would misread; manifests before the seal that records them.
         let store = survey.store.store;
         let highest = survey.log.segments().keys().next_back().copied().unwrap_or(0);
         let (tail, lowered) = (std::mem::take(&mut loaded.tail), loaded.lowered.take());
-        // All is read and proven. From here on the directory changes; a store that was refused was not
-        // touched.
+        // Everything is read and proven. From here on the directory changes; a refused store was not touched.
         for folder in inner {
             self.disk.make_folder(folder)?;
         }
-        // Before anything new is made: later, an unfinished file of a crash could not be told from one in
-        // use.
+        // Before anything new is created: later, a crash's unfinished file could not be told from one in use.
         self.remove_temporaries()?;
         let pool = self.pool(store)?;
         let store_file = self.with_features(&pool, survey.store.clone())?;
         let copied_batches = tail.len() as u64;
         let newest = end.accepted.incarnation;
         let on_line = end_without(&survey, &end).unwrap_or_else(|| end.clone());
-        // The opening goes over the highest segment. That one is empty: a segment with frames has a
-        // successor (I8). So the rename replaces nothing that counts.
+        // The opening replaces the highest segment. That segment is empty, because a segment with frames has
+        // a successor (I8), so the rename replaces nothing of value.
         let before = Predecessor { segment: highest, newest, end: Some(on_line.clone()), tail };
         // I7: the opening seal records the snapshot as verified. A manifest that no frame under a mark
-        // records may have its name in the cache only, so it is published anew before that. The seal,
-        // under a mark, could outlive the name: then the next open would miss a snapshot that licensed
-        // recycling.
+        // records may have its name only in the cache, so it is published again first. Otherwise the seal,
+        // which is under a mark, could outlive the name, and the next open would miss a snapshot that
+        // permitted recycling.
         for link in std::mem::take(&mut draft.anew) {
             with_reserve(&pool, |spare| publish_manifest(&self.disk, link, usize::MAX, spare))?;
         }
@@ -292,10 +289,10 @@ impl Recovery<'_> {
         assert!(position.lsn == end.accepted.lsn); // I5: every batch that could be read is carried on.
         assert!(position.incarnation.number > newest.number); // I5: no incarnation begins twice.
 
-        // 5. Remains of the crash: segments of batches that were copied, and the incarnation that was left
-        //    out of the line. Only now: before the rename nothing was ours to change, and until its folder
-        //    is synced a power cut may bring the incarnation back. Segments that such an incarnation needs
-        //    would be gone then.
+        // 5. Remains of the crash: segments whose batches were copied, and the incarnation that was left out
+        //    of the line. They are recycled only now: before the rename nothing was ours to change, and until
+        //    its folder is synced a power cut may bring the incarnation back, which would then miss its
+        //    segments.
         let goes = on_line.proven.segment + 1..highest;
         let mut junk: Vec<u64> = survey.log.segments().keys().copied().filter(|n| goes.contains(n)).collect();
         // I8: a replay from the snapshot that was used begins before all of them.
@@ -304,7 +301,7 @@ impl Recovery<'_> {
         let readers_locked_out =
             if junk.is_empty() { Some(Vec::new()) } else { self.lock_out_readers(&survey) };
         if readers_locked_out.is_none() {
-            // I8: a reader that has begun may be on its way through them, up to the last batch.
+            // I8: an active reader may be anywhere in the log up to the last batch.
             junk.retain(|number| *number > end.accepted.segment);
         }
         pool.recycle(&junk)?;
@@ -327,9 +324,9 @@ impl Recovery<'_> {
             incarnation = %position.incarnation, lsn = %position.lsn, snapshot = ?recovered.snapshot,
             replayed = recovered.replayed_batches, copied = copied_batches, torn = ?recovered.torn, "recovered"
         );
-        // From here on nothing fails, so the memory need not be given back any more.
+        // Nothing fails from here on, so the memory need not be given back.
         let (memory, on_disk, unloaded) = loaded.keep()?;
-        // I10: each page of the table has the memory that was claimed for it, and there is no other.
+        // I10: each page of the table has the memory claimed for it, and no other memory exists.
         let (left, _) = unloaded.left();
         let count = memory.len() + on_disk.len();
         assert!(count as u64 + left == resolution.resolved.table.pages().len() as u64);
@@ -366,11 +363,12 @@ impl Recovery<'_> {
         })
     }
 
-    /// Keeps readers from beginning anywhere. `None` if a reader has begun: it may be on its way through
-    /// the log. A lock that cannot be tried, for want of space or of a handle, counts as a reader: what the
-    /// crash left goes with a later snapshot then.
+    /// Prevents readers from starting anywhere. Returns `None` if a reader is active, which may be anywhere
+    /// in the log. A lock that cannot be tried, for lack of space or of a file handle, counts as a reader: a
+    /// later snapshot then removes what the crash left.
     fn lock_out_readers(&self, survey: &Survey) -> Option<Vec<Box<dyn DiskLock>>> {
-        // Number 0 is the log's beginning. A reader may also have begun at a link that no record names.
+        // Number 0 is the beginning of the log. A reader may also have started from a link that no record
+        // names.
         let starts = survey.links.keys().copied().chain([SnapshotId(0)]);
         let mut locks = Vec::new();
         for snapshot in starts {
@@ -385,10 +383,10 @@ impl Recovery<'_> {
         Some(locks)
     }
 
-    /// Refuses a store that is not the caller's, or not for this build to write.
+    /// Refuses a store with another identity or layout, or one that this build must not write.
     ///
-    /// A store with features that this build does not know can at most be read. Bytes written by it could
-    /// break what the features promise.
+    /// A store with unknown features is at most readable: bytes written by this build could break what those
+    /// features guarantee.
     fn check_identity(&self, store: &StoreFile) -> Result<()> {
         if !store.is_writable() {
             let features = store.features.read_compatible;
@@ -406,7 +404,7 @@ impl Recovery<'_> {
         Ok(())
     }
 
-    /// STORE with the features of what this build writes. They are on disk, too, when this returns.
+    /// Adds the features that this build writes to STORE. Returns once they are also on disk.
     fn with_features(&self, pool: &SegmentPool, store: StoreFile) -> Result<StoreFile> {
         let features = store.features.with_written();
         if features == store.features {
@@ -429,10 +427,10 @@ impl Recovery<'_> {
         Ok(())
     }
 
-    /// Makes the pool of segments for the log to come.
+    /// Creates the pool of segments for the log.
     ///
-    /// Spares beyond the reserve keep a busy log from making each segment anew, zeros and a sync, while
-    /// committers wait. They are bounded, because they take space that pages could have.
+    /// Spares beyond the reserve save a busy log from creating each segment with zeros and a sync while
+    /// committers wait. They are bounded because they take space that pages could use.
     fn pool(&self, store: StoreId) -> Result<Arc<SegmentPool>> {
         let rules = SegmentRules {
             len: self.options.segment_len,
@@ -453,15 +451,15 @@ impl Recovery<'_> {
     }
 }
 
-/// Where the log ends if its newest incarnation is left out of the line: where that one began. `None` if
-/// it must stay.
+/// Returns the end of the log with the newest incarnation left out of the line, which is where that
+/// incarnation began. Returns `None` if the incarnation must stay.
 ///
-/// Without this, a store that is opened again and again and commits nothing would fill its disk: each
-/// open takes a segment, and only a snapshot after further commits gives it back.
+/// Without this, a store that is opened repeatedly without commits would fill its disk: each open uses a
+/// segment, and only a snapshot after further commits would free it.
 ///
-/// The incarnation may go only if nothing relies on what it said. It accepted no batch, not as a copy
-/// either, so that it ends where it began. No manifest's `redo` lies in it: a replay begins there. A
-/// manifest that cannot be read may be one whose `redo` does.
+/// The incarnation may be left out only if nothing relies on it. It must have accepted no batch, not even as
+/// a copy, so that it ends where it began. No manifest's `redo` may be in it, because a replay begins there.
+/// All manifests must be readable, because an unreadable one may have its `redo` there.
 fn end_without(survey: &Survey, end: &LogEnd) -> Option<LogEnd> {
     let newest = survey.log.newest()?;
     let (_, opening) = survey.log.line().last().filter(|(_, opening)| opening.incarnation == newest)?;
@@ -469,11 +467,11 @@ fn end_without(survey: &Survey, end: &LogEnd) -> Option<LogEnd> {
     let is_without_batches = opening.accepted == began.lsn && end.accepted.lsn == began.lsn;
     let all_is_readable = survey.links.values().all(Result::is_ok);
     let begins_replay = || survey.readable().any(|manifest| manifest.redo.incarnation == newest);
-    // One of these is enough: what was said in it may be what a replay, or an acknowledgement, goes by.
+    // Any of these suffices: a replay or an acknowledgement may depend on the incarnation.
     if !is_without_batches || !all_is_readable || begins_replay() {
         return None;
     }
-    // The new opening begins as the one left out began: with its batches, and its chain hash.
+    // The new opening begins as the omitted one did, with its batches and its chain hash.
     let accepted = LogPoint { lsn: opening.accepted, chain: opening.accepted_chain, ..began };
     Some(LogEnd { accepted, proven: began, ..end.clone() })
 }

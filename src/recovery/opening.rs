@@ -1,7 +1,7 @@
-//! Beginning an incarnation: the opening segment, built whole and renamed into place (I5).
+//! Beginning an incarnation: the opening segment is built whole and renamed into place (I5).
 //!
-//! A crash before the rename loses nothing and changes nothing: the next open does all of this again. A
-//! crash after it finds the new incarnation whole, with all that the one before accepted.
+//! A crash before the rename loses nothing and changes nothing: the next open repeats all of this. A crash
+//! after it finds the new incarnation complete, with everything that the previous one accepted.
 
 use std::sync::Arc;
 
@@ -14,10 +14,10 @@ use crate::base::allocation::make_room;
 use crate::error::{Error, Result};
 use crate::log::{LogStart, SegmentPool, SpacePurpose};
 
-/// Begins the incarnation after `before`: I5, step by step.
+/// Begins the incarnation after `before`, in the steps that I5 requires.
 ///
-/// Every writable open begins one, also after a clean end: an acknowledgement names its incarnation, so
-/// that a caller can tell afterwards whether it survived.
+/// Every writable open begins one, even after a clean close: an acknowledgement names its incarnation, so
+/// that a caller can later tell whether it survived.
 pub(crate) fn begin(
     pool: &SegmentPool,
     store: StoreId,
@@ -30,20 +30,20 @@ pub(crate) fn begin(
             found: u64::from(u32::MAX) + 1,
             limit: u32::MAX.into(),
         })?,
-        // Two attempts may draw one number, of which a crash let only one become real: the random half
-        // tells them apart.
+        // Two attempts may choose the same number, of which a crash allowed only one to become real: the
+        // random half distinguishes them.
         random: u32::from_le_bytes(random()?),
     });
-    // The highest segment's number: it is empty, and the rename replaces it.
+    // The number of the highest segment, which is empty: the rename replaces it.
     let number = before.segment.max(1);
-    // 1. Built whole under a temporary name: header, the copied tail, the opening seal. A tail that was
-    //    synced only after the rename could be lost by a power cut that keeps the rename: the batches
-    //    would be acknowledged as accepted, and be nowhere.
+    // 1. Build the file under a temporary name: header, copied tail, opening seal. If the tail were synced
+    //    only after the rename, a power cut that keeps the rename could lose it: the batches would be
+    //    acknowledged as accepted, and exist nowhere.
     let frames = opening_frames(store, number, &opening, &before.tail, &verified);
     let segment = pool.build_opening(number, opening, &frames.bytes)?;
-    // 2. Read back past the cache: a sync that lied is found before anything depends on it. After the
-    //    rename the tail would be here alone, because the end of the predecessor is cut.
-    // Memory as long as the tail is asked for fallibly: a lack of memory refuses the open.
+    // 2. Read it back past the cache, to detect a sync that lied before anything depends on it. After the
+    //    rename this is the only copy of the tail, because the end of the predecessor is cut. Memory for the
+    //    tail is allocated fallibly: a lack of memory refuses the open.
     let mut found = Vec::new();
     make_room(&mut found, frames.bytes.len())?;
     found.resize(frames.bytes.len(), 0);
@@ -52,13 +52,13 @@ pub(crate) fn begin(
         let defect = Defect::Field { what: "opening segment that differs from the one written", found: 0 };
         return Err(defect.at(FileName::Temporary(Folder::Log, number), SEGMENT_HEADER_BLOCK).into());
     }
-    // 3. The empty segment after it, with its name: a segment with frames has a successor (I8). Made
-    //    after 4, a crash in between would look like a lost newest segment, and the store would be
-    //    refused. It names no incarnation, so that nothing points to us if the process dies now.
+    // 3. Create the empty segment after it, with its name: a segment with frames has a successor (I8). If it
+    //    were created after step 4, a crash in between would look like a lost newest segment, and the store
+    //    would be refused. It names no incarnation, so nothing refers to this one if the process dies now.
     let next = pool.make(number + 1, 0, SpacePurpose::Open).inspect_err(|_| pool.take_back(&segment))?;
     assert!(next.number == number + 1); // I8: the successor is there before any frame has its name.
-    // 4. The commit point: the rename, and the sync of its folder. From here on a crash starts from the
-    //    new incarnation.
+    // 4. The commit point: the rename, and the sync of its folder. From here on, recovery starts from the new
+    //    incarnation.
     pool.publish_opening(number)?;
     let position = Position { incarnation: opening.incarnation, lsn: opening.accepted };
     let log = LogStart {
@@ -72,24 +72,24 @@ pub(crate) fn begin(
     Ok((log, position))
 }
 
-/// The incarnation before, as the new one needs it. The default is the predecessor of a new store.
+/// The previous incarnation, as the new one needs it. The default is the predecessor of a new store.
 #[derive(Default)]
 pub(crate) struct Predecessor {
-    /// The highest segment, which is empty. The opening segment is renamed over it: so the number of an
-    /// opening needs no search for a free one.
+    /// The highest segment, which is empty. The opening segment is renamed over it, so no free number has to
+    /// be found.
     pub segment: u64,
-    /// The newest incarnation that there was. Where that was left out of the line, `end` lies in an older
-    /// one; but its number is taken all the same.
+    /// The newest incarnation that existed. If it was left out of the line, `end` is in an older one; but its
+    /// number is used up all the same.
     pub newest: Incarnation,
-    /// Where the log ends, on the line; `None` for a new store.
+    /// The end of the log, on the line; `None` for a new store.
     pub end: Option<LogEnd>,
     /// The payloads of the batches to copy: accepted, and above the last mark (I6).
     pub tail: Vec<Vec<u8>>,
 }
 
 impl Predecessor {
-    /// The new opening, with its account of its predecessor. That one ends where it was proven (I6):
-    /// frames after it may be in the cache only, and are never read again.
+    /// Builds the new opening, which states where its predecessor ends: at the last proven point (I6). Later
+    /// frames may exist only in the cache, and are never read again.
     fn opening(&self, incarnation: Incarnation) -> Opening {
         let (predecessor, accepted) =
             self.end.as_ref().map_or_else(Default::default, |end| (end.proven, end.accepted));
@@ -97,18 +97,18 @@ impl Predecessor {
     }
 }
 
-/// The frames of an opening segment, as bytes.
+/// The encoded frames of an opening segment.
 struct OpeningFrames {
     bytes: Vec<u8>,
-    /// The end of the last batch that is carried on.
+    /// The end of the last batch that is carried over.
     point: LogPoint,
     /// The opening seal's chain hash, which the next frame names.
     chain: u32,
-    /// Where the opening seal ends.
+    /// The offset at which the opening seal ends.
     end: u64,
 }
 
-/// Encodes what follows the header: the copied tail, and the seal that records the verified snapshots.
+/// Encodes the frames after the header: the copied tail, and the seal that records the verified snapshots.
 fn opening_frames(
     store: StoreId,
     segment: u64,
@@ -120,8 +120,8 @@ fn opening_frames(
     let mut point = opening.start(segment);
     let mut push = |kind, lsn, durable, payload: &[u8], chain_prev| {
         let offset = SEGMENT_HEADER_BLOCK + bytes.len() as u64;
-        // A copied frame says what a new one says, its own place included: a frame that was only moved
-        // would not be valid (I3).
+        // A copied frame is encoded like a new one, with its own position: a frame that was only moved would
+        // not be valid (I3).
         let header = FrameHeader {
             kind,
             group_start: bytes.is_empty(),
@@ -142,21 +142,21 @@ fn opening_frames(
         bytes.resize((offset - SEGMENT_HEADER_BLOCK + frame_len(payload.len() as u64)) as usize, 0);
         (header.end(), chain)
     };
-    // Copied frames keep their Lsn, so that an acknowledgement for it stays true. Nothing in this file is
+    // Copied frames keep their Lsns, so that acknowledgements for them stay true. Nothing in this file is
     // acknowledged before all of it is durable, so the seal may name the last of them as its mark (I4).
     for payload in tail {
         let lsn = point.lsn.next();
         let (offset, chain) = push(FrameKind::Batch, lsn, opening.predecessor.lsn, payload, point.chain);
         point = LogPoint { lsn, offset, chain, ..point };
     }
-    // The seal comes last: with it the opening ends a busy period, and a mark covers the tail (I4).
+    // The seal comes last: it ends the opening's busy period, and its mark covers the tail (I4).
     let seal = encode_seal(verified);
     let (end, chain) = push(FrameKind::Seal, point.lsn, point.lsn, &seal, point.chain);
     assert!(point.lsn == opening.accepted); // I5: what was accepted is what is carried on.
     OpeningFrames { bytes, point, chain, end }
 }
 
-/// Random bytes from the system: identities must not repeat.
+/// Returns random bytes from the system: identities must not repeat.
 pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
     let mut bytes = [0; N];
     let mut filled = 0;

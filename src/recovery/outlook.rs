@@ -1,9 +1,9 @@
-//! The catalog that an open would make of a store, for callers that only want to know. Nothing is
-//! written, no lock is taken, no page is loaded.
+//! The catalog that an open would build, for callers that only query it. Writes nothing, takes no lock and
+//! loads no pages.
 //!
-//! The rules are those of an open: it puts together the same catalog, and the code that prunes judges it.
-//! Images are not read. Where those of the newest snapshot turn out damaged, an open begins from an older
-//! one, and keeps more than is said here.
+//! The rules are those of an open: the same code builds the catalog and plans the pruning. Images are not
+//! read. If those of the newest snapshot are damaged, a real open starts from an older one, and keeps more
+//! than is reported here.
 
 use std::sync::Arc;
 
@@ -21,26 +21,26 @@ use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 use crate::images::disk_pages::DiskPages;
 
-/// How often the files are looked at anew if a writer changes them meanwhile.
+/// The maximum number of attempts while a writer changes the files.
 const ATTEMPTS: usize = 16;
 
-/// The catalog that an open would make, and the files that a writer may be about to name.
+/// The catalog that an open would build, and the files that a writer may be about to name.
 pub(crate) struct Outlook {
     pub catalog: Catalog,
     /// The segment in which the log ends.
     pub current_segment: u64,
-    /// From this number on, files may be those of a batch or a snapshot that a writer has under way:
-    /// nothing on disk names them yet, and they are not unneeded. `None` if there is no writer.
+    /// Files from this number on may belong to a batch or snapshot that a writer has in progress: nothing on
+    /// disk names them yet, and they are not unneeded. `None` if there is no writer.
     pub under_way_from: Option<u64>,
 }
 
 impl Outlook {
-    /// Looks at the store's files, again if a writer was in the way.
+    /// Reads the store's files, retrying if a writer interfered.
     ///
-    /// The lock is looked at (`F_OFD_GETLK`), not taken: a dry run keeps no reader and no writer waiting.
+    /// The lock is only queried (`F_OFD_GETLK`), not taken: a dry run delays neither readers nor writers.
     ///
     /// # Errors
-    /// [`Error::NoStore`], [`Error::Damaged`]; what the system says.
+    /// [`Error::NoStore`], [`Error::Damaged`]; I/O errors.
     pub fn take(disk: &Arc<dyn Disk>) -> Result<Self> {
         if !disk.list(Folder::Root)?.iter().any(|name| *name == FileName::Store.name()) {
             return Err(Error::NoStore { path: disk.label() });
@@ -48,16 +48,16 @@ impl Outlook {
         let mut attempt = 1;
         loop {
             match Self::take_once(disk) {
-                // A file that is written to while it is read looks damaged. Without a writer it is.
+                // A file read while it is being written looks damaged. Without a writer it is.
                 Err(Error::Damaged(_)) if attempt < ATTEMPTS && disk.is_locked()? => attempt += 1,
                 outlook => return outlook,
             }
         }
     }
 
-    /// One look, which a writer may spoil.
+    /// Makes one attempt, which a writer may disturb.
     fn take_once(disk: &Arc<dyn Disk>) -> Result<Self> {
-        // Asked first: a writer that begins later removes what nothing needs before it writes anything new.
+        // Queried first: a writer that starts later removes unneeded files before it writes anything new.
         let is_locked = disk.is_locked()?;
         let source = DiskSource::new(disk.clone());
         let survey = survey::read(&source)?;
@@ -72,12 +72,12 @@ impl Outlook {
             &resolution,
             ReplayImages::default(),
         )?;
-        // Files of batches that are under way have numbers from `ahead_from` on; those of a snapshot,
-        // from `next_file` on.
+        // Files of batches in progress have numbers from `ahead_from` on; those of a snapshot, from
+        // `next_file` on.
         let newest = survey.readable().next_back();
         let numbers = newest.map_or(0, |link| link.next_file.min(link.ahead_from));
         let spares = Arc::new(ImageSpares::none(disk.clone(), survey.store.store));
-        // No page is read by this process.
+        // This process reads no pages.
         let disk_pages = Arc::new(DiskPages::new(disk.clone(), u64::MAX));
         Ok(Self {
             current_segment: end.accepted.segment,
@@ -87,10 +87,9 @@ impl Outlook {
     }
 }
 
-/// The newest state that the log leads to, as an open would find it.
+/// Resolves the newest state that an open would find.
 ///
-/// A candidate that is damaged is passed over, as in an open. If there is no other, the damage of the
-/// newest one is the answer.
+/// Damaged candidates are skipped, as in an open. If none is left, returns the newest one's damage.
 fn best(source: &DiskSource, survey: &Survey) -> Result<Resolution, Damage> {
     let mut first = None;
     for candidate in survey.candidates() {

@@ -1,9 +1,9 @@
-//! Memory for the pages that an open loads. All of it is claimed before any is allocated (I10), and then
-//! allocated piece by piece, while other threads load into the pieces that are there. Allocated before
-//! the loading, it took a third of the time that pages of 16 KiB take to load.
+//! Memory for the pages that an open loads. All of it is claimed before any is allocated (I10), and is then
+//! allocated piece by piece while other threads load into finished pieces. When it was allocated before
+//! loading, allocation took a third of the time of loading pages of 16 KiB.
 //!
-//! One thread allocates. With several, the host's allocator gave each of them new memory, and kept what
-//! the store before had given back: opening took a quarter longer.
+//! One thread allocates. With several, the host's allocator gave each thread new memory and kept what the
+//! previous store had freed: opening took a quarter longer.
 //!
 //! Nothing on disk changes here, so a crash loses nothing.
 
@@ -18,9 +18,9 @@ use crate::device::Span;
 use crate::error::{Error, Result};
 use crate::memory::arena::{Arena, PageMemory, Purpose, Reservation};
 
-/// Bytes of a piece at most, the last page's not counted. A thread that wants one of its pages waits
-/// until all of them are allocated, and the host device writes zeros to them. Its pages are of one row of
-/// the table, too, so that the final list takes over whole rows.
+/// The maximum bytes of a piece, not counting its last page. A thread that wants one of its pages waits until
+/// all of them are allocated, and the host device zeroes them. The pages of a piece are also in one row of
+/// the table, so that the final list takes over whole rows.
 const PIECE_BYTES: u64 = 4 << 20;
 
 /// The memory of all pages of a table.
@@ -28,20 +28,20 @@ pub(super) struct PageMemories<'a> {
     /// The claim on the budget, from which each page's memory is taken.
     reserved: Reservation<'a>,
     table: &'a PageTable,
-    /// Callers' memory in which some of the pages are to live.
+    /// Caller-owned memory for some of the pages.
     lent: LentPages<'a>,
-    /// Pieces in the order of their pages.
+    /// Pieces in page order.
     pieces: Vec<MemoryPiece>,
 }
 
-/// Neighbouring pages that are allocated together.
+/// Neighboring pages that are allocated together.
 struct MemoryPiece {
     first: PageId,
     last: PageId,
     allocated: OnceLock<PieceResult>,
 }
 
-/// The outcome of a piece: all of its pages are there, or those before the one that was refused.
+/// The outcome of a piece: the memory of all its pages, or of those before the one that was refused.
 #[derive(Default)]
 struct PieceResult {
     memory: ById<PageId, PageMemory>,
@@ -49,9 +49,10 @@ struct PieceResult {
 }
 
 impl<'a> PageMemories<'a> {
-    /// Claims what all pages take, for each place one sum (I10).
+    /// Claims the memory of all pages, as one sum per place (I10).
     ///
-    /// Claimed page by page, a table that does not fit would be noticed only after most of it is loaded.
+    /// If it were claimed page by page, a table that does not fit would be noticed only after most of it is
+    /// loaded.
     ///
     /// # Errors
     /// `OverBudget`; a device error.
@@ -60,8 +61,8 @@ impl<'a> PageMemories<'a> {
         let mut pieces: Vec<MemoryPiece> = Vec::new();
         let mut bytes = 0;
         for (page, place, len) in table.lens() {
-            // Lent memory is beside the budget, and a page on disk has none. All pages are in the pieces: by
-            // them, other steps divide the table.
+            // The budget does not count lent memory, and a page on disk has none. The pieces still contain
+            // all pages, because other steps divide the table by them.
             let own_len = if lent.has(page) || place == Place::Disk { 0 } else { len };
             match sums.iter_mut().find(|(of, _)| *of == place) {
                 Some((_, sum)) => *sum = sum.saturating_add(own_len),
@@ -79,15 +80,14 @@ impl<'a> PageMemories<'a> {
             }
             bytes += len;
         }
-        // The one moment at which the budget is asked: after it, allocating can fail only for want of
-        // memory itself.
+        // The only check of the budget: afterwards, allocation can fail only for lack of memory itself.
         let reserved = arena.reserve(Purpose::Page, &sums)?;
         Ok(Self { reserved, table, lent, pieces })
     }
 
-    /// Allocates all of it. After a page is refused, no later one is allocated: the open fails anyway.
+    /// Allocates all memory. Stops at the first refused page, because the open fails anyway.
     pub fn allocate(&self) {
-        // Answers for the pieces that are not reached, on every way out.
+        // Resolves the pieces that are not reached, on every way out.
         let mut rest = PieceGuard { memories: self, refused: None };
         for piece in &self.pieces {
             let pages = self.table.lens_between(piece.first, piece.last);
@@ -100,7 +100,7 @@ impl<'a> PageMemories<'a> {
                 Some((page, memory.ok()?))
             });
             let memory = memory.collect();
-            // Set also where a page was refused: a thread that waits for the piece must hear of it.
+            // Set even if a page was refused: threads that wait for the piece must be notified.
             let refused = rest.refused.clone();
             let _set_once = piece.allocated.set(PieceResult { memory, refused });
             if rest.refused.is_some() {
@@ -109,13 +109,14 @@ impl<'a> PageMemories<'a> {
         }
     }
 
-    /// Cuts the pages into up to `count_max` parts, at least one; gives the first and the last page of each.
+    /// Divides the pages into up to `count_max` parts, at least one, and returns the first and last page of
+    /// each.
     pub fn parts(&self, count_max: usize) -> Vec<(PageId, PageId)> {
         let parts = self.pieces.chunks(self.pieces.len().div_ceil(count_max).max(1));
         parts.map(|pieces| (pieces[0].first, pieces[pieces.len() - 1].last)).collect()
     }
 
-    /// Finds a page's memory; waits until it is there.
+    /// Returns a page's memory, waiting until it is allocated.
     ///
     /// # Errors
     /// `OutOfMemory`, `PlaceUnavailable`, a device error.
@@ -126,7 +127,7 @@ impl<'a> PageMemories<'a> {
         self.memory_of(page).map(PageMemory::span)
     }
 
-    /// Whether a page's memory is a caller's; waits until it is there.
+    /// Whether a page's memory belongs to a caller; waits until it is allocated.
     ///
     /// # Errors
     /// As for [`of`](Self::of).
@@ -144,7 +145,7 @@ impl<'a> PageMemories<'a> {
         }
     }
 
-    /// Takes the memory that was allocated, and the refusal if not all was.
+    /// Returns the allocated memory, and the refusal if not all could be allocated.
     pub fn finish(self) -> (ById<PageId, PageMemory>, Result<()>) {
         let (table, mut all, mut refused) = (self.table, ById::default(), Ok(()));
         for PieceResult { memory, refused: why } in
@@ -161,8 +162,8 @@ impl<'a> PageMemories<'a> {
     }
 }
 
-/// When this goes, no thread waits any more for a piece that will not be there. A panic of the allocating
-/// thread would otherwise leave the loading ones asleep, and the open with them.
+/// Dropping the guard releases all threads that wait for pieces which will not be allocated. Otherwise a
+/// panic of the allocating thread would leave the loading threads asleep, and the open with them.
 struct PieceGuard<'m, 'a> {
     memories: &'m PageMemories<'a>,
     refused: Option<Error>,
@@ -190,7 +191,7 @@ mod tests {
     use crate::device::multi::MultiDevice;
     use crate::options::Budget;
 
-    /// A table of three pieces and more, some pages long, with gaps between their ids.
+    /// A table of more than three pieces, with some long pages and gaps between ids.
     fn table(place_of_500: Place) -> PageTable {
         let info = |number: u64| {
             let len = if number % 300 == 7 { PIECE_BYTES } else { number % 50 };
@@ -200,13 +201,13 @@ mod tests {
         PageTable::from_parts((1..1000).map(info), Arc::default(), 1, Epoch(1), Lsn(1))
     }
 
-    /// An arena of ordinary host memory, without a limit.
+    /// An arena of ordinary host memory without a limit.
     fn arena() -> Arena {
         Arena::new(Arc::new(HostDevice::new()), Budget::default())
     }
 
-    /// A loading thread may come before the allocation. It waits, and gets the memory that the page then
-    /// has: with any other span it would load over another page.
+    /// A loading thread may arrive before the allocation. It must wait and get the page's final memory: with
+    /// any other span it would overwrite another page.
     #[test]
     fn a_thread_that_wants_a_page_waits_until_its_memory_is_there() {
         let (arena, table) = (arena(), table(Place::Host));
@@ -232,11 +233,11 @@ mod tests {
         memory.into_items().for_each(|(_, memory)| arena.discard(memory).unwrap());
     }
 
-    /// Threads share the parts: a page in none of them would never be loaded, and one in two would be
-    /// loaded twice.
+    /// Threads share the parts: a page in none of them would never be loaded, and one in two would be loaded
+    /// twice.
     #[test]
     fn the_parts_are_all_pages_and_none_twice() {
-        // Two in each row.
+        // Two pages per row.
         let info = |number: u64| PageInfo::new(PageId(ROW / 2 * number), 1, Place::Host);
         let table = PageTable::from_parts((2..400).map(info), Arc::default(), 1, Epoch(1), Lsn(1));
         let arena = arena();
@@ -249,8 +250,8 @@ mod tests {
         }
     }
 
-    /// A thread that waits for a page after the refused one must hear of the refusal: otherwise the open
-    /// sleeps for ever.
+    /// A thread that waits for a page after the refused one must be notified: otherwise the open hangs
+    /// forever.
     #[test]
     fn pages_after_a_refused_one_are_refused() {
         // No device is bound to the slot.

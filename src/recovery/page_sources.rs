@@ -1,7 +1,7 @@
-//! Sorting the pages of a table by what they are made from, some thousand at once on each of several
-//! threads. With small pages, one thread alone takes a tenth of the time of loading them.
+//! Sorts the pages of a table by what they are made from, in parts of thousands of pages on several threads.
+//! With small pages, a single thread takes a tenth of the time of loading them.
 //!
-//! Looking changes nothing.
+//! Nothing on disk changes here.
 
 use std::collections::BTreeMap;
 
@@ -17,49 +17,49 @@ use crate::catalog::ReplayImages;
 use crate::error::Result;
 use crate::images::read::ImageRequest;
 
-/// Threads that sort pages.
+/// The maximum number of threads that sort pages.
 const THREADS_MAX: usize = 8;
-/// Pages that are worth another thread.
+/// The number of pages that justifies another thread.
 const PAGES_MIN: usize = 8 << 10;
 
-/// The table to sort, and what decides about its pages.
+/// The table to sort, and the facts that classify its pages.
 pub(super) struct SourceSorter<'a> {
     pub table: &'a PageTable,
-    /// The same with the places that the pages are to have.
+    /// The same table with the places that the pages will have.
     pub placed: &'a PageTable,
     /// The image and the batch that each page is made from.
     pub bases: &'a Bases,
-    /// The snapshot from which recovery starts, whole.
+    /// The snapshot from which recovery starts, with all its entries.
     pub snapshot: Option<&'a Manifest>,
     /// Whether a frame records that snapshot as verified (I7).
     pub is_verified: bool,
-    /// Whether pages that need not be loaded now stay unloaded.
+    /// Whether pages that are not needed now stay unloaded.
     pub may_be_unloaded: bool,
     /// Replay begins after this batch.
     pub from: Lsn,
 }
 
-/// The sources of pages, each kind in the order of its pages.
+/// The sources of pages; each kind is in page order.
 #[derive(Default)]
 pub(super) struct PageSources {
     pub images: ImageGroup,
-    /// The pages that begin as zeros: the log creates them.
+    /// Pages that start as zeros, because the log creates them.
     pub zeros: Vec<PageId>,
-    /// The pages whose length changes during replay.
+    /// Pages whose length changes during replay.
     pub resized: Vec<(PageId, Base)>,
     /// Pages that stay on disk, whatever they are made from, and whether their image was proven on the
     /// medium.
     pub on_disk: Vec<(PageId, Base, bool)>,
-    /// The pages whose bases are newer than the batch after which replay begins, each with that newer batch.
+    /// Pages whose bases are newer than the batch after which replay begins, each with that newer batch.
     pub late: Vec<(PageId, Lsn)>,
-    /// Images that later snapshots need not write again, though the one before does not name them.
+    /// Images that later snapshots need not write again although the previous one does not name them.
     pub beside: ReplayImages,
 }
 
-/// Images by file: within a file they mostly lie in the order of their pages already.
+/// Images by file, because within a file they are mostly in page order already.
 #[derive(Default)]
 pub(super) struct ImageGroup {
-    /// Images that were proven past the cache when their snapshot was verified.
+    /// Images proven past the cache when their snapshot was verified.
     pub proven: Vec<Vec<ImageRequest>>,
     pub unproven: Vec<Vec<ImageRequest>>,
     /// Images that are not loaded now.
@@ -83,15 +83,15 @@ impl PageSources {
 }
 
 impl SourceSorter<'_> {
-    /// Sorts all pages of the table, in the parts in which their memory is allocated.
+    /// Sorts all pages of the table, divided at the boundaries of the allocation pieces.
     ///
     /// # Errors
     /// `OutOfMemory`.
     pub fn sort(&self, memories: &PageMemories<'_>) -> Result<PageSources> {
         // A thread is worth starting only for thousands of pages.
         let threads = parallel::threads(THREADS_MAX).min(self.table.lens().len().div_ceil(PAGES_MIN)).max(1);
-        // One part a thread. Many small ones would leave their images all over the heap, among memory
-        // that stays.
+        // One part per thread. Many small parts would scatter their images across the heap, among memory that
+        // stays.
         let parts = parallel::for_each(threads, memories.parts(threads), |part| self.sort_between(part))?;
         let mut parts = parts.into_iter();
         let mut sorted = parts.next().unwrap_or_default();
@@ -101,27 +101,27 @@ impl SourceSorter<'_> {
 
     /// Sorts the pages from `first` to `last`.
     ///
-    /// The images that a verified snapshot names were proven past the cache when it was (I7), no writer
-    /// touches them, and each has its checksum. So cached bytes of them are taken from the cache. Where
-    /// pages are loaded on demand, those that no batch changed since are left unloaded.
+    /// The images that a verified snapshot names were proven past the cache at its verification (I7), no
+    /// writer touches them, and each has its checksum. So they may be read through the cache. If pages are
+    /// loaded on demand, those that no batch changed since are left unloaded.
     fn sort_between(&self, (first, last): (PageId, PageId)) -> Result<PageSources> {
         let Self { table, placed, bases, snapshot, is_verified, may_be_unloaded, from } = *self;
         let mut sorted = PageSources::default();
         let any_on_disk = placed.lens_between(first, last).any(|(_, place, _)| place == Place::Disk);
-        // Counted first: vectors that grew would leave holes in the heap, some 35 bytes a page.
+        // Counted first: growing vectors would leave holes in the heap, about 35 bytes per page.
         let mut counts: BTreeMap<u64, usize> = BTreeMap::new();
         let images = bases.range(first, last).filter_map(|(_, base)| base.image);
         images.for_each(|image| *counts.entry(image.file).or_default() += 1);
         let (mut proven, mut unproven) = (BTreeMap::<u64, Vec<ImageRequest>>::new(), BTreeMap::new());
-        // Both the pages here and those of the snapshot ascend.
+        // Both these pages and those of the snapshot ascend.
         let entries = snapshot.map_or(&[][..], |snapshot| &snapshot.entries);
         let mut named = entries[entries.partition_point(|entry| entry.page < first)..].iter().peekable();
         for (page, base) in bases.range(first, last) {
             while named.next_if(|entry| entry.page < page).is_some() {}
             let named = named.next_if(|entry| entry.page == page);
             if base.lsn > from {
-                // The image was gathered while batches went on, and holds some after `redo`: replay
-                // must pass them over.
+                // The image was gathered while batches continued, and contains some after `redo`: replay must
+                // skip those.
                 push(&mut sorted.late, (page, base.lsn))?;
             }
             sorted.beside.note(page, named, &base, table);
@@ -136,8 +136,8 @@ impl SourceSorter<'_> {
                 Some(image) => {
                     let is_proven = is_proven(image);
                     let is_unchanged = || table.get(page).is_some_and(|info| info.lsn == base.lsn);
-                    // A page that a batch changed must have its bytes when the open returns: the log is
-                    // not read again later.
+                    // A page that a batch changed must be complete when the open returns: the log is not read
+                    // again later.
                     if may_be_unloaded && is_proven && is_unchanged() {
                         push(&mut sorted.images.unloaded, (page, image))?;
                         continue;
@@ -174,13 +174,13 @@ mod tests {
     /// The batch after which the replay begins.
     const REDO: Lsn = Lsn(500);
 
-    /// An image for a page, in one of three files.
+    /// Returns an image for a page, in one of three files.
     fn image(page: u64) -> ImageRef {
         let (file, offset) = (1 + page % 3, 64 * page);
         ImageRef { file, offset, stored_len: 64, stored_crc: 1, raw_crc: 1, codec: Codec::Raw }
     }
 
-    /// A page as batch `lsn` left it.
+    /// Returns a page as of batch `lsn`.
     fn info(page: u64, lsn: u64) -> PageInfo {
         let mut info = PageInfo::new(PageId(page), 64, Place::Host);
         (info.epoch, info.lsn) = (Epoch(1), Lsn(lsn));

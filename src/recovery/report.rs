@@ -13,41 +13,40 @@ use super::Recovery;
 pub struct RecoveryReport {
     /// Whether the store was created by this open.
     pub created: bool,
-    /// The incarnation begun, and the last batch that is there.
+    /// The incarnation begun, and the last batch found.
     pub position: Position,
-    /// The last batch as the incarnation before knew it; `None` for a new store.
+    /// The last accepted batch, as a position in the previous incarnation; `None` for a new store.
     pub previous: Option<Position>,
     /// The snapshot used; `None` if the log was replayed from its beginning.
     pub snapshot: Option<SnapshotId>,
-    /// Batches replayed on top of it.
+    /// Batches replayed on top of the snapshot.
     pub replayed_batches: u64,
     /// Bytes of their frames.
     pub replayed_bytes: u64,
     /// Batches above the last durable mark, copied into the new incarnation.
     pub copied_batches: u64,
-    /// Pages that were yet to be loaded when the open returned ([`crate::Options::page_load`]).
+    /// Pages not loaded yet when the open returned ([`crate::Options::page_load`]).
     pub unloaded_pages: u64,
-    /// Pages that the open took to slower places, because the budget has no room for them where they were
+    /// Pages that the open moved to slower places because the budget had no room for them
     /// ([`crate::Options::tiers`]).
     pub lowered_pages: u64,
-    /// The frames that were cut from the end of the log, if any.
+    /// The frames cut from the end of the log, if any.
     pub torn: Option<TornTail>,
-    /// Damage that cost nothing of the newest state: snapshots passed over, kept snapshots whose
-    /// manifests are missing, an empty segment's header. A lost snapshot is reported by the open that
-    /// finds it, and not again.
+    /// Damage that did not affect the newest state: skipped snapshots, kept snapshots whose manifests are
+    /// missing, an empty segment's header. A lost snapshot is reported only by the open that detects it.
     pub harmless: Vec<Damage>,
-    /// The device that was chosen.
+    /// The device in use.
     pub device: String,
-    /// How the log is written, and why not mapped if it is not.
+    /// How the log is written and, if it is not mapped, the reason.
     pub log_io: String,
     /// How images are written.
     pub image_io: String,
-    /// How long the open took.
+    /// The duration of the open.
     pub elapsed: Duration,
 }
 
 impl Recovery<'_> {
-    /// Begins the report of an open; the caller fills in the rest.
+    /// Starts the report of an open; the caller fills in the rest.
     pub(super) fn report(&self, position: Position, created: bool) -> RecoveryReport {
         RecoveryReport {
             created,

@@ -1,4 +1,4 @@
-//! Lists of commands on their way to the pages that are loaded, up to a number and a sum of bytes.
+//! Command lists in flight to the pages being loaded, limited in number and in bytes.
 
 use std::collections::VecDeque;
 
@@ -7,19 +7,18 @@ use crate::device::{CommandList, Device, Lane, Pending};
 use crate::error::Result;
 use crate::memory::staging::StagingPool;
 
-/// Lists in flight while pages are loaded. Each owns its staging until it is done, so this bounds that
-/// memory.
+/// The maximum number of lists in flight. Each owns its staging until it is done, so this bounds that memory.
 const IN_FLIGHT_MAX: usize = 8;
-/// Bytes of such staging. One list more may be in flight.
+/// The maximum bytes of such staging. One more list may be in flight.
 const IN_FLIGHT_BYTES_MAX: usize = 16 << 20;
 
 /// Lists that were submitted and not waited for.
 pub(super) struct SubmittedLists<'a> {
     pub device: &'a dyn Device,
     staging: &'a StagingPool,
-    /// The oldest list first.
+    /// The lists, oldest first.
     pending: VecDeque<SubmittedList>,
-    /// The sum of these bytes.
+    /// The total bytes of their staging.
     pending_bytes: usize,
 }
 
@@ -27,12 +26,12 @@ struct SubmittedList {
     pending: Pending,
     /// The bytes of its staging.
     bytes: usize,
-    /// The sums of its long writes.
+    /// The checksums of its long writes.
     proofs: Vec<ArrivalProof>,
 }
 
 impl<'a> SubmittedLists<'a> {
-    /// No list yet.
+    /// Creates an empty queue.
     pub fn new(device: &'a dyn Device, staging: &'a StagingPool) -> Self {
         Self { device, staging, pending: VecDeque::new(), pending_bytes: 0 }
     }
@@ -40,7 +39,7 @@ impl<'a> SubmittedLists<'a> {
     /// Submits a list, unless it is empty, and waits while too many are in flight.
     ///
     /// # Errors
-    /// A device error, also where an earlier list brought something that was not sent.
+    /// A device error, or a checksum mismatch of an earlier list.
     pub fn submit(&mut self, (list, proofs): (CommandList, Vec<ArrivalProof>)) -> Result<()> {
         if list.commands.is_empty() && list.staging.is_empty() {
             return Ok(());
@@ -55,7 +54,7 @@ impl<'a> SubmittedLists<'a> {
         self.drain(IN_FLIGHT_MAX)
     }
 
-    /// Waits until at most `in_flight_max` lists are in flight, and gives the staging of the others back.
+    /// Waits until at most `in_flight_max` lists are in flight, and returns the staging of the others.
     pub fn drain(&mut self, in_flight_max: usize) -> Result<()> {
         while self.pending.len() > in_flight_max {
             self.finish_oldest()?;
@@ -63,7 +62,7 @@ impl<'a> SubmittedLists<'a> {
         Ok(())
     }
 
-    /// Waits for the oldest list: it is done first, for a lane does its lists in order.
+    /// Waits for the oldest list, which is done first because a lane executes its lists in order.
     fn finish_oldest(&mut self) -> Result<()> {
         let Some(SubmittedList { pending, bytes, proofs }) = self.pending.pop_front() else { return Ok(()) };
         self.pending_bytes -= bytes;

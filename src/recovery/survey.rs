@@ -1,9 +1,9 @@
-//! Looking at every file, by several threads. With small pages, one thread that reads a snapshot's links
-//! takes a fifth of the time of loading them, and the log can be looked at meanwhile, because it needs
-//! nothing of them.
+//! Surveys every file with several threads. With small pages, a single thread that reads a snapshot's links
+//! takes a fifth of the time of loading the pages, and the log can be surveyed concurrently because it does
+//! not depend on them.
 //!
-//! Only links without a fault are read so. For all others [`read_links`] says what is wrong, and what can
-//! be had of them: one place decides that, also for the tools, which use one thread.
+//! Only intact links are read this way. For all others, [`read_links`] determines the damage and what can be
+//! recovered: one place decides that, also for the single-threaded tools.
 //!
 //! Nothing is written here, so a crash loses nothing.
 
@@ -17,14 +17,14 @@ use crate::base::parallel;
 use crate::base::sync::Mutex;
 use crate::disk::source::DiskSource;
 
-/// Threads that read and decode links.
+/// The maximum number of threads that read and decode links.
 const THREADS_MAX: usize = 8;
-/// Bytes of a link that a thread reads at once.
+/// Bytes of a link that a thread reads at a time.
 const READ_LEN: usize = 512 << 10;
-/// Entries of a manifest that a thread decodes at once.
+/// Entries of a manifest that a thread decodes at a time.
 const ENTRIES_AT_ONCE: usize = 4 << 10;
 
-/// Shares a manifest's entries among threads.
+/// Distributes a manifest's entries among threads.
 pub(super) struct EntryThreads;
 
 impl Share for EntryThreads {
@@ -45,13 +45,13 @@ impl Share for EntryThreads {
     }
 }
 
-/// Surveys the files, as [`Survey::read`] does on one thread.
+/// Surveys the files, like the single-threaded [`Survey::read`].
 ///
 /// # Errors
 /// As for [`Survey::read`].
 pub(super) fn read(source: &DiskSource) -> Result<Survey, Damage> {
     let store = read_store(source)?;
-    // Both at once: neither needs the other, and each waits for the disk.
+    // Both at once: they are independent, and each waits for the disk.
     let (log, links) = parallel::join(
         || LogMap::read(source, store.store),
         || read_links(source, &store, &|link| read_link(source, link)),
@@ -59,16 +59,17 @@ pub(super) fn read(source: &DiskSource) -> Result<Survey, Damage> {
     Ok(Survey { log: log?, links: links?, store })
 }
 
-/// Reads a link whose two copies are alike, and gives its header checksum with it. `None` if it is short,
-/// or has any fault.
+/// Reads a link whose two copies are equal, with its header checksum. Returns `None` if the link is short or
+/// damaged in any way.
 fn read_link(source: &DiskSource, file: FileName) -> Option<(Manifest, u32)> {
     let mut header = [0; ManifestHeaderRaw::LEN];
     source.read_at(file, 0, &mut header).ok()?;
-    // The header's length is believed only where the file has it (I9): a damaged header could ask for a TiB.
+    // The header's length is trusted only if the file is that long (I9): a damaged header could ask for a
+    // TiB.
     let copy_len = Manifest::copy_len(&header)?;
     let is_whole = source.len(file).ok()?? == 2 * copy_len;
     let half = usize::try_from(copy_len).ok().filter(|half| is_whole && *half > READ_LEN)?;
-    // Zeros that the system maps when they are touched: each thread is the first to touch its own pieces.
+    // Zeroed memory is mapped on first touch: each thread is the first to touch its own pieces.
     let mut copy = u8::new_vec_zeroed(half).ok()?;
     let pieces: Vec<Mutex<&mut [u8]>> = copy.chunks_mut(READ_LEN).map(Mutex::new).collect();
     let read = |second: &mut Option<Vec<u8>>, piece: usize| {
@@ -79,11 +80,11 @@ fn read_link(source: &DiskSource, file: FileName) -> Option<(Manifest, u32)> {
         source.read_at(file, copy_len + at, second).map_err(drop)?;
         if **first == *second { Ok(()) } else { Err(()) }
     };
-    // Refused memory only leaves the link to the one thread that reads what has a fault.
+    // If memory is refused, the link is left to the single-threaded reader of damaged links.
     let equip = || u8::new_vec_zeroed(READ_LEN).ok();
     parallel::map_indexed(parallel::threads(THREADS_MAX), pieces.len(), equip, read).ok()?;
     drop(pieces);
-    // Both copies are the same bytes: what is proven of the first holds for the second.
+    // Both copies have the same bytes: what is proven of the first holds for the second.
     Manifest::decode_first_by(&copy, &EntryThreads)
 }
 
@@ -104,7 +105,7 @@ mod tests {
     const FILE: FileName = FileName::Manifest(1);
     const STORE: StoreId = StoreId([7; 16]);
 
-    /// A manifest of more pages than are read or decoded at once.
+    /// A manifest of more pages than are read or decoded at a time.
     fn manifest() -> Manifest {
         of_empty_pages(4 * ENTRIES_AT_ONCE as u64 + 7)
     }
@@ -117,12 +118,12 @@ mod tests {
         disk
     }
 
-    /// The link with these bytes, as several threads read it.
+    /// Reads a link with these bytes, using several threads.
     fn read_from(bytes: &[u8]) -> Option<(Manifest, u32)> {
         read_link(&DiskSource::new(Arc::new(disk_with(bytes))), FILE)
     }
 
-    /// Threads read only links without a fault: whatever is wrong, one place decides what can still be had.
+    /// Threads read only intact links: for damaged ones, a single place decides what can be recovered.
     #[test]
     fn a_link_is_read_only_where_nothing_is_wrong_with_either_copy() {
         let manifest = manifest();
@@ -135,7 +136,7 @@ mod tests {
             damaged[at] ^= 1;
             assert_eq!(read_from(&damaged), None, "byte {at}");
         }
-        // Both copies are alike, and both are wrong.
+        // Both copies are equal, and both are wrong.
         let mut damaged = whole.clone();
         [300, half + 300].into_iter().for_each(|at| damaged[at] ^= 1);
         assert_eq!(read_from(&damaged), None);
@@ -145,7 +146,7 @@ mod tests {
         assert_eq!(read_link(&DiskSource::new(Arc::new(SimDisk::new())), FILE), None, "no such file");
     }
 
-    /// A damaged length must not make a thread take memory for it (I9).
+    /// A damaged length must not make a thread allocate that much memory (I9).
     #[test]
     fn of_a_file_that_is_not_as_long_as_its_header_says_no_more_is_read() {
         let whole = manifest().encode().unwrap();
@@ -158,8 +159,8 @@ mod tests {
         }
     }
 
-    /// Several threads find the same as one: without STORE; with a long link and a short one, a damaged
-    /// one of each, one under another's name, a segment and a file that is none.
+    /// Several threads find the same as one: without STORE; with a long link and a short one, a damaged one
+    /// of each, one under another's name, a segment, and a file that is not a segment.
     #[test]
     fn several_threads_find_what_one_does() {
         let disk = disk_with(&manifest().encode().unwrap());

@@ -1,4 +1,4 @@
-//! The snapshots that were verified: as a record in the log names them, and as they lie on disk.
+//! The verified snapshots, according to a record in the log and to the files on disk.
 
 use remanent_format::SnapshotId;
 use remanent_format::frame::VerifiedSnapshot;
@@ -8,11 +8,11 @@ use remanent_format::manifest::Manifest;
 use remanent_format::state::follow::Resolution;
 use remanent_format::state::survey::Survey;
 
-/// The snapshots that the new incarnation records as verified, and the links that must be published anew
-/// before that.
+/// Returns the snapshots that the new incarnation records as verified, and the links that must be published
+/// again first.
 ///
-/// A link is published anew if it is verified only as of just now, and if one of its copies is bad. The
-/// links before its own were durable before it was written.
+/// A link is published again if its snapshot is verified only by this open, or if one of its copies is bad.
+/// The links that it follows were durable before it was written.
 pub(super) fn verified<'s>(
     survey: &'s Survey,
     end: &LogEnd,
@@ -20,15 +20,14 @@ pub(super) fn verified<'s>(
 ) -> (Vec<VerifiedSnapshot>, Vec<&'s Manifest>) {
     let health = |snapshot: SnapshotId| survey.links[&snapshot].as_ref().map(|(_, health)| health).ok();
     let on_disk = |snapshot: SnapshotId| on_disk(survey, snapshot);
-    // Newer snapshots were passed over: a record of them would say that they can be started from.
+    // Newer snapshots were skipped: recording them would declare that they can be started from.
     let usable = |snapshot: SnapshotId| base.is_some_and(|base| snapshot <= base);
     let recorded = end.verified.iter().copied();
     let mut verified: Vec<VerifiedSnapshot> =
         recorded.filter(|entry| usable(entry.snapshot) && is_same(on_disk(entry.snapshot), entry)).collect();
     let is_recorded = |used: &VerifiedSnapshot| verified.iter().any(|entry| is_same(Some(*used), entry));
-    // The snapshot used may be recorded by no frame, where a crash came between its rename and its seal.
-    // It counts from now on: its images were just read past the cache, and its manifest is published anew
-    // (I7).
+    // No frame may record the snapshot that was used, if a crash came between its rename and its seal. It
+    // counts from now on: its images were just read past the cache, and its manifest is published again (I7).
     let used = base.and_then(on_disk).filter(|used| !is_recorded(used));
     verified.extend(used);
     verified.sort_unstable_by_key(|entry| entry.snapshot);
@@ -46,14 +45,15 @@ pub(super) fn is_verified(survey: &Survey, base: &Manifest, resolution: &Resolut
     Record(&end.verified).has_verified(survey, base.snapshot)
 }
 
-/// A snapshot as a record of verified ones would name it; `None` if a link of it cannot be read.
+/// Returns a snapshot in the form of a record of verified ones, or `None` if one of its links cannot be read.
 fn on_disk(survey: &Survey, snapshot: SnapshotId) -> Option<VerifiedSnapshot> {
     survey.chain(snapshot).ok()?;
     let (_, health) = survey.links[&snapshot].as_ref().ok()?;
     Some(VerifiedSnapshot { snapshot, manifest_crc: health.header_crc, log_kept: false })
 }
 
-/// Whether the snapshot on disk is the one that was recorded. Whether its log is kept only the record says.
+/// Whether the snapshot on disk is the one that was recorded. `log_kept` is ignored: only the record knows
+/// it.
 fn is_same(on_disk: Option<VerifiedSnapshot>, recorded: &VerifiedSnapshot) -> bool {
     on_disk.is_some_and(|found| {
         (found.snapshot, found.manifest_crc) == (recorded.snapshot, recorded.manifest_crc)
