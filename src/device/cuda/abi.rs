@@ -1,16 +1,16 @@
-//! The agreement between host and kernels: the rows of the tables that a launch reads.
+//! The interface between host and kernels: the rows of the tables that a launch reads.
 //!
-//! The other half is `kernels/common.cuh`, which declares the same structs; sizes are asserted on both sides,
-//! and a test reads that file and compares the constants. Read `kernels/README.md` first.
+//! `kernels/common.cuh` declares the same structs. Both sides assert the sizes, and a test reads that file
+//! and compares the constants. Read `kernels/README.md` first.
 //!
-//! Every kernel has one shape: `kernel(rows, row_count)` or, for the two that apply, `kernel(parts,
-//! part_count, pieces)`. A launch has [`Kernel::grid`] blocks of [`Kernel::threads`] threads in one
-//! dimension, and no dynamic shared memory. A table lies anywhere that the device can read, mapped pinned
-//! memory included, on a boundary of 16 bytes; it stays unchanged until the launch is done. Addresses are the
-//! device's own. A launch of no rows is not made.
+//! Every kernel has the signature `kernel(rows, row_count)`, except for the two apply kernels, which have
+//! `kernel(parts, part_count, pieces)`. A launch has [`Kernel::grid`] blocks of [`Kernel::threads`] threads
+//! in one dimension, and no dynamic shared memory. A table may be in any memory that the device can read,
+//! including mapped pinned memory, aligned to 16 bytes; it must stay unchanged until the launch is done.
+//! Addresses are device addresses. A launch without rows is never made.
 //!
-//! The device checks nothing that a row says. Bounds were checked before, and indices that only the device
-//! has seen go through [`VALIDATE`] first.
+//! The device does not check the contents of a row. Bounds are checked beforehand, and [`VALIDATE`] first
+//! checks indices that only the device has seen.
 
 use remanent_format::Width;
 
@@ -18,8 +18,8 @@ use crate::device::{INDEX_OUT_OF_BOUNDS, INDEX_TWICE};
 
 /// One delta, fill or copy. [`APPLY_BY_WARP`] and [`APPLY_BY_BLOCK`] read it through a [`PartRow`].
 ///
-/// Copying is a dense piece whatever the direction: uploads and downloads of mapped pinned memory, copies
-/// on the device, gathers and scatters are all tables of these.
+/// A copy is a dense piece in every direction: uploads and downloads through mapped pinned memory, copies on
+/// the device, gathers and scatters are all tables of these rows.
 #[repr(C, align(16))]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PieceRow {
@@ -28,60 +28,61 @@ pub struct PieceRow {
     /// Dense: address of the bytes. Masked: of the bitmap. Sparse and pick: of the indices, u32
     /// little-endian. Fill: bytes 0 to 8 of the pattern, repeated to sixteen bytes.
     pub payload: u64,
-    /// Masked and sparse: address of the elements' bytes. Pick: of the range that they come from. Fill: bytes
-    /// 8 to 16 of the pattern.
+    /// Masked and sparse: address of the elements' bytes. Pick: of the range that contains the elements.
+    /// Fill: bytes 8 to 16 of the pattern.
     pub values: u64,
-    /// Steps of work: bytes for dense and fill, elements of the range for masked, indices for sparse
-    /// and pick.
+    /// Steps of work: bytes for dense and fill, elements of the range for masked, indices for sparse and
+    /// pick.
     pub steps: u64,
     /// One of the `PIECE_` constants.
     pub kind: u32,
     /// The element's width in bytes: 1, 2, 4, 8 or 16. 1 for dense and fill.
     pub width: u32,
-    /// Always 0: it fills the row to its size.
+    /// Padding; always 0.
     pub reserved: u64,
 }
 
-/// Bytes replace the target.
+/// Kind of a piece whose bytes replace the target.
 pub const PIECE_DENSE: u32 = 0;
-/// Elements whose bit is 1 are replaced.
+/// Kind of a piece that replaces the elements whose bit is 1.
 pub const PIECE_MASKED: u32 = 1;
-/// Elements at the indices, all different, are replaced.
+/// Kind of a piece that replaces the elements at the indices, which are all different.
 pub const PIECE_SPARSE: u32 = 2;
-/// A pattern is repeated over the target.
+/// Kind of a piece that repeats a pattern over the target.
 pub const PIECE_FILL: u32 = 3;
-/// Elements at the indices are copied to the target, one after the other.
+/// Kind of a piece that copies the elements at the indices to the target, one after the other.
 pub const PIECE_PICK: u32 = 4;
 
 impl PieceRow {
-    /// `len` bytes at `payload` replace those at `target`.
+    /// Returns a row that replaces `len` bytes at `target` with those at `payload`.
     #[must_use]
     pub const fn dense(target: u64, payload: u64, len: u64) -> Self {
         Self { target, payload, values: 0, steps: len, kind: PIECE_DENSE, width: 1, reserved: 0 }
     }
 
-    /// The elements at `target` whose bit in `bitmap` is 1 become those of `values`. `count` is the number of
-    /// elements in the range.
+    /// Returns a row that replaces the elements at `target` whose bit in `bitmap` is 1 with those of
+    /// `values`. `count` is the number of elements in the range.
     #[must_use]
     pub const fn masked(target: u64, bitmap: u64, values: u64, count: u64, width: Width) -> Self {
         let width = width.bytes() as u32;
         Self { target, payload: bitmap, values, steps: count, kind: PIECE_MASKED, width, reserved: 0 }
     }
 
-    /// The elements at `count` `indices`, counted from `target`, become `values`.
+    /// Returns a row that replaces the elements at `count` `indices`, counted from `target`, with `values`.
     #[must_use]
     pub const fn sparse(target: u64, indices: u64, values: u64, count: u64, width: Width) -> Self {
         let width = width.bytes() as u32;
         Self { target, payload: indices, values, steps: count, kind: PIECE_SPARSE, width, reserved: 0 }
     }
 
-    /// The elements of `source` at `count` `indices`, one after the other, become the target.
+    /// Returns a row that copies the elements of `source` at `count` `indices` to the target, one after the
+    /// other.
     #[must_use]
     pub const fn pick(target: u64, indices: u64, source: u64, count: u64, width: Width) -> Self {
         Self { kind: PIECE_PICK, ..Self::sparse(target, indices, source, count, width) }
     }
 
-    /// The first `width` bytes of `pattern`, again and again over `len` bytes.
+    /// Returns a row that repeats the first `width` bytes of `pattern` over `len` bytes.
     #[must_use]
     pub fn fill(target: u64, pattern: [u8; 16], width: Width, len: u64) -> Self {
         let tile =
@@ -91,64 +92,65 @@ impl PieceRow {
     }
 }
 
-/// Consecutive pieces that one warp, or one block, applies one after the other.
+/// Consecutive pieces that one warp or one block applies one after the other.
 ///
-/// No two parts of a launch may touch the same byte unless both only read it: pieces that overlap are in one
-/// part, in Lsn order, or in launches one after the other.
+/// No two parts of a launch may access the same byte unless both only read it: overlapping pieces are in one
+/// part, in Lsn order, or in consecutive launches.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PartRow {
-    /// The first piece's row.
+    /// Row number of the first piece.
     pub piece_first: u32,
     /// The number of pieces.
     pub piece_count: u32,
-    /// First step of work, of each piece. Where several parts share a masked piece, a multiple of
-    /// [`MASK_STEPS`]; 0 in a part of several pieces.
+    /// The first step of each piece. If several parts share a masked piece, a multiple of [`MASK_STEPS`]; 0
+    /// in a part of several pieces.
     pub begin: u64,
-    /// Step at which the part stops. A piece of fewer steps ends before.
+    /// The step before which the part stops. A piece with fewer steps ends earlier.
     pub end: u64,
 }
 
 impl PartRow {
-    /// A part that is the whole of some consecutive pieces.
+    /// Returns a part that covers some consecutive pieces completely.
     #[must_use]
     pub const fn whole(piece_first: u32, piece_count: u32) -> Self {
         Self { piece_first, piece_count, begin: 0, end: u64::MAX }
     }
 }
 
-/// Boundary at which masked pieces are cut between parts: whole bytes of the bitmap, whole 16 bytes of the
-/// smallest element.
+/// Boundary at which masked pieces are split between parts: whole bytes of the bitmap, and whole 16 bytes of
+/// the smallest element.
 pub const MASK_STEPS: u64 = 128;
 
-/// A range whose checksum [`CRC_CHUNKS`] takes, or one chunk of such a range.
+/// A range that [`CRC_CHUNKS`] checksums, or one chunk of such a range.
 ///
-/// A source of up to [`CRC_CHUNK_LEN`] bytes is one chunk, [`CRC_FIRST`] and [`CRC_LAST`]. A longer one is
-/// cut from its *end*, so that only the first chunk is shorter: then all chunks combine by one constant.
+/// A source of up to [`CRC_CHUNK_LEN`] bytes is one chunk, both [`CRC_FIRST`] and [`CRC_LAST`]. A longer one
+/// is split from its *end*, so that only the first chunk is shorter; all chunks then combine with one
+/// constant.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CrcRow {
     /// Address of the first byte. Any alignment.
     pub source: u64,
-    /// Address of the four bytes of the result. The CRC-32 if the row is first and last, at any alignment;
-    /// else the chunk's remainder, for [`CRC_COMBINE`], at a multiple of 4.
+    /// Address of the four-byte result. If the row is both first and last, this is the CRC-32, at any
+    /// alignment; otherwise it is the chunk's remainder for [`CRC_COMBINE`], at a multiple of 4.
     pub target: u64,
-    /// Number of bytes, at most [`CRC_CHUNK_LEN`]. 0 only in a row that is first and last.
+    /// Number of bytes, at most [`CRC_CHUNK_LEN`]. 0 only in a row that is both first and last.
     pub len: u32,
     /// [`CRC_FIRST`], [`CRC_LAST`], both or neither.
     pub flags: u32,
 }
 
-/// The chunk holds its source's first byte.
+/// Flag: the chunk contains its source's first byte.
 pub const CRC_FIRST: u32 = 1;
-/// The chunk holds its source's last byte.
+/// Flag: the chunk contains its source's last byte.
 pub const CRC_LAST: u32 = 2;
-/// The longest chunk, and the length of every chunk but a source's first. A team takes a chunk in turns of
-/// 2 KiB, each of which waits for memory: one launch over one chunk of 64 KiB takes an H100 21 µs, over one
-/// of 8 KiB 11 µs.
+/// The longest chunk, and the length of every chunk except a source's first. A team processes a chunk in
+/// steps of 2 KiB, each of which waits for memory: on an H100, one launch over one chunk of 64 KiB takes 21
+/// µs, over one chunk of 8 KiB 11 µs.
 pub const CRC_CHUNK_LEN: u32 = 8 << 10;
 
-/// A source of several chunks, whose remainders lie one after the other.
+/// A source of several chunks, whose remainders are contiguous.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CombineRow {
@@ -158,21 +160,22 @@ pub struct CombineRow {
     pub target: u64,
     /// Number of chunks, at least 2.
     pub count: u32,
-    /// Always 0: it fills the row to its size.
+    /// Padding; always 0.
     pub reserved: u32,
 }
 
-/// Two ranges, or two cuts of longer ones, whose differing elements [`DIFF`] finds.
+/// Two ranges, or two sections of longer ranges, whose differing elements [`DIFF`] finds.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DiffRow {
-    /// Address of one range. Any alignment.
+    /// Address of the first range. Any alignment.
     pub left: u64,
-    /// Address of the other. Any alignment.
+    /// Address of the second range. Any alignment.
     pub right: u64,
-    /// Address of the bits: one for each element, lowest first, whole bytes; unused bits of the last are 0.
+    /// Address of the bits: one for each element, lowest first, in whole bytes. Unused bits of the last byte
+    /// are 0.
     pub target: u64,
-    /// Bytes of either range; whole elements. In all but the last row of a longer range, a multiple of eight
+    /// Bytes of each range; whole elements. In all but the last row of a longer range, a multiple of eight
     /// elements.
     pub len: u32,
     /// The element's width in bytes.
@@ -189,52 +192,53 @@ pub const INDEX_COUNT_MAX: u64 = 16 << 10;
 /// share a long bitmap. A multiple of 4.
 pub const SELECT_LEN_MAX: u32 = 8 << 10;
 
-/// A bitmap, or a cut of a longer one, whose set bits are counted and then numbered.
+/// A bitmap, or a section of a longer one, whose set bits are counted and then converted to indices.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SelectRow {
     /// Address of the bits, lowest first. Any alignment.
     pub bits: u64,
-    /// Address of the bitmap's numbers, u32, from the first on; a multiple of 4. Cuts of one bitmap share it.
+    /// Address of the bitmap's first index, u32; a multiple of 4. All sections of a bitmap have the same
+    /// address.
     pub target: u64,
-    /// Address of a u32. The count writes the number of set bits in the row there; the scan replaces it by
+    /// Address of a u32. The count stores the number of set bits in the row here; the scan replaces it with
     /// the sum over the earlier rows of the bitmap.
     pub before: u64,
     /// Number of bytes of bits.
     pub len: u32,
-    /// The number of the row's first bit in its bitmap.
+    /// The index, within the bitmap, of the row's first bit.
     pub first: u32,
-    /// The number of u32 that the target has room for.
+    /// The number of u32 indices that fit in the target.
     pub room: u32,
-    /// Always 0: it fills the row to its size.
+    /// Padding; always 0.
     pub reserved: u32,
 }
 
-/// The numbers of a bitmap's rows, which [`SELECT_SCAN`] sums up.
+/// The counts of a bitmap's rows, which [`SELECT_SCAN`] sums.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ScanRow {
-    /// Address of u32, one for each row, which becomes the sum of those before it.
+    /// Address of one u32 for each row, which is replaced with the sum of those before it.
     pub numbers: u64,
-    /// Address of a u32, which becomes the sum of all.
+    /// Address of the u32 that receives the total.
     pub target: u64,
     /// The number of rows.
     pub count: u32,
-    /// Always 0: it fills the row to its size.
+    /// Padding; always 0.
     pub reserved: u32,
 }
 
-/// Indices that lie on the device, or a cut of a longer list, that [`VALIDATE`] proves.
+/// Indices in device memory, or a section of a longer list, that [`VALIDATE`] checks.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IndexRow {
     /// Address of the indices, u32 little-endian; a multiple of 4.
     pub indices: u64,
-    /// Address of one bit for each element of the range, in whole u32, all 0 before the launch. Cuts of one
-    /// list share it.
+    /// Address of one bit for each element of the range, in whole u32, all 0 before the launch. All sections
+    /// of a list have the same address.
     pub seen: u64,
-    /// Address of a u32 that was 0 before the launch. It becomes the sum of the faults found:
-    /// [`OUT_OF_BOUNDS`], [`TWICE`]. Cuts of one list share it.
+    /// Address of a u32 that is 0 before the launch and receives the sum of the faults found:
+    /// [`OUT_OF_BOUNDS`], [`TWICE`]. All sections of a list have the same address.
     pub target: u64,
     /// Number of elements in the range.
     pub bound: u64,
@@ -242,12 +246,12 @@ pub struct IndexRow {
     pub count: u64,
 }
 
-/// An index is not below the bound.
+/// Flag: an index is not below the bound.
 pub const OUT_OF_BOUNDS: u32 = INDEX_OUT_OF_BOUNDS;
-/// An index occurs twice.
+/// Flag: an index occurs twice.
 pub const TWICE: u32 = INDEX_TWICE;
 
-/// Chunks that follow each other, whose digests [`DIGEST`] makes.
+/// Consecutive chunks whose digests [`DIGEST`] computes.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DigestRow {
@@ -259,14 +263,14 @@ pub struct DigestRow {
     pub target: u64,
     /// Number of bytes. Only the last chunk may be shorter than [`DIGEST_CHUNK_LEN`].
     pub len: u32,
-    /// Always 0: it fills the row to its size.
+    /// Padding; always 0.
     pub reserved: u32,
 }
 
-/// The length of every chunk but the last of a range.
+/// The length of every chunk except the last of a range.
 pub const DIGEST_CHUNK_LEN: u32 = crate::device::DIGEST_CHUNK_LEN as u32;
 
-/// The sizes that `kernels/common.cuh` asserts too.
+/// The sizes, which `kernels/common.cuh` asserts too.
 const _: () = {
     assert!(size_of::<PieceRow>() == 48);
     assert!(size_of::<PartRow>() == 24);
@@ -279,51 +283,51 @@ const _: () = {
     assert!(size_of::<IndexRow>() == 40);
 };
 
-/// An entry point, and how it is launched.
+/// A kernel's entry point and launch shape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kernel {
     /// The function's name in its module.
     pub name: &'static str,
-    /// The module that holds it, an index: apply, crc, diff, digest, select, validate.
+    /// The index of the module that contains it: apply, crc, diff, digest, select, validate.
     pub module: usize,
-    /// Threads of each block.
+    /// Threads per block.
     pub threads: u32,
-    /// Rows that one block works on.
+    /// Rows per block.
     pub rows_per_block: u32,
 }
 
 impl Kernel {
-    /// The number of blocks of a launch over this number of rows.
+    /// Returns the number of blocks of a launch over this number of rows.
     #[must_use]
     pub const fn grid(&self, rows: u32) -> u32 {
         rows.div_ceil(self.rows_per_block)
     }
 }
 
-/// [`PartRow`]s of little work: each takes a warp.
+/// Applies [`PartRow`]s with little work, one warp each.
 pub const APPLY_BY_WARP: Kernel =
     Kernel { name: "apply_by_warp", module: 0, threads: 128, rows_per_block: 4 };
-/// [`PartRow`]s of much work: each takes a block.
+/// Applies [`PartRow`]s with much work, one block each.
 pub const APPLY_BY_BLOCK: Kernel =
     Kernel { name: "apply_by_block", module: 0, threads: 256, rows_per_block: 1 };
-/// [`CrcRow`]s: each takes sixteen lanes.
+/// Checksums [`CrcRow`]s, sixteen lanes each.
 pub const CRC_CHUNKS: Kernel = Kernel { name: "crc_chunks", module: 1, threads: 128, rows_per_block: 8 };
-/// [`CombineRow`]s: each takes a block. After [`CRC_CHUNKS`], in the same stream.
+/// Combines [`CombineRow`]s, one block each. Runs after [`CRC_CHUNKS`] in the same stream.
 pub const CRC_COMBINE: Kernel = Kernel { name: "crc_combine", module: 1, threads: 256, rows_per_block: 1 };
-/// [`DiffRow`]s: each takes a block.
+/// Compares [`DiffRow`]s, one block each.
 pub const DIFF: Kernel = Kernel { name: "diff", module: 2, threads: 256, rows_per_block: 1 };
-/// [`DigestRow`]s: each takes a block.
+/// Digests [`DigestRow`]s, one block each.
 pub const DIGEST: Kernel = Kernel { name: "digest", module: 3, threads: 256, rows_per_block: 1 };
-/// [`SelectRow`]s: each takes a block.
+/// Counts the set bits of [`SelectRow`]s, one block each.
 pub const SELECT_COUNT: Kernel = Kernel { name: "select_count", module: 4, threads: 256, rows_per_block: 1 };
-/// [`ScanRow`]s: each takes a block. After [`SELECT_COUNT`], in the same stream.
+/// Sums the counts of [`ScanRow`]s, one block each. Runs after [`SELECT_COUNT`] in the same stream.
 pub const SELECT_SCAN: Kernel = Kernel { name: "select_scan", module: 4, threads: 256, rows_per_block: 1 };
-/// [`SelectRow`]s again: each takes a block. After [`SELECT_SCAN`], in the same stream.
+/// Writes the indices of [`SelectRow`]s, one block each. Runs after [`SELECT_SCAN`] in the same stream.
 pub const SELECT_EMIT: Kernel = Kernel { name: "select_emit", module: 4, threads: 256, rows_per_block: 1 };
-/// [`IndexRow`]s: each takes a block.
+/// Checks [`IndexRow`]s, one block each.
 pub const VALIDATE: Kernel = Kernel { name: "validate", module: 5, threads: 256, rows_per_block: 1 };
 
-/// All entry points, by rising module.
+/// All entry points, in order of module.
 pub const KERNELS: [Kernel; 10] = [
     APPLY_BY_WARP,
     APPLY_BY_BLOCK,

@@ -1,34 +1,34 @@
-//! Areas: memory as a plan of launches tells it apart, and sets of them.
+//! Areas, by which a launch plan distinguishes memory, and sets of them.
 
 use std::collections::HashSet;
 use std::hash::{BuildHasherDefault, Hasher};
 
 use super::resource::Kind;
 
-/// Memory as the plan tells it apart: pieces in different areas never touch the same byte.
+/// A unit of memory in a launch plan. Pieces in different areas never access the same byte.
 ///
-/// Hazards are looked up by area and not by range. Two deltas of one page then only cost a lookup each, and a
-/// batch that ends earlier than it must costs a launch, not a wrong byte.
+/// Hazards are checked by area rather than by range. A check then costs one lookup even for two deltas of one
+/// page, and a batch that ends earlier than necessary costs one launch but never a wrong byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Area {
-    /// Page memory, by its kind and its id.
+    /// Page memory, by kind and id.
     Memory(Kind, u64),
-    /// The list's staging, by its index.
+    /// The list's staging, by index.
     Staging(usize),
-    /// Results on their way to staging, in the GPU's own memory.
+    /// Results in the GPU's own memory, before they are copied to staging.
     Scratch,
 }
 
-/// Areas, as a set as far as one was asked for.
+/// A list of areas that becomes a set only when it is queried.
 ///
-/// Most lists ask for none: deltas read staging and write page memory, and pages that move from one kind of
-/// memory to another are read in one and written in the other. For moves of 65,536 pages two sets of as many
-/// areas took longer than the rest of their plan.
+/// Most lists never query it: deltas read staging and write page memory, and pages moved from one kind of
+/// memory to another are read in one and written in the other. For moves of 65,536 pages, two sets of that
+/// many areas took longer than the rest of the plan.
 #[derive(Debug, Default)]
 pub(super) struct AreaSet {
     /// The kinds of the areas, one bit each.
     kinds: u8,
-    /// Those that are not in the set yet, but for the newest ones that came twice in a row.
+    /// Areas not yet in the set. An area added twice in a row is listed once.
     noted: Vec<Area>,
     areas: Areas,
     newest: Option<Area>,
@@ -43,7 +43,7 @@ impl AreaSet {
         }
     }
 
-    /// The area that was noted last.
+    /// Returns the area that was added last.
     pub fn newest(&self) -> Option<&Area> {
         self.newest.as_ref()
     }
@@ -56,7 +56,7 @@ impl AreaSet {
         self.areas.contains(&area)
     }
 
-    /// Forgets all areas, and keeps the room for others.
+    /// Removes all areas, and keeps the capacity.
     pub fn clear(&mut self) {
         (self.kinds, self.newest) = (0, None);
         self.noted.clear();
@@ -65,7 +65,7 @@ impl AreaSet {
 }
 
 impl Area {
-    /// The bit of its kind. Areas of different kinds are different ones.
+    /// Returns the bit of the area's kind. Areas of different kinds are different.
     fn kind(self) -> u8 {
         match self {
             Self::Memory(kind, _) => 1 << kind as u8,
@@ -77,8 +77,9 @@ impl Area {
 
 pub(super) type Areas = HashSet<Area, BuildHasherDefault<IdHasher>>;
 
-/// Hashes ids, which rise: a multiplication spreads them well enough. A hash against attackers costs a delta
-/// several times as much, and a delta of a list of 10,000 costs the host only 0.26 µs in all (`bench gpu`).
+/// Hashes ids, which rise, by a multiplication, which spreads them well enough. A hash that resists attacks
+/// takes several times as long per delta, and a delta in a list of 10,000 costs the host only 0.26 µs in
+/// total (`bench gpu`).
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct IdHasher(u64);
 

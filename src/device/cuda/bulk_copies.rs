@@ -1,15 +1,16 @@
-//! The one queue of long copies from the GPU to the host.
+//! The single queue of long copies from the GPU to the host.
 //!
-//! A copy engine with deep queues makes all other copies wait, the caller's own included, for seconds. So
-//! long copies go out in pieces of at most 2 MiB. A GPU has at most two of ours under way, on all lanes
-//! together: one that moves and one queued after it, so that the engine does not stand still. A thread that
-//! queues the third waits. That holds up its own lane, and other lanes only at their long copies.
+//! A copy engine with deep queues delays all other copies, including the caller's own, by seconds. Long
+//! copies are therefore issued in pieces of at most 2 MiB. A GPU has at most two pieces of the store in
+//! flight, over all lanes: one that is copied and one queued after it, so that the engine does not idle. A
+//! thread that queues a third piece waits. This delays its own lane, and other lanes only at their long
+//! copies.
 //!
-//! Commits go first. Their short copies, and the fences of all lanes, never come here: kernels and the stream
-//! itself write those. Bytes that a commit gathered on the GPU may be long. They come on an urgent lane, and
-//! go before all others. So a commit waits for two pieces, and not for a snapshot. Where urgent copies come
-//! without a pause, one piece in [`URGENT_TURNS_MAX`] + 1 is a patient lane's: a patient copy holds scratch
-//! that others may be waiting for, so it must end.
+//! Commits have priority. Their short copies and the fences of all lanes never use this queue: kernels and
+//! the stream itself write them. Bytes that a commit gathered on the GPU may be long. They use an urgent
+//! lane, which precedes all others, so a commit waits for two pieces rather than for a snapshot. During
+//! uninterrupted urgent copies, one piece in [`URGENT_TURNS_MAX`] + 1 belongs to a patient lane: a patient
+//! copy holds scratch memory that others may be waiting for, so it must finish.
 
 use std::collections::VecDeque;
 use std::ffi::c_void;
@@ -22,25 +23,24 @@ use super::lane::Timeline;
 use crate::base::sync::{Condvar, Mutex, MutexGuard};
 use crate::error::Result;
 
-/// The longest piece. It takes a GPU about 40 µs: little to wait for, and enough to keep the engine busy
-/// while the next piece is queued. Between two pieces the engine stands still for 2 to 3 µs: in pieces of 1
-/// MiB an H100 copied 45 GB/s, in pieces of 2 MiB 49.5, at once 53.
+/// The longest piece, which takes a GPU about 40 µs: a short wait, yet enough to keep the engine busy while
+/// the next piece is queued. The engine idles for 2 to 3 µs between two pieces: an H100 copied 45 GB/s in
+/// pieces of 1 MiB, 49.5 GB/s in pieces of 2 MiB, and 53 GB/s in one piece.
 const PIECE_LEN_MAX: u64 = 2 << 20;
-/// The most pieces under way: one moves, and one is ready when it is done.
+/// The most pieces in flight: one that is copied, and one that is ready when it is done.
 const PIECES_MAX: usize = 2;
 
-/// Urgent pieces that go before one that is not: 64 of them take a GPU some milliseconds.
+/// Urgent pieces that precede one patient piece; 64 of them take a GPU some milliseconds.
 const URGENT_TURNS_MAX: u32 = 64;
 
-/// Copies under way, oldest first: each lane's word for them, and the value that the word has once the copy
-/// is done.
+/// Copies in flight, oldest first: each lane's word for them, and the word's value after the copy is done.
 pub(super) struct BulkQueue {
     context: &'static Context,
     under_way: Turns<VecDeque<(Arc<CompletionWord>, u64)>>,
 }
 
 impl BulkQueue {
-    /// A queue with nothing under way.
+    /// Creates an empty queue.
     pub fn new(context: &'static Context) -> Self {
         Self { context, under_way: Turns::default() }
     }
@@ -48,7 +48,7 @@ impl BulkQueue {
     /// Queues a copy on a lane, piece by piece. Returns when the last piece is queued.
     ///
     /// # Errors
-    /// A device error; pieces before it may have been queued.
+    /// A device error; earlier pieces may have been queued.
     pub fn down(
         &self,
         entered: &ContextGuard<'_>,
@@ -57,23 +57,23 @@ impl BulkQueue {
         target: u64,
         len: u64,
     ) -> Result<()> {
-        // One visit for the whole copy: between two pieces of an urgent copy no patient lane slips in, unless
-        // its turn is due.
+        // One visit covers the whole copy, so no patient lane runs between two pieces of an urgent copy
+        // unless its turn is due.
         let mut turns = self.under_way.come(lane.is_urgent());
         for begin in (0..len).step_by(PIECE_LEN_MAX as usize) {
             let piece_len = PIECE_LEN_MAX.min(len - begin);
             let mut turn = turns.take();
             let under_way = &mut turn.value;
-            // Waits with the turn in hand. A lane that came later would otherwise queue its piece first, and
-            // the count of pieces would no longer be exact. If the stream has stopped, the entry stays, and
-            // every later copy gets the same error instead of waiting for ever.
+            // Waits while holding the turn. Otherwise a lane that arrived later could queue its piece first,
+            // and the count of pieces would be wrong. If the stream has stopped, the entry stays, and every
+            // later copy gets the same error instead of waiting forever.
             while under_way.len() >= PIECES_MAX {
                 let (word, value) = &under_way[0];
                 word.wait(*value)?;
                 under_way.pop_front();
             }
-            // SAFETY: the context is current; the list's page memory and staging were checked to hold the
-            // ranges, and stay until the lane's next value has passed.
+            // SAFETY: the context is current; the list's page memory and staging were checked to contain the
+            // ranges, and stay valid until the lane's next value has passed.
             let queued = unsafe {
                 entered.copy_to_host(
                     (target + begin) as *mut c_void,
@@ -90,36 +90,36 @@ impl BulkQueue {
     }
 }
 
-/// A value that one visitor has at a time, the urgent first.
+/// A value that one visitor has at a time, urgent visitors first.
 #[derive(Default)]
 struct Turns<T> {
     state: Mutex<TurnsState<T>>,
-    /// The number of urgent visitors. Counted up before the lock is asked for, so that the lock holder sees
-    /// visitors that wait for it; counted down under the lock.
+    /// The number of urgent visitors. Incremented before a visitor takes the lock, so that the lock holder
+    /// sees waiting visitors; decremented under the lock.
     urgent: AtomicUsize,
-    /// Signalled when the urgent have left, or a patient turn is due.
+    /// Signaled when the last urgent visitor leaves or a patient turn is due.
     patient_may: Condvar,
-    /// Signalled when a patient visitor has had the turn that was due.
+    /// Signaled when a patient visitor has taken the turn that was due.
     urgent_may: Condvar,
 }
 
 #[derive(Default)]
 struct TurnsState<T> {
     value: T,
-    /// The number of patient visitors that wait for the urgent.
+    /// The number of patient visitors that wait for urgent ones.
     patient: u32,
-    /// Turns that the urgent have had while a patient visitor waited, since the last patient turn.
+    /// Urgent turns since the last patient turn, counted while a patient visitor waited.
     urgent_turns: u32,
 }
 
 impl<T> TurnsState<T> {
-    /// Whether the next turn is a patient visitor's.
+    /// Returns whether the next turn belongs to a patient visitor.
     fn is_patient_due(&self) -> bool {
         self.patient > 0 && self.urgent_turns >= URGENT_TURNS_MAX
     }
 }
 
-/// A visitor. It takes turns until it is dropped.
+/// A visitor, which takes turns until it is dropped.
 struct Visit<'t, T> {
     turns: &'t Turns<T>,
     is_urgent: bool,
@@ -135,18 +135,18 @@ impl<T> Turns<T> {
 }
 
 impl<T> Visit<'_, T> {
-    /// The value, for one turn.
+    /// Takes the value for one turn.
     fn take(&mut self) -> MutexGuard<'_, TurnsState<T>> {
         let Turns { state, urgent, patient_may, urgent_may } = self.turns;
         let mut state = state.lock();
         if self.is_urgent {
-            // Without this wait the urgent would take the lock again before the patient visitor that was
-            // called has run.
+            // Without this wait, urgent visitors would take the lock again before the notified patient
+            // visitor runs.
             while state.is_patient_due() {
                 urgent_may.wait(&mut state);
             }
-            // Turns count only while a patient visitor waits: an earlier burst of urgent copies gives no
-            // right to a turn.
+            // Turns count only while a patient visitor waits: an earlier burst of urgent copies does not
+            // entitle it to a turn.
             state.urgent_turns += u32::from(state.patient > 0);
             if state.is_patient_due() {
                 patient_may.notify_one();
@@ -167,8 +167,8 @@ impl<T> Visit<'_, T> {
 impl<T> Drop for Visit<'_, T> {
     fn drop(&mut self) {
         if self.is_urgent {
-            // Under the lock: a patient visitor that has just looked and is about to wait must not miss the
-            // call.
+            // Under the lock: a patient visitor that has just checked and is about to wait must not miss the
+            // notification.
             let _state = self.turns.state.lock();
             self.turns.urgent.fetch_sub(1, Ordering::SeqCst);
             self.turns.patient_may.notify_all();
@@ -183,11 +183,12 @@ mod tests {
 
     use super::*;
 
-    /// Two patient visitors wait while an urgent one has this number of turns. Returns the kinds of visitors
-    /// in the order of their turns.
+    /// Lets two patient visitors wait while an urgent one takes `urgent_turns` turns. Returns the kinds of
+    /// visitors in the order of their turns.
     fn turns_of_one_urgent_and_two_patient(urgent_turns: u32) -> Vec<&'static str> {
         let (sender, order) = mpsc::channel();
-        // If no call wakes the patient visitors, the thread is left behind and the test fails by its timeout.
+        // If no notification wakes the patient visitors, the thread is left behind and the test fails by
+        // timeout.
         std::thread::spawn(move || {
             let turns = Turns::<Vec<&str>>::default();
             std::thread::scope(|scope| {
@@ -195,7 +196,7 @@ mod tests {
                 for _ in 0..2 {
                     scope.spawn(|| turns.come(false).take().value.push("patient"));
                 }
-                // A visitor that did not wait has had its turn.
+                // A visitor that did not wait has already had its turn.
                 let here = |state: &TurnsState<Vec<&str>>| state.patient as usize + state.value.len();
                 while here(&turns.state.lock()) < 2 {
                     std::thread::yield_now();
@@ -217,7 +218,7 @@ mod tests {
     fn a_patient_turn_comes_after_the_most_urgent_turns() {
         let order = turns_of_one_urgent_and_two_patient(3 * URGENT_TURNS_MAX);
         let turns = [&["urgent"; URGENT_TURNS_MAX as usize][..], &["patient"]].concat();
-        // The rest are the urgent visitor's, for no patient one waits any more.
+        // The remaining turns are urgent, because no patient visitor waits any more.
         assert_eq!(order, [&turns[..], &turns, &turns[..URGENT_TURNS_MAX as usize]].concat());
     }
 }

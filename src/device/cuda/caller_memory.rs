@@ -1,12 +1,12 @@
-//! Memory of the caller's: the code that vouches for it, and what CUDA can tell of it.
+//! Caller-owned memory: the unsafe constructor that vouches for it, and the driver's checks.
 //!
-//! The driver knows every address that it gave out, its kind and its length. So an address that it never gave
-//! out, a length that is too long, and the memory of another GPU are refused before any access to them. A
-//! range that was reserved at once and got memory mapping by mapping, as an allocator of expandable segments
-//! does it, counts as one allocation, and may have no memory at its end.
+//! The driver knows the kind and length of every allocation that it made. An address that it never handed
+//! out, a length that is too long, and memory of another GPU are therefore rejected before any access. A
+//! range that is reserved at once and mapped piece by piece, as by an allocator of expandable segments,
+//! counts as one allocation and may lack memory at its end.
 //!
-//! The driver cannot tell whether the memory is still what the caller takes it for: its owner is held for
-//! that.
+//! The driver cannot detect whether the memory still has the contents that the caller expects; holding its
+//! owner ensures this.
 
 use std::any::Any;
 use std::ffi::{c_int, c_uint};
@@ -19,7 +19,7 @@ use super::resource::Kind;
 use crate::device::CallerMemory;
 use crate::error::{Error, Result};
 
-/// Questions that the driver answers about an address, by its numbers.
+/// Pointer attributes, by the driver's numbers.
 mod attribute {
     use std::ffi::c_uint;
 
@@ -33,25 +33,25 @@ mod attribute {
     pub const MAPPING_START: c_uint = 19;
 }
 
-/// The driver's number for memory of the host, which it pinned.
+/// The driver's number for pinned host memory.
 const TYPE_HOST: c_uint = 1;
-/// The driver's number for memory of a GPU.
+/// The driver's number for GPU memory.
 const TYPE_DEVICE: c_uint = 2;
 
 impl CallerMemory {
-    /// `len` bytes at the address that kernels use, such as a tensor's `data_ptr()`: in the memory of the GPU
-    /// that holds the pages, in pinned memory of the host, or in managed memory. `owner` keeps them, and is
-    /// dropped with the last handle to them.
+    /// Wraps `len` bytes at the address that kernels use, such as a tensor's `data_ptr()`: in the memory of
+    /// the GPU that holds the pages, in pinned host memory, or in managed memory. `owner` keeps the memory
+    /// alive and is dropped with the last handle to it.
     ///
     /// # Safety
-    /// As long as `owner` lives the bytes are there, and are not given to anything else.
+    /// While `owner` lives, the bytes must exist and must not be given to any other use.
     #[must_use]
     pub unsafe fn from_cuda(address: u64, len: u64, owner: impl Any + Send + Sync) -> Self {
         Self { address, len, owner: Arc::new(owner) }
     }
 }
 
-/// The kind of memory in which the range lies.
+/// Returns the kind of memory that contains the range.
 ///
 /// # Errors
 /// `MemoryRefused`, a device error.
@@ -87,7 +87,7 @@ pub(super) fn kind_of(context: &Context, entered: &ContextGuard<'_>, memory: &Ca
     }
 }
 
-/// The place of memory of this kind.
+/// Returns the place of memory of this kind.
 pub(super) fn place_of(kind: Kind) -> Place {
     match kind {
         Kind::Device => Place::Device(0),
@@ -96,7 +96,7 @@ pub(super) fn place_of(kind: Kind) -> Place {
     }
 }
 
-/// An address that the driver is asked about.
+/// An address to query with the driver.
 struct AskedAddress<'a> {
     context: &'a Context,
     entered: &'a ContextGuard<'a>,
@@ -104,7 +104,8 @@ struct AskedAddress<'a> {
 }
 
 impl AskedAddress<'_> {
-    /// How many of `len` bytes from here on have memory, where that is mapped; `None` for any other memory.
+    /// Returns how many of the `len` bytes from this address are mapped, or `None` if the memory was not
+    /// allocated by mapping.
     fn mapped_len(&self, len: u64) -> Result<Option<u64>> {
         let is_mapped =
             self.ask::<c_int>(attribute::IS_LEGACY_IPC_CAPABLE)?.is_some_and(|capable| capable == 0);
@@ -127,11 +128,11 @@ impl AskedAddress<'_> {
         Ok(Some(end - self.address))
     }
 
-    /// The driver's answer; `None` where it knows nothing of the address.
+    /// Queries an attribute. Returns `None` if the driver does not know the address.
     fn ask<T: Default>(&self, attribute: c_uint) -> Result<Option<T>> {
         let mut value = T::default();
-        // SAFETY: the context is current; the value is of the type that this attribute has, by the constants
-        // above and their uses. Any address may be asked for.
+        // SAFETY: the context is current; the value has the type of this attribute, as its uses with the
+        // constants above ensure. Any address may be queried.
         let asked =
             unsafe { self.entered.pointer_attribute((&raw mut value).cast(), attribute, self.address) };
         match asked {

@@ -1,11 +1,11 @@
-//! A stream, and words in pinned memory that it counts up.
+//! A stream, and counter words in pinned memory that the stream increments.
 //!
-//! A word is a timeline: the stream writes rising values to it, each after the work that was queued before.
-//! So asking how far the stream is costs a load, and a point in it needs no object of the driver's. The write
-//! comes after a barrier for the whole system: a reader that sees the value sees the bytes that were written
+//! A word is a timeline: the stream writes rising values to it, each after the work queued before it. Reading
+//! the stream's progress therefore costs one load, and a point in the stream needs no driver object. The
+//! write follows a system-wide barrier: a reader that observes the value also observes the bytes written
 //! before it.
 //!
-//! A stream that stopped at a fault never writes again, so a thread that waits for long asks the stream
+//! A stream that stopped at a fault never writes again, so a thread that waits for long queries the stream
 //! itself.
 
 use std::mem::ManuallyDrop;
@@ -24,29 +24,29 @@ use crate::error::{Error, Result};
 /// `CU_STREAM_NON_BLOCKING`: the stream does not wait for the default stream, nor the default stream for it.
 const NON_BLOCKING: u32 = 1;
 
-/// The time that a waiter spins before it lets others have its core: a few times what a small list takes.
+/// The time that a waiter spins before it sleeps: a few times the duration of a small list.
 const SPIN: Duration = Duration::from_micros(40);
-/// The bounds of a nap between looks after that.
+/// The bounds of a sleep between two checks.
 const NAP_MIN: Duration = Duration::from_micros(20);
 const NAP_MAX: Duration = Duration::from_micros(200);
-/// A nap is this part of the time that was waited: what is waited for is seen late by no more than that.
+/// A sleep takes this fraction of the time waited so far, which bounds the delay in detecting completion.
 const NAP_PART: u32 = 16;
-/// How much later than asked the system may end a nap. Its own choice, 50 µs, is longer than most naps.
+/// The largest delay that the system may add to a sleep. The default, 50 µs, is longer than most sleeps.
 const NAP_SLACK_NS: NonZeroU64 = NonZeroU64::new(1000).expect("not 0");
 
-/// A stream of our own, never the default one.
+/// A stream that the store owns; never the default stream.
 pub(super) struct Stream {
     context: &'static Context,
     raw: CUstream,
 }
 
-// SAFETY: the handle is a name, and the driver takes it on any thread.
+// SAFETY: the handle is an opaque id, which the driver accepts on any thread.
 unsafe impl Send for Stream {}
-// SAFETY: the same; the driver locks what calls on one stream share.
+// SAFETY: the same; the driver locks the state that calls on one stream share.
 unsafe impl Sync for Stream {}
 
 impl Stream {
-    /// A stream of its own. Urgent ones go before others where the GPU can choose.
+    /// Creates a stream. The GPU schedules urgent streams before others where it can choose.
     ///
     /// # Errors
     /// A device error.
@@ -63,28 +63,28 @@ impl Stream {
         Ok(Self { context, raw })
     }
 
-    /// The handle, for calls while the stream lives.
+    /// Returns the handle, which is valid as long as the stream.
     pub fn raw(&self) -> CUstream {
         self.raw
     }
 
-    /// Whether all queued work is done.
+    /// Returns whether all queued work is done.
     ///
     /// # Errors
-    /// A device error: the stream has stopped at a fault.
+    /// A device error if the stream stopped at a fault.
     fn is_done(&self) -> Result<bool> {
         // SAFETY: the context is current; the handle is live until it is dropped.
         self.context.query(|entered| unsafe { entered.query_stream(self.raw) })
     }
 
-    /// Waits until all queued work is done, whether or not it wrote a value.
+    /// Waits until all queued work is done, even work that writes no value.
     ///
     /// # Errors
-    /// A device error: the stream has stopped at a fault.
+    /// A device error if the stream stopped at a fault.
     pub fn drain(&self) -> Result<()> {
         let mut naps = Naps::new();
-        // A query that is refused does nothing, so it is repeated, once: giving up would lose the work that
-        // is waited for.
+        // A rejected query has no effect, so it is repeated once: giving up would abandon the work that the
+        // caller waits for.
         let mut may_be_refused = true;
         loop {
             match self.is_done() {
@@ -100,7 +100,7 @@ impl Stream {
 impl Drop for Stream {
     fn drop(&mut self) {
         let Ok(entered) = self.context.enter() else { return };
-        // SAFETY: the context is current, the handle leaves our hands here; the driver lets queued work
+        // SAFETY: the context is current, and the handle is not used again; the driver lets queued work
         // finish first.
         if let Err(code) = unsafe { entered.destroy_stream(self.raw) } {
             tracing::warn!(%code, "a stream could not be given back");
@@ -108,16 +108,16 @@ impl Drop for Stream {
     }
 }
 
-/// A word that a stream counts up.
+/// A counter word that a stream increments.
 pub(super) struct CompletionWord {
     stream: Arc<Stream>,
     block: ManuallyDrop<DeviceBlock>,
-    /// The newest value that the stream was told to write.
+    /// The newest value that the stream was instructed to write.
     given: AtomicU64,
 }
 
 impl CompletionWord {
-    /// A word at 0, in pinned memory.
+    /// Creates a word with value 0 in pinned memory.
     ///
     /// # Errors
     /// `OutOfMemory`, a device error.
@@ -128,38 +128,38 @@ impl CompletionWord {
         Ok(Self { stream: stream.clone(), block: ManuallyDrop::new(block), given: AtomicU64::new(0) })
     }
 
-    /// The newest value that has passed.
+    /// Returns the newest value that has passed.
     pub fn reached(&self) -> u64 {
-        // SAFETY: the block is aligned, was written when the word was made, and lives as long as the word.
+        // SAFETY: the block is aligned, was written when the word was created, and lives as long as the word.
         // Host and GPU access it as one 64-bit value.
         let word = unsafe { AtomicU64::from_ptr(self.address() as *mut u64) };
         word.load(Ordering::Acquire)
     }
 
-    /// The newest value that the stream was told to write.
+    /// Returns the newest value that the stream was instructed to write.
     pub fn given(&self) -> u64 {
         self.given.load(Ordering::Acquire)
     }
 
-    /// Has the stream write the next value after all queued work, and returns it. One caller at a time: a
+    /// Queues a write of the next value after all queued work, and returns the value. One caller at a time: a
     /// thread that queues on the stream holds its lane.
     ///
     /// # Errors
-    /// A device error; the value does not count then.
+    /// A device error; the value is then not used.
     pub fn count(&self, entered: &ContextGuard<'_>) -> Result<u64> {
         let value = self.given() + 1;
-        // SAFETY: the context is current; the word lives until the stream was waited for, or has stopped.
-        // Without flags the write comes after a barrier for the whole system.
+        // SAFETY: the context is current; the word lives until the stream was waited for or has stopped.
+        // Without flags, the write follows a system-wide barrier.
         let written = unsafe { entered.write_value(self.stream.raw, self.address(), value, 0) };
         written.map_err(|code| self.stream.context.fault(code))?;
         self.given.store(value, Ordering::Release);
         Ok(value)
     }
 
-    /// Waits until a value that the stream was told to write has passed.
+    /// Waits until a value that the stream was instructed to write has passed.
     ///
     /// # Errors
-    /// A device error: the stream stopped before it.
+    /// A device error if the stream stopped before that value.
     pub fn wait(&self, value: u64) -> Result<()> {
         let started = Instant::now();
         while started.elapsed() < SPIN {
@@ -182,27 +182,27 @@ impl CompletionWord {
 }
 
 impl Drop for CompletionWord {
-    /// Frees the word, unless the stream may still write to it: a stream that stopped, or that cannot be
-    /// asked, keeps it.
+    /// Frees the word, unless the stream may still write to it. A stopped stream, or one that cannot be
+    /// queried, keeps the word.
     fn drop(&mut self) {
         if self.reached() >= self.given() {
-            // SAFETY: it is not used again.
+            // SAFETY: the block is not used again.
             unsafe { ManuallyDrop::drop(&mut self.block) };
         }
     }
 }
 
-/// Naps between looks at an event that no signal reports, longer the longer it takes.
+/// Sleeps between checks for an event that no signal reports. They get longer with the time waited.
 pub(super) struct Naps {
     since: Instant,
-    /// The thread's own slack, which it gets back.
+    /// The thread's own timer slack, restored on drop.
     slack: Option<NonZeroU64>,
 }
 
 impl Naps {
     pub fn new() -> Self {
         let own = current_timer_slack().ok().and_then(NonZeroU64::new).filter(|own| *own > NAP_SLACK_NS);
-        // Where the system refuses, naps are as long as it makes them.
+        // If the system refuses, sleeps last as long as its default slack makes them.
         let slack = own.filter(|_| set_current_timer_slack(Some(NAP_SLACK_NS)).is_ok());
         Self { since: Instant::now(), slack }
     }

@@ -1,12 +1,12 @@
-//! A GPU's context: made once a process, current on a thread only while a call of ours runs.
+//! A GPU's context: created once per process, and current on a thread only during the store's own calls.
 //!
-//! It is the primary context, which the CUDA runtime and everything built on it use too, so addresses mean
-//! the same to the caller's kernels. It is never given back: the next open would pay for it again, and a
-//! fault in it outlives any store.
+//! It is the primary context, shared with the CUDA runtime and everything built on it, so the caller's
+//! kernels can use the same addresses. It is never released: the next open would have to create it again, and
+//! a fault in it outlives any store.
 //!
-//! Every driver call goes through [`ContextGuard`], which puts the caller's own context back afterwards.
-//! Until then it relaxes the thread's capture mode: a query of ours would otherwise invalidate a capture that
-//! the caller has under way on another stream.
+//! Every driver call uses [`ContextGuard`], which restores the caller's own context afterwards. During the
+//! call it relaxes the thread's capture mode: otherwise a query would invalidate a capture that the caller
+//! has in progress on another stream.
 
 use std::collections::BTreeMap;
 use std::ffi::c_int;
@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`: calls of this thread invalidate no capture.
 const CAPTURE_RELAXED: u32 = 2;
 
-/// Questions that the driver answers about a GPU: `CUdevice_attribute`.
+/// Device attributes: `CUdevice_attribute`.
 mod attribute {
     pub const UNIFIED_ADDRESSING: i32 = 41;
     pub const CAPABILITY_MAJOR: i32 = 75;
@@ -36,34 +36,34 @@ mod attribute {
 pub(super) struct Context {
     driver: &'static Driver,
     raw: RawContext,
-    /// The GPU, as the driver names it.
+    /// The driver's handle of the GPU.
     pub device: CUdevice,
     /// The GPU's number among the process's GPUs.
     pub ordinal: u32,
-    /// The name that its maker gave it.
+    /// The GPU's product name.
     pub name: String,
     /// Compute capability: 90 for 9.0.
     pub capability: u32,
     /// Whether the GPU can use managed memory.
     pub has_managed_memory: bool,
-    /// Whether it uses managed memory while the host does, and takes hints for it.
+    /// Whether the GPU can use managed memory concurrently with the host, and supports hints for it.
     pub takes_hints: bool,
-    /// Whether the GPU finds registered memory at the host's addresses.
+    /// Whether the GPU accesses registered memory at the host's addresses.
     pub knows_host_addresses: bool,
-    /// The fault that took the context, once there is one.
+    /// The fault that destroyed the context, if any.
     lost: OnceLock<Error>,
 }
 
 /// The handle of a context.
 struct RawContext(CUcontext);
 
-// SAFETY: the handle is a name, and the driver takes it on any thread.
+// SAFETY: the handle is an opaque id, which the driver accepts on any thread.
 unsafe impl Send for RawContext {}
 // SAFETY: the same.
 unsafe impl Sync for RawContext {}
 
 impl Context {
-    /// The context of the GPU with this number, or the reason why there is none.
+    /// Returns the context of the GPU with this number, or the reason why it is unavailable.
     pub fn of(ordinal: u32) -> Result<&'static Self, String> {
         static CONTEXTS: Mutex<BTreeMap<u32, &'static Context>> = Mutex::new(BTreeMap::new());
         let mut contexts = CONTEXTS.lock();
@@ -121,20 +121,20 @@ impl Context {
         })
     }
 
-    /// The context's handle, for calls that name two of them.
+    /// Returns the context's handle, for calls that name two contexts.
     pub fn handle(&self) -> CUcontext {
         self.raw.0
     }
 
-    /// Makes the context current on this thread, for calls.
+    /// Makes the context current on this thread.
     ///
     /// # Errors
-    /// The fault that took the context; the driver's refusal.
+    /// The fault that destroyed the context; the driver's error.
     pub fn enter(&self) -> Result<ContextGuard<'_>> {
         if let Some(error) = self.lost.get() {
             return Err(error.clone());
         }
-        // SAFETY: the context is retained for good.
+        // SAFETY: the context is retained permanently.
         unsafe { self.driver.push_context(self.raw.0) }.map_err(|code| self.fault(code))?;
         let mut mode = CAPTURE_RELAXED;
         // SAFETY: the pointer is to a live integer, which holds one of the modes.
@@ -144,7 +144,7 @@ impl Context {
         Ok(entered)
     }
 
-    /// Whether the event that `ask` asks about has happened: the driver's "not yet" is no error.
+    /// Returns whether the event queried by `ask` has happened. The driver's "not ready" is not an error.
     ///
     /// # Errors
     /// A device error.
@@ -156,7 +156,7 @@ impl Context {
         }
     }
 
-    /// The error for a code. A context that is lost is remembered, so that no later call touches it.
+    /// Converts a code to an error. A lost context is recorded, so that no later call uses it.
     pub fn fault(&self, code: Code) -> Error {
         let error = Error::from(code);
         if code.context_lost() {
@@ -167,10 +167,10 @@ impl Context {
     }
 }
 
-/// A context that is current on this thread. Calls go through it.
+/// Keeps a context current on this thread. Driver calls are made through it.
 pub(super) struct ContextGuard<'c> {
     context: &'c Context,
-    /// The thread's own mode, to be put back.
+    /// The thread's own mode, to be restored.
     capture_mode: Option<u32>,
 }
 
@@ -182,22 +182,22 @@ impl Deref for ContextGuard<'_> {
 }
 
 impl Drop for ContextGuard<'_> {
-    /// Puts the caller's mode and context back. A failure here fails the next call too, which reports it.
+    /// Restores the caller's mode and context. If this fails, the next call fails too and reports the error.
     fn drop(&mut self) {
         if let Some(mut mode) = self.capture_mode {
-            // SAFETY: the pointer is to a live integer, which holds the mode that the driver gave.
+            // SAFETY: the pointer is to a live integer, which holds the mode that the driver returned.
             let _said_by_the_next_call = unsafe { self.exchange_capture_mode(&mut mode) };
         }
         let mut popped = std::ptr::null_mut();
-        // SAFETY: the context on top is the one that `enter` pushed: everything in between was ours, and
-        // pops what it pushes.
+        // SAFETY: the context on top is the one that `enter` pushed: every call in between pops what it
+        // pushes.
         let _said_by_the_next_call = unsafe { self.pop_context(&mut popped) };
     }
 }
 
 fn name(driver: &Driver, device: CUdevice) -> Result<String, Code> {
     let mut name = [0_u8; 128];
-    // SAFETY: the driver writes at most the number of bytes that it is told, the closing zero included.
+    // SAFETY: the driver writes at most the given number of bytes, including the terminating zero.
     unsafe { driver.device_name(name.as_mut_ptr().cast(), name.len() as c_int, device) }?;
     let len = name.iter().position(|byte| *byte == 0).unwrap_or(name.len());
     Ok(String::from_utf8_lossy(&name[..len]).into_owned())

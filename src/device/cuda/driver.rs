@@ -1,9 +1,9 @@
-//! The driver library: found at run time, never a reason to panic.
+//! The CUDA driver library, located at run time without ever panicking.
 //!
-//! The library's own bindings look up a symbol at its first call, panic where it is missing, and read the
-//! result as an enum. A newer driver's codes are outside that enum. So the entry points used here are looked
-//! up together, once, and return numbers. [`Driver::get`] reports a missing driver, or one that is too old,
-//! before anything is called.
+//! The library's own bindings look up a symbol at its first call, panic if it is missing, and read the result
+//! as an enum that lacks the codes of newer drivers. Therefore the entry points used here are looked up
+//! together, once, and return numbers. [`Driver::get`] reports a missing or outdated driver before anything
+//! is called.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::sync::OnceLock;
@@ -15,7 +15,7 @@ pub(super) use cudarc::driver::sys::{
 
 use super::errors::Code;
 
-/// The oldest driver that is used, as the driver numbers it: 12.4.
+/// The oldest supported driver, in the driver's numbering: 12.4.
 const VERSION_MIN: c_int = 12_040;
 
 macro_rules! entry_points {
@@ -34,7 +34,7 @@ macro_rules! entry_points {
                 #[doc = concat!("Calls the driver's `", $symbol, "`.")]
                 ///
                 /// # Safety
-                /// The caller keeps the rules of CUDA's driver API for this function.
+                /// The caller must follow the rules of CUDA's driver API for this function.
                 #[allow(clippy::too_many_arguments, reason = "as many as the driver's")]
                 pub unsafe fn $name(&self, $($argument: $type),*) -> Result<(), Code> {
                     // SAFETY: the caller's promise; the pointer is the entry point of that signature.
@@ -96,20 +96,20 @@ entry_points! {
 }
 
 impl Driver {
-    /// The driver, initialized, or the reason why there is none. The answer stays the same as long as the
-    /// process lives.
+    /// Returns the initialized driver, or the reason why it is unavailable. The result stays the same for the
+    /// lifetime of the process.
     pub fn get() -> Result<&'static Driver, String> {
         static DRIVER: OnceLock<Result<Driver, String>> = OnceLock::new();
         DRIVER.get_or_init(Self::find).as_ref().map_err(Clone::clone)
     }
 
     fn find() -> Result<Self, String> {
-        // SAFETY: loading libcuda runs its constructors, which ask nothing of the process.
+        // SAFETY: loading libcuda runs its constructors, which require nothing from the process.
         if !unsafe { sys::is_culib_present() } {
             return Err("there is no CUDA driver: libcuda.so.1 was not found".to_owned());
         }
         let driver = Self::load()?;
-        // SAFETY: no call comes before this one.
+        // SAFETY: no driver call precedes this one.
         unsafe { driver.init(0) }.map_err(|code| format!("the CUDA driver does not start: {code}"))?;
         let mut version = 0;
         // SAFETY: the pointer is to a live integer.
@@ -121,7 +121,7 @@ impl Driver {
         Ok(driver)
     }
 
-    /// The number of GPUs that the process sees.
+    /// Returns the number of GPUs visible to the process.
     pub fn count(&self) -> Result<u32, Code> {
         let mut count = 0;
         // SAFETY: the driver is initialized, the pointer is to a live integer.
@@ -130,12 +130,12 @@ impl Driver {
     }
 }
 
-/// An entry point of the library; `F` is its signature.
+/// Looks up an entry point of the library; `F` is its signature.
 fn symbol<F: Copy>(name: &str) -> Result<F, String> {
     // SAFETY: the library is present, so this finds it and does not panic.
     let library = unsafe { sys::culib() };
-    // SAFETY: the callers name CUDA's entry points with the signatures that its headers of 12.4 give them,
-    // and an entry point never changes its own: a new signature gets a new name.
+    // SAFETY: the callers name CUDA's entry points with the signatures from its 12.4 headers. An entry point
+    // never changes its signature: a new signature gets a new name.
     let entry = unsafe { library.get::<F>(name.as_bytes()) };
     entry.map(|entry| *entry).map_err(|_| format!("the CUDA driver is too old: it has no {name}"))
 }

@@ -1,18 +1,19 @@
-//! The driver's error codes, sorted by the state that they leave.
+//! The driver's error codes, classified by the state that they leave behind.
 //!
-//! - Not ready is no error.
-//! - Out of memory strikes allocations; they give back idle memory and ask again.
-//! - A call that was refused did nothing: the device is as it was.
-//! - Every other code, the unknown included, takes the process's context with it: every later call fails the
-//!   same way, in the caller's own code too, and only a new process helps.
+//! - "Not ready" is not an error.
+//! - "Out of memory" affects allocations, which free idle memory and retry.
+//! - A rejected call did nothing: the device is unchanged.
+//! - Every other code, including unknown ones, destroys the process's context: every later call fails the
+//!   same way, including those of the caller's own code, and only a new process helps.
 //!
-//! Codes are shown by a table of our own: asking the driver for their names needs a driver.
+//! Codes are displayed with a table in this file, because asking the driver for their names requires a
+//! driver.
 
 use std::fmt;
 
 use crate::error::Error;
 
-/// A code that is not success, and the call that returned it.
+/// An error code, and the call that returned it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Code {
     call: &'static str,
@@ -64,7 +65,7 @@ const REFUSED: &[(u32, &str)] = &[
     (908, "the capture belongs to another thread"),
 ];
 
-/// Names of some codes that lose the context.
+/// Names of some codes that destroy the context.
 const LOST: &[(u32, &str)] = &[
     (4, "deinitialized"),
     (214, "uncorrectable memory error"),
@@ -83,42 +84,42 @@ const LOST: &[(u32, &str)] = &[
 ];
 
 impl Code {
-    /// Turns the number that a call returned into a result.
+    /// Converts the number that a call returned into a result.
     pub fn check(call: &'static str, number: u32) -> Result<(), Self> {
         if number == 0 { Ok(()) } else { Err(Self { call, number }) }
     }
 
-    /// Whether work is still under way: no error.
+    /// Returns whether work is still in progress, which is not an error.
     pub fn is_not_ready(self) -> bool {
         self.number == NOT_READY
     }
 
-    /// Whether an argument was refused.
+    /// Returns whether the driver rejected an argument.
     pub fn is_invalid_value(self) -> bool {
         self.number == INVALID_VALUE
     }
 
-    /// Whether memory was asked for and there is none.
+    /// Returns whether an allocation failed for lack of memory.
     pub fn is_out_of_memory(self) -> bool {
         self.number == OUT_OF_MEMORY
     }
 
-    /// Whether a GPU reaches another one's memory already.
+    /// Returns whether a GPU's access to another GPU's memory is already enabled.
     pub fn is_peer_already(self) -> bool {
         self.number == PEER_ALREADY
     }
 
-    /// Whether a stream cannot take part because a graph is being captured.
+    /// Returns whether a stream cannot be used because a graph is being captured.
     pub fn is_of_capture(self) -> bool {
         (900..=908).contains(&self.number)
     }
 
-    /// Whether a handle is not of the current context.
+    /// Returns whether a handle does not belong to the current context.
     pub fn is_foreign_handle(self) -> bool {
         self.number == INVALID_HANDLE
     }
 
-    /// Whether the process's context is gone.
+    /// Returns whether the process's context is lost.
     pub fn context_lost(self) -> bool {
         !REFUSED.iter().any(|(number, _)| *number == self.number)
     }
@@ -150,7 +151,7 @@ mod tests {
         for refused in [1, 2, 222, 701, 900] {
             assert_eq!(remedy(refused), Remedy::Reopen, "{refused}");
         }
-        // A fault, and a number that no table knows: the worst is assumed.
+        // A fault, and a number in no table: the worst case is assumed.
         for lost in [700, 719, 999, 12_345] {
             assert_eq!(remedy(lost), Remedy::NewProcess, "{lost}");
         }

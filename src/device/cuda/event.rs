@@ -1,8 +1,7 @@
-//! Events: points of streams, kept by the driver.
+//! Events: points of streams, stored by the driver.
 //!
-//! A lane's own points are words that its stream writes (see `completion`). An event stands for a point of a
-//! caller's stream, to which the store queues nothing, and for a point that another stream is told to wait
-//! for.
+//! A lane's own points are words that its stream writes (see `completion`). An event represents a point of a
+//! caller's stream, on which the store queues nothing, or a point for which another stream waits.
 
 use super::completion::Naps;
 use super::context::{Context, ContextGuard};
@@ -10,22 +9,22 @@ use super::driver::{CUevent, CUstream};
 use super::errors::Code;
 use crate::error::Result;
 
-/// `CU_EVENT_DISABLE_TIMING`: the store asks no event for its time.
+/// `CU_EVENT_DISABLE_TIMING`: the store never reads the time of an event.
 const NO_TIMING: u32 = 2;
 
-/// An event of the driver's.
+/// A driver event.
 pub(super) struct CudaEvent {
     context: &'static Context,
     raw: CUevent,
 }
 
-// SAFETY: the handle is a name, and the driver takes it on any thread.
+// SAFETY: the handle is an opaque id, which the driver accepts on any thread.
 unsafe impl Send for CudaEvent {}
-// SAFETY: the same; the driver locks what calls with one event share.
+// SAFETY: the same; the driver locks the state that calls with one event share.
 unsafe impl Sync for CudaEvent {}
 
 impl CudaEvent {
-    /// An event that was not recorded yet.
+    /// Creates an event that is not recorded yet.
     ///
     /// # Errors
     /// A device error.
@@ -37,32 +36,32 @@ impl CudaEvent {
         Ok(Self { context, raw })
     }
 
-    /// Makes the event stand for the point at which the stream is now.
+    /// Records the stream's current point in the event.
     ///
     /// # Safety
-    /// The stream is live.
+    /// The stream must be live.
     ///
     /// # Errors
-    /// The driver's refusal.
+    /// The driver's error code.
     pub unsafe fn record(&self, entered: &ContextGuard<'_>, stream: CUstream) -> Result<(), Code> {
-        // SAFETY: the context is current; the event lives until it is dropped, and the stream is the caller's
-        // promise.
+        // SAFETY: the context is current; the event lives until it is dropped, and the caller promises that
+        // the stream is live.
         unsafe { entered.record_event(self.raw, stream) }
     }
 
-    /// Makes work that is put into the stream from now on wait for the event's point.
+    /// Makes work that is queued on the stream from now on wait for the event's point.
     ///
     /// # Safety
-    /// The stream is live.
+    /// The stream must be live.
     ///
     /// # Errors
-    /// The driver's refusal.
+    /// The driver's error code.
     pub unsafe fn hold_back(&self, entered: &ContextGuard<'_>, stream: CUstream) -> Result<(), Code> {
-        // SAFETY: the same. The wait takes the event as it was recorded, so that it may be recorded again.
+        // SAFETY: the same. The wait captures the event's recorded point, so the event may be recorded again.
         unsafe { entered.wait_event(stream, self.raw, 0) }
     }
 
-    /// Waits, on this thread, until the event's point has passed.
+    /// Blocks this thread until the event's point has passed.
     ///
     /// # Errors
     /// A device error.
@@ -74,7 +73,7 @@ impl CudaEvent {
         Ok(())
     }
 
-    /// Whether the event's point has passed.
+    /// Returns whether the event's point has passed.
     ///
     /// # Errors
     /// A device error.
@@ -87,8 +86,8 @@ impl CudaEvent {
 impl Drop for CudaEvent {
     fn drop(&mut self) {
         let Ok(entered) = self.context.enter() else { return };
-        // SAFETY: the context is current, the handle leaves our hands here, and a stream that waits for the
-        // event has taken its point already.
+        // SAFETY: the context is current, the handle is not used again, and a stream that waits for the event
+        // has already captured its point.
         if let Err(code) = unsafe { entered.destroy_event(self.raw) } {
             tracing::warn!(%code, "an event could not be given back");
         }

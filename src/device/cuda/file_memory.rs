@@ -1,8 +1,8 @@
-//! Memory of files: mappings that the driver pins, so that the GPU copies to a file's own bytes.
+//! File memory: mappings that the driver pins, so that the GPU can copy directly to the bytes of a file.
 //!
-//! A mapping that is taken apart while the GPU may still write to it leaves the GPU writing to pages that the
-//! system has given to others. So a mapping goes only once the driver has let go of it. Where the driver does
-//! not, as after the loss of the context, the mapping stays until the process ends.
+//! If a mapping were removed while the GPU may still write to it, the GPU would write to pages that the
+//! system has reassigned. A mapping is therefore removed only after the driver has released it. If the driver
+//! does not, for example after losing the context, the mapping stays until the process ends.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -17,17 +17,17 @@ use crate::error::{Error, Result};
 /// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`: for every GPU, at the host's address.
 const FLAGS: u32 = 3;
 
-/// The mappings that the driver knows, by their addresses.
+/// The mappings registered with the driver, by address.
 #[derive(Default)]
 pub(super) struct RegisteredMappings {
     mappings: Mutex<BTreeMap<u64, Box<dyn FileMemory>>>,
 }
 
 impl RegisteredMappings {
-    /// Has the driver pin a mapping.
+    /// Pins a mapping with the driver.
     ///
     /// # Errors
-    /// `MemoryRefused`, `OutOfMemory`, a device error. Then the mapping is gone.
+    /// `MemoryRefused`, `OutOfMemory`, a device error. On failure the mapping is removed.
     pub fn register(&self, context: &Context, mapping: Box<dyn FileMemory>) -> Result<()> {
         let (address, len) = (mapping.address(), mapping.byte_len());
         let refused = |reason: String| Error::MemoryRefused { len, reason };
@@ -43,18 +43,18 @@ impl RegisteredMappings {
                 Ok(())
             }
             Err(code) if code.context_lost() => Err(context.fault(code)),
-            // A file system whose pages cannot be pinned, or a limit of the system's.
+            // The file system's pages cannot be pinned, or a system limit was reached.
             Err(code) => Err(refused(code.to_string())),
         }
     }
 
-    /// Has the driver let go of the mapping at this address, and ends it.
+    /// Unpins the mapping at this address with the driver, and removes it.
     ///
     /// # Errors
-    /// A device error; the mapping stays until the process ends.
+    /// A device error; the mapping then stays until the process ends.
     pub fn unregister(&self, context: &Context, address: u64) -> Result<()> {
         let mapping = self.mappings.lock().remove(&address).expect("registered at this address");
-        // Ended only below: the GPU may use it until the driver says otherwise.
+        // Dropped only below: the GPU may use the mapping until the driver has released it.
         let mapping = ManuallyDrop::new(mapping);
         let entered = context.enter()?;
         // SAFETY: the context is current. The mapping was registered at this address, and the caller has
@@ -65,7 +65,7 @@ impl RegisteredMappings {
         Ok(())
     }
 
-    /// As [`unregister`](Self::unregister), for all that are left. No lane has anything to do.
+    /// Unregisters all remaining mappings as [`unregister`](Self::unregister) does. No lane may have work.
     pub fn unregister_all(&self, context: &Context) {
         let left: Vec<u64> = self.mappings.lock().keys().copied().collect();
         for address in left {
@@ -75,7 +75,7 @@ impl RegisteredMappings {
         }
     }
 
-    /// Leaves all that are left to the process: lanes may still write to them.
+    /// Leaks all remaining mappings, because lanes may still write to them.
     pub fn leave(&self) {
         std::mem::take(&mut *self.mappings.lock()).into_values().for_each(std::mem::forget);
     }

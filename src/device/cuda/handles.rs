@@ -1,11 +1,11 @@
-//! Names of page memory: a slot of a table, and the slot's generation.
+//! Ids of page memory: a slot of a table, and the slot's generation.
 //!
-//! A generation is odd while its slot is in use and rises by one when the slot is taken and when it is given
-//! back. So a name that was released never fits again: a use after the release, and a second release, are
-//! found out. A slot whose generations are used up is not taken any more.
+//! A generation is odd while its slot is in use. It rises by one when the slot is taken and when it is
+//! released. A released id therefore never becomes valid again, and a use after the release or a second
+//! release is detected. A slot whose generations are exhausted is not used again.
 //!
-//! Lists name page memory thousands of times, so reading takes no lock; taking a slot and giving one back
-//! take one lock of several.
+//! Lists name page memory thousands of times, so lookups take no lock. Taking or releasing a slot takes one
+//! of several locks.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
@@ -14,9 +14,9 @@ use super::resource::{Kind, own_shard};
 use crate::base::sync::Mutex;
 use crate::device::{MemoryId, Span};
 
-/// Slots of the first chunk of the table; each further chunk is twice as long.
+/// Slots of the first chunk of the table. Each further chunk is twice as long.
 const CHUNK_SLOTS_MIN: u32 = 1 << 10;
-/// The number of chunks: together they have as many slots as a u32 can number.
+/// The number of chunks. Together they have as many slots as a u32 can number.
 const CHUNKS: usize = (u32::BITS - CHUNK_SLOTS_MIN.ilog2()) as usize;
 /// The number of lists of free slots.
 const SHARDS: usize = super::resource::SHARDS;
@@ -24,23 +24,24 @@ const SHARDS: usize = super::resource::SHARDS;
 /// An allocation of page memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Allocation {
-    /// The address of its first byte; 0 if it is empty.
+    /// The address of the first byte; 0 if the allocation is empty.
     pub address: u64,
-    /// Its length in bytes.
+    /// The length in bytes.
     pub len: u64,
-    /// The kind of memory in which it lies.
+    /// The kind of memory.
     pub kind: Kind,
-    /// Whether another owner frees it: the caller, or the memory in which it lies.
+    /// Whether another owner frees the memory: the caller, or the allocation that contains it.
     pub is_adopted: bool,
-    /// Whether it is a file's. Then another owner frees it, too.
+    /// Whether the memory belongs to a file. Such memory also has another owner that frees it.
     pub is_file: bool,
 }
 
 impl Allocation {
-    /// The address at which a span of it begins. An empty one begins anywhere.
+    /// Returns the address at which a span of the allocation begins. The address of an empty allocation is
+    /// arbitrary.
     ///
     /// # Panics
-    /// If the span does not lie in it.
+    /// If the span exceeds the allocation.
     pub fn at(&self, span: Span) -> u64 {
         let end = span.offset.checked_add(span.len);
         let within = end.is_some_and(|end| end <= self.len);
@@ -50,13 +51,13 @@ impl Allocation {
 }
 
 impl Allocation {
-    /// Whether both are freed by one call: they have the same kind, length and owner.
+    /// Returns whether one call can free both: they have the same kind, length and owner.
     pub fn is_freed_with(&self, next: &Self) -> bool {
         (self.kind, self.len, self.is_adopted) == (next.kind, next.len, next.is_adopted)
     }
 }
 
-/// Page memory by its names. Shared by threads.
+/// Page memory by id, shared by threads.
 pub(super) struct Handles {
     chunks: [OnceLock<Box<[HandleSlot]>>; CHUNKS],
     free: [Mutex<Vec<u32>>; SHARDS],
@@ -75,17 +76,17 @@ struct HandleSlot {
 }
 
 impl Handles {
-    /// A table without names.
+    /// Creates a table without ids.
     pub fn new() -> Self {
         Self { chunks: Default::default(), free: Default::default(), next: AtomicU32::new(0) }
     }
 
-    /// A name for an allocation, never given before.
+    /// Adds an allocation and returns a new id for it.
     pub fn insert(&self, allocation: Allocation) -> MemoryId {
         self.insert_at(self.free_slot(), allocation)
     }
 
-    /// Names for allocations, in their order.
+    /// Adds allocations and appends their new ids to `names`, in order.
     pub fn insert_all(
         &self,
         allocations: impl ExactSizeIterator<Item = Allocation>,
@@ -103,7 +104,7 @@ impl Handles {
     fn insert_at(&self, number: u32, allocation: Allocation) -> MemoryId {
         let Allocation { address, len, kind, is_adopted, is_file } = allocation;
         let slot = self.slot(number).expect("a slot that was taken is there");
-        // No other thread knows the name yet, so these may come in any order before the generation.
+        // No other thread knows the id yet, so these stores may be in any order before the generation.
         slot.address.store(address, Ordering::Relaxed);
         slot.len.store(len, Ordering::Relaxed);
         slot.kind.store(kind as u8, Ordering::Relaxed);
@@ -114,7 +115,7 @@ impl Handles {
         MemoryId(u64::from(generation) << u32::BITS | u64::from(number))
     }
 
-    /// The allocation of this name; `None` if it was released, or never was.
+    /// Returns the allocation with this id, or `None` if it was released or never existed.
     pub fn get(&self, id: MemoryId) -> Option<Allocation> {
         let (generation, number) = parts(id);
         let slot = self.slot(number)?;
@@ -128,21 +129,21 @@ impl Handles {
             is_adopted: slot.is_adopted.load(Ordering::Relaxed),
             is_file: slot.is_file.load(Ordering::Relaxed),
         };
-        // If the slot was released and taken anew meanwhile, the fields may be a mixture.
+        // If the slot was released and taken again in between, the fields may be mixed.
         fence(Ordering::Acquire);
         (slot.generation.load(Ordering::Relaxed) == generation).then_some(allocation)
     }
 
-    /// The allocation of this name.
+    /// Returns the allocation with this id.
     ///
     /// # Panics
-    /// If it was released, or never was.
+    /// If it was released or never existed.
     pub fn named(&self, id: MemoryId) -> Allocation {
         self.get(id).unwrap_or_else(|| panic!("{id:?} is no memory of this device"))
     }
 
-    /// Takes a name out of use; `None` if it is not in use. If two threads release it, one gets the
-    /// allocation.
+    /// Retires an id and returns its allocation, or `None` if it is not in use. If two threads release an id,
+    /// only one gets the allocation.
     pub fn remove(&self, id: MemoryId) -> Option<Allocation> {
         let (allocation, freed) = self.take_out(id)?;
         if let Some(number) = freed {
@@ -151,7 +152,7 @@ impl Handles {
         Some(allocation)
     }
 
-    /// Takes names out of use, and returns the allocations of those that are in use, in their order.
+    /// Retires ids and returns their allocations, in order, with `None` for each id that is not in use.
     pub fn remove_all(&self, ids: impl ExactSizeIterator<Item = MemoryId>) -> Vec<Option<Allocation>> {
         let mut freed = Vec::with_capacity(ids.len());
         let remove = |id| {
@@ -160,12 +161,12 @@ impl Handles {
             Some(allocation)
         };
         let removed = ids.map(remove).collect();
-        // Backwards, for the last one is taken first.
+        // Reversed, because the last one is taken first.
         self.free[own_shard()].lock().extend(freed.into_iter().rev());
         removed
     }
 
-    /// Takes a name out of use. Returns its slot, too, unless that cannot be taken again.
+    /// Retires an id. Also returns its slot, unless the slot cannot be taken again.
     fn take_out(&self, id: MemoryId) -> Option<(Allocation, Option<u32>)> {
         let allocation = self.get(id)?;
         let (generation, number) = parts(id);
@@ -180,7 +181,7 @@ impl Handles {
         Some((allocation, (generation < u32::MAX).then_some(number)))
     }
 
-    /// Takes all names out of use, and returns their allocations.
+    /// Retires all ids and returns their allocations.
     pub fn drain(&self) -> Vec<Allocation> {
         let numbers = 0..self.next.load(Ordering::Acquire);
         let live = numbers.filter_map(|number| {
@@ -210,12 +211,12 @@ impl Handles {
     }
 }
 
-/// The generation and the slot of a name.
+/// Returns the generation and the slot of an id.
 fn parts(id: MemoryId) -> (u32, u32) {
     ((id.0 >> u32::BITS) as u32, id.0 as u32)
 }
 
-/// The chunk in which a slot lies, the chunk's number of slots, and the slot's index there.
+/// Returns the chunk that contains a slot, the chunk's number of slots, and the slot's index in the chunk.
 fn position(number: u32) -> (usize, u32, usize) {
     let shifted = u64::from(number) + u64::from(CHUNK_SLOTS_MIN);
     let chunk = shifted.ilog2() - CHUNK_SLOTS_MIN.ilog2();
@@ -258,7 +259,7 @@ mod tests {
         assert_eq!(handles.get(first), Some(allocation(1)));
         assert_eq!(handles.remove(first), Some(allocation(1)));
         assert_eq!((handles.get(first), handles.remove(first)), (None, None));
-        // The slot is used again, under another name.
+        // The slot is used again, with another id.
         let second = handles.insert(allocation(2));
         assert_eq!(parts(second).1, parts(first).1);
         assert_eq!((handles.get(first), handles.remove(first)), (None, None));
@@ -324,7 +325,7 @@ mod tests {
                 while reads.load(Ordering::Relaxed) < READS {
                     let id = MemoryId(newest.load(Ordering::Acquire));
                     if let Some(found) = handles.get(id) {
-                        // One slot, so the n-th name is the n-th allocation's.
+                        // There is only one slot, so the n-th id belongs to the n-th allocation.
                         assert_eq!(found, allocation(u64::from(parts(id).0).div_ceil(2)));
                         reads.fetch_add(1, Ordering::Relaxed);
                     }

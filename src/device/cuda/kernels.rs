@@ -1,4 +1,4 @@
-//! The kernels' entry points: loaded once a process and GPU, for loading takes milliseconds.
+//! The kernels' entry points, loaded once per process and GPU because loading takes milliseconds.
 
 use std::collections::BTreeMap;
 use std::ffi::{CString, c_void};
@@ -10,23 +10,23 @@ use super::modules::{MODULES, Module};
 use crate::base::sync::Mutex;
 use crate::error::Result;
 
-/// Every kernel's entry point in one context.
+/// The entry points of all kernels in one context.
 pub(super) struct Functions {
     functions: Vec<(&'static str, Function)>,
 }
 
 struct Function(CUfunction);
 
-// SAFETY: the handle is a name, and the driver takes it on any thread.
+// SAFETY: the handle is an opaque id, which the driver accepts on any thread.
 unsafe impl Send for Function {}
 // SAFETY: the same.
 unsafe impl Sync for Function {}
 
 impl Functions {
-    /// The kernels in a context. They stay as long as it does.
+    /// Returns the kernels of a context. They stay loaded as long as the context exists.
     ///
     /// # Errors
-    /// A device error: the driver takes none of the forms in which the kernels are embedded.
+    /// A device error: the driver accepts none of the embedded forms of the kernels.
     pub fn of(context: &'static Context) -> Result<&'static Self> {
         static LOADED: Mutex<BTreeMap<u32, &'static Functions>> = Mutex::new(BTreeMap::new());
         let mut loaded = LOADED.lock();
@@ -48,8 +48,8 @@ impl Functions {
                 None => {
                     let image = image(kernel.module, context.capability);
                     let mut module = std::ptr::null_mut();
-                    // SAFETY: the context is current; the image is one of ours, whole, and a zero byte
-                    // follows it, where text ends.
+                    // SAFETY: the context is current; the image is complete, one of the embedded modules, and
+                    // followed by a zero byte, which terminates text.
                     unsafe { entered.load_module(&mut module, image.as_ptr().cast::<c_void>()) }
                         .map_err(|code| context.fault(code))?;
                     modules.insert(kernel.module, module);
@@ -58,7 +58,8 @@ impl Functions {
             };
             let name = CString::new(kernel.name).expect("kernels' names hold no zero byte");
             let mut function = std::ptr::null_mut();
-            // SAFETY: the context is current, the module was loaded above and stays, the name ends in zero.
+            // SAFETY: the context is current, the module was loaded above and stays loaded, the name ends in
+            // zero.
             unsafe { entered.function(&mut function, module, name.as_ptr()) }
                 .map_err(|code| context.fault(code))?;
             functions.push((kernel.name, Function(function)));
@@ -66,16 +67,16 @@ impl Functions {
         Ok(Self { functions })
     }
 
-    /// A kernel's entry point.
+    /// Returns a kernel's entry point.
     pub fn get(&self, kernel: Kernel) -> CUfunction {
         let found = self.functions.iter().find(|(name, _)| *name == kernel.name);
         found.expect("every kernel was loaded").1.0
     }
 }
 
-/// A module for a GPU of this compute capability, times ten, as the driver takes it.
+/// Returns the image to load for a GPU whose compute capability, times ten, is `capability`.
 fn image(module: usize, capability: u32) -> Vec<u8> {
-    // Machine code serves its own major number, from its minor number on.
+    // Machine code runs on GPUs with the same major number and at least the same minor number.
     let machine_code_serves = (90..100).contains(&capability);
     let Module { ptx, cubin_sm_90, .. } = MODULES[module];
     [if machine_code_serves { cubin_sm_90 } else { ptx.as_bytes() }, b"\0"].concat()

@@ -1,13 +1,13 @@
 //! A lane: a stream, its fences, and the memory that its lists use until their fences have passed.
 //!
-//! Lists of a lane are queued one after the other, under its lock. A fence is the value that the stream
-//! writes after the list.
+//! Lists of a lane are queued one after the other, under the lane's lock. A fence is the value that the
+//! stream writes after a list.
 //!
 //! # Locks
 //!
-//! A thread holds one lane's lock at a time. Where two lanes wait for each other's points, only the lane that
-//! is waited for is locked, so two threads that make two lanes follow each other cannot deadlock. The
-//! driver's calls under the lock only queue; the one that may wait is a long copy (see `bulk_copies`).
+//! A thread holds the lock of one lane at a time. When one lane waits for a point of another, only the other
+//! one is locked, so two threads that make two lanes follow each other cannot deadlock. Driver calls under
+//! the lock only queue work; the only one that may wait is a long copy (see `bulk_copies`).
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -29,8 +29,8 @@ pub(super) struct Timeline {
     stream: Arc<Stream>,
     fences: CompletionWord,
     pieces: Arc<CompletionWord>,
-    /// Stands for one point of a stream while another stream is told to wait for it. It is recorded and taken
-    /// under the queue's lock: a second recording in between would move the point.
+    /// Records one point of a stream while another stream is made to wait for it. Both steps happen under the
+    /// queue's lock: a second recording in between would move the point.
     event: CudaEvent,
     is_urgent: bool,
     queue: Mutex<VecDeque<ListResources>>,
@@ -38,9 +38,9 @@ pub(super) struct Timeline {
 
 /// Memory that a list uses until its fence has passed.
 struct ListResources {
-    /// The list's fence; beyond all others if the list may have begun and has none.
+    /// The list's fence; the maximum if the list may have started and has no fence.
     fence: u64,
-    /// Held so that a `Pending` that is dropped early frees nothing that the list uses.
+    /// Held so that dropping a `Pending` early frees nothing that the list uses.
     _staging: Arc<ReturnedStaging>,
     /// The list's tables and scratch.
     _blocks: Vec<DeviceBlock>,
@@ -53,7 +53,7 @@ pub(super) struct LaneTurn<'t> {
 }
 
 impl Timeline {
-    /// A new lane. An urgent one goes before others, where the GPU can choose and in long copies.
+    /// Creates a lane. An urgent lane precedes others where the GPU can choose, and in long copies.
     ///
     /// # Errors
     /// `OutOfMemory`, a device error.
@@ -70,28 +70,28 @@ impl Timeline {
         })
     }
 
-    /// The stream, for launches and copies of the thread that has the lane's turn.
+    /// Returns the stream, for launches and copies of the thread that has the lane's turn.
     pub fn stream(&self) -> CUstream {
         self.stream.raw()
     }
 
-    /// Whether the lane goes before others.
+    /// Returns whether the lane precedes others.
     pub fn is_urgent(&self) -> bool {
         self.is_urgent
     }
 
-    /// The lane's fences, as values of a word.
+    /// Returns the word whose values are the lane's fences.
     pub fn fences(&self) -> &CompletionWord {
         &self.fences
     }
 
-    /// The word that counts pieces of long copies.
+    /// Returns the word that counts pieces of long copies.
     pub fn pieces(&self) -> &Arc<CompletionWord> {
         &self.pieces
     }
 
-    /// Takes the right to queue the next list. Memory of earlier lists that are done is freed first, here and
-    /// not when a fence passes: the GPU tells no thread of that.
+    /// Takes the right to queue the next list. First frees the memory of earlier lists that are done; this
+    /// cannot happen when a fence passes, because the GPU notifies no thread.
     pub fn turn(&self) -> LaneTurn<'_> {
         let mut queue = self.queue.lock();
         let reached = self.fences.reached();
@@ -101,23 +101,23 @@ impl Timeline {
         LaneTurn { lane: self, queue }
     }
 
-    /// Waits until the stream has done everything that was queued. Waiting for the newest fence would not do:
-    /// a list that failed half queued has none, and may still run.
+    /// Waits until the stream has done all queued work. Waiting for the newest fence would not suffice: a
+    /// list that was only partly queued has no fence and may still run.
     ///
     /// # Errors
-    /// A device error: the stream stopped.
+    /// A device error if the stream stopped.
     pub fn drain(&self) -> Result<()> {
         self.stream.drain()
     }
 
-    /// Makes work that is queued on `self` from now on run after everything that is queued on `other` by now,
-    /// which may be another GPU's.
+    /// Makes work that is queued on `self` from now on run after all work currently queued on `other`, which
+    /// may belong to another GPU.
     ///
     /// # Errors
     /// A device error.
     pub fn follow(&self, other: &Self) -> Result<()> {
-        // With the other lane's turn in hand no thread queues there meanwhile, nor records the event anew
-        // before the wait has taken it.
+        // While this thread holds the other lane's turn, no thread queues on that lane or records the event
+        // again before the wait has captured it.
         let _turn = other.queue.lock();
         let point = &other.event;
         // The driver records an event only on a stream of the event's own context. A wait may cross contexts.
@@ -127,12 +127,12 @@ impl Timeline {
             unsafe { point.record(&entered, other.stream()) }.map_err(|code| other.context.fault(code))?;
         }
         let entered = self.context.enter()?;
-        // SAFETY: the same. An event of one GPU holds back streams of all of them.
+        // SAFETY: the same. An event of one GPU can delay streams of every GPU.
         unsafe { point.hold_back(&entered, self.stream()) }.map_err(|code| self.context.fault(code))
     }
 
-    /// Makes work that is queued on this lane from now on run after everything that is in a caller's stream
-    /// by now.
+    /// Makes work that is queued on this lane from now on run after all work currently queued in a caller's
+    /// stream.
     ///
     /// # Errors
     /// `StreamRefused`, a device error.
@@ -143,27 +143,27 @@ impl Timeline {
             .map_err(|code| stream::refused(self.context, stream, code))
     }
 
-    /// Makes work that is put into a caller's stream from now on run after everything that is queued here by
-    /// now.
+    /// Makes work that is queued on a caller's stream from now on run after all work currently queued on this
+    /// lane.
     ///
     /// # Errors
     /// `StreamRefused`, a device error.
     pub fn lead_stream(&self, stream: RawStream) -> Result<()> {
-        // Checked before the event is recorded: within a capture the wait would become a part of the caller's
-        // graph, and be repeated at every launch of it.
+        // Checked before the event is recorded: within a capture, the wait would become part of the caller's
+        // graph and be repeated at every launch of it.
         let entered = self.context.enter()?;
         stream::check(self.context, &entered, stream)?;
         self.record(&entered, self.stream(), stream::raw(stream))
             .map_err(|code| stream::refused(self.context, stream, code))
     }
 
-    /// Makes `later` wait for the point at which `earlier` is now.
+    /// Makes `later` wait for the current point of `earlier`.
     fn record(&self, entered: &ContextGuard<'_>, earlier: CUstream, later: CUstream) -> Result<(), Code> {
-        // With the turn in hand no thread queues here meanwhile, nor records the event anew before the wait
-        // has taken it.
+        // While this thread holds the turn, no thread queues on this lane or records the event again before
+        // the wait has captured it.
         let _turn = self.queue.lock();
-        // SAFETY: the context is current; a lane's handles live as long as it does, and a caller's stream is
-        // vouched for by the maker of its `RawStream`.
+        // SAFETY: the context is current; a lane's handles live as long as it does, and the creator of a
+        // `RawStream` guarantees that the caller's stream is valid.
         unsafe { self.event.record(entered, earlier) }?;
         // SAFETY: the same.
         unsafe { self.event.hold_back(entered, later) }
@@ -171,10 +171,10 @@ impl Timeline {
 }
 
 impl LaneTurn<'_> {
-    /// Ends a list that is queued, and returns its fence.
+    /// Ends a queued list and returns its fence.
     ///
     /// # Errors
-    /// A device error. The memory that the list uses then stays until the lane is dropped.
+    /// A device error. The memory that the list uses is then kept until the lane is dropped.
     pub fn end(
         mut self,
         entered: &ContextGuard<'_>,
@@ -193,17 +193,17 @@ impl LaneTurn<'_> {
         }
     }
 
-    /// Gives up a list that may be queued in part: the memory that it uses stays until the lane is dropped.
-    /// Its fence never comes, so it holds back the memory of later lists too; the device takes none after
-    /// this.
+    /// Abandons a list that may be partly queued: the memory that it uses is kept until the lane is dropped.
+    /// Its fence never passes, so the memory of later lists is kept too; the device accepts no lists
+    /// afterwards.
     pub fn abandon(mut self, staging: &Arc<ReturnedStaging>, blocks: Vec<DeviceBlock>) {
         self.queue.push_back(ListResources { fence: u64::MAX, _staging: staging.clone(), _blocks: blocks });
     }
 }
 
 impl Drop for Timeline {
-    /// Waits for the stream, so that it writes to nothing that is freed. Memory that a stopped stream was
-    /// using is left to it.
+    /// Waits for the stream, so that it does not write to freed memory. Leaks the memory that a stopped
+    /// stream was using.
     fn drop(&mut self) {
         let lists = std::mem::take(self.queue.get_mut());
         if let Err(error) = self.drain() {

@@ -1,7 +1,7 @@
-//! Carrying out a plan: its rows go into pinned memory, its steps into a stream.
+//! Execution of a plan: its rows are written to pinned memory, its steps are queued on a stream.
 //!
-//! All tables of a list lie in one block of mapped pinned memory, and kernels read them over the bus. A copy
-//! to the GPU would be one more command before the first launch, on an engine at which it may have to wait.
+//! All tables of a list share one block of mapped pinned memory, and kernels read them over the bus. A copy
+//! to the GPU would be another command before the first launch, on an engine where it may have to wait.
 //! Launches of a list run in the order of the stream, so a step sees all bytes that earlier steps wrote.
 
 use std::convert::Infallible;
@@ -23,14 +23,13 @@ use crate::base::parallel;
 use crate::device::many_deltas::THREADS_MAX;
 use crate::error::Result;
 
-/// Boundary on which each table begins: the alignment of [`PieceRow`](super::abi::PieceRow), which the
-/// kernels' half declares too.
+/// Alignment of each table: that of [`PieceRow`](super::abi::PieceRow), which the kernels declare too.
 const TABLE_ALIGN: usize = 16;
 
 /// Bytes of a table that one thread writes.
 const WRITTEN_BY_ONE_MAX: usize = 1 << 20;
 
-/// Offsets of a plan's tables from the first.
+/// Offsets of a plan's tables from the first one.
 pub(super) struct Layout {
     pieces: usize,
     parts: usize,
@@ -45,7 +44,7 @@ pub(super) struct Layout {
     pub len: usize,
 }
 
-/// The parts of a device that steps are carried out with.
+/// The parts of a device that execute steps.
 pub(super) struct Launcher<'l> {
     pub context: &'static Context,
     pub entered: &'l ContextGuard<'l>,
@@ -55,7 +54,7 @@ pub(super) struct Launcher<'l> {
 }
 
 impl Layout {
-    /// The layout of a plan's tables.
+    /// Computes the layout of a plan's tables.
     pub fn of(plan: &LaunchPlan) -> Self {
         let mut len = 0;
         let mut place = |bytes: usize| {
@@ -91,7 +90,7 @@ impl Layout {
     }
 }
 
-/// Copies the runs of a table, of a long one by several threads.
+/// Copies the runs of a table, with several threads if it is long.
 fn write_runs<R: Copy + Sync>(rows: &Rows<R>, address: u64) {
     let mut at = address;
     let placed: Vec<(&[R], u64)> = rows
@@ -113,18 +112,18 @@ fn write_runs<R: Copy + Sync>(rows: &Rows<R>, address: u64) {
     let Ok(_) = parallel::map_indexed(threads, placed.len(), || (), write);
 }
 
-/// Copies rows, plain numbers, to pinned memory that was allocated for them.
+/// Copies rows, which are plain numbers, to pinned memory allocated for them.
 fn write_rows<R: Copy>(rows: &[R], address: u64) {
     // SAFETY: the caller's layout leaves room for the rows at this address, which is aligned for them, and no
-    // other code has the block until the stream is told of it.
+    // other code has the block until work that uses it is queued.
     unsafe { std::ptr::copy_nonoverlapping(rows.as_ptr(), address as *mut R, rows.len()) }
 }
 
 impl Launcher<'_> {
-    /// Queues a plan's steps. Memory that they touch must stay until the lane's next value has passed.
+    /// Queues a plan's steps. Memory that they access must stay valid until the lane's next value has passed.
     ///
     /// # Errors
-    /// A device error; steps before it may have been queued.
+    /// A device error; earlier steps may have been queued.
     pub fn run(&self, plan: &LaunchPlan, layout: &Layout, tables: Option<&DeviceBlock>) -> Result<()> {
         let base = tables.map_or(0, |tables| tables.address);
         let row = |table: usize, number: usize, row_len: usize| base + (table + number * row_len) as u64;
@@ -154,8 +153,8 @@ impl Launcher<'_> {
                 LaunchStep::Select(range, scans) => {
                     let rows = row(layout.selects, range.start, size_of::<SelectRow>());
                     let (row_count, scan_count) = (range.len() as u32, scans.len() as u32);
-                    // Bitmaps of no bytes have no rows and still a sum, which the scan writes. A launch of no
-                    // rows is an error to the driver.
+                    // Empty bitmaps have no rows but still a total, which the scan writes. The driver rejects
+                    // a launch without rows.
                     if row_count > 0 {
                         self.launch(SELECT_COUNT, rows, row_count, None)?;
                     }
@@ -183,14 +182,15 @@ impl Launcher<'_> {
         let (mut rows, mut row_count, mut pieces_at): (CUdeviceptr, u32, CUdeviceptr) =
             (rows, row_count, pieces.unwrap_or(0));
         let grid = kernel.grid(row_count);
-        // Kernels that read no pieces take the first two.
+        // Kernels without pieces take only the first two.
         let mut parameters: [*mut c_void; 3] =
             [(&raw mut rows).cast(), (&raw mut row_count).cast(), (&raw mut pieces_at).cast()];
         let function = self.functions.get(kernel);
         let launch = |parameters: *mut *mut c_void| {
-            // SAFETY: the context is current, the function is of its modules, the parameters are those of the
-            // kernel's signature in `abi.rs`, and the driver copies them before it returns. All that the rows
-            // name was checked to lie in memory that stays until the lane's next value has passed.
+            // SAFETY: the context is current, the function belongs to its modules, the parameters are those
+            // of the kernel's signature in `abi.rs`, and the driver copies them before it returns. All memory
+            // that the rows name was checked to contain the ranges, and stays valid until the lane's next
+            // value has passed.
             unsafe {
                 self.entered.launch(
                     function,
@@ -211,15 +211,15 @@ impl Launcher<'_> {
     }
 
     fn within(&self, source: u64, target: u64, len: u64) -> Result<()> {
-        // SAFETY: the context is current; both ranges were checked to lie in page memory, do not overlap, and
-        // stay until the lane's next value has passed.
+        // SAFETY: the context is current; both ranges were checked to be in page memory, do not overlap, and
+        // stay valid until the lane's next value has passed.
         let queued = unsafe { self.entered.copy_within(target, source, len as usize, self.lane.stream()) };
         queued.map_err(|code| self.context.fault(code))
     }
 
     fn up(&self, source: u64, target: u64, len: u64) -> Result<()> {
-        // SAFETY: the context is current; the list's staging and page memory were checked to hold the ranges,
-        // and stay until the lane's next value has passed.
+        // SAFETY: the context is current; the list's staging and page memory were checked to contain the
+        // ranges, and stay valid until the lane's next value has passed.
         let queued = unsafe {
             self.entered.copy_to_device(target, source as *const c_void, len as usize, self.lane.stream())
         };

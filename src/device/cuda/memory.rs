@@ -1,4 +1,4 @@
-//! Memory of one place, for the users in this folder: blocks of a source that no outside code can misuse.
+//! Memory of one place for the users in this folder, in blocks that no outside code can misuse.
 
 use std::fmt;
 use std::sync::Arc;
@@ -9,31 +9,32 @@ use super::resource::MemoryResource;
 use crate::device::MemoryStats;
 use crate::error::{Error, Result};
 
-/// The memory of one place. Shared by threads.
+/// The memory of one place, shared by threads.
 #[derive(Clone)]
 pub(super) struct PlaceMemory {
-    /// The place that a shortage is reported for.
+    /// The place named in errors about a shortage.
     pub place: Place,
     source: Arc<dyn MemoryResource>,
 }
 
-/// Memory handed out; given back when it is dropped. An owner that cannot know whether it is still used
-/// forgets it.
+/// An allocated block, freed when it is dropped. An owner that does not know whether the block is still in
+/// use leaks it.
 pub(super) struct DeviceBlock {
-    /// The address of the first byte, to GPU and host alike.
+    /// The address of the first byte, the same for GPU and host.
     pub address: u64,
-    /// Length in bytes, as it was asked for.
+    /// Length in bytes, as requested.
     pub len: u64,
     memory: PlaceMemory,
 }
 
 impl PlaceMemory {
-    /// The memory of a source.
+    /// Wraps the memory of a source.
     pub fn new(place: Place, source: Arc<dyn MemoryResource>) -> Self {
         Self { place, source }
     }
 
-    /// A block of `len` bytes, which hold whatever their last user left; at least one is allocated.
+    /// Allocates a block of `len` bytes with the contents that its last user left. At least one byte is
+    /// allocated.
     ///
     /// # Errors
     /// `OutOfMemory`, a device error.
@@ -46,11 +47,11 @@ impl PlaceMemory {
         Ok(DeviceBlock { address, len, memory: self.clone() })
     }
 
-    /// As [`allocate`](Self::allocate), for `count` blocks that are taken apart already; adds their addresses
-    /// to `found`, without success those of what was allocated by then.
+    /// Allocates `count` blocks like [`allocate`](Self::allocate), already converted to raw addresses, which
+    /// are appended to `found`. On failure, `found` contains the addresses allocated before the failure.
     ///
     /// # Errors
-    /// As for `allocate`.
+    /// Same as `allocate`.
     pub fn allocate_all(&self, len: u64, count: usize, found: &mut Vec<u64>) -> Result<()> {
         let place = self.place;
         self.source.allocate_all(len, count, found).map_err(|error| match error {
@@ -59,24 +60,24 @@ impl PlaceMemory {
         })
     }
 
-    /// Gives back blocks that were taken apart, and tells `failed` of those for which that failed.
+    /// Frees blocks by their raw addresses. Calls `failed` for each block that could not be freed.
     ///
     /// # Safety
-    /// They were of this memory and of this length, and this is done once.
+    /// The blocks must belong to this memory and have this length, and each must be freed only once.
     pub unsafe fn free_all(&self, addresses: &[u64], len: u64, failed: &mut dyn FnMut(usize, Error)) {
-        // SAFETY: passed on.
+        // SAFETY: the caller's promise.
         unsafe { self.source.free_all(addresses, len, failed) }
     }
 
-    /// The block that [`DeviceBlock::into_raw`] took apart.
+    /// Restores the block that [`DeviceBlock::into_raw`] converted to an address.
     ///
     /// # Safety
-    /// The block was of this memory, and this is done once.
+    /// The block must belong to this memory, and must be restored only once.
     pub unsafe fn block(&self, address: u64, len: u64) -> DeviceBlock {
         DeviceBlock { address, len, memory: self.clone() }
     }
 
-    /// Gives back unused memory, and returns how many bytes that was.
+    /// Frees unused memory, and returns the number of bytes freed.
     ///
     /// # Errors
     /// A device error.
@@ -84,24 +85,24 @@ impl PlaceMemory {
         self.source.trim()
     }
 
-    /// The bytes asked for and the bytes held.
+    /// Returns the bytes requested and the bytes held.
     pub fn stats(&self) -> MemoryStats {
         self.source.stats()
     }
 }
 
 impl DeviceBlock {
-    /// Gives the block back, and reports whether that failed.
+    /// Frees the block and returns any error.
     ///
     /// # Errors
-    /// A device error; the block is lost then.
+    /// A device error; the block is then leaked.
     pub fn free(self) -> Result<()> {
         let freed = self.give_back();
         self.into_raw();
         freed
     }
 
-    /// The block's address, for an owner that keeps account of it otherwise.
+    /// Converts the block to its address, for an owner that tracks it in another way.
     pub fn into_raw(self) -> u64 {
         let mut block = std::mem::ManuallyDrop::new(self);
         let address = block.address;
@@ -111,8 +112,8 @@ impl DeviceBlock {
     }
 
     fn give_back(&self) -> Result<()> {
-        // SAFETY: a block stands for memory that its source gave, and is given back once; the holder of one
-        // hands out its address only to work that ends before the block does.
+        // SAFETY: a block represents memory that its source allocated, and is freed once; the holder of a
+        // block passes its address only to work that ends before the block does.
         unsafe { self.memory.source.free(self.address, self.len.max(1)) }
     }
 }

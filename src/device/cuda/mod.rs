@@ -1,16 +1,17 @@
 //! Pages in the memory of a GPU.
 //!
-//! Read in this order: `driver` (the calls, found at run time), `errors`, `context` (how calls are made),
-//! `resource`, `memory` and `staging`, `handles` (names of page memory), `caller_memory`, `file_memory`,
-//! `completion`, `event`, `lane` and `stream` (fences, and the caller's streams), `unified` (hints),
-//! `pinned_reads` (pinned pages read by a caller's thread), `translate` and `plan` (from commands to
-//! launches), `kernels`, `launch` and `bulk_copies` (how launches are carried out), `peer` and `peer_copy`
-//! (another GPU's memory). `abi` is the agreement between host and kernels, `modules` the kernels themselves.
+//! Read in this order: `driver` (the calls, located at run time), `errors`, `context` (how calls are made),
+//! `resource`, `memory` and `staging`, `handles` (ids of page memory), `caller_memory`, `file_memory`,
+//! `completion`, `event`, `lane` and `stream` (fences and callers' streams), `unified` (hints),
+//! `pinned_reads` (reads of pinned pages on a caller's thread), `translate` and `plan` (from commands to
+//! launches), `kernels`, `launch` and `bulk_copies` (execution of launches), `peer` and `peer_copy` (another
+//! GPU's memory). `abi` is the interface between host and kernels, `modules` contains the kernels themselves.
 //! [`HostDevice`] defines the result of every list (I11).
 //!
-//! A list becomes a few launches over tables in pinned memory and one write of the lane's fence. Nothing here
-//! uses the default stream. Nothing waits for the whole GPU either, except giving memory back, which only a
-//! shortage and [`Device::trim`] do. A crash loses all of it; the log brings it back.
+//! A list becomes a few launches over tables in pinned memory, followed by one write of the lane's fence.
+//! Nothing uses the default stream. Nothing waits for the whole GPU except freeing memory to the driver,
+//! which happens only in a shortage and in [`Device::trim`]. A crash loses all pages, and the log restores
+//! them.
 //!
 //! [`HostDevice`]: super::host::HostDevice
 
@@ -69,19 +70,19 @@ use crate::base::sync::Mutex;
 use crate::disk::FileMemory;
 use crate::error::{Error, Result};
 
-/// The longest slab of pinned memory, but for a part of a block. A driver pins 1.5 GB/s in however many
-/// calls, and no other part of the process can use a slab's excess.
+/// The longest slab of pinned memory, except for a remainder of a block. A driver pins 1.5 GB/s regardless of
+/// the number of calls, and no other part of the process can use the unused rest of a slab.
 const PINNED_SLAB_LEN_MAX: u64 = 4 << 20;
 
-/// Pages that are allocated at once, so that the lists of them stay short.
+/// Pages allocated per call, so that lists of pages stay short.
 const AT_ONCE: usize = 4096;
 
-/// Pages in a GPU's memory, in pinned host memory, and in managed memory.
+/// A device that keeps pages in a GPU's memory, in pinned host memory, and in managed memory.
 ///
-/// `Device(n)` is this GPU's memory whatever the number. `Host` and `Pinned` are both pinned host memory: the
-/// kernels that change pages must reach them.
+/// `Device(n)` is this GPU's memory for every `n`. `Host` and `Pinned` are both pinned host memory, because
+/// the kernels that change pages must be able to access them.
 pub struct CudaDevice {
-    // Dropped in this order: lanes wait for their streams, then memory goes.
+    // Dropped in this order: lanes wait for their streams before memory is freed.
     lanes: [Timeline; Lane::ALL.len()],
     bulk: BulkQueue,
     functions: &'static Functions,
@@ -91,25 +92,25 @@ pub struct CudaDevice {
     on_gpu: PlaceMemory,
     managed: PlaceMemory,
     hints: UnifiedHints,
-    /// Memory for pages in host memory, for staging and for tables.
+    /// Pinned memory for pages in host memory, for staging and for tables.
     pinned: PlaceMemory,
-    /// Why nothing is queued any more, once a list was left half queued.
+    /// The reason that nothing is queued any more, set when a list was left partly queued.
     stopped: OnceLock<Error>,
     context: &'static Context,
 }
 
 impl CudaDevice {
-    /// The GPU with this number among those that the process sees.
+    /// Opens the GPU with this number among those visible to the process.
     ///
     /// # Errors
-    /// `DeviceUnavailable` names the missing part: the driver, the GPU, something it must be able to do.
+    /// `DeviceUnavailable`, which names the missing part: the driver, the GPU, or a required capability.
     pub fn open(ordinal: u32) -> Result<Self> {
         Self::open_with(ordinal, Arc::new(Pool::new(DriverMemory::of(ordinal)?)))
     }
 
-    /// As [`open`](Self::open), with pages on the GPU in memory of the caller's own: an allocator that a
-    /// framework uses too, or one of [`resource`]'s wrappers around the driver. Pages in host memory, staging
-    /// and tables come from the driver all the same.
+    /// Opens a GPU like [`open`](Self::open), but allocates pages on the GPU from a caller's memory resource,
+    /// such as an allocator shared with a framework or one of [`resource`]'s wrappers around the driver.
+    /// Pages in host memory, staging and tables still come from the driver.
     ///
     /// ```no_run
     /// use std::sync::Arc;
@@ -125,7 +126,7 @@ impl CudaDevice {
     /// ```
     ///
     /// # Errors
-    /// As for `open`.
+    /// Same as `open`.
     pub fn open_with(ordinal: u32, on_gpu: Arc<dyn MemoryResource>) -> Result<Self> {
         let unavailable = |reason| Error::DeviceUnavailable { device: format!("cuda:{ordinal}"), reason };
         let context = Context::of(ordinal).map_err(unavailable)?;
@@ -150,10 +151,10 @@ impl CudaDevice {
         })
     }
 
-    /// The number of GPUs that the process sees.
+    /// Returns the number of GPUs visible to the process.
     ///
     /// # Errors
-    /// `DeviceUnavailable`: there is no driver, or it is too old.
+    /// `DeviceUnavailable` if the driver is missing or too old.
     pub fn count() -> Result<u32> {
         let unavailable = |reason| Error::DeviceUnavailable { device: "cuda".to_owned(), reason };
         let driver = Driver::get().map_err(unavailable)?;
@@ -172,7 +173,7 @@ impl CudaDevice {
         }
     }
 
-    /// Allocates a block. Where memory is short, idle memory is given back first.
+    /// Allocates a block. If memory is short, frees idle memory and retries.
     fn block(&self, kind: Kind, len: u64) -> Result<DeviceBlock> {
         match self.memory(kind).allocate(len) {
             Err(Error::OutOfMemory { .. }) if self.trim()? > 0 => self.memory(kind).allocate(len),
@@ -180,7 +181,7 @@ impl CudaDevice {
         }
     }
 
-    /// Page memory of a block that is allocated for it.
+    /// Creates page memory from a block that `allocate` returns.
     fn page(
         &self,
         place: Place,
@@ -193,7 +194,7 @@ impl CudaDevice {
         Ok(self.pages.insert(Allocation { address, len, kind, is_adopted: false, is_file: false }))
     }
 
-    /// Page memory of `count` pages of one length.
+    /// Allocates page memory for `count` pages of the same length.
     fn pages(&self, (place, len): (Place, u64), count: usize, made: &mut Vec<MemoryId>) -> Result<()> {
         let kind = self.kind_of(place)?;
         let mut addresses = Vec::with_capacity(count);
@@ -214,7 +215,7 @@ impl CudaDevice {
         allocated.map_err(|error| refused_in(place, error))
     }
 
-    /// The kind of memory that pages of a place lie in.
+    /// Returns the kind of memory that holds pages of a place.
     fn kind_of(&self, place: Place) -> Result<Kind> {
         match place {
             Place::Device(_) => Ok(Kind::Device),
@@ -230,7 +231,7 @@ impl CudaDevice {
         }
     }
 
-    /// Frees all pages once nothing uses them any more.
+    /// Waits until no lane uses any page, then frees all pages.
     fn free_pages(&self) -> Result<()> {
         self.lanes.iter().try_for_each(Timeline::drain).inspect_err(|_| self.files.leave())?;
         self.files.unregister_all(self.context);
@@ -242,13 +243,13 @@ impl CudaDevice {
         if page.len == 0 || page.is_adopted {
             return ended;
         }
-        // SAFETY: taken apart by `allocate` for this name, which was taken out of use just now.
+        // SAFETY: `into_raw` took this block apart for this id, which is no longer in use.
         unsafe { self.memory(page.kind).block(page.address, page.len) }.free()?;
         ended
     }
 
-    /// Queues a plan. Memory that it touches, other than `staging` and `blocks`, must stay until the fence
-    /// has passed.
+    /// Queues a plan. All memory that the plan accesses, other than `staging` and `blocks`, must stay valid
+    /// until the fence has passed.
     fn queue(
         &self,
         lane: Lane,
@@ -275,7 +276,7 @@ impl CudaDevice {
             bulk: &self.bulk,
             lane: timeline,
         };
-        // After a failure the effect of the list is not known, so no fence is given for it.
+        // After a failure the effect of the list is unknown, so no fence is returned for it.
         let queued = launcher.run(plan, &layout, tables);
         let value = self.end(turn, &entered, &returned, blocks, queued)?;
         Ok(Pending::new(Fence { lane, value }, returned))
@@ -294,13 +295,13 @@ impl CudaDevice {
         match &queued {
             Ok(queued) => self.pinned_reads.queued(written, lane, fence(queued)),
             Err(_) if self.check_running().is_ok() => self.pinned_reads.queued(written, lane, 0),
-            // How much of the list was queued is not known, so it never ends.
+            // It is unknown how much of the list was queued, so the announcement never ends.
             Err(_) => {}
         }
         queued
     }
 
-    /// Ends a list, and returns its fence. If a part could not be queued, nothing more is queued after it.
+    /// Ends a list and returns its fence. If a part could not be queued, no more lists are queued afterwards.
     fn end(
         &self,
         turn: LaneTurn<'_>,
@@ -319,7 +320,7 @@ impl CudaDevice {
         ended.map_err(|error| self.stopped.get_or_init(|| error).clone())
     }
 
-    /// Fails if a list was left half queued.
+    /// Returns an error if a list was left partly queued.
     fn check_running(&self) -> Result<()> {
         self.stopped.get().map_or(Ok(()), |error| Err(error.clone()))
     }
@@ -330,7 +331,7 @@ impl CudaDevice {
     }
 }
 
-/// The error of an allocation, with the place that it was for.
+/// Adds the place of an allocation to its error.
 fn refused_in(place: Place, error: Error) -> Error {
     match error {
         Error::OutOfMemory { len, .. } => Error::OutOfMemory { place, len },
@@ -369,13 +370,13 @@ impl Device for CudaDevice {
     }
 
     fn release(&self, memory: MemoryId) -> Result<()> {
-        // A thread that reads it has found it by its name, and is done before the name is gone.
+        // A thread that reads the memory found it by its id, and finishes before the id is removed.
         let page = self.pinned_reads.without_readers(memory, || self.pages.remove(memory));
         self.free(page.unwrap_or_else(|| panic!("{memory:?} is no memory of this device")))
     }
 
     fn release_all(&self, memory: &[(Place, MemoryId)], failed: &mut dyn FnMut(usize, Error)) {
-        // Threads that read one of them have found it by its name, and are done before the name is gone.
+        // Threads that read any of the memory found it by its id, and finish before the id is removed.
         let removed = self
             .pinned_reads
             .without_any_reader(|| self.pages.remove_all(memory.iter().map(|(_, memory)| *memory)));
@@ -388,8 +389,8 @@ impl Device for CudaDevice {
             let [page, ..] = alike else { continue };
             if page.len > 0 && !page.is_adopted && page.kind != Kind::Managed {
                 let addresses: Vec<u64> = alike.iter().map(|page| page.address).collect();
-                // SAFETY: taken apart by `allocate` or `allocate_all` for names that were taken out of use
-                // just now; all are of this kind and length.
+                // SAFETY: `allocate` or `allocate_all` took these blocks apart for ids that are no longer in
+                // use; all have this kind and length.
                 unsafe {
                     self.memory(page.kind).free_all(&addresses, page.len, &mut |index, error| {
                         failed(first + index, error);
@@ -416,7 +417,7 @@ impl Device for CudaDevice {
     fn submit(&self, lane: Lane, list: CommandList) -> Result<Pending> {
         self.check_running()?;
         let CommandList { commands, staging } = list;
-        // Planned before anything is queued: a list that breaks the contract panics here.
+        // Planned before anything is queued: a list that violates the contract panics here.
         let mut blocks = Vec::new();
         let mut scratch = 0;
         let scratch_len = translate::scratch_len(&commands);
@@ -456,7 +457,7 @@ impl Device for CudaDevice {
     fn signal_external(&self, stream: RawStream, fence: Fence) -> Result<()> {
         self.assert_given(fence);
         if self.reached(fence.lane) >= fence.value {
-            // Refused alike, whether the fence has passed or not.
+            // Rejected in the same cases, whether the fence has passed or not.
             return stream::check(self.context, &self.context.enter()?, stream);
         }
         self.lane(fence.lane).lead_stream(stream)
@@ -545,7 +546,7 @@ impl Device for CudaDevice {
     fn alias(&self, span: Span) -> Result<MemoryId> {
         let whole = self.pages.named(span.memory);
         let (address, kind) = (whole.at(span), whole.kind);
-        // Adopted, so that a release leaves it to the memory in which it lies.
+        // Adopted, so that a release leaves the bytes to the memory that contains them.
         let alias = Allocation { address, len: span.len, kind, is_adopted: true, is_file: false };
         Ok(self.pages.insert(alias))
     }
@@ -555,7 +556,7 @@ impl Device for CudaDevice {
         Ok(self.pages.insert(renamed.unwrap_or_else(|| panic!("{memory:?} is no memory of this device"))))
     }
 
-    /// One space: the driver's addresses are of all GPUs and of pinned memory together.
+    /// Returns one space for all memory, because the driver's addresses cover all GPUs and pinned memory.
     fn origin(&self, memory: MemoryId) -> (u64, u64) {
         (0, self.pages.named(memory).address)
     }
@@ -600,10 +601,11 @@ impl Device for CudaDevice {
             }
             if !out.is_empty() {
                 let source = (page.address + offset) as *const u8;
-                // SAFETY: the range lies in pinned memory, which is the host's by the same address. It is
-                // allocated, because a release takes its name out of use first, and waits for this read with
-                // that. Nothing writes to it meanwhile: every list that does is done, the next one waits for
-                // this read, and callers' kernels have no right to. `out` is the caller's, and no part of it.
+                // SAFETY: the range is in pinned memory, which the host accesses at the same address. It is
+                // allocated, because a release first retires the id and waits for this read in doing so.
+                // Nothing writes to it during the read: every list that writes to it is done, the next one
+                // waits for this read, and callers' kernels must not write to pages. `out` belongs to the
+                // caller and does not overlap the range.
                 unsafe { std::ptr::copy_nonoverlapping(source, out.as_mut_ptr(), out.len()) };
             }
             true

@@ -1,15 +1,15 @@
-//! The compiled kernels, embedded.
+//! The compiled kernels, embedded in the library.
 //!
-//! `kernels/build.py` makes them; `tests/it/kernels.rs` holds them against their sources. Machine code for
-//! the newest architecture spares a driver the quarter of a second that translating takes; PTX serves all
-//! others from compute capability 8.0 on.
+//! `kernels/build.py` builds them, and `tests/it/kernels.rs` checks them against their sources. Machine code
+//! for the newest architecture saves the driver the quarter of a second that translation takes; PTX supports
+//! all others from compute capability 8.0.
 
 /// The compiled forms of one `.cu` file.
 #[derive(Clone, Copy, Debug)]
 pub struct Module {
-    /// The file's name without its ending.
+    /// The file's name without its extension.
     pub name: &'static str,
-    /// For every GPU of compute capability 8.0 and above, and every driver of CUDA 12.4 and above.
+    /// PTX for every GPU of compute capability 8.0 or later, and every driver of CUDA 12.4 or later.
     pub ptx: &'static str,
     /// Machine code for GPUs of compute capability 9.x.
     pub cubin_sm_90: &'static [u8],
@@ -25,7 +25,7 @@ macro_rules! module {
     };
 }
 
-/// All modules. A [`Kernel`](super::abi::Kernel) names its module by the index here.
+/// All modules. A [`Kernel`](super::abi::Kernel) refers to its module by its index in this array.
 pub const MODULES: [Module; 6] = [
     module!("apply"),
     module!("crc"),

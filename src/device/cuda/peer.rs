@@ -1,7 +1,7 @@
-//! From one GPU's memory to another one's, past the host.
+//! Direct copies between the memories of two GPUs.
 //!
-//! For each pair of GPUs the driver says whether there is such a way: they hang at one switch, or at one bus.
-//! Where there is none, bytes go by way of the host, which is the business of the caller.
+//! For each pair of GPUs the driver reports whether a direct path exists, for example through a common switch
+//! or bus. Without one, the caller must copy through the host.
 
 use std::collections::BTreeMap;
 
@@ -10,12 +10,12 @@ use super::driver::CUstream;
 use crate::base::sync::Mutex;
 use crate::error::Result;
 
-/// Whether one GPU reaches the memory of another one. The first call for a pair opens the way.
+/// Returns whether one GPU can access the memory of another. The first call for a pair enables the access.
 ///
 /// # Errors
-/// A fault that took the reader's context.
+/// A fault that destroyed the reader's context.
 pub(super) fn reaches(reader: &'static Context, owner: &'static Context) -> Result<bool> {
-    // Contexts stay as long as the process does, and so does the access between them.
+    // Contexts last as long as the process, and so does the access between them.
     static PAIRS: Mutex<BTreeMap<(u32, u32), bool>> = Mutex::new(BTreeMap::new());
     if reader.ordinal == owner.ordinal {
         return Ok(true);
@@ -38,15 +38,15 @@ fn open(reader: &'static Context, owner: &'static Context) -> Result<bool> {
     let asked = unsafe { entered.can_access_peer(&mut can, reader.device, owner.device) };
     let opened = asked.and_then(|()| match can {
         0 => Ok(false),
-        // SAFETY: the reader's context is current, the owner's is retained for good.
+        // SAFETY: the reader's context is current, the owner's is retained permanently.
         _ => unsafe { entered.enable_peer_access(owner.handle(), 0) }.map(|()| true),
     });
     match opened {
         Ok(answer) => Ok(answer),
-        // Another library of this process was here before.
+        // Another library in this process has already enabled the access.
         Err(code) if code.is_peer_already() => Ok(true),
         Err(code) if code.context_lost() => Err(reader.fault(code)),
-        // The copy then goes by way of the host.
+        // The caller then copies through the host.
         Err(code) => {
             tracing::warn!(%code, reader = reader.ordinal, owner = owner.ordinal, "no way between GPUs");
             Ok(false)
@@ -54,14 +54,14 @@ fn open(reader: &'static Context, owner: &'static Context) -> Result<bool> {
     }
 }
 
-/// Queues a copy from a GPU's memory to the memory of the one whose context is entered.
+/// Queues a copy from a GPU's memory to the memory of the GPU whose context is entered.
 ///
 /// # Errors
 /// A device error.
 ///
 /// # Safety
-/// `target` and `source` are `len` bytes of memory of these two GPUs, `stream` is of the first, and all of it
-/// stays until the copy is done.
+/// `target` and `source` are `len` bytes of memory of these two GPUs, `stream` belongs to the first, and all
+/// of it stays valid until the copy is done.
 pub(super) unsafe fn copy(
     entered: &ContextGuard<'_>,
     stream: CUstream,
@@ -69,7 +69,7 @@ pub(super) unsafe fn copy(
     (from, source): (&Context, u64),
     len: u64,
 ) -> Result<()> {
-    // SAFETY: the caller's promise; both contexts are retained for good.
+    // SAFETY: the caller's promise; both contexts are retained permanently.
     let queued =
         unsafe { entered.copy_peer(target, to.handle(), source, from.handle(), len as usize, stream) };
     queued.map_err(|code| to.fault(code))

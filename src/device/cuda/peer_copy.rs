@@ -1,17 +1,18 @@
-//! From memory that one GPU reaches to memory that another one reaches, without a wait on the host.
+//! Copies from memory that one GPU can access to memory that another one can access, without a wait on the
+//! host.
 //!
-//! Lanes of two GPUs wait for each other by events. The copy comes after the work queued on both, and work
-//! that is queued on either from then on comes after the copy. Bytes go by one of these ways:
+//! Lanes of two GPUs wait for each other through events. The copy runs after the work queued on both lanes,
+//! and work queued on either lane later runs after the copy. Bytes take one of these paths:
 //!
-//! | from | to | way |
+//! | from | to | path |
 //! |---|---|---|
-//! | a GPU's memory | another GPU's | past the host, where the driver knows a way |
-//! | a GPU's memory | another GPU's | else by two pinned blocks in turn: one is read, one written |
+//! | a GPU's memory | another GPU's | directly between the GPUs, if the driver supports it |
+//! | a GPU's memory | another GPU's | otherwise through two alternating pinned blocks: one is read while the other is written |
 //! | a GPU's memory | the host's, or managed | the first GPU's kernels write it |
 //! | the host's, or managed | a GPU's | the second GPU's kernels read it |
 //!
-//! Kernels and not the copy engine write to the host's memory: that engine has a queue of its own (see
-//! `bulk_copies`), at which a thread may have to wait.
+//! Kernels write to host memory instead of the copy engine, whose own queue (see `bulk_copies`) may make a
+//! thread wait.
 
 use std::sync::Arc;
 
@@ -26,14 +27,14 @@ use super::resource::Kind;
 use crate::device::{CommandList, Device, Fence, Lane, Pending, ReturnedStaging, Span};
 use crate::error::Result;
 
-/// Length of the blocks by which bytes go where there is no other way. A bus takes longer for a block than
-/// the host takes for its launches.
+/// Length of the blocks through which bytes are relayed. The bus takes longer for one block than the host
+/// takes for its launches.
 const RELAY_LEN: u64 = 4 << 20;
 
-/// Queues a copy to memory of `to`; `None` if the host must take part.
+/// Queues a copy to memory of `to`. Returns `None` if the host must take part.
 ///
 /// # Errors
-/// A device error; a part may have been queued.
+/// A device error; a part of the copy may have been queued.
 pub(super) fn copy(
     to: &CudaDevice,
     from: &CudaDevice,
@@ -44,7 +45,7 @@ pub(super) fn copy(
     let (source_in, target_in) = (from.pages.named(source.memory), to.pages.named(target.memory));
     let bytes = PeerCopy { source: source_in.at(source), target: target_in.at(target), len: source.len };
     assert_eq!(source.len, target.len, "a copy between ranges of different lengths");
-    // Memory that a caller pinned need not be pinned for every GPU.
+    // Memory that a caller pinned may not be pinned for every GPU.
     let is_foreign = |memory: Allocation| memory.is_adopted && memory.kind != Kind::Device;
     if is_foreign(source_in) || is_foreign(target_in) {
         return Ok(None);
@@ -69,7 +70,7 @@ pub(super) fn copy(
     Ok(Some(copied))
 }
 
-/// Bytes that go from one address to another.
+/// Bytes to copy from one address to another.
 #[derive(Clone, Copy)]
 struct PeerCopy {
     source: u64,
@@ -78,7 +79,7 @@ struct PeerCopy {
 }
 
 impl PeerCopy {
-    /// The launches of kernels that copy them.
+    /// Returns the kernel launches that copy the bytes.
     fn plan(self) -> LaunchPlan {
         let mut plan = LaunchPlan::default();
         plan.piece(PlannedPiece {
@@ -101,22 +102,22 @@ fn past_the_host(to: &CudaDevice, from: &CudaDevice, lane: Lane, bytes: PeerCopy
     let queued = if bytes.len == 0 {
         Ok(())
     } else {
-        // SAFETY: the memory is of these GPUs, and was checked to hold the ranges; the caller lets it be
-        // until the fence has passed.
+        // SAFETY: the memory belongs to these GPUs and was checked to contain the ranges; the caller leaves
+        // it unchanged until the fence has passed.
         unsafe { peer::copy(&entered, timeline.stream(), target, source, bytes.len) }
     };
     let value = to.end(turn, &entered, &returned, Vec::new(), queued)?;
     Ok(Pending::new(Fence { lane, value }, returned))
 }
 
-/// Copies by way of the host's memory, a block at a time.
+/// Copies through host memory, one block at a time.
 fn relay(to: &CudaDevice, from: &CudaDevice, lane: Lane, bytes: PeerCopy) -> Result<Pending> {
     let block_len = bytes.len.min(RELAY_LEN);
     let blocks = [to.block(Kind::Pinned, block_len)?, to.block(Kind::Pinned, block_len)?];
     let relayed = relay_by(&blocks, to, from, lane, bytes);
     match relayed.and_then(|()| to.context.enter()) {
         Ok(entered) => {
-            // The end comes after all reads, and they come after all writes.
+            // The end comes after all reads, which come after all writes.
             let returned = Arc::<ReturnedStaging>::default();
             let turn = to.lane(lane).turn();
             let value = to.end(turn, &entered, &returned, blocks.into(), Ok(()))?;
@@ -140,12 +141,12 @@ fn relay_by(
     let (reader, writer) = (to.lane(lane), from.lane(lane));
     for (begin, block) in (0..bytes.len).step_by(RELAY_LEN as usize).zip(blocks.iter().cycle()) {
         let len = RELAY_LEN.min(bytes.len - begin);
-        // 1. The block is written. Reads of the other block may be under way; reads of this one are done.
+        // 1. Write the block. Reads of the other block may be in flight; reads of this one are done.
         let write = PeerCopy { source: bytes.source + begin, target: block.address, len };
         from.queue(lane, &write.plan(), Vec::new(), Vec::new())?;
-        // 2. The next write, to the other block, waits for the reads of that block, which are queued by now.
+        // 2. The next write, to the other block, waits for the reads of that block, which are already queued.
         writer.follow(reader)?;
-        // 3. The block is read, after the write.
+        // 3. Read the block, after the write.
         reader.follow(writer)?;
         let read = PeerCopy { source: block.address, target: bytes.target + begin, len };
         to.queue(lane, &read.plan(), Vec::new(), Vec::new())?;

@@ -1,5 +1,4 @@
-//! Pieces that wait for none of another area, as rows and as parts of launches: which of them run at the same
-//! time.
+//! Rows and parts for pieces without hazards between areas, and the choice of pieces that run concurrently.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -8,28 +7,28 @@ use super::abi::{MASK_STEPS, PIECE_MASKED, PIECE_PICK, PIECE_SPARSE, PartRow, Pi
 
 /// Bytes of a part of a long piece: enough for a block to hide the latency of its reads.
 const PART_BYTES: u64 = 32 << 10;
-/// The most parts that a piece is cut into.
+/// The most parts into which a piece is split.
 const PARTS_MAX: u64 = 8192;
-/// Parts of up to this many bytes are a warp's. A block waits longer for its row, which lies in mapped host
-/// memory, than it copies. 65,536 pieces of 16 KiB take 541 µs with a warp each (94 % of a device copy) and
-/// 687 µs with a block each (74 %). One piece alone takes a microsecond more by a warp (`benches/kernels.cu`,
-/// H200).
+/// The most bytes of a part that a warp processes. A block waits longer for its row, which is in mapped host
+/// memory, than it copies: 65,536 pieces of 16 KiB take 541 µs with a warp each (94 % of a device copy) and
+/// 687 µs with a block each (74 %). A single piece takes one microsecond more with a warp
+/// (`benches/kernels.cu`, H200).
 const WARP_BYTES: u64 = 16 << 10;
-/// Bytes that one block moves, working alone, in the time that one more launch takes.
+/// Bytes that one block alone moves in the time that another launch takes.
 const LAUNCH_BYTES: u64 = 64 << 10;
-/// Overlapping pieces of up to this many bytes on the average are a hot spot, worked through by one block.
+/// The largest average size, in bytes, of overlapping pieces that form a hot spot, which one block processes.
 const HOT_BYTES: u64 = 2 << 10;
-/// Bytes that move where an element is scattered: a sector of the GPU's memory.
+/// Bytes moved for one scattered element: a sector of the GPU's memory.
 const SECTOR_BYTES: u64 = 32;
 
-/// A kernel's row, and the length of the range that it writes to.
+/// A kernel's row, and the length of the range that it writes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TargetRow {
     pub row: PieceRow,
     pub target_len: u64,
 }
 
-/// The rows of a table, in runs that several threads made.
+/// The rows of a table, in runs created by several threads.
 #[derive(Debug)]
 pub(super) struct Rows<R> {
     runs: Vec<Vec<R>>,
@@ -43,7 +42,7 @@ impl<R> Default for Rows<R> {
 }
 
 impl<R> Rows<R> {
-    /// Adds rows after those that are there.
+    /// Appends rows.
     pub fn add(&mut self, run: Vec<R>) {
         if !run.is_empty() {
             self.len += run.len();
@@ -51,18 +50,18 @@ impl<R> Rows<R> {
         }
     }
 
-    /// How many there are.
+    /// Returns the number of rows.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// The runs that they lie in, in their order.
+    /// Returns the runs of rows, in order.
     pub fn runs(&self) -> &[Vec<R>] {
         &self.runs
     }
 }
 
-/// Parts of one launch each.
+/// The parts of one launch for each kernel.
 #[derive(Debug, Default)]
 pub(super) struct Stage {
     pub warps: Vec<PartRow>,
@@ -70,7 +69,7 @@ pub(super) struct Stage {
 }
 
 impl Stage {
-    /// Adds a piece that overlaps no other one here; `number` is that of its row.
+    /// Adds a piece that overlaps no other piece of the stage; `number` is that of its row.
     pub fn add(&mut self, row: &PieceRow, number: usize) {
         let (first, bytes) = (number as u32, moved(row));
         if bytes <= WARP_BYTES {
@@ -78,7 +77,7 @@ impl Stage {
             return;
         }
         let parts = bytes.div_ceil(PART_BYTES).min(PARTS_MAX);
-        // A masked piece is cut at whole bytes of its bitmap, so that no two parts read one byte for
+        // A masked piece is split at whole bytes of its bitmap, so that no two parts read one byte for
         // different bits. Other kinds lose nothing by the same boundary.
         let steps = row.steps.div_ceil(parts).next_multiple_of(MASK_STEPS);
         for begin in (0..row.steps).step_by(steps as usize) {
@@ -88,7 +87,7 @@ impl Stage {
     }
 }
 
-/// Pieces as rows, and the parts of the launches that follow each other.
+/// Pieces as rows, and the parts of the consecutive launches.
 #[derive(Debug, Default)]
 pub(super) struct PiecePlan {
     /// The number of the first row.
@@ -98,12 +97,12 @@ pub(super) struct PiecePlan {
 }
 
 impl PiecePlan {
-    /// Plans pieces whose rows begin at `first` of the plan's table. Each has one row.
+    /// Plans pieces whose rows begin at `first` of the plan's table. Each piece has one row.
     pub fn of(pieces: &[TargetRow], first: usize) -> Self {
         let mut plan = Self { first, rows: Vec::with_capacity(pieces.len()), stages: Vec::new() };
         let everything = (0, (0..pieces.len()).collect());
         let mut groups: Vec<(usize, Vec<usize>)> = vec![everything];
-        // Each round either ends with a group or makes it smaller, so this ends.
+        // Each round either finishes a group or makes it smaller, so the loop ends.
         while let Some((stage, mut group)) = groups.pop() {
             let lens = clusters(pieces, &mut group);
             let mut rest = &group[..];
@@ -115,8 +114,9 @@ impl PiecePlan {
                 } else if is_hot(pieces, cluster) {
                     plan.one_by_one(pieces, cluster, stage);
                 } else {
-                    // One part would leave the GPU to one block here. Pieces that no earlier one overlaps go
-                    // now, the others at the next stage, which is a later launch.
+                    // A single part would leave this work to one block of the GPU. Pieces that no earlier
+                    // piece overlaps run in this stage, the others in the next stage, which is a later
+                    // launch.
                     let (now, later) = first_round(pieces, cluster);
                     now.into_iter().for_each(|piece| plan.alone(&pieces[piece], stage));
                     groups.push((stage + 1, later));
@@ -126,19 +126,19 @@ impl PiecePlan {
         plan
     }
 
-    /// The plan of pieces of which none overlaps another, with their parts.
+    /// Creates the plan of pieces of which none overlaps another, with their parts.
     pub fn apart(rows: Vec<PieceRow>, parts: Stage) -> Self {
         Self { first: 0, rows, stages: vec![parts] }
     }
 
-    /// Adds a piece that overlaps no other of its stage.
+    /// Adds a piece that overlaps no other piece of its stage.
     fn alone(&mut self, piece: &TargetRow, stage: usize) {
         let number = self.first + self.rows.len();
         self.rows.push(piece.row);
         self.stage(stage).add(&piece.row, number);
     }
 
-    /// Adds pieces that overlap as one part, in the order of the list.
+    /// Adds overlapping pieces as one part, in list order.
     fn one_by_one(&mut self, pieces: &[TargetRow], cluster: &[usize], stage: usize) {
         let first = (self.first + self.rows.len()) as u32;
         self.rows.extend(cluster.iter().map(|piece| pieces[*piece].row));
@@ -156,7 +156,7 @@ impl PiecePlan {
     }
 }
 
-/// The number of bytes that a piece moves, roughly.
+/// Returns roughly the number of bytes that a piece moves.
 fn moved(row: &PieceRow) -> u64 {
     match row.kind {
         PIECE_SPARSE | PIECE_PICK => row.steps * SECTOR_BYTES,
@@ -169,14 +169,14 @@ fn extent(piece: &TargetRow) -> Range<u64> {
     piece.row.target..piece.row.target + piece.target_len
 }
 
-/// Whether no two of these ranges overlap, each with its start and its length. Sorts them.
+/// Returns whether no two of these ranges, each a start and a length, overlap. Sorts them.
 pub(super) fn are_apart(ranges: &mut [(u64, u64)]) -> bool {
     ranges.sort_unstable_by_key(|(start, _)| *start);
     ranges.is_sorted_by(|(start, len), (next, _)| start + len <= *next)
 }
 
-/// Sorts pieces and takes them apart where no target reaches across. Returns the length of each cluster.
-/// Within a cluster pieces keep the order of the list.
+/// Sorts pieces and splits them into clusters whose targets do not overlap. Returns the length of each
+/// cluster. Within a cluster, pieces keep the order of the list.
 fn clusters(pieces: &[TargetRow], group: &mut [usize]) -> Vec<usize> {
     group.sort_unstable_by_key(|piece| pieces[*piece].row.target);
     let (mut lens, mut reach) = (Vec::with_capacity(group.len()), 0);
@@ -197,15 +197,15 @@ fn clusters(pieces: &[TargetRow], group: &mut [usize]) -> Vec<usize> {
     lens
 }
 
-/// Whether one block should work through the cluster.
+/// Returns whether one block should process the cluster.
 fn is_hot(pieces: &[TargetRow], cluster: &[usize]) -> bool {
     let bytes: u64 = cluster.iter().map(|piece| moved(&pieces[*piece].row)).sum();
     bytes <= LAUNCH_BYTES || bytes <= HOT_BYTES * cluster.len() as u64
 }
 
-/// The pieces that no earlier one of the cluster overlaps, and the rest.
+/// Returns the pieces that no earlier piece of the cluster overlaps, and the rest.
 fn first_round(pieces: &[TargetRow], cluster: &[usize]) -> (Vec<usize>, Vec<usize>) {
-    // Ranges that earlier pieces cover, disjoint, by their starts. Pieces that are put off count too: a later
+    // Disjoint ranges that earlier pieces cover, by their starts. Postponed pieces count too, because a later
     // piece must not overtake them.
     let mut covered: BTreeMap<u64, u64> = BTreeMap::new();
     cluster.iter().partition(|piece| {

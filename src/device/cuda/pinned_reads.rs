@@ -1,15 +1,14 @@
-//! Reads of pinned page memory by a caller's thread, while no list writes to it.
+//! Reads of pinned page memory on a caller's thread while no list writes to that memory.
 //!
-//! A kernel that writes where a thread reads is a data race, even if what was read is dropped. So a list that
-//! writes to pinned memory says so before anything of it is queued, and waits for threads that are reading
-//! just then; a thread reads only if every list that said so has passed. It holds a lock meanwhile, and
-//! copies 64 KiB at a time, so a list waits some microseconds.
+//! A kernel that writes memory while a thread reads it is a data race, even if the bytes read are discarded.
+//! Therefore a list that writes to pinned memory announces this before any part of it is queued, and waits
+//! for threads that are reading at that moment. A thread reads only if every announced list has passed. The
+//! thread holds a lock during the read and copies 64 KiB at a time, so a list waits for some microseconds.
 //!
-//! Memory is told apart by a few bits of its name. Two pages that share them share a lock: then a read may be
-//! refused because of a list that writes to the other page, and goes by the lane.
+//! Memory is distinguished by a few bits of its id. Two pages with the same bits share a lock: a read may
+//! then be rejected because of a list that writes to the other page, and uses the lane instead.
 //!
-//! The caller's kernels write to memory of the caller's own, never to pages, so lists are all there is to
-//! wait for.
+//! The caller's kernels write to caller-owned memory, never to pages, so only lists need to be waited for.
 
 use std::ops::BitOrAssign;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,10 +18,10 @@ use super::resource::Kind;
 use crate::base::sync::RwLock;
 use crate::device::{Lane, MemoryId};
 
-/// As many as a mask has bits.
+/// One stripe for each bit of a mask.
 const STRIPES: usize = u64::BITS as usize;
 
-/// Which lists write to pinned memory.
+/// The lists that write to pinned memory.
 #[derive(Default)]
 pub(super) struct PinnedReads {
     stripes: Vec<RwLock<PinnedWrites>>,
@@ -31,48 +30,48 @@ pub(super) struct PinnedReads {
 /// Lists that write to memory of one stripe.
 #[derive(Clone, Copy, Debug, Default)]
 struct PinnedWrites {
-    /// How many have said so and have no fence yet.
+    /// Lists that are announced and have no fence yet.
     announced: usize,
     /// The newest fence of each lane.
     fences: [u64; Lane::ALL.len()],
 }
 
-/// Stripes of pinned memory that a list writes to.
+/// The stripes of pinned memory that a list writes to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct WrittenStripes(u64);
 
-/// Stripes that several threads find.
+/// Stripes collected by several threads.
 #[derive(Debug, Default)]
 pub(super) struct FoundStripes(AtomicU64);
 
 impl FoundStripes {
-    /// Adds those of this memory, if it is pinned.
+    /// Adds the stripe of this memory, if it is pinned.
     pub fn add(&self, kind: Kind, memory: MemoryId) {
         let WrittenStripes(more) = WrittenStripes::of(kind, memory);
-        // Mostly they are there.
+        // Usually the stripe is already set.
         if self.0.load(Ordering::Relaxed) & more != more {
             self.0.fetch_or(more, Ordering::Relaxed);
         }
     }
 
-    /// All that were found.
+    /// Returns all collected stripes.
     pub fn all(self) -> WrittenStripes {
         WrittenStripes(self.0.into_inner())
     }
 }
 
 impl PinnedReads {
-    /// Nothing is written.
+    /// Creates the state in which no list writes to pinned memory.
     pub fn new() -> Self {
         Self { stripes: (0..STRIPES).map(|_| RwLock::default()).collect() }
     }
 
-    /// Announces a list. Waits for reads of what it writes to.
+    /// Announces a list, and waits for reads of the memory that it writes to.
     pub fn announce(&self, written: WrittenStripes) {
         self.each(written, |writes| writes.announced += 1);
     }
 
-    /// What was announced is queued before this fence; 0 if nothing of it is.
+    /// Records that an announced list was queued before this fence; 0 if no part of it was queued.
     pub fn queued(&self, written: WrittenStripes, lane: Lane, fence: u64) {
         self.each(written, |writes| {
             writes.announced -= 1;
@@ -81,20 +80,21 @@ impl PinnedReads {
         });
     }
 
-    /// Does `work` while no thread reads this memory.
+    /// Runs `work` while no thread reads this memory.
     pub fn without_readers<T>(&self, memory: MemoryId, work: impl FnOnce() -> T) -> T {
         let _no_reader = self.stripes[stripe_of(memory)].write();
         work()
     }
 
-    /// Does `work` while no thread reads any memory.
+    /// Runs `work` while no thread reads any memory.
     pub fn without_any_reader<T>(&self, work: impl FnOnce() -> T) -> T {
-        // Always in the same order, and no other thread waits for one while it holds another.
+        // The locks are always taken in the same order, and no other thread waits for one while it holds
+        // another.
         let _no_readers: Vec<_> = self.stripes.iter().map(RwLock::write).collect();
         work()
     }
 
-    /// Does `read` while no list writes to this memory; `None`, at once, if one does.
+    /// Runs `read` while no list writes to this memory. Returns `None` immediately if a list does.
     pub fn read<T>(
         &self,
         memory: MemoryId,
@@ -107,7 +107,7 @@ impl PinnedReads {
         (writes.announced == 0 && has_passed).then(read)
     }
 
-    /// One stripe after the other: two lists that share some do not wait for each other.
+    /// Changes one stripe after the other, so that two lists that share some do not wait for each other.
     fn each(&self, written: WrittenStripes, change: impl Fn(&mut PinnedWrites)) {
         let mut left = written.0;
         while left != 0 {
@@ -118,7 +118,7 @@ impl PinnedReads {
 }
 
 impl WrittenStripes {
-    /// Those of this memory, if it is pinned.
+    /// Returns the stripe of this memory if it is pinned, and no stripe otherwise.
     pub fn of(kind: Kind, memory: MemoryId) -> Self {
         if kind == Kind::Pinned { Self(1 << stripe_of(memory)) } else { Self::default() }
     }
@@ -130,7 +130,7 @@ impl BitOrAssign for WrittenStripes {
     }
 }
 
-/// Names that are given one after the other are of different stripes.
+/// Returns the stripe of an allocation. Consecutive ids have different stripes.
 fn stripe_of(memory: MemoryId) -> usize {
     memory.0 as usize % STRIPES
 }

@@ -1,17 +1,17 @@
-//! From pieces of work to launches: pieces that may run at the same time, and pieces that must wait.
+//! Conversion of pieces of work to launches: pieces that may run concurrently, and pieces that must wait.
 //!
 //! Every command that moves or merges bytes is a *piece*: it writes one range and reads others. Pieces are
-//! collected until one touches an area that an earlier one of the same batch reads, or reads an area that it
-//! wrote. Then the batch ends, and becomes launches:
+//! collected until one writes an area that an earlier piece of the batch reads, or reads an area that one
+//! wrote. The batch then ends and becomes launches:
 //!
-//! - Pieces whose targets do not overlap are independent, and long ones are cut into parts.
-//! - Pieces that do overlap keep the order of the list. The few bytes of a hot spot become one part, which
-//!   one warp or block works through. Larger ones go into launches one after the other, so that a page that
-//!   is zeroed and then written whole still has the whole GPU.
+//! - Pieces whose targets do not overlap are independent, and long ones are split into parts.
+//! - Pieces that overlap keep the order of the list. A hot spot of few bytes becomes one part, which one warp
+//!   or block processes. Larger ones become consecutive launches, so that a page that is zeroed and then
+//!   written whole still uses the whole GPU.
 //!
-//! So no result depends on scheduling: blocks of one launch run in any order, and launches of one stream run
-//! in theirs. A plan knows addresses and nothing of the driver: `translate.rs` checks ranges and gives the
-//! addresses, `launch.rs` carries the plan out.
+//! No result therefore depends on scheduling: blocks of one launch run in any order, and launches of one
+//! stream run in sequence. A plan contains addresses but knows nothing about the driver: `translate.rs`
+//! checks ranges and provides the addresses, `launch.rs` executes the plan.
 
 use std::convert::Infallible;
 use std::ops::Range;
@@ -28,51 +28,52 @@ use crate::base::parallel;
 use crate::device::many_deltas::{Dealt, THREADS_MAX};
 use crate::device::{DIGEST_CHUNK_LEN, DIGEST_LEN, MemoryId, digest_count};
 
-/// Rows of digests that keep the whole GPU busy. Beyond that a row has several chunks: 65,536 rows of one
-/// took the host 0.9 ms, while the GPU digested 4 GiB in 1.35 ms.
+/// Rows of digests that keep the whole GPU busy. Beyond this number, a row has several chunks: 65,536 rows of
+/// one chunk took the host 0.9 ms, while the GPU digested 4 GiB in 1.35 ms.
 const DIGEST_BLOCKS_MIN: u64 = 4096;
-/// The most chunks of a row: with 8 an H100 digests at 0.97 of the rate of one, with 16 at 0.95.
+/// The most chunks of a row. With 8 chunks per row an H100 digests at 0.97 of the rate with one, with 16 at
+/// 0.95.
 const DIGEST_ROW_CHUNKS_MAX: u64 = 8;
 
-/// A piece, with the areas that it touches.
+/// A piece, with the areas that it accesses.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PlannedPiece {
     /// The kernel's row.
     pub row: PieceRow,
-    /// Length of the range that it writes to, from the row's target on.
+    /// Length of the range that the piece writes, starting at the row's target.
     pub target_len: u64,
-    /// The area it writes to.
+    /// The area that the piece writes.
     pub target: Area,
-    /// The areas it reads from, if any.
+    /// The areas that the piece reads, if any.
     pub sources: [Option<Area>; 2],
 }
 
 /// A step of a plan, in the order of one stream. Ranges are of rows in the plan's tables.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum LaunchStep {
-    /// Parts of pieces, applied by a kernel.
+    /// Applies parts of pieces with a kernel.
     Apply(Kernel, Range<usize>),
-    /// Chunks of checksums.
+    /// Checksums chunks.
     Crc(Range<usize>),
-    /// Combinations of chunks to checksums.
+    /// Combines the remainders of chunks into checksums.
     Combine(Range<usize>),
-    /// Cuts of comparisons of ranges.
+    /// Compares sections of ranges.
     Diff(Range<usize>),
-    /// Chunks whose digests are made.
+    /// Digests chunks.
     Digest(Range<usize>),
-    /// Cuts of bitmaps, and the bitmaps.
+    /// Numbers the set bits of bitmaps: the rows of their sections, and the rows of the bitmaps.
     Select(Range<usize>, Range<usize>),
-    /// Cuts of lists of indices.
+    /// Checks sections of lists of indices.
     Validate(Range<usize>),
-    /// A long copy within the GPU's memory.
+    /// Makes a long copy within the GPU's memory.
     Within { source: u64, target: u64, len: u64 },
-    /// A long copy from host memory to the GPU's.
+    /// Makes a long copy from host memory to the GPU's.
     Up { source: u64, target: u64, len: u64 },
-    /// A long copy from the GPU's memory to the host's.
+    /// Makes a long copy from the GPU's memory to the host's.
     Down { source: u64, target: u64, len: u64 },
 }
 
-/// A list of commands, planned.
+/// The plan of a list of commands.
 #[derive(Debug, Default)]
 pub(super) struct LaunchPlan {
     pub steps: Vec<LaunchStep>,
@@ -85,37 +86,37 @@ pub(super) struct LaunchPlan {
     pub selects: Vec<SelectRow>,
     pub scans: Vec<ScanRow>,
     pub indices: Vec<IndexRow>,
-    /// The pinned memory that the list writes to.
+    /// The pinned memory that the list writes.
     pub pinned: WrittenStripes,
-    /// The areas to which the newest step of checksums writes.
+    /// The areas that the newest checksum step writes.
     summed: Areas,
     batch: PieceBatch,
 }
 
 /// Pieces that are not planned yet.
 ///
-/// Most lists change each of many pages once. So the rows of pieces lie in the order of the list, with the
-/// parts that they have if none overlaps another: what overlaps is put in order at the end. Planned only
-/// then, a list of 10,000 deltas took half as long again: each pass over its rows waits for memory.
+/// Most lists change each of many pages once. The rows are therefore stored in list order, with the parts
+/// that they have if no pieces overlap; overlaps are ordered at the end. Planning everything at the end made
+/// a list of 10,000 deltas take half as long again, because each pass over the rows waits for memory.
 #[derive(Debug, Default)]
 struct PieceBatch {
     rows: Vec<PieceRow>,
-    /// The range that each one writes: its start and its length.
+    /// The range that each piece writes: its start and its length.
     targets: Vec<(u64, u64)>,
-    /// The parts of pieces of which none overlaps another.
+    /// The parts of the pieces if none overlaps another.
     apart: Stage,
-    /// Where the range of the newest piece ends.
+    /// The end of the newest piece's range.
     reach: u64,
     /// Whether a range began before the end of the one before.
     is_unordered: bool,
-    /// The areas that they write to.
+    /// The areas that the pieces write.
     written: AreaSet,
-    /// What they read. None writes to it.
+    /// The areas that the pieces read. None of them is written.
     read: AreaSet,
 }
 
 impl PieceBatch {
-    /// Adds a piece; `number` is that of its row.
+    /// Adds a piece whose row has this number.
     fn push(&mut self, piece: &PlannedPiece, number: usize) {
         let (start, len) = (piece.row.target, piece.target_len);
         self.is_unordered |= start < self.reach;
@@ -127,7 +128,7 @@ impl PieceBatch {
         piece.sources.iter().flatten().for_each(|area| self.read.note(*area));
     }
 
-    /// Plans the pieces, whose rows begin at `first`, and forgets them.
+    /// Plans the pieces, whose rows begin at `first`, and removes them from the batch.
     fn plan(&mut self, first: usize) -> PiecePlan {
         let (rows, mut targets) = (std::mem::take(&mut self.rows), std::mem::take(&mut self.targets));
         let apart = std::mem::take(&mut self.apart);
@@ -143,20 +144,20 @@ impl PieceBatch {
         PiecePlan::of(&pieces.collect::<Vec<_>>(), first)
     }
 
-    /// Whether a piece must come in a later launch than these.
+    /// Returns whether a piece must be in a later launch than this batch.
     fn must_end_before(&mut self, piece: &PlannedPiece) -> bool {
         let Self { written, read, .. } = self;
         // Write after read.
         if read.contains(piece.target) {
             return true;
         }
-        // Read after write. What the piece before read was not written before that, nor since.
+        // Read after write. An area that the newest piece read was not written before it, nor since.
         piece.sources.iter().flatten().any(|area| read.newest() != Some(area) && written.contains(*area))
     }
 }
 
 impl LaunchPlan {
-    /// Makes room for this number of pieces.
+    /// Reserves capacity for this number of pieces.
     pub fn expect(&mut self, pieces: usize) {
         self.batch.rows.reserve(pieces);
         self.batch.targets.reserve(pieces);
@@ -169,27 +170,27 @@ impl LaunchPlan {
             return;
         }
         // Blocks of one launch run in any order, so a launch must end between a write and a read. Write after
-        // write needs no flush: `flush` itself keeps the order of targets that overlap.
+        // write needs no flush: `flush` itself keeps the order of overlapping targets.
         if self.batch.must_end_before(&piece) {
             self.flush();
         }
         self.writes(piece.target);
         self.batch.push(&piece, self.pieces.len() + self.batch.rows.len());
-        // A copy within one area: what comes next there waits for it, whichever it does.
+        // After a copy within one area, the next access to that area must wait, whether it reads or writes.
         if piece.sources.contains(&Some(piece.target)) {
             self.flush();
         }
     }
 
-    /// Notes an area that the list writes to.
+    /// Records that the list writes an area.
     pub fn writes(&mut self, area: Area) {
         if let Area::Memory(kind, id) = area {
             self.pinned |= WrittenStripes::of(kind, MemoryId(id));
         }
     }
 
-    /// Adds many deltas after all earlier pieces, which several threads have dealt out into shares. No piece
-    /// reads what another one writes.
+    /// Adds many deltas after all earlier pieces. Several threads have distributed them into shares. No delta
+    /// reads bytes that another one writes.
     pub fn deltas(&mut self, dealt: &Dealt<TargetRow>) {
         self.flush();
         let mut firsts = Vec::with_capacity(dealt.count());
@@ -206,7 +207,7 @@ impl LaunchPlan {
         self.launch(plans);
     }
 
-    /// Adds a step that is no piece. Pieces before it become launches first, because it may read the bytes
+    /// Adds a step that is not a piece. Earlier pieces become launches first, because the step may read bytes
     /// that they write.
     pub fn step(&mut self, step: LaunchStep) {
         self.flush();
@@ -230,7 +231,7 @@ impl LaunchPlan {
         }
     }
 
-    /// Adds the digests of all chunks of these ranges, which go to `target` one after the other.
+    /// Adds the digests of all chunks of these ranges, which are written to `target` one after the other.
     pub fn digests(&mut self, sources: &[(u64, u64)], key: u64, mut target: u64) {
         let first = self.digests.len();
         let chunks: u64 = sources.iter().map(|(_, len)| digest_count(*len)).sum();
@@ -248,8 +249,9 @@ impl LaunchPlan {
         }
     }
 
-    /// Adds the rows that number one bitmap's bits, to a target with room for `room` numbers. `numbers` has
-    /// four bytes a row, `sum` is the address of the sum. [`LaunchPlan::select`] follows the last bitmap's.
+    /// Adds the rows that number one bitmap's set bits. `target` has space for `room` indices, `numbers` has
+    /// four bytes for each row, and `sum` is the address of the total. [`LaunchPlan::select`] must follow the
+    /// last bitmap.
     pub fn bitmap(&mut self, bits: u64, len: u64, (target, room): (u64, u32), numbers: u64, sum: u64) {
         let rows = select_rows(len);
         for (row, before) in (0..rows).zip((numbers..).step_by(4)) {
@@ -275,7 +277,7 @@ impl LaunchPlan {
         }
     }
 
-    /// Adds the rows that look at one list of indices; [`LaunchPlan::validate`] follows the last list's.
+    /// Adds the rows that check one list of indices. [`LaunchPlan::validate`] must follow the last list.
     pub fn index_list(&mut self, list: IndexRow) {
         for begin in (0..list.count).step_by(INDEX_COUNT_MAX as usize) {
             let count = (list.count - begin).min(INDEX_COUNT_MAX);
@@ -283,17 +285,17 @@ impl LaunchPlan {
         }
     }
 
-    /// Adds the step that looks at all lists since `first`.
+    /// Adds the step that checks all lists since `first`.
     pub fn validate(&mut self, first: usize) {
         if self.indices.len() > first {
             self.step(LaunchStep::Validate(first..self.indices.len()));
         }
     }
 
-    /// Adds checksums: each source gives four bytes to `sums` in an area, one after the other. Remainders of
-    /// sources that take several rows go to `remainders`; [`remainder_words`] counts them.
+    /// Adds checksums: each source writes four bytes to `sums` in an area, one after the other. Remainders of
+    /// sources with several rows are written to `remainders`; [`remainder_words`] counts them.
     ///
-    /// Sums that follow sums to other areas, with no step between them, are made by the same launches.
+    /// Checksums that directly follow checksums to other areas use the same launches.
     pub fn crcs(&mut self, sources: &[(u64, u64)], (area, sums): (Area, u64), mut remainders: u64) {
         self.flush();
         let (mut first, mut first_combine) = (self.crcs.len(), self.combines.len());
@@ -319,7 +321,7 @@ impl LaunchPlan {
                 self.crcs.push(CrcRow { source: *source, target, len: *len as u32, flags });
                 continue;
             }
-            // Cut from the end, so that only the first chunk is shorter and all chunks combine by one
+            // Split from the end, so that only the first chunk is shorter and all chunks combine with one
             // constant.
             let chunk_len = u64::from(CRC_CHUNK_LEN);
             let short = len - (chunks - 1) * chunk_len;
@@ -344,7 +346,7 @@ impl LaunchPlan {
         }
     }
 
-    /// Plans the pieces that were added so far.
+    /// Plans the pieces added so far.
     pub fn flush(&mut self) {
         if !self.batch.rows.is_empty() {
             let planned = self.batch.plan(self.pieces.len());
@@ -352,7 +354,7 @@ impl LaunchPlan {
         }
     }
 
-    /// Adds the launches of some plans, of which none touches what another one does.
+    /// Adds the launches of some plans, none of which accesses memory of another.
     fn launch(&mut self, plans: Vec<PiecePlan>) {
         let stage_count = plans.iter().map(|plan| plan.stages.len()).max().unwrap_or(0);
         let mut stages: Vec<_> = Vec::with_capacity(plans.len());
@@ -377,12 +379,12 @@ impl LaunchPlan {
     }
 }
 
-/// Words of scratch that the checksums of sources of these lengths need.
+/// Returns the words of scratch for the checksums of sources of these lengths.
 pub(super) fn remainder_words(lens: impl Iterator<Item = u64>) -> u64 {
     lens.map(crc_chunks).filter(|chunks| *chunks > 1).sum()
 }
 
-/// The number of rows by which a bitmap of `len` bytes is looked at.
+/// Returns the number of rows into which a bitmap of `len` bytes is divided.
 pub(super) fn select_rows(len: u64) -> u64 {
     len.div_ceil(u64::from(SELECT_LEN_MAX))
 }
@@ -396,7 +398,7 @@ mod tests {
     use super::super::resource::Kind;
     use super::*;
 
-    /// A random number by SplitMix64.
+    /// Returns a random number, by SplitMix64.
     fn next(state: &mut u64) -> u64 {
         *state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let z = (*state ^ (*state >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -404,7 +406,7 @@ mod tests {
         z ^ (z >> 31)
     }
 
-    /// Applies a part to a piece of memory, as a warp or a block would.
+    /// Applies a part to some memory, as a warp or a block would.
     fn run_part(plan: &LaunchPlan, part: &PartRow, memory: &mut [u8]) {
         let first = part.piece_first as usize;
         let rows = plan.pieces.runs().iter().flatten();
@@ -415,7 +417,7 @@ mod tests {
         }
     }
 
-    /// Dense pieces between two pages and a staging; pieces write and read each other's bytes.
+    /// Draws dense pieces between two pages and a staging. The pieces write and read each other's bytes.
     fn drawn_pieces(seed: u64) -> Vec<PlannedPiece> {
         let mut state = seed;
         let mut below = |limit: u64| next(&mut state) % limit;
@@ -425,13 +427,13 @@ mod tests {
             let len = 1 + below(longest);
             let target = below(2);
             let source = (target + below(3)) % 3;
-            // Within one area from one half to the other, whichever way.
+            // Within one area, from one half to the other, in either direction.
             let (len, room) = if source == target { (len.min(AREA / 4), AREA / 2) } else { (len, AREA) };
             let halves = if source == target { [0, 1] } else { [0, 0] };
             let first = below(2) as usize;
             let mut place = |area: u64, half: u64| area * AREA + half * AREA / 2 + below(room - len);
             let row = PieceRow::dense(place(target, halves[first]), place(source, halves[1 - first]), len);
-            // Two kinds of memory, or two of one kind.
+            // Two kinds of memory, or two allocations of one kind.
             let other = if seed.is_multiple_of(2) { Kind::Pinned } else { Kind::Device };
             let area = |number| match number {
                 0 => Area::Memory(Kind::Device, 0),
@@ -497,7 +499,7 @@ mod tests {
         // A hot spot: one part, however often it is written.
         let hot = planned(&vec![dense(64, 8); 1000]);
         assert_eq!((hot.steps.len(), hot.parts.len()), (1, 1));
-        // A long page that is zeroed and then written: twice the whole GPU.
+        // A long page that is zeroed and then written: the whole GPU, twice.
         let zeroed_and_written = planned(&[dense(0, 10 << 20), dense(0, 10 << 20)]);
         assert_eq!((zeroed_and_written.steps.len(), zeroed_and_written.parts.len()), (2, 640));
         // A piece that reads written bytes waits.
@@ -537,11 +539,11 @@ mod tests {
             plan.steps,
             [LaunchStep::Apply(APPLY_BY_WARP, 0..1), LaunchStep::Crc(0..6), LaunchStep::Combine(0..2)]
         );
-        // A piece may change what was summed: what is summed after it is another launch.
+        // A piece may change bytes that were checksummed, so later checksums are another launch.
         plan.piece(dense(0, 8));
         plan.crcs(&[(0, 8)], (Area::Staging(4), 1 << 20), 1 << 30);
         assert_eq!(plan.steps[3..], [LaunchStep::Apply(APPLY_BY_WARP, 1..2), LaunchStep::Crc(6..7)]);
-        // So are sums that may go where others went.
+        // So are checksums that may overwrite others.
         plan.crcs(&[(0, 8)], (Area::Staging(4), 1 << 20), 1 << 30);
         plan.crcs(&[(8, 8)], (Area::Staging(1), 1 << 20), 1 << 30);
         assert_eq!(plan.steps[5..], [LaunchStep::Crc(7..9)]);

@@ -1,6 +1,6 @@
-//! Staging: pinned host memory that the GPU reads and writes at the host's own addresses.
+//! Staging: pinned host memory that the GPU reads and writes at the host's addresses.
 //!
-//! The host may touch it while it owns it. While a list owns it, no other code has it: the lane keeps it
+//! The host may access it while it owns it. While a list owns it, no other code has it, and the lane keeps it
 //! until the list's fence has passed.
 
 use std::any::Any;
@@ -15,26 +15,26 @@ struct PinnedStaging {
     len: usize,
 }
 
-/// Staging of `len` bytes, all zero.
+/// Allocates `len` bytes of zeroed staging.
 ///
 /// # Errors
 /// `OutOfMemory`, a device error.
 pub(super) fn staging(memory: &PlaceMemory, len: usize) -> Result<Staging> {
-    // A slice can span no more, so the driver is not asked.
+    // A slice cannot be longer, so the driver is not asked.
     if isize::try_from(len).is_err() {
         return Err(Error::OutOfMemory { place: remanent_format::Place::Pinned, len: len as u64 });
     }
     let block = memory.allocate(len as u64)?;
-    // SAFETY: the block is at least this long, pinned memory is the host's to write, and no other code has it
-    // yet.
+    // SAFETY: the block is at least this long, the host may write pinned memory, and no other code has the
+    // block yet.
     unsafe { std::ptr::write_bytes(block.address as *mut u8, 0, len) };
     Ok(Staging::new(PinnedStaging { block, len }))
 }
 
-/// The address of a staging, to GPU and host alike.
+/// Returns the address of a staging, which is the same for GPU and host.
 ///
 /// # Panics
-/// If another kind of device made it: the GPU cannot reach it.
+/// If a device of another kind created the staging: the GPU cannot access it.
 pub(super) fn address_of(staging: &Staging) -> u64 {
     let memory: &dyn Any = staging.memory();
     let pinned = memory.downcast_ref::<PinnedStaging>();
@@ -43,13 +43,13 @@ pub(super) fn address_of(staging: &Staging) -> u64 {
 
 impl StagingMemory for PinnedStaging {
     fn bytes(&self) -> &[u8] {
-        // SAFETY: the block is at least this long, was zeroed when it was made, and is this value's alone.
-        // The GPU writes to it only while a list owns this value, and then there is no borrow of it.
+        // SAFETY: the block is at least this long, was zeroed when it was created, and belongs to this value
+        // only. The GPU writes to it only while a list owns this value, when no borrow of it exists.
         unsafe { std::slice::from_raw_parts(self.block.address as *const u8, self.len) }
     }
 
     fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as for `bytes`; the borrow is exclusive.
+        // SAFETY: same as `bytes`; the borrow is exclusive.
         unsafe { std::slice::from_raw_parts_mut(self.block.address as *mut u8, self.len) }
     }
 }

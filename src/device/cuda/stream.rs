@@ -1,8 +1,8 @@
-//! Streams of the caller's: the code that vouches for a handle, and the streams that are refused.
+//! Callers' streams: the unsafe constructor that vouches for a handle, and the streams that are rejected.
 //!
-//! The store never queues work on them. It records a stream's present point, or tells it to wait for a lane.
-//! Both are refused while a graph is being captured from the stream: a captured wait would be a part of the
-//! caller's graph, and be waited for at every launch of it.
+//! The store never queues work on them. It records a stream's current point, or makes the stream wait for a
+//! lane. Both are rejected while a graph is being captured from the stream: a captured wait would become part
+//! of the caller's graph and be repeated at every launch of it.
 
 use std::ffi::c_uint;
 
@@ -14,12 +14,12 @@ use crate::device::RawStream;
 use crate::error::{Error, Result};
 
 impl RawStream {
-    /// The CUDA stream with this handle. 0 and 1 are the default stream; 2, the default stream of each
-    /// thread, is that of the thread that calls the store with it.
+    /// Wraps the CUDA stream with this handle. 0 and 1 are the legacy default stream; 2 is the per-thread
+    /// default stream of the thread that calls the store with it.
     ///
     /// # Safety
-    /// The handle is that of a stream of this process, made in the primary context of the GPU that holds the
-    /// pages, and the stream lives as long as anything is called with it. A lease calls with it once more
+    /// The handle must be that of a stream of this process, created in the primary context of the GPU that
+    /// holds the pages. The stream must outlive every call that uses it. A lease makes one more such call
     /// when it ends.
     #[must_use]
     pub unsafe fn from_cuda(handle: u64) -> Self {
@@ -27,26 +27,26 @@ impl RawStream {
     }
 }
 
-/// The handle, as the driver takes it.
+/// Returns the handle in the driver's type.
 pub(super) fn raw(stream: RawStream) -> CUstream {
     stream.handle() as CUstream
 }
 
-/// Refuses a stream from which a graph is being captured.
+/// Checks that no graph is being captured from a stream.
 ///
 /// # Errors
 /// `StreamRefused`, a device error.
 pub(super) fn check(context: &Context, entered: &ContextGuard<'_>, stream: RawStream) -> Result<()> {
     let mut status: c_uint = 0;
-    // SAFETY: the context is current, the pointer is to a live integer, and the stream is vouched for by the
-    // maker of its `RawStream`.
+    // SAFETY: the context is current, the pointer is to a live integer, and the creator of the `RawStream`
+    // guarantees that the stream is valid.
     let asked = unsafe { entered.capture_status(raw(stream), &mut status) };
     asked.map_err(|code| refused(context, stream, code))?;
-    // The capture is active, or invalidated and not ended yet.
+    // Otherwise the capture is active, or invalidated and not ended yet.
     if status == 0 { Ok(()) } else { Err(captured(stream)) }
 }
 
-/// The point at which a caller's stream is now.
+/// Records the current point of a caller's stream.
 ///
 /// # Errors
 /// `StreamRefused`, a device error.
@@ -54,7 +54,7 @@ pub(super) fn point(context: &'static Context, stream: RawStream) -> Result<Cuda
     let event = CudaEvent::new(context)?;
     let entered = context.enter()?;
     check(context, &entered, stream)?;
-    // SAFETY: the stream is vouched for by the maker of its `RawStream`.
+    // SAFETY: the creator of the `RawStream` guarantees that the stream is valid.
     let recorded = unsafe { event.record(&entered, raw(stream)) };
     recorded.map_err(|code| refused(context, stream, code))?;
     Ok(event)
@@ -66,14 +66,14 @@ pub(super) fn point(context: &'static Context, stream: RawStream) -> Result<Cuda
 /// `StreamRefused`, a device error.
 pub(super) fn hold(context: &Context, stream: RawStream, event: &CudaEvent) -> Result<()> {
     let entered = context.enter()?;
-    // Within a capture the wait would become a part of the caller's graph.
+    // Within a capture, the wait would become part of the caller's graph.
     check(context, &entered, stream)?;
-    // SAFETY: the stream is vouched for by the maker of its `RawStream`.
+    // SAFETY: the creator of the `RawStream` guarantees that the stream is valid.
     let held = unsafe { event.hold_back(&entered, raw(stream)) };
     held.map_err(|code| refused(context, stream, code))
 }
 
-/// The error for a call with a caller's stream.
+/// Converts an error code of a call with a caller's stream to an error.
 pub(super) fn refused(context: &Context, stream: RawStream, code: Code) -> Error {
     if code.is_of_capture() {
         captured(stream)

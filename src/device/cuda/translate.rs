@@ -1,12 +1,13 @@
-//! A list's commands, checked and turned into a plan.
+//! Checks a list's commands and converts them to a launch plan.
 //!
-//! Every range is checked against its memory before anything is queued. A kernel checks nothing, and a wrong
-//! address that reaches it does not fail one list: it takes the process's context, and the caller's own work
-//! on the GPU with it. A list that breaks the contract panics instead, as it does on the host device.
+//! Every range is checked against its memory before anything is queued. Kernels check nothing, and a wrong
+//! address in a kernel does not fail only one list: it destroys the process's context, and with it the
+//! caller's own work on the GPU. A list that violates the contract panics instead, as it does on the host
+//! device.
 //!
-//! Short copies between host and GPU are pieces, which kernels move by loads and stores on mapped memory: the
-//! copy engine lets a short copy wait for long ones, for seconds. Those of more than [`SHORT_COPY_LEN_MAX`]
-//! are the copy engine's.
+//! Short copies between host and GPU are pieces, which kernels move with loads and stores on mapped memory,
+//! because a short copy on the copy engine may wait seconds for long ones. Copies longer than
+//! [`SHORT_COPY_LEN_MAX`] use the copy engine.
 
 use remanent_format::Width;
 
@@ -24,11 +25,11 @@ use crate::device::{
     StagingSpan,
 };
 
-/// Boundary on which each use of scratch on the GPU begins.
+/// Alignment of each use of scratch on the GPU.
 const SCRATCH_ALIGN: u64 = 16;
 
-/// Copies within the GPU's memory are the driver's from this length on. Its kernel needs no rows: those of a
-/// copy of 64 MiB take the host and the bus half as long as the copy itself.
+/// The shortest copy, in bytes, within the GPU's memory that uses the driver's copy. The driver's kernel
+/// needs no rows: for a copy of 64 MiB, the rows take the host and the bus half as long as the copy itself.
 const WITHIN_LEN_MIN: u64 = 4 << 20;
 
 /// A staging of a list: its bytes, and their address.
@@ -37,8 +38,8 @@ pub(super) struct StagedBytes<'s> {
     pub address: u64,
 }
 
-/// Bytes of scratch that a list needs, in the GPU's own memory. Many threads write there: bits stored one by
-/// one over the bus took longer than the comparison that they came from.
+/// Returns the bytes of scratch that a list needs, in the GPU's own memory. Many threads write there: storing
+/// bits one by one over the bus took longer than the comparison that produced them.
 pub(super) fn scratch_len(commands: &[Command]) -> u64 {
     let needed = commands.iter().map(|command| match command {
         Command::Crc { sources, .. } => remainders_len(sources),
@@ -49,18 +50,20 @@ pub(super) fn scratch_len(commands: &[Command]) -> u64 {
     needed.sum()
 }
 
-/// Bytes of scratch for the remainders of chunks.
+/// Returns the bytes of scratch for the remainders of chunks.
 fn remainders_len(sources: &[Span]) -> u64 {
     (4 * remainder_words(sources.iter().map(|source| source.len))).next_multiple_of(SCRATCH_ALIGN)
 }
 
-/// Bytes of scratch for numbering the bits of bitmaps: a number for each row, and a sum for each bitmap.
+/// Returns the bytes of scratch for numbering the bits of bitmaps: a count for each row, and a total for each
+/// bitmap.
 fn selection_len(bitmaps: &[Selection]) -> u64 {
     let rows: u64 = bitmaps.iter().map(|of| select_rows(of.bits.len)).sum();
     (4 * (rows + bitmaps.len() as u64)).next_multiple_of(SCRATCH_ALIGN)
 }
 
-/// Bytes of scratch for looking at lists of indices: one bit for each element of each, and the findings.
+/// Returns the bytes of scratch for checking lists of indices: one bit for each element of each list, and the
+/// findings.
 fn validation_len(lists: &[IndexList]) -> u64 {
     let seen: u64 = lists.iter().map(seen_len).sum();
     seen + (4 * lists.len() as u64).next_multiple_of(SCRATCH_ALIGN)
@@ -73,7 +76,7 @@ fn seen_len(list: &IndexList) -> u64 {
 /// Plans a list of commands. Its scratch begins at `scratch`.
 ///
 /// # Panics
-/// If a range is not within its memory, or ranges that belong together are of different lengths.
+/// If a range exceeds its memory, or if ranges that must have equal lengths differ.
 pub(super) fn plan(
     commands: &[Command],
     memories: &Handles,
@@ -92,7 +95,7 @@ pub(super) fn plan(
     planner.plan
 }
 
-/// The ranges that commands name, checked.
+/// Checks the ranges that commands name.
 #[derive(Clone, Copy)]
 struct Ranges<'l> {
     memories: &'l Handles,
@@ -108,8 +111,8 @@ struct Delta {
 
 struct ListPlanner<'l> {
     ranges: Ranges<'l>,
-    /// The next free bytes of scratch. Commands never share any: a later one is planned before an earlier one
-    /// runs.
+    /// The next free bytes of scratch. Commands never share any, because a later one is planned before an
+    /// earlier one runs.
     scratch: u64,
     plan: LaunchPlan,
 }
@@ -150,8 +153,8 @@ impl ListPlanner<'_> {
         }
     }
 
-    /// Adds the deltas of some commands by several threads, where they are many and all of them are staged:
-    /// then none reads what another one writes. Returns `false`, with nothing done, for others.
+    /// Adds the deltas of some commands with several threads if they are many and all of them are staged, so
+    /// that none reads bytes that another one writes. Otherwise returns `false`, with nothing done.
     fn many_deltas(&mut self, commands: &[Command]) -> bool {
         if !has_many_deltas(commands) {
             return false;
@@ -164,7 +167,7 @@ impl ListPlanner<'_> {
             };
             pinned.add(kind, piece.target.memory);
             let delta = TargetRow { row, target_len: piece.target.len };
-            // No two names of a list's are of the same bytes.
+            // No two ids of a list refer to the same bytes.
             Ok((row.steps > 0).then_some((piece.target.memory.0, delta)))
         };
         let Ok(dealt) = deal(commands.iter().map(Command::deltas), || (), look) else { return false };
@@ -176,8 +179,8 @@ impl ListPlanner<'_> {
     fn upload(&mut self, source: StagingSpan, target: Span) {
         assert_eq!(source.len as u64, target.len, "an upload between ranges of different lengths");
         let (from, to, len) = (self.ranges.staged(source), self.ranges.address(target), target.len);
-        // Only long copies to the GPU's own memory go by the copy engine. Such a step ends the batch of
-        // pieces; the engine's copies and the kernels' launches keep their order in the stream.
+        // Only long copies to the GPU's own memory use the copy engine. Such a step ends the batch of pieces;
+        // the engine's copies and the kernels' launches keep their order in the stream.
         if len > SHORT_COPY_LEN_MAX && self.ranges.memory(target.memory).kind == Kind::Device {
             self.plan.step(LaunchStep::Up { source: from, target: to, len });
         } else {
@@ -192,7 +195,7 @@ impl ListPlanner<'_> {
         self.down(from.at(source), area, from.kind == Kind::Device, target);
     }
 
-    /// Brings bytes to staging.
+    /// Copies bytes to staging.
     fn down(&mut self, source: u64, area: Area, on_gpu: bool, target: StagingSpan) {
         let (to, len) = (self.ranges.staged(target), target.len as u64);
         if len > SHORT_COPY_LEN_MAX && on_gpu {
@@ -210,7 +213,7 @@ impl ListPlanner<'_> {
     fn copy(&mut self, source: Span, target: Span) {
         assert_eq!(source.len, target.len, "a copy between ranges of different lengths");
         assert!(!source.overlaps(target), "a copy between overlapping ranges: {source:?}, {target:?}");
-        // A file's memory stands in for staging: long copies to it and from it are the copy engine's, too.
+        // A file's memory takes the place of staging, so long copies to or from it use the copy engine too.
         let (from, to) = (self.ranges.memory(source.memory), self.ranges.memory(target.memory));
         let len = target.len;
         if len > SHORT_COPY_LEN_MAX && from.kind == Kind::Device && to.is_file {
@@ -235,7 +238,8 @@ impl ListPlanner<'_> {
 
     fn apply(&mut self, piece: &Piece) {
         let Delta { row, kind, source } = self.ranges.delta(piece);
-        // A piece without work gets no row, although its target is not empty: a sparse piece of no indices.
+        // A piece without work, such as a sparse piece without indices, gets no row even if its target is not
+        // empty.
         if row.steps > 0 {
             let target = Area::Memory(kind, piece.target.memory.0);
             let sources = [Some(source), None];
@@ -257,7 +261,7 @@ impl ListPlanner<'_> {
 
     fn select(&mut self, bitmaps: &[Selection], target: StagingSpan) {
         assert_eq!(target.len, 4 * bitmaps.len(), "the length of a selection's target");
-        // The numbers of all rows, then the sums.
+        // The counts of all rows, then the totals.
         let (mut numbers, len) = (self.scratch, selection_len(bitmaps));
         let sums = numbers + 4 * bitmaps.iter().map(|of| select_rows(of.bits.len)).sum::<u64>();
         self.scratch += len;
@@ -271,7 +275,7 @@ impl ListPlanner<'_> {
             self.plan.bitmap(from, bits.len, (to, room), numbers, sum);
             numbers += 4 * select_rows(bits.len);
         }
-        // One step for all bitmaps: three launches, however many there are.
+        // One step for all bitmaps: three launches, regardless of their number.
         self.plan.select(rows, scans);
         self.down(sums, Area::Scratch, true, target);
     }
@@ -296,8 +300,8 @@ impl ListPlanner<'_> {
 
     fn validate(&mut self, lists: &[IndexList], target: StagingSpan) {
         assert_eq!(target.len, 4 * lists.len(), "the length of a validation's target");
-        // The bits of all lists, then the findings: zeroed by one piece. Kernels set bits and add findings,
-        // so scratch must not hold the bytes of its last user.
+        // The bits of all lists, then the findings, zeroed by one piece: kernels set bits and add findings,
+        // so scratch must not contain the bytes of its last user.
         let (first, len) = (self.scratch, validation_len(lists));
         let findings = first + lists.iter().map(seen_len).sum::<u64>();
         self.scratch += len;
@@ -324,7 +328,7 @@ impl ListPlanner<'_> {
     fn crc(&mut self, sources: &[Span], target: StagingSpan) {
         assert_eq!(target.len, 4 * sources.len(), "the length of a checksum command's target");
         let staged = self.ranges.staged(target);
-        // A step over no rows would be a launch of no rows, which the driver refuses.
+        // A step without rows would be a launch without rows, which the driver rejects.
         if sources.is_empty() {
             return;
         }
@@ -350,10 +354,10 @@ impl ListPlanner<'_> {
 
 impl Ranges<'_> {
     fn delta(&self, piece: &Piece) -> Delta {
-        // Looked up once: among many deltas that takes as long as the rest.
+        // Looked up once: with many deltas, a lookup takes as long as the rest.
         let written = self.memory(piece.target.memory);
         let (target, len) = (written.at(piece.target), piece.target.len);
-        // The payload's address, the number of bytes that lie there at least, and their area.
+        // The payload's address, the minimum number of bytes at that address, and their area.
         let (payload, payload_len, area) = match piece.payload {
             Payload::Staging { index, offset } => {
                 let staged = &self.staging[index];
@@ -378,8 +382,8 @@ impl Ranges<'_> {
                 let bound = elements(len, width);
                 let indices = holds(0, 4 * count as u64);
                 let values = holds(values_at, (width.bytes() * count) as u64);
-                // The host can read these, so it checks them here. Indices on the device were proven by
-                // `Validate` before their batch was logged.
+                // The host can read staged indices, so it checks them here. `Validate` checked indices on the
+                // device before their batch was logged.
                 if let Payload::Staging { index, offset } = piece.payload {
                     let indices = &self.staging[index].bytes[offset..][..4 * count];
                     assert!(all_below(indices, bound), "an index that is not within its range");
@@ -390,7 +394,7 @@ impl Ranges<'_> {
         Delta { row, kind: written.kind, source: area }
     }
 
-    /// The address at which a span begins. An empty one begins anywhere.
+    /// Returns the address at which a span begins. The address of an empty span is arbitrary.
     fn address(&self, span: Span) -> u64 {
         self.memory(span.memory).at(span)
     }
@@ -412,22 +416,22 @@ impl Ranges<'_> {
     }
 }
 
-/// Whether little-endian u32 indices are all below a bound. Without branches, so that it runs at the speed of
-/// memory.
+/// Returns whether little-endian u32 indices are all below a bound. Written without branches, so that it runs
+/// at memory speed.
 fn all_below(indices: &[u8], bound: u64) -> bool {
     let number = |index: &[u8]| u32::from_le_bytes([index[0], index[1], index[2], index[3]]);
     let highest = indices.chunks_exact(4).map(number).max();
     highest.is_none_or(|index| u64::from(index) < bound)
 }
 
-/// The number of elements in a range; panics if the last one is not whole.
+/// Returns the number of elements in a range. Panics if the last element is incomplete.
 fn elements(len: u64, width: Width) -> u64 {
     let width = width.bytes() as u64;
     assert_eq!(len % width, 0, "{len} bytes are no whole number of elements");
     len / width
 }
 
-/// The span of `len` bytes from `offset` in another span; panics if they do not lie in it.
+/// Returns the sub-span of `len` bytes at `offset`. Panics if it exceeds the span.
 fn part(span: Span, offset: u64, len: u64) -> Span {
     let within = offset.checked_add(len).is_some_and(|end| end <= span.len);
     assert!(within, "bytes {offset}..+{len} are not within {span:?}");

@@ -1,7 +1,7 @@
-//! Hints for managed memory: where the driver best keeps it.
+//! Hints to the driver about the best location of managed memory.
 //!
-//! The driver keeps a hint with the addresses, in whole pages of the system. So hints are taken back before
-//! memory goes to its next user.
+//! The driver stores a hint by address, for whole system pages. Hints are therefore removed before memory
+//! passes to its next user.
 
 use std::collections::BTreeSet;
 
@@ -13,10 +13,10 @@ use crate::base::sync::Mutex;
 use crate::device::{UnifiedHint, UnifiedSide};
 use crate::error::Result;
 
-/// `CU_DEVICE_CPU`: the host, where the driver takes a GPU or the host.
+/// `CU_DEVICE_CPU`: the host, as an argument that takes a GPU or the host.
 const HOST: CUdevice = -1;
 
-/// The hints as the driver numbers them: `CUmem_advise`.
+/// The driver's numbers for hints: `CUmem_advise`.
 mod advice {
     pub const SET_READ_MOSTLY: u32 = 1;
     pub const UNSET_READ_MOSTLY: u32 = 2;
@@ -24,7 +24,7 @@ mod advice {
     pub const UNSET_PREFERRED: u32 = 4;
 }
 
-/// The managed memory for which there are hints.
+/// The managed memory with hints, by address.
 #[derive(Default)]
 pub(super) struct UnifiedHints(Mutex<BTreeSet<u64>>);
 
@@ -42,7 +42,7 @@ impl UnifiedHints {
     ) -> Result<()> {
         let entered = context.enter()?;
         let device = |side| if side == UnifiedSide::Gpu { context.device } else { HOST };
-        // Before the driver has it: a hint that is taken back once too often does no harm.
+        // Recorded before the driver gets the hint: removing a hint once too often does no harm.
         if !matches!(hint, UnifiedHint::Fetch(_)) {
             self.0.lock().insert(memory.address);
         }
@@ -57,7 +57,7 @@ impl UnifiedHints {
             }
             UnifiedHint::Fetch(side) => {
                 // SAFETY: the context is current, the memory is managed and not freed before the stream's
-                // work is done, and the stream is a lane's.
+                // work is done, and the stream belongs to a lane.
                 let queued =
                     unsafe { entered.prefetch(memory.address, memory.len as usize, device(side), stream) };
                 queued.map_err(|code| context.fault(code))
@@ -65,7 +65,7 @@ impl UnifiedHints {
         }
     }
 
-    /// Takes back all hints for memory that no one uses any more.
+    /// Removes all hints for memory that is no longer in use.
     ///
     /// # Errors
     /// A device error.
