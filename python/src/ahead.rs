@@ -1,4 +1,4 @@
-//! Pages that are brought to a place ahead of their use.
+//! Pages that are moved to a place before they are used.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
@@ -12,7 +12,8 @@ use crate::errors::{OrRaise, STORE, in_use};
 use crate::gate::{Gate, Handle, check_process, detached, seconds, wait};
 use crate::page_name::{found, iterable, page_names};
 
-/// Pages that are on their way to a place; dropping it lets them go on. Made by `Store.prefetch`.
+/// A move of pages to a place in the background; deleting this object does not stop the move. Created by
+/// `Store.prefetch`.
 ///
 /// >>> with remanent.Store(directory, device="host") as store:
 /// ...     store.put("k", b"far", place="disk")
@@ -36,11 +37,12 @@ impl PyPrefetch {
 
 #[pymethods]
 impl PyPrefetch {
-    /// Waits until all pages are there, or nothing more will be done, up to `timeout` seconds; says whether
-    /// that is so. Pages that are deleted meanwhile are passed over. The first wait after a failure raises
-    /// it.
+    /// Waits until all pages have arrived or the move has stopped, up to `timeout` seconds. Returns whether
+    /// that is the case.
     ///
-    /// :raises OverBudgetError, LeasedError, DamagedError, ClosedError.
+    /// Pages that are deleted in the meantime are skipped. The first wait after a failure raises it.
+    ///
+    /// :raises OverBudgetError, LeasedError, DamagedError, ClosedError: the move failed.
     #[pyo3(signature = (timeout=None))]
     fn wait(
         &self,
@@ -51,19 +53,20 @@ impl PyPrefetch {
         wait(py, timeout, Some(&self.path), |slice| self.prefetch.wait_timeout(slice))
     }
 
-    /// Whether all pages are there, or nothing more will be done.
+    /// Returns whether all pages have arrived or the move has stopped.
     fn done(&self, py: Python<'_>) -> PyResult<bool> {
         py.detach(|| self.prefetch.is_done()).or_raise(py, Some(&self.path))
     }
 
-    /// Gives up what is not under way yet, and waits for what is. Pages that came stay where they came.
+    /// Cancels moves that have not started and waits for those in flight. Pages that have arrived stay where
+    /// they are.
     fn cancel(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.prefetch.cancel()).or_raise(py, Some(&self.path))
     }
 }
 
 self_cell! {
-    /// The steps of a reader, beside the store that they borrow from.
+    /// The steps of a reader, and the store that they borrow from.
     struct AheadCell {
         owner: Arc<Store>,
         #[covariant]
@@ -71,16 +74,16 @@ self_cell! {
     }
 }
 
-/// A reader, and after it in the order of dropping the count that keeps its store open.
+/// A reader, followed in drop order by the count that keeps its store open.
 struct HeldAhead {
     cell: AheadCell,
     _handle: Handle,
 }
 
-/// The steps of a caller that uses some pages after the others, such as the layers of a model: an iterator
-/// that gives the ids of each step's pages once they are there, while those of the steps to come are on their
-/// way. How many steps ahead follows from how long pages take to come and how long a step lasts. Made by
-/// `Store.read_ahead`.
+/// An iterator over steps that use different pages one after another, such as the layers of a model. It
+/// yields the ids of each step's pages once they have arrived, while the pages of later steps are in flight.
+/// The number of steps prefetched depends on how long pages take to arrive and how long a step takes. Created
+/// by `Store.read_ahead`.
 ///
 /// >>> with remanent.Store(directory, device="host") as store:
 /// ...     layers = [store.put(f"layer {n}", bytes([n]) * 100, place="disk") for n in range(8)]
@@ -111,7 +114,7 @@ impl PyReadAhead {
         Ok(Self { opener, path, gate: gate.clone(), steps, ahead: Mutex::new(Some(held)) })
     }
 
-    /// The reader, if no other thread has it.
+    /// The reader, unless another thread is using it.
     fn ahead(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, Option<HeldAhead>>> {
         check_process(self.opener).or_raise(py, Some(&self.path))?;
         match self.ahead.try_lock() {
@@ -121,7 +124,7 @@ impl PyReadAhead {
         }
     }
 
-    /// The next step as the caller gives it; `None` after the last one.
+    /// The next step from the caller's iterable; `None` after the last one.
     fn given(&self, py: Python<'_>) -> PyResult<Option<Vec<PageId>>> {
         let Some(pages) = self.steps.bind(py).clone().next() else { return Ok(None) };
         let names = page_names(&pages?)?;
@@ -151,8 +154,7 @@ impl PyReadAhead {
         Ok(step.map(|pages| pages.into_iter().map(|page| page.0).collect()))
     }
 
-    /// Ends the reading, as the last step does: pages that are on their way go on, and the store can be
-    /// closed.
+    /// Ends the iteration, as the last step does: moves in flight continue, and the store can be closed.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         let held = self.ahead(py)?.take();
         detached(held);

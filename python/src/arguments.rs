@@ -1,8 +1,8 @@
-//! Arguments by their names: what each must be, and the error for one that is not.
+//! Arguments by name: the expected type of each, and the error for a wrong value.
 //!
-//! PyO3 extracts arguments itself, and raises plain `TypeError` and `OverflowError` that name neither the
-//! argument nor what is expected. The functions here are named in `from_py_with` of every argument that is no
-//! arbitrary object.
+//! PyO3 extracts arguments itself and raises plain `TypeError` and `OverflowError`, which state neither the
+//! argument nor what is expected. The functions here are used in `from_py_with` of every argument that is not
+//! an arbitrary object.
 
 use std::path::PathBuf;
 
@@ -46,7 +46,7 @@ where
     object.extract().map_err(|error: T::Error| refused(object, name, expected, error.into()))
 }
 
-/// The error for an argument that could not be extracted. What the object's own code raised goes on.
+/// The error for an argument that could not be extracted. Errors of the object's own code are passed on.
 fn refused(object: &Bound<'_, PyAny>, name: &str, expected: &str, error: PyErr) -> PyErr {
     let py = object.py();
     let remedy = || format!("give {expected}");
@@ -62,8 +62,8 @@ fn refused(object: &Bound<'_, PyAny>, name: &str, expected: &str, error: PyErr) 
     error
 }
 
-/// A function for each argument: its own name, the argument's name in errors if that is another one, its
-/// type, and what it must be.
+/// Defines a function for each argument: the function's name, the argument's name in errors if it differs,
+/// its type, and what is expected.
 macro_rules! arguments {
     ($($function:ident $(as $name:literal)?: $type:ty, $expected:ident;)*) => { $(
         pub fn $function(object: &Bound<'_, PyAny>) -> PyResult<$type> {
@@ -74,7 +74,7 @@ macro_rules! arguments {
     (@name $function:ident $name:literal) => { $name };
 }
 
-/// The same for arguments that borrow from the object.
+/// Does the same for arguments that borrow from the object.
 macro_rules! borrowed {
     ($($function:ident $(as $name:literal)?: $expected:ident;)*) => { $(
         pub fn $function<'a>(object: &'a Bound<'_, PyAny>) -> PyResult<&'a str> {
@@ -91,7 +91,7 @@ macro_rules! borrowed_or_none {
     )* };
 }
 
-/// The same for arguments that are objects of one class.
+/// Does the same for arguments that are objects of one class.
 macro_rules! objects {
     ($($function:ident $(as $name:literal)?: $type:ty, $expected:expr;)*) => { $(
         pub fn $function<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, $type>> {
@@ -185,7 +185,7 @@ objects! {
     pages as "pages": PyDict, DICT;
 }
 
-/// Metadata of a page by name.
+/// The metadata of a page by name.
 pub fn metadata<'py>(object: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyDict>>> {
     optional_dict(object, "metadata")
 }
@@ -203,7 +203,7 @@ fn optional_dict<'py>(object: &Bound<'py, PyAny>, name: &str) -> PyResult<Option
     dict.map(Some).map_err(|error| refused(object, name, DICT_OR_NONE, error.into()))
 }
 
-/// What `object` holds as a whole, for values inside of containers, by the words that name it.
+/// Extracts a value from inside a container; `name` describes it in errors.
 pub fn value<'a, 'py, T>(object: &'a Bound<'py, PyAny>, name: &str, expected: &str) -> PyResult<T>
 where
     T: FromPyObject<'a, 'py>,

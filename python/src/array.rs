@@ -1,4 +1,4 @@
-//! A copy of a page, as an array that other libraries take without another copy.
+//! A copy of a page, as an array that other libraries can use without another copy.
 
 use std::ffi::c_int;
 use std::ptr;
@@ -11,7 +11,7 @@ use crate::dlpack::{self, Export};
 use crate::dtype::Dtype;
 use crate::errors::memory_refused;
 
-/// The alignment at which JAX takes memory without a copy.
+/// The alignment that JAX needs to use memory without a copy.
 const ALIGN: usize = 64;
 
 /// One aligned cell.
@@ -19,14 +19,14 @@ const ALIGN: usize = 64;
 #[derive(Clone, Copy)]
 struct Cell([u8; ALIGN]);
 
-/// Bytes on a boundary of 64.
+/// Bytes aligned to 64.
 pub struct Aligned {
     cells: Vec<Cell>,
     len: usize,
 }
 
 impl Aligned {
-    /// `len` zeros, if there is memory for them.
+    /// Allocates `len` zeros, or fails if there is no memory.
     pub fn zeros(len: usize) -> remanent::Result<Self> {
         let count = len.div_ceil(ALIGN);
         let mut cells = Vec::new();
@@ -46,7 +46,7 @@ impl Aligned {
     }
 }
 
-/// Cells as their bytes.
+/// Access to cells as bytes.
 trait Bytes {
     fn as_flattened_mut_bytes(&mut self) -> &mut [u8];
 }
@@ -54,15 +54,15 @@ trait Bytes {
 impl Bytes for Vec<Cell> {
     fn as_flattened_mut_bytes(&mut self) -> &mut [u8] {
         let len = self.len() * ALIGN;
-        // SAFETY: cells are bytes and nothing else, without padding, one after the other.
+        // SAFETY: cells are only bytes, contiguous and without padding.
         unsafe { std::slice::from_raw_parts_mut(self.as_mut_ptr().cast(), len) }
     }
 }
 
-/// A copy of a page's bytes, the caller's own, with a kind of elements and a shape: `numpy()`, memoryview,
+/// A caller-owned copy of a page's bytes, with an element type and a shape, for `numpy()`, memoryview and
 /// `from_dlpack`.
 ///
-/// The memory begins on a boundary of 64 bytes, so that JAX takes it as it is. Made by `Reader.array`.
+/// The memory is aligned to 64 bytes, so that JAX can use it directly. Created by `Reader.array`.
 ///
 /// >>> with remanent.Store(directory) as store:
 /// ...     store["k"] = bytes(range(8))
@@ -84,13 +84,13 @@ impl Array {
 
 #[pymethods]
 impl Array {
-    /// The name of the elements' kind.
+    /// The name of the element type.
     #[getter]
     fn dtype(&self) -> &'static str {
         self.dtype.name
     }
 
-    /// The lengths of the dimensions, in elements.
+    /// The shape, in elements.
     #[getter]
     fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, &self.shape)
@@ -118,11 +118,11 @@ impl Array {
         check_export(stream.as_ref(), dl_device)?;
         let this = slf.get();
         let (source, owner) = match copy {
-            // Bytes of its own, that neither this array nor another consumer shares.
+            // A separate copy that neither this array nor another consumer shares.
             Some(true) => {
                 let mut copied =
                     Aligned::zeros(this.bytes.len).map_err(|error| crate::errors::to_py(py, &error, None))?;
-                // SAFETY: this array's bytes, which live as long as it.
+                // SAFETY: these are this array's bytes, which live as long as the array.
                 let own =
                     unsafe { std::slice::from_raw_parts(this.bytes.address() as *const u8, this.bytes.len) };
                 copied.as_mut_slice().copy_from_slice(own);
@@ -162,17 +162,17 @@ impl Array {
             ndim: this.shape.len(),
             read_only: false,
         };
-        // SAFETY: the interpreter gives a view to fill; what it points to lives as long as this object, which
-        // the view keeps.
+        // SAFETY: the interpreter passes a view to fill; the memory it refers to lives as long as this
+        // object, which the view keeps alive.
         unsafe { fill_buffer(view, flags, slf.into_any(), parts) }
     }
 
     unsafe fn __releasebuffer__(&self, view: *mut ffi::Py_buffer) {
-        // SAFETY: the view that `__getbuffer__` filled, given back once.
+        // SAFETY: this is the view that `__getbuffer__` filled, released once.
         unsafe { release_buffer(view) };
     }
 
-    /// The array as NumPy's, of the same memory.
+    /// Returns a NumPy array of the same memory.
     fn numpy<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         as_numpy(slf)
     }
@@ -182,16 +182,16 @@ impl Array {
     }
 }
 
-/// An exporter's memory as a NumPy array. By way of a memoryview: of an object that refuses its buffer, NumPy
-/// makes an array that holds the object itself.
+/// Returns an exporter's memory as a NumPy array. A memoryview comes first: for an object that refuses its
+/// buffer, NumPy would create an array that holds the object itself.
 pub fn as_numpy<'py, T>(exporter: &Bound<'py, T>) -> PyResult<Bound<'py, PyAny>> {
     let view = PyMemoryView::from(exporter.as_any())?;
     exporter.py().import("numpy")?.call_method1("asarray", (view,))
 }
 
-/// Refuses what an export from host memory cannot do.
+/// Rejects what an export from host memory does not support.
 pub fn check_export(stream: Option<&Bound<'_, PyAny>>, dl_device: Option<(i32, i32)>) -> PyResult<()> {
-    // -1 says that nothing is to be waited for, which is always so here.
+    // -1 means that no stream needs to wait, which is always true here.
     if let Some(stream) = stream
         && stream.extract::<i64>()? != -1
     {
@@ -206,7 +206,7 @@ pub fn check_export(stream: Option<&Bound<'_, PyAny>>, dl_device: Option<(i32, i
     }
 }
 
-/// What a view of the buffer protocol shows. Shape and format live as long as the object that exports them.
+/// The contents of a buffer-protocol view. Shape and format live as long as the object that exports them.
 pub struct BufferParts {
     pub address: usize,
     pub len: usize,
@@ -220,7 +220,7 @@ pub struct BufferParts {
 /// Fills a view.
 ///
 /// # Safety
-/// `view` is one to be filled; the parts live as long as `owner`.
+/// `view` must be a view to fill, and the parts must live as long as `owner`.
 pub unsafe fn fill_buffer(
     view: *mut ffi::Py_buffer,
     flags: c_int,
@@ -236,7 +236,7 @@ pub unsafe fn fill_buffer(
             "ask for a read-only buffer, or take a copy with store.numpy(page)",
         ));
     }
-    // SAFETY: by this function's contract; a length of isize is 64 bits wide, as a dimension is.
+    // SAFETY: by this function's contract. An isize is 64 bits, as is a dimension.
     let view = unsafe { &mut *view };
     let mut strides = vec![parts.item as isize; parts.ndim];
     let shape: &[i64] = match parts.ndim {
@@ -247,7 +247,7 @@ pub unsafe fn fill_buffer(
     for at in (1..parts.ndim).rev() {
         strides[at - 1] = strides[at] * shape[at] as isize;
     }
-    // A consumer of an empty buffer may still look at its address.
+    // A consumer of an empty buffer may still read its address.
     view.buf = parts.address as *mut std::ffi::c_void;
     view.len = parts.len as isize;
     view.readonly = c_int::from(parts.read_only);
@@ -258,7 +258,7 @@ pub unsafe fn fill_buffer(
     view.shape = if wants(ffi::PyBUF_ND) { parts.shape.cast_mut().cast() } else { ptr::null_mut() };
     let strides = Box::into_raw(Box::new(strides));
     view.internal = strides.cast();
-    // SAFETY: made just now, and freed when the view is released.
+    // SAFETY: allocated just above, and freed when the view is released.
     let strides = unsafe { (*strides).as_mut_ptr() };
     view.strides = if wants(ffi::PyBUF_STRIDES) { strides } else { ptr::null_mut() };
     view.suboffsets = ptr::null_mut();
@@ -266,13 +266,13 @@ pub unsafe fn fill_buffer(
     Ok(())
 }
 
-/// Frees what a view held beside the object.
+/// Frees what a view holds in addition to the object.
 ///
 /// # Safety
-/// `view` was filled by [`fill_buffer`] and is released once.
+/// `view` must have been filled by [`fill_buffer`] and be released only once.
 pub unsafe fn release_buffer(view: *mut ffi::Py_buffer) {
     // SAFETY: by this function's contract.
     let strides = unsafe { (*view).internal.cast::<Vec<isize>>() };
-    // SAFETY: made by `Box::into_raw` when the view was filled.
+    // SAFETY: created by `Box::into_raw` when the view was filled.
     drop(unsafe { Box::from_raw(strides) });
 }

@@ -19,15 +19,16 @@ use crate::pending_batch::{BatchPage, PendingBatch};
 use crate::values::{REPORT, from_py};
 use crate::working_copy::PyWorkingCopy;
 
-/// The remedy for indices of another kind.
+/// The remedy for indices of another type.
 const UINT32: &str = "give numpy.array(indices, dtype=\"uint32\")";
 
-/// Operations that become visible and durable together or not at all, in their order. Made by `Store.batch`.
+/// Operations that become visible and durable together or not at all, in their order. Created by
+/// `Store.batch`.
 ///
-/// Bytes on the host are copied by the call that takes them, those on a GPU are taken by the commit. Offsets
-/// and lengths are in bytes, widths in bytes of an element. A page that a commit cannot find, a range outside
-/// of it and a taken key fail the commit, and nothing changed. A key is looked up by the call, among the
-/// batch's own pages first.
+/// Host bytes are copied by the call that takes them; GPU bytes are read by the commit. Offsets and lengths
+/// are in bytes, widths in bytes per element. A missing page, a range outside its page or a key that is
+/// already taken fails the commit, and nothing changes. A key is looked up by the call, first among the
+/// batch's own pages.
 ///
 /// >>> store = remanent.Store(directory)
 /// >>> with store.batch() as batch:
@@ -47,7 +48,7 @@ impl Batch {
         Self(PendingBatch::new(gate, ack))
     }
 
-    /// Refuses elements of another kind than those of the page that they are written to a part of.
+    /// Rejects elements of another type than the page's when they are written to a part of that page.
     fn check_fit(&self, py: Python<'_>, page: BatchPage, elements: &Elements) -> PyResult<()> {
         match elements {
             Elements::Bytes => Ok(()),
@@ -58,18 +59,20 @@ impl Batch {
 
 #[pymethods]
 impl Batch {
-    /// Creates a page of these bytes, or of zeros.
+    /// Creates a page with these bytes, or filled with zeros.
     ///
-    /// Of an array the metadata keep `dtype` and `shape`, so that `numpy` and `array` return it as it was,
-    /// unless `metadata` has one of these.
+    /// For an array, the metadata entries `dtype` and `shape` are set, so that `numpy` and `array` return the
+    /// same array, unless `metadata` contains one of them.
     ///
-    /// :param content: bytes, NumPy, a tensor; or an int: the length of a page of zeros.
-    /// :param key: 1 to 64 bytes. :param place: "host", "pinned", "device:N" or "disk".
+    /// :param content: bytes, a NumPy array or a tensor; or an int, the length of a page of zeros.
+    /// :param key: a key of 1 to 64 bytes.
+    /// :param place: "host", "pinned", "device:N" or "disk".
     /// :param metadata: plain values by name.
-    /// :param at_commit: the bytes are read by the commit and not copied by this call: until then they must
-    ///     not change. Then a store whose pages live on the host takes those of a GPU, too, by DLPack.
-    /// :raises TypeError, BufferError: `content` gives no contiguous bytes. MemoryRefusedError: a GPU's, and
-    ///     no GPU's store.
+    /// :param at_commit: whether the commit reads the bytes, instead of this call copying them. They must not
+    ///     change until then. With this, a store whose pages live on the host also accepts a GPU's bytes, by
+    ///     DLPack.
+    /// :raises TypeError, BufferError: `content` does not provide contiguous bytes.
+    /// :raises MemoryRefusedError: the bytes are on a GPU, and the store's pages are not.
     ///
     /// >>> with remanent.Store(directory) as store, store.batch() as batch:
     /// ...     batch.create(16), batch.create(b"bytes", key="k")
@@ -88,22 +91,25 @@ impl Batch {
         create(&self.0, content, terms, self::place(py, place)?, at_commit)
     }
 
-    /// Creates a page that lives in memory of the caller's, such as a model's tensor, as long as it and where
-    /// it lies. It takes what the memory holds when the batch is committed, after what is on its current
-    /// stream by this call.
+    /// Creates a page that lives in caller-owned memory, such as a model's tensor, with its length and place.
+    /// The page's initial contents are what the memory holds at the commit, after the work that is on the
+    /// memory's current stream at this call.
     ///
-    /// From the commit on only the store writes there, log first; kernels of the caller's read it under
-    /// `Store.pin` or `Store.lease`. The memory is held as long as a page lives in it, and must not be freed
-    /// underneath, as by `resize_` of a torch storage. The page leaves it when it is deleted, released,
-    /// resized, moved, or changed while it is leased; the next commit or `Store.trim` lets go of it then. The
-    /// next open has the page in memory of the store's own, unless `page_memory` of `Store` gives it this.
-    /// It counts in no budget.
+    /// From the commit on, only the store writes to the memory, after logging; the caller's kernels read it
+    /// under `Store.pin` or `Store.lease`. The memory is kept alive as long as a page lives in it and must
+    /// not be freed underneath it, such as by `resize_` of a torch storage. The page leaves the memory when
+    /// it is deleted, released, resized, moved, or changed while it is leased; the next commit or
+    /// `Store.trim` then drops the reference. The next open places the page in the store's own memory, unless
+    /// the `page_memory` argument of `Store` provides this memory again. The memory does not count toward any
+    /// budget.
     ///
-    /// :param memory: contiguous and writable, on the store's device: NumPy, a tensor.
-    /// :param key: 1 to 64 bytes. :param metadata: plain values by name.
-    /// :param zeros: whether the page begins with zeros in place of what the memory holds.
-    /// :raises TypeError, BufferError: it has no such memory. MemoryRefusedError: it is of another device; by
-    ///     the commit, a page lives in some of it.
+    /// :param memory: contiguous, writable memory on the store's device: a NumPy array or a tensor.
+    /// :param key: a key of 1 to 64 bytes.
+    /// :param metadata: plain values by name.
+    /// :param zeros: whether the page starts with zeros instead of the memory's contents.
+    /// :raises TypeError, BufferError: `memory` does not provide such memory.
+    /// :raises MemoryRefusedError: the memory is on another device. The commit raises it if a page already
+    ///     lives in part of the memory.
     ///
     /// >>> weights = bytearray(b"weights")
     /// >>> with remanent.Store(directory, device="host") as store:
@@ -124,7 +130,7 @@ impl Batch {
         create_in(&self.0, memory, NewPageTerms::take(key, metadata)?, zeros)
     }
 
-    /// Replaces bytes of a page from `offset` on. The page's metadata stay.
+    /// Replaces bytes of a page from `offset` on. The page's metadata is unchanged.
     ///
     /// :raises InvalidError: `data` is an array of another dtype than the page's.
     #[pyo3(signature = (page, offset, data))]
@@ -151,8 +157,8 @@ impl Batch {
         }
     }
 
-    /// Makes a page that holds `before` hold `after`, of the same length; only what differs is logged.
-    /// Returns how many elements differ.
+    /// Changes a page from `before` to `after`, of the same length, logging only what differs. Returns the
+    /// number of elements that differ. The page must hold `before`.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     store["k"] = bytes(4000)
@@ -184,22 +190,23 @@ impl Batch {
         })
     }
 
-    /// Makes a page, as the store has it now, hold `data`, which lies on the host, or by DLPack on a GPU:
-    /// then it is taken after what is on the current stream by now. Both are read piece by piece. No other
-    /// operation of the batch may change the page's bytes, and the commit fails with ConflictError if another
-    /// batch did meanwhile.
+    /// Sets the contents of a page to `data` by comparing them with what the store holds now, piece by piece.
     ///
-    /// Elements that differ are logged. Where they take more than a quarter of the page, or the updates of
-    /// the batch together more than `logged_max` bytes, or the page has another length, all of it is written
-    /// once, outside of the log. Returns how many elements differ, or None where all of the page is written:
-    /// then `data` is read by the commit, and must not change before it. Of a page of 256 KiB
-    /// or more the beginning and the middle are looked at first.
+    /// `data` is in host memory or, by DLPack, on a GPU; GPU data is read after the work that is on the
+    /// current stream now. No other operation of the batch may change the page's bytes. The commit raises
+    /// ConflictError if another batch changed the page in the meantime.
     ///
-    /// Of an array the metadata take `dtype` and `shape`, as for `create`. With bytes they stay, but as after
-    /// `resize` if the page has another length.
+    /// Elements that differ are logged. The whole page is written once, outside the log, if they take more
+    /// than a quarter of the page, if the updates of the batch together take more than `logged_max` bytes, or
+    /// if the page has another length. Returns the number of elements that differ, or None if the whole page
+    /// is written: in that case the commit reads `data`, which must not change before. For a page of 256 KiB
+    /// or more, the beginning and the middle are checked first.
     ///
-    /// What is logged of a page on disk waits in memory for the next snapshot, and `logged_max` counts that
-    /// memory: some 600 bytes for an element by itself.
+    /// For an array, the metadata entries `dtype` and `shape` are set as by `create`. For bytes the metadata
+    /// is unchanged, or changed as by `resize` if the page has another length.
+    ///
+    /// Logged changes to a page on disk stay in memory until the next snapshot, and `logged_max` counts that
+    /// memory: some 600 bytes for a single element.
     ///
     /// >>> store = remanent.Store(directory)
     /// >>> store["k"] = bytes(100_000)
@@ -221,16 +228,17 @@ impl Batch {
         update(&self.0, page, data, self::width(width)?, logged_max)
     }
 
-    /// Makes a page what its working copy is: logs the elements that changed, or the chunks of 64 KiB for a
-    /// copy with digests. The memory is read when the batch is committed or submitted, after what is on the
-    /// device's default stream by then; once that call returns, it may change.
+    /// Captures a working copy into its page: logs the elements that changed or, for a copy with digests, the
+    /// chunks of 64 KiB.
     ///
-    /// No other operation of the batch may change the page's bytes. Of a page on disk, of which more than a
-    /// quarter changed, or whose changes find no room in memory, all bytes go to a file of their own, and the
-    /// log names it. What is captured of a page in memory has the limits of a batch, 1 GiB.
+    /// The memory is read when the batch is committed or submitted, after the work that is then on the
+    /// device's default stream; it may change once that call returns. No other operation of the batch may
+    /// change the page's bytes. If the page is on disk and more than a quarter of it changed, or its changes
+    /// do not fit in memory, all of its bytes are written to a separate file that the log names. A capture of
+    /// a page in memory is subject to the limit of a batch, 1 GiB.
     ///
-    /// :param ranges: pairs of offset and end, in bytes: nothing else is looked at, but by digests whole
-    ///     chunks. A change elsewhere waits for a capture that looks there.
+    /// :param ranges: (offset, end) pairs, in bytes, to which the comparison is limited; with digests it
+    ///     covers whole chunks. A change elsewhere is found by a later capture that covers it.
     #[pyo3(signature = (copy, ranges=None))]
     fn capture(
         &self,
@@ -248,7 +256,7 @@ impl Batch {
         })
     }
 
-    /// Replaces those elements of a range whose bit in `mask` is 1, lowest bit first.
+    /// Replaces the elements of a range whose bit in `mask` is 1, lowest bit first.
     #[pyo3(signature = (page, offset, mask, data, *, width=1))]
     fn write_masked(
         &self,
@@ -267,7 +275,7 @@ impl Batch {
         })
     }
 
-    /// Replaces single elements: one of `values` for each of `indices`, which are all different.
+    /// Replaces single elements: one value of `values` for each index of `indices`, which must be distinct.
     #[pyo3(signature = (page, indices, values, *, width=1))]
     fn scatter(
         &self,
@@ -313,8 +321,8 @@ impl Batch {
         })
     }
 
-    /// Shortens a page, or extends it by zeros. Its metadata no longer have a `shape`, nor a `dtype` that
-    /// does not fit, unless the batch has set them.
+    /// Shortens a page, or extends it with zeros. Removes `shape` from its metadata, and `dtype` if it no
+    /// longer fits, unless the batch has set them.
     fn resize(
         &self,
         py: Python<'_>,
@@ -328,7 +336,7 @@ impl Batch {
         })
     }
 
-    /// Deletes a page; its key is free again.
+    /// Deletes a page and frees its key.
     fn delete(&self, py: Python<'_>, page: &Bound<'_, PyAny>) -> PyResult<()> {
         let page = self.0.page(page)?;
         self.0.build(py, |batch| {
@@ -349,14 +357,14 @@ impl Batch {
         })
     }
 
-    /// Creates a page with the bytes and the metadata of another one.
+    /// Creates a page with the bytes and metadata of another page.
     fn clone_page(&self, py: Python<'_>, source: &Bound<'_, PyAny>) -> PyResult<PyNewPage> {
         let source = self.0.page(source)?;
         let layout = self.0.layout(py, source)?;
         self.0.create(py, None, layout, |batch| batch.clone_page(source))
     }
 
-    /// Copies `length` bytes of one page, from `start` on, over those of another one from `offset` on.
+    /// Copies `length` bytes of one page, from `start` on, over those of another page from `offset` on.
     #[pyo3(signature = (source, start, length, target, offset))]
     fn copy(
         &self,
@@ -392,7 +400,7 @@ impl Batch {
         })
     }
 
-    /// Removes one entry of a page's metadata; none of that name is fine too.
+    /// Removes one entry of a page's metadata, if it exists.
     fn remove_metadata(
         &self,
         py: Python<'_>,
@@ -420,7 +428,7 @@ impl Batch {
         })
     }
 
-    /// Removes one entry of the root; none of that name is fine too.
+    /// Removes one entry of the root, if it exists.
     fn remove_root(
         &self,
         py: Python<'_>,
@@ -431,14 +439,14 @@ impl Batch {
         })
     }
 
-    /// Adds a remark that travels with the batch in the log.
+    /// Adds a remark that the log keeps with the batch.
     pub fn note(&self, py: Python<'_>, #[pyo3(from_py_with = arguments::text)] text: &str) -> PyResult<()> {
         self.0.build(py, |batch| {
             batch.note(text);
         })
     }
 
-    /// Demands that a page is at this epoch when the batch is committed.
+    /// Requires a page to be at this epoch at the commit, which raises ConflictError otherwise.
     fn expect_epoch(
         &self,
         py: Python<'_>,
@@ -450,13 +458,13 @@ impl Batch {
         })
     }
 
-    /// The ids of the pages that the batch created, once it is committed.
+    /// The ids of the pages that the batch created, available once it is committed.
     #[getter]
     fn pages<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         REPORT.freeze_list(py, self.0.committed(py, |committed| committed.pages.clone())?)
     }
 
-    /// The number of the batch, once it is committed.
+    /// The Lsn of the batch, available once it is committed.
     #[getter]
     fn lsn(&self, py: Python<'_>) -> PyResult<u64> {
         self.0.committed(py, |committed| committed.position.lsn.0)
@@ -476,11 +484,11 @@ impl Batch {
         let _ = (error, traceback);
         let pending = &slf.get().0;
         if kind.is_some() {
-            // Nothing of it happens.
+            // The batch is discarded.
             pending.give_up();
             return Ok(());
         }
-        // Committed or submitted within the block already.
+        // The block has already committed or submitted it.
         if !pending.is_open() {
             return Ok(());
         }

@@ -1,6 +1,5 @@
-//! Futures of the engine for an event loop. A thread of the store that wakes a task never takes the
-//! interpreter's lock: it notes the task's number and writes to an eventfd, which the loop watches like any
-//! other.
+//! Engine futures for an event loop. A store thread that wakes a task never takes the interpreter's lock: it
+//! records the task's number and writes to an eventfd, which the loop watches like any other file descriptor.
 
 use std::future::Future;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -14,7 +13,7 @@ use remanent::{Ack, Acknowledged, Result, Ticket};
 
 use crate::errors::store_io;
 
-/// What wakes an event loop, and the numbers of the tasks that are to be looked at.
+/// An eventfd that wakes an event loop, with the numbers of the tasks to poll again.
 #[pyclass(frozen, module = "remanent._native")]
 pub struct Bell(Arc<Rope>);
 
@@ -23,7 +22,7 @@ struct Rope {
     ready: Mutex<Vec<u64>>,
 }
 
-/// A task that waits; dropped, it waits no more.
+/// A waiting task; dropping it ends the wait.
 #[pyclass(frozen, module = "remanent._native")]
 pub struct Waiting {
     _future: Mutex<Acknowledged>,
@@ -35,12 +34,12 @@ struct Pull {
 }
 
 impl Rope {
-    /// Says that a task is to be looked at.
+    /// Marks a task as ready to be polled.
     fn pull(&self, id: u64) {
         self.ready.lock().unwrap_or_else(PoisonError::into_inner).push(id);
         let one = 1_u64;
-        // A full counter has rung already.
-        // SAFETY: the descriptor is open as long as the rope, and eight bytes are there.
+        // A write to a full counter is not needed: the descriptor is already readable. SAFETY: the descriptor
+        // is open as long as `self`, and the pointer is to eight bytes.
         let _ = unsafe { libc::write(self.event.as_raw_fd(), (&raw const one).cast(), 8) };
     }
 }
@@ -51,8 +50,8 @@ impl Wake for Pull {
     }
 }
 
-/// The waker of a future that many wait for at once, tasks of any event loop and threads: the engine knows
-/// one waker a future.
+/// The waker of a future on which several tasks of any event loop and several threads wait: the engine keeps
+/// only one waker per future.
 #[derive(Default)]
 pub struct Bells {
     state: Mutex<BellsState>,
@@ -66,7 +65,7 @@ struct BellsState {
 }
 
 impl Bells {
-    /// Adds a task, for one ring.
+    /// Adds a task to be woken once.
     pub fn add(&self, bell: &Bell, id: u64) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if !state.tasks.iter().any(|(rope, task)| *task == id && Arc::ptr_eq(rope, &bell.0)) {
@@ -74,12 +73,12 @@ impl Bells {
         }
     }
 
-    /// How often it was rung: see [`wait`](Self::wait).
+    /// The number of wake-ups so far; see [`wait`](Self::wait).
     pub fn count(&self) -> u64 {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).count
     }
 
-    /// Waits up to a time for a ring after the first `count` ones.
+    /// Waits up to `timeout` for a wake-up after the first `count` ones.
     pub fn wait(&self, count: u64, timeout: Duration) {
         let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         drop(self.rung.wait_timeout_while(state, timeout, |state| state.count == count));
@@ -102,7 +101,7 @@ impl Wake for Bells {
 impl Bell {
     #[new]
     fn new() -> PyResult<Self> {
-        // SAFETY: the call takes numbers only.
+        // SAFETY: the call takes only numbers.
         let event = unsafe { libc::eventfd(0, libc::EFD_NONBLOCK | libc::EFD_CLOEXEC) };
         if event < 0 {
             return Err(store_io(
@@ -110,26 +109,27 @@ impl Bell {
                 "close files that are not needed",
             ));
         }
-        // SAFETY: a new descriptor, which nothing else has.
+        // SAFETY: this is a new descriptor that nothing else owns.
         let event = unsafe { OwnedFd::from_raw_fd(event) };
         Ok(Self(Arc::new(Rope { event, ready: Mutex::default() })))
     }
 
-    /// The descriptor that becomes readable.
+    /// Returns the file descriptor that becomes readable.
     fn fileno(&self) -> i32 {
         self.0.event.as_raw_fd()
     }
 
-    /// The numbers of the tasks that are to be looked at.
+    /// Returns and clears the numbers of the tasks to poll.
     fn take(&self) -> Vec<u64> {
         let mut count = 0_u64;
-        // SAFETY: the descriptor is open, and eight bytes are there. An empty one says so, which is fine.
+        // SAFETY: the descriptor is open, and the pointer is to eight bytes. A read of an empty counter
+        // fails, which is harmless.
         let _ = unsafe { libc::read(self.0.event.as_raw_fd(), (&raw mut count).cast(), 8) };
         std::mem::take(&mut self.0.ready.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
-/// Looks once; `None` says that the batch is acknowledged.
+/// Polls once; `None` means that the batch is acknowledged.
 pub fn poll(ticket: &Ticket, bell: &Bell, id: u64, ack: Ack) -> Result<Option<Waiting>> {
     let mut future = ticket.acknowledged(ack);
     let waker = Waker::from(Arc::new(Pull { rope: bell.0.clone(), id }));

@@ -1,4 +1,4 @@
-//! What changed a value, and the search for the first bad version.
+//! The changes of a value, and the search for the first bad version.
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -10,20 +10,21 @@ use crate::errors::own;
 use crate::page_name::PageName;
 use crate::values::{REPORT, metadata_to_py};
 
-/// A change of a page's bytes: `View.blame` lists them.
+/// A change of a page's bytes, as `View.blame` returns it.
 #[pyclass(frozen, name = "ValueChange", module = "remanent")]
 pub struct PyValueChange(remanent::ValueChange);
 
 #[pymethods]
 impl PyValueChange {
-    /// The batch; if `cause` is "snapshot", the one that changed the page last before it.
+    /// The Lsn of the batch. If `cause` is "snapshot", the batch that last changed the page before the
+    /// snapshot.
     #[getter]
     fn lsn(&self) -> u64 {
         self.0.lsn.0
     }
 
-    /// "batch"; "restore" of an older state; "snapshot": it was so in one, and the batches before are not
-    /// kept any more.
+    /// The cause: "batch"; "restore" of an older state; or "snapshot", if a snapshot contains the bytes and
+    /// the batches before it are no longer kept.
     #[getter]
     fn cause(&self) -> &'static str {
         match self.0.cause {
@@ -33,13 +34,13 @@ impl PyValueChange {
         }
     }
 
-    /// The bytes before; None where there was no page, or one that ends before them.
+    /// The bytes before; None if the page did not exist or ended before them.
     #[getter]
     fn before<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
         self.0.before.as_ref().map(|bytes| PyBytes::new(py, bytes))
     }
 
-    /// The bytes after; None likewise.
+    /// The bytes after; None if the page does not exist or ends before them.
     #[getter]
     fn after<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
         self.0.after.as_ref().map(|bytes| PyBytes::new(py, bytes))
@@ -51,7 +52,7 @@ impl PyValueChange {
         self.0.note.as_deref()
     }
 
-    /// The root after the batch; None where it is not known.
+    /// The root after the batch; None if it is not known.
     #[getter]
     fn root<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
         self.0.root.as_ref().map(|root| REPORT.freeze(metadata_to_py(py, root)?)).transpose()
@@ -63,13 +64,13 @@ impl PyValueChange {
     }
 }
 
-/// Bytes of the element of a page, as its metadata says; 1 where that says nothing that is known here.
+/// The bytes per element according to the page's metadata; 1 if it has no known dtype.
 fn width_of(info: &PageInfo) -> u64 {
     let dtype = info.metadata.get("dtype").and_then(remanent::Value::as_str);
     dtype.and_then(|dtype| Dtype::parse(dtype).ok()).map_or(1, |dtype| dtype.item_size() as u64)
 }
 
-/// The changes of bytes of a page up to a view's state.
+/// The changes of a page's bytes up to a view's state.
 pub fn blame(
     view: &View,
     page: &PageName,
@@ -82,7 +83,7 @@ pub fn blame(
     Ok(changes.into_iter().map(PyValueChange).collect())
 }
 
-/// Which version to try next: what `remanent.bisect` is driven by.
+/// The binary search behind `remanent.bisect`: chooses which version to test next.
 #[pyclass(frozen, module = "remanent._native")]
 pub struct Bisect(std::sync::Mutex<Bisection>);
 
@@ -103,12 +104,12 @@ impl Bisect {
         Ok(Self(std::sync::Mutex::new(search)))
     }
 
-    /// The version to try next; None at the end.
+    /// Returns the version to test next, or None at the end.
     fn next(&self) -> Option<u64> {
         self.search().next().map(|lsn| lsn.0)
     }
 
-    /// Takes a verdict: True for good, False for bad, None for what cannot be told.
+    /// Records a verdict: True for good, False for bad, None if it cannot be determined.
     fn tell(
         &self,
         #[pyo3(from_py_with = arguments::lsn)] lsn: u64,
@@ -122,7 +123,7 @@ impl Bisect {
         self.search().tell(Lsn(lsn), verdict);
     }
 
-    /// The newest version known to be good, and the oldest known to be bad.
+    /// Returns the newest version known to be good and the oldest known to be bad.
     fn bounds(&self) -> (u64, u64) {
         let search = self.search();
         (search.good().0, search.bad().0)

@@ -1,22 +1,22 @@
-//! What one page of tensors is to hold: arrays, and their bytes wherever they wait.
+//! The new contents of a page of tensors: its arrays, and their bytes wherever they are held.
 //!
-//! A save has one of each for every tensor.
+//! A save creates one block for each page, and one layout for each tensor.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PySlice, PyString, PyTuple};
 
 use crate::untracked::{untrack, untracked};
 
-/// How one array lies within a page.
+/// The position and layout of an array within a page.
 #[pyclass(frozen, module = "remanent._native")]
 pub struct ArrayLayout {
-    /// Any text of Python's, which may be none of Rust's.
+    /// Any Python text, which may not be representable in Rust.
     #[pyo3(get)]
     name: Py<PyString>,
     #[pyo3(get)]
     dtype: Py<PyString>,
     shape: Vec<u64>,
-    /// None where elements lie row by row.
+    /// None if elements are in row-major order.
     stride: Option<Vec<i64>>,
     #[pyo3(get)]
     offset: u64,
@@ -47,7 +47,7 @@ impl ArrayLayout {
         self.stride.as_ref().map(|stride| PyTuple::new(py, stride)).transpose()
     }
 
-    /// What stands for it in JSON.
+    /// Returns the representation in JSON.
     fn listed<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let shape = PyList::new(py, &self.shape)?.into_any();
         let stride =
@@ -70,18 +70,18 @@ impl ArrayLayout {
     }
 }
 
-/// What one page is to hold: arrays, and their bytes as a contiguous buffer of uint8.
+/// The new contents of a page: arrays, and their bytes as a contiguous uint8 buffer.
 #[pyclass(frozen, module = "remanent._native")]
 pub struct Block {
-    /// Layouts, which hold nothing but text and numbers.
+    /// The layouts, which refer only to text and numbers.
     #[pyo3(get)]
     arrays: Py<PyTuple>,
     data: Py<PyAny>,
     #[pyo3(get)]
     nbytes: u64,
-    /// Where its bytes begin in `data`, which holds those of others, too.
+    /// The offset of its bytes in `data` if that also contains bytes of other blocks.
     start: Option<u64>,
-    /// Whether the commit compares it with its page where it lies.
+    /// Whether the commit compares it in place with its page.
     #[pyo3(get)]
     captured: bool,
 }
@@ -105,7 +105,7 @@ impl Block {
         untracked(py, Self { arrays, data, nbytes, start, captured })
     }
 
-    /// Its bytes: of memory that holds others', too, a slice that is made here.
+    /// The bytes of the block. If `data` also contains others, a new slice of it.
     #[getter]
     fn data<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let data = self.data.bind(py);
@@ -114,9 +114,9 @@ impl Block {
         data.get_item(PySlice::new(py, start, end, 1))
     }
 
-    /// The same block, whose bytes lie elsewhere now.
+    /// Returns the same block with its bytes in another buffer.
     ///
-    /// `start` is where they begin in memory that holds others', too.
+    /// `start` is their offset if the buffer also contains bytes of other blocks.
     #[pyo3(signature = (data, *, start=None))]
     fn moved<'py>(&self, py: Python<'py>, data: Py<PyAny>, start: Option<u64>) -> PyResult<Bound<'py, Self>> {
         let arrays = self.arrays.clone_ref(py);

@@ -1,4 +1,5 @@
-//! A view of another object's bytes by the buffer protocol. PyO3's own refuses arrays without a dimension.
+//! A view of another object's bytes by the buffer protocol. PyO3's own type rejects arrays without
+//! dimensions.
 
 use std::ffi::CStr;
 
@@ -9,24 +10,23 @@ use crate::dtype::Dtype;
 use crate::elements::Elements;
 use crate::errors::invalid_type;
 
-/// A view, which keeps the bytes where they are.
+/// A view, which keeps the bytes in place.
 pub struct BufferView(Box<ffi::Py_buffer>);
 
-// SAFETY: what it points to stays as it is until it is released, which is done with the interpreter's lock.
+// SAFETY: its memory stays unchanged until it is released, which happens with the interpreter's lock held.
 unsafe impl Send for BufferView {}
-// SAFETY: as above; a shared one is only read.
+// SAFETY: as above; a shared view is only read.
 unsafe impl Sync for BufferView {}
 
 impl BufferView {
-    /// Takes an object's view.
+    /// Takes a view of an object.
     ///
     /// # Errors
-    /// What the object refuses it with; `TypeError` for an array of Python's objects, whose bytes are
-    /// addresses.
+    /// Errors of the object; `TypeError` for an array of Python objects, whose bytes are addresses.
     pub fn take(object: &Bound<'_, PyAny>) -> PyResult<Self> {
         let view = match Self::get(object, ffi::PyBUF_FULL_RO) {
             Ok(view) => view,
-            // NumPy has no format for some kinds of elements, such as dates.
+            // NumPy has no format for some element types, such as dates.
             Err(refused) => return Self::get(object, ffi::PyBUF_STRIDES).map_err(|_| refused),
         };
         if view.has_objects() {
@@ -41,7 +41,7 @@ impl BufferView {
 
     fn get(object: &Bound<'_, PyAny>, flags: std::ffi::c_int) -> PyResult<Self> {
         let mut view = Box::new(ffi::Py_buffer::new());
-        // SAFETY: the object is alive, and the view is there to be filled. A refused one is never released.
+        // SAFETY: the object is alive, and the view is there to be filled. A refused view is never released.
         if unsafe { ffi::PyObject_GetBuffer(object.as_ptr(), &raw mut *view, flags) } != 0 {
             return Err(PyErr::fetch(object.py()));
         }
@@ -53,34 +53,36 @@ impl BufferView {
         if self.0.format.is_null() {
             return false;
         }
-        // SAFETY: the exporter's text, which lives as long as the view.
+        // SAFETY: this is the exporter's text, which lives as long as the view.
         let format = unsafe { CStr::from_ptr(self.0.format) }.to_bytes();
-        // Names of parts stand between colons.
+        // Names of fields are between colons.
         format.split(|byte| *byte == b':').step_by(2).any(|kinds| kinds.contains(&b'O'))
     }
 
-    /// The elements, by the format and shape of the view; `object` is asked for its dtype where the view has
-    /// no format.
+    /// The elements, by the format and shape of the view; if the view has no format, by the dtype of
+    /// `object`.
     ///
     /// # Errors
-    /// What the object's own code raises.
+    /// Errors of the object's own code.
     pub fn elements(&self, object: &Bound<'_, PyAny>) -> PyResult<Elements> {
         let shape = match (self.0.shape.is_null(), self.0.ndim) {
             (_, 0) => Vec::new(),
             (true, _) => vec![self.0.len as u64 / (self.0.itemsize as u64).max(1)],
-            // SAFETY: the exporter says that there are as many, and keeps them as long as the view.
+            // SAFETY: the exporter states this number of dimensions, and keeps them alive as long as the
+            // view.
             (false, ndim) => unsafe { std::slice::from_raw_parts(self.0.shape, ndim as usize) }
                 .iter()
                 .map(|dim| *dim as u64)
                 .collect(),
         };
         if self.0.format.is_null() {
-            // Of a kind that the protocol has no format for, as NumPy's dates and ml_dtypes' floats.
+            // An element type for which the protocol has no format, such as NumPy's dates and the floats of
+            // ml_dtypes.
             let Some(dtype) = object.getattr_opt("dtype")? else { return Ok(Elements::Bytes) };
             let name = dtype.str()?.to_string();
             return Ok(Elements::of(Dtype::parse(&name).ok(), shape, || name.clone()));
         }
-        // SAFETY: the exporter's text, which lives as long as the view.
+        // SAFETY: this is the exporter's text, which lives as long as the view.
         let format = unsafe { CStr::from_ptr(self.0.format) }.to_bytes();
         let unnamed = || match object.getattr("dtype").and_then(|dtype| dtype.str()) {
             Ok(name) => name.to_string(),
@@ -93,7 +95,7 @@ impl BufferView {
         self.0.buf as usize
     }
 
-    /// Length in bytes.
+    /// The length in bytes.
     pub fn len(&self) -> usize {
         self.0.len as usize
     }
@@ -102,18 +104,18 @@ impl BufferView {
         self.0.readonly != 0
     }
 
-    /// Whether the bytes lie one after the other, in the order of the elements.
+    /// Whether the bytes are contiguous, in the order of the elements.
     pub fn is_contiguous(&self) -> bool {
-        // SAFETY: a view that was filled.
+        // SAFETY: this view was filled.
         unsafe { ffi::PyBuffer_IsContiguous(&raw const *self.0, b'C' as std::ffi::c_char) != 0 }
     }
 }
 
 impl Drop for BufferView {
     fn drop(&mut self) {
-        // Without an interpreter there is no object to give it back to.
+        // Without an interpreter there is no object to return it to.
         Python::try_attach(|_| {
-            // SAFETY: a view that was filled, released once.
+            // SAFETY: this view was filled, and is released once.
             unsafe { ffi::PyBuffer_Release(&raw mut *self.0) }
         });
     }

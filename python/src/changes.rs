@@ -1,4 +1,4 @@
-//! What batches change, told to this process as soon as they are applied.
+//! What batches change, reported within this process as soon as they are applied.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,12 +13,12 @@ use crate::gate::{Gate, seconds};
 use crate::handover::Handover;
 use crate::values::REPORT;
 
-/// What each batch changes from now on, told once it is applied: an iterator of AppliedBatch and Lagged, also
-/// an asynchronous one. Made by `Store.changes`.
+/// A stream of what each batch changes, reported once it is applied: an iterator and asynchronous iterator of
+/// AppliedBatch and Lagged. Created by `Store.changes`.
 ///
-/// Batches never wait for it. A caller that falls back by some 65,000 changes gets Lagged in place of the
-/// batches that it missed; so it does for a restore, which replaces all pages. The iterator ends when the
-/// store is closed.
+/// Batches never wait for the stream. A consumer that falls behind by some 65,000 changes receives Lagged in
+/// place of the batches that it missed; a restore, which replaces all pages, is also reported as Lagged. The
+/// iterator ends when the store is closed.
 ///
 /// >>> with remanent.Store(directory) as store:
 /// ...     changes = store.changes()
@@ -47,7 +47,7 @@ impl PyChangeStream {
         Ok(Self { begin, events })
     }
 
-    /// The next event; `Err(Closed)` within says that none will come.
+    /// Returns the next event. An inner `Err(Closed)` means that no more events will arrive.
     fn next_event(
         &self,
         py: Python<'_>,
@@ -66,16 +66,18 @@ fn event_to_py(py: Python<'_>, event: ChangeEvent) -> PyResult<Bound<'_, PyAny>>
 
 #[pymethods]
 impl PyChangeStream {
-    /// The batch after which the stream begins: all later ones are told.
+    /// The Lsn of the batch after which the stream begins. All later batches are reported.
     #[getter]
     fn begin_lsn(&self) -> u64 {
         self.begin
     }
 
-    /// The next event; None if none came within `timeout` seconds. 0 looks once, None waits for ever.
+    /// Returns the next event, or None if none arrives within `timeout` seconds. 0 checks once, None waits
+    /// indefinitely.
     ///
-    /// :raises ClosedError: the store is closed, and all was told. PoisonedError: it failed. InUseError:
-    ///     another thread waits for the stream.
+    /// :raises ClosedError: the store is closed and all events were returned.
+    /// :raises PoisonedError: the store failed.
+    /// :raises InUseError: another thread is waiting for the stream.
     #[pyo3(signature = (timeout=None))]
     fn next<'py>(
         &self,
@@ -87,8 +89,8 @@ impl PyChangeStream {
         event.map(|event| event_to_py(py, event)).transpose()
     }
 
-    /// Takes the next event and keeps it; says whether there is one, None that none will come. For a task
-    /// that may be called off.
+    /// Reads the next event and keeps it. Returns whether there is one, or None if no more will arrive. For
+    /// tasks, which may be cancelled.
     fn _fetch(
         &self,
         py: Python<'_>,
@@ -97,7 +99,7 @@ impl PyChangeStream {
         Ok(self.events.fetch(py, seconds(Some(timeout))?, ChangeStream::next_timeout)?.ok())
     }
 
-    /// Takes the event that `_fetch` keeps, if no one else did.
+    /// Takes the event that `_fetch` keeps, unless it was taken already.
     fn _take<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
         self.events.check_process(py)?;
         self.events.take(|_| ()).map(|event| event_to_py(py, event)).transpose()
@@ -122,7 +124,7 @@ impl PyChangeStream {
         slf.py().import("remanent._aio")?.call_method1("next_event", (slf,))
     }
 
-    /// Ends the stream; batches cost nothing for it any more.
+    /// Closes the stream, so that batches spend no more work on it.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.events.close(py)
     }
@@ -150,31 +152,31 @@ impl PyChangeStream {
 
 impl Drop for PyChangeStream {
     fn drop(&mut self) {
-        // It may be the last that holds the applier's parts.
+        // This may be the last owner of the applier's parts.
         self.events.end();
     }
 }
 
-/// What one batch changed.
+/// The changes that one batch made.
 #[pyclass(frozen, name = "AppliedBatch", module = "remanent")]
 pub struct PyAppliedBatch(Arc<AppliedBatch>);
 
 #[pymethods]
 impl PyAppliedBatch {
-    /// The batch that was applied.
+    /// The Lsn of the batch.
     #[getter]
     fn lsn(&self) -> u64 {
         self.0.lsn.0
     }
 
-    /// The pages that it changed, in the order of their ids.
+    /// The changed pages, ordered by id.
     #[getter]
     fn pages<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let page = |index| PyAppliedPage { batch: self.0.clone(), index };
         REPORT.freeze_list(py, (0..self.0.pages.len()).map(page))
     }
 
-    /// Whether it changed the root.
+    /// Whether the batch changed the root.
     #[getter]
     fn root_changed(&self) -> bool {
         self.0.root_changed
@@ -185,7 +187,7 @@ impl PyAppliedBatch {
     }
 }
 
-/// What one batch changed of a page.
+/// The changes that one batch made to a page.
 #[pyclass(frozen, name = "AppliedPage", module = "remanent")]
 pub struct PyAppliedPage {
     batch: Arc<AppliedBatch>,
@@ -210,25 +212,25 @@ impl PyAppliedPage {
         self.page().page.0
     }
 
-    /// Its version after the batch; the last one of a page that is deleted.
+    /// The page's epoch after the batch; the last epoch if the page was deleted.
     #[getter]
     fn epoch(&self) -> u64 {
         self.page().epoch.0
     }
 
-    /// Whether the page is new. All its bytes are, so `ranges` is empty.
+    /// Whether the batch created the page. All of its bytes are new, so `ranges` is empty.
     #[getter]
     fn created(&self) -> bool {
         self.page().changes.contains(&AppliedChange::Created)
     }
 
-    /// Whether the page is gone.
+    /// Whether the batch deleted the page.
     #[getter]
     fn deleted(&self) -> bool {
         self.page().changes.contains(&AppliedChange::Deleted)
     }
 
-    /// Its length in bytes if the batch changed that, else None.
+    /// The page's new length in bytes if the batch changed it, else None.
     #[getter]
     fn length(&self) -> Option<u64> {
         self.find(|change| match change {
@@ -237,7 +239,7 @@ impl PyAppliedPage {
         })
     }
 
-    /// The place that it went to if the batch moved it, else None.
+    /// The place that the batch moved the page to, or None if it did not move.
     #[getter]
     fn place(&self) -> Option<String> {
         self.find(|change| match change {
@@ -246,8 +248,8 @@ impl PyAppliedPage {
         })
     }
 
-    /// The bytes that were written, as (start, end) in ascending order; they neither overlap nor touch. Of
-    /// single elements the range is told in which they lie.
+    /// The ranges of bytes that were written, as (start, end) in ascending order, which neither overlap nor
+    /// touch. For single elements, this is the range that contains them.
     #[getter]
     fn ranges<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let ranges = self.find(|change| match change {
@@ -258,7 +260,7 @@ impl PyAppliedPage {
         REPORT.freeze_list(py, ranges.collect::<Vec<_>>())
     }
 
-    /// Whether entries of its metadata were set or removed.
+    /// Whether the batch set or removed entries of the page's metadata.
     #[getter]
     fn metadata_changed(&self) -> bool {
         self.page().changes.contains(&AppliedChange::Metadata)
@@ -280,12 +282,13 @@ impl PyAppliedPage {
     }
 }
 
-/// Batch `lsn`, and those up to the next one that is told, are not told: look at pages anew. The caller did
-/// not keep up, there was no memory for it, or a restore replaced all pages.
+/// A gap in a change stream: batch `lsn` and those up to the next reported one are not reported, so read the
+/// pages again. The consumer fell behind, there was no memory for the events, or a restore replaced all
+/// pages.
 #[pyclass(frozen, get_all, eq, module = "remanent")]
 #[derive(PartialEq)]
 pub struct Lagged {
-    /// The first batch that is not told.
+    /// The Lsn of the first batch that is not reported.
     pub lsn: u64,
 }
 

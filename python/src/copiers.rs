@@ -1,17 +1,16 @@
-//! The copiers of this process: one for each GPU that tensors were copied from or to without a store that
-//! lives there.
+//! The copiers of this process, one for each GPU that tensors were copied from or to without a store on it.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
 use remanent::{DeviceChoice, DeviceCopier, Result};
 
-/// With the process that made each: a forked child makes its own.
+/// The copiers, each with the process that created it: a forked child creates its own.
 ///
-/// They stay until the process ends. The context of a GPU and its pinned memory take longer to make than many
-/// a copy.
+/// They stay until the process ends: creating a GPU's context and pinned memory takes longer than many
+/// copies.
 static COPIERS: Mutex<Vec<(u32, DeviceChoice, Arc<DeviceCopier>)>> = Mutex::new(Vec::new());
 
-/// The copier for a device.
+/// Returns the copier for a device.
 ///
 /// # Errors
 /// `DeviceUnavailable`.

@@ -1,10 +1,10 @@
-//! Where a page's bytes lie, for transports.
+//! The location of a page's bytes, for transports.
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use remanent::MemoryDescriptor;
 
-/// A description as a dict.
+/// Converts a descriptor to a dict.
 pub fn descriptor_to_py<'py>(py: Python<'py>, memory: &MemoryDescriptor) -> PyResult<Bound<'py, PyDict>> {
     let told = PyDict::new(py);
     told.set_item("address", memory.address)?;

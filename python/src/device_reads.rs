@@ -1,4 +1,4 @@
-//! Reads of an open store into a GPU's memory of the caller's.
+//! Reads of an open store into caller-owned GPU memory.
 
 use std::ops::Range;
 
@@ -6,8 +6,8 @@ use remanent::{DeviceBytes, Error, PageId, Result, Store};
 
 use crate::memory::CudaBytes;
 
-/// Fills memory of the store's GPU with ranges of pages, each as long as its memory, all as of one batch.
-/// Returns that batch's number.
+/// Fills memory on the store's GPU with ranges of pages, each as long as its memory, all as of one batch,
+/// whose Lsn is returned.
 ///
 /// # Errors
 /// As for [`Store::read_device`].
@@ -15,7 +15,7 @@ pub fn read_device(store: &Store, ranges: Vec<(PageId, u64, CudaBytes)>) -> Resu
     let mut adopted: Vec<(PageId, u64, DeviceBytes)> = Vec::with_capacity(ranges.len());
     for (page, offset, out) in ranges {
         if out.len() == 0 {
-            // Memory of no bytes has no address. There is nothing to read, if the page reaches there.
+            // Empty memory has no address. There is nothing to read as long as the offset is within the page.
             check_bounds(store, page, offset)?;
             continue;
         }
@@ -30,7 +30,7 @@ fn check_bounds(store: &Store, page: PageId, offset: u64) -> Result<()> {
     if offset > page_len { Err(Error::OutOfBounds { page, offset, len: 0, page_len }) } else { Ok(()) }
 }
 
-/// The same for ranges of which each has its memory, if all of that is a GPU's.
+/// Does the same for ranges with separate memory, all of it on the GPU.
 pub fn fill_device(store: &Store, ranges: &[(PageId, Range<u64>)], outs: Vec<CudaBytes>) -> Result<u64> {
     let ranges = ranges.iter().zip(outs).map(|((page, range), out)| (*page, range.start, out));
     read_device(store, ranges.collect())

@@ -1,4 +1,4 @@
-//! DLPack: the structures of its ABI, tensors of others that are taken in, and copies that are given out.
+//! DLPack: the structures of its ABI, import of other libraries' tensors, and export of copies.
 //!
 //! Source: `dlpack.h` 1.1 and the Python specification of the data interchange standard.
 
@@ -17,7 +17,7 @@ pub const CUDA: i32 = 2;
 pub const CUDA_HOST: i32 = 3;
 pub const CUDA_MANAGED: i32 = 13;
 
-/// The tensor may be read and not written.
+/// The tensor may be read but not written.
 const READ_ONLY: u64 = 1;
 /// The tensor is a copy that its consumer owns.
 const IS_COPIED: u64 = 2;
@@ -75,7 +75,7 @@ struct DlManagedVersioned {
     tensor: DlTensor,
 }
 
-/// A tensor of another library, held until this is dropped.
+/// A tensor of another library, kept alive until this is dropped.
 pub struct Imported {
     pub address: usize,
     pub len: usize,
@@ -92,28 +92,28 @@ enum Managed {
     Versioned(NonNull<DlManagedVersioned>),
 }
 
-// SAFETY: the protocol lets a tensor be used and deleted on any thread; what it points to is only used as
-// plain bytes, under the contract that its owner leaves it alone meanwhile.
+// SAFETY: the protocol allows a tensor to be used and deleted on any thread; its memory is only used as plain
+// bytes, under the contract that its owner does not touch it meanwhile.
 unsafe impl Send for Imported {}
-// SAFETY: as above; sharing gives nothing but the address.
+// SAFETY: as above; sharing exposes only the address.
 unsafe impl Sync for Imported {}
 
 impl Imported {
-    /// Takes a tensor from an object with `__dlpack__`.
+    /// Imports a tensor from an object with `__dlpack__`.
     ///
     /// # Errors
-    /// `BufferError` if it is not contiguous or in foreign memory; what the object raises.
+    /// `BufferError` if it is not contiguous or in unsupported memory; errors of the object.
     pub fn take(object: &Bound<'_, PyAny>) -> PyResult<Self> {
         let py = object.py();
         let (device, _): (i32, i32) = object.call_method0("__dlpack_device__")?.extract()?;
         let arguments = PyDict::new(py);
         arguments.set_item("max_version", (1, 0))?;
         if matches!(device, CUDA | CUDA_MANAGED) {
-            // The legacy default stream: the store waits for it before it takes the bytes.
+            // The legacy default stream, which the store waits for before it takes the bytes.
             arguments.set_item("stream", 1)?;
         }
         let capsule = match object.call_method("__dlpack__", (), Some(&arguments)) {
-            // Producers from before version 1 do not know the word.
+            // Producers from before version 1 do not know this argument.
             Err(error) if error.is_instance_of::<pyo3::exceptions::PyTypeError>(py) => {
                 arguments.del_item("max_version")?;
                 object.call_method("__dlpack__", (), Some(&arguments))?
@@ -136,7 +136,7 @@ impl Imported {
         let is_versioned =
             unsafe { pyo3::ffi::PyCapsule_IsValid(capsule.as_ptr(), NAME_VERSIONED.as_ptr()) } == 1;
         let (name, used) = if is_versioned { (NAME_VERSIONED, USED_VERSIONED) } else { (NAME, USED) };
-        // SAFETY: the capsule is alive; a wrong name gives null and an exception.
+        // SAFETY: the capsule is alive; for a wrong name the call returns null and sets an exception.
         let pointer = unsafe { pyo3::ffi::PyCapsule_GetPointer(capsule.as_ptr(), name.as_ptr()) };
         let Some(pointer) = NonNull::new(pointer) else { return Err(PyErr::fetch(capsule.py())) };
         let (managed, tensor, flags) = if is_versioned {
@@ -187,14 +187,14 @@ impl Drop for Imported {
     fn drop(&mut self) {
         match self.managed {
             Managed::Old(managed) => {
-                // SAFETY: the tensor is owned by this value, and is not used after this.
+                // SAFETY: the tensor is owned by this value and is not used afterwards.
                 if let Some(deleter) = unsafe { (*managed.as_ptr()).deleter } {
                     // SAFETY: called once, with the structure that it belongs to.
                     unsafe { deleter(managed.as_ptr()) };
                 }
             }
             Managed::Versioned(managed) => {
-                // SAFETY: the tensor is owned by this value, and is not used after this.
+                // SAFETY: the tensor is owned by this value and is not used afterwards.
                 if let Some(deleter) = unsafe { (*managed.as_ptr()).deleter } {
                     // SAFETY: called once, with the structure that it belongs to.
                     unsafe { deleter(managed.as_ptr()) };
@@ -204,11 +204,11 @@ impl Drop for Imported {
     }
 }
 
-/// The elements of a tensor whose length is known to be possible.
+/// The elements of a tensor whose length was validated.
 fn elements(tensor: &DlTensor) -> Elements {
     let shape = match tensor.ndim {
         0 => &[],
-        // SAFETY: the structure says that there are as many, and lives.
+        // SAFETY: the structure states this number of dimensions, and is alive.
         ndim => unsafe { std::slice::from_raw_parts(tensor.shape, ndim as usize) },
     };
     let DlDtype { code, bits, lanes } = tensor.dtype;
@@ -219,14 +219,14 @@ fn elements(tensor: &DlTensor) -> Elements {
 /// The length of a tensor in bytes.
 ///
 /// # Errors
-/// `BufferError` if its elements do not lie one after the other.
+/// `BufferError` if its elements are not contiguous.
 fn contiguous_len(tensor: &DlTensor) -> PyResult<usize> {
     let ndim = usize::try_from(tensor.ndim).map_err(|_| impossible("a negative number of dimensions"))?;
     let dims = |pointer: *const i64| {
         if ndim == 0 || pointer.is_null() {
             return None;
         }
-        // SAFETY: the structure says that there are `ndim` of them, and lives.
+        // SAFETY: the structure states that there are `ndim` entries, and is alive.
         Some(unsafe { std::slice::from_raw_parts(pointer, ndim) })
     };
     let shape = dims(tensor.shape).unwrap_or(&[]);
@@ -260,16 +260,16 @@ fn impossible(what: &str) -> PyErr {
     memory_refused(format!("the tensor has {what}"), "give a tensor of a library that follows DLPack")
 }
 
-/// What an export consists of, beside the bytes.
+/// The parts of an export in addition to the bytes.
 pub struct Export<'a> {
     pub address: usize,
     pub shape: &'a [i64],
     pub dtype: DlDtype,
-    /// Kept until the consumer lets go of the tensor.
+    /// Kept alive until the consumer releases the tensor.
     pub owner: Py<PyAny>,
     pub read_only: bool,
     pub is_copy: bool,
-    /// Whether the consumer knows version 1, the first that can say "read only".
+    /// Whether the consumer supports version 1, the first with a read-only flag.
     pub versioned: bool,
 }
 
@@ -281,10 +281,10 @@ struct Context {
 }
 
 impl Export<'_> {
-    /// The capsule for a consumer.
+    /// Returns the capsule for a consumer.
     ///
     /// # Errors
-    /// `BufferError` for memory that may not be written and a consumer that cannot be told so.
+    /// `BufferError` for read-only memory and a consumer that does not support the flag.
     pub fn capsule<'py>(self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         if self.read_only && !self.versioned {
             return Err(memory_refused(
@@ -303,7 +303,7 @@ impl Export<'_> {
             device: DlDevice { kind: CPU, ordinal: 0 },
             ndim: self.shape.len() as i32,
             dtype: self.dtype,
-            // SAFETY: the context was made just now; the vectors do not move with it.
+            // SAFETY: the context was created just above; the vectors do not move with it.
             shape: unsafe { (*context).shape.as_mut_ptr() },
             // SAFETY: as above.
             strides: unsafe { (*context).strides.as_mut_ptr() },
@@ -338,7 +338,7 @@ impl Export<'_> {
 }
 
 unsafe extern "C" fn delete_old(managed: *mut DlManaged) {
-    // SAFETY: made by `Box::into_raw` in `capsule`, and deleted once.
+    // SAFETY: created by `Box::into_raw` in `capsule`, and deleted once.
     let managed = unsafe { Box::from_raw(managed) };
     // SAFETY: as above.
     let context = unsafe { Box::from_raw(managed.context.cast::<Context>()) };
@@ -346,39 +346,40 @@ unsafe extern "C" fn delete_old(managed: *mut DlManaged) {
 }
 
 unsafe extern "C" fn delete_versioned(managed: *mut DlManagedVersioned) {
-    // SAFETY: made by `Box::into_raw` in `capsule`, and deleted once.
+    // SAFETY: created by `Box::into_raw` in `capsule`, and deleted once.
     let managed = unsafe { Box::from_raw(managed) };
     // SAFETY: as above.
     let context = unsafe { Box::from_raw(managed.context.cast::<Context>()) };
     release(context);
 }
 
-/// Consumers delete on any thread, with the interpreter's lock or without it, also after the interpreter.
+/// Drops what an export keeps alive. Consumers call a deleter on any thread, with or without the
+/// interpreter's lock, and even after interpreter shutdown.
 fn release(context: Box<Context>) {
     let mut context = Some(context);
     Python::try_attach(|_| drop(context.take()));
-    // Without an interpreter its objects are gone.
+    // Without an interpreter its objects no longer exist.
     std::mem::forget(context);
 }
 
-/// Ends a capsule that no consumer took.
+/// Destroys a capsule that no consumer took.
 unsafe extern "C" fn end_old(capsule: *mut pyo3::ffi::PyObject) {
     // SAFETY: the capsule is being destroyed; a used one has another name.
     if unsafe { pyo3::ffi::PyCapsule_IsValid(capsule, NAME.as_ptr()) } == 1 {
-        // SAFETY: it is valid by this name.
+        // SAFETY: the capsule is valid under this name.
         let pointer = unsafe { pyo3::ffi::PyCapsule_GetPointer(capsule, NAME.as_ptr()) };
-        // SAFETY: the pointer that `capsule` put there, not deleted yet.
+        // SAFETY: the pointer that `capsule` stored, not deleted yet.
         unsafe { delete_old(pointer.cast()) };
     }
 }
 
-/// Ends a capsule that no consumer took.
+/// Destroys a capsule that no consumer took.
 unsafe extern "C" fn end_versioned(capsule: *mut pyo3::ffi::PyObject) {
     // SAFETY: the capsule is being destroyed; a used one has another name.
     if unsafe { pyo3::ffi::PyCapsule_IsValid(capsule, NAME_VERSIONED.as_ptr()) } == 1 {
-        // SAFETY: it is valid by this name.
+        // SAFETY: the capsule is valid under this name.
         let pointer = unsafe { pyo3::ffi::PyCapsule_GetPointer(capsule, NAME_VERSIONED.as_ptr()) };
-        // SAFETY: the pointer that `capsule` put there, not deleted yet.
+        // SAFETY: the pointer that `capsule` stored, not deleted yet.
         unsafe { delete_versioned(pointer.cast()) };
     }
 }

@@ -1,4 +1,4 @@
-//! Kinds of elements: their names here and in files of weights, in DLPack, and in the buffer protocol.
+//! Element types, with their names in this package and in weight files, in DLPack and in the buffer protocol.
 
 use std::ffi::CStr;
 
@@ -7,18 +7,18 @@ use pyo3::prelude::*;
 use crate::dlpack::DlDtype;
 use crate::errors::invalid;
 
-/// A kind of elements.
+/// An element type.
 #[derive(Debug)]
 pub struct Dtype {
-    /// As NumPy, torch and JAX name it.
+    /// The name in NumPy, torch and JAX.
     pub name: &'static str,
-    /// As safetensors names it, and the metadata of pages that hold tensors.
+    /// The name in safetensors and in the metadata of pages that hold tensors.
     pub short: &'static str,
     code: u8,
     bits: u8,
-    /// Numbers in an element.
+    /// The numbers in an element.
     lanes: u16,
-    /// As `struct` names it; `None` where it does not know the kind.
+    /// The format in the `struct` module; `None` if it has none for this type.
     pub format: Option<&'static CStr>,
 }
 
@@ -32,7 +32,7 @@ const fn dtype(
     Dtype { name, short, code, bits, lanes: 1, format }
 }
 
-/// The codes are DLPack's: 0 signed, 1 unsigned, 2 IEEE, 4 bfloat, 5 complex, 6 bool, from 7 on small
+/// The codes are DLPack's: 0 signed, 1 unsigned, 2 IEEE, 4 bfloat, 5 complex, 6 bool, 7 and above small
 /// floats.
 static DTYPES: &[Dtype] = &[
     dtype("bool", "BOOL", 6, 8, Some(c"?")),
@@ -56,19 +56,18 @@ static DTYPES: &[Dtype] = &[
     dtype("float8_e5m2", "F8_E5M2", 12, 8, None),
     dtype("float8_e5m2fnuz", "F8_E5M2FNUZ", 13, 8, None),
     dtype("float8_e8m0fnu", "F8_E8M0", 14, 8, None),
-    // Two numbers in a byte, which safetensors counts one by one, as F4.
+    // Two numbers per byte. safetensors counts them individually, as F4.
     Dtype { lanes: 2, ..dtype("float4_e2m1fn_x2", "F4_X2", 17, 4, None) },
 ];
 
 impl Dtype {
-    /// The kind with this code and this width of DLPack's.
+    /// The type with this DLPack code and width.
     pub fn of_dlpack(dtype: DlDtype) -> Option<&'static Self> {
         let is_it = |known: &&Dtype| (known.code, known.bits, 1) == (dtype.code, dtype.bits, dtype.lanes);
         DTYPES.iter().find(is_it)
     }
 
-    /// The kind of elements of this width by the letters of the `struct` module, if the machine has its order
-    /// of bytes.
+    /// The type with this element size and `struct` format, if it has the machine's byte order.
     pub fn of_format(format: &[u8], item_size: usize) -> Option<&'static Self> {
         let (order, kind) = match format {
             [order @ (b'@' | b'=' | b'<' | b'>' | b'!'), kind @ ..] => (*order, kind),
@@ -89,12 +88,12 @@ impl Dtype {
         Self::of_dlpack(DlDtype { code, bits, lanes: 1 })
     }
 
-    /// The kind of this name, in either spelling.
+    /// The type with this name, in either spelling.
     ///
     /// # Errors
-    /// `ValueError` with the names that there are.
+    /// `ValueError` with the known names.
     pub fn parse(name: &str) -> PyResult<&'static Self> {
-        // torch's own spelling.
+        // The spelling of torch.
         let name = name.strip_prefix("torch.").unwrap_or(name);
         DTYPES.iter().find(|dtype| dtype.name == name || dtype.short == name).ok_or_else(|| {
             let names: Vec<&str> = DTYPES.iter().map(|dtype| dtype.name).collect();
@@ -102,7 +101,7 @@ impl Dtype {
         })
     }
 
-    /// Bytes of an element.
+    /// The bytes per element.
     pub fn item_size(&self) -> usize {
         usize::from(self.bits) * usize::from(self.lanes) / 8
     }
@@ -112,11 +111,11 @@ impl Dtype {
     }
 }
 
-/// The kind and the shape of a page's elements, as a caller or the page's own metadata says; bytes in one
-/// dimension where nothing says.
+/// The type and shape of a page's elements, as given by the caller or else by the page's metadata; one
+/// dimension of bytes if neither is known.
 ///
 /// # Errors
-/// `ValueError` if the page is not as long as that.
+/// `ValueError` if the page's length does not match.
 pub fn layout(
     dtype: Option<&str>,
     shape: Option<Vec<usize>>,

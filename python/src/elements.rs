@@ -1,5 +1,5 @@
-//! The kind and shape of the elements that a caller's array has, and the entries of a page's metadata for
-//! them: `dtype` and `shape`, as `remanent import` writes them.
+//! The element type and shape of a caller's array, and the metadata entries for them: `dtype` and `shape`, as
+//! `remanent import` writes them.
 
 use std::collections::BTreeMap;
 
@@ -12,21 +12,21 @@ use crate::errors::{invalid, invalid_type};
 pub const DTYPE: &str = "dtype";
 pub const SHAPE: &str = "shape";
 
-/// The remedy for elements that cannot be named.
+/// The remedy for elements whose type has no name.
 const GIVE_BYTES: &str =
     "convert the array to a dtype that has a name, or give its bytes, such as array.view(\"uint8\")";
 
-/// The elements of a caller's memory.
+/// The elements of caller-owned memory.
 #[derive(Clone, Debug)]
 pub enum Elements {
-    /// Bytes, or uint8 in one dimension: what a page without metadata is read as.
+    /// Bytes, or uint8 in one dimension: how a page without metadata is read.
     Bytes,
     Named(Layout),
-    /// Elements that have no name in metadata, by the producer's word for them.
+    /// Elements whose type has no name in metadata, with the producer's name for it.
     Unnamed(String),
 }
 
-/// A kind of elements, and the lengths of the dimensions.
+/// An element type and a shape.
 #[derive(Clone, Debug)]
 pub struct Layout {
     pub dtype: &'static Dtype,
@@ -34,7 +34,8 @@ pub struct Layout {
 }
 
 impl Elements {
-    /// Elements of this kind and shape; `None` for a kind that has no name, whose own word is `unnamed`.
+    /// Elements of this type and shape. For a type without a name (`None`), `unnamed` returns the producer's
+    /// name.
     pub fn of(dtype: Option<&'static Dtype>, shape: Vec<u64>, unnamed: impl FnOnce() -> String) -> Self {
         match dtype {
             Some(dtype) if dtype.short == "U8" && shape.len() == 1 => Self::Bytes,
@@ -43,10 +44,10 @@ impl Elements {
         }
     }
 
-    /// What a page that holds exactly these elements says of them; `None` for bytes.
+    /// The layout that a page with exactly these elements records; `None` for bytes.
     ///
     /// # Errors
-    /// `InvalidTypeError` for elements that have no name.
+    /// `InvalidTypeError` for elements whose type has no name.
     pub fn layout(&self) -> PyResult<Option<Layout>> {
         match self {
             Self::Bytes => Ok(None),
@@ -58,8 +59,8 @@ impl Elements {
         }
     }
 
-    /// Refuses elements of another kind than those of the page that they are written to a part of. Bytes fit
-    /// all pages.
+    /// Rejects elements of another type than the page's when they are written to a part of that page. Bytes
+    /// fit every page.
     ///
     /// # Errors
     /// `InvalidError`.
@@ -87,12 +88,12 @@ impl Layout {
     }
 }
 
-/// What a page's metadata say of its elements, after the operations of a batch so far.
+/// What a page's metadata states about its elements after the operations of a batch so far.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PageLayout {
     pub dtype: Option<String>,
     pub shape: Option<Vec<u64>>,
-    /// Whether the batch's caller said so itself: then it stays.
+    /// Whether the batch's caller set it explicitly, in which case it is kept.
     pub is_stated: bool,
 }
 
@@ -104,7 +105,7 @@ impl PageLayout {
         Self { dtype, shape, is_stated: false }
     }
 
-    /// What the caller states by setting an entry, or removing it.
+    /// Records that the caller sets or removes an entry.
     pub fn state(&mut self, name: &str, value: Option<&Value>) {
         let entries = BTreeMap::from_iter(value.map(|value| (name.to_owned(), value.clone())));
         let said = Self::of(&entries);
@@ -120,8 +121,8 @@ impl PageLayout {
         self.dtype.as_deref() == Some(layout.dtype.short) && self.shape.as_ref() == Some(&layout.shape)
     }
 
-    /// Adds what makes a page's metadata true that now holds exactly these elements; `None` for bytes.
-    /// Returns what they say then.
+    /// Adds operations that make the metadata of a page match exactly these elements; `None` for bytes.
+    /// Returns what the metadata states afterwards.
     pub fn put(&self, batch: &mut WriteBatch, page: PageRef, layout: Option<&Layout>) -> Self {
         let Some(layout) = layout else { return self.drop_entries(batch, page, true) };
         if !self.is(layout) {
@@ -136,8 +137,8 @@ impl PageLayout {
         }
     }
 
-    /// Adds what makes the metadata true of a page that now has another length: its shape is gone, and so is
-    /// its kind of elements if they do not fit. Returns what they say then.
+    /// Adds operations that make the metadata match a page with a new length: the shape is removed, and so is
+    /// an element type that does not fit. Returns what the metadata states afterwards.
     pub fn put_len(&self, batch: &mut WriteBatch, page: PageRef, len: u64) -> Self {
         if self.is_stated {
             return self.clone();
@@ -164,10 +165,11 @@ impl From<&PageInfo> for PageLayout {
     }
 }
 
-/// The metadata of a new page: those that the caller gives, and its elements where they say nothing of them.
+/// The metadata of a new page: the caller's, with the page's elements added if the caller's metadata does not
+/// state them.
 ///
 /// # Errors
-/// `InvalidTypeError` for elements that have no name.
+/// `InvalidTypeError` for elements whose type has no name.
 pub fn new_metadata(mut metadata: Metadata, elements: &Elements) -> PyResult<(Metadata, PageLayout)> {
     let is_stated = metadata.contains_key(DTYPE) || metadata.contains_key(SHAPE);
     if !is_stated && let Some(layout) = elements.layout()? {

@@ -1,11 +1,11 @@
-//! Errors of the engine as Python's exceptions. The classes are `remanent._errors`'; here is which error is
-//! which.
+//! Engine errors as Python exceptions. `remanent._errors` defines the classes; this module maps errors to
+//! them.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
 use remanent::{Error, Key};
 
-/// The name of the exception's class.
+/// The name of the exception class for an error.
 fn class_of(error: &Error) -> &'static str {
     match error {
         Error::Io { .. }
@@ -70,7 +70,7 @@ fn path_of(error: &Error) -> Option<&str> {
     }
 }
 
-/// A key as Python has it: text where it is UTF-8, else bytes.
+/// A key as a Python object: str if it is UTF-8, else bytes.
 pub fn key_to_py<'py>(py: Python<'py>, key: &Key) -> Bound<'py, PyAny> {
     match key.as_str() {
         Some(text) => PyString::new(py, text).into_any(),
@@ -78,7 +78,7 @@ pub fn key_to_py<'py>(py: Python<'py>, key: &Key) -> Bound<'py, PyAny> {
     }
 }
 
-/// Sets the attributes that say what the error is about.
+/// The attributes that describe what the error is about.
 fn details<'py>(py: Python<'py>, error: &Error, path: Option<&str>) -> PyResult<Bound<'py, PyDict>> {
     let fields = PyDict::new(py);
     fields.set_item("remedy", error.advice())?;
@@ -129,13 +129,12 @@ fn details<'py>(py: Python<'py>, error: &Error, path: Option<&str>) -> PyResult<
     Ok(fields)
 }
 
-/// The exception for an error of the engine. `path` is the store's directory, where the error does not name
-/// it.
+/// The exception for an engine error. `path` is the store's directory, used if the error does not name one.
 pub fn to_py(py: Python<'_>, error: &Error, path: Option<&str>) -> PyErr {
     to_py_with(py, error, "", path)
 }
 
-/// The same, with an addition to its text.
+/// Does the same with an addition to the message.
 pub fn to_py_with(py: Python<'_>, error: &Error, addition: &str, path: Option<&str>) -> PyErr {
     let made = || {
         let class = py.import("remanent._errors")?.getattr(class_of(error))?;
@@ -156,7 +155,7 @@ pyo3::import_exception!(remanent._errors, OutOfBoundsError);
 pyo3::import_exception!(remanent._errors, InUseError);
 pyo3::import_exception!(remanent._errors, StoreIOError);
 
-/// The exception for an argument of a wrong value.
+/// The exception for an argument with a wrong value.
 pub fn invalid(message: impl Into<String>, remedy: impl Into<String>) -> PyErr {
     InvalidError::new_err((message.into(), remedy.into()))
 }
@@ -176,7 +175,7 @@ pub fn memory_refused(message: impl Into<String>, remedy: impl Into<String>) -> 
     MemoryRefusedError::new_err((message.into(), remedy.into()))
 }
 
-/// The exception for an index that is not there.
+/// The exception for an index out of range.
 pub fn out_of_bounds(message: impl Into<String>) -> PyErr {
     OutOfBoundsError::new_err((message.into(), "give an index below the number of ranges"))
 }
@@ -186,12 +185,12 @@ pub fn in_use(message: &str) -> PyErr {
     InUseError::new_err((message.to_owned(), "let one thread at a time call it"))
 }
 
-/// The exception for a call that the system refused.
+/// The exception for a call that the operating system rejected.
 pub fn store_io(message: String, remedy: &str) -> PyErr {
     StoreIOError::new_err((message, remedy.to_owned()))
 }
 
-/// An object that ends before its store: how errors name it, and how a caller gets a new one.
+/// A kind of object that is closed before its store: how errors name it, and how a caller gets a new one.
 #[derive(Clone, Copy)]
 pub struct Handle {
     ended: &'static str,
@@ -215,13 +214,13 @@ pub const CHANGE_STREAM: Handle =
     Handle { ended: "the stream of changes is closed", remedy: "take a new one with store.changes()" };
 
 impl Handle {
-    /// The exception for a call after its end.
+    /// The exception for a call after the object was closed.
     pub fn closed(self, py: Python<'_>, path: Option<&str>) -> PyErr {
         own(py, "ClosedError", self.ended, self.remedy, path)
     }
 }
 
-/// An exception of the binding's own, for what the engine does not know of.
+/// An exception of the binding itself, for conditions that the engine does not know.
 pub fn own(py: Python<'_>, class: &str, message: &str, remedy: &str, path: Option<&str>) -> PyErr {
     let made = || {
         let fields = PyDict::new(py);
@@ -233,12 +232,12 @@ pub fn own(py: Python<'_>, class: &str, message: &str, remedy: &str, path: Optio
     made().unwrap_or_else(|failure| failure)
 }
 
-/// A result of the engine as Python's.
+/// Conversion of engine results to Python results.
 pub trait OrRaise<T> {
     /// Raises the exception for the error.
     fn or_raise(self, py: Python<'_>, path: Option<&str>) -> PyResult<T>;
 
-    /// The same for a call on an object that may have ended.
+    /// Does the same for a call on an object that may be closed.
     fn or_raise_of(self, py: Python<'_>, path: Option<&str>, handle: Handle) -> PyResult<T>;
 }
 

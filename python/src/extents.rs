@@ -1,6 +1,7 @@
-//! Tensors of torch, and which bytes of which storage they use: asked of each tensor at each save.
+//! Torch tensors and the bytes of storage that they use, determined for each tensor at each save.
 //!
-//! Torch has no interface that tells all of it at once, and its objects are asked by name here as in Python.
+//! Torch has no interface that returns all of this at once, so its objects are queried by attribute name, as
+//! in Python.
 
 use std::collections::{HashMap, HashSet};
 use std::mem;
@@ -13,7 +14,7 @@ use pyo3::types::{PyDict, PyFrozenSet, PyList, PyString, PyTuple};
 use crate::errors;
 use crate::untracked::{untrack, untracked};
 
-/// A plain tensor, and which bytes of which storage it uses.
+/// A plain tensor, and the bytes of storage that it uses.
 #[pyclass(frozen, module = "remanent._native")]
 pub struct Extent {
     #[pyo3(get)]
@@ -24,47 +25,47 @@ pub struct Extent {
     device: Py<PyAny>,
     #[pyo3(get)]
     nbytes: u64,
-    /// Whether the storage holds all elements. Of one that was freed or shortened, as sharded trainers do it
-    /// by `resize_(0)`, tensors keep their shapes, and an address of nothing.
+    /// Whether the storage contains all elements. If the storage was freed or shortened, as sharded trainers
+    /// do with `resize_(0)`, tensors keep their shapes and an invalid address.
     #[pyo3(get)]
     is_there: bool,
-    /// The address of its storage, and the hash of the device on which that is one.
+    /// The address of the storage, and the hash of the device to which that address belongs.
     base: u64,
     device_hash: isize,
     addresses: Range<u64>,
 }
 
-/// What is known of torch.
+/// The torch types and functions that the walk needs.
 #[derive(FromPyObject)]
 pub struct Kinds<'py> {
-    /// The type of a tensor that is no more than its elements.
+    /// The type of a tensor that is nothing but its elements.
     tensor: Bound<'py, PyAny>,
-    /// The layout of one whose elements lie in a storage.
+    /// The layout of a tensor whose elements are in a storage.
     strided: Bound<'py, PyAny>,
-    /// The elements that can be stored, those left out that a view may conjugate.
+    /// The element types that can be stored, except those that a view may conjugate.
     real: Bound<'py, PyFrozenSet>,
-    /// Gives the plain tensor of a name and another tensor, or refuses it.
+    /// Called with a name and another tensor; returns the plain tensor to store, or rejects it.
     plain: Bound<'py, PyAny>,
 }
 
-/// Extents as Python holds them.
+/// Extents as Python objects.
 type Extents<'py> = Vec<Bound<'py, Extent>>;
 
 #[pymethods]
 impl Extent {
-    /// What tells the tensor's storage from others.
+    /// A value that identifies the tensor's storage.
     #[getter]
     fn storage(&self, py: Python<'_>) -> (Py<PyAny>, u64) {
         (self.device.clone_ref(py), self.base)
     }
 
-    /// The first byte in use, counted from the storage's beginning.
+    /// The offset of the first byte in use from the beginning of the storage.
     #[getter]
     fn start(&self) -> u64 {
         self.addresses.start - self.base
     }
 
-    /// The end of the last byte in use.
+    /// The offset of the end of the last byte in use.
     #[getter]
     fn end(&self) -> u64 {
         self.addresses.end - self.base
@@ -72,7 +73,7 @@ impl Extent {
 }
 
 impl Kinds<'_> {
-    /// Whether a tensor is plain by itself: the fewest questions that tell, for each is a call.
+    /// Whether a tensor is plain as it is, with as few queries as possible, since each is a call.
     fn is_plain(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
         let py = tensor.py();
         let says = |name| tensor.getattr(name)?.is_truthy();
@@ -86,10 +87,10 @@ impl Kinds<'_> {
     }
 }
 
-/// What is to be stored of these tensors. `kinds.plain` refuses what cannot be.
+/// Returns the extents of these tensors. `kinds.plain` rejects tensors that cannot be stored.
 ///
 /// # Errors
-/// `RefusedError` for tensors that share memory over two storages: they would come back apart.
+/// `RefusedError` for tensors that share memory through two storages: they would be restored separately.
 #[pyfunction]
 pub fn extents<'py>(tensors: &Bound<'py, PyDict>, kinds: Kinds<'_>) -> PyResult<Extents<'py>> {
     let py = tensors.py();
@@ -99,7 +100,7 @@ pub fn extents<'py>(tensors: &Bound<'py, PyDict>, kinds: Kinds<'_>) -> PyResult<
         let nbytes = tensor.getattr(intern!(py, "nbytes"))?.extract()?;
         let storage = match tensor.call_method0(intern!(py, "untyped_storage")) {
             Ok(storage) => storage,
-            // A wrapper, which says that it is a plain tensor.
+            // A wrapper that claims to be a plain tensor.
             Err(error) => return Err(kinds.plain.call1((&name, &tensor)).err().unwrap_or(error)),
         };
         let base = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
@@ -120,7 +121,7 @@ fn refuse_two_storages(py: Python<'_>, found: &Extents<'_>) -> PyResult<()> {
     let has_memory = |extent: &&Extent| extent.nbytes > 0 && extent.base != 0 && extent.is_there;
     let mut sorted: Vec<&Extent> = found.iter().map(Bound::get).filter(has_memory).collect();
     sorted.sort_unstable_by_key(|extent| (extent.device_hash, extent.addresses.start));
-    // The one that reaches furthest, of those before.
+    // The extent so far that reaches furthest.
     let mut furthest: Option<&Extent> = None;
     for extent in sorted {
         let last = furthest.filter(|last| last.device_hash == extent.device_hash);
@@ -143,8 +144,8 @@ fn refuse_two_storages(py: Python<'_>, found: &Extents<'_>) -> PyResult<()> {
     Ok(())
 }
 
-/// Divides extents: those that lie in these tensors, of any devices, and those that share their storage with
-/// bytes that do not.
+/// Partitions extents into those that are within these tensors, on any device, and those that share their
+/// storage with bytes that are not.
 #[pyfunction]
 pub fn extents_within<'py>(
     extents: Extents<'py>,
@@ -158,7 +159,7 @@ pub fn extents_within<'py>(
         }
     }
     ranges.sort_unstable_by_key(|range| range.start);
-    // Those that touch are one.
+    // Merges ranges that touch.
     ranges.dedup_by(|next, last| {
         let touch = next.start <= last.end;
         last.end = if touch { last.end.max(next.end) } else { last.end };
@@ -174,13 +175,13 @@ pub fn extents_within<'py>(
     Ok(extents.into_iter().partition(|extent| !shared.contains(&extent.get().base)))
 }
 
-/// Extents by page: those that overlap in memory share one, in the order of their addresses; those of no
-/// bytes lie by themselves, before the others.
+/// Groups extents by page. Extents that overlap in memory share a page, ordered by address; empty extents
+/// have their own pages, before the others.
 #[pyfunction]
 pub fn extents_by_page<'py>(py: Python<'py>, extents: Extents<'py>) -> PyResult<Bound<'py, PyList>> {
     let (empty, held): (Extents<'py>, Extents<'py>) =
         extents.into_iter().partition(|extent| extent.get().nbytes == 0);
-    // Storages in the order of their first tensors, which is that of the state.
+    // Storages are ordered by their first tensors, in the order of the state.
     let mut first = HashMap::new();
     let mut sorted = Vec::with_capacity(held.len());
     for extent in held {
@@ -214,7 +215,7 @@ pub fn extents_by_page<'py>(py: Python<'py>, extents: Extents<'py>) -> PyResult<
     Ok(pages)
 }
 
-/// The addresses of the bytes that a tensor uses, which has some.
+/// The addresses of the bytes that a non-empty tensor uses.
 fn addresses(tensor: &Bound<'_, PyAny>, nbytes: u64) -> PyResult<Range<u64>> {
     let py = tensor.py();
     let start = tensor.call_method0(intern!(py, "data_ptr"))?.extract::<u64>()?;

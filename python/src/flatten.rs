@@ -1,7 +1,7 @@
-//! Plain values of Python's as JSON, and what lies among them: one walk over a state of thousands of values.
+//! Plain Python values as JSON, and the tensors among them, in one walk over a state of thousands of values.
 //!
-//! In Python the walk took longer than all else that a save does before it copies. It writes text, and makes
-//! no objects of Python's for what it finds: the garbage collector would look at each.
+//! In Python, this walk took longer than everything else that a save does before it copies. It writes text
+//! and creates no Python objects for what it finds: the garbage collector would scan each of them.
 //!
 //! A tensor's name is its path, so two places of a state never have the same path: see `Walk::member`.
 
@@ -18,56 +18,56 @@ use crate::errors;
 /// The remedy for a value that cannot be stored.
 const CONVERT: &str = "convert the value to one that can be stored, or leave it out of the state";
 
-/// The key of what JSON does not tell apart.
+/// The key that marks values that JSON cannot distinguish.
 const TAG: &str = "$";
 const DEPTH_MAX: usize = 100;
-/// JSON readers of other languages lose what is longer.
+/// JSON readers of other languages lose precision beyond this.
 const INT_MAX: i64 = 1 << 53;
-/// The one NaN that `float("nan")` makes; others keep their bits.
+/// The bits of the NaN that `float("nan")` creates; other NaNs keep their bits.
 const NAN_BITS: u64 = 0x7ff8_0000_0000_0000;
-/// Begins a segment of a path that is no plain name: no escaped text contains it.
+/// The prefix of a path segment that is not a plain name: no escaped text contains it.
 const OTHER_KEY: &str = "~:";
-/// The module with the values that are rarer than those here, and the keys.
+/// The module that encodes rarer values, and keys.
 const VALUES: &str = "remanent._values";
 
-/// A walk over a value, which writes it as JSON.
+/// A walk over a value that writes it as JSON.
 pub struct Walk<'a, 'py> {
     py: Python<'py>,
-    /// Takes what is another library's.
+    /// Converts objects of other libraries.
     adapt: &'a Bound<'py, PyAny>,
     leaves: Option<&'a Leaves<'py>>,
-    /// Where the value lies that is looked at.
+    /// The path of the current value.
     path: String,
-    /// What was written so far.
+    /// The text written so far.
     text: String,
-    /// The mutable containers that were begun, by their addresses.
+    /// The mutable containers visited so far, by address.
     containers: HashMap<usize, Container<'py>>,
 }
 
 /// A mutable container of the value.
 struct Container<'py> {
-    /// How many were begun before it.
+    /// The number of containers visited before it.
     number: usize,
     /// Whether the walk is inside it.
     is_open: bool,
-    /// Kept, so that no other object gets its address during the walk.
+    /// Kept alive, so that no other object gets its address during the walk.
     _value: Bound<'py, PyAny>,
 }
 
-/// Values that are taken as they are, by their path.
+/// Collects values that are kept as they are, by path.
 #[derive(FromPyObject)]
 pub struct Leaves<'py> {
-    /// Their types: no others, not even those that are made of them.
+    /// The types of these values, without subclasses.
     kinds: Bound<'py, PyFrozenSet>,
-    /// What stands for one is this and its path.
+    /// The tag that, with the path, stands for such a value in the text.
     tag: Bound<'py, PyString>,
     into: Bound<'py, PyDict>,
-    /// An attribute; a value of which it is true goes to `adapt`.
+    /// An attribute; a value for which it is true is passed to `adapt`.
     unless: Option<Bound<'py, PyString>>,
 }
 
 impl<'a, 'py> Walk<'a, 'py> {
-    /// A walk that begins at `path`.
+    /// Creates a walk that begins at `path`.
     pub fn new(
         py: Python<'py>,
         path: String,
@@ -77,10 +77,10 @@ impl<'a, 'py> Walk<'a, 'py> {
         Self { py, adapt, leaves, path, text: String::new(), containers: HashMap::new() }
     }
 
-    /// The value as JSON.
+    /// Returns the value as JSON.
     ///
     /// # Errors
-    /// `RefusedError` for what cannot be stored; what `adapt` raises.
+    /// `RefusedError` for a value that cannot be stored; errors of `adapt`.
     pub fn flatten(mut self, value: &Bound<'py, PyAny>) -> PyResult<String> {
         self.value(value, 0)?;
         Ok(self.text)
@@ -153,8 +153,8 @@ impl<'a, 'py> Walk<'a, 'py> {
         }
     }
 
-    /// Writes a value of which Python gave the beginning of the tag, as JSON; the content, or None; and
-    /// whether it is mutable.
+    /// Writes a value encoded by Python code as a triple: the beginning of the tag, as JSON; the content, or
+    /// None; and whether the value is mutable.
     fn parts(
         &mut self,
         value: &Bound<'py, PyAny>,
@@ -177,7 +177,7 @@ impl<'a, 'py> Walk<'a, 'py> {
         if is_mutable { self.container(value, write) } else { write(self) }
     }
 
-    /// A mutable container, which `write` writes: once, and where it is found again a reference to it.
+    /// Writes a mutable container by calling `write`, or a reference to it if it was written before.
     fn container(
         &mut self,
         value: &Bound<'py, PyAny>,
@@ -202,7 +202,7 @@ impl<'a, 'py> Walk<'a, 'py> {
 
     fn float(&mut self, number: f64) -> PyResult<()> {
         if number.is_finite() {
-            // The shortest text that is read as this number, with a point or an exponent.
+            // The shortest text that parses to this number, with a point or an exponent.
             write!(self.text, "{number:?}").expect("a string takes all");
             return Ok(());
         }
@@ -217,16 +217,17 @@ impl<'a, 'py> Walk<'a, 'py> {
         })
     }
 
-    /// In the order of its own, with the attributes that it has besides, as torch's states of modules do.
+    /// Writes an OrderedDict in its own order, with its additional attributes, which torch's module states
+    /// have.
     fn ordered_dict(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> PyResult<()> {
-        // By its method: the order may be the object's own.
+        // By its method: a subclass may define its own order.
         let items = value.call_method0("items")?.try_iter()?.collect::<PyResult<Vec<_>>>()?;
         let attributes = value.getattr("__dict__")?.cast_into::<PyDict>()?;
         let attributes = (!attributes.is_empty()).then_some(attributes);
         self.dict(&PyList::new(self.py, items)?, "OrderedDict", false, depth, attributes.as_ref())
     }
 
-    /// The items of a list or a tuple.
+    /// Writes the items of a list or tuple.
     fn items(&mut self, items: &Bound<'py, PyTuple>, depth: usize) -> PyResult<()> {
         let len = self.path.len();
         self.listed(items.len(), |walk, at| {
@@ -237,7 +238,8 @@ impl<'a, 'py> Walk<'a, 'py> {
         })
     }
 
-    /// The items of a dict: by name if it is plain and has names alone, none of them ours.
+    /// Writes the items of a dict: as a JSON object if it is a plain dict whose keys are all strings other
+    /// than the tag.
     fn dict(
         &mut self,
         items: &Bound<'py, PyList>,
@@ -283,7 +285,7 @@ impl<'a, 'py> Walk<'a, 'py> {
         })
     }
 
-    /// A key of a dict, or an integer, as JSON.
+    /// Writes a dict key, or an integer, as JSON.
     fn key(&mut self, key: &Bound<'py, PyAny>) -> PyResult<()> {
         if let Ok(name) = key.cast_exact::<PyString>() {
             return self.string(name);
@@ -292,12 +294,12 @@ impl<'a, 'py> Walk<'a, 'py> {
         self.json(&coded)
     }
 
-    /// What a dict has by this key.
+    /// Writes the value of a dict's key.
     ///
-    /// Its path is that of the dict and a segment that no other key of the dict has: a name as it is, with
-    /// `~` as `~0` and `/` as `~1`; an integer in decimal; any other key as `~:` and its JSON. A name that
-    /// is not valid Unicode is such a key, and so is one that looks like an integer, if not all keys of the
-    /// dict are names.
+    /// Its path is the path of the dict and a segment that no other key of the dict has: a name as it is,
+    /// with `~` as `~0` and `/` as `~1`; an integer in decimal; any other key as `~:` and its JSON. A name
+    /// that is not valid Unicode is such an other key, and so is a name that looks like an integer if not all
+    /// keys of the dict are names.
     fn member(
         &mut self,
         key: &Bound<'py, PyAny>,
@@ -317,7 +319,7 @@ impl<'a, 'py> Walk<'a, 'py> {
                 let start = self.text.len();
                 self.key(key)?;
                 let text = self.text.split_off(start);
-                // Without the brackets of a tag.
+                // Without the brackets of the tag.
                 let inner = text.strip_prefix("{\"$\":[\"").and_then(|text| text.strip_suffix("]}"));
                 let text = match inner.and_then(|inner| inner.split_once("\",")) {
                     Some((kind, rest)) => Cow::Owned(format!("{kind}{rest}")),
@@ -332,7 +334,7 @@ impl<'a, 'py> Walk<'a, 'py> {
         Ok(())
     }
 
-    /// `[…]`, the items of which `item` writes.
+    /// Writes `[…]`, whose items `item` writes.
     fn listed(
         &mut self,
         count: usize,
@@ -355,7 +357,7 @@ impl<'a, 'py> Walk<'a, 'py> {
 
     fn string(&mut self, text: &Bound<'py, PyString>) -> PyResult<()> {
         let Ok(plain) = text.to_str() else {
-            // It has halves of a pair of UTF-16, which JSON can tell and text of Rust's cannot.
+            // It contains unpaired UTF-16 surrogates, which JSON can represent and Rust strings cannot.
             return self.json(text);
         };
         self.text.push('"');
@@ -373,14 +375,14 @@ impl<'a, 'py> Walk<'a, 'py> {
         Ok(())
     }
 
-    /// What is JSON already, as objects of Python's.
+    /// Writes a Python value that JSON represents directly.
     fn json(&mut self, value: &Bound<'py, PyAny>) -> PyResult<()> {
         let text = self.py.import("json")?.call_method1("dumps", (value,))?;
         self.text.push_str(text.cast::<PyString>()?.to_str()?);
         Ok(())
     }
 
-    /// What JSON does not tell apart: `{"$":[kind,…]}`, the rest of which `rest` writes.
+    /// Writes a value that JSON cannot distinguish as `{"$":[kind,…]}`; `rest` writes what follows the kind.
     fn tagged(&mut self, kind: &str, rest: impl FnOnce(&mut Self) -> PyResult<()>) -> PyResult<()> {
         write!(self.text, "{{\"{TAG}\":[\"{kind}\",").expect("a string takes all");
         rest(self)?;
@@ -399,13 +401,13 @@ impl<'a, 'py> Walk<'a, 'py> {
 }
 
 impl Leaves<'_> {
-    /// Whether a value of these types is `adapt`'s.
+    /// Whether a value of these types is passed to `adapt`.
     fn is_other(&self, value: &Bound<'_, PyAny>) -> PyResult<bool> {
         self.unless.as_ref().map_or(Ok(false), |name| value.getattr(name)?.is_truthy())
     }
 }
 
-/// A name as a segment of a path.
+/// Escapes a name for use as a path segment.
 pub fn escaped(name: &str) -> Cow<'_, str> {
     if name.contains(['~', '/']) {
         Cow::Owned(name.replace('~', "~0").replace('/', "~1"))

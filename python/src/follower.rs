@@ -1,4 +1,4 @@
-//! Following a store from Python: batches in order, each once, and a copy of the pages that they make.
+//! Following a store from Python: reading each batch once, in order, and maintaining a copy of the pages.
 
 use std::ffi::c_int;
 use std::path::PathBuf;
@@ -22,12 +22,14 @@ use crate::reader::Reader;
 use crate::source::{Source, locked};
 use crate::values::REPORT;
 
-/// Reads the batches of a store in order, each once, while another process may be writing it: an iterator,
-/// also an asynchronous one, without an end. Locks nothing and writes nothing.
+/// A reader of a store's batches in order, each once, which another process may be writing. It is an endless
+/// iterator and asynchronous iterator. It takes no locks and writes nothing.
 ///
-/// :param start: "beginning", "snapshot" (after the newest one), or a position: the text of `position`.
-/// :raises NoStoreError; OvertakenError: batches were recycled before they were read; DivergedError: a crash
-///     took the batch at the position; DamagedError.
+/// :param start: "beginning", "snapshot" (after the newest snapshot), or a position as `position` returns it.
+/// :raises NoStoreError: the directory contains no store.
+/// :raises OvertakenError: batches were recycled before they were read.
+/// :raises DivergedError: a crash removed the batch at the position.
+/// :raises DamagedError: bytes on disk are not what was written.
 ///
 /// >>> store = remanent.Store(directory)
 /// >>> store["k"] = b"v"
@@ -41,8 +43,8 @@ use crate::values::REPORT;
 /// >>> store.close()
 #[pyclass(frozen, weakref, name = "Follower", module = "remanent")]
 pub struct PyFollower {
-    /// The position of the newest batch handed over; apart, so that it can be asked for while another thread
-    /// reads.
+    /// The position of the newest batch handed over. A separate lock, so that it can be read while another
+    /// thread reads batches.
     position: Mutex<FollowerPosition>,
     batches: Handover<Follower, FollowedBatch>,
 }
@@ -92,14 +94,15 @@ impl PyFollower {
         Ok(Self { position, batches })
     }
 
-    /// The position after the newest batch handed over, as text: another follower goes on from it.
+    /// The position after the newest batch handed over, as text. Another follower can continue from it.
     #[getter]
     fn position(&self, py: Python<'_>) -> PyResult<String> {
         self.batches.check_process(py)?;
         Ok(self.position.lock().unwrap_or_else(PoisonError::into_inner).to_string())
     }
 
-    /// The next batch; None if none came within `timeout` seconds. 0 looks once, None waits for ever.
+    /// Returns the next batch, or None if none arrives within `timeout` seconds. 0 checks once, None waits
+    /// indefinitely.
     #[pyo3(signature = (timeout=None))]
     fn next(
         &self,
@@ -109,7 +112,7 @@ impl PyFollower {
         self.next_batch(py, seconds(timeout)?)
     }
 
-    /// Reads the next batch and keeps it; says whether there is one. For a task that may be called off.
+    /// Reads the next batch and keeps it. Returns whether there is one. For tasks, which may be cancelled.
     fn _fetch(
         &self,
         py: Python<'_>,
@@ -119,7 +122,7 @@ impl PyFollower {
         fetched.map_err(|error| self.batches.raised(py, &error))
     }
 
-    /// Takes the batch that `_fetch` keeps, if no one else did.
+    /// Takes the batch that `_fetch` keeps, unless it was taken already.
     fn _take(&self, py: Python<'_>) -> PyResult<Option<PyFollowedBatch>> {
         self.batches.check_process(py)?;
         Ok(self.batches.take(|batch| self.note(batch)).map(|batch| self.handed_over(batch)))
@@ -141,7 +144,7 @@ impl PyFollower {
         slf.py().import("remanent._aio")?.call_method1("next_batch", (slf,))
     }
 
-    /// Ends the following.
+    /// Closes the follower.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.batches.close(py)
     }
@@ -163,48 +166,48 @@ impl PyFollower {
     }
 }
 
-/// A batch as it was committed, every byte checked.
+/// A batch as it was committed, with every byte checked.
 #[pyclass(frozen, name = "FollowedBatch", module = "remanent")]
 pub struct PyFollowedBatch {
     path: String,
     batch: FollowedBatch,
-    /// The length of its payload, as the buffer protocol shows it.
+    /// The length of the payload, as the buffer protocol needs it.
     payload_len: i64,
 }
 
 #[pymethods]
 impl PyFollowedBatch {
-    /// The batch's number.
+    /// The Lsn of the batch.
     #[getter]
     fn lsn(&self) -> u64 {
         self.batch.lsn().0
     }
 
-    /// The position from which a follower goes on after this batch, as text.
+    /// The position from which a follower continues after this batch, as text.
     #[getter]
     fn position(&self) -> String {
         self.batch.position().to_string()
     }
 
-    /// The newest batch that was known to survive a power cut when this one was logged.
+    /// The Lsn of the newest batch that was known to survive a power cut when this one was logged.
     #[getter]
     fn durable(&self) -> u64 {
         self.batch.durable().0
     }
 
-    /// The remark that it carries, or None.
+    /// The note of the batch, or None.
     #[getter]
     fn note(&self) -> Option<String> {
         self.batch.note()
     }
 
-    /// The batch whose state this one put in place of everything, if it is a restore; else None.
+    /// The Lsn of the batch whose state this batch restored, or None if it is not a restore.
     #[getter]
     fn restored(&self) -> Option<u64> {
         self.batch.restored().map(|restored| restored.of().0)
     }
 
-    /// All pages of the state that it put in place, if it is a restore; else none.
+    /// All pages of the restored state if the batch is a restore, else an empty sequence.
     #[getter]
     fn restored_pages<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let restored = self.batch.restored();
@@ -212,12 +215,12 @@ impl PyFollowedBatch {
         REPORT.freeze_list(py, pages.iter().cloned().map(Info))
     }
 
-    /// The operations in order: a dict each, with "kind" and what belongs to it.
+    /// The operations in order, each a dict with "kind" and the entries of that kind.
     ///
-    /// Kinds: "create", "write", "masked", "scatter" (elements of `width` bytes; `indices`, an Array of
-    /// uint32, count them from byte `base` on), "fill", "resize", "delete", "set_metadata",
-    /// "remove_metadata", "set_root", "remove_root", "note", "image" (the page's whole content lies in a
-    /// file: `image(page)` reads it), "restore", "other".
+    /// The kinds are "create", "write", "masked", "scatter" (elements of `width` bytes; `indices`, an Array
+    /// of uint32, count them from byte `base` on), "fill", "resize", "delete", "set_metadata",
+    /// "remove_metadata", "set_root", "remove_root", "note", "image" (the page's whole content is in a file,
+    /// which `image(page)` reads), "restore" and "other".
     #[getter]
     fn operations<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let list = PyList::empty(py);
@@ -232,9 +235,9 @@ impl PyFollowedBatch {
         REPORT.freeze(list)
     }
 
-    /// The operations as they lie in the batch's bytes, which the buffer protocol shows: in place of bytes,
-    /// where they begin and end. `indices`, `count` of them, are as the log has them: four bytes each, or, if
-    /// `gaps` says so, how many elements are skipped before each, seven bits a byte, lowest first, the
+    /// Returns the operations with offsets into the batch's payload, which the buffer protocol exposes, in
+    /// place of bytes. `indices`, `count` of them, are encoded as in the log: four bytes each or, if `gaps`
+    /// is true, the number of elements skipped before each one, seven bits per byte, lowest first, with the
     /// highest bit set in all bytes but the last.
     fn _layout<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let list = PyList::empty(py);
@@ -256,17 +259,17 @@ impl PyFollowedBatch {
             ndim: 1,
             read_only: true,
         };
-        // SAFETY: the interpreter gives a view to fill; what it points to lives as long as this object, which
-        // the view keeps, and never changes.
+        // SAFETY: the interpreter passes a view to fill; the memory it refers to lives as long as this
+        // object, which the view keeps alive, and never changes.
         unsafe { fill_buffer(view, flags, slf.into_any(), parts) }
     }
 
     unsafe fn __releasebuffer__(&self, view: *mut ffi::Py_buffer) {
-        // SAFETY: the view that `__getbuffer__` filled, given back once.
+        // SAFETY: this is the view that `__getbuffer__` filled, released once.
         unsafe { release_buffer(view) };
     }
 
-    /// The bytes that an "image" operation makes a page's whole content, read and checked.
+    /// Returns the whole content that an "image" operation gives to a page, read from its file and checked.
     fn image<'py>(
         &self,
         py: Python<'py>,
@@ -284,10 +287,10 @@ impl PyFollowedBatch {
     }
 }
 
-/// A copy of a store's pages in host memory, kept up by a follower's batches.
+/// A copy of a store's pages in host memory, kept up to date by applying a follower's batches.
 ///
-/// :param path: a store whose newest snapshot it begins with; without one it begins empty, before the first
-///     batch.
+/// :param path: a store whose newest snapshot is the initial state. Without a path the replica begins empty,
+///     before the first batch.
 ///
 /// >>> with remanent.Store(directory) as store:
 /// ...     store["k"] = b"v"
@@ -300,7 +303,7 @@ pub struct PyReplica;
 
 #[pymethods]
 impl PyReplica {
-    /// The empty store, or the state of the newest snapshot of the store in `path`.
+    /// Creates an empty replica, or one with the newest snapshot of the store in `path`.
     #[new]
     #[pyo3(signature = (path=None))]
     fn new(
@@ -320,6 +323,8 @@ impl PyReplica {
     }
 
     /// Applies the next batch.
+    ///
+    /// :raises DivergedError: the batch is not the next one after `position`.
     fn apply(
         slf: PyRef<'_, Self>,
         py: Python<'_>,
@@ -334,7 +339,7 @@ impl PyReplica {
         format!("Replica(position={:?})", Self::position(slf))
     }
 
-    /// The position after the last batch applied, as text: a follower for this replica goes on from it.
+    /// The position after the last batch applied, as text. A follower for this replica continues from it.
     #[getter]
     fn position(slf: PyRef<'_, Self>) -> String {
         let Source::Replica(replica) = &slf.as_super().source else { unreachable!("made with one") };

@@ -1,5 +1,5 @@
-//! The way from Python into an open store: no call enters a closed one, none touches it in a forked child,
-//! and none holds up the interpreter.
+//! The entry from Python into an open store: no call enters a closed store, none touches it in a forked
+//! child, and none blocks the interpreter.
 
 use std::mem::ManuallyDrop;
 use std::path::Path;
@@ -11,51 +11,51 @@ use remanent::{Ack, Error, Result, Store};
 
 use crate::errors::{OrRaise, STORE, invalid, own};
 
-/// How long a wait goes on before it looks for Ctrl-C.
+/// How long a wait lasts before it checks for Ctrl-C.
 const SLICE: Duration = Duration::from_millis(50);
 
-/// The stores of this process, to be closed while the interpreter is still whole.
+/// The stores of this process, to be closed before interpreter shutdown.
 static OPEN: Mutex<Vec<Weak<Gate>>> = Mutex::new(Vec::new());
 
-/// An open store, the calls that are in it and the handles that depend on it.
+/// An open store, with the calls that are inside it and the handles that depend on it.
 pub struct Gate {
-    /// The process that opened it.
+    /// The id of the process that opened the store.
     opener: u32,
-    /// The store's directory, as it was given.
+    /// The store's directory, as given by the caller.
     pub path: String,
-    /// What its commits wait for.
+    /// What commits wait for by default.
     pub ack: Ack,
     state: Mutex<GateState>,
-    /// No call is in the store any more, or it is closed.
+    /// Notified when no call is inside the store, or it is closed.
     quiet: Condvar,
 }
 
 struct GateState {
     store: Option<Arc<Store>>,
-    /// A thread closes the store: it is gone from here, and not closed yet.
+    /// A thread is closing the store: it has been taken from `store` and is not closed yet.
     is_closing: bool,
     calls: usize,
     handles: usize,
 }
 
-/// A call that is in the store, which stays open meanwhile.
+/// A call that is inside the store and keeps it open.
 pub struct Call<'g> {
     gate: &'g Gate,
     store: ManuallyDrop<Arc<Store>>,
 }
 
-/// A lease or a view, which keeps its store from being closed.
+/// A lease or view, which prevents its store from being closed.
 pub struct Handle {
     gate: Arc<Gate>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // A panic in one call says nothing of the counts: each is one step.
+    // A panic in one call does not corrupt the counts: each update is a single step.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Refuses a handle that a forked child inherited, before any lock is touched: the thread that holds it may
-/// not be there.
+/// Rejects a handle that a forked child inherited, before any lock is touched: the thread that holds the lock
+/// may not exist in the child.
 pub fn check_process(opener: u32) -> Result<()> {
     if std::process::id() == opener { Ok(()) } else { Err(Error::Forked { opener }) }
 }
@@ -70,8 +70,8 @@ impl Gate {
             state: Mutex::new(state),
             quiet: Condvar::new(),
         });
-        // In a forked child a thread that is not there may hold the list for ever. A store that is not on it
-        // is left to the interpreter.
+        // In a forked child, a thread that does not exist may hold the list forever. A store that is not
+        // listed is left to the interpreter.
         if let Ok(mut open) = OPEN.try_lock() {
             open.retain(|gate| gate.strong_count() > 0);
             open.push(Arc::downgrade(&gate));
@@ -91,7 +91,7 @@ impl Gate {
         Ok(Call { gate: self, store: ManuallyDrop::new(store) })
     }
 
-    /// Enters the store for as long as a lease or a view lives.
+    /// Enters the store for the lifetime of a lease or view.
     ///
     /// # Errors
     /// `Forked`, `Closed`.
@@ -108,7 +108,7 @@ impl Gate {
         py.detach(|| self.enter().and_then(|call| run(&call))).or_raise_of(py, Some(&self.path), STORE)
     }
 
-    /// Runs a call that waits for nothing: giving the interpreter's lock away would cost more than it.
+    /// Runs a call that does not wait: releasing the interpreter's lock would cost more than the call.
     pub fn look<T>(&self, py: Python<'_>, run: impl FnOnce(&Store) -> Result<T>) -> PyResult<T> {
         self.enter().and_then(|call| run(&call)).or_raise_of(py, Some(&self.path), STORE)
     }
@@ -125,10 +125,11 @@ impl Gate {
         check_process(self.opener).is_ok() && lock(&self.state).store.is_none()
     }
 
-    /// Closes the store once no call is in it. Once it returns, the store is closed, by whichever thread.
+    /// Closes the store once no call is inside it. When this returns, the store is closed, by this or another
+    /// thread.
     ///
     /// # Errors
-    /// `InUseError` while leases or views depend on it; what closing fails with.
+    /// `InUseError` while leases or views depend on the store; errors of closing it.
     pub fn close(&self, py: Python<'_>) -> PyResult<()> {
         let closed = py.detach(|| {
             check_process(self.opener)?;
@@ -180,7 +181,7 @@ impl std::ops::Deref for Call<'_> {
 
 impl Drop for Call<'_> {
     fn drop(&mut self) {
-        // SAFETY: it is dropped here and nowhere else, before the count that a closing thread waits for.
+        // SAFETY: dropped here and nowhere else, before the count that a closing thread waits for.
         unsafe { ManuallyDrop::drop(&mut self.store) };
         let mut state = lock(&self.gate.state);
         state.calls -= 1;
@@ -198,43 +199,43 @@ impl Drop for Handle {
     }
 }
 
-/// Drops what waits for a disk or a device without the interpreter's lock.
+/// Drops a value whose destructor waits for a disk or device, without the interpreter's lock.
 pub fn detached<T: Send>(value: T) {
     let mut value = Some(value);
-    // Without an interpreter there is no lock to hold up.
+    // Without an interpreter there is no lock to release.
     Python::try_attach(|py| py.detach(|| drop(value.take())));
     drop(value);
 }
 
-/// Closes all stores that are open: before the interpreter goes, and not in a forked child.
+/// Closes all open stores, before interpreter shutdown but not in a forked child.
 pub fn close_all(py: Python<'_>) {
     let gates: Vec<Arc<Gate>> = {
         let own = std::process::id();
-        // A child's first look at the list: a parent's thread may have held it at the fork.
+        // This is a child's first use of the list: a thread of the parent may have held it at the fork.
         let Ok(open) = OPEN.try_lock() else { return };
         open.iter().filter_map(Weak::upgrade).filter(|gate| gate.opener == own).collect()
     };
     for gate in gates {
-        // A store that is in use stays as a crash would leave it: nothing acknowledged is lost.
+        // A store that is in use is left as after a crash: nothing acknowledged is lost.
         let _ = gate.close(py);
     }
 }
 
-/// Whether this is the process's first thread, which gets the interpreter's signals.
+/// Whether this is the main thread of the process, which receives the interpreter's signals.
 fn is_main_thread() -> bool {
-    // SAFETY: the call has no arguments, and cannot fail.
+    // SAFETY: the call has no arguments and cannot fail.
     let thread = unsafe { libc::gettid() };
     u32::try_from(thread) == Ok(std::process::id())
 }
 
-/// Waits in slices, and looks for Ctrl-C between them. `wait` waits up to a time, and says whether that is
-/// over because what it waits for has come.
+/// Waits in slices and checks for Ctrl-C between them. `wait` waits up to the given time and returns whether
+/// the wait is over.
 pub fn wait<F>(py: Python<'_>, timeout: Option<Duration>, path: Option<&str>, mut wait: F) -> PyResult<bool>
 where
     F: FnMut(Duration) -> Result<bool> + Send,
 {
     let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
-    // Other threads get no signals: they need no slices.
+    // Other threads receive no signals, so they need no slices.
     let slice = if is_main_thread() { SLICE } else { Duration::from_secs(3600) };
     loop {
         let left = until.map_or(slice, |until| until.saturating_duration_since(Instant::now()).min(slice));
@@ -248,7 +249,7 @@ where
     }
 }
 
-/// Seconds as Python gives them.
+/// Converts seconds given by Python.
 pub fn seconds(seconds: Option<f64>) -> PyResult<Option<Duration>> {
     seconds
         .map(|seconds| {

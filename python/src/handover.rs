@@ -1,5 +1,5 @@
-//! A source that many threads and tasks ask for what comes next: one reads from it at a time, and each item
-//! is handed over once.
+//! A source that many threads and tasks read from: one thread reads at a time, and each item is handed over
+//! once.
 
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
@@ -10,17 +10,17 @@ use remanent::{Error, Result};
 use crate::errors::{Handle, OrRaise, in_use, to_py};
 use crate::gate::{check_process, detached, wait};
 
-/// A source, and an item that was read from it and is not handed over yet.
+/// A source, and an item that was read from it but not handed over yet.
 pub struct Handover<S, T> {
     opener: u32,
     path: String,
-    /// What a caller is told that finds another one reading.
+    /// The error message for a caller that finds another thread reading.
     busy: &'static str,
-    /// What it is, for a caller that uses it after it was closed.
+    /// The kind of object, for errors after it was closed.
     handle: Handle,
-    /// `None` once it is closed. Held while a thread reads.
+    /// `None` once closed. Locked while a thread reads.
     source: Mutex<Option<S>>,
-    /// Filled by the thread that has the source. Apart, so that a task takes what was read for it while
+    /// Filled by the thread that holds the source. A separate lock, so that a task can take its item while
     /// another thread reads on.
     kept: Mutex<Option<T>>,
 }
@@ -35,7 +35,7 @@ impl<S: Send, T: Send> Handover<S, T> {
         &self.path
     }
 
-    /// Refuses a source that a forked child inherited.
+    /// Rejects a source that a forked child inherited.
     ///
     /// # Errors
     /// `ForkedError`.
@@ -43,7 +43,7 @@ impl<S: Send, T: Send> Handover<S, T> {
         check_process(self.opener).or_raise(py, Some(&self.path))
     }
 
-    /// The source, if no other thread has it.
+    /// Locks the source, unless another thread is reading from it.
     fn source(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, Option<S>>> {
         self.check_process(py)?;
         match self.source.try_lock() {
@@ -53,7 +53,7 @@ impl<S: Send, T: Send> Handover<S, T> {
         }
     }
 
-    /// The exception for an error: the source may be closed, or the store that it reads from.
+    /// The exception for an error, which depends on whether the source or its store is closed.
     pub fn raised(&self, py: Python<'_>, error: &Error) -> PyErr {
         let is_closed = self.source(py).is_ok_and(|source| source.is_none());
         match error {
@@ -66,18 +66,18 @@ impl<S: Send, T: Send> Handover<S, T> {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes what is kept; `note` sees it before anyone else can take what comes after it.
+    /// Takes the kept item; `note` sees it before another caller can take the next one.
     pub fn take(&self, note: impl FnOnce(&T)) -> Option<T> {
         let mut kept = self.kept();
         kept.as_ref().map(note);
         kept.take()
     }
 
-    /// Reads the next item and keeps it, for up to a time. Says whether there is one; `Err(Closed)` within
-    /// says that none will come.
+    /// Reads the next item, for at most `timeout`, and keeps it. Returns whether there is one; an inner
+    /// `Err(Closed)` means that no more will arrive.
     ///
     /// # Errors
-    /// `InUseError` while another thread reads; what `read` fails with.
+    /// `InUseError` while another thread reads; errors of `read`.
     pub fn fetch(
         &self,
         py: Python<'_>,
@@ -115,7 +115,8 @@ impl<S: Send, T: Send> Handover<S, T> {
         Ok(if is_over { Err(Error::Closed) } else { Ok(come) })
     }
 
-    /// The next item; `None` if none came up to a time. `Err(Closed)` within says that none will come.
+    /// Returns the next item, or `None` if none arrives in time. An inner `Err(Closed)` means that no more
+    /// will arrive.
     ///
     /// # Errors
     /// As for [`fetch`](Self::fetch).
@@ -133,7 +134,7 @@ impl<S: Send, T: Send> Handover<S, T> {
             match self.fetch_from(py, &mut source, left, &mut read)? {
                 Err(closed) => return Ok(Err(closed)),
                 Ok(false) => return Ok(Ok(None)),
-                // A task may have been quicker.
+                // A task may have taken the item first.
                 Ok(true) => match self.take(&mut note) {
                     Some(item) => return Ok(Ok(Some(item))),
                     None => continue,
@@ -142,7 +143,7 @@ impl<S: Send, T: Send> Handover<S, T> {
         }
     }
 
-    /// Ends the reading.
+    /// Closes the source.
     ///
     /// # Errors
     /// `InUseError` while another thread reads.
@@ -154,7 +155,7 @@ impl<S: Send, T: Send> Handover<S, T> {
 }
 
 impl<S: Send, T: Send> Handover<S, T> {
-    /// Lets go of the source without the interpreter's lock, where its owner goes.
+    /// Drops the source without the interpreter's lock when its owner is dropped.
     pub fn end(&mut self) {
         let source = self.source.get_mut().unwrap_or_else(PoisonError::into_inner).take();
         detached(source);

@@ -1,4 +1,4 @@
-//! What a store was: its snapshots, what changed a page, and earlier states to go back to or go on from.
+//! The history of a store: snapshots, changes of a page, and earlier states to restore or fork.
 
 use std::path::{Path, PathBuf};
 
@@ -11,12 +11,12 @@ use crate::gate::Gate;
 use crate::page_name::{PageName, state_point};
 use crate::snapshot::{Pruned, SnapshotInfo};
 
-/// The store's directory, where it is now.
+/// The current directory of the store.
 pub fn here(store: &Store) -> Result<PathBuf, Error> {
     Ok(store.directory()?.expect("a store that was opened by its path lies in a file system"))
 }
 
-/// The changes of bytes of a page up to now.
+/// Returns the changes of a page's bytes up to now.
 pub fn blame(
     gate: &Gate,
     page: &Bound<'_, PyAny>,
@@ -30,7 +30,7 @@ pub fn blame(
     })
 }
 
-/// The first bad version, up to the newest state if `bad` is `None`.
+/// Finds the first bad version, up to the newest state if `bad` is `None`.
 pub fn bisect<'py>(
     gate: &Gate,
     is_good: &Bound<'py, PyAny>,
@@ -67,19 +67,19 @@ pub fn snapshot(
     gate.call(py, |store| store.snapshot_with(options)).map(|info| SnapshotInfo::from(&info))
 }
 
-/// Takes all pages and the root back to an earlier state. Returns the batch's number.
+/// Restores all pages and the root to an earlier state, and returns the Lsn of the batch that does so.
 pub fn restore(py: Python<'_>, gate: &Gate, at: &Bound<'_, PyAny>) -> PyResult<u64> {
     let point = state_point(at)?;
     gate.call(py, |store| store.restore(&point).map(|position| position.lsn.0))
 }
 
-/// Makes a new store that begins at an earlier state. Returns its id.
+/// Creates a new store that begins at an earlier state, and returns its id.
 pub fn fork(py: Python<'_>, gate: &Gate, path: &Path, at: &Bound<'_, PyAny>) -> PyResult<String> {
     let point = state_point(at)?;
     gate.call(py, |store| store.fork(path, &point).map(|id| id.to_string()))
 }
 
-/// Removes what these rules do not keep, or says what would go.
+/// Removes what these rules do not keep, or only reports it.
 pub fn prune(
     py: Python<'_>,
     gate: &Gate,

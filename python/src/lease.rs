@@ -1,4 +1,4 @@
-//! A lease: a page's bytes where they lie, to be read for a while.
+//! A lease: temporary access to a page's bytes in place.
 
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -21,7 +21,7 @@ use crate::gate::{Gate, Handle, check_process, detached};
 use crate::page_info::Info;
 
 self_cell! {
-    /// A lease beside the store that it borrows from.
+    /// A lease and the store that it borrows from.
     struct LeaseCell {
         owner: Arc<Store>,
         #[covariant]
@@ -29,18 +29,18 @@ self_cell! {
     }
 }
 
-/// A lease, and after it in the order of dropping the count that keeps its store open.
+/// A lease, followed in drop order by the count that keeps its store open.
 struct HeldLease {
     cell: LeaseCell,
     _handle: Handle,
 }
 
-/// The right to read a page where it lies: the bytes stay what they were when the lease began. Made by
+/// The right to read a page in place: its bytes stay what they were when the lease began. Created by
 /// `Store.lease`.
 ///
-/// memoryview and NumPy see the store's own memory, read-only, and keep the lease from ending. DLPack gives a
-/// copy, because consumers such as torch do not heed "read only"; `copy=False` gives the memory to one that
-/// says it does.
+/// A memoryview or NumPy array shows the store's own memory, read-only, and prevents the lease from ending.
+/// DLPack returns a copy, because consumers such as torch ignore the read-only flag; `copy=False` returns the
+/// memory itself to a consumer that respects the flag.
 ///
 /// >>> import numpy
 /// >>> with remanent.Store(directory, device="host") as store:
@@ -57,7 +57,7 @@ pub struct PyLease {
     dtype: &'static Dtype,
     shape: Vec<i64>,
     lease: Mutex<Option<Arc<HeldLease>>>,
-    /// Views of its memory that others hold.
+    /// The number of views of the memory that other objects hold.
     exports: AtomicUsize,
 }
 
@@ -105,7 +105,7 @@ impl PyLease {
         py.detach(|| run(self.held()?.cell.borrow_dependent())).or_raise_of(py, Some(&self.path), LEASE)
     }
 
-    /// The address of the bytes, once all batches under way are applied.
+    /// The address of the bytes, once all batches in flight are applied.
     fn bytes_address(&self, py: Python<'_>) -> PyResult<usize> {
         self.look(py, |lease| lease.bytes().map(|bytes| bytes.as_ptr() as usize))
     }
@@ -119,13 +119,13 @@ impl PyLease {
         Info(self.info.clone())
     }
 
-    /// The version of the page that is leased.
+    /// The epoch of the leased version of the page.
     #[getter]
     fn epoch(&self) -> u64 {
         self.info.epoch.0
     }
 
-    /// The newest batch whose changes the bytes include.
+    /// The Lsn of the newest batch whose changes the bytes include.
     #[getter]
     fn lsn(&self) -> u64 {
         self.lsn
@@ -137,34 +137,37 @@ impl PyLease {
         self.info.len
     }
 
-    /// The name of the elements' kind.
+    /// The name of the element type.
     #[getter]
     fn dtype(&self) -> &'static str {
         self.dtype.name
     }
 
-    /// The lengths of the dimensions, in elements.
+    /// The shape, in elements.
     #[getter]
     fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, pyo3::types::PyTuple>> {
         pyo3::types::PyTuple::new(py, &self.shape)
     }
 
-    /// The address at which kernels find the bytes, once a stream was named to `on`; None on the host alone.
+    /// The address of the bytes for kernels, available once `on` was called with a stream; None if pages live
+    /// only on the host.
     #[getter]
     fn address(&self, py: Python<'_>) -> PyResult<Option<u64>> {
         self.look(py, |lease| Ok(lease.address()))
     }
 
-    /// Where the page's bytes lie, for a transport that registers memory (NIXL, UCX, verbs): "address",
-    /// "len", "kind" ("device", "pinned", "host" or "unified"), "gpu" (its CUDA ordinal), "store", "page" and
-    /// "epoch". It holds as long as this object: end the registration first. Transports only read.
+    /// Returns the location of the page's bytes, for a transport that registers memory (NIXL, UCX, verbs).
     ///
-    /// :raises DeviceError: pages live in memory of the host alone, or the page is empty.
+    /// The keys are "address", "len", "kind" ("device", "pinned", "host" or "unified"), "gpu" (the CUDA
+    /// ordinal), "store", "page" and "epoch". The location is valid as long as this object; end the
+    /// registration first. Transports may only read.
+    ///
+    /// :raises DeviceError: pages live only in host memory, or the page is empty.
     fn descriptor<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         descriptor_to_py(py, &self.look(py, |lease| lease.descriptor())?)
     }
 
-    /// Lets work that is put on the stream from now on read the page; the stream is a CUDA handle as a
+    /// Allows work that is enqueued on `stream` from now on to read the page. `stream` is a CUDA handle as a
     /// number.
     fn on(&self, py: Python<'_>, #[pyo3(from_py_with = arguments::stream)] stream: u64) -> PyResult<()> {
         self.look(py, |lease| {
@@ -174,7 +177,9 @@ impl PyLease {
         })
     }
 
-    /// Ends the lease. Refused while views of its memory are held.
+    /// Ends the lease.
+    ///
+    /// :raises MemoryRefusedError: views of its memory are still held.
     fn end(&self, py: Python<'_>) -> PyResult<()> {
         check_process(self.opener).or_raise(py, Some(&self.path))?;
         let held = {
@@ -225,7 +230,7 @@ impl PyLease {
         let (py, this) = (slf.py(), slf.get());
         check_export(stream.as_ref(), dl_device)?;
         if copy == Some(false) {
-            // The store's own memory. An object of its own counts the export, as a memoryview's does.
+            // The store's own memory. A separate object counts the export, as for a memoryview.
             let owner = Bound::new(py, Exported::new(py, slf)?)?;
             let export = Export {
                 address: owner.get().address,
@@ -238,8 +243,7 @@ impl PyLease {
             };
             return export.capsule(py);
         }
-        // Consumers that do not look at the flag "read only", as torch does not, would write to the store's
-        // memory.
+        // Consumers that ignore the read-only flag, such as torch, would write to the store's memory.
         let copied = this.look(py, |lease| {
             let bytes = lease.bytes()?;
             let mut copied = Aligned::zeros(bytes.len())?;
@@ -262,7 +266,7 @@ impl PyLease {
                 "take it by DLPack, or lease the page with dtype \"uint8\"",
             ));
         };
-        // Counted before the lease is looked at: another thread may be ending it.
+        // Counted before the lease is read: another thread may be ending it.
         this.exports.fetch_add(1, Ordering::AcqRel);
         let address = match this.bytes_address(slf.py()) {
             Ok(address) => address,
@@ -280,7 +284,7 @@ impl PyLease {
             ndim: this.shape.len(),
             read_only: true,
         };
-        // SAFETY: the interpreter gives a view to fill; the lease stays while the view is counted.
+        // SAFETY: the interpreter passes a view to fill; the lease stays while the view is counted.
         let filled = unsafe { fill_buffer(view, flags, slf.clone().into_any(), parts) };
         if filled.is_err() {
             this.exports.fetch_sub(1, Ordering::AcqRel);
@@ -289,12 +293,13 @@ impl PyLease {
     }
 
     unsafe fn __releasebuffer__(&self, view: *mut ffi::Py_buffer) {
-        // SAFETY: the view that `__getbuffer__` filled, given back once.
+        // SAFETY: this is the view that `__getbuffer__` filled, released once.
         unsafe { release_buffer(view) };
         self.exports.fetch_sub(1, Ordering::AcqRel);
     }
 
-    /// The bytes as a NumPy array, in the store's memory, read-only. It keeps the lease from ending.
+    /// Returns the bytes as a read-only NumPy array in the store's memory, which prevents the lease from
+    /// ending.
     fn numpy<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         as_numpy(slf)
     }
@@ -311,7 +316,7 @@ impl Drop for PyLease {
     }
 }
 
-/// One export of a lease's memory by DLPack, as long as its consumer holds it.
+/// One DLPack export of a lease's memory, alive as long as its consumer holds it.
 #[pyclass(frozen, module = "remanent._native")]
 struct Exported {
     address: usize,
@@ -321,7 +326,7 @@ struct Exported {
 impl Exported {
     fn new(py: Python<'_>, lease: &Bound<'_, PyLease>) -> PyResult<Self> {
         lease.get().exports.fetch_add(1, Ordering::AcqRel);
-        // From here on dropping it takes the count back.
+        // From here on, dropping it decrements the count.
         let mut exported = Self { address: 0, lease: lease.clone().unbind() };
         exported.address = lease.get().bytes_address(py)?;
         Ok(exported)

@@ -4,53 +4,55 @@
 //!
 //! A file imports only from those below it.
 //!
-//! | file | what it is for |
+//! | file | contents |
 //! |---|---|
 //! | `store` | the handle of an open store |
 //! | `history` | its snapshots and earlier states |
 //! | `follower` | batches as they are logged, and replicas |
-//! | `operations` | what such a batch consists of, as dicts |
+//! | `operations` | the operations of such a batch, as dicts |
 //! | `changes` | what batches change, as they are applied |
-//! | `lease`, `pin` | a page's bytes where they lie; a page that stays where it is |
-//! | `placement` | pages that a call moves to a place |
-//! | `ahead` | pages that are brought to a place ahead of their use |
-//! | `read_many` | ranges of many pages by one call |
-//! | `batch` | operations that happen together |
-//! | `page_creates`, `page_updates` | pages that a batch creates, and that it makes hold other bytes |
-//! | `pending_batch` | the operations until they are submitted, and how they are |
-//! | `new_page` | how a caller names a page that a batch creates |
-//! | `working_copy` | memory of the caller's that a page follows |
+//! | `lease`, `pin` | access to a page's bytes in place; a page with a constant address |
+//! | `placement` | moving pages to a place |
+//! | `ahead` | moving pages to a place before they are used |
+//! | `read_many` | reading ranges of many pages with one call |
+//! | `batch` | operations that take effect together |
+//! | `page_creates`, `page_updates` | pages that a batch creates, and updates of pages to new bytes |
+//! | `pending_batch` | the operations of a batch until it is submitted, and its submission |
+//! | `new_page` | the handle of a page that a batch creates |
+//! | `working_copy` | caller-owned memory whose changes are captured into a page |
 //! | `ticket` | a submitted batch to wait for |
 //! | `view` | views of an open store, and of earlier states |
-//! | `blame` | what changed a value; the search for the first bad version |
-//! | `reader` | pages and root that can be read, from whatever |
-//! | `source` | what they are read from |
-//! | `page_name` | how a caller names pages and states |
-//! | `page_info` | what a look-up gives of a page |
-//! | `snapshot` | what is kept, and what a retention removes |
+//! | `blame` | the changes of a value; the search for the first bad version |
+//! | `reader` | reading pages and the root from any source |
+//! | `source` | the sources they are read from |
+//! | `page_name` | how callers name pages and states |
+//! | `page_info` | the result of looking up a page |
+//! | `snapshot` | kept snapshots, and what a retention removes |
 //! | `loading` | waiting for pages that an open left on disk |
-//! | `stats` | what an open did, and what a store counts |
-//! | `options` | how a store is opened, from words and seconds |
-//! | `handover` | a source that many threads ask for what comes next |
-//! | `bell` | futures of the engine for an event loop |
-//! | `log` | events of the engine for Python's `logging` |
-//! | `blocks` | what one page of tensors is to hold |
-//! | `extents` | which bytes of which storage a tensor uses |
-//! | `flatten` | plain values as JSON, and what lies among them |
-//! | `array` | copies of pages that other libraries take without another copy |
-//! | `gate` | the way into a store: closing, forks, the interpreter's lock, Ctrl-C |
-//! | `memory` | bytes that a call takes, and buffers that it fills |
+//! | `stats` | the report of an open, and the statistics of a store |
+//! | `options` | how a store is opened, from strings and seconds |
+//! | `handover` | a source that many threads read from, each item once |
+//! | `bell` | engine futures for an event loop |
+//! | `log` | engine events for Python's `logging` |
+//! | `blocks` | the new contents of a page of tensors |
+//! | `extents` | the bytes of storage that a tensor uses |
+//! | `flatten` | plain values as JSON, and the tensors among them |
+//! | `array` | copies of pages that other libraries can use without another copy |
+//! | `gate` | the entry into a store: closing, forks, the interpreter's lock, Ctrl-C |
+//! | `memory` | bytes that a call reads, and buffers that it fills |
 //! | `buffer_view` | a view of another object's bytes |
-//! | `dtype`, `dlpack` | kinds of elements; the ABI of tensors |
-//! | `untracked` | objects at which the garbage collector does not look |
-//! | `values`, `errors` | metadata and errors as Python has them |
+//! | `dtype`, `dlpack` | element types; the ABI of tensors |
+//! | `untracked` | objects that the garbage collector does not scan |
+//! | `values`, `errors` | metadata and errors as Python objects |
 //!
 //! # Rules
 //!
-//! 1. No call waits while it holds the interpreter's lock; what waits is dropped without it, too.
+//! 1. No call waits while it holds the interpreter's lock, and no value whose destructor waits is dropped
+//!    while holding it.
 //! 2. No thread of the store ever takes the interpreter's lock.
-//! 3. The process is checked before any lock is taken: in a forked child its holder may not be there.
-//! 4. Nothing in the store's memory can be written through an export.
+//! 3. The process is checked before any lock is taken: in a forked child, the holder of the lock may not
+//!    exist.
+//! 4. The store's memory cannot be written through an export.
 
 mod store;
 mod history;
@@ -167,25 +169,27 @@ mod _native {
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 
-    /// Runs the `remanent` command. `program` is what starts it anew, for commands that kill themselves.
+    /// Runs the `remanent` command. `program` is the command line that starts it again, for commands that
+    /// kill themselves.
     #[pyfunction]
     fn command(py: Python<'_>, program: Vec<OsString>, arguments: Vec<OsString>) -> u8 {
         py.detach(|| remanent_tools::main_as(program, arguments))
     }
 
-    /// Closes all stores that are open: the package registers it with `atexit`.
+    /// Closes all open stores. The package registers this function with `atexit`.
     #[pyfunction]
     fn close_all(py: Python<'_>) {
         gate::close_all(py);
     }
 
-    /// The versions in the directory of a store, or of a run of several ranks, the oldest first.
+    /// Returns the versions in the directory of a store, or of a run with several ranks, oldest first.
     #[pyfunction]
     fn versions(py: Python<'_>, path: std::path::PathBuf) -> PyResult<Vec<listed_versions::ListedVersion>> {
         listed_versions::list(py, path)
     }
 
-    /// A value as text of JSON; `adapt` takes what is another library's, `leaves` what is taken as it is.
+    /// Returns a value as JSON text. `adapt` converts objects of other libraries; `leaves` collects values
+    /// that are kept as they are.
     #[pyfunction]
     #[pyo3(signature = (path, value, adapt, leaves=None))]
     fn flatten<'py>(
@@ -197,7 +201,7 @@ mod _native {
         Walk::new(value.py(), path, adapt, leaves.as_ref()).flatten(value)
     }
 
-    /// What a state is given by, as text: "lsn", "snapshot" or "name", and its number or name.
+    /// Parses the text of a state. Returns "lsn", "snapshot" or "name", and the number or name.
     #[pyfunction]
     fn state_point<'py>(
         py: Python<'py>,
@@ -211,7 +215,7 @@ mod _native {
         })
     }
 
-    /// The most similar of these names, if one is similar.
+    /// Returns the most similar of these names, or None if none is similar.
     #[pyfunction]
     fn nearest(
         #[pyo3(from_py_with = arguments::text)] wanted: &str,
@@ -220,13 +224,14 @@ mod _native {
         remanent::nearest(wanted, names.iter().map(String::as_str)).map(str::to_owned)
     }
 
-    /// A name as a segment of the paths that `flatten` makes.
+    /// Escapes a name for use as a segment of the paths that `flatten` creates.
     #[pyfunction]
     fn segment(name: &str) -> std::borrow::Cow<'_, str> {
         super::flatten::escaped(name)
     }
 
-    /// The dtype of a name in any spelling: its NumPy name, its name in metadata, bytes of an element.
+    /// Returns the dtype with this name, in any spelling, as its NumPy name, its name in metadata, and its
+    /// bytes per element.
     #[pyfunction]
     fn dtype(
         #[pyo3(from_py_with = arguments::name)] name: &str,

@@ -1,4 +1,4 @@
-//! Loading whole pages of a view into memory of the caller's, on the host or on a GPU.
+//! Loading whole pages of a view into caller-owned memory, on the host or on a GPU.
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -10,10 +10,10 @@ use crate::memory::{CudaBytes, Input, Output};
 use crate::page_name::PageName;
 use crate::source::PastSource;
 
-/// Fills memory that lies on `device` with whole pages.
+/// Fills memory on `device` with whole pages.
 ///
 /// # Errors
-/// `TypeError`, `ValueError`, `BufferError`; an error of the store's.
+/// `TypeError`, `ValueError`, `BufferError`; errors of the store.
 pub fn load_pages(view: &PastSource, pages: &Bound<'_, PyDict>, device: &str) -> PyResult<()> {
     let py = pages.py();
     let choice: DeviceChoice = device.parse().or_raise(py, None)?;
@@ -52,7 +52,7 @@ fn load_host(view: &PastSource, pages: &mut [(PageName, Output)]) -> Result<()> 
     view.read_pages(&mut named.collect::<Result<Vec<_>>>()?)
 }
 
-/// Refuses memory of which two pages would share a byte: threads fill it beside each other.
+/// Rejects memory in which two pages would share a byte: several threads fill it concurrently.
 fn check_apart(pages: &[(PageName, Output)]) -> Result<()> {
     let mut ranges: Vec<_> = pages.iter().map(|(_, memory)| memory.addresses()).collect();
     ranges.retain(|range| !range.is_empty());
@@ -72,7 +72,7 @@ fn load_gpu(view: &PastSource, pages: Vec<(PageName, CudaBytes)>, device: Device
     for (name, bytes) in pages {
         let page = name.find(&*view)?.page;
         if bytes.len() == 0 {
-            // Memory of no bytes has no address. Only a page of none fits there.
+            // Empty memory has no address. It only fits an empty page.
             view.read_pages(&mut [(page, &mut [])])?;
             continue;
         }

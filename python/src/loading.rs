@@ -1,4 +1,4 @@
-//! Waiting for pages that an open left on disk, with a bar.
+//! Waiting for pages that an open left on disk, with a progress bar.
 
 use std::time::{Duration, Instant};
 
@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 
 use crate::gate::{Gate, wait};
 
-/// Waits until all pages are loaded, up to a time; says whether they are. `progress` is that of
+/// Waits until all pages are loaded, up to `timeout`, and returns whether they are. `progress` is that of
 /// `remanent._progress`.
 pub fn wait_loaded(
     py: Python<'_>,
@@ -34,19 +34,19 @@ pub fn wait_loaded(
     waited
 }
 
-/// How often a bar is drawn anew.
+/// How often the progress bar is updated.
 const BAR_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Waits until all pages are loaded, up to a time; says whether they are.
+/// Waits until all pages are loaded, up to `timeout`, and returns whether they are.
 fn wait_part(py: Python<'_>, gate: &Gate, timeout: Duration) -> PyResult<bool> {
     let mut first = true;
     wait(py, Some(timeout), Some(&gate.path), |slice| {
         let call = gate.enter()?;
         if call.unloaded_pages().pages == 0 {
-            // One that cannot be loaded is not counted: this says so.
+            // A page that cannot be loaded is not counted; this call reports it.
             return call.wait_loaded().map(|()| true);
         }
-        // The first look is free; a timeout of zero is over after it.
+        // The first check does not sleep, so a timeout of zero ends after it.
         if !std::mem::take(&mut first) {
             #[allow(
                 clippy::disallowed_methods,

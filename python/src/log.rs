@@ -1,6 +1,5 @@
-//! The engine's events for Python's `logging`. A thread of the store that has something to say writes it to a
-//! queue and goes on; a thread of Python's takes it from there. As long as no handler wants events, one costs
-//! a load.
+//! Engine events for Python's `logging`. A store thread writes its event to a queue and continues; a Python
+//! thread takes it from the queue. While no handler wants events, an event costs one load.
 
 use std::collections::VecDeque;
 use std::fmt::{Debug, Write};
@@ -18,14 +17,15 @@ use tracing::{Event, Level, Metadata, Subscriber};
 
 use crate::gate::check_process;
 
-/// The most records that wait for Python's thread; those beyond are counted.
+/// The largest number of queued records; further records are only counted.
 const QUEUED_MAX: usize = 256;
 
-/// The least that is told, as a number: 0 nothing, 1 errors, up to 5 for everything.
+/// The lowest level that is forwarded, as a number: 0 nothing, 1 errors, up to 5 for everything.
 static LEVEL: AtomicU8 = AtomicU8::new(0);
 
-/// This process's queue: never freed, so that a thread that is about to write to it may always do so. A
-/// forked child begins with a new one, because a thread that is not there may hold the lock of the parent's.
+/// The queue of this process. It is never freed, so that a thread about to write to it can always do so. A
+/// forked child starts with a new queue, because a thread that does not exist in the child may hold the lock
+/// of the parent's.
 static QUEUE: AtomicPtr<LogQueue> = AtomicPtr::new(ptr::null_mut());
 
 struct LogQueue {
@@ -38,18 +38,18 @@ struct LogQueue {
 struct QueueState {
     records: VecDeque<LogRecord>,
     left_out: u64,
-    /// How often a thread asked to be told once everything up to then is taken.
+    /// How many times a thread asked to be notified once everything before is taken.
     marks: u64,
     is_over: bool,
 }
 
-/// What one event says.
+/// The contents of one event.
 struct LogRecord {
     level: Level,
     target: &'static str,
     file: &'static str,
     line: u32,
-    /// The thread's name, where it is one of Rust's, and the system's number of it.
+    /// The name of the thread if it is a Rust thread, and its system id.
     thread: (String, i32),
     seconds: f64,
     message: String,
@@ -57,7 +57,7 @@ struct LogRecord {
 }
 
 impl LogQueue {
-    /// The queue of this process, if there is one.
+    /// The queue of this process, if it exists.
     fn current() -> Option<&'static Self> {
         let queue = QUEUE.load(Ordering::Acquire);
         // SAFETY: null, or leaked by `begin_queue` and never freed.
@@ -80,8 +80,8 @@ impl LogQueue {
         self.more.notify_one();
     }
 
-    /// The records that wait, how many were left out after them, and the number of the last mark; `None` at
-    /// the end. Waits up to a time for a record, or a mark after `mark`.
+    /// Takes the queued records, with the number of records dropped after them and the number of the last
+    /// mark; `None` at the end. Waits up to `timeout` for a record, or for a mark after `mark`.
     fn take(&self, timeout: Duration, mark: u64) -> Option<(VecDeque<LogRecord>, u64, u64)> {
         let waits =
             |state: &mut QueueState| state.records.is_empty() && state.marks == mark && !state.is_over;
@@ -95,7 +95,7 @@ impl LogQueue {
     }
 }
 
-/// Takes what the engine tells.
+/// The subscriber that queues the engine's events.
 struct Forwarder;
 
 fn filter() -> LevelFilter {
@@ -129,7 +129,7 @@ impl Subscriber for Forwarder {
 
     fn event(&self, event: &Event<'_>) {
         let metadata = event.metadata();
-        // A callsite may still be open by the level before.
+        // A callsite may still be enabled for the previous level.
         if !self.enabled(metadata) {
             return;
         }
@@ -142,7 +142,7 @@ impl Subscriber for Forwarder {
             target: metadata.target(),
             file: metadata.file().unwrap_or_default(),
             line: metadata.line().unwrap_or_default(),
-            // SAFETY: the call has no arguments, and cannot fail.
+            // SAFETY: the call has no arguments and cannot fail.
             thread: (std::thread::current().name().unwrap_or_default().to_owned(), unsafe { libc::gettid() }),
             seconds: since.as_secs_f64(),
             message: said.message,
@@ -164,7 +164,7 @@ struct Said {
 
 impl Visit for Said {
     fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
-        // Writing to a string fails only if a `Debug` does: then what it wrote is all there is.
+        // Writing to a string fails only if a `Debug` implementation does; the text up to then is kept.
         let mut text = String::new();
         let _ = write!(text, "{value:?}");
         match field.name() {
@@ -181,14 +181,14 @@ impl Visit for Said {
     }
 }
 
-/// Puts a new queue in the place of the one before, which stays for threads that are about to write to it.
+/// Replaces the queue. The previous one remains for threads that are about to write to it.
 fn begin_queue() {
     let queue = LogQueue { opener: std::process::id(), state: Mutex::default(), more: Condvar::new() };
     QUEUE.store(Box::leak(Box::new(queue)), Ordering::Release);
 }
 
-/// Sets the least level that is told, as `logging` counts levels; None tells nothing. Says whether events can
-/// be told at all.
+/// Sets the lowest level that is forwarded, as a `logging` level; None forwards nothing. Returns whether
+/// events can be forwarded at all.
 #[pyfunction]
 pub fn _log_level(py: Python<'_>, level: Option<u32>) -> bool {
     let number = match level {
@@ -209,7 +209,7 @@ pub fn _log_level(py: Python<'_>, level: Option<u32>) -> bool {
     if LEVEL.swap(number, Ordering::Relaxed) == number {
         return true;
     }
-    // Threads that make themselves known to the events' registry may hold its lock meanwhile.
+    // Threads that register with the event registry may hold its lock meanwhile.
     py.detach(|| {
         static ONCE: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
         let is_ours = *ONCE.get_or_init(|| tracing::subscriber::set_global_default(Forwarder).is_ok());
@@ -218,8 +218,8 @@ pub fn _log_level(py: Python<'_>, level: Option<u32>) -> bool {
     })
 }
 
-/// The records that wait, how many were left out, and the number of the last mark; None at the end. Waits up
-/// to `timeout` seconds for a record, or a mark after `mark`.
+/// Takes the queued records, with the number of records dropped and the number of the last mark; None at the
+/// end. Waits up to `timeout` seconds for a record, or for a mark after `mark`.
 #[pyfunction]
 pub fn _log_take(py: Python<'_>, timeout: f64, mark: u64) -> PyResult<Option<(Bound<'_, PyList>, u64, u64)>> {
     let timeout = Duration::try_from_secs_f64(timeout.max(0.0)).unwrap_or(Duration::MAX);
@@ -232,8 +232,8 @@ pub fn _log_take(py: Python<'_>, timeout: f64, mark: u64) -> PyResult<Option<(Bo
     Ok(Some((list, left_out, mark)))
 }
 
-/// Sets a mark after what was said so far, and returns its number: `_log_take` gives it once all before it is
-/// taken.
+/// Sets a mark after the events so far and returns its number. `_log_take` returns that number once all
+/// events before it are taken.
 #[pyfunction]
 pub fn _log_mark() -> u64 {
     let Some(queue) = LogQueue::current() else { return 0 };
@@ -246,7 +246,7 @@ pub fn _log_mark() -> u64 {
     mark
 }
 
-/// Lets `_log_take` end once it has given what waits.
+/// Ends `_log_take` once the queued records are taken.
 #[pyfunction]
 pub fn _log_end() {
     if let Some(queue) = LogQueue::current() {
@@ -271,7 +271,7 @@ fn record_to_py(py: Python<'_>, record: LogRecord) -> PyResult<Bound<'_, PyTuple
     (level, target, file, line, thread, seconds, message, fields).into_pyobject(py)
 }
 
-/// Looks which level Python's `logging` wants by now.
+/// Updates the level to what Python's `logging` wants now.
 pub fn look(py: Python<'_>) -> PyResult<()> {
     py.import("remanent._log")?.call_method0("update_logging").map(drop)
 }

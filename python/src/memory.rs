@@ -1,9 +1,9 @@
-//! Memory of the caller's: bytes that a call takes, and buffers that it fills.
+//! Caller-owned memory: bytes that a call reads, and buffers that it fills.
 //!
-//! Taken are objects with the buffer protocol (bytes, memoryview, NumPy arrays), with `__dlpack__` (torch,
-//! JAX, CuPy) and with `__cuda_array_interface__` (Numba). While a call runs, which it does without the
-//! interpreter's lock, the caller leaves the memory alone: another thread that writes to it meanwhile gets
-//! some of both, as with every library that reads buffers without the lock.
+//! Objects are accepted if they have the buffer protocol (bytes, memoryview, NumPy arrays), `__dlpack__`
+//! (torch, JAX, CuPy) or `__cuda_array_interface__` (Numba). Calls run without the interpreter's lock, and
+//! callers must not touch the memory meanwhile: if another thread writes to it, the call sees a mix of old
+//! and new bytes, as with every library that reads buffers without the lock.
 
 use std::io;
 use std::ops::Range;
@@ -21,13 +21,13 @@ use crate::dtype::Dtype;
 use crate::elements::Elements;
 use crate::errors::{invalid_type, is_invalid_type, memory_refused};
 
-/// Bytes that a call takes.
+/// Bytes that a call reads.
 pub enum Input {
     Host(HostBytes),
     Cuda(CudaBytes),
 }
 
-/// Bytes in the host's memory. They stay where they are while this is held.
+/// Bytes in host memory, which do not move while this is held.
 pub struct HostBytes {
     address: usize,
     len: usize,
@@ -35,11 +35,11 @@ pub struct HostBytes {
     _owner: Owner,
 }
 
-/// Bytes in a GPU's memory.
+/// Bytes in GPU memory.
 pub struct CudaBytes {
     address: u64,
     len: u64,
-    /// The number of the GPU, where the producer says it.
+    /// The number of the GPU, if the producer provides it.
     ordinal: Option<u32>,
     stream: Option<u64>,
     elements: Elements,
@@ -53,7 +53,7 @@ enum Owner {
 }
 
 impl HostBytes {
-    /// No bytes at all.
+    /// No bytes.
     pub const EMPTY: Self = Self { address: 0, len: 0, elements: Elements::Bytes, _owner: Owner::None };
 
     pub fn len(&self) -> usize {
@@ -68,8 +68,8 @@ impl HostBytes {
         if self.len == 0 {
             return &[];
         }
-        // SAFETY: the exporter holds the bytes in place as long as its owner here; by this module's contract
-        // the caller leaves them alone while the call runs.
+        // SAFETY: the exporter keeps the bytes in place as long as its owner here exists; by this module's
+        // contract the caller does not touch them while the call runs.
         unsafe { std::slice::from_raw_parts(self.address as *const u8, self.len) }
     }
 }
@@ -80,7 +80,7 @@ impl std::fmt::Debug for HostBytes {
     }
 }
 
-/// Bytes that a commit reads: until then the caller leaves them alone.
+/// Bytes that a commit reads; the caller must not touch them before.
 impl ByteSource for HostBytes {
     fn read_at(&self, offset: u64, bytes: &mut [u8]) -> io::Result<()> {
         let at = usize::try_from(offset).ok();
@@ -99,10 +99,10 @@ impl CudaBytes {
         &self.elements
     }
 
-    /// The bytes for a batch of a store that has nothing to do with the GPU.
+    /// The bytes as a source for a batch of a store that does not use this GPU.
     ///
     /// # Errors
-    /// `MemoryRefused` where the producer does not say which GPU it is.
+    /// `MemoryRefused` if the producer does not provide the number of its GPU.
     pub fn source(self) -> remanent::Result<Arc<dyn ByteSource>> {
         let Some(ordinal) = self.ordinal else {
             let reason =
@@ -117,12 +117,12 @@ impl CudaBytes {
     /// The bytes, adopted by a store's device.
     ///
     /// # Errors
-    /// `MemoryRefused` where pages live in host memory, and for memory that the device does not know.
+    /// `MemoryRefused` if pages live in host memory, and for memory that the device does not know.
     pub fn adopt(self, store: &Store) -> remanent::Result<DeviceBytes> {
         self.adopt_by(|memory| store.caller_bytes(memory))
     }
 
-    /// As [`adopt`](Self::adopt), for any device.
+    /// Does the same as [`adopt`](Self::adopt) for any device.
     ///
     /// # Errors
     /// As for `adopt`.
@@ -130,11 +130,11 @@ impl CudaBytes {
         self,
         adopt: impl FnOnce(&CallerMemory) -> remanent::Result<DeviceBytes>,
     ) -> remanent::Result<DeviceBytes> {
-        // SAFETY: the owner is the object that says that its memory is there, and lives as long as this.
+        // SAFETY: the owner is the object that states where its memory is, and lives as long as this.
         let memory = unsafe { CallerMemory::from_cuda(self.address, self.len, self.owner) };
         let bytes = adopt(&memory)?;
         Ok(match self.stream {
-            // SAFETY: the producer named the stream as one of its own, alive with its memory.
+            // SAFETY: the producer named the stream as its own, and the stream lives as long as its memory.
             Some(stream) => bytes.on(unsafe { RawStream::from_cuda(stream) }),
             None => bytes,
         })
@@ -142,18 +142,18 @@ impl CudaBytes {
 }
 
 impl Input {
-    /// Takes an object's bytes.
+    /// Takes an object's bytes for reading.
     ///
     /// # Errors
-    /// `TypeError` if it gives none, `BufferError` if they are not contiguous.
+    /// `TypeError` if the object provides none, `BufferError` if they are not contiguous.
     pub fn take(object: &Bound<'_, PyAny>) -> PyResult<Self> {
         Self::take_for(object, false)
     }
 
-    /// Takes an object's memory, for the store to write to as well.
+    /// Takes an object's memory for reading and writing.
     ///
     /// # Errors
-    /// As for [`Input::take`]; `BufferError` if it can only be read.
+    /// As for [`Input::take`]; `BufferError` if the memory is read-only.
     pub fn take_writable(object: &Bound<'_, PyAny>) -> PyResult<Self> {
         Self::take_for(object, true)
     }
@@ -164,15 +164,15 @@ impl Input {
         if unsafe { pyo3::ffi::PyObject_CheckBuffer(object.as_ptr()) } == 1 {
             match BufferView::take(object) {
                 Ok(buffer) => return host_buffer(object, buffer, is_written).map(Input::Host),
-                // The buffer protocol has no format for some element types that DLPack describes: JAX's
-                // arrays of bfloat16 and float8 refuse the former and offer the latter.
+                // The buffer protocol has no format for some element types that DLPack describes: JAX arrays
+                // of bfloat16 and float8 reject the buffer protocol and support DLPack.
                 Err(refused) if has_dlpack && !is_invalid_type(object.py(), &refused) => {}
                 Err(refused) => return Err(refused),
             }
         }
-        // Before the older interface: only here torch orders the work of its current stream.
+        // Tried before the older interface: only with DLPack does torch order the work of its current stream.
         if has_dlpack {
-            // Of such a tensor torch exports the bytes with their signs as they lie there.
+            // torch exports such a tensor's stored bytes without applying the pending negation.
             if let Some(is_neg) = object.getattr_opt("is_neg")?
                 && is_neg.call0()?.is_truthy()?
             {
@@ -209,7 +209,7 @@ impl Input {
         ))
     }
 
-    /// What is known of the elements.
+    /// What is known about the elements.
     pub fn elements(&self) -> &Elements {
         match self {
             Input::Host(bytes) => bytes.elements(),
@@ -217,7 +217,7 @@ impl Input {
         }
     }
 
-    /// Length in bytes.
+    /// The length in bytes.
     pub fn byte_len(&self) -> u64 {
         match self {
             Input::Host(bytes) => bytes.len() as u64,
@@ -225,11 +225,12 @@ impl Input {
         }
     }
 
-    /// The memory for an open to put a page into. Nothing is waited for: no work is under way there.
+    /// The memory into which an open places a page. It does not wait for a stream: no work is in flight on
+    /// the memory.
     pub fn caller_memory(self) -> CallerMemory {
         match self {
             Input::Host(bytes) => CallerMemory::from_host(Output(bytes), Place::Host),
-            // SAFETY: the owner is the object that says that its memory is there, and lives as long as this.
+            // SAFETY: the owner is the object that states where its memory is, and lives as long as this.
             Input::Cuda(bytes) => unsafe { CallerMemory::from_cuda(bytes.address, bytes.len, bytes.owner) },
         }
     }
@@ -245,10 +246,10 @@ impl Input {
         }
     }
 
-    /// Takes an object's bytes, which must lie in host memory.
+    /// Takes an object's bytes, which must be in host memory.
     ///
     /// # Errors
-    /// As for [`Input::take`]; `BufferError` for a GPU's memory.
+    /// As for [`Input::take`]; `BufferError` for GPU memory.
     pub fn take_host(object: &Bound<'_, PyAny>) -> PyResult<HostBytes> {
         match Self::take(object)? {
             Input::Host(bytes) => Ok(bytes),
@@ -288,7 +289,7 @@ fn host_buffer(object: &Bound<'_, PyAny>, buffer: BufferView, is_written: bool) 
     })
 }
 
-/// Memory by version 3 of the interface that CuPy and Numba share.
+/// Takes memory by version 3 of the interface that CuPy and Numba share.
 fn cuda_array(object: &Bound<'_, PyAny>, is_written: bool) -> PyResult<CudaBytes> {
     let interface = object.getattr("__cuda_array_interface__")?;
     let interface = interface.cast::<PyDict>().map_err(PyErr::from)?;
@@ -326,8 +327,8 @@ fn cuda_array(object: &Bound<'_, PyAny>, is_written: bool) -> PyResult<CudaBytes
         .filter(|stream| !stream.is_none())
         .map(|it| it.extract())
         .transpose()?;
-    // Without a stream the producer says that nothing is under way. The default stream costs little to wait
-    // for.
+    // Without a stream, the producer states that no work is in flight. Waiting for the default stream costs
+    // little.
     Ok(CudaBytes {
         address,
         len,
@@ -345,7 +346,7 @@ fn interface_refused(what: String) -> PyErr {
     )
 }
 
-/// The elements by the interface's text, such as `<f4`.
+/// The elements according to the interface's type string, such as `<f4`.
 fn elements_of(typestr: &str, shape: &[u64], item: u64) -> Elements {
     let (order, kind) = typestr.split_at(typestr.len().min(1));
     let format = match kind.as_bytes().first() {
@@ -361,16 +362,16 @@ fn elements_of(typestr: &str, shape: &[u64], item: u64) -> Elements {
     Elements::of(dtype, shape.to_vec(), || typestr.to_owned())
 }
 
-/// A buffer of the caller's that a call fills.
+/// A caller-owned buffer that a call fills.
 pub struct Output(HostBytes);
 
 impl Output {
-    /// The memory of a writable object, once it is known to lie on the host.
+    /// Wraps the memory of a writable object that is known to be on the host.
     pub fn of(bytes: HostBytes) -> Self {
         Self(bytes)
     }
 
-    /// Where it lies.
+    /// The range of its addresses.
     pub fn addresses(&self) -> Range<usize> {
         self.0.address..self.0.address + self.0.len
     }
@@ -379,8 +380,8 @@ impl Output {
         if self.0.len == 0 {
             return &mut [];
         }
-        // SAFETY: the exporter said that the bytes are there and may be written, and holds them in place; by
-        // this module's contract the caller leaves them alone while the call runs.
+        // SAFETY: the exporter stated that the bytes exist and are writable, and keeps them in place; by this
+        // module's contract the caller does not touch them while the call runs.
         unsafe { std::slice::from_raw_parts_mut(self.0.address as *mut u8, self.0.len) }
     }
 }

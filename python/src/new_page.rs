@@ -1,16 +1,16 @@
-//! A page that a batch creates, as a caller names it.
+//! A page that a batch creates, as a handle for its caller.
 
 use pyo3::prelude::*;
 use remanent::NewPage;
 
-/// A page that a batch creates: usable in the calls of that batch that follow.
+/// A page that a batch creates, usable in later calls of the same batch.
 #[pyclass(frozen, name = "NewPage", module = "remanent", from_py_object)]
 #[derive(Clone)]
 pub struct PyNewPage(pub NewPage);
 
 #[pymethods]
 impl PyNewPage {
-    /// The place of the page's id in what the commit returns as `pages`.
+    /// The index of the page's id in the `pages` of the committed batch.
     #[getter]
     fn index(&self) -> usize {
         self.0.index()

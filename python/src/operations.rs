@@ -1,4 +1,4 @@
-//! Operations of a batch that was followed, as Python has them.
+//! The operations of a followed batch as Python objects.
 
 use std::num::NonZero;
 use std::thread;
@@ -12,12 +12,12 @@ use crate::dtype::Dtype;
 use crate::errors::key_to_py;
 use crate::values::{metadata_to_py, to_py};
 
-/// Indices that are worth a thread of their own.
+/// The number of indices that justifies an additional thread.
 const INDICES_PER_THREAD: usize = 256 << 10;
-/// Threads that make them.
+/// The largest number of threads that decode indices.
 const THREADS_MAX: usize = 8;
 
-/// The indices of those operations that are sparse deltas, four bytes each; of many, by several threads.
+/// Decodes the indices of sparse deltas, four bytes each, with several threads if there are many.
 pub fn plain_indices(ops: &[Op<'_>]) -> remanent::Result<Vec<Option<Aligned>>> {
     let plain = |op: &Op<'_>| match op {
         Op::Scatter { indices, .. } => {
@@ -32,7 +32,7 @@ pub fn plain_indices(ops: &[Op<'_>]) -> remanent::Result<Vec<Option<Aligned>>> {
     let wanted = THREADS_MAX.min(1 + all / INDICES_PER_THREAD);
     let threads = thread::available_parallelism().map_or(1, NonZero::get).min(wanted);
     let plain_of = |share: &[Op<'_>]| share.iter().map(plain).collect::<remanent::Result<Vec<_>>>();
-    // Shares with about as many indices each.
+    // Each share has about the same number of indices.
     let (mut shares, mut rest, mut count) = (Vec::new(), ops, 0);
     for (at, op) in ops.iter().enumerate() {
         count += count_of(op);
@@ -67,15 +67,15 @@ pub fn plain_indices(ops: &[Op<'_>]) -> remanent::Result<Vec<Option<Aligned>>> {
     })
 }
 
-/// What a dict has for bytes of an operation.
+/// How a dict represents the bytes of an operation.
 pub enum BytesForm<'p> {
-    /// The bytes themselves, and the indices of a sparse delta four bytes each.
+    /// As bytes, with the indices of a sparse delta decoded to four bytes each.
     Own { indices: Option<Aligned> },
-    /// Where in this payload they begin and end, also those of indices as they are stored.
+    /// As (start, end) offsets in this payload, also for indices as they are stored.
     Within(&'p [u8]),
 }
 
-/// An operation as a dict.
+/// Converts an operation to a dict.
 pub fn operation_to_py<'py>(
     py: Python<'py>,
     op: &Op<'_>,

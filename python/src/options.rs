@@ -1,4 +1,4 @@
-//! Options as Python gives them: words for choices, seconds for times, `None` for off.
+//! Options as Python passes them: strings for choices, seconds for times, `None` for off.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::errors::{OrRaise, invalid, invalid_type};
 use crate::gate::{Gate, seconds};
 use crate::page_memory::{Raised, page_memory};
 
-/// The remedy for a place of another name.
+/// The remedy for an unknown place.
 const PLACES: &str = "give \"host\", \"pinned\", \"disk\" or \"device:N\"";
 
 fn one_of<T: Copy>(option: &str, word: &str, choices: &[(&str, T)]) -> PyResult<T> {
@@ -26,19 +26,19 @@ fn one_of<T: Copy>(option: &str, word: &str, choices: &[(&str, T)]) -> PyResult<
     })
 }
 
-/// What an acknowledgement promises, by its name.
+/// Parses the name of an acknowledgement.
 pub fn ack(word: &str) -> PyResult<Ack> {
     one_of("ack", word, &[("applied", Ack::Applied), ("logged", Ack::Logged), ("durable", Ack::Durable)])
 }
 
-/// A place by its name.
+/// Parses the name of a place.
 pub fn place(py: Python<'_>, text: &str) -> PyResult<Place> {
     text.parse().map_err(|error: remanent::UnknownPlace| {
         crate::errors::own(py, "InvalidError", &error.to_string(), PLACES, None)
     })
 }
 
-/// A width of elements by its number of bytes.
+/// Converts an element width from its number of bytes.
 pub fn width(bytes: usize) -> PyResult<remanent::Width> {
     remanent::Width::from_bytes(bytes).ok_or_else(|| {
         invalid(format!("elements are 1, 2, 4, 8 or 16 bytes wide, not {bytes}"), "give one of these widths")
@@ -48,7 +48,7 @@ pub fn width(bytes: usize) -> PyResult<remanent::Width> {
 /// Opens a store.
 ///
 /// # Errors
-/// `ValueError`, `InvalidError` for options; what `page_memory` raises; as an open.
+/// `ValueError`, `InvalidError` for options; what `page_memory` raises; errors of an open.
 pub fn open(py: Python<'_>, path: &Path, given: OpenKeywords<'_>) -> PyResult<Arc<Gate>> {
     let (raised, ack) = (Raised::default(), ack(&given.ack)?);
     let options = given.into_options(py, &raised)?;
@@ -58,7 +58,7 @@ pub fn open(py: Python<'_>, path: &Path, given: OpenKeywords<'_>) -> PyResult<Ar
     Ok(Gate::new(store, path, ack))
 }
 
-/// All options of an open, as they are given by keyword.
+/// All options of an open, as passed by keyword.
 pub struct OpenKeywords<'py> {
     pub create: bool,
     pub ack: String,
@@ -88,7 +88,7 @@ pub struct OpenKeywords<'py> {
 }
 
 impl OpenKeywords<'_> {
-    /// The options; what `page_memory` raises goes to `raised`.
+    /// Converts these to engine options. What `page_memory` raises is stored in `raised`.
     fn into_options(self, py: Python<'_>, raised: &Raised) -> PyResult<Options> {
         let choice = |text: &str| text.parse::<DeviceChoice>().or_raise(py, None);
         let images =

@@ -1,4 +1,4 @@
-//! Pages that a batch creates, from whatever a caller has.
+//! Pages that a batch creates from the caller's content.
 
 use std::sync::Arc;
 
@@ -16,14 +16,14 @@ use crate::page_name::key;
 use crate::pending_batch::PendingBatch;
 use crate::values::metadata_from_py;
 
-/// What a caller says of a new page beside its bytes.
+/// The key and metadata that a caller gives a new page.
 pub struct NewPageTerms {
     key: Option<Key>,
     metadata: Metadata,
 }
 
 impl NewPageTerms {
-    /// Reads key and metadata.
+    /// Parses key and metadata.
     ///
     /// # Errors
     /// `TypeError`, `InvalidError`, `OverflowError`.
@@ -34,7 +34,7 @@ impl NewPageTerms {
     }
 }
 
-/// Creates a page of a caller's bytes, or of zeros if `content` is a number: its length.
+/// Creates a page of a caller's bytes or, if `content` is a number, of that many zeros.
 ///
 /// # Errors
 /// `TypeError`, `BufferError`, `MemoryRefusedError`, `ClosedError`.
@@ -64,14 +64,16 @@ pub fn create(
         }
         Input::Host(bytes) => pending.create(py, key.as_ref(), layout, |batch| {
             let bytes = bytes.as_slice();
-            // A create of a length, then a write: memory for the copy can be refused that way.
+            // Creates the page with a length and then writes: this way the memory for the copy can be
+            // refused.
             let new = named(batch.create(bytes.len() as u64, place));
             if !bytes.is_empty() {
                 batch.write(new, 0, bytes);
             }
             new
         }),
-        // A store on a GPU takes them there. Of any other the commit copies them, piece by piece.
+        // A store on a GPU adopts the bytes below. For any other store, the commit copies them piece by
+        // piece.
         Input::Cuda(bytes)
             if at_commit && bytes.len() > 0 && gate.look(py, |store| Ok(!store.supports_streams()))? =>
         {
@@ -94,7 +96,7 @@ pub fn create(
     }
 }
 
-/// Creates a page that lives in memory of the caller's, and begins with what that holds, or with zeros.
+/// Creates a page that lives in caller-owned memory and starts with its contents, or with zeros.
 ///
 /// # Errors
 /// `TypeError`, `BufferError`, `MemoryRefusedError`, `ClosedError`.

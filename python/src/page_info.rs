@@ -1,4 +1,4 @@
-//! What a look-up gives of a page.
+//! The result of looking up a page.
 
 use pyo3::prelude::*;
 use remanent::PageInfo;
@@ -6,7 +6,7 @@ use remanent::PageInfo;
 use crate::errors::key_to_py;
 use crate::values::{METADATA, metadata_to_py};
 
-/// A page's length in bytes, version, key and metadata.
+/// A page's id, key, length in bytes, version, place and metadata.
 ///
 /// >>> with remanent.Store(directory) as store:
 /// ...     store["k"] = b"v"
@@ -24,37 +24,37 @@ impl Info {
         self.0.page.0
     }
 
-    /// Its key, or None: text where it is UTF-8, else bytes.
+    /// The page's key, or None. It is a str if it is UTF-8, else bytes.
     #[getter]
     fn key<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
         self.0.key.as_ref().map(|key| key_to_py(py, key))
     }
 
-    /// Its length in bytes.
+    /// The page's length in bytes.
     #[getter]
     fn length(&self) -> u64 {
         self.0.len
     }
 
-    /// Its version: one more with each batch that changes content, length or metadata.
+    /// The page's version, incremented by each batch that changes content, length or metadata.
     #[getter]
     fn epoch(&self) -> u64 {
         self.0.epoch.0
     }
 
-    /// The batch that changed or moved it last.
+    /// The Lsn of the batch that last changed or moved the page.
     #[getter]
     fn lsn(&self) -> u64 {
         self.0.lsn.0
     }
 
-    /// Where it lives: "host", "pinned", "device:N".
+    /// The place where the page lives: "host", "pinned", "device:N" or "disk".
     #[getter]
     fn place(&self) -> String {
         self.0.place.to_string()
     }
 
-    /// Its metadata, as a read-only copy. `Batch.set_metadata` changes it.
+    /// The page's metadata, as a read-only copy. `Batch.set_metadata` changes it.
     #[getter]
     fn metadata<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         METADATA.freeze(metadata_to_py(py, &self.0.metadata)?)

@@ -1,5 +1,5 @@
-//! Memory that pages live in and callers hold: tensors that an open puts pages into, and what a released page
-//! leaves.
+//! Memory that pages live in and callers own: tensors into which an open places pages, and the memory of
+//! released pages.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -14,12 +14,12 @@ use crate::gate::{Gate, check_process, detached};
 use crate::memory::Input;
 use crate::page_info::Info;
 
-/// What a callback of the caller's raised, while the engine called it.
+/// An exception that a caller's callback raised while the engine called it.
 #[derive(Clone, Default)]
 pub struct Raised(Arc<Mutex<Option<PyErr>>>);
 
 impl Raised {
-    /// The result of the call that called back, unless the callback raised: then what it raised.
+    /// Returns the exception that the callback raised, or else the result of the call.
     pub fn or<T>(&self, called: PyResult<T>) -> PyResult<T> {
         let raised = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
         match (called, raised) {
@@ -29,14 +29,14 @@ impl Raised {
     }
 }
 
-/// Options of an open that asks `source`, a callable, for the memory of each page.
+/// Makes an open request the memory of each page from `source`, a callable.
 pub fn page_memory(options: Options, source: Py<PyAny>, raised: &Raised) -> Options {
     let raised = raised.clone();
     options.page_memory(move |info| {
         let asked = Python::attach(|py| ask(source.bind(py), info));
         asked.unwrap_or_else(|error| {
             *raised.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
-            // The one way to end the open. It is no panic of this thread's: no hook is told of it.
+            // This is the only way to end the open. It is not a panic of this thread, so no hook is called.
             std::panic::resume_unwind(Box::new("the source of page memory raised an exception"))
         })
     })
@@ -50,13 +50,13 @@ fn ask(source: &Bound<'_, PyAny>, info: &PageInfo) -> PyResult<Option<CallerMemo
     Input::take_writable(&memory).map(|memory| Some(memory.caller_memory()))
 }
 
-/// Memory that was a page's, and is the caller's now. Made by `Store.release`.
+/// Memory that belonged to a page and now belongs to the caller. Created by `Store.release`.
 ///
-/// Of a GPU's, `torch.as_tensor`, CuPy and Numba take it without a copy, and hold it as long as they use it.
-/// Where pages live on the host, `read` and `write` reach it. A page that lived in a tensor of the caller's
-/// leaves that: then this is another name of it.
+/// GPU memory can be used by `torch.as_tensor`, CuPy and Numba without a copy; they keep it alive as long as
+/// they use it. If pages live on the host, `read` and `write` access the memory. If the page lived in
+/// caller-owned memory, this object refers to that memory.
 ///
-/// It counts in the budget of its place until it is gone.
+/// The memory counts toward the budget of its place until this object is deleted.
 ///
 /// >>> with remanent.Store(directory, device="host") as store:
 /// ...     store["k"] = b"remanent"
@@ -68,7 +68,7 @@ fn ask(source: &Bound<'_, PyAny>, info: &PageInfo) -> PyResult<Option<CallerMemo
 pub struct PyPageMemory {
     opener: u32,
     path: String,
-    /// There until it is dropped.
+    /// Present until dropped.
     bytes: Option<DeviceBytes>,
 }
 
@@ -89,27 +89,27 @@ impl PyPageMemory {
 
 #[pymethods]
 impl PyPageMemory {
-    /// Length in bytes.
+    /// The length in bytes.
     #[getter]
     fn nbytes(&self) -> u64 {
         self.bytes().byte_len()
     }
 
-    /// The place where it lies.
+    /// The place of the memory.
     #[getter]
     fn place(&self) -> String {
         self.bytes().place().to_string()
     }
 
-    /// The address at which kernels find the first byte; None where pages live on the host.
+    /// The address of the first byte for kernels; None if pages live on the host.
     #[getter]
     fn address(&self) -> Option<u64> {
         self.bytes().address()
     }
 
-    /// Bytes from `offset` on, to the end or `length` of them.
+    /// Returns `length` bytes from `offset` on, or all bytes to the end.
     ///
-    /// :raises OutOfBoundsError.
+    /// :raises OutOfBoundsError: the range is not within the memory.
     #[pyo3(signature = (offset=0, length=None))]
     fn read<'py>(
         &self,
@@ -126,7 +126,9 @@ impl PyPageMemory {
 
     /// Replaces bytes from `offset` on.
     ///
-    /// :param data: contiguous bytes of the host. :raises OutOfBoundsError, BufferError.
+    /// :param data: contiguous host bytes.
+    /// :raises OutOfBoundsError: the range is not within the memory.
+    /// :raises BufferError: `data` does not provide contiguous bytes.
     fn write(
         &self,
         #[pyo3(from_py_with = arguments::offset)] offset: u64,
@@ -137,7 +139,7 @@ impl PyPageMemory {
         written.or_raise(py, Some(&self.path))
     }
 
-    /// Version 3 of the interface by which CuPy, Numba and torch take a GPU's memory.
+    /// Version 3 of the CUDA array interface, by which CuPy, Numba and torch access GPU memory.
     #[getter]
     fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         check_process(self.opener).or_raise(py, Some(&self.path))?;
@@ -149,7 +151,7 @@ impl PyPageMemory {
         interface.set_item("shape", (self.nbytes(),))?;
         interface.set_item("typestr", "|u1")?;
         interface.set_item("strides", py.None())?;
-        // Nothing of the store's is under way there.
+        // The store has no work in flight on this memory.
         interface.set_item("stream", py.None())?;
         interface.set_item("version", 3)?;
         Ok(interface)

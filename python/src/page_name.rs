@@ -1,4 +1,4 @@
-//! How a caller names pages, by id or by key, and earlier states.
+//! How callers name pages, by id or key, and earlier states.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyInt, PyIterator, PyString};
@@ -7,18 +7,18 @@ use remanent::{Error, Key, PageId, PageInfo, ReadPages, Result, StatePoint, Stor
 use crate::errors::{OrRaise, invalid, invalid_type};
 use crate::page_info::Info;
 
-/// The remedies for what names no page, or no state.
+/// The remedies for a name of no page, or of no state.
 const LOOK_UP: &str = "look pages up with info(key) or pages()";
 const STATES: &str = "list the states with snapshots()";
 
-/// A page as a caller names it: by its id, by its key, or by what was looked up before.
+/// A page as a caller names it: by its id or key, or by the result of an earlier lookup.
 pub enum PageName {
     Id(PageId),
     Key(Key),
 }
 
 impl PageName {
-    /// Reads a name.
+    /// Parses a name.
     ///
     /// # Errors
     /// `TypeError`, `InvalidError`.
@@ -44,7 +44,7 @@ impl PageName {
         }
     }
 
-    /// The page as it is in these pages.
+    /// Looks the page up in `pages`.
     pub fn find(&self, pages: &dyn ReadPages) -> Result<PageInfo> {
         match self {
             Self::Id(page) => pages.page(*page),
@@ -53,7 +53,7 @@ impl PageName {
     }
 }
 
-/// A key from text or bytes.
+/// Parses a key from str or bytes.
 pub fn key(object: &Bound<'_, PyAny>) -> PyResult<Key> {
     let key = if let Ok(text) = object.cast::<PyString>() {
         Key::new(text.to_str()?)
@@ -66,7 +66,7 @@ pub fn key(object: &Bound<'_, PyAny>) -> PyResult<Key> {
     key.map_err(Error::from).or_raise(object.py(), None)
 }
 
-/// A state as a caller names it: an Lsn, the text of one of the three kinds, or a snapshot.
+/// Parses a state as a caller names it: an Lsn, text in one of the three forms, or a snapshot.
 pub fn state_point(object: &Bound<'_, PyAny>) -> PyResult<StatePoint> {
     if let Ok(text) = object.cast::<PyString>() {
         return text.to_str()?.parse().or_raise(object.py(), None);
@@ -89,7 +89,7 @@ pub fn state_point(object: &Bound<'_, PyAny>) -> PyResult<StatePoint> {
     }
 }
 
-/// The beginning of keys, from text or bytes.
+/// Parses a key prefix from str or bytes.
 pub fn prefix_of(object: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
     if let Ok(text) = object.cast::<PyString>() {
         return Ok(text.to_str()?.as_bytes().to_vec());
@@ -100,10 +100,11 @@ pub fn prefix_of(object: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
     }
 }
 
-/// What a caller names pages by, one after the other.
+/// Iterates over the pages that a caller names.
 ///
 /// # Errors
-/// `TypeError` for what is no iterable, and for the name of one page: text would be taken letter by letter.
+/// `TypeError` if `pages` is not iterable or is the name of a single page, which would be iterated letter by
+/// letter.
 pub fn each_page<'py>(pages: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyIterator>> {
     if pages.is_instance_of::<PyString>() || pages.is_instance_of::<PyBytes>() {
         let kind = pages.get_type().name()?;
@@ -115,10 +116,10 @@ pub fn each_page<'py>(pages: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyIterat
     iterable(pages, "pages are an iterable, such as a list")
 }
 
-/// An object's iterator.
+/// Returns an object's iterator.
 ///
 /// # Errors
-/// `InvalidTypeError` with `message` for an object that is not iterable; what its own code raises.
+/// `InvalidTypeError` with `message` if the object is not iterable; errors of the object's own code.
 pub fn iterable<'py>(object: &Bound<'py, PyAny>, message: &str) -> PyResult<Bound<'py, PyIterator>> {
     object.try_iter().map_err(|error| {
         match error.is_instance_of::<pyo3::exceptions::PyTypeError>(object.py()) {
@@ -128,7 +129,7 @@ pub fn iterable<'py>(object: &Bound<'py, PyAny>, message: &str) -> PyResult<Boun
     })
 }
 
-/// Pages as a caller names them.
+/// Parses the names of pages.
 ///
 /// # Errors
 /// `TypeError`, `ValueError`, `InvalidError`.
@@ -136,7 +137,7 @@ pub fn page_names(pages: &Bound<'_, PyAny>) -> PyResult<Vec<PageName>> {
     each_page(pages)?.map(|page| PageName::take(&page?)).collect()
 }
 
-/// The ids of these pages.
+/// Looks up the ids of these pages.
 pub fn found(store: &Store, names: &[PageName]) -> Result<Vec<PageId>> {
     names.iter().map(|name| Ok(name.find(store)?.page)).collect()
 }

@@ -1,4 +1,5 @@
-//! What makes a page hold other bytes: the elements that differ, or all of it where they are many.
+//! Updates of pages to new bytes: the elements that differ are logged, or the page is written whole if they
+//! are many.
 
 use std::sync::Arc;
 
@@ -10,29 +11,30 @@ use crate::errors::OrRaise;
 use crate::memory::{HostBytes, Input};
 use crate::pending_batch::{BatchPage, PendingBatch};
 
-/// A page of which changes take more than this part is written whole.
+/// A page is written whole if its changes take more than one part in this many.
 const LOGGED_PART: u64 = 4;
-/// Bytes that updates of a batch log together unless told otherwise: well below what may wait for a snapshot.
+/// The default limit for the bytes that the updates of a batch log together: well below what may wait for a
+/// snapshot.
 const LOGGED_MAX: u64 = 48 << 20;
-/// Bytes of a page that are compared at once.
+/// The number of bytes of a page that are compared at once.
 const COMPARED_LEN: usize = 4 << 20;
-/// Bytes that are looked at first, at the start and in the middle of a page: one of which more than a part
-/// changed in both has mostly changed as a whole, and the rest of it need not be read.
+/// The number of bytes that are compared first, at the start and in the middle of a page. If more than the
+/// allowed part differs in both, most of the page has changed, and the rest need not be read.
 const PROBED_LEN: usize = 64 << 10;
-/// The shortest page of which so little is looked at first that it pays.
+/// The shortest page for which comparing these parts first pays off.
 const PROBES_LEN_MIN: usize = 4 * PROBED_LEN;
-/// Where the middle of a page is looked at: a whole number of elements of any width from its start.
+/// The alignment of the middle part: a whole number of elements of any width.
 const MIDDLE_ALIGN: usize = 4 << 10;
 
-/// The bytes that a page is to hold.
+/// The new bytes of a page.
 enum NewBytes {
     Host(HostBytes),
-    /// Of a GPU, and their number: they come to the host piece by piece.
+    /// On a GPU, with their length: they are copied to the host piece by piece.
     Elsewhere(Arc<dyn ByteSource>, u64),
 }
 
 impl NewBytes {
-    /// Takes an object's bytes, and what is known of their elements.
+    /// Takes an object's bytes, and what is known about their elements.
     ///
     /// # Errors
     /// `TypeError`, `BufferError`, `MemoryRefusedError`.
@@ -58,7 +60,7 @@ impl NewBytes {
         }
     }
 
-    /// A piece of them, which lies in `held` if it had to come.
+    /// Returns a piece of the bytes, copied to `held` if it is not in host memory.
     fn piece<'b>(&'b self, at: usize, len: usize, held: &'b mut Vec<u8>) -> remanent::Result<&'b [u8]> {
         match self {
             Self::Host(bytes) => Ok(&bytes.as_slice()[at..at + len]),
@@ -72,7 +74,7 @@ impl NewBytes {
         }
     }
 
-    /// For the commit, which reads them.
+    /// Converts the bytes to a source that the commit reads.
     fn into_source(self) -> Arc<dyn ByteSource> {
         match self {
             Self::Host(bytes) => Arc::new(bytes),
@@ -81,11 +83,12 @@ impl NewBytes {
     }
 }
 
-/// Makes a page of the store hold `data`, with a batch. Returns how many elements differ; `None` where all of
-/// the page is written.
+/// Adds an update of a stored page to `data` to a batch. Returns the number of elements that differ, or
+/// `None` if the whole page is written.
 ///
 /// # Errors
-/// As for taking the page and the bytes; `ValueError` for a second update of a page; as a read.
+/// Errors of resolving the page and taking the bytes; `ValueError` for a second update of a page; errors of
+/// reading.
 pub fn update(
     pending: &PendingBatch,
     page: &Bound<'_, PyAny>,
@@ -122,8 +125,8 @@ pub fn update(
     Ok(count)
 }
 
-/// The changes that make a page hold `data`, and what they take; `None` if that is more than `left` bytes, or
-/// the page is to be written whole. With the page as it was compared.
+/// Computes the changes from the page to `data` and the bytes they take, with the page as it was compared.
+/// The changes are `None` if they take more than `left` bytes or the page is to be written whole.
 fn changes(
     store: &Store,
     page: PageId,
@@ -138,7 +141,7 @@ fn changes(
     let (data_len, mut held) = (data.len() as usize, Vec::new());
     let mut before = vec![0; COMPARED_LEN.min(data_len)];
     if left == 0 {
-        // All or nothing: which elements differ is of no use. A page that changed mostly differs soon.
+        // All or nothing: it does not matter which elements differ. A page that changed a lot differs early.
         let (mut at, mut len) = (0, PROBED_LEN);
         while at < data_len {
             let after = data.piece(at, len.min(data_len - at), &mut held)?;
@@ -177,8 +180,8 @@ fn changes(
     Ok((info, Some((changes, taken))))
 }
 
-/// Bytes that changes take until the next snapshot: of the log, or of the memory in which those of a page on
-/// disk wait.
+/// The bytes that changes take until the next snapshot: in the log, or in the memory that holds the changes
+/// of a page on disk.
 fn taken(info: &PageInfo, changes: &mut PageChanges) -> u64 {
     if info.place == Place::Disk { changes.pending_bytes().max(changes.cost()) } else { changes.cost() }
 }

@@ -1,7 +1,7 @@
-//! The operations of a batch until it is submitted, and how it is.
+//! The operations of a batch until it is submitted, and its submission.
 //!
-//! Threads share a batch, and its lock is held for as long as operations are added. Nothing of Python's runs
-//! meanwhile: no exception is made, and no object of the caller's is dropped. Another thread that has the
+//! Threads share a batch, and its lock is held while operations are added. No Python code runs under that
+//! lock: no exception is created, and no object of the caller is dropped. Another thread that holds the
 //! interpreter's lock, or that a free-threaded interpreter must stop, may be waiting for the batch.
 
 use std::collections::{HashMap, HashSet};
@@ -17,7 +17,7 @@ use crate::new_page::PyNewPage;
 use crate::page_name::PageName;
 use crate::ticket::{Committed, Ticket};
 
-/// The remedy for a batch that was used.
+/// The remedy for a batch that was already used.
 const NEW_BATCH: &str = "make a new one with store.batch()";
 
 /// A page that an operation of a batch names.
@@ -39,11 +39,11 @@ impl From<BatchPage> for PageRef {
 /// Why a batch takes no more operations.
 #[derive(Clone, Copy)]
 enum BatchEnd {
-    /// A thread submits it.
+    /// A thread is submitting it.
     Submitting,
-    /// By this number.
+    /// It was committed with this Lsn.
     Committed(u64),
-    /// A commit of it failed before it was logged.
+    /// A commit failed before the batch was logged.
     Refused,
     /// Its block raised an exception.
     GivenUp,
@@ -65,18 +65,18 @@ impl BatchEnd {
 /// A batch that threads add operations to, until one of them submits it.
 pub struct PendingBatch {
     pub gate: Arc<Gate>,
-    /// The acknowledgement that a commit of it waits for; the store's own if none is named.
+    /// The acknowledgement that a commit waits for; `None` uses the store's default.
     ack: Option<Ack>,
     state: Mutex<PendingState>,
 }
 
 struct PendingState {
     batch: Result<WriteBatch, BatchEnd>,
-    /// What the metadata of pages say of their elements after the operations so far.
+    /// What the metadata of pages states about their elements after the operations so far.
     layouts: HashMap<BatchPage, PageLayout>,
     /// The keys of pages that this batch creates.
     created: HashMap<Key, NewPage>,
-    /// Bytes that its updates log, or keep waiting.
+    /// The bytes that its updates log, or keep in memory until the next snapshot.
     logged: u64,
     /// The pages that it updates.
     updated: HashSet<PageId>,
@@ -100,7 +100,8 @@ impl PendingBatch {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds operations; `add`, if it is not called, is dropped after the lock, with all that it holds.
+    /// Adds operations. If `add` is not called, it is dropped after the lock is released, with everything it
+    /// owns.
     fn add<T>(&self, add: impl FnOnce(&mut WriteBatch) -> T) -> Result<T, BatchEnd> {
         let mut state = self.lock();
         state.batch.as_mut().map(add).map_err(|end| *end)
@@ -111,7 +112,7 @@ impl PendingBatch {
         own(py, "ClosedError", &end.message(), NEW_BATCH, Some(&self.gate.path))
     }
 
-    /// Adds operations; `add` says which.
+    /// Adds operations by calling `add`.
     ///
     /// # Errors
     /// `ClosedError`.
@@ -119,8 +120,8 @@ impl PendingBatch {
         self.add(add).map_err(|end| self.ended(py, end))
     }
 
-    /// Adds operations that copy the caller's bytes, without the interpreter's lock. `add` borrows them:
-    /// dropping them takes that lock, for which a thread must not wait while it has the batch.
+    /// Adds operations that copy the caller's bytes, without the interpreter's lock. `add` only borrows the
+    /// bytes: dropping them takes that lock, which a thread must not wait for while it holds the batch.
     ///
     /// # Errors
     /// `ClosedError`.
@@ -132,7 +133,7 @@ impl PendingBatch {
         py.detach(|| self.add(add)).map_err(|end| self.ended(py, end))
     }
 
-    /// Creates a page, which calls that follow may name by its key.
+    /// Creates a page, which later calls can name by its key.
     ///
     /// # Errors
     /// `ClosedError`.
@@ -155,7 +156,7 @@ impl PendingBatch {
         created.map(PyNewPage).map_err(|end| self.ended(py, end))
     }
 
-    /// The page that a caller names: of this batch, or of the store.
+    /// Resolves the page that a caller names, in this batch or in the store.
     ///
     /// # Errors
     /// `TypeError`, `UnknownKeyError`.
@@ -172,7 +173,7 @@ impl PendingBatch {
         }
     }
 
-    /// The page of the store that a caller names.
+    /// Resolves the page of the store that a caller names.
     ///
     /// # Errors
     /// `TypeError`, `UnknownKeyError`; `ValueError` for a page that the batch creates.
@@ -203,11 +204,11 @@ impl PendingBatch {
         self.gate.look(py, |store| store.page_by_key(key)).map(|info| info.page)
     }
 
-    /// What a page's metadata say of its elements after the operations so far. A page that is not there
-    /// fails the commit, and says nothing.
+    /// Returns what a page's metadata states about its elements after the operations so far. For a missing
+    /// page, which fails the commit, this is empty.
     ///
     /// # Errors
-    /// `ClosedError` of the store.
+    /// `ClosedError` if the store is closed.
     pub fn layout(&self, py: Python<'_>, page: BatchPage) -> PyResult<PageLayout> {
         if let Some(known) = self.lock().layouts.get(&page) {
             return Ok(known.clone());
@@ -219,7 +220,7 @@ impl PendingBatch {
         })
     }
 
-    /// Adds operations that change what a page's metadata say; `add` returns what they say then.
+    /// Adds operations that change what a page's metadata states; `add` returns what it states afterwards.
     ///
     /// # Errors
     /// `ClosedError`.
@@ -238,13 +239,13 @@ impl PendingBatch {
         added.map_err(|end| self.ended(py, end))
     }
 
-    /// Bytes that its updates log, or keep waiting.
+    /// The bytes that its updates log, or keep in memory until the next snapshot.
     pub fn logged(&self) -> u64 {
         self.lock().logged
     }
 
-    /// Adds the one update of a page that a batch may have: a second one would not know of the first. `add`
-    /// is not called for a second one. With the bytes that it logs.
+    /// Adds the only update of a page that a batch may have: a second one would ignore the first. `add` is
+    /// called only for the first. `logged` is the number of bytes that the update logs.
     ///
     /// # Errors
     /// `ValueError`, `ClosedError`.
@@ -275,18 +276,18 @@ impl PendingBatch {
         Ok(())
     }
 
-    /// Whether it is neither submitted nor given up.
+    /// Whether it was neither submitted nor discarded.
     pub fn is_open(&self) -> bool {
         self.lock().batch.is_ok()
     }
 
-    /// Drops its operations.
+    /// Discards its operations.
     pub fn give_up(&self) {
         let operations = std::mem::replace(&mut self.lock().batch, Err(BatchEnd::GivenUp));
         detached(operations);
     }
 
-    /// What the batch became.
+    /// Passes the position and pages of the committed batch to `look`.
     ///
     /// # Errors
     /// `ClosedError` if it is not committed.
@@ -300,7 +301,8 @@ impl PendingBatch {
     /// Submits the batch to the store of this gate.
     ///
     /// # Errors
-    /// `ValueError` if it is another store's; `ClosedError` if it is submitted or given up; as a submit.
+    /// `ValueError` if it belongs to another store; `ClosedError` if it was submitted or discarded; errors of
+    /// a submit.
     pub fn submit(&self, py: Python<'_>, gate: &Arc<Gate>) -> PyResult<Ticket> {
         if !Arc::ptr_eq(gate, &self.gate) {
             let remedy = "commit it to the store whose batch() made it";
@@ -329,11 +331,11 @@ impl PendingBatch {
         Ok(ticket)
     }
 
-    /// Submits the batch and waits for an acknowledgement, in slices: the one named, else the batch's, else
+    /// Submits the batch and waits for an acknowledgement, in slices: `ack` if given, else the batch's, else
     /// the store's.
     ///
     /// # Errors
-    /// As for [`submit`](Self::submit); as a wait.
+    /// As for [`submit`](Self::submit); errors of a wait.
     pub fn commit(&self, py: Python<'_>, gate: &Arc<Gate>, ack: Option<Ack>) -> PyResult<Ticket> {
         let ticket = self.submit(py, gate)?;
         ticket.wait_for(py, ack.or(self.ack).unwrap_or(gate.ack), None)?;

@@ -14,7 +14,7 @@ use crate::errors::{OrRaise, PIN, STORE};
 use crate::gate::{Gate, Handle, check_process, detached};
 
 self_cell! {
-    /// A pin beside the store that it borrows from.
+    /// A pin and the store that it borrows from.
     struct PinCell {
         owner: Arc<Store>,
         #[covariant]
@@ -22,18 +22,19 @@ self_cell! {
     }
 }
 
-/// A pin, and after it in the order of dropping the count that keeps its store open.
+/// A pin, followed in drop order by the count that keeps its store open.
 struct HeldPin {
     cell: PinCell,
     _handle: Handle,
 }
 
-/// The promise that a page keeps its address, for captured CUDA graphs and whatever else holds pointers. Made
+/// The promise that a page keeps its address, for captured CUDA graphs and other holders of pointers. Created
 /// by `Store.pin`.
 ///
-/// Batches change the page where it lies, and kernels that read it meanwhile may see parts of a change: let
-/// them finish first. They must not write there: their writes would not be logged. What would take the page
-/// elsewhere raises LeasedError, and changes nothing: to resize, move, delete or lease it, and `restore`.
+/// Batches change the page in place, and kernels that read it at the same time may see part of a change, so
+/// wait for them before committing. Kernels must not write to the page: their writes would not be logged.
+/// Operations that would change the page's address raise LeasedError and change nothing: resizing, moving,
+/// deleting or leasing the page, and `restore`.
 ///
 /// >>> with remanent.Store(directory) as store:
 /// ...     store["k"] = b"here"
@@ -77,7 +78,8 @@ impl PyPin {
             check_process(self.opener)?;
             let held =
                 self.pin.lock().unwrap_or_else(PoisonError::into_inner).clone().ok_or(Error::Closed)?;
-            // Ended meanwhile by another thread, it is dropped here, still without the interpreter's lock.
+            // If another thread ended the pin meanwhile, it is dropped here, still without the interpreter's
+            // lock.
             run(held.cell.borrow_dependent())
         })
         .or_raise_of(py, Some(&self.path), PIN)
@@ -86,48 +88,52 @@ impl PyPin {
 
 #[pymethods]
 impl PyPin {
-    /// The id of the page that is pinned.
+    /// The id of the pinned page.
     #[getter]
     fn page(&self) -> u64 {
         self.page
     }
 
-    /// The page's length in bytes, which stays the same.
+    /// The page's length in bytes, which does not change.
     #[getter]
     fn nbytes(&self) -> u64 {
         self.len
     }
 
-    /// The address at which kernels find the bytes, the same as long as the pin. None where pages live in
-    /// memory of the host alone, and for a page of length 0.
+    /// The address of the bytes for kernels, constant while the pin exists. None if pages live only in host
+    /// memory, and for an empty page.
     #[getter]
     fn address(&self, py: Python<'_>) -> PyResult<Option<u64>> {
         self.look(py, |pin| Ok(pin.address()))
     }
 
-    /// Where the page's bytes lie, for a transport that registers memory (NIXL, UCX, verbs): "address",
-    /// "len", "kind" ("device", "pinned", "host" or "unified"), "gpu" (its CUDA ordinal), "store", "page" and
-    /// "epoch". It holds as long as this object: end the registration first. Transports only read.
+    /// Returns the location of the page's bytes, for a transport that registers memory (NIXL, UCX, verbs).
     ///
-    /// :raises DeviceError: pages live in memory of the host alone, or the page is empty.
+    /// The keys are "address", "len", "kind" ("device", "pinned", "host" or "unified"), "gpu" (the CUDA
+    /// ordinal), "store", "page" and "epoch". The location is valid as long as this object; end the
+    /// registration first. Transports may only read.
+    ///
+    /// :raises DeviceError: pages live only in host memory, or the page is empty.
     fn descriptor<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         descriptor_to_py(py, &self.look(py, |pin| pin.descriptor())?)
     }
 
-    /// Lets work that is put on the stream from now on see every batch submitted so far; the stream is a CUDA
-    /// handle as a number. The stream waits on the device, the call does not.
+    /// Makes work that is enqueued on `stream` from now on see every batch submitted so far. The stream waits
+    /// on the device; the call does not wait.
     ///
-    /// :raises DeviceError: a graph is being captured from the stream, it is another device's, or pages live
-    ///     in host memory. ClosedError: the pin has ended.
+    /// :param stream: a CUDA handle as a number.
+    /// :raises DeviceError: a graph is being captured from the stream, the stream is another device's, or
+    ///     pages live in host memory.
+    /// :raises ClosedError: the pin has ended.
     fn on(&self, py: Python<'_>, #[pyo3(from_py_with = arguments::stream)] stream: u64) -> PyResult<()> {
         self.look(py, |pin| {
-            // SAFETY: the caller names a stream of its own, and keeps it until the pin has ended.
+            // SAFETY: the caller names a stream of its own and keeps it until the pin has ended.
             let stream = unsafe { RawStream::from_cuda(stream) };
             pin.on(stream).map(drop)
         })
     }
 
-    /// Ends the pin: the page may be moved from now on. Ending twice is fine.
+    /// Ends the pin, after which the page may be moved. Ending twice is allowed.
     fn end(&self, py: Python<'_>) -> PyResult<()> {
         check_process(self.opener).or_raise(py, Some(&self.path))?;
         let held = self.pin.lock().unwrap_or_else(PoisonError::into_inner).take();

@@ -1,4 +1,4 @@
-//! Pages that a call moves to a place.
+//! Moving pages to a place.
 
 use pyo3::prelude::*;
 use remanent::{PageId, Position, Result, Store};
@@ -6,7 +6,7 @@ use remanent::{PageId, Position, Result, Store};
 use crate::gate::Gate;
 use crate::page_name::{found, page_names};
 
-/// Has the store move pages as `run` says. Returns the number of the batch that did it, if one had to.
+/// Moves pages by calling `run`, and returns the Lsn of the batch that moved them, if one was needed.
 pub fn move_pages(
     gate: &Gate,
     pages: &Bound<'_, PyAny>,

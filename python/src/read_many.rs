@@ -1,4 +1,4 @@
-//! Ranges of many pages by one call, as of one batch.
+//! Reading ranges of many pages with one call, as of one batch.
 
 use std::ffi::c_int;
 use std::future::Future;
@@ -22,14 +22,14 @@ use crate::gate::{Gate, check_process, seconds, wait};
 use crate::memory::{Input, Output};
 use crate::page_name::{PageName, each_page, iterable};
 
-/// Ranges as a caller names them, found in the store.
+/// The ranges that a caller names, looked up in the store.
 pub struct FoundRanges {
     ranges: Vec<(PageId, Range<u64>)>,
     infos: Vec<PageInfo>,
 }
 
 impl FoundRanges {
-    /// Reads a list of pages, and of tuples (page, offset) and (page, offset, length).
+    /// Parses an iterable of pages and of tuples (page, offset) and (page, offset, length).
     ///
     /// # Errors
     /// `TypeError`; `UnknownPageError`, `UnknownKeyError`, `OutOfBoundsError`.
@@ -67,7 +67,7 @@ impl FoundRanges {
     }
 }
 
-/// A read of many ranges that is under way: wait for it, or `await` it. Made by `Store.read_many`.
+/// A read of many ranges that is in flight: wait for it, or `await` it. Created by `Store.read_many`.
 ///
 /// >>> import asyncio
 /// >>> store = remanent.Store(directory)
@@ -85,7 +85,7 @@ pub struct PyReadMany {
     opener: u32,
     path: String,
     infos: Arc<[PageInfo]>,
-    /// Rung once the read is done.
+    /// Notified once the read is done.
     bells: Arc<Bells>,
     state: Mutex<ReadProgress>,
 }
@@ -122,7 +122,7 @@ impl PyReadMany {
         Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Waits up to a time; says whether the read is done.
+    /// Waits up to `timeout` and returns whether the read is done.
     fn wait_up_to(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<bool> {
         let waker = Waker::from(self.bells.clone());
         wait(py, timeout, Some(&self.path), |slice| {
@@ -130,13 +130,13 @@ impl PyReadMany {
             if self.poll(&waker)? {
                 return Ok(true);
             }
-            // Not with the lock held: other threads and tasks ask meanwhile.
+            // The lock is not held here: other threads and tasks may poll in the meantime.
             self.bells.wait(before, slice);
             self.poll(&waker)
         })
     }
 
-    /// Looks once; says whether the read is done.
+    /// Polls once and returns whether the read is done.
     fn poll(&self, waker: &Waker) -> Result<bool> {
         let mut state = self.state()?;
         if let ReadProgress::Pending(read) = &mut *state {
@@ -148,7 +148,7 @@ impl PyReadMany {
         Ok(true)
     }
 
-    /// The bytes of a read that is done.
+    /// The bytes of a completed read.
     fn bytes(&self) -> Result<Arc<ManyBytes>> {
         match &*self.state()? {
             ReadProgress::Done(bytes) => Ok(bytes.clone()),
@@ -158,8 +158,8 @@ impl PyReadMany {
     }
 }
 
-/// Reads ranges into buffers of the caller's, each exactly as long as its range. Returns the batch as of
-/// which all bytes are. An interrupted call leaves the buffers as they were.
+/// Reads ranges into caller-owned buffers, each exactly as long as its range, and returns the batch as of
+/// which all bytes are. An interrupted call leaves the buffers unchanged.
 pub fn fill(py: Python<'_>, gate: &Gate, found: FoundRanges, outs: &Bound<'_, PyAny>) -> PyResult<u64> {
     let outs = iterable(outs, "outs are an iterable of buffers, such as a list")?
         .map(|out| Input::take_writable(&out?))
@@ -207,12 +207,12 @@ pub fn fill(py: Python<'_>, gate: &Gate, found: FoundRanges, outs: &Bound<'_, Py
 
 #[pymethods]
 impl PyReadMany {
-    /// Whether the read is done, well or not: `result` waits for nothing then.
+    /// Returns whether the read has completed or failed, so that `result` does not wait.
     fn done(&self, py: Python<'_>) -> PyResult<bool> {
         self.poll(&Waker::from(self.bells.clone())).or_raise(py, Some(&self.path))
     }
 
-    /// Waits until the read is done, up to `timeout` seconds; says whether it is. Ctrl-C ends the wait.
+    /// Waits until the read is done, up to `timeout` seconds. Returns whether it is. Ctrl-C ends the wait.
     #[pyo3(signature = (timeout=None))]
     fn wait(
         &self,
@@ -222,10 +222,11 @@ impl PyReadMany {
         self.wait_up_to(py, seconds(timeout)?)
     }
 
-    /// The bytes; waits for them.
+    /// Waits for the bytes and returns them.
     ///
-    /// :raises UnknownPageError, OutOfBoundsError: a batch deleted or cut a page meanwhile. ClosedError: the
-    ///     store was closed before the read began. PoisonedError.
+    /// :raises UnknownPageError, OutOfBoundsError: a batch deleted or shortened a page in the meantime.
+    /// :raises ClosedError: the store was closed before the read began.
+    /// :raises PoisonedError: an earlier failure stopped the store.
     fn result(&self, py: Python<'_>) -> PyResult<PyManyBytes> {
         self.wait_up_to(py, None)?;
         let bytes = self.bytes().or_raise(py, Some(&self.path))?;
@@ -237,7 +238,7 @@ impl PyReadMany {
         task.call_method0("__await__")
     }
 
-    /// Looks whether the read is done; if it is not, `bell` rings with this number once it is.
+    /// Checks whether the read is done. If it is not, `bell` reports `id` once it is.
     fn _poll(&self, py: Python<'_>, bell: &Bound<'_, Bell>, id: u64) -> PyResult<bool> {
         check_process(self.opener).or_raise(py, Some(&self.path))?;
         self.bells.add(bell.get(), id);
@@ -249,11 +250,11 @@ impl PyReadMany {
     }
 }
 
-/// The bytes of many ranges of pages, all as of one batch. Made by `ReadMany.result`.
+/// The bytes of many ranges of pages, all as of one batch. Created by `ReadMany.result`.
 ///
-/// A sequence of bytes. `numpy(index)` and memoryview see the store's own buffer, read-only and without a
-/// copy. The buffer goes back to the store once this object and all views of it are gone; all such buffers
-/// take 256 MiB at most.
+/// This is a sequence of bytes. `numpy(index)` and memoryview access the store's own buffer, read-only and
+/// without a copy. The buffer returns to the store once this object and all views of it are deleted. All such
+/// buffers together use at most 256 MiB.
 ///
 /// >>> with remanent.Store(directory) as store:
 /// ...     store["a"], store["b"] = bytes(range(4)), b"b"
@@ -266,7 +267,7 @@ pub struct PyManyBytes {
     path: String,
     infos: Arc<[PageInfo]>,
     bytes: Arc<ManyBytes>,
-    /// The length of the whole buffer, as the buffer protocol wants it.
+    /// The length of the whole buffer, as the buffer protocol needs it.
     shape: [i64; 1],
 }
 
@@ -281,7 +282,7 @@ impl PyManyBytes {
         Ok(&self.bytes)
     }
 
-    /// An index as Python counts: from the end if it is below 0.
+    /// Resolves a Python index, which counts from the end if negative.
     fn index(&self, index: isize) -> PyResult<usize> {
         let count = self.bytes.count();
         let from_start = if index < 0 { count.checked_add_signed(index) } else { Some(index as usize) };
@@ -293,13 +294,13 @@ impl PyManyBytes {
 
 #[pymethods]
 impl PyManyBytes {
-    /// The batch as of which all bytes are.
+    /// The Lsn of the batch as of which all bytes are.
     #[getter]
     fn lsn(&self, py: Python<'_>) -> PyResult<u64> {
         Ok(self.bytes(py)?.lsn().0)
     }
 
-    /// The length of all ranges together, in bytes.
+    /// The total length of all ranges, in bytes.
     #[getter]
     fn nbytes(&self) -> i64 {
         self.shape[0]
@@ -318,18 +319,21 @@ impl PyManyBytes {
         Ok(PyBytes::new(py, bytes.get(self.index(index)?)))
     }
 
-    /// All ranges, as a list of bytes.
+    /// Returns all ranges as a list of bytes.
     fn tolist<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let bytes = self.bytes(py)?;
         PyList::new(py, (0..bytes.count()).map(|index| PyBytes::new(py, bytes.get(index))))
     }
 
-    /// A range as a NumPy array in the store's buffer, read-only.
+    /// Returns a range as a read-only NumPy array in the store's buffer.
     ///
-    /// :param index: the range's place in the call. :param dtype: the kind of elements, as "float32" or
-    ///     "F32"; that of the page's metadata if None, else "uint8".
-    /// :param shape: in elements; for a whole page that of its metadata if None, else one dimension.
-    /// :raises ValueError: the range is not as long as that. BufferError for kinds that NumPy does not know.
+    /// :param index: the index of the range in the call.
+    /// :param dtype: the element type, such as "float32" or "F32". None uses the dtype in the page's
+    ///     metadata, or "uint8".
+    /// :param shape: the shape, in elements. None uses the shape in the page's metadata if the range is the
+    ///     whole page, or one dimension.
+    /// :raises ValueError: the length of the range does not match `dtype` and `shape`.
+    /// :raises BufferError: NumPy has no such element type.
     #[pyo3(signature = (index, dtype=None, shape=None))]
     fn numpy<'py>(
         slf: &Bound<'py, Self>,
@@ -342,7 +346,7 @@ impl PyManyBytes {
         let range = this.bytes(py)?.range(index);
         let mut info = this.infos[index].clone();
         if range.len() as u64 != info.len {
-            // The shape is the whole page's.
+            // The shape in the metadata is that of the whole page.
             info.metadata.make_mut().remove("shape");
         }
         let (dtype, shape) = layout(dtype, shape, &info, range.len())?;
@@ -368,13 +372,13 @@ impl PyManyBytes {
             ndim: 1,
             read_only: true,
         };
-        // SAFETY: the interpreter gives a view to fill; the bytes live as long as this object, which the view
-        // keeps.
+        // SAFETY: the interpreter passes a view to fill; the bytes live as long as this object, which the
+        // view keeps alive.
         unsafe { fill_buffer(view, flags, slf.clone().into_any(), parts) }
     }
 
     unsafe fn __releasebuffer__(&self, view: *mut ffi::Py_buffer) {
-        // SAFETY: the view that `__getbuffer__` filled, given back once.
+        // SAFETY: this is the view that `__getbuffer__` filled, released once.
         unsafe { release_buffer(view) };
     }
 

@@ -1,4 +1,4 @@
-//! Pages and root that can be read, from whatever: an open store, a view, an earlier state, a replica.
+//! Reading pages and the root from any source: an open store, a view, an earlier state or a replica.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
@@ -15,13 +15,14 @@ use crate::page_name::{PageName, prefix_of};
 use crate::source::Source;
 use crate::values::{ROOT, metadata_to_py};
 
-/// How often a page is read into memory of its old length before the engine finds out the length itself.
+/// The number of attempts to read a page into memory of its looked-up length before the engine determines the
+/// length itself.
 const TRIES: usize = 2;
 
-/// The most pages whose keys are compared with one that is missing.
+/// The largest number of pages whose keys are compared with a missing key.
 const COMPARED_KEYS_MAX: u64 = 1000;
 
-/// A whole page, into memory that `make` gives for its length.
+/// Reads a whole page into memory that `make` returns for its length.
 fn read_whole<M>(
     pages: &dyn ReadPages,
     name: &PageName,
@@ -40,7 +41,7 @@ fn read_whole<M>(
             Err(Error::OutOfBounds { .. } | Error::UnknownPage { .. }) => continue,
             Err(error) => return Err(error),
         }
-        // If it is at the version that was looked up, it was as long as that all the time.
+        // An unchanged version means that the length did not change during the read.
         if name.find(pages).is_ok_and(|after| after == info) {
             return Ok((info, memory));
         }
@@ -52,10 +53,10 @@ fn read_whole<M>(
     Ok((info, memory))
 }
 
-/// Pages and root that can be read: the base of `Store`, `LiveView`, `View` and `Replica`.
+/// Read access to pages and the root: the base class of `Store`, `LiveView`, `View` and `Replica`.
 ///
-/// A page is named by its id (int), its key (str or bytes) or its PageInfo. A mapping from keys to bytes:
-/// iteration gives the keys, as text where they are UTF-8; pages without a key are found by `pages`.
+/// A page is named by its id (int), its key (str or bytes) or its PageInfo. The reader is a mapping from keys
+/// to bytes. Iteration yields the keys, as str if they are UTF-8; `pages` also finds pages without a key.
 ///
 /// >>> def total(pages: remanent.Reader) -> int:
 /// ...     return sum(info.length for info in pages.pages())
@@ -73,12 +74,12 @@ impl Reader {
         Self { source }
     }
 
-    /// A look that waits for nothing.
+    /// Runs a lookup that does not wait.
     fn look<T>(&self, py: Python<'_>, run: impl FnOnce(&dyn ReadPages) -> Result<T>) -> PyResult<T> {
         self.source.look(py, run).or_raise_of(py, self.source.path(), self.source.handle())
     }
 
-    /// A call without the interpreter's lock.
+    /// Runs a call without the interpreter's lock.
     fn call<T: Send>(
         &self,
         py: Python<'_>,
@@ -91,7 +92,7 @@ impl Reader {
         self.found(name.py(), &PageName::take(name)?)
     }
 
-    /// The page of this name. The error for a key that no page has names the most similar key.
+    /// Finds the page with this name. The error for a missing key suggests the most similar key.
     fn found(&self, py: Python<'_>, name: &PageName) -> PyResult<PageInfo> {
         match self.source.look(py, |pages| name.find(pages)) {
             Err(error @ Error::UnknownKey { .. }) => Err(self.unknown_key(py, &error)),
@@ -108,7 +109,7 @@ impl Reader {
         to_py_with(py, error, &addition, self.source.path())
     }
 
-    /// The most similar key, where there are few enough to look at all of them.
+    /// The most similar key, if there are few enough keys to compare them all.
     fn similar_key(&self, py: Python<'_>, wanted: &str) -> Option<String> {
         let similar = |pages: &dyn ReadPages| {
             if pages.page_count()? > COMPARED_KEYS_MAX {
@@ -120,7 +121,7 @@ impl Reader {
         self.source.look(py, similar).ok().flatten()
     }
 
-    /// A whole page, read into the memory of the object that is returned.
+    /// Reads a whole page directly into the memory of the returned object.
     fn whole<'py>(&self, py: Python<'py>, name: &PageName) -> PyResult<Bound<'py, PyBytes>> {
         for _ in 0..TRIES {
             let info = self.found(py, name)?;
@@ -136,7 +137,7 @@ impl Reader {
                     return Err(error).or_raise_of(py, self.source.path(), self.source.handle());
                 }
             }
-            // If it is at the version that was looked up, it was as long as that all the time.
+            // An unchanged version means that the length did not change during the read.
             if self.look(py, |pages| name.find(pages)).is_ok_and(|after| after == info) {
                 return Ok(bytes);
             }
@@ -148,18 +149,18 @@ impl Reader {
 
 #[pymethods]
 impl Reader {
-    /// A small table for notebooks: pages and root, without bytes.
+    /// Returns an HTML table of pages and root for notebooks, without page contents.
     fn _repr_html_<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         slf.py().import("remanent._html")?.call_method1("reader", (slf,))
     }
 
-    /// The newest batch that is seen here.
+    /// The Lsn of the newest batch visible here.
     #[getter]
     fn lsn(&self, py: Python<'_>) -> PyResult<u64> {
         self.look(py, |pages| pages.lsn().map(|lsn| lsn.0))
     }
 
-    /// The root: the store's own metadata, as a read-only copy. `Batch.set_root` changes it.
+    /// The root, the store's own metadata, as a read-only copy. `Batch.set_root` changes it.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     with store.batch() as batch:
@@ -177,18 +178,18 @@ impl Reader {
         ROOT.freeze(metadata_to_py(py, &root)?)
     }
 
-    /// The number of pages, those without a key included.
+    /// The number of pages, including those without a key.
     #[getter]
     fn page_count(&self, py: Python<'_>) -> PyResult<u64> {
         self.look(py, |pages| pages.page_count())
     }
 
-    /// A page's length, version, key and metadata.
+    /// Returns a page's length, version, place, key and metadata.
     fn info(&self, page: &Bound<'_, PyAny>) -> PyResult<Info> {
         self.find(page).map(Info)
     }
 
-    /// All pages in the order of their ids, or those whose keys begin with `prefix` (str or bytes).
+    /// Returns all pages, or those whose keys begin with `prefix` (str or bytes), ordered by id.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     for key in ("layer.0/w", "layer.1/w", "head"):
@@ -210,7 +211,7 @@ impl Reader {
         Ok(list)
     }
 
-    /// All keys, in the order of their pages' ids.
+    /// Returns all keys, ordered by the ids of their pages.
     fn keys<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let keys: Vec<Key> =
             self.call(py, |pages| Ok(pages.pages()?.filter_map(|info| info.key).collect()))?;
@@ -246,7 +247,7 @@ impl Reader {
         self.whole(page.py(), &PageName::take(page)?)
     }
 
-    /// A whole page as bytes, or `default` if there is no such page.
+    /// Returns a whole page as bytes, or `default` if the page does not exist.
     #[pyo3(signature = (page, default=None))]
     fn get<'py>(
         &self,
@@ -259,9 +260,10 @@ impl Reader {
         Ok(default)
     }
 
-    /// Bytes of a page from `offset` on, to its end or `length` of them.
+    /// Returns `length` bytes of a page from `offset` on, or all bytes to its end.
     ///
-    /// :raises UnknownPageError, UnknownKeyError, OutOfBoundsError, DamagedError; OvertakenError of a view.
+    /// :raises UnknownPageError, UnknownKeyError, OutOfBoundsError, DamagedError: the range cannot be read.
+    /// :raises OvertakenError: this is a view, and the bytes it refers to are no longer kept.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     store["k"] = b"remanent"
@@ -282,7 +284,7 @@ impl Reader {
         let (page, len) = self.look(py, |pages| {
             let info = pages.page(page)?;
             let len = length.unwrap_or_else(|| info.len.saturating_sub(offset));
-            // Checked before memory is taken for it.
+            // Checked before any memory is allocated for the range.
             if offset.checked_add(len).is_none_or(|end| end > info.len) {
                 return Err(Error::OutOfBounds { page: info.page, offset, len, page_len: info.len });
             }
@@ -291,13 +293,15 @@ impl Reader {
         PyBytes::new_with(py, len as usize, |memory| self.call(py, |pages| pages.read(page, offset, memory)))
     }
 
-    /// Fills `out` with bytes of a page from `offset` on, as many as it holds. Returns how many.
+    /// Fills `out` with the bytes of a page from `offset` on. Returns the number of bytes, the length of
+    /// `out`.
     ///
-    /// :param out: contiguous, writable memory of the host: bytearray, NumPy, or a tensor with `__dlpack__`.
-    ///     For an open store whose pages live on a GPU, a tensor there, too: bytes come to it from the GPU's
-    ///     own memory, or from pages on disk, after what is on its current stream.
-    /// :raises BufferError: `out` cannot be written, or lies elsewhere. As for `read`; then some of `out` may
-    ///     have changed.
+    /// :param out: contiguous, writable host memory: a bytearray, a NumPy array, or a tensor with
+    ///     `__dlpack__`. For an open store whose pages live on a GPU, a tensor on that GPU is accepted too;
+    ///     its bytes come from the GPU's own memory or from pages on disk, after the work that is on the
+    ///     tensor's current stream.
+    /// :raises BufferError: `out` is not writable or is on another device. Other errors are those of `read`,
+    ///     after which part of `out` may have changed.
     ///
     /// >>> out = bytearray(4)
     /// >>> with remanent.Store(directory) as store:
@@ -334,12 +338,13 @@ impl Reader {
         })
     }
 
-    /// A copy of a whole page, as an array that torch, JAX and NumPy take without another copy.
+    /// Returns a copy of a whole page as an array that torch, JAX and NumPy can use without another copy.
     ///
-    /// :param dtype: the kind of elements, as "float32" or "F32"; that of the page's metadata if None, else
-    ///     "uint8".
-    /// :param shape: in elements; that of the page's metadata if None, else one dimension.
-    /// :raises ValueError: the page is not as long as that. As for `read`.
+    /// :param dtype: the element type, such as "float32" or "F32". None uses the dtype in the page's
+    ///     metadata, or "uint8".
+    /// :param shape: the shape, in elements. None uses the shape in the page's metadata, or one dimension.
+    /// :raises ValueError: the page's length does not match `dtype` and `shape`. Other errors are those of
+    ///     `read`.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     store["k"] = bytes(8)
@@ -353,7 +358,7 @@ impl Reader {
         #[pyo3(from_py_with = arguments::shape)] shape: Option<Vec<usize>>,
     ) -> PyResult<Array> {
         let (py, name) = (page.py(), PageName::take(page)?);
-        // A wrong dtype or shape is refused before the page is read.
+        // Rejects a wrong dtype or shape before the page is read.
         let info = self.found(py, &name)?;
         layout(dtype, shape.clone(), &info, info.len as usize)?;
         let (info, mut bytes) = self.call(py, |pages| {
@@ -363,7 +368,7 @@ impl Reader {
         Ok(Array::new(bytes, dtype, &shape))
     }
 
-    /// A copy of a whole page, as a NumPy array. `dtype`, `shape` and errors are those of `array`.
+    /// Returns a copy of a whole page as a NumPy array. `dtype`, `shape` and errors are those of `array`.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     with store.batch() as batch:

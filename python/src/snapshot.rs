@@ -1,4 +1,4 @@
-//! Snapshots that are kept, and what a retention removes, as a caller sees them.
+//! Kept snapshots, and what a retention removes, as Python objects.
 
 use std::time::Duration;
 
@@ -13,21 +13,21 @@ use crate::values::REPORT;
 pub struct SnapshotInfo {
     /// The snapshot's number.
     pub id: u64,
-    /// Its name, which keeps it until it is given up; None if it has none.
+    /// The name, which keeps the snapshot until it is given up, or None.
     pub name: Option<String>,
-    /// When it was written, in milliseconds since 1970.
+    /// The time when the snapshot was written, in milliseconds since 1970.
     pub created_unix_ms: u64,
-    /// Replay starts after this batch.
+    /// The Lsn after which replay starts.
     pub redo: u64,
-    /// The batch whose state it is.
+    /// The Lsn of the batch whose state the snapshot is.
     pub end: u64,
     /// The number of pages.
     pub pages: u64,
-    /// Bytes of the pages' images.
+    /// The bytes of all its images.
     pub bytes: u64,
-    /// Bytes of the images that it wrote itself; it shares the others with older ones.
+    /// The bytes of the images that this snapshot wrote; it shares the others with older snapshots.
     pub bytes_written: u64,
-    /// Whether it was read back past the cache.
+    /// Whether the snapshot was read back past the cache.
     pub verified: bool,
 }
 
@@ -49,7 +49,7 @@ impl From<&remanent::SnapshotInfo> for SnapshotInfo {
 
 #[pymethods]
 impl SnapshotInfo {
-    /// A small table for notebooks.
+    /// Returns an HTML table for notebooks.
     fn _repr_html_<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         slf.py().import("remanent._html")?.call_method1("snapshot", (slf,))
     }
@@ -85,25 +85,25 @@ impl From<&PruneReport> for Pruned {
 
 #[pymethods]
 impl Pruned {
-    /// The snapshots that go.
+    /// The removed snapshots.
     #[getter]
     fn snapshots<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         REPORT.freeze_list(py, self.snapshots.iter().cloned())
     }
 
-    /// The numbers of snapshots that no rule keeps, but a reader does.
+    /// The numbers of snapshots that no rule keeps but a reader holds.
     #[getter]
     fn held<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         REPORT.freeze_list(py, self.held.iter().copied())
     }
 
-    /// The files that go, with their lengths in bytes.
+    /// The removed files, with their lengths in bytes.
     #[getter]
     fn files<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         REPORT.freeze_list(py, self.files.iter().cloned())
     }
 
-    /// Bytes of all files that go.
+    /// The total length of the removed files, in bytes.
     #[getter]
     fn bytes(&self) -> u64 {
         self.bytes
@@ -119,7 +119,7 @@ impl Pruned {
     }
 }
 
-/// What a retention keeps, with the store's own rules where nothing is said.
+/// Builds a retention that uses the store's own rules where no rule is given.
 pub fn retention(
     store: &Store,
     snapshots_kept: Option<usize>,

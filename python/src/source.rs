@@ -1,4 +1,5 @@
-//! What pages and root are read from: an open store, a view of it, an earlier state, a replica.
+//! The sources that pages and the root are read from: an open store, a view of it, an earlier state or a
+//! replica.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -10,7 +11,7 @@ use self_cell::self_cell;
 use crate::gate::{Gate, Handle, check_process, detached};
 
 self_cell! {
-    /// A view beside the store that it borrows from.
+    /// A view and the store that it borrows from.
     pub struct LiveCell {
         owner: Arc<Store>,
         #[not_covariant]
@@ -18,7 +19,7 @@ self_cell! {
     }
 }
 
-/// What pages are read from.
+/// A source of pages.
 pub enum Source {
     Store(Arc<Gate>),
     Live(LiveSource),
@@ -39,7 +40,7 @@ pub struct Closable<V> {
     view: Mutex<Option<Arc<V>>>,
 }
 
-/// A view, and after it in the order of dropping the count that keeps its store open.
+/// A view, followed in drop order by the count that keeps its store open.
 pub struct HeldView {
     cell: LiveCell,
     _handle: Handle,
@@ -71,7 +72,7 @@ impl<V: Send + Sync> Closable<V> {
     }
 }
 
-/// A replica, waited for without the interpreter's lock.
+/// Locks a replica, waiting without the interpreter's lock.
 pub fn locked<'r>(py: Python<'_>, replica: &'r Mutex<Replica>) -> MutexGuard<'r, Replica> {
     replica.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner)
 }
@@ -86,7 +87,7 @@ impl Source {
         }
     }
 
-    /// How errors name it once it is closed.
+    /// How errors name the source once it is closed.
     pub fn handle(&self) -> crate::errors::Handle {
         match self {
             Source::Store(_) | Source::Replica(_) => crate::errors::STORE,
@@ -95,10 +96,10 @@ impl Source {
         }
     }
 
-    /// Runs a call on the pages that waits for nothing but, of a replica, a batch that is being applied.
+    /// Runs a call that waits for nothing except, for a replica, a batch that is being applied.
     pub fn look<T>(&self, py: Python<'_>, run: impl FnOnce(&dyn ReadPages) -> Result<T>) -> Result<T> {
         match self {
-            // Other threads have the interpreter meanwhile.
+            // Other threads can run Python code while this waits.
             Source::Replica(replica) => run(&*locked(py, replica)),
             _ => self.with(run),
         }
@@ -111,7 +112,7 @@ impl Source {
             Source::Live(live) => {
                 let view = live.get()?;
                 let read = view.cell.with_dependent(|_, view| run(view));
-                // Closed meanwhile by another thread, it ends here.
+                // If another thread closed the view meanwhile, it ends here.
                 detached(view);
                 read
             }

@@ -1,10 +1,10 @@
-//! What an open did, and what a store counts, as dicts.
+//! The report of an open and the statistics of a store, as dicts.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 use remanent::{RecoveryReport, Stats};
 
-/// What an open found and did.
+/// Converts the report of what an open found and did.
 pub fn report_to_py(py: Python<'_>, report: RecoveryReport) -> PyResult<Bound<'_, PyDict>> {
     let dict = PyDict::new(py);
     dict.set_item("created", report.created)?;
@@ -25,7 +25,7 @@ pub fn report_to_py(py: Python<'_>, report: RecoveryReport) -> PyResult<Bound<'_
     Ok(dict)
 }
 
-/// Counts and sizes.
+/// Converts counts and sizes.
 pub fn stats_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
     dict.set_item("logged", stats.logged.0)?;
@@ -64,7 +64,7 @@ pub fn stats_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, P
     Ok(dict)
 }
 
-/// What was asked for and what left, by place.
+/// Requests and evictions by place.
 fn tiers_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDict>> {
     let tiers = PyDict::new(py);
     for tier in &stats.tiers {
@@ -79,7 +79,7 @@ fn tiers_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDic
     Ok(tiers)
 }
 
-/// Pages that the store moved, by where they were and where they went.
+/// Pages that the store moved, by source and target place.
 fn moves_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyList>> {
     let list = PyList::empty(py);
     for of in &stats.moves {
@@ -94,7 +94,7 @@ fn moves_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyLis
     Ok(list)
 }
 
-/// What lists of commands moved between places.
+/// Transfers between places by lists of device commands.
 fn transfers_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyList>> {
     let list = PyList::empty(py);
     for of in &stats.transfers {
@@ -110,7 +110,7 @@ fn transfers_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, P
     Ok(list)
 }
 
-/// The lists of each lane, and waits for them.
+/// The lists of each lane, and the waits for them.
 fn lanes_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDict>> {
     let lanes = PyDict::new(py);
     for (lane, of) in &stats.lanes {

@@ -1,19 +1,19 @@
-//! An open store.
+//! The handle of an open store.
 //!
-//! Its methods stand in groups, each with the room that does the work:
+//! Its methods fall into groups, each implemented by other modules:
 //!
-//! | methods | room |
+//! | methods | module |
 //! |---|---|
 //! | `Store`, `path`, `id`, `closed`, `recovered`, `stats` | `options`, `stats` |
 //! | `put`, `batch`, `submit`, `commit`, `wait_durable` | `batch`, `pending_batch`, `ticket` |
 //! | `ensure`, `promote`, `demote`; `prefetch`, `read_ahead` | `placement`; `ahead` |
-//! | `view`, `lease`, `pin`, `working_copy`, `release` | those of their names; `page_memory` |
+//! | `view`, `lease`, `pin`, `working_copy`, `release` | modules of the same names; `page_memory` |
 //! | `read_many`, `read_many_into`; `changes` | `read_many`; `changes` |
 //! | `blame`, `bisect`, `snapshot`, `snapshots`, `restore`, `fork`, `prune` | `history` |
 //! | `compare`, `scrub`, `audit`, `wait_loaded`, `trim` | `loading`, and the engine |
 //! | `close` | `gate` |
 //!
-//! What reads pages and root is `reader`'s.
+//! The methods that read pages and the root are in `reader`.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -50,33 +50,43 @@ use crate::values::REPORT;
 use crate::view::PyLiveView;
 use crate::working_copy::PyWorkingCopy;
 
-/// A store directory, open for reading and writing: pages, root, log, snapshots.
+/// A store directory, open for reading and writing: pages, root, log and snapshots.
 ///
-/// One writer at a time; threads share the object. As a context manager it closes at the end. Lengths are in
-/// bytes, times in seconds.
+/// A store has one writer at a time; threads can share the object. Used as a context manager, it is closed at
+/// the end of the block. Lengths are in bytes, times in seconds.
 ///
-/// :param path: the directory; made, with those above it, if it is missing or empty and `create` allows it.
-/// :param ack: what commits wait for: "applied", "logged" (survives the death of the process), "durable" (a
-///     power cut).
-/// :param device: "auto", "host" or "cuda:N"; `slots` binds "device:N" to one of several.
-/// :param log_io: "mapped", "buffered" or "direct"; None chooses. `image_io` likewise for images of pages.
-/// :param budget: bytes by place, such as `{"host": 1 << 30}`; a place that is not named has no limit.
-/// :param tiers: an order of places, such as `["device:0", "pinned", "disk"]`. Where one is full, pages that
-///     are not used go to the next one by themselves. `eviction` says which leave first: "s3-fifo" or "lru".
-/// :param identity: the caller's own description of the store; given again, it must be the same.
-/// :param layout_fingerprint: 32 bytes that say on what the meaning of pages depends; likewise.
-/// :param snapshots_kept: how many of the newest snapshots are kept; `snapshots_kept_for` (seconds) and
+/// :param path: the directory. If it is missing or empty and `create` is true, it is created with its
+///     parents.
+/// :param ack: what commits wait for by default: "applied", "logged" (survives the death of the process) or
+///     "durable" (survives a power cut).
+/// :param device: "auto", "host" or "cuda:N". `slots` is a list of such devices, to which the places
+///     "device:0", "device:1", … refer.
+/// :param log_io: how the log is written: "mapped", "buffered" or "direct"; None chooses automatically.
+/// :param image_io: how images of pages are written: "mapped", "buffered" or "direct".
+/// :param budget: limits in bytes by place, such as `{"host": 1 << 30}`. A place without an entry has no
+///     limit.
+/// :param tiers: places in order, such as `["device:0", "pinned", "disk"]`. When one is full, unused pages
+///     are moved to the next one automatically.
+/// :param eviction: which pages leave a full tier first: "s3-fifo" or "lru".
+/// :param identity: the caller's own description of the store. If given again, it must be the same.
+/// :param layout_fingerprint: 32 bytes that identify what the meaning of the pages depends on. If given
+///     again, they must be the same.
+/// :param snapshots_kept: the number of newest snapshots to keep. `snapshots_kept_for` (seconds) and
 ///     `log_kept` (bytes) keep more.
-/// :param page_load: "eager", or "on_demand": pages are loaded when they are asked for.
-/// :param snapshot_log_bytes: a snapshot is taken by itself after so long a log; None: not for this reason.
-///     `snapshot_interval` (seconds) likewise; `scrub_interval` for scrubs.
-/// :param page_memory: a callable that is asked for each page that has bytes, by its PageInfo, as the open
-///     finds it: for memory as long as the page, in the same place, to put the page into, such as a tensor
-///     of a model; None has the store take its own. No work may be under way there. The page lives in it as
-///     after `Batch.create_in`. It is called by other threads, and what it raises ends the open.
-/// :raises LockedError: another process has it open. NoStoreError, ForeignDirectoryError, MismatchError,
-///     InvalidError, DeviceError, OverBudgetError; DamagedError if bytes under a durable mark are not what
-///     they were.
+/// :param page_load: "eager" loads all pages before the open returns. "on_demand" loads only pages that the log
+///     changed before it returns, and all others in the background, requested pages first.
+/// :param snapshot_log_bytes: the length of log after which a snapshot is taken automatically; None disables
+///     this trigger. `snapshot_interval` does the same after a time in seconds, and `scrub_interval` for
+///     scrubs.
+/// :param page_memory: a callable that gives pages memory to live in, such as a model's tensors. For each
+///     page with bytes, the open calls it with the page's PageInfo; it returns writable memory of the page's
+///     length in the page's place, or None to use the store's own memory. No work may be in flight on this
+///     memory. The page then lives there as after `Batch.create_in`. The callable runs on other threads; an
+///     exception from it ends the open.
+/// :raises LockedError: another process has the store open.
+/// :raises NoStoreError, ForeignDirectoryError, MismatchError, InvalidError, DeviceError, OverBudgetError:
+///     the store cannot be opened with these arguments.
+/// :raises DamagedError: bytes under a durable mark are not what was written.
 ///
 /// >>> store = remanent.Store(directory, device="host", ack="durable")
 /// >>> store["config"] = b"a = 1"
@@ -159,22 +169,21 @@ impl PyStore {
         Ok(PyClassInitializer::from(reader).add_subclass(Self { gate }))
     }
 
-    /// The store's directory, as it was given.
+    /// The store's directory, as given to the constructor.
     #[getter]
     fn path(&self) -> &str {
         &self.gate.path
     }
 
-    /// Where the store's directory is now, as an absolute path: it may have been moved since the store was
-    /// opened.
+    /// The absolute path of the store's directory now, which may have been moved since the store was opened.
     ///
-    /// :raises NoStoreError: if it was removed.
+    /// :raises NoStoreError: the directory was removed.
     #[getter]
     fn directory(&self, py: Python<'_>) -> PyResult<OsString> {
         self.gate.look(py, |store| Ok(here(store)?.into_os_string()))
     }
 
-    /// The store's identity, as hexadecimal text, drawn at random when it was created.
+    /// The store's identity, drawn at random when the store was created, as hexadecimal text.
     #[getter]
     fn id(&self, py: Python<'_>) -> PyResult<String> {
         self.gate.look(py, |store| Ok(store.id().to_string()))
@@ -186,7 +195,7 @@ impl PyStore {
         self.gate.is_closed()
     }
 
-    /// What the open found and did: a read-only dict.
+    /// A report of what the open found and did, as a read-only dict.
     ///
     /// >>> with remanent.Store(directory, device="host") as store:
     /// ...     store.recovered["created"], store.recovered["lsn"], store.recovered["device"]
@@ -196,12 +205,13 @@ impl PyStore {
         REPORT.freeze(report_to_py(py, self.gate.look(py, |store| Ok(store.recovered().clone()))?)?)
     }
 
-    /// Counts and sizes since the store was opened; bytes where nothing else is said.
+    /// Returns counts and sizes since the store was opened, in bytes unless stated otherwise.
     ///
-    /// "on_disk": pages in the place "disk", and their bytes. "pending_bytes": host memory that holds what
-    /// batches wrote to these since their newest images. "places": page memory by place; "tiers": what
-    /// `ensure` asked for, and what left to make room; "moves": pages that the store moved; "transfers",
-    /// "lanes": what the device's lists moved, and how long they were waited for.
+    /// "on_disk" counts the pages in the place "disk" and their bytes. "pending_bytes" is the host memory
+    /// that holds what batches wrote to those pages since their newest images. "places" is page memory by
+    /// place. "tiers" counts what `ensure` asked for and what was evicted to make room. "moves" counts pages
+    /// that the store moved. "transfers" and "lanes" count what the device's lists moved and how long calls
+    /// waited for them.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     store["k"] = b"abc"
@@ -212,18 +222,18 @@ impl PyStore {
         stats_to_py(py, &self.gate.look(py, |store| Ok(store.stats()))?)
     }
 
-    /// Sets the contents of the page with this key, in one batch; creates it if there is none. Returns its
-    /// id.
+    /// Sets the contents of the page with key `key`, in one batch, creating it if it does not exist. Returns
+    /// the page's id.
     ///
-    /// Of an array the metadata take `dtype` and `shape`, so that `numpy` and `array` return it as it was.
-    /// Plain bytes remove these entries. `store[key] = data` does the same.
+    /// For an array, the metadata entries `dtype` and `shape` are set, so that `numpy` and `array` return the
+    /// same array. Plain bytes remove these entries. `store[key] = data` does the same.
     ///
-    /// :param data: contiguous host memory: bytes, a NumPy array, a tensor. :param place: where a new page
-    ///     lives.
-    /// :raises InvalidTypeError: the elements have no name in metadata, as dates and structures of NumPy.
-    ///     Nothing changed.
-    /// :raises OverBudgetError, DiskFullError: nothing changed. InvalidError for a key that is not 1 to 64
-    ///     bytes long.
+    /// :param data: contiguous host memory: bytes, a NumPy array or a tensor.
+    /// :param place: the place of a new page.
+    /// :raises InvalidTypeError: metadata has no name for the element type, such as NumPy dates and
+    ///     structures. Nothing changed.
+    /// :raises OverBudgetError, DiskFullError: nothing changed.
+    /// :raises InvalidError: the key is not 1 to 64 bytes long.
     ///
     /// >>> import numpy
     /// >>> with remanent.Store(directory) as store:
@@ -263,10 +273,11 @@ impl PyStore {
         })
     }
 
-    /// A batch: a context manager that commits at the end, and does nothing on an exception.
+    /// Returns a new batch: a context manager that commits at the end of the block and discards the batch on
+    /// an exception.
     ///
-    /// :param ack: what its commit waits for; the store's `ack` if None. :param note: a remark of up to 64
-    ///     KiB.
+    /// :param ack: what the commit waits for; None uses the store's `ack`.
+    /// :param note: a remark of up to 64 KiB.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     with store.batch(note="first") as batch:
@@ -289,10 +300,11 @@ impl PyStore {
         Ok(batch)
     }
 
-    /// Logs a batch, and returns at once with what one waits on.
+    /// Logs `batch` and returns a Ticket without waiting for durability.
     ///
     /// :raises ConflictError, UnknownPageError, OutOfBoundsError, TakenError, OverBudgetError, DiskFullError:
-    ///     nothing changed. PoisonedError after a failure.
+    ///     nothing changed.
+    /// :raises PoisonedError: an earlier failure stopped the store.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     ticket = store.submit(store.batch(note="empty"))
@@ -306,7 +318,7 @@ impl PyStore {
         batch.get().0.submit(py, &self.gate)
     }
 
-    /// Submits a batch and waits for an acknowledgement: the one named, else the batch's, else the store's.
+    /// Submits `batch` and waits for its acknowledgement: `ack` if given, else the batch's, else the store's.
     #[pyo3(signature = (batch, ack=None))]
     fn commit(
         &self,
@@ -318,7 +330,8 @@ impl PyStore {
         batch.get().0.commit(py, &self.gate, ack).map(|ticket| Receipt(ticket.committed()))
     }
 
-    /// Waits until batch `lsn`, and every one before it, survives a power cut.
+    /// Waits until batch `lsn` and all batches before it survive a power cut. None waits for the newest
+    /// batch.
     #[pyo3(signature = (lsn=None))]
     fn wait_durable(
         &self,
@@ -328,13 +341,16 @@ impl PyStore {
         self.gate.call(py, |store| store.wait_durable(lsn.map_or_else(|| store.lsn(), Lsn)))
     }
 
-    /// Lets all these pages live in one place. Those that are not there move, in one batch, or in several of
-    /// 4,096 pages and 256 MiB where there are more; where there are tiers, others leave if there is no room.
-    /// Returns the number of the last batch, None if all were there.
+    /// Moves `pages` to `place`. Pages already at `place` are unchanged.
     ///
-    /// :param pages: an iterable of pages. :param place: "host", "pinned", "device:N" or "disk".
+    /// The pages move in one batch, or in several of 4,096 pages and 256 MiB if there are more. With tiers,
+    /// other pages are evicted if there is no room. Returns the Lsn of the last batch, or None if all pages
+    /// were already there.
+    ///
+    /// :param pages: an iterable of pages.
+    /// :param place: "host", "pinned", "device:N" or "disk".
     /// :raises UnknownPageError, UnknownKeyError: nothing moved.
-    /// :raises OverBudgetError, LeasedError: the batch that was refused moved nothing.
+    /// :raises OverBudgetError, LeasedError: the rejected batch moved nothing.
     ///
     /// >>> with remanent.Store(directory, device="host") as store:
     /// ...     store["a"], store["b"] = b"one", b"two"
@@ -351,10 +367,11 @@ impl PyStore {
         move_pages(&self.gate, pages, |store, pages| store.ensure(pages, place))
     }
 
-    /// As `ensure`, ahead of the caller and by another thread: returns at once. The pages move some at a
-    /// time, in the order given, after those of earlier calls.
+    /// Starts moving `pages` to `place` in the background and returns immediately.
     ///
-    /// :raises UnknownPageError, UnknownKeyError. All else is told by `Prefetch.wait`.
+    /// The pages move a few at a time, in the given order, after those of earlier calls.
+    ///
+    /// :raises UnknownPageError, UnknownKeyError: nothing moves. `Prefetch.wait` raises all other errors.
     fn prefetch(
         &self,
         pages: &Bound<'_, PyAny>,
@@ -364,10 +381,13 @@ impl PyStore {
         PyPrefetch::begin(pages.py(), &self.gate, pages, place)
     }
 
-    /// Goes through `steps`, an iterable of iterables of pages, whose pages come to a place ahead of their
-    /// use. End it, by going to its end or as a context manager, before the store is closed.
+    /// Iterates over `steps`, moving the pages of each step to `place` before they are used.
     ///
-    /// :raises UnknownPageError, UnknownKeyError, OverBudgetError, LeasedError, DamagedError: by the step.
+    /// Exhaust or close the iterator (it is a context manager) before the store is closed.
+    ///
+    /// :param steps: an iterable of iterables of pages.
+    /// :raises UnknownPageError, UnknownKeyError, OverBudgetError, LeasedError, DamagedError: raised by the
+    ///     step concerned.
     fn read_ahead(
         &self,
         steps: &Bound<'_, PyAny>,
@@ -379,15 +399,14 @@ impl PyStore {
 
     /// Moves pages to the first of the store's tiers, as `ensure` does.
     ///
-    /// :raises InvalidError: the store was opened without tiers. As for `ensure`.
+    /// :raises InvalidError: the store was opened without tiers. Other errors are those of `ensure`.
     fn promote(&self, pages: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
         move_pages(&self.gate, pages, Store::promote)
     }
 
-    /// Moves pages to the next of the store's tiers, each from where it is: for a caller that knows that it
-    /// will not need them soon.
+    /// Moves each page one tier down from its current tier, for pages that the caller does not need soon.
     ///
-    /// :raises InvalidError: the store was opened without tiers. As for `ensure`.
+    /// :raises InvalidError: the store was opened without tiers. Other errors are those of `ensure`.
     ///
     /// >>> options = {"device": "host", "tiers": ["host", "disk"], "budget": {"host": 4096}}
     /// >>> with remanent.Store(directory, **options) as store:
@@ -400,7 +419,8 @@ impl PyStore {
         move_pages(&self.gate, pages, |store, pages| store.demote(pages).map(|()| None)).map(drop)
     }
 
-    /// Pages and root as they are now; they stay so, whatever is committed. Close it before the store.
+    /// Returns a view of the pages and the root at the newest batch, unaffected by later commits. Close it
+    /// before the store.
     ///
     /// >>> store = remanent.Store(directory)
     /// >>> with store.view() as view:
@@ -414,13 +434,14 @@ impl PyStore {
         Py::new(py, PyClassInitializer::from(reader).add_subclass(PyLiveView))
     }
 
-    /// Leases a page: its bytes are read where they lie, as they are now, while batches go on. End it before
-    /// the store.
+    /// Leases a page: its current bytes can be read in place and stay unchanged while batches continue. End
+    /// the lease before closing the store.
     ///
-    /// :param dtype: the kind of elements, as "float32" or "F32"; that of the page's metadata if None, else
-    ///     "uint8".
-    /// :param shape: in elements; that of the page's metadata if None, else one dimension.
-    /// :raises UnknownPageError, DamagedError; ValueError if the page is not as long as that.
+    /// :param dtype: the element type, such as "float32" or "F32". None uses the dtype in the page's
+    ///     metadata, or "uint8".
+    /// :param shape: the shape, in elements. None uses the shape in the page's metadata, or one dimension.
+    /// :raises UnknownPageError, DamagedError: the page cannot be leased.
+    /// :raises ValueError: the page's length does not match `dtype` and `shape`.
     ///
     /// >>> with remanent.Store(directory, device="host") as store:
     /// ...     store["k"] = b"then"
@@ -439,10 +460,11 @@ impl PyStore {
         PyLease::take(slf.py(), &slf.gate, page, dtype, shape)
     }
 
-    /// Pins a page: it keeps its address, and batches change it there. End it before the store.
+    /// Pins a page: it keeps its address, and batches change it in place. End the pin before closing the
+    /// store.
     ///
-    /// :raises UnknownPageError, UnknownKeyError, DamagedError; LeasedError while the page is leased, or
-    ///     work on a lease's streams may still read it.
+    /// :raises UnknownPageError, UnknownKeyError, DamagedError: the page cannot be pinned.
+    /// :raises LeasedError: the page is leased, or work on a lease's streams may still read it.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     store["k"] = b"v"
@@ -455,20 +477,22 @@ impl PyStore {
         PyPin::take(slf.py(), &slf.gate, page)
     }
 
-    /// Makes memory a working copy of a page: an array, a tensor, on the device that holds pages or, where
-    /// that is the host, there. `Batch.capture` takes what changed in it to the page.
+    /// Makes `memory` a working copy of a page, whose changes `Batch.capture` commits to the page.
     ///
-    /// :param memory: writable, contiguous, as long as the page. It is held until the copy is gone, and must
-    ///     not be freed underneath, as by `resize_` of a torch storage.
-    /// :param width: bytes of an element, 1, 2, 4, 8 or 16: an element changes as a whole.
-    /// :param shadow: what it is compared with. "page": the page itself, which must lie in memory. A place,
-    ///     such as "host": a copy there, as long as the page. "digests": 16 bytes of host memory for each 64
-    ///     KiB, which are logged whole where they changed.
-    /// :param load: whether the memory takes the page's bytes now. Else it stays as it is, and the page takes
-    ///     its bytes with the next capture.
-    /// :raises UnknownPageError, UnknownKeyError; InvalidError for an array of another dtype than the page's;
-    ///     MemoryRefusedError for memory of another length, no whole
-    ///     number of elements, or of another device; PlaceUnavailableError for "page" of a page on disk.
+    /// :param memory: a writable, contiguous array or tensor as long as the page, on the device that holds
+    ///     pages, or in host memory if that is the host. It is kept alive as long as the copy and must not be
+    ///     freed underneath it, such as by `resize_` of a torch storage.
+    /// :param width: bytes per element: 1, 2, 4, 8 or 16. An element changes as a whole.
+    /// :param shadow: what the memory is compared with. "page": the page itself, which must be in memory. A
+    ///     place, such as "host": a copy in that place, as long as the page. "digests": 16 bytes of host
+    ///     memory for each 64 KiB; chunks that changed are logged whole.
+    /// :param load: whether to copy the page's bytes to `memory` now. If false, `memory` keeps its contents,
+    ///     and the next capture commits them to the page.
+    /// :raises UnknownPageError, UnknownKeyError: the page does not exist.
+    /// :raises InvalidError: the dtype of the array is not that of the page.
+    /// :raises MemoryRefusedError: the memory has another length, is not a whole number of elements, or is on
+    ///     another device.
+    /// :raises DeviceError: `shadow` is "page" and the page is on disk.
     #[pyo3(signature = (page, memory, *, width=1, shadow="page", load=false))]
     fn working_copy(
         slf: PyRef<'_, Self>,
@@ -484,13 +508,14 @@ impl PyStore {
         PyWorkingCopy::make(slf.py(), &slf.gate, page, memory, (width, shadow), load)
     }
 
-    /// Takes a page out of the store, and gives its memory to the caller: for recovered weights that go on as
-    /// a model's. The page is gone from every later open when this returns.
+    /// Removes a page from the store and gives its memory to the caller, such as for recovered weights that a
+    /// model continues to use. When this returns, no later open finds the page.
     ///
-    /// A page that lives in a tensor of the caller's (`Batch.create_in`) leaves that to the caller.
+    /// A page that lives in caller-owned memory (`Batch.create_in`) leaves that memory to the caller.
     ///
-    /// :raises UnknownPageError, UnknownKeyError, DamagedError; LeasedError while it is leased or pinned;
-    ///     DeviceError if it is on disk, and has no memory. Nothing changed.
+    /// :raises UnknownPageError, UnknownKeyError, DamagedError: nothing changed.
+    /// :raises LeasedError: the page is leased or pinned. Nothing changed.
+    /// :raises DeviceError: the page is on disk and has no memory. Nothing changed.
     ///
     /// >>> with remanent.Store(directory, device="host") as store:
     /// ...     store["w"] = b"weights"
@@ -502,12 +527,12 @@ impl PyStore {
         Ok(PyPageMemory::of(&slf.gate, bytes))
     }
 
-    /// Begins to read ranges of many pages, all as of one batch: the newest one submitted so far, or a later
-    /// one. Wait for what it returns, or `await` it.
+    /// Starts reading ranges of many pages as of one batch: the newest one submitted so far, or a later one.
+    /// Returns a ReadMany to wait on or to `await`.
     ///
-    /// :param pages: an iterable of pages, of (page, offset) and of (page, offset, length), in bytes.
-    /// :raises UnknownPageError, UnknownKeyError, OutOfBoundsError, DamagedError; OutOfMemoryError where all
-    ///     such reads whose bytes are held would take more than 256 MiB together.
+    /// :param pages: an iterable of pages, (page, offset) pairs and (page, offset, length) triples, in bytes.
+    /// :raises UnknownPageError, UnknownKeyError, OutOfBoundsError, DamagedError: the ranges cannot be read.
+    /// :raises OutOfMemoryError: the bytes held by all such reads together would exceed 256 MiB.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     store["a"], store["b"] = b"remanent", b"pages"
@@ -518,14 +543,13 @@ impl PyStore {
         PyReadMany::begin(py, &self.gate, FoundRanges::take(&self.gate, pages)?)
     }
 
-    /// Reads ranges of many pages, all as of one batch, into buffers of the caller's. Returns the batch's
-    /// number.
+    /// Reads ranges of many pages as of one batch into caller-owned buffers. Returns the Lsn of the batch.
     ///
-    /// :param pages: as for `read_many`. :param outs: an iterable of as many contiguous, writable buffers of
-    ///     the host, each exactly as long as its range; or, where pages live on a GPU, of tensors there, of
-    ///     which no two overlap.
-    /// :raises BufferError, ValueError: nothing was read. As for `read_many`. If the call fails, buffers of
-    ///     the host are as they were, and any of a GPU may be filled.
+    /// :param pages: as for `read_many`.
+    /// :param outs: an iterable of as many contiguous, writable host buffers, each exactly as long as its
+    ///     range; if pages live on a GPU, tensors on that GPU are accepted, of which no two may overlap.
+    /// :raises BufferError, ValueError: nothing was read. Other errors are those of `read_many`. If the call
+    ///     fails, host buffers are unchanged, but any GPU buffer may have been filled.
     ///
     /// >>> a, b = bytearray(8), bytearray(2)
     /// >>> with remanent.Store(directory) as store:
@@ -536,7 +560,8 @@ impl PyStore {
         fill(pages.py(), &self.gate, FoundRanges::take(&self.gate, pages)?, outs)
     }
 
-    /// What each batch changes from now on, told once it is applied: an iterator, also an asynchronous one.
+    /// Returns a stream of what each batch changes from now on, each reported once it is applied. The stream
+    /// is an iterator and an asynchronous iterator.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     with store.changes() as changes:
@@ -547,7 +572,8 @@ impl PyStore {
         PyChangeStream::begin(py, &self.gate)
     }
 
-    /// The changes of bytes of a page up to now, the oldest first: as `View.blame` of the newest state.
+    /// Returns the changes of a page's bytes up to now, oldest first, as `View.blame` does for the newest
+    /// state.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     for value in (b"good", b"bad!"):
@@ -564,7 +590,8 @@ impl PyStore {
         history::blame(&self.gate, page, offset, length)
     }
 
-    /// The first bad version of this store: as `remanent.bisect`, up to the newest state if `bad` is None.
+    /// Returns the first bad version of this store, as `remanent.bisect` does. If `bad` is None, the search
+    /// ends at the newest state.
     ///
     /// >>> with remanent.Store(directory, log_kept=1 << 30) as store:
     /// ...     for step in range(20):
@@ -581,11 +608,13 @@ impl PyStore {
         history::bisect(&self.gate, is_good, good, bad)
     }
 
-    /// Takes a snapshot while commits go on, and removes what is not kept any more.
+    /// Takes a snapshot while commits continue, and removes what is no longer kept. Ctrl-C takes effect after
+    /// the call.
     ///
-    /// :param name: 1 to 64 bytes; keeps the snapshot until `prune` gives the name up, and makes it exact.
-    /// :param exact: the state of one batch, so that it needs no log. :param verify: whether the call waits
-    ///     until it was read back. Ctrl-C takes effect after the call.
+    /// :param name: a name of 1 to 64 bytes. It keeps the snapshot until `prune` gives the name up, and makes
+    ///     the snapshot exact.
+    /// :param exact: whether the snapshot is the state of one batch, so that it needs no log.
+    /// :param verify: whether the call waits until the snapshot was read back.
     /// :raises TakenError, DiskFullError, OutOfMemoryError: nothing changed.
     ///
     /// >>> with remanent.Store(directory) as store:
@@ -603,10 +632,12 @@ impl PyStore {
         history::snapshot(py, &self.gate, name, exact, verify)
     }
 
-    /// Reads the images back that long batches wrote ahead since the last snapshot, of new pages and of pages
-    /// on disk that were written whole; returns how many bytes of pages. The next snapshot does so before it
-    /// names them: a caller that has many batches to commit before it has that done meanwhile. Ctrl-C takes
-    /// effect after the call.
+    /// Reads back the images that long batches wrote since the last snapshot, of new pages and of pages on
+    /// disk that were written whole. Returns the number of bytes of these pages. Ctrl-C takes effect after
+    /// the call.
+    ///
+    /// The next snapshot does this before it names the images. A caller with many batches to commit before
+    /// that snapshot can do this part of its work in the meantime.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     with store.batch() as batch:
@@ -617,16 +648,17 @@ impl PyStore {
         self.gate.call(py, |store| store.prove_written_ahead())
     }
 
-    /// The snapshots kept, the oldest first.
+    /// Returns the snapshots that are kept, oldest first.
     fn snapshots(&self, py: Python<'_>) -> PyResult<Vec<SnapshotInfo>> {
         self.gate.look(py, |store| Ok(store.snapshots().iter().map(SnapshotInfo::from).collect()))
     }
 
-    /// Takes all pages and the root back to an earlier state, in one more batch. Returns its Lsn.
+    /// Restores all pages and the root to an earlier state, in one more batch. Returns its Lsn.
     ///
-    /// :param at: an Lsn, "lsn:N", "snapshot:N", the name of a snapshot or a SnapshotInfo. A name that looks
-    ///     like one of the others is written "name:S".
-    /// :raises NoStateError: the state is not kept. LeasedError while any page is leased. Nothing changed.
+    /// :param at: an Lsn, "lsn:N", "snapshot:N", the name of a snapshot or a SnapshotInfo. Write a name that
+    ///     looks like one of the other forms as "name:S".
+    /// :raises NoStateError: the state is not kept. Nothing changed.
+    /// :raises LeasedError: a page is leased. Nothing changed.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     store["k"] = b"good"
@@ -637,10 +669,11 @@ impl PyStore {
         history::restore(py, &self.gate, at)
     }
 
-    /// Makes a new store in `path` that begins at a state of this one. Returns its id. Images are shared, not
-    /// copied.
+    /// Creates a new store in `path` that begins at a state of this one, and returns its id. Images are
+    /// shared, not copied.
     ///
-    /// :param at: as for `restore`. :raises NoStateError, ForeignDirectoryError, DiskFullError.
+    /// :param at: as for `restore`.
+    /// :raises NoStateError, ForeignDirectoryError, DiskFullError: no store was created.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     store["k"] = b"v"
@@ -656,11 +689,11 @@ impl PyStore {
         history::fork(py, &self.gate, &path, at)
     }
 
-    /// Removes what these rules do not keep; rules that are not given are the store's own.
+    /// Removes what these rules do not keep. A rule that is not given is the store's own.
     ///
-    /// :param give_up: names that keep a snapshot no longer. :param names_only: only those go; the newest
-    ///     snapshot stays in any case.
-    /// :param dry_run: says what would go, and removes nothing.
+    /// :param give_up: names that no longer keep their snapshots.
+    /// :param names_only: whether to remove only those snapshots. The newest snapshot is always kept.
+    /// :param dry_run: whether to return what would be removed without removing it.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     first, second = store.snapshot("first"), store.snapshot("second")
@@ -685,10 +718,11 @@ impl PyStore {
         })
     }
 
-    /// Compares two pages of equal length, element by element. Returns how many differ, and the first that
-    /// does.
+    /// Compares two pages of equal length, element by element. Returns the number of elements that differ and
+    /// the index of the first one, or None.
     ///
-    /// :param width: bytes of an element: 1, 2, 4, 8 or 16. :raises InvalidError if the lengths differ.
+    /// :param width: bytes per element: 1, 2, 4, 8 or 16.
+    /// :raises InvalidError: the lengths differ.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     store["a"], store["b"] = b"weights, before", b"weights, behind"
@@ -707,13 +741,15 @@ impl PyStore {
         Ok((compared.differing, compared.first))
     }
 
-    /// Reads all that lies on disk and is needed, and mends from memory what is damaged. Returns the damage.
+    /// Reads everything on disk that is needed, and repairs damage from memory. Returns descriptions of the
+    /// damage.
     fn scrub(&self, py: Python<'_>) -> PyResult<Vec<String>> {
         let report = self.gate.call(py, |store| store.scrub())?;
         Ok(report.damage.iter().map(ToString::to_string).collect())
     }
 
-    /// Looks whether memory is what the batches made it. Returns the pages that are not, by key or id.
+    /// Checks that page memory matches the committed batches. Returns the pages that do not match, by key or
+    /// id.
     fn audit<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let audit = self.gate.call(py, |store| store.audit())?;
         let list = PyList::empty(py);
@@ -726,10 +762,10 @@ impl PyStore {
         Ok(list)
     }
 
-    /// Waits until all pages are loaded, up to `timeout` seconds; says whether they are.
+    /// Waits until all pages are loaded, up to `timeout` seconds. Returns whether they are.
     ///
-    /// :param progress: False draws no bar; None draws one for long work if standard error is a terminal and
-    ///     tqdm is installed.
+    /// :param progress: False shows no progress bar. None shows one for long work if standard error is a
+    ///     terminal and tqdm is installed.
     #[pyo3(signature = (timeout=None, *, progress=None))]
     fn wait_loaded(
         &self,
@@ -740,12 +776,12 @@ impl PyStore {
         wait_loaded(py, &self.gate, seconds(timeout)?, progress)
     }
 
-    /// Gives back memory that no page uses any more. Returns the bytes that went back to the driver.
+    /// Releases memory that no page uses any more. Returns the number of bytes returned to the driver.
     fn trim(&self, py: Python<'_>) -> PyResult<u64> {
         self.gate.call(py, |store| store.trim())
     }
 
-    /// Makes everything durable, seals the log and releases the directory. Closing twice is fine.
+    /// Makes everything durable, seals the log and releases the directory. Closing twice is allowed.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.gate.close(py)
     }

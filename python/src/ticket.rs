@@ -1,4 +1,4 @@
-//! A submitted batch to wait for, and where it lies in the log.
+//! A submitted batch to wait for, and its position in the log.
 
 use pyo3::prelude::*;
 use remanent::Position;
@@ -9,32 +9,32 @@ use crate::gate::{seconds, wait};
 use crate::options::ack;
 use crate::values::REPORT;
 
-/// Where a batch lies in the log, and the pages that it created.
+/// The position of a batch in the log, and the pages that it created.
 #[derive(Clone)]
 pub struct Committed {
     pub position: Position,
     pub pages: Vec<u64>,
 }
 
-/// Where a batch lies in the log, and the pages that it created.
+/// The position of a committed batch in the log, and the pages that it created.
 #[pyclass(frozen, module = "remanent")]
 pub struct Receipt(pub Committed);
 
 #[pymethods]
 impl Receipt {
-    /// The number of the batch.
+    /// The Lsn of the batch.
     #[getter]
     fn lsn(&self) -> u64 {
         self.0.position.lsn.0
     }
 
-    /// The batch with the incarnation in which it was acknowledged, as text.
+    /// The Lsn of the batch with the incarnation in which it was acknowledged, as text.
     #[getter]
     fn position(&self) -> String {
         position_text(self.0.position)
     }
 
-    /// The ids of the pages that it created, in the order of its creates and clones.
+    /// The ids of the pages that the batch created, in the order of its creates and clones.
     #[getter]
     fn pages<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         REPORT.freeze_list(py, self.0.pages.iter().copied())
@@ -49,7 +49,8 @@ pub fn position_text(position: Position) -> String {
     format!("{}:{}", position.incarnation, position.lsn)
 }
 
-/// A submitted batch, to wait for; `await ticket` waits until it is durable. Made by `Store.submit`.
+/// A handle to a submitted batch: wait on it for an acknowledgement. `await ticket` waits until the batch is
+/// durable. Created by `Store.submit`.
 ///
 /// >>> import asyncio
 /// >>> store = remanent.Store(directory)
@@ -86,32 +87,34 @@ impl Ticket {
 
 #[pymethods]
 impl Ticket {
-    /// The number of the batch.
+    /// The Lsn of the batch.
     #[getter]
     fn lsn(&self) -> u64 {
         self.ticket.position().lsn.0
     }
 
-    /// The batch with the incarnation in which it was acknowledged, as text.
+    /// The Lsn of the batch with the incarnation in which it was acknowledged, as text.
     #[getter]
     fn position(&self) -> String {
         position_text(self.ticket.position())
     }
 
-    /// The ids of the pages that it created, in the order of its creates and clones.
+    /// The ids of the pages that the batch created, in the order of its creates and clones.
     #[getter]
     fn pages<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         REPORT.freeze_list(py, self.ticket.pages().iter().map(|page| page.0))
     }
 
-    /// Whether the batch is acknowledged at this level. Waits for nothing.
+    /// Returns whether the batch is acknowledged at this level, without waiting.
     #[pyo3(name = "is_", signature = (ack="durable"))]
     fn is(&self, py: Python<'_>, #[pyo3(from_py_with = arguments::ack)] ack: &str) -> PyResult<bool> {
         self.ticket.is(self::ack(ack)?).or_raise(py, Some(&self.path))
     }
 
-    /// Waits until the batch is acknowledged, up to `timeout` seconds; says whether it is. Ctrl-C ends the
-    /// wait, and the batch stays submitted. :raises PoisonedError: it is not, and never will be.
+    /// Waits until the batch is acknowledged, up to `timeout` seconds. Returns whether it is. Ctrl-C ends the
+    /// wait; the batch stays submitted.
+    ///
+    /// :raises PoisonedError: the batch is not acknowledged and never will be.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     store.submit(store.batch(note="n")).wait(timeout=60, ack="applied")
@@ -126,7 +129,7 @@ impl Ticket {
         self.wait_for(py, self::ack(ack)?, seconds(timeout)?)
     }
 
-    /// Waits as a task until the batch is acknowledged.
+    /// Waits asynchronously until the batch is acknowledged.
     #[pyo3(signature = (ack="durable"))]
     fn acknowledged<'py>(
         slf: &Bound<'py, Self>,
@@ -140,7 +143,7 @@ impl Ticket {
         Self::acknowledged(slf, "durable")?.call_method0("__await__")
     }
 
-    /// Looks whether the batch is acknowledged; if it is not, `bell` rings with this number once it is.
+    /// Checks whether the batch is acknowledged. If it is not, `bell` reports `id` once it is.
     fn _poll(
         &self,
         py: Python<'_>,

@@ -1,28 +1,28 @@
-//! Objects at which Python's garbage collector does not look.
+//! Objects that Python's garbage collector does not scan.
 //!
-//! It looks at every container now and then, the sooner the more of them have been made and kept: a save that
-//! made some for each tensor had all of a process looked through every few saves, which takes 0.1 s and more
-//! with torch imported.
+//! The collector scans every container from time to time, the sooner the more of them have been created and
+//! kept. When a save created some for each tensor, every few saves caused a scan of the whole process, which
+//! takes 0.1 s or more with torch imported.
 
 use pyo3::PyClass;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-/// Makes such an object. Nothing that it holds may come to hold it: they would never be freed.
+/// Creates such an object. Nothing that it refers to may come to refer to it: they would never be freed.
 pub fn untracked<T>(py: Python<'_>, value: T) -> PyResult<Bound<'_, T>>
 where
     T: PyClass + Into<pyo3::PyClassInitializer<T>>,
 {
     let made = Bound::new(py, value)?;
-    // SAFETY: the collector looks at objects of this class, as at those of all classes of this crate.
+    // SAFETY: objects of this class are tracked by the collector, as are those of all classes of this crate.
     unsafe { ffi::PyObject_GC_UnTrack(made.as_ptr().cast()) };
     Ok(made)
 }
 
-/// Has the collector no longer look at a tuple. None of its items may come to hold it.
+/// Stops the collector from scanning a tuple. None of its items may come to refer to it.
 pub fn untrack(tuple: &Bound<'_, PyTuple>) {
-    // SAFETY: the collector looks at tuples; it may have found out already that it need not look at this one,
-    // which is no error here.
+    // SAFETY: tuples are tracked by the collector. It may have untracked this one already, which is not an
+    // error.
     unsafe { ffi::PyObject_GC_UnTrack(tuple.as_ptr().cast()) };
 }

@@ -1,4 +1,4 @@
-//! Metadata and root entries: the engine's typed values as plain Python, and back.
+//! Metadata and root entries: conversion between the engine's typed values and plain Python values.
 
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -7,10 +7,12 @@ use remanent::{Metadata, Value};
 
 use crate::errors::{invalid, invalid_type};
 
-/// How deep lists and dicts may nest: the format's limit, and the end of one that holds itself.
+/// The nesting limit of lists and dicts: the format's limit, which also stops at a value that contains
+/// itself.
 const DEPTH_MAX: usize = 32;
 
-/// A property that returns a copy of what the engine holds: a change of the copy would be lost.
+/// A property that returns a copy of what the engine holds: changes to the copy would be lost, so they are
+/// rejected.
 #[derive(Clone, Copy)]
 pub struct ReadOnly {
     what: &'static str,
@@ -26,7 +28,7 @@ pub const METADATA: ReadOnly = ReadOnly {
 pub const REPORT: ReadOnly = ReadOnly { what: "this report", instead: "copy it with dict() or list() first" };
 
 impl ReadOnly {
-    /// The same dict or list, with those inside it, of a class that refuses changes.
+    /// Converts a dict or list, with those inside it, to a class that rejects changes.
     pub fn freeze<'py, T>(self, copy: Bound<'py, T>) -> PyResult<Bound<'py, PyAny>> {
         let py = copy.py();
         static FREEZE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
@@ -36,7 +38,7 @@ impl ReadOnly {
         freeze.bind(py).call1((copy.into_any(), self.what, self.instead))
     }
 
-    /// A list of values, likewise.
+    /// Does the same with a list of values.
     pub fn freeze_list<'py, T>(
         self,
         py: Python<'py>,
@@ -49,7 +51,7 @@ impl ReadOnly {
     }
 }
 
-/// A value as Python has it.
+/// Converts a value to Python.
 pub fn to_py<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyAny>> {
     Ok(match value {
         Value::Null => py.None().into_bound(py),
@@ -70,7 +72,7 @@ pub fn to_py<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyAny>>
     })
 }
 
-/// Named values as a dict.
+/// Converts named values to a dict.
 pub fn metadata_to_py<'py>(py: Python<'py>, entries: &Metadata) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
     for (name, value) in entries {
@@ -79,19 +81,20 @@ pub fn metadata_to_py<'py>(py: Python<'py>, entries: &Metadata) -> PyResult<Boun
     Ok(dict)
 }
 
-/// The value of a Python object; anything that would not come back as it is, is refused by its type.
+/// Converts a Python object to a value. Objects whose type would not be restored are rejected.
 pub fn from_py(object: &Bound<'_, PyAny>) -> PyResult<Value> {
     value_from(object, DEPTH_MAX)
 }
 
-/// Named values from a dict with text as names.
+/// Converts a dict with str keys to named values.
 pub fn metadata_from_py(dict: &Bound<'_, PyDict>) -> PyResult<Metadata> {
     entries_from(dict, DEPTH_MAX)
 }
 
 fn entries_from(dict: &Bound<'_, PyDict>, depth_left: usize) -> PyResult<Metadata> {
     let mut entries = Metadata::new();
-    // Those that it has now: while values are taken, code of the caller's and other threads may change it.
+    // The items at this moment: while values are converted, the caller's code and other threads may change
+    // the dict.
     for item in dict.items() {
         let (name, value): (Bound<'_, PyAny>, Bound<'_, PyAny>) = item.extract()?;
         let name = name.cast::<PyString>().map_err(|_| {

@@ -1,4 +1,4 @@
-//! Views: of an open store as of one batch, and of an earlier state.
+//! Views: an open store as of one batch, and an earlier state.
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -12,10 +12,10 @@ use crate::page_name::{PageName, page_names, state_point};
 use crate::reader::Reader;
 use crate::source::{PastSource, Source};
 
-/// Pages and root of an open store as of one batch. Made by `Store.view`; its store cannot be closed before
-/// it.
+/// Pages and root of an open store as of one batch. Created by `Store.view`, whose store cannot be closed
+/// before the view.
 ///
-/// It keeps no page's bytes: reading a page that has changed since raises OvertakenError.
+/// The view keeps no page contents: reading a page that has changed since raises OvertakenError.
 ///
 /// >>> store = remanent.Store(directory)
 /// >>> store["k"] = b"old"
@@ -32,7 +32,7 @@ pub struct PyLiveView;
 
 #[pymethods]
 impl PyLiveView {
-    /// Lets go of the view; its store can be closed then.
+    /// Closes the view, after which its store can be closed.
     fn close(slf: PyRef<'_, Self>) -> PyResult<()> {
         let reader = slf.as_super();
         let Source::Live(live) = &reader.source else { unreachable!("made with one") };
@@ -59,7 +59,7 @@ impl PyLiveView {
     }
 }
 
-/// A reader as text, without a byte of its pages.
+/// A reader as text, without reading any page.
 fn described(kind: &str, reader: &Reader) -> String {
     let path = reader.source.path().unwrap_or_default();
     match reader.source.with(|pages| pages.lsn()) {
@@ -69,12 +69,13 @@ fn described(kind: &str, reader: &Reader) -> String {
     }
 }
 
-/// A state of a store, read-only, without a lock, beside a writer in any process; as a context manager it
-/// closes.
+/// A read-only state of a store. It does not take the writer's lock, so a writer in any process can run
+/// concurrently. Used as a context manager, it is closed at the end of the block.
 ///
-/// :param at: an Lsn, "lsn:N", "snapshot:N", the name of a snapshot or a SnapshotInfo; the newest state if
-///     None. A name that looks like one of the others is written "name:S".
-/// :raises NoStoreError, NoStateError; DamagedError; OvertakenError where no lock can be taken.
+/// :param at: an Lsn, "lsn:N", "snapshot:N", the name of a snapshot or a SnapshotInfo; None opens the newest
+///     state. Write a name that looks like one of the other forms as "name:S".
+/// :raises NoStoreError, NoStateError, DamagedError: the state cannot be opened.
+/// :raises OvertakenError: the state cannot be locked, and a writer removes it faster than it can be read.
 ///
 /// >>> with remanent.Store(directory) as store:
 /// ...     store["k"] = b"then"
@@ -119,21 +120,24 @@ impl PyView {
         Ok(past.get().or_raise_of(slf.py(), Some(&past.path), VIEW)?.id().to_string())
     }
 
-    /// The snapshot that the state is computed from; None is the log's beginning.
+    /// The number of the snapshot that the state is computed from; None if it is the beginning of the log.
     #[getter]
     fn base(slf: PyRef<'_, Self>) -> PyResult<Option<u64>> {
         let past = Self::past(slf.as_super());
         Ok(past.get().or_raise_of(slf.py(), Some(&past.path), VIEW)?.base().map(|id| id.0))
     }
 
-    /// The changes of bytes of a page up to this state, the oldest first, as ValueChange objects. They go
-    /// back as far as the log is kept, and by the kept snapshots before that. A batch that writes the same
-    /// bytes again is none.
+    /// Returns the changes of a page's bytes up to this state, oldest first, as ValueChange objects.
     ///
-    /// :param offset: in bytes. :param length: in bytes, up to 65536; that of an element by the page's
-    ///     metadata if None, else 1.
-    /// :raises UnknownPageError, UnknownKeyError, OutOfBoundsError, InvalidError, DamagedError;
-    ///     OvertakenError if a writer removes old files faster than they are read.
+    /// The changes go back as far as the log is kept and, before that, compare the kept snapshots. A batch
+    /// that writes the same bytes again is not a change.
+    ///
+    /// :param offset: the offset in bytes.
+    /// :param length: the length in bytes, up to 65536. None uses the length of an element according to the
+    ///     page's metadata, or 1.
+    /// :raises UnknownPageError, UnknownKeyError, OutOfBoundsError, InvalidError, DamagedError: the history
+    ///     cannot be read.
+    /// :raises OvertakenError: a writer removes old files faster than they are read.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     store["w"] = bytes([1, 2, 3])
@@ -154,18 +158,19 @@ impl PyView {
         changes.or_raise_of(page.py(), Some(&past.path), VIEW)
     }
 
-    /// Fills memory with whole pages, many at a time and by several threads. Every byte is proven by
-    /// checksums; those of a GPU where they arrive.
+    /// Reads whole pages into caller-owned memory, many at a time and with several threads. Every byte is
+    /// verified by checksums, on a GPU after it has arrived.
     ///
-    /// The first load to a GPU makes what it keeps until the process ends: a context of the driver, and up to
-    /// 64 MiB of pinned host memory.
+    /// The first load to a GPU allocates what the process keeps until it ends: a driver context and up to 64
+    /// MiB of pinned host memory.
     ///
-    /// :param pages: by page, contiguous memory of its length that can be written: bytearray, NumPy, a
-    ///     tensor.
-    /// :param device: where all of it lies: "host", "cuda:0", …
-    /// :raises BufferError: memory lies elsewhere, or cannot be written. OutOfBoundsError,
-    ///     MemoryRefusedError: memory is shorter or longer than its page, or overlaps another one's. As for
-    ///     `read`; then any of it may have changed.
+    /// :param pages: a dict from pages to contiguous, writable memory of the page's length: a bytearray, a
+    ///     NumPy array or a tensor.
+    /// :param device: the device of all of this memory: "host", "cuda:0", …
+    /// :raises BufferError: memory is on another device or is not writable.
+    /// :raises OutOfBoundsError, MemoryRefusedError: memory is shorter or longer than its page, or overlaps
+    ///     that of another page. Other errors are those of `read`, after which any of the memory may have
+    ///     changed.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     store["k"], store["v"] = b"keys", b"values"
@@ -182,12 +187,12 @@ impl PyView {
         load_pages(Self::past(slf.as_super()), &pages, device)
     }
 
-    /// Proves whole pages, by several threads: reads all that they are made from, holds it against its
-    /// checksums, and keeps none of it. For a caller that must know that they can be read before it writes
-    /// over what it has.
+    /// Verifies that whole pages can be read, with several threads: reads everything they are built from and
+    /// checks it against its checksums, without keeping it. Use it before overwriting data that would
+    /// otherwise be lost.
     ///
-    /// :param pages: an iterable of pages. :raises UnknownPageError, UnknownKeyError, DamagedError,
-    ///     OvertakenError.
+    /// :param pages: an iterable of pages.
+    /// :raises UnknownPageError, UnknownKeyError, DamagedError, OvertakenError: a page cannot be read.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     store["k"], store["v"] = b"keys", b"values"
@@ -203,7 +208,7 @@ impl PyView {
         proven.or_raise_of(py, Some(&past.path), VIEW)
     }
 
-    /// Makes a new store, with an id of its own, that begins at this state. Returns its id.
+    /// Creates a new store in `path` that begins at this state, and returns its id.
     fn fork(
         slf: PyRef<'_, Self>,
         #[pyo3(from_py_with = arguments::path)] path: std::path::PathBuf,
@@ -213,7 +218,7 @@ impl PyView {
         forked.or_raise_of(py, Some(&past.path), VIEW).map(|id| id.to_string())
     }
 
-    /// Lets go of the state: what only it needs may be removed then.
+    /// Closes the view, after which files that only this state needs may be removed.
     fn close(slf: PyRef<'_, Self>) -> PyResult<()> {
         let past = Self::past(slf.as_super());
         past.close().or_raise(slf.py(), Some(&past.path))

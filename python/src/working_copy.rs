@@ -1,4 +1,4 @@
-//! A working copy: memory of the caller's that a page follows.
+//! A working copy: caller-owned memory whose changes are captured into a page.
 
 use std::sync::Arc;
 
@@ -9,12 +9,11 @@ use crate::gate::{Gate, detached};
 use crate::memory::Input;
 use crate::options::{place, width};
 
-/// Memory of the caller's that a page follows: `Batch.capture` logs what changed in it. Made by
-/// `Store.working_copy`.
+/// Caller-owned memory whose changes `Batch.capture` logs to a page. Created by `Store.working_copy`.
 ///
-/// The page stays what the last commit made it, whatever is written to the memory meanwhile. A copy belongs
-/// to one state of its page, and a capture takes it to the next. Once another batch has changed the page, a
-/// capture raises ConflictError until `reload`.
+/// The page stays as the last commit left it, whatever is written to the memory in the meantime. A working
+/// copy belongs to one version of its page, and each capture advances it to the next. After another batch has
+/// changed the page, a capture raises ConflictError until `reload` is called.
 ///
 /// >>> import numpy
 /// >>> store = remanent.Store(directory, device="host")
@@ -31,7 +30,7 @@ use crate::options::{place, width};
 #[pyclass(frozen, name = "WorkingCopy", module = "remanent")]
 pub struct PyWorkingCopy {
     gate: Arc<Gate>,
-    /// There until it is dropped.
+    /// Present until dropped.
     copy: Option<remanent::WorkingCopy>,
 }
 
@@ -71,22 +70,23 @@ impl PyWorkingCopy {
         self.copy().page().0
     }
 
-    /// Length in bytes.
+    /// The length in bytes.
     #[getter]
     fn nbytes(&self) -> u64 {
         self.copy().bytes().byte_len()
     }
 
-    /// The version of the page that the memory belongs to; 0 if it is of none.
+    /// The epoch of the page version that the memory belongs to; 0 if none.
     #[getter]
     fn epoch(&self) -> u64 {
         self.copy().epoch().0
     }
 
-    /// Takes the page's bytes to the memory again, in place of what it holds: after a conflict, or to drop
-    /// what was not captured.
+    /// Copies the page's bytes to the memory again, replacing its contents: after a conflict, or to discard
+    /// changes that were not captured.
     ///
-    /// :raises UnknownPageError, DamagedError; MemoryRefusedError if the page's length changed.
+    /// :raises UnknownPageError, DamagedError: the page cannot be read.
+    /// :raises MemoryRefusedError: the page's length changed.
     fn reload(&self, py: Python<'_>) -> PyResult<()> {
         self.gate.call(py, |store| store.reload(self.copy()))
     }
