@@ -31,8 +31,8 @@ use crate::tiers::{PageMover, PrefetchThread, TierCounts, TierKeeper, TierThread
 use crate::versions::uses::PageUses;
 use crate::write::commit::{CombineQueue, Committer};
 
-/// A batch whose whole pages exceed one part in this number of a segment's length writes them to an image
-/// file. In the log their bytes would stay until a snapshot wrote them a second time.
+/// A batch whose whole pages take at least one part in this number of a segment writes them to an image file.
+/// In the log their bytes would stay until a snapshot wrote them a second time.
 const BULK_SHARE: u64 = 4;
 /// Idle staging that is kept for reuse, in bytes.
 const STAGING_IDLE_BYTES: usize = 64 << 20;

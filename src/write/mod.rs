@@ -1,5 +1,4 @@
-//! How a change gets into the store: the batch that a caller builds, and the commit that checks, encodes
-//! and logs it.
+//! The write path: batches as callers build them, and the commit that checks, encodes and logs them.
 
 pub(crate) mod batch;
 pub(crate) mod commit;

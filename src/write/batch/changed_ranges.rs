@@ -1,9 +1,9 @@
-//! Captured changes in the form in which they are logged: ranges where they lie close, single elements where
-//! they do not.
+//! Captured changes in the form in which they are logged: as ranges where changes are close together, and as
+//! single elements elsewhere.
 //!
-//! A range costs the log the header of an operation and its padding, and the elements between the changes; an
-//! element by itself costs its index. A masked delta holds its whole range and a mask as well, so it is never
-//! the shortest here.
+//! A range costs the header of an operation, padding, and the unchanged elements between the changes. A
+//! single element costs its index. A masked delta would store its whole range and a mask, so it is never the
+//! shortest form here.
 
 use std::ops::Range;
 
@@ -13,17 +13,17 @@ use remanent_format::op::OP_HEADER_LEN;
 use crate::base::allocation::make_room;
 use crate::error::Result;
 
-/// The bytes that one more range costs the log: an operation's header, and the padding of its body.
+/// The overhead of a range in the log, in bytes: the header of an operation, and the padding of its body.
 const RANGE_COST: u64 = OP_HEADER_LEN as u64 + 16;
-/// The bytes that an index costs the log, nearly always: one.
+/// The cost of an index in the log, in bytes: almost always one.
 const INDEX_COST: u64 = 1;
 
 /// The changed elements of a range.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ElementChanges {
-    /// Changes as ranges of elements.
+    /// Changes that are logged as ranges of elements.
     pub runs: Vec<Range<u32>>,
-    /// Changes as single elements, ascending, in none of the ranges.
+    /// Changes that are logged as single elements, ascending and outside the ranges.
     pub elements: Vec<u32>,
 }
 
@@ -36,7 +36,7 @@ impl ElementChanges {
         Self::of(set_bits(bitmap), width)
     }
 
-    /// Reads changed elements, which must rise.
+    /// Reads changed elements, which must be ascending.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -44,7 +44,7 @@ impl ElementChanges {
         let width = width.bytes() as u64;
         let mut changed = Self::default();
         make_room(&mut changed.elements, changed_elements.size_hint().0)?;
-        // The range under construction, and where its elements begin in the list of single ones.
+        // The range under construction, and the position of its first element in the list of single elements.
         let (mut run, mut first) = (0..0, 0);
         for element in changed_elements {
             let gap = u64::from(element - run.end) * width;
@@ -56,12 +56,12 @@ impl ElementChanges {
             changed.elements.push(element);
         }
         changed.close(&run, first, width);
-        // They are kept until the batch is logged.
+        // The elements are kept until the batch is logged.
         changed.elements.shrink_to(2 * changed.elements.len());
         Ok(changed)
     }
 
-    /// Ends a range. It stays one if that is shorter than its changed elements one by one.
+    /// Closes a range. It stays a range if that is shorter than its changed elements one by one.
     fn close(&mut self, run: &Range<u32>, first: usize, width: u64) {
         let as_elements = (self.elements.len() - first) as u64 * (width + INDEX_COST);
         if RANGE_COST + run.len() as u64 * width < as_elements {
@@ -71,7 +71,7 @@ impl ElementChanges {
     }
 }
 
-/// The numbers of the bits that are set, rising.
+/// Returns the positions of the set bits, ascending.
 fn set_bits(bitmap: &[u8]) -> impl Iterator<Item = u32> {
     let words = bitmap.chunks(8).map(|bytes| {
         let mut word = [0; 8];
@@ -91,7 +91,7 @@ fn set_bits(bitmap: &[u8]) -> impl Iterator<Item = u32> {
 mod tests {
     use super::*;
 
-    /// A case: the changes, and which of them become ranges, and which elements.
+    /// A test case: its name, the width, the changed elements, and the ranges and single elements expected.
     type Row<'a> = (&'a str, Width, Vec<u32>, &'a [(u32, u32)], &'a [u32]);
 
     fn bitmap(elements: impl IntoIterator<Item = u32>, count: u32) -> Vec<u8> {

@@ -1,8 +1,8 @@
-//! Copies between pages: whole ones, which are clones, and ranges of them.
+//! Copies between pages: of whole pages (clones), and of ranges.
 //!
-//! The log holds after-images only (I2), so a batch that copies is logged with the bytes themselves. They are
-//! read before it is encoded, and the page that they were read from must be at the same version when the
-//! batch is logged: `write/commit` makes the draft anew where it is not.
+//! The log contains only after-images (I2), so a copy is logged with the copied bytes. They are read before
+//! the batch is encoded, and their page must still be at the same version when the batch is logged; otherwise
+//! `write/commit` prepares the draft again.
 
 use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
@@ -16,7 +16,7 @@ use super::{BatchStep, PageRef, WriteBatch};
 use crate::base::allocation::{copied, push};
 use crate::error::{Error, Result};
 
-/// A page of which all bytes are at hand, as the operations so far make them.
+/// A page whose bytes are all in memory, as of the operations so far.
 #[derive(Clone, Debug)]
 pub(crate) struct CopiedPage {
     pub place: Place,
@@ -24,27 +24,27 @@ pub(crate) struct CopiedPage {
     pub bytes: Vec<u8>,
 }
 
-/// The bytes that a batch copies, as they are to be read.
+/// The bytes that a batch copies, which have to be read.
 #[derive(Debug, Default)]
 pub(crate) struct CopySources {
-    /// Pages of which all bytes must be at hand: cloned ones, and those that the batch itself changes before
-    /// it copies from them. Those that the batch creates are among them.
+    /// Pages that must be read as a whole: cloned pages, and pages that the batch itself changes before it
+    /// copies from them. This includes pages that the batch creates.
     pub whole: BTreeSet<PageId>,
-    /// Ranges of pages that the batch has not changed by then, each with its operation's index.
+    /// Ranges of pages that the batch has not changed at that point, each with the operation's index.
     pub ranges: Vec<(usize, PageId, Range<u64>)>,
 }
 
-/// The bytes that a batch copies, as they were before it.
+/// The bytes that a batch copies, as of before the batch.
 #[derive(Debug, Default)]
 pub(crate) struct CopiedBytes {
     /// The pages of [`CopySources::whole`] that exist before the batch.
     pub whole: HashMap<PageId, CopiedPage>,
-    /// The ranges of [`CopySources::ranges`], by their operation's index.
+    /// The ranges of [`CopySources::ranges`], by the operation's index.
     pub ranges: HashMap<usize, Vec<u8>>,
 }
 
 impl CopiedBytes {
-    /// The number of bytes that may go into a payload.
+    /// Returns the total length of these bytes, which may go into a payload.
     pub fn byte_len(&self) -> usize {
         let whole = self.whole.values().map(|page| page.bytes.len());
         whole.chain(self.ranges.values().map(Vec::len)).fold(0, usize::saturating_add)
@@ -52,20 +52,21 @@ impl CopiedBytes {
 }
 
 impl WriteBatch {
-    /// Creates a copy of a page, as it is at this point of the batch: bytes, length, place and metadata,
-    /// but no key. The log gets the bytes, so a clone costs as much log as the page is long.
+    /// Creates a copy of a page as of this point in the batch, including bytes, length, place and metadata
+    /// but not the key. The log stores the bytes, so a clone takes as much log space as the page is long.
     pub fn clone_page(&mut self, source: impl Into<PageRef>) -> super::NewPage {
         self.step(BatchStep::Clone { source: self.own(source) });
         self.new_page()
     }
 
-    /// Copies a range of one page over bytes of another one, or of the same one, from `offset` on.
+    /// Copies a range of a page to another page, or to the same one, starting at `offset`.
     ///
-    /// The bytes are those that the source has at this point of the batch: after the operations before this
-    /// one, and before the operations after it. The two ranges may overlap. The log gets the bytes, so the
-    /// copy costs as much log as the range is long. The range alone is read, unless an operation before this
-    /// one changes bytes of the source: then the whole source is read, and the batch may not write bytes of a
-    /// device to it.
+    /// The copied bytes are those that the source has at this point in the batch: after the operations before
+    /// this one, and before those that follow. The two ranges may overlap. The log stores the bytes, so a
+    /// copy takes as much log space as the range is long.
+    ///
+    /// Only the range is read, unless an earlier operation of the batch changes bytes of the source. In that
+    /// case the whole source is read, and the batch must not write device bytes to it.
     ///
     /// ```
     /// use remanent::{Options, Place, Store};
@@ -93,11 +94,11 @@ impl WriteBatch {
         self.step(BatchStep::Copy { source, range, target, offset })
     }
 
-    /// The bytes that the batch copies. `pages` are the ids of the new pages.
+    /// Returns the bytes that the batch copies. `pages` are the ids of the new pages.
     ///
     /// # Errors
-    /// `InvalidOperation` for a range that ends before it begins; `Limit` for ranges that no frame holds,
-    /// before they are read; `OutOfMemory`.
+    /// `InvalidOperation` for a range that ends before it begins; `Limit` for ranges that do not fit into a
+    /// frame, checked before they are read; `OutOfMemory`.
     pub(crate) fn copy_sources(&self, pages: &[PageId]) -> Result<CopySources> {
         let mut sources = CopySources::default();
         if !self.steps.iter().any(|step| matches!(step, BatchStep::Clone { .. } | BatchStep::Copy { .. })) {
@@ -134,7 +135,7 @@ impl WriteBatch {
 }
 
 impl<B: PayloadBytes> Encoder<'_, B> {
-    /// Writes a copy of a range, which was read if the batch had not changed its page by then.
+    /// Writes a copy of a range, which was already read unless the batch had changed its page.
     pub(super) fn push_copy(
         &mut self,
         (source, range): (PageId, &Range<u64>),
@@ -148,7 +149,7 @@ impl<B: PayloadBytes> Encoder<'_, B> {
         self.push(&Op::Write { page: target, offset, bytes: &bytes })
     }
 
-    /// A range of a page that the batch has changed, as it is by now.
+    /// Returns a range of a page that the batch has changed, as of this point.
     fn copied_range(&self, page: PageId, range: &Range<u64>) -> Result<Vec<u8>> {
         let source = self.copied.whole.get(&page).ok_or(Error::UnknownPage { page })?;
         let page_len = source.bytes.len() as u64;

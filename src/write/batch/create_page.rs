@@ -1,12 +1,12 @@
-//! A page that a batch creates, while its key and metadata are being said.
+//! The builder for a page that a batch creates.
 
 use remanent_format::{Key, Metadata};
 
 use super::{BatchStep, NewPage, WriteBatch};
 use crate::error::Error;
 
-/// The creation of one page in a batch: key and metadata may follow, [`page`](Self::page) names it for later
-/// calls.
+/// A page that a batch creates. Chain [`key`](Self::key) and [`metadata`](Self::metadata) to set those;
+/// [`page`](Self::page) returns the page for later calls.
 ///
 /// ```
 /// use remanent::{Metadata, Options, Place, Store};
@@ -22,7 +22,7 @@ use crate::error::Error;
 #[derive(Debug)]
 pub struct CreatePage<'b> {
     batch: &'b mut WriteBatch,
-    /// Which step of the batch creates it.
+    /// The index of the step that creates the page.
     pub(super) step: usize,
     pub(super) page: NewPage,
 }
@@ -32,8 +32,8 @@ impl<'b> CreatePage<'b> {
         Self { batch, step, page }
     }
 
-    /// Gives the page a key, which must be no other page's. Bytes or text of 1 to 64 bytes will do: with any
-    /// other length the commit fails with [`Error::InvalidKey`].
+    /// Sets the key of the page, which no other page may have. The key is text or bytes of 1 to 64 bytes;
+    /// with any other length the commit fails with [`Error::InvalidKey`].
     pub fn key<K>(self, key: K) -> Self
     where
         K: TryInto<Key>,
@@ -48,7 +48,7 @@ impl<'b> CreatePage<'b> {
         }
     }
 
-    /// As [`key`](Self::key), where a page may have none.
+    /// Sets the key of the page, or leaves it without one if `key` is `None`. See [`key`](Self::key).
     pub fn optional_key(self, key: impl Into<Option<Key>>) -> Self {
         if let Some(BatchStep::Create { key: own, .. }) = self.batch.created(self.step) {
             *own = key.into();
@@ -56,7 +56,7 @@ impl<'b> CreatePage<'b> {
         self
     }
 
-    /// Gives the page its metadata.
+    /// Sets the metadata of the page.
     pub fn metadata(self, metadata: Metadata) -> Self {
         if let Some(BatchStep::Create { metadata: own, .. }) = self.batch.created(self.step) {
             *own = metadata;
@@ -64,7 +64,7 @@ impl<'b> CreatePage<'b> {
         self
     }
 
-    /// The page, for the calls of this batch that follow.
+    /// Returns the page, for later calls on this batch.
     #[must_use]
     pub fn page(self) -> NewPage {
         self.page

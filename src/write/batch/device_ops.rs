@@ -1,7 +1,8 @@
-//! Operations with bytes that only the device has seen: deltas that a kernel made.
+//! Operations with bytes that only the device has, such as deltas computed by a kernel.
 //!
-//! Their place in the payload stays blank when the batch is encoded; [`DeviceFill`] says what goes there.
-//! The device fills it, so that the bytes reach the log without passing through the caller's hands.
+//! When the batch is encoded, their bytes are left blank in the payload, and a [`DeviceFill`] describes the
+//! source of each blank. The device fills the blanks, so the bytes reach the log without passing through the
+//! caller.
 
 use std::ops::Range;
 
@@ -18,14 +19,14 @@ use crate::error::{Error, Result};
 /// A range of a payload that the device fills.
 #[derive(Clone, Debug)]
 pub(crate) struct DeviceFill<'f> {
-    /// Where the range begins in the payload.
+    /// The offset of the range in the payload.
     pub at: usize,
-    /// Where its bytes come from.
+    /// The source of the range's bytes.
     pub content: FillSource<'f>,
 }
 
 impl DeviceFill<'_> {
-    /// The length of the range in bytes.
+    /// Returns the length of the range in bytes.
     pub fn byte_len(&self) -> u64 {
         match &self.content {
             FillSource::Bytes(span) | FillSource::Chunks { span, .. } | FillSource::Indices { span, .. } => {
@@ -35,8 +36,8 @@ impl DeviceFill<'_> {
         }
     }
 
-    /// Cuts the range off after `len` bytes, which is a multiple of a chunk's length, and returns what
-    /// follows; `None` for indices and elements, which stay together.
+    /// Splits the range after `len` bytes, which must be a multiple of the chunk length, and returns the
+    /// rest. Returns `None` for indices and elements, which are not split.
     pub fn split_off(&mut self, len: u64) -> Option<Self> {
         let after = |span: Span| Span { offset: span.offset + len, len: span.len - len, ..span };
         let rest = match &mut self.content {
@@ -60,34 +61,34 @@ impl DeviceFill<'_> {
 /// The source of a blank's bytes.
 #[derive(Clone, Debug)]
 pub(crate) enum FillSource<'f> {
-    /// Bytes as they lie on the device.
+    /// Bytes in device memory.
     Bytes(Span),
-    /// Chunks of a working copy, from number `first` of its page on. Their digests under this key are those
-    /// of the bytes that come to the blank. `step` is the capture.
+    /// Chunks of a working copy, starting with chunk number `first` of its page. `key` is the key for the
+    /// digests of the bytes that arrive in the blank. `step` is the capture.
     Chunks { span: Span, key: Span, step: usize, first: usize },
-    /// Indices that may be equal, or not below the bound: the device checks them. `step` is their operation.
+    /// Indices, which the device checks for duplicates and against the bound. `step` is their operation.
     Indices { span: Span, bound: u64, step: usize },
     /// Single elements of a range, by their indices.
     Elements { source: Span, width: Width, indices: &'f [u32] },
 }
 
-/// The changes that a capture found in a part of its page.
+/// The changes that a capture found in one part of its page.
 #[derive(Clone, Debug)]
 pub(crate) struct CapturedPart {
-    /// Where the part begins in the page.
+    /// The offset of the part in the page.
     pub offset: u64,
-    /// The part's bytes. They are staged, unless `key` says that they are the copy's own.
+    /// The part's bytes: staged, or in the copy itself if `key` is set.
     pub staged: Span,
-    /// The key of digests, if the part is whole chunks of a copy that is compared with its digests.
+    /// The key for digests, if the part consists of whole chunks of a copy that is compared by digests.
     pub key: Option<Span>,
-    /// Changed ranges of the part, in bytes.
+    /// Changed byte ranges of the part.
     pub runs: Vec<Range<u64>>,
-    /// Changed elements of the part, outside of these ranges.
+    /// Changed elements of the part outside these ranges.
     pub elements: SparseElements,
 }
 
 impl CapturedPart {
-    /// How many bytes changed.
+    /// Returns the number of changed bytes.
     pub fn changed_bytes(&self, width: Width) -> u64 {
         let in_runs: u64 = self.runs.iter().map(|run| run.end - run.start).sum();
         in_runs + (self.elements.indices.len() * width.bytes()) as u64
@@ -95,8 +96,9 @@ impl CapturedPart {
 }
 
 impl WriteBatch {
-    /// Replaces bytes of the page by these, from `offset` on. They are read once, when the batch
-    /// is submitted: log and page get the same bytes, whatever is written to the memory meanwhile.
+    /// Replaces bytes of the page, starting at `offset`, with the contents of device memory. The memory is
+    /// read once, when the batch is submitted. The log and the page get the same bytes even if the memory is
+    /// written concurrently.
     ///
     /// ```
     /// use remanent::{Options, Place, Store};
@@ -119,10 +121,9 @@ impl WriteBatch {
         self.step(BatchStep::WriteDevice { page: self.own(page), offset, bytes: bytes.clone() })
     }
 
-    /// Replaces single elements, as [`WriteBatch::scatter`] does, with indices (little-endian u32) and
-    /// values from the device's memory. The device checks that all indices are different and within the
-    /// page, before anything is logged. The log gets four bytes an index: they are not brought into
-    /// order.
+    /// Replaces single elements like [`WriteBatch::scatter`], with indices (little-endian u32) and values
+    /// from device memory. Before anything is logged, the device checks that all indices are distinct and
+    /// within the page. The log stores four bytes per index, because the indices are not sorted.
     pub fn scatter_device(
         &mut self,
         page: impl Into<PageRef>,
@@ -134,23 +135,24 @@ impl WriteBatch {
         self.step(BatchStep::ScatterDevice { page: self.own(page), width, indices, values })
     }
 
-    /// Replaces those elements of its page that changed in a working copy. The copy is read once, when
-    /// the batch is submitted; then its page's epoch is checked, which must be the copy's. When the batch
-    /// is committed the copy belongs to the new epoch, so that it can be changed and captured again.
+    /// Replaces the elements of a page that have changed in a working copy of it.
     ///
-    /// No other operation of the batch may change the page's bytes. The log gets ranges where changes lie
-    /// close and single elements where they do not, whichever is shorter.
+    /// The copy is read once, when the batch is submitted. The page must still be at the copy's epoch then.
+    /// Once the batch is committed, the copy belongs to the new epoch and can be changed and captured again.
     ///
-    /// Submitting takes memory beside pages, in the budget of the copy's place, until it returns: the
-    /// length of the ranges that are looked at, two bits for each of their elements, and then the length
-    /// of the batch's payload. For a page of 1 GiB of 2-byte elements that is 1 GiB, 128 MiB, and the
-    /// changes. Where the ranges and the bits have no room together, it fails with
-    /// [`Error::OverBudget`](crate::Error::OverBudget) before anything is copied, and the copy can be
-    /// captured later, or range by range. Captures of one batch are looked at together, as long as their bits
-    /// are 32 MiB at most, and there is room.
+    /// No other operation of the batch may change the page's bytes. The log stores ranges where changes are
+    /// close together and single elements where they are not, whichever is shorter.
     ///
-    /// Of a page on disk, of which more than a quarter changed, all bytes go to an image file, and the log
-    /// names it.
+    /// Submitting allocates temporary memory from the budget of the copy's place: a copy of the examined
+    /// ranges, two bits for each of their elements, and then up to 16 MiB for the changes on their way to the
+    /// log, or more if one list of single elements is longer. A page of 1 GiB of 2-byte elements takes 1 GiB,
+    /// 128 MiB, and then 16 MiB. If the budget lacks room for the ranges and the bits together, the call
+    /// fails with [`Error::OverBudget`](crate::Error::OverBudget) before anything is copied, and the copy can
+    /// be captured later, or range by range. The captures of a batch are compared together until their bits
+    /// take 32 MiB, if there is room.
+    ///
+    /// If more than a quarter of a page on disk has changed, the batch may write all bytes of the page to an
+    /// image file that the log names, instead of logging the changes.
     ///
     /// ```
     /// use remanent::{Options, Place, Shadow, Store, Width};
@@ -174,14 +176,14 @@ impl WriteBatch {
         self.step(BatchStep::Capture { copy: copy.clone(), ranges: None })
     }
 
-    /// As [`WriteBatch::capture`], if the caller knows which ranges of the page, in bytes, may have
-    /// changed: only these are looked at. A change outside of them stays in the copy, and is captured
-    /// when its range is named, or all of the copy is.
+    /// Captures a working copy like [`WriteBatch::capture`], but examines only these byte ranges of the page.
+    /// Use this if the caller knows which ranges may have changed. A change outside them remains in the copy,
+    /// and is captured once its range or the whole copy is captured.
     pub fn capture_ranges(&mut self, copy: &WorkingCopy, ranges: &[Range<u64>]) -> &mut Self {
         self.step(BatchStep::Capture { copy: copy.clone(), ranges: Some(ranges.to_vec()) })
     }
 
-    /// The captures, and which ranges they look at, by their operation's index.
+    /// Returns the captures with the ranges that they examine, by the operation's index.
     pub(crate) fn captures(&self) -> impl Iterator<Item = (usize, &WorkingCopy, Option<&[Range<u64>]>)> {
         self.steps.iter().enumerate().filter_map(|(index, step)| match step {
             BatchStep::Capture { copy, ranges } => Some((index, copy, ranges.as_deref())),
@@ -189,8 +191,8 @@ impl WriteBatch {
         })
     }
 
-    /// The pages of which the lengths must be known, because only the device knows which of their
-    /// elements change.
+    /// Returns the pages whose lengths must be known because only the device knows which of their elements
+    /// change.
     pub(crate) fn scattered_pages(&self) -> impl Iterator<Item = PageId> {
         self.steps.iter().filter_map(|step| match step {
             BatchStep::ScatterDevice { page, .. } => page.existing(),
@@ -198,7 +200,7 @@ impl WriteBatch {
         })
     }
 
-    /// The device's memory from which the batch takes bytes, captures left out.
+    /// Returns the device memory from which the batch takes bytes, except for captures.
     pub(crate) fn device_bytes(&self) -> impl Iterator<Item = &DeviceBytes> {
         self.steps.iter().flat_map(|step| {
             match step {
@@ -211,8 +213,8 @@ impl WriteBatch {
         })
     }
 
-    /// Refuses a batch that changes the bytes of a captured page by another operation, too: afterwards
-    /// the copy would be of no state of the page.
+    /// Refuses a batch in which another operation also changes the bytes of a captured page. The copy would
+    /// then match no state of the page.
     ///
     /// # Errors
     /// `InvalidOperation`.
@@ -241,7 +243,7 @@ impl<'f, B: PayloadBytes> Encoder<'f, B> {
         Ok(())
     }
 
-    /// Writes a sparse delta with indices and values that the device fills in.
+    /// Writes a sparse delta whose indices and values the device fills in.
     pub(super) fn push_scatter(
         &mut self,
         page: PageId,
@@ -301,10 +303,10 @@ impl<'f, B: PayloadBytes> Encoder<'f, B> {
         Ok(())
     }
 
-    /// Zeros, in the place of bytes that the device fills in.
+    /// Returns zeros to stand in for bytes that the device fills in.
     ///
     /// # Errors
-    /// Those of [`check_blank`](Self::check_blank), before that much is allocated; `OutOfMemory`.
+    /// Same as [`check_blank`](Self::check_blank), checked before anything is allocated; `OutOfMemory`.
     fn blank(&self, page: PageId, len: u64) -> Result<Vec<u8>> {
         self.check_blank(page, len)?;
         zeroed(len).ok_or_else(|| Error::no_memory(len))
@@ -313,8 +315,8 @@ impl<'f, B: PayloadBytes> Encoder<'f, B> {
     /// Checks that the device may fill in bytes of a page.
     ///
     /// # Errors
-    /// `Limit`; `InvalidOperation` for a page that the batch copies from its own state: the bytes that are
-    /// copied must be known by now.
+    /// `Limit`; `InvalidOperation` for a page that the batch copies as a whole, since its bytes must be known
+    /// at this point.
     fn check_blank(&self, page: PageId, len: u64) -> Result<()> {
         let found = len.saturating_add(self.writer.len() as u64);
         if found > FRAME_PAYLOAD_LEN_MAX {

@@ -1,4 +1,4 @@
-//! A batch as a payload: everything that can be checked without looking at a page is checked here.
+//! Encodes a batch as a payload, and checks everything that can be checked without reading a page.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -14,31 +14,31 @@ use super::{BatchStep, CapturedPart, CopiedBytes, CopiedPage, DeviceFill, OpImag
 use crate::base::allocation::{copied, insert};
 use crate::error::{Error, Result};
 
-/// Facts about a batch that must be known before it is encoded.
+/// What must be known about a batch before it is encoded.
 pub(crate) struct BatchFacts<'a> {
-    /// The pages that must be at hand whole: [`super::CopySources::whole`].
+    /// The pages that are needed as a whole: [`super::CopySources::whole`].
     pub copied_whole: &'a BTreeSet<PageId>,
-    /// The bytes of [`WriteBatch::copy_sources`] as they are before the batch.
+    /// The bytes of [`WriteBatch::copy_sources`] as of before the batch.
     pub copied: CopiedBytes,
-    /// Images that hold what some operations write.
+    /// Images with the bytes that some operations write.
     pub images: OpImages,
-    /// The bytes that other operations take from sources, by their index.
+    /// The bytes that other operations read from sources, by the operation's index.
     pub read: &'a BTreeMap<usize, Vec<u8>>,
-    /// The parts that captures found changed, by their operation's index.
+    /// The changed parts that captures found, by the operation's index.
     pub captured: &'a HashMap<usize, Vec<CapturedPart>>,
-    /// Lengths, before the batch, of the pages whose indices only the device has seen.
+    /// Lengths, as of before the batch, of the pages whose indices are known only to the device.
     pub lens: HashMap<PageId, u64>,
 }
 
 impl WriteBatch {
-    /// Estimates the payload's length: the parts that take many bytes are counted.
+    /// Estimates the length of the payload from its large parts.
     pub(crate) fn payload_len(&self, found: &BatchFacts<'_>) -> usize {
         let in_payload = self.steps.iter().enumerate().filter(|(index, _)| !found.images.contains_key(index));
         let steps = in_payload.map(|(index, step)| step.bytes_len(found.captured.get(&index)));
         steps.fold(PAYLOAD_HEAD_LEN + found.copied.byte_len(), usize::saturating_add)
     }
 
-    /// Writes the batch's payload, with blanks of zeros for the bytes that only the device has seen.
+    /// Writes the batch's payload, with zeros in place of the bytes that are known only to the device.
     /// Returns these blanks in their order. `pages` are the ids of the new pages.
     pub(crate) fn encode<'f, B: PayloadBytes>(
         &self,
@@ -64,7 +64,7 @@ impl WriteBatch {
                     let source = source.resolve(pages);
                     let CopiedPage { place, metadata, bytes } =
                         encoder.copied.whole.get(&source).ok_or(Error::UnknownPage { page: source })?;
-                    // A copy, for the clone may be cloned itself.
+                    // Copied, because the clone may itself be cloned.
                     let (place, metadata, bytes) = (*place, metadata.clone(), copied(bytes)?);
                     let (page, len) = (next_new(), bytes.len() as u64);
                     insert(&mut encoder.lens, page, len)?;
@@ -171,8 +171,8 @@ impl WriteBatch {
 }
 
 impl BatchStep {
-    /// Estimates how many bytes a step takes in a payload, a clone's content not counted. `captured` is
-    /// what it captured.
+    /// Estimates how many bytes a step takes in a payload, excluding the contents of a clone. `captured` is
+    /// what a capture found.
     fn bytes_len(&self, captured: Option<&Vec<CapturedPart>>) -> usize {
         const FIXED: usize = OP_HEADER_LEN + 2 * FRAME_ALIGN as usize;
         let of_part = |part: &CapturedPart, width: Width| {
@@ -197,17 +197,17 @@ impl BatchStep {
     }
 }
 
-/// Writes operations, and keeps the pages that are copied up to date with them.
+/// Writes operations, and applies them to the copied pages so that those stay up to date.
 pub(super) struct Encoder<'a, B> {
     pub index: usize,
     pub writer: PayloadWriter<B>,
-    /// The pages that must be at hand whole.
+    /// The pages that are needed as a whole.
     copied_whole: &'a BTreeSet<PageId>,
-    /// What of them is there by now, and the ranges that are yet to be written.
+    /// The copied pages read so far, and the ranges that are still to be written.
     pub copied: CopiedBytes,
     /// The ranges that only the device can fill.
     pub blanks: Vec<DeviceFill<'a>>,
-    /// Lengths of pages, as far as they are known.
+    /// The lengths of pages, if they are known.
     pub lens: HashMap<PageId, u64>,
 }
 
@@ -221,21 +221,22 @@ impl<B: PayloadBytes> Encoder<'_, B> {
         self.log(op)
     }
 
-    /// Writes the image that holds the bytes of `write`, in its place.
+    /// Writes the image that contains the bytes of `write`, instead of those bytes.
     fn push_image(&mut self, write: &Op<'_>, image: ImageRef) -> Result<()> {
         self.check(write)?;
         let (Some(page), Some((_, len))) = (write.page(), write.range()) else { return self.log(write) };
         self.log(&Op::Image { page, len, image })
     }
 
-    /// Writes zeros of a page, in the place of bytes that are filled in later. The batch copies none of it.
+    /// Writes zeros to a page, as a blank whose bytes are filled in later. The batch must not copy the page.
     pub fn push_blank_write(&mut self, page: PageId, offset: u64, len: u64) -> Result<()> {
         check_page(page)?;
         let pushed = self.writer.push_blank_write(page, offset, len);
         self.logged(pushed)
     }
 
-    /// Writes a sparse delta of a page with zeros in the place of its elements. The batch copies none of it.
+    /// Writes a sparse delta whose elements are zeros, to be filled in later. The batch must not copy the
+    /// page.
     pub fn push_blank_scatter(
         &mut self,
         page: PageId,
@@ -269,7 +270,7 @@ impl<B: PayloadBytes> Encoder<'_, B> {
         self.logged(pushed)
     }
 
-    /// What became of writing an operation.
+    /// Converts the result of writing an operation.
     fn logged(&self, pushed: Result<(), Defect>) -> Result<()> {
         pushed.map_err(|defect| match defect {
             Defect::Limit { what, found, limit } => Error::Limit { what, found, limit },
@@ -311,17 +312,17 @@ impl<B: PayloadBytes> Encoder<'_, B> {
     }
 }
 
-/// Refuses an id that no store gives: a frame with one would not be read again.
+/// Refuses an id that no store assigns. A frame with such an id could not be read back.
 fn check_page(page: PageId) -> Result<()> {
     if page == PageId(0) || page.0 > NUMBER_MAX { Err(Error::UnknownPage { page }) } else { Ok(()) }
 }
 
-/// Allocates zeros; `None` if there is no room for them.
+/// Allocates zeros, or returns `None` if memory is refused.
 pub(super) fn zeroed(len: u64) -> Option<Vec<u8>> {
     u8::new_vec_zeroed(usize::try_from(len).ok()?).ok()
 }
 
-/// Checks that a mask has a bit for each element, no more and no less.
+/// Checks that a mask has exactly one bit per element.
 fn check_mask(width: Width, mask: &[u8], bytes: &[u8]) -> Result<(), String> {
     let width = width.bytes();
     let count = bytes.len() / width;
@@ -338,8 +339,8 @@ fn check_mask(width: Width, mask: &[u8], bytes: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-/// Clears the mask's bits past the last element, and the bytes where nothing is replaced: equal
-/// deltas have equal bytes in the log, and nothing of the caller's leaks into it.
+/// Clears the mask's bits past the last element, and the bytes of elements that are not replaced. This gives
+/// equal deltas equal bytes in the log, and keeps the caller's unused bytes out of it.
 fn canonical_mask(width: Width, mask: &[u8], bytes: &[u8]) -> Result<(Vec<u8>, Vec<u8>)> {
     let (mut mask, mut bytes) = (copied(mask)?, copied(bytes)?);
     let width = width.bytes();

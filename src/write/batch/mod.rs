@@ -1,8 +1,8 @@
-//! A batch under construction: the operations that a caller asked for, checked and turned into a payload.
+//! Batches under construction: the operations that a caller requested, and their encoding as a payload.
 //!
-//! Building never fails, so that calls can be chained. A batch that found no memory for a copy says so
-//! when it is committed. `encode` checks everything that can be checked without looking at a page, before
-//! the first byte is logged.
+//! Building a batch never fails, so calls can be chained. If memory for a copy is refused, the commit returns
+//! the error. `encode` checks everything that can be checked without reading a page, before the first byte is
+//! logged.
 
 mod copies;
 mod create_page;
@@ -42,7 +42,7 @@ use crate::error::{Error, Result};
 /// An id that no page ever has: ids begin at 1.
 const NOWHERE: PageId = PageId(0);
 
-/// A page of a batch: one that exists, or one that the same batch creates.
+/// A reference to a page in a batch: an existing page, or one that the same batch creates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PageRef(OpTarget);
 
@@ -52,8 +52,10 @@ enum OpTarget {
     New(NewPage),
 }
 
-/// A page that a batch creates: usable in the same batch and in no other, where it is no page at all. Once
-/// the batch is committed, [`NewPage::index`] says where its id stands in [`crate::CommitReceipt::pages`].
+/// A page that a batch creates. It is valid only in that batch; in any other batch it refers to no page.
+///
+/// Once the batch is committed, [`NewPage::index`] is the position of the page's id in
+/// [`crate::CommitReceipt::pages`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct NewPage {
     batch: u64,
@@ -61,7 +63,7 @@ pub struct NewPage {
 }
 
 impl NewPage {
-    /// How many pages the batch creates before this one.
+    /// Returns the number of pages that the batch creates before this one.
     #[must_use]
     pub fn index(self) -> usize {
         self.index
@@ -80,7 +82,7 @@ impl From<NewPage> for PageRef {
     }
 }
 
-/// Operations that become visible and durable together or not at all, in their order.
+/// A sequence of operations that become visible and durable together, or not at all.
 ///
 /// ```
 /// use remanent::{Options, Place, Store};
@@ -98,19 +100,18 @@ impl From<NewPage> for PageRef {
 #[derive(Clone, Debug, Default)]
 #[must_use = "a batch does nothing until it is committed"]
 pub struct WriteBatch {
-    /// Tells this batch's new pages from those of others: an index alone would name a wrong page there.
-    /// It is 0 before the first new page: all threads draw from one counter, and most batches create
-    /// nothing.
+    /// Distinguishes this batch's new pages from those of other batches, where an index alone would refer to
+    /// the wrong page. It is 0 until the first new page: all threads draw numbers from one counter, and most
+    /// batches create nothing.
     number: u64,
     steps: Vec<BatchStep>,
     new_pages: usize,
-    /// Callers' memory for new pages, each with how many pages the batch creates before.
+    /// The callers' memory for new pages, each with the number of pages that the batch creates before.
     lent: Vec<(usize, DeviceBytes)>,
     expectations: Vec<(PageId, Epoch)>,
-    /// Where the memory of a page goes that it deletes.
+    /// Receives the memory of a page that the batch deletes.
     handover: Option<Arc<Handover>>,
-    /// Why the batch cannot be committed: the system refused the memory for a copy of what the caller gave,
-    /// or a key is none.
+    /// Why the batch cannot be committed: memory for a copy was refused, or a key is invalid.
     refused: Option<Error>,
 }
 
@@ -209,7 +210,8 @@ enum BatchStep {
 }
 
 impl WriteBatch {
-    /// The page itself, unless another batch creates it: then it resolves to one that exists nowhere.
+    /// Returns the page itself, unless another batch creates it. In that case the result is a page that never
+    /// exists.
     fn own(&self, page: impl Into<PageRef>) -> PageRef {
         match page.into() {
             PageRef(OpTarget::New(new)) if new.batch != self.number => PageRef(OpTarget::Existing(NOWHERE)),
@@ -224,8 +226,7 @@ impl WriteBatch {
         self
     }
 
-    /// Copies what the caller gave. Without memory for it the copy is empty, and the batch is refused
-    /// when it is committed.
+    /// Copies the caller's data. If memory is refused, the copy is empty and the commit of the batch fails.
     fn copied<T: Copy>(&mut self, given: &[T]) -> Vec<T> {
         copied(given).unwrap_or_else(|error| {
             self.refused.get_or_insert(error);
@@ -233,16 +234,16 @@ impl WriteBatch {
         })
     }
 
-    /// Refuses a batch that could not take all that the caller gave.
+    /// Refuses a batch that could not copy all of the caller's data.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if a copy or an operation found no memory.
+    /// [`Error::OutOfMemory`] if memory for a copy or an operation was refused; the error of an invalid key.
     pub(crate) fn check_copies(&self) -> Result<()> {
         self.refused.clone().map_or(Ok(()), Err)
     }
 
-    /// An operation, for its details that come in later calls; `None` in a batch that is refused: it may not
-    /// be there.
+    /// Returns an operation whose details are set by later calls, or `None` in a batch that is refused, where
+    /// the operation may be missing.
     fn created(&mut self, step: usize) -> Option<&mut BatchStep> {
         if self.refused.is_some() { None } else { self.steps.get_mut(step) }
     }
@@ -256,28 +257,33 @@ impl WriteBatch {
         NewPage { batch: self.number, index: self.new_pages - 1 }
     }
 
-    /// Creates a page of `len` zeros. Key and metadata follow in the same chain, [`CreatePage::page`] names
-    /// the page for the calls after it.
+    /// Creates a page of `len` zeros. Chain calls to the result to set the key and metadata;
+    /// [`CreatePage::page`] returns the page for later calls.
     pub fn create(&mut self, len: u64, place: Place) -> CreatePage<'_> {
         self.step(BatchStep::Create { len, place, key: None, metadata: Metadata::new() });
-        // A refused operation is not there; then the batch is refused, too.
+        // If the operation was refused, it is missing, and the batch is refused too.
         let (step, page) = (self.steps.len().saturating_sub(1), self.new_page());
         CreatePage::new(self, step, page)
     }
 
-    /// Creates a page that lives in this memory, as long as it is: in a tensor, or in memory of the store's
-    /// that a caller has. The page is zeros at first, whatever the memory held; [`WriteBatch::write_device`]
-    /// from the same memory, in the same batch, takes what it held.
+    /// Creates a page that lives in the caller's memory, such as a tensor or memory from
+    /// [`Store::device_bytes`], and is as long as that memory.
     ///
-    /// From the commit on only the store writes there, log first, and kernels of the caller's read: ordered
-    /// by [`Store::pin`], which keeps the page where it is, or by [`Store::lease`]. The page leaves the
-    /// memory when it is resized, moved to another place, deleted, or changed while it is leased; a restore
-    /// takes back its bytes there. An open brings it back in the store's own memory, of the same place. The
-    /// handle is held until the page has left and nothing of the store uses the memory any more; the next
-    /// commit, [`Store::trim`] or the close then drops it, on its own thread. [`DeviceBytes::page`] tells
-    /// whether a page lives there.
+    /// The page is filled with zeros at first. To keep the memory's contents, write them to the page with
+    /// [`WriteBatch::write_device`] from the same memory in the same batch.
     ///
-    /// Beside the budget: the memory is the caller's, or was counted when the store gave it out.
+    /// After the commit, only the store may write to the memory, and it logs every change first. The caller's
+    /// kernels may read it, ordered by [`Store::pin`], which keeps the page at its address, or by
+    /// [`Store::lease`]. The page leaves the memory when it is resized, moved to another place, deleted, or
+    /// changed while it is leased. A restore overwrites the page in this memory. When the store is opened
+    /// again, the page lives in the store's own memory in the same place.
+    ///
+    /// The store holds the handle until the page has left the memory and no work in flight uses it. The next
+    /// commit, [`Store::trim`] or the close then drops the handle on its own thread. [`DeviceBytes::page`]
+    /// returns the page that lives in the memory.
+    ///
+    /// The memory takes no additional budget: it belongs to the caller, or was counted when the store
+    /// allocated it.
     ///
     /// ```
     /// use remanent::{Ack, Options, Place, Store};
@@ -298,14 +304,15 @@ impl WriteBatch {
     /// # Ok::<(), remanent::Error>(())
     /// ```
     ///
-    /// The commit fails, and nothing changed, with [`Error::MemoryInUse`] if another page lives in a part of
-    /// the memory, also one that the same batch deletes; with [`Error::MemoryRefused`] if it is another
-    /// store's, or being written to; with [`Error::StreamRefused`] if the work on the stream that it is made
-    /// on cannot be waited for.
+    /// The commit fails and leaves the store unchanged with [`Error::MemoryInUse`] if another page lives in
+    /// part of the memory, even one that the same batch deletes; with [`Error::MemoryRefused`] if the memory
+    /// belongs to another store or is being written; and with [`Error::StreamRefused`] if the work on the
+    /// stream that fills it cannot be waited for.
     ///
     /// [`Store::pin`]: crate::Store::pin
     /// [`Store::lease`]: crate::Store::lease
     /// [`Store::trim`]: crate::Store::trim
+    /// [`Store::device_bytes`]: crate::Store::device_bytes
     pub fn create_in(&mut self, memory: &DeviceBytes) -> CreatePage<'_> {
         let CreatePage { step, page, .. } = self.create(memory.byte_len(), memory.place());
         if let Err(error) = push(&mut self.lent, (page.index(), memory.clone())) {
@@ -314,11 +321,11 @@ impl WriteBatch {
         CreatePage::new(self, step, page)
     }
 
-    /// Creates a page of these bytes, as long as they are.
+    /// Creates a page with these bytes as its contents.
     ///
-    /// Bytes that are handed over as a `Vec` are not copied. Whole pages that take more than a quarter of a
-    /// segment together are written once: to an image file, which the log and the next snapshot only name.
-    /// The same holds for [`WriteBatch::write`] of all bytes of a page.
+    /// A `Vec` is moved into the batch without a copy. If the pages that a batch writes as a whole take at
+    /// least a quarter of a segment together, their bytes are written once: to an image file, which the log
+    /// and the next snapshot only name. This also applies to a [`WriteBatch::write`] of all bytes of a page.
     ///
     /// ```
     /// use remanent::{Options, Place, Store};
@@ -339,15 +346,17 @@ impl WriteBatch {
         CreatePage::new(self, step, page)
     }
 
-    /// Replaces `bytes.len()` bytes from `offset` on.
+    /// Replaces `bytes.len()` bytes of the page, starting at `offset`.
     pub fn write(&mut self, page: impl Into<PageRef>, offset: u64, bytes: &[u8]) -> &mut Self {
         let bytes = self.copied(bytes);
         self.step(BatchStep::Write { page: self.own(page), offset, bytes })
     }
 
-    /// Replaces those elements of a range whose bit in `mask` is 1, lowest bit first. `bytes` covers the
-    /// whole range; `mask` has one bit for each element, rounded up to whole bytes. The log gets the whole
-    /// range: unless most elements are replaced, [`WriteBatch::scatter`] takes less.
+    /// Replaces the elements of a range whose bit in `mask` is 1, lowest bit first.
+    ///
+    /// `bytes` covers the whole range; `mask` has one bit per element, rounded up to whole bytes. The log
+    /// stores the whole range, so [`WriteBatch::scatter`] takes less log space unless most elements are
+    /// replaced.
     pub fn write_masked(
         &mut self,
         page: impl Into<PageRef>,
@@ -360,10 +369,12 @@ impl WriteBatch {
         self.step(BatchStep::Masked { page: self.own(page), offset, width, mask, bytes })
     }
 
-    /// Replaces single elements: `values` holds one element for each index, in the same order. Indices
-    /// count elements from the page's start and must all be different.
-    /// For each element the log also gets its index, in 4 bytes at most: ascending indices are stored as gaps
-    /// if that is shorter, and others are brought into order first. One element in a hundred takes 1.3.
+    /// Replaces single elements. `values` contains one element for each index, in the same order. Indices
+    /// count elements from the start of the page, and must be distinct.
+    ///
+    /// The log stores each element with its index, which takes at most 4 bytes. Indices are sorted if
+    /// necessary, and stored as gaps if that is shorter: about 1.3 bytes each if one element in a hundred is
+    /// replaced.
     pub fn scatter(
         &mut self,
         page: impl Into<PageRef>,
@@ -375,29 +386,28 @@ impl WriteBatch {
         self.step(BatchStep::Scatter { page: self.own(page), width, indices, values })
     }
 
-    /// Repeats a pattern of 1, 2, 4, 8 or 16 bytes over `len` bytes from `offset` on.
+    /// Fills `len` bytes, starting at `offset`, with copies of a pattern of 1, 2, 4, 8 or 16 bytes.
     pub fn fill(&mut self, page: impl Into<PageRef>, offset: u64, len: u64, pattern: &[u8]) -> &mut Self {
         let pattern = self.copied(pattern);
         self.step(BatchStep::Fill { page: self.own(page), offset, len, pattern })
     }
 
-    /// Shortens the page, or extends it by zeros.
+    /// Changes the length of the page. New bytes are zeros.
     pub fn resize(&mut self, page: impl Into<PageRef>, len: u64) -> &mut Self {
         self.step(BatchStep::Resize { page: self.own(page), len })
     }
 
-    /// Deletes the page; its key is free again, its id is never used again.
+    /// Deletes the page. Its key becomes free; its id is never reused.
     pub fn delete(&mut self, page: impl Into<PageRef>) -> &mut Self {
         self.step(BatchStep::Delete { page: self.own(page) })
     }
 
-    /// Moves the page to another place: from one GPU to another, from a GPU to pinned host memory and
-    /// back. Its bytes, its metadata and its epoch stay as they are; its Lsn is the batch's.
+    /// Moves the page to another place, for example from one GPU to another, or between a GPU and pinned host
+    /// memory. Its contents, metadata and epoch are unchanged; its Lsn becomes that of the batch.
     ///
-    /// There must be room for the page in the budget of the place that it goes to, beside the memory that
-    /// it leaves, which is free again once nothing uses it: not the device's queue, not a lease. A lease
-    /// stays what it was, at its address. A move to the place where the page lives costs nothing but its
-    /// record in the log.
+    /// The budget of the destination must have room for the page. The old memory is freed once nothing uses
+    /// it, neither the device's queue nor a lease. An existing lease keeps its contents and its address. A
+    /// move to the place where the page already lives only costs a record in the log.
     ///
     /// ```
     /// use remanent::{Options, Place, Store};
@@ -420,13 +430,13 @@ impl WriteBatch {
     /// # Ok::<(), remanent::Error>(())
     /// ```
     ///
-    /// The commit fails with [`Error::OverBudget`], [`Error::OutOfMemory`] or
-    /// [`Error::PlaceUnavailable`], and nothing changed, if the page cannot be in that place.
+    /// The commit fails with [`Error::OverBudget`], [`Error::OutOfMemory`] or [`Error::PlaceUnavailable`],
+    /// and leaves the store unchanged, if the destination cannot take the page.
     pub fn move_to(&mut self, page: impl Into<PageRef>, place: Place) -> &mut Self {
         self.step(BatchStep::Move { page: self.own(page), place })
     }
 
-    /// Moves pages to another place, as [`move_to`](Self::move_to) does each.
+    /// Moves each of these pages to another place, like [`move_to`](Self::move_to).
     pub(crate) fn move_all_to(&mut self, pages: impl ExactSizeIterator<Item = PageId>, place: Place) {
         if let Err(error) = make_room(&mut self.steps, pages.len()) {
             self.refused.get_or_insert(error);
@@ -445,28 +455,28 @@ impl WriteBatch {
         self.step(BatchStep::SetMetadata { page: self.own(page), name: name.into(), value: value.into() })
     }
 
-    /// Removes one entry of the page's metadata; none of that name is fine too.
+    /// Removes one entry of the page's metadata, if it exists.
     pub fn remove_metadata(&mut self, page: impl Into<PageRef>, name: impl Into<String>) -> &mut Self {
         self.step(BatchStep::RemoveMetadata { page: self.own(page), name: name.into() })
     }
 
-    /// Sets one entry of the root, the store's own metadata.
+    /// Sets one entry of the root, which is the store's own metadata.
     pub fn set_root(&mut self, name: impl Into<String>, value: impl Into<Value>) -> &mut Self {
         self.step(BatchStep::SetRoot { name: name.into(), value: value.into() })
     }
 
-    /// Removes one entry of the root; none of that name is fine too.
+    /// Removes one entry of the root, if it exists.
     pub fn remove_root(&mut self, name: impl Into<String>) -> &mut Self {
         self.step(BatchStep::RemoveRoot { name: name.into() })
     }
 
-    /// Adds a remark that travels with the batch in the log.
+    /// Adds a text note, which is stored with the batch in the log.
     pub fn note(&mut self, text: impl Into<String>) -> &mut Self {
         self.step(BatchStep::Note { text: text.into() })
     }
 
-    /// Demands that the page is at this epoch when the batch is committed; epoch 0 demands that it does
-    /// not exist. Otherwise the commit fails with [`Error::Conflict`] and changes nothing.
+    /// Requires that the page is at this epoch when the batch is committed; epoch 0 requires that it does not
+    /// exist. Otherwise the commit fails with [`Error::Conflict`] and leaves the store unchanged.
     pub fn expect_epoch(&mut self, page: PageId, epoch: Epoch) -> &mut Self {
         if let Err(error) = push(&mut self.expectations, (page, epoch)) {
             self.refused.get_or_insert(error);
@@ -474,36 +484,37 @@ impl WriteBatch {
         self
     }
 
-    /// Deletes the page, and has its memory left there.
+    /// Deletes the page, and has its memory handed over.
     pub(crate) fn hand_over(&mut self, handover: Arc<Handover>) -> &mut Self {
         let page = handover.page;
         self.handover = Some(handover);
         self.delete(page)
     }
 
-    /// Where the memory of a page goes that the batch deletes.
+    /// Returns the receiver for the memory of a page that the batch deletes.
     pub(crate) fn handover(&self) -> Option<Arc<Handover>> {
         self.handover.clone()
     }
 
-    /// Number of pages that the batch creates.
+    /// Returns the number of pages that the batch creates.
     pub(crate) fn new_pages(&self) -> usize {
         self.new_pages
     }
 
-    /// The memory of the caller's in which new pages are to live. `pages` are the ids of the new pages. A
-    /// page of length 0 has no bytes anywhere.
+    /// Returns the callers' memory in which new pages are to live. `pages` are the ids of the new pages.
+    /// Pages of length 0 are omitted: they have no bytes.
     pub(crate) fn lent(&self, pages: &[PageId]) -> impl Iterator<Item = (PageId, &DeviceBytes)> {
         let with_bytes = self.lent.iter().filter(|(_, memory)| memory.byte_len() > 0);
         with_bytes.map(|(index, memory)| (pages[*index], memory))
     }
 
-    /// The epochs that the caller demands of pages.
+    /// Returns the epochs that the caller expects of pages.
     pub(crate) fn expectations(&self) -> &[(PageId, Epoch)] {
         &self.expectations
     }
 
-    /// The pages there before by whose places the batch needs memory: those that it resizes or clones.
+    /// Returns the existing pages whose places determine where the batch needs memory: those that it resizes
+    /// or clones.
     pub(crate) fn pages_that_grow(&self) -> impl Iterator<Item = PageId> {
         self.steps.iter().filter_map(|step| match step {
             BatchStep::Resize { page: PageRef(OpTarget::Existing(page)), .. }
@@ -512,7 +523,7 @@ impl WriteBatch {
         })
     }
 
-    /// Whether the batch only frees space: such batches may use the reserve of a full disk.
+    /// Returns whether the batch only frees space. Such batches may use the reserve of a full disk.
     pub(crate) fn only_deletes(&self) -> bool {
         let deletes = self.steps.iter().any(|step| matches!(step, BatchStep::Delete { .. }));
         deletes
@@ -520,8 +531,8 @@ impl WriteBatch {
     }
 }
 
-/// Takes the operations out of a batch that calls were chained on, and leaves an empty one: so a chain can be
-/// committed as it stands.
+/// Takes the operations out of a batch and leaves it empty, so that a chain of calls can be committed
+/// directly.
 ///
 /// ```
 /// use remanent::{Options, Store};
@@ -546,7 +557,7 @@ impl PageRef {
     fn resolve(self, pages: &[PageId]) -> PageId {
         match self.0 {
             OpTarget::Existing(page) => page,
-            // A clone of this batch may have gone on to create more.
+            // The page may have been created in a clone of this batch, which has more pages.
             OpTarget::New(new) => pages.get(new.index).copied().unwrap_or(NOWHERE),
         }
     }

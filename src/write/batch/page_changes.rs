@@ -1,26 +1,25 @@
-//! The changes that make one version of a page out of another, in few bytes: single elements, and ranges that
-//! hold several changed elements close together.
+//! The difference between two versions of a page, in few bytes: single elements, and ranges in which changed
+//! elements are close together.
 
 use remanent_format::Width;
 
 use super::{PageRef, WriteBatch};
 use crate::images::disk_pages::{pending_bytes_of_elements, pending_bytes_of_write};
 
-/// Bytes that a range costs beyond its own: an operation's header, and padding.
+/// The overhead of a range in bytes: the header of an operation, and padding.
 const RANGE_COST: u64 = 40;
-/// Bytes that the index of an element costs if the one before is near. A range competes with that.
+/// The cost of an element's index in bytes, if the previous index is close. A range competes with this.
 const INDEX_COST: u64 = 1;
-/// Unchanged bytes that a range may bridge: no more than a range of its own would cost.
+/// The most unchanged bytes that a range may bridge: as many as a range of its own would cost.
 const BRIDGED_MAX: u64 = RANGE_COST;
-/// Bytes that are compared at once: a whole number of elements of any width. Element by element, 600 MB of
-/// 2-byte elements, of which one in a hundred differed, took 1 s.
+/// Bytes that are compared at once: a whole number of elements of any width. Comparing element by element
+/// took 1 s for 600 MB of 2-byte elements, of which one in a hundred differed.
 const COMPARED_AT_ONCE: usize = 16;
-/// Elements after which a range is settled, so that it is not collected twice over.
+/// Changed elements after which a range is settled, so that its elements are not collected a second time.
 const SETTLED_AFTER: u64 = 4096;
 
-/// The changes of one page, collected piece by piece from its start to its end: for a page of which both
-/// versions are never in memory at once. [`WriteBatch::write_changes`] does all of it for one whose versions
-/// are.
+/// The changes of one page, collected piece by piece from its start to its end. Use this for a page whose two
+/// versions are never in memory as a whole; otherwise use [`WriteBatch::write_changes`].
 ///
 /// ```
 /// use remanent::{Options, PageChanges, Place, Store, Width};
@@ -46,13 +45,14 @@ pub struct PageChanges {
     width: Width,
     /// Changed elements so far.
     count: u64,
-    /// The approximate cost of the changes in the log so far.
+    /// The approximate cost of the changes so far in the log, in bytes.
     cost: u64,
     indices: Vec<u32>,
     values: Vec<u8>,
     ranges: Vec<ChangedRange>,
     open: Option<OpenRange>,
-    /// Room of a range that fell into elements, for the next one: most ranges hold one.
+    /// The buffers of a range that was split into elements, reused for the next range: most ranges contain
+    /// one element.
     room: (Vec<u8>, Vec<u64>),
 }
 
@@ -63,11 +63,11 @@ struct ChangedRange {
     bytes: Vec<u8>,
 }
 
-/// A range that may still grow, or fall into single elements.
+/// A range that may still grow, or be split into single elements.
 #[derive(Clone, Debug)]
 struct OpenRange {
     range: ChangedRange,
-    /// The changed elements in it; empty once it is settled that it stays a range.
+    /// The changed elements in the range; empty once the range is settled to stay whole.
     changed: Vec<u64>,
     settled: bool,
 }
@@ -84,15 +84,15 @@ impl OpenRange {
 }
 
 impl PageChanges {
-    /// No changes yet, of a page with elements of this width.
+    /// Makes an empty set of changes for a page with elements of this width.
     #[must_use]
     pub fn new(width: Width) -> Self {
         let (indices, values, ranges) = (Vec::new(), Vec::new(), Vec::new());
         Self { width, count: 0, cost: 0, indices, values, ranges, open: None, room: Default::default() }
     }
 
-    /// Compares a piece of both versions; `offset` is its place in the page, the end of the piece before. A
-    /// last element that is not whole counts as one.
+    /// Compares one piece of both versions. `offset` is the piece's position in the page, which must be the
+    /// end of the previous piece. An incomplete last element counts as one element.
     pub fn compare(&mut self, offset: u64, before: &[u8], after: &[u8]) {
         if before == after {
             return;
@@ -113,13 +113,13 @@ impl PageChanges {
         }
     }
 
-    /// Adds an element that differs, at `at` in a piece which begins at `offset` and becomes `after`.
+    /// Adds a changed element at position `at` of a piece that begins at `offset` and becomes `after`.
     fn add(&mut self, offset: u64, at: usize, new: &[u8], after: &[u8]) {
         let width = self.width.bytes() as u64;
         let page_at = offset + at as u64;
         self.count += 1;
         let bridged = self.open.as_ref().map(|open| page_at - open.end());
-        // The bytes between are still at hand only if they lie in this piece.
+        // The bytes in between are only available if they are in this piece.
         if bridged.is_some_and(|bridged| bridged > BRIDGED_MAX || bridged > at as u64) {
             self.settle();
         }
@@ -143,13 +143,13 @@ impl PageChanges {
         }
     }
 
-    /// Decides about the open range.
+    /// Closes the open range: it stays whole or is split into elements, whichever is cheaper.
     fn settle(&mut self) {
         let Some(open) = self.open.take() else { return };
         let width = self.width.bytes();
         let last = open.end() / width as u64;
-        // An element whose number takes more than 32 bits is out of a sparse delta's reach; so is a last one
-        // that is not whole.
+        // A sparse delta cannot contain an element whose number takes more than 32 bits, or an incomplete
+        // last element.
         let in_reach = last <= u64::from(u32::MAX) && open.range.bytes.len() % width == 0;
         if open.is_cheaper_whole(width as u64) || !in_reach {
             self.cost += RANGE_COST + open.range.bytes.len() as u64;
@@ -167,20 +167,20 @@ impl PageChanges {
         self.room = (bytes, changed);
     }
 
-    /// Number of changed elements.
+    /// Returns the number of changed elements.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.count
     }
 
-    /// The approximate cost of the changes in the log, in bytes.
+    /// Returns the approximate cost of the changes in the log, in bytes.
     pub fn cost(&mut self) -> u64 {
         self.settle();
         self.cost
     }
 
-    /// Bytes of host memory that these changes of a page on disk take until the next snapshot, at most. A
-    /// commit claims as many.
+    /// Returns an upper bound of the host memory, in bytes, that these changes take until the next snapshot
+    /// if the page is on disk. The commit claims this much.
     pub fn pending_bytes(&mut self) -> u64 {
         self.settle();
         let ranges = self.ranges.iter().map(|range| (range.offset, range.bytes.len() as u64));
@@ -190,7 +190,7 @@ impl PageChanges {
         of_ranges.fold(pending_bytes_of_elements(count, 0, end), u64::saturating_add)
     }
 
-    /// Puts the changes into a batch.
+    /// Adds the changes to a batch, as writes to `page`.
     pub fn put(mut self, batch: &mut WriteBatch, page: impl Into<PageRef>) {
         self.settle();
         let page = page.into();
@@ -204,9 +204,11 @@ impl PageChanges {
 }
 
 impl WriteBatch {
-    /// Makes the bytes of `before` on a page those of `after`, with as few bytes of log as single elements
-    /// and ranges take. Both start at the page's start and are equally long; elements are `width` bytes wide.
-    /// Only what differs is written: `before` should be what the page holds.
+    /// Changes the bytes of a page from `before` to `after`, using as little log space as single elements and
+    /// ranges allow.
+    ///
+    /// Both slices begin at the start of the page and have equal length; elements are `width` bytes wide.
+    /// Only the differences are written, so `before` should be the page's current contents.
     ///
     /// ```
     /// use remanent::{Options, Place, Store, Width};
@@ -226,7 +228,7 @@ impl WriteBatch {
     /// ```
     ///
     /// # Panics
-    /// If `before` and `after` are not equally long.
+    /// If `before` and `after` have different lengths.
     pub fn write_changes(
         &mut self,
         page: impl Into<PageRef>,
@@ -247,7 +249,7 @@ mod tests {
     use super::*;
     use crate::{Options, Place, Store};
 
-    /// Compares in pieces, and returns what a store makes of the changes, with their number by kind.
+    /// Compares piece by piece, applies the changes in a store, and returns how many there are of each kind.
     fn check(width: Width, piece: usize, before: &[u8], after: &[u8]) -> (u64, usize, usize) {
         let mut changes = PageChanges::new(width);
         for (index, (old, new)) in before.chunks(piece).zip(after.chunks(piece)).enumerate() {

@@ -1,5 +1,5 @@
-//! Pages whose bytes a batch takes from sources: they are read when the batch is committed, piece by piece,
-//! so that a page of any length takes little memory beside its own.
+//! Pages whose bytes a batch reads from sources. Sources are read piece by piece when the batch is committed,
+//! so a page of any length takes little memory in addition to its own.
 
 use std::fmt::Debug;
 use std::fs::File;
@@ -14,20 +14,22 @@ use super::{BatchStep, CopySources, CreatePage, NOWHERE, PageRef, WriteBatch};
 use crate::base::allocation::push;
 use crate::error::{Error, Result};
 
-/// Bytes that a batch takes when it is committed: [`WriteBatch::create_from_source`],
-/// [`WriteBatch::replace_from_source`]. A [`File`] is one.
+/// A source of bytes that a batch reads when it is committed, used by [`WriteBatch::create_from_source`] and
+/// [`WriteBatch::replace_from_source`]. A [`File`] is a source.
 ///
-/// The source is read by the thread that commits, or by others that it waits for: each page by one thread,
-/// and the pages of a long batch by several. They hold no lock of the store meanwhile: a source may read
-/// pages of the same store.
+/// The source is read by the committing thread, or by others that it waits for. Each page is read by one
+/// thread; the pages of a long batch are read by several. These threads hold no lock of the store, so a
+/// source may read pages of the same store.
 pub trait ByteSource: Debug + Send + Sync {
-    /// Fills `bytes` with those from `offset` on.
+    /// Fills `bytes` with the source's bytes starting at `offset`.
     ///
-    /// A range may be asked for again: a sample tells whether compression pays, and a page that does not
-    /// compress after all is read once more. The page holds what one reading found from its start to its end.
+    /// A range may be requested again: the store samples a page to decide whether to compress it, and rereads
+    /// a page that turns out to be incompressible. The page holds the bytes of one complete pass from start
+    /// to end.
     ///
     /// # Errors
-    /// Why the bytes are not all there. The commit fails with [`Error::SourceFailed`], and nothing changed.
+    /// An error if the bytes cannot all be read. The commit then fails with [`Error::SourceFailed`] and
+    /// leaves the store unchanged.
     fn read_at(&self, offset: u64, bytes: &mut [u8]) -> io::Result<()>;
 }
 
@@ -43,18 +45,18 @@ pub(crate) struct SourcePage<'a> {
     /// The operation's index in the batch.
     pub step: usize,
     pub page: PageId,
-    /// The page's length in bytes, not 0.
+    /// The page's length in bytes; never 0.
     pub len: u64,
     pub source: &'a dyn ByteSource,
 }
 
 impl WriteBatch {
-    /// Creates a page of the first `len` bytes of a source, which is read when the batch is committed.
+    /// Creates a page from the first `len` bytes of a source, which is read when the batch is committed.
     ///
-    /// Memory is taken for a few pieces of 4 MiB beside the page's own, however long the page is. Where the
-    /// sources of a batch give more than a quarter of a segment together, their bytes are written once: to an
-    /// image file, which the log and the next snapshot only name. No other operation of the batch may change
-    /// or copy the page's bytes.
+    /// The commit takes memory for the page and for a few pieces of 4 MiB, however long the page is. If the
+    /// sources of a batch total at least a quarter of a segment, their bytes are written once: to an image
+    /// file, which the log and the next snapshot only name. No other operation of the batch may change or
+    /// copy the page's bytes.
     ///
     /// ```
     /// use std::sync::Arc;
@@ -88,8 +90,8 @@ impl WriteBatch {
     /// # Ok::<(), remanent::Error>(())
     /// ```
     ///
-    /// The commit fails with [`Error::SourceFailed`], and nothing changed, if the source does not give that
-    /// many bytes.
+    /// The commit fails with [`Error::SourceFailed`] and leaves the store unchanged if the source does not
+    /// supply `len` bytes.
     pub fn create_from_source(
         &mut self,
         len: u64,
@@ -101,11 +103,11 @@ impl WriteBatch {
         CreatePage::new(self, step, page)
     }
 
-    /// Makes a page's bytes the first `len` bytes of a source, as [`WriteBatch::create_from_source`] makes
-    /// those of a new page. The page is `len` bytes long then. Key, metadata and place stay.
+    /// Replaces a page's contents with the first `len` bytes of a source, which becomes the page's length.
+    /// The source is read as for [`WriteBatch::create_from_source`]. Key, metadata and place are unchanged.
     ///
-    /// The page goes to new memory, as by [`WriteBatch::resize`]: there must be room for it in the budget
-    /// beside the old, and a pinned page refuses it.
+    /// The page moves to new memory, as with [`WriteBatch::resize`]: the budget must have room for it in
+    /// addition to the old memory, and the commit fails if the page is pinned.
     ///
     /// ```
     /// use std::sync::Arc;
@@ -133,12 +135,12 @@ impl WriteBatch {
         self.resize(page, len).step(BatchStep::Source { page, len, source })
     }
 
-    /// The pages whose bytes come from sources, in the order of the operations; those of length 0 are left
-    /// out. `pages` are the ids of the new pages, `copied` is what the batch copies.
+    /// Returns the pages whose bytes come from sources, in the order of the operations, except those of
+    /// length 0. `pages` are the ids of the new pages; `copied` is what the batch copies.
     ///
     /// # Errors
-    /// `InvalidOperation` for a page that another operation changes or copies: its image would not be the
-    /// page after the batch. `Limit`, `UnknownPage`, `OutOfMemory`.
+    /// `InvalidOperation` for a page that another operation changes or copies: its image would differ from
+    /// the page after the batch. `Limit`, `UnknownPage`, `OutOfMemory`.
     pub(crate) fn source_pages(&self, pages: &[PageId], copied: &CopySources) -> Result<Vec<SourcePage<'_>>> {
         let mut found = Vec::new();
         if !self.steps.iter().any(|step| matches!(step, BatchStep::Source { .. })) {
@@ -167,7 +169,7 @@ impl WriteBatch {
 }
 
 impl SourcePage<'_> {
-    /// Fills a slice with the page's bytes from an offset on.
+    /// Fills a slice with the page's bytes starting at `offset`.
     ///
     /// # Errors
     /// `SourceFailed`.

@@ -1,4 +1,4 @@
-//! Sparse deltas: their elements in ascending order, their indices in the shorter encoding.
+//! Sparse deltas: elements sorted by index, with the indices in the shorter encoding.
 
 use std::borrow::Cow;
 
@@ -11,8 +11,8 @@ use crate::error::{Error, Result};
 /// Indices, and the elements for them in the same order.
 type Elements<'a> = (Cow<'a, [u32]>, Cow<'a, [u8]>);
 
-/// Brings a sparse delta's elements into the order of their indices. Indices that are given twice are
-/// neighbours then, and ascending ones may be stored as gaps.
+/// Sorts the elements of a sparse delta by index. This makes duplicate indices adjacent, and allows indices
+/// to be stored as gaps.
 pub(super) fn ascending<'a>(
     width: Width,
     indices: &'a [u32],
@@ -47,8 +47,8 @@ pub(super) fn ascending<'a>(
     Ok((in_order.into(), elements.into()))
 }
 
-/// Ascending indices in the encoding that takes less of the log, padding included; four bytes each where
-/// both take the same, because those need no decoding.
+/// Ascending indices in the encoding that takes less space in the log, padding included. If both take the
+/// same space, four bytes per index are used, because those need no decoding.
 #[derive(Clone, Debug)]
 pub(super) enum CodedIndices {
     Plain(Vec<u8>),
@@ -72,7 +72,7 @@ impl CodedIndices {
         })
     }
 
-    /// How long the encoded indices are, in bytes.
+    /// Returns the length of the encoded indices in bytes.
     pub fn byte_len(&self) -> usize {
         match self {
             Self::Plain(bytes) | Self::Gaps { bytes, .. } => bytes.len(),
@@ -87,7 +87,7 @@ impl CodedIndices {
     }
 }
 
-/// Single elements that changed, ascending, with their indices as the log has them.
+/// Single changed elements in ascending order, with their indices as the log stores them.
 #[derive(Clone, Debug)]
 pub(crate) struct SparseElements {
     pub indices: Vec<u32>,
@@ -95,7 +95,7 @@ pub(crate) struct SparseElements {
 }
 
 impl SparseElements {
-    /// Codes the indices, which ascend.
+    /// Encodes the indices, which must be ascending.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -103,14 +103,14 @@ impl SparseElements {
         Ok(Self { coded: CodedIndices::smaller(&indices)?, indices })
     }
 
-    /// How many bytes of a payload they take, if each is `width` bytes long.
+    /// Returns how many bytes the elements take in a payload, if each is `width` bytes long.
     pub fn byte_len(&self, width: Width) -> usize {
         scatter_values_at(self.coded.byte_len()) + self.indices.len() * width.bytes()
     }
 }
 
 impl Default for SparseElements {
-    /// Says that no element changed.
+    /// Contains no elements.
     fn default() -> Self {
         Self { indices: Vec::new(), coded: CodedIndices::Plain(Vec::new()) }
     }
@@ -140,11 +140,11 @@ mod tests {
     #[test]
     fn the_shorter_encoding_is_chosen() {
         let is_gap_coded = |indices: &[u32]| CodedIndices::smaller(indices).unwrap().indices().is_gap_coded();
-        // Up to four indices fit sixteen bytes in either encoding.
+        // Up to four indices fit into sixteen bytes in either encoding.
         assert!(!is_gap_coded(&[]));
         assert!(!is_gap_coded(&[0, 1, 2, 3]));
         assert!(is_gap_coded(&[0, 1, 2, 3, 4]));
-        // Five bytes a gap: longer than the indices themselves.
+        // Five bytes per gap: longer than the indices themselves.
         let far: Vec<u32> = (0..15).map(|n| n * (1 << 28)).collect();
         assert!(!is_gap_coded(&far));
     }

@@ -1,6 +1,8 @@
-//! Whole pages: a batch's writes that replace all of a page's bytes, which no other operation of it
-//! changes. Such bytes need not be in the log: an image that is durable before the batch is logged does
-//! as well. They are written once then, and not again for the next snapshot.
+//! Finds whole pages: writes that replace all of a page's bytes, which no other operation of the batch
+//! changes.
+//!
+//! Such bytes need not be in the log: an image that is durable before the batch is logged serves as well.
+//! They are then written once, and the next snapshot does not write them again.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +13,8 @@ use super::{BatchStep, WriteBatch};
 use crate::base::allocation::collected;
 use crate::error::Result;
 
-/// Shorter pages stay in the log: naming an image takes it 80 bytes, and the image 64 of its own.
+/// Shorter pages stay in the log: naming an image takes 80 bytes there, and the image has 64 bytes of its
+/// own.
 pub(crate) const WHOLE_PAGE_LEN_MIN: u64 = 4096;
 
 /// A write of all bytes of a page.
@@ -21,32 +24,32 @@ pub(crate) struct WholePage<'a> {
     pub step: usize,
     /// The page that is written.
     pub page: PageId,
-    /// The length that the page was said to have before the batch; none if the batch creates it.
+    /// The page's length before the batch, as found so far; `None` if the batch creates the page.
     pub len_before: Option<u64>,
-    /// The place where the batch creates the page with this length, so that its first memory may have the
-    /// bytes from the beginning.
+    /// The place in which the batch creates the page with this length. The page's first memory can then be
+    /// filled in advance.
     pub created_in: Option<Place>,
     /// The page's bytes after the batch.
     pub bytes: &'a [u8],
 }
 
-/// Images that hold what some operations of a batch write, by the operations' indices.
+/// Images with the bytes that some operations of a batch write, by the operation's index.
 pub(crate) type OpImages = BTreeMap<usize, ImageRef>;
 
-/// A page's bytes and length, as the steps so far make them.
+/// The effect of the steps so far on a page's bytes and length.
 pub(super) struct Fate {
     len_before: Option<u64>,
     len: Option<u64>,
-    /// The place where it was created with this length.
+    /// The place in which the page was created with this length.
     created_in: Option<Place>,
-    /// The only step that changed its bytes, if it replaced all of them.
+    /// The only step that changed the page's bytes, if it replaced all of them.
     pub whole: Option<usize>,
     changed: bool,
 }
 
 impl WriteBatch {
-    /// The whole pages that the batch writes, if together they take at least `bytes_min` bytes. `pages`
-    /// are the ids of the new pages, `len_of` gives the lengths of others.
+    /// Returns the whole pages that the batch writes, if they total at least `bytes_min` bytes. `pages` are
+    /// the ids of the new pages; `len_of` returns the lengths of others.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -56,7 +59,7 @@ impl WriteBatch {
         bytes_min: u64,
         len_of: impl Fn(PageId) -> Option<u64>,
     ) -> Result<Vec<WholePage<'_>>> {
-        // Few batches are that long: all others are not looked at closely.
+        // Few batches write that many bytes. All others skip the analysis.
         let at_start = |step: &BatchStep| match step {
             BatchStep::Write { offset: 0, bytes, .. } => bytes.len() as u64,
             _ => 0,
@@ -78,7 +81,7 @@ impl WriteBatch {
         Ok(if bytes < bytes_min { Vec::new() } else { whole })
     }
 
-    /// The fates of the pages that the batch changes.
+    /// Returns the fate of each page that the batch changes.
     pub(super) fn fates(
         &self,
         pages: &[PageId],
@@ -117,15 +120,15 @@ impl WriteBatch {
 }
 
 impl BatchStep {
-    /// The page whose bytes or length the step changes, if there is one. A step that creates a page takes
-    /// the next of `new_pages`.
+    /// Returns the page whose bytes or length the step changes, if any. A step that creates a page takes the
+    /// next id of `new_pages`.
     pub(super) fn changes(
         &self,
         pages: &[PageId],
         new_pages: &mut impl Iterator<Item = PageId>,
     ) -> Option<PageId> {
         match self {
-            // A clone is written, too, with the bytes that its source has by then.
+            // A clone also writes its page: with the bytes that its source has at that point.
             BatchStep::Create { .. } | BatchStep::Clone { .. } => new_pages.next(),
             BatchStep::Write { page, .. }
             | BatchStep::Source { page, .. }
@@ -157,7 +160,7 @@ mod tests {
     const OLD: PageId = PageId(7);
     const LEN: usize = WHOLE_PAGE_LEN_MIN as usize;
 
-    /// The steps of a batch that write whole pages; one of its pages exists before.
+    /// Returns the steps of a batch that write whole pages. One of the pages exists before the batch.
     fn steps(batch: &WriteBatch) -> Vec<usize> {
         let pages: Vec<PageId> = (20..).map(PageId).take(batch.new_pages()).collect();
         let len_of = |page| (page == OLD).then_some(LEN as u64);
@@ -226,7 +229,7 @@ mod tests {
         assert_eq!(batch.whole_pages(&[], LEN as u64, len_of).unwrap(), [whole]);
     }
 
-    /// Memory that is filled in advance is that of the create, so it must be as long.
+    /// Memory that is filled in advance is allocated for the create, so the length must not change.
     #[test]
     fn a_page_is_created_somewhere_only_with_the_length_that_it_keeps() {
         let mut batch = WriteBatch::default();

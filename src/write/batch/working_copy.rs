@@ -1,7 +1,8 @@
-//! A working copy: a page's bytes where the caller's kernels may write them, and the page's epoch that
-//! they were taken from.
-//! A caller never writes the page itself. Changes in the copy become a delta, which is logged
-//! before it reaches the page (I1).
+//! Working copies: a page's bytes in memory that the caller's kernels may write, with the page's epoch at
+//! which they were taken.
+//!
+//! A caller never writes to the page itself. The changes in the copy become a delta, which is logged before
+//! it reaches the page (I1).
 
 use std::sync::Arc;
 
@@ -12,9 +13,9 @@ use crate::device::{DeviceBytes, Digest};
 
 /// A copy of a page for the caller's kernels to write. [`WriteBatch::capture`] logs what changed in it.
 ///
-/// Clones are the same copy. It belongs to one state of its page, and a capture takes it to the next.
-/// When another batch changes the page, a capture fails with [`Error::Conflict`] until
-/// [`Store::reload`](crate::Store::reload) has taken the page's bytes anew.
+/// A clone of this handle refers to the same copy. The copy belongs to one state of its page, and each
+/// capture advances it to the next. If another batch changes the page, captures fail with [`Error::Conflict`]
+/// until [`Store::reload`](crate::Store::reload) has copied the page's bytes again.
 ///
 /// [`WriteBatch::capture`]: super::WriteBatch::capture
 /// [`Error::Conflict`]: crate::Error::Conflict
@@ -30,65 +31,65 @@ struct Copy {
     state: Mutex<CopyState>,
 }
 
-/// What a working copy is compared with.
+/// The bytes that a working copy is compared with.
 #[derive(Debug)]
 pub(crate) enum CopyShadow {
     /// The page itself.
     Page,
-    /// The copy as it was when it was last the page.
+    /// The copy as of the last time it equaled the page.
     Kept(DeviceBytes),
-    /// Digests of the copy as it was then, under this key.
+    /// Digests of the copy as of that time, under this key.
     Digests(DeviceBytes),
 }
 
-/// What a working copy was when it was last the page.
+/// The state of a working copy when it last equaled the page.
 #[derive(Debug, Default)]
 struct CopyState {
-    /// The epoch of the page's bytes that the copy began with; 0, which no page has, if they are of no
-    /// known state.
+    /// The epoch of the page's bytes that the copy started from. It is 0, which no page has, if their state
+    /// is unknown.
     epoch: Epoch,
-    /// The digest of each chunk, or [`UNKNOWN_DIGEST`]; empty where none are kept.
+    /// The digest of each chunk, or [`UNKNOWN_DIGEST`]; empty if no digests are kept.
     digests: Vec<Digest>,
 }
 
-/// Stands for the digest of a chunk that is not known, so that the chunk counts as changed. No chunk has it:
-/// both halves of a digest are below 2^61.
+/// Marks a chunk whose digest is unknown, so that the chunk counts as changed. No chunk has this digest: both
+/// halves of a digest are below 2^61.
 pub(crate) const UNKNOWN_DIGEST: Digest = [0xFF; 16];
 
-/// Digests of chunks that follow each other.
+/// The digests of consecutive chunks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ChunkDigests {
     /// The number of the first chunk in its page.
     pub first: usize,
-    /// The digests, from that chunk on.
+    /// The digests, starting with that chunk.
     pub digests: Vec<Digest>,
 }
 
 impl WorkingCopy {
-    /// Makes a copy that belongs to no state yet.
+    /// Makes a copy that does not belong to any state yet.
     pub(crate) fn new(page: PageId, width: Width, memory: DeviceBytes, shadow: CopyShadow) -> Self {
         Self(Arc::new(Copy { page, width, memory, shadow, state: Mutex::default() }))
     }
 
-    /// The page that this is a copy of.
+    /// Returns the page that this is a copy of.
     #[must_use]
     pub fn page(&self) -> PageId {
         self.0.page
     }
 
-    /// The width of the elements by which changes are found.
+    /// Returns the width of the elements by which changes are found.
     #[must_use]
     pub fn width(&self) -> Width {
         self.0.width
     }
 
-    /// The copy's bytes, as long as the page.
+    /// Returns the memory of the copy, which is as long as the page.
     #[must_use]
     pub fn bytes(&self) -> &DeviceBytes {
         &self.0.memory
     }
 
-    /// The page's epoch that the copy belongs to; 0 in a forked child.
+    /// Returns the epoch of the page that the copy belongs to, or 0 in a forked child.
     #[must_use]
     pub fn epoch(&self) -> Epoch {
         if self.0.memory.check_process().is_err() {
@@ -97,18 +98,19 @@ impl WorkingCopy {
         self.0.state.lock().epoch
     }
 
-    /// What the copy is compared with.
+    /// Returns what the copy is compared with.
     pub(crate) fn shadow(&self) -> &CopyShadow {
         &self.0.shadow
     }
 
-    /// From now on the copy belongs to this state of the page, in which its chunks have these digests.
+    /// Sets the state of the page that the copy belongs to, and the digests of the copy's chunks in that
+    /// state.
     pub(crate) fn belongs_to(&self, epoch: Epoch, digests: Vec<Digest>) {
         *self.0.state.lock() = CopyState { epoch, digests };
     }
 
-    /// The copy was captured as it was at epoch `before`: from now on it belongs to this state of the page,
-    /// and these chunks have these digests. A copy that was loaded meanwhile stays what it was loaded as.
+    /// Advances the copy to a new state of the page after a capture at epoch `before`, and updates the
+    /// digests of the captured chunks. Does nothing if the copy was reloaded in the meantime.
     pub(crate) fn captured<'d>(
         &self,
         before: Epoch,
@@ -127,15 +129,15 @@ impl WorkingCopy {
         }
     }
 
-    /// Looks at the digests of chunks from `first` on, one after the other, as they were at this epoch.
-    /// Returns whether the copy is at that epoch still.
+    /// Passes the digests of the chunks from `first` on, in order, to `look`. Returns whether the copy is
+    /// still at `epoch`.
     pub(crate) fn each_digest(&self, epoch: Epoch, first: usize, mut look: impl FnMut(&Digest)) -> bool {
         let state = self.0.state.lock();
         state.digests.iter().skip(first).for_each(&mut look);
         state.epoch == epoch
     }
 
-    /// Whether the digest of any chunk is known.
+    /// Returns whether the digest of any chunk is known.
     pub(crate) fn has_digests(&self) -> bool {
         self.0.state.lock().digests.iter().any(|digest| *digest != UNKNOWN_DIGEST)
     }

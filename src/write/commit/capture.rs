@@ -1,17 +1,19 @@
-//! Captures: what changed in a working copy since it was its page.
+//! Captures: finding what changed in a working copy since it last equaled its page.
 //!
-//! 1. **Arrive**: the committing thread waits for the stream on which the copy is written. No other
-//!    thread does: the caller's kernels may take long.
+//! 1. **Arrive**: the committing thread waits for the stream that writes the copy. No other thread waits: the
+//!    caller's kernels may take long.
 //! 2. **Stage**: the ranges of several copies are copied aside on the device. From here on the caller may
-//!    write to them again. Compared in place instead, the log could get other bytes than were compared.
-//! 3. **Compare** the staged bytes with their pages, in the lane of deltas and at the copies' epochs, or with
-//!    the copies' shadows: `diff.rs` says how. A copy with digests is compared before it is staged:
-//!    `digests.rs`.
-//! 4. The batch is encoded from the staged bytes, and logged if the page is still at that epoch. Without
-//!    that second look, under the lock, the bytes between two changes of ours would take back changes of
-//!    others.
+//!    write to them again. If they were compared in place instead, the log could get other bytes than were
+//!    compared.
+//! 3. **Compare** the staged bytes with their pages, in the lane of deltas and at the epochs of the copies,
+//!    or with the copies' shadows, as `diff.rs` describes. A copy with digests is compared before it is
+//!    staged: `digests.rs`.
+//! 4. The batch is encoded from the staged bytes, and logged if the page is still at that epoch. Without this
+//!    second check, under the lock, unchanged bytes between two captured changes would overwrite the changes
+//!    of others.
 //!
-//! A crash on the way loses a batch that no caller was told of; working copies are gone with the process.
+//! A crash before the batch is logged loses a batch that was never acknowledged; working copies end with
+//! the process.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -33,10 +35,10 @@ use crate::images::disk_pages::{DiskPage, pending_bytes_of_elements, pending_byt
 use crate::memory::arena::Purpose;
 use crate::write::batch::{CapturedPart, CopyShadow, SparseElements, WorkingCopy, WriteBatch};
 
-/// Working copies are compared together until their bitmaps, with room for indices, are this long.
+/// Working copies are compared together until their bitmaps, including the room for indices, are this long.
 const COMPARED_LEN: u64 = 32 << 20;
 
-/// The captures of a batch, with the memory that they staged.
+/// The captures of a batch, with their staged memory.
 #[derive(Default)]
 pub(super) struct Captures<'a> {
     /// The changed parts, by the index of the capture's operation.
@@ -49,36 +51,37 @@ struct Capture<'a> {
     /// The operation's index in the batch.
     step: usize,
     copy: &'a WorkingCopy,
-    /// The epoch of the state that its changes were found against.
+    /// The epoch of the state that the copy was compared with.
     epoch: Epoch,
-    /// The ranges of the page that are staged, each with where it begins in `staged`.
+    /// The staged ranges of the page, each with its offset in `staged`.
     parts: Vec<(Range<u64>, u64)>,
-    /// The copy's bytes as they were captured: from here they go to the payload and to the shadow. `None` for
-    /// a copy with digests, which is gathered as it is written.
+    /// The captured bytes of the copy, which are copied to the payload and to the shadow. `None` for a copy
+    /// with digests, which is gathered as it is written.
     staged: Option<StageMemory>,
 }
 
-/// A capture that looked at all bytes of a page.
+/// A capture that examined all bytes of a page.
 pub(super) struct WholeCapture<'a> {
     /// The operation's index in the batch.
     pub step: usize,
     pub page: PageId,
     pub bytes: CapturedBytes<'a>,
-    /// How many bytes changed.
+    /// The number of changed bytes.
     pub changed: u64,
-    /// Bytes of host memory in which the changes wait for a snapshot if the page is on disk, at most.
+    /// An upper bound of the host memory, in bytes, in which the changes wait for a snapshot if the page is
+    /// on disk.
     pub pending: u64,
 }
 
-/// The place of a captured page's bytes.
+/// The location of a captured page's bytes.
 #[derive(Clone, Copy)]
 pub(super) enum CapturedBytes<'a> {
     Staged(Span),
-    /// In the copy itself, which lies there and has this key: they are gathered as they are written.
+    /// In the copy itself, at this span and with this key. The bytes are gathered as they are written.
     InCopy(&'a WorkingCopy, Span, Span),
 }
 
-/// Bytes that may be pending after the changes of a part, at most.
+/// Returns an upper bound of the bytes that the changes of a part keep pending.
 fn pending_bytes(part: &CapturedPart) -> u64 {
     let count = part.elements.indices.len() as u64;
     let elements = pending_bytes_of_elements(count, part.offset, part.staged.len);
@@ -97,52 +100,52 @@ impl CapturedBytes<'_> {
 
 /// The source of a working copy's bytes.
 enum LoadedFrom {
-    /// The page's memory; the copy is under way.
+    /// The page's memory; the transfer is in flight.
     Memory(Pending),
     /// The page's image, and what batches wrote since.
     Disk(DiskPage),
 }
 
-/// The direction in which bytes go when a caller's memory becomes a working copy.
+/// The direction of the first copy between a page and the caller's memory that becomes its working copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Direction {
-    /// The page's bytes are copied to the memory at once.
+    /// The page's bytes are copied to the memory immediately.
     Load,
-    /// The memory stays as it is, and the next capture takes its bytes to the page.
+    /// The memory stays as it is, and the next capture copies its bytes to the page.
     Store,
 }
 
-/// The bytes that a working copy is compared with, to find its changes.
+/// What a working copy is compared with to find its changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Shadow {
-    /// The page itself. This takes no memory; it is done in the queue of deltas, between two of them. Not for
-    /// a page on disk, which has no memory to compare with.
+    /// The page itself. This takes no memory. The comparison runs in the queue of deltas, between two of
+    /// them. Not available for a page on disk, which has no memory to compare with.
     Page,
-    /// A copy of its own in this place, as long as the page and counted in the budget, which every capture
-    /// takes along. Deltas of other pages do not wait for the comparison.
+    /// A separate copy in this place, as long as the page and counted in the budget. Every capture updates
+    /// it. Deltas of other pages do not wait for the comparison.
     Kept(remanent_format::Place),
-    /// Digests of what it was: sixteen bytes of the host's memory for each chunk of 64 KiB. Captures log
-    /// whole chunks, and take no memory on the device but for 16 MiB of them at a time. Ranges are widened to
-    /// chunks.
+    /// Digests of the earlier contents, which take sixteen bytes of host memory for each chunk of 64 KiB. A
+    /// capture logs whole chunks, and takes device memory for only 16 MiB of them at a time. Ranges are
+    /// widened to chunks.
     ///
-    /// What goes to the log has the limits of a batch: of a page in memory of which more changed, ranges are
-    /// captured one after the other.
+    /// The changes must fit into a batch. If more of a page in memory has changed, capture its ranges one
+    /// after another.
     ///
-    /// A change that leaves its chunk's digest as it was is not captured. That has a probability below 2^-100
-    /// a chunk and capture, whatever the bytes are, if they were chosen without the key, which the store
-    /// draws at random when it is opened and never writes.
+    /// A change that leaves the digest of its chunk unchanged is not captured. The probability is below
+    /// 2^-100 per chunk and capture, whatever the bytes are, provided that they were chosen without knowledge
+    /// of the key. The store draws the key at random after each open and never writes it to disk.
     Digest,
 }
 
 impl Captures<'_> {
-    /// Whether the batch captures nothing.
+    /// Returns whether the batch captures nothing.
     pub fn is_empty(&self) -> bool {
         self.taken.is_empty()
     }
 
-    /// The captures that looked at all of their page, and found a change.
+    /// Returns the captures that examined a whole page and found a change.
     pub fn of_whole_pages(&self) -> impl Iterator<Item = WholeCapture<'_>> {
         self.taken.iter().filter_map(|capture| {
             let Capture { step, copy, parts, staged, .. } = capture;
@@ -161,18 +164,17 @@ impl Captures<'_> {
         })
     }
 
-    /// The captured pages, with the epochs at which they must be when the batch is logged.
+    /// Returns the captured pages, with the epochs at which they must be when the batch is logged.
     pub fn epochs(&self) -> impl Iterator<Item = (PageId, Epoch)> {
         self.taken.iter().map(|capture| (capture.copy.page(), capture.epoch))
     }
 
-    /// The batch is logged: from now on the copies belong to the state that it makes of their pages, so
-    /// that the next capture finds only what changed since. `digests` are those of the chunks that the batch
-    /// has.
+    /// Assigns the copies to the new state of their pages once the batch is logged, so that the next capture
+    /// finds only later changes. `digests` are those of the chunks in the batch.
     pub fn belong_to(&self, changes: &Changes, digests: &CapturedDigests) {
         for capture in &self.taken {
             let mut pages = changes.pages().iter().filter(|(page, _)| *page == capture.copy.page());
-            // A page that the same batch deletes has no state for the copy to belong to.
+            // If the same batch deletes the page, there is no state for the copy to belong to.
             if let Some((_, Some(info))) = pages.next() {
                 let digests = digests.get(&capture.step).into_iter().flatten();
                 capture.copy.captured(capture.epoch, info.epoch, digests);
@@ -182,19 +184,19 @@ impl Captures<'_> {
 }
 
 impl Committer {
-    /// Finds what changed in the working copies that the batch captures.
+    /// Finds the changes in the working copies that the batch captures.
     pub(super) fn capture<'a>(&self, batch: &'a WriteBatch) -> Result<Captures<'a>> {
         let mut captures = Captures::default();
         let _span = batch.captures().next().map(|_| tracing::debug_span!("capture").entered());
         let (mut looks, mut staged, mut bitmaps_len) = (Vec::new(), Vec::new(), 0);
         for (index, copy, ranges) in batch.captures() {
             copy.bytes().check_device(&self.engine.device)?;
-            // Refused here already, a copy of an older state costs no comparison. The epoch is checked again
-            // under the lock.
+            // Checked here as well, so that a copy of an older state is refused without a comparison. The
+            // epoch is checked again under the lock.
             let (page, epoch) = (copy.page(), copy.epoch());
             let info = self.submitted.lock().get(page).ok_or(Error::UnknownPage { page })?;
             check_epoch(page, epoch, info.epoch)?;
-            // A page of that epoch has the length that it had when the copy was made of it.
+            // At that epoch, the page has the same length as when the copy was made.
             let of = (epoch, info.len);
             if let CopyShadow::Digests(key) = copy.shadow() {
                 push(&mut looks, self.begin_look(index, copy, of, ranges, key.span())?)?;
@@ -202,7 +204,7 @@ impl Committer {
             }
             let mut begun = self.begin_capture(index, copy, of, ranges);
             if matches!(begun, Err(Error::OverBudget { .. })) && !staged.is_empty() {
-                // The bitmaps of those before take room until they are compared.
+                // The bitmaps of the copies before this one take room until they are compared.
                 self.compare(std::mem::take(&mut staged), &mut captures)?;
                 bitmaps_len = 0;
                 begun = self.begin_capture(index, copy, of, ranges);
@@ -225,7 +227,7 @@ impl Committer {
         Ok(captures)
     }
 
-    /// Step 1 for a working copy, and the memory for the next two.
+    /// Runs step 1 for a working copy, and allocates the memory for the next two.
     fn begin_capture<'a>(
         &self,
         step: usize,
@@ -237,13 +239,13 @@ impl Committer {
         let len = parts.last().map_or(0, |(range, at)| at + range.end - range.start);
         let live = copy.bytes().arrived(Access::Read)?;
         let lens = [len, bitmaps_len(&parts, copy.width())];
-        // Both are claimed at once: claimed one after the other, a capture could fail half way, for a sum
-        // that no error had named.
+        // Both are claimed at once: claimed one after the other, a capture could fail half way, and no error
+        // would state the total that it needs.
         let [staged, bitmaps] = self.stage_memories(Purpose::Stage, copy.bytes().place(), lens)?;
         Ok(StagedCopy { step, copy, epoch, parts, live, staged, bitmaps })
     }
 
-    /// Steps 2 and 3 for some of the working copies, which share each list and each wait.
+    /// Runs steps 2 and 3 for several working copies, which share each list and each wait.
     fn compare<'a>(&self, copies: Vec<StagedCopy<'a>>, captures: &mut Captures<'a>) -> Result<()> {
         if copies.is_empty() {
             return Ok(());
@@ -264,25 +266,25 @@ impl Committer {
                     let staged = staged.part(*at, range.end - range.start);
                     CapturedPart { offset: range.start, staged, key: None, runs, elements }
                 });
-            // By the operation's index: the encoder comes to it there, in the batch's order.
+            // Stored by the operation's index, because the encoder processes operations in the batch's order.
             captures.found.insert(step, collected(found)?);
             captures.taken.push(Capture { step, copy, epoch, parts, staged: Some(staged) });
         }
         Ok(())
     }
 
-    /// Takes the captured bytes to the shadows, once the batch is logged. A copy whose shadow cannot
-    /// follow is of no known state any more: epoch 0, at which no capture succeeds.
+    /// Copies the captured bytes to the shadows once the batch is logged. A copy whose shadow cannot be
+    /// updated no longer belongs to a known state: it gets epoch 0, at which no capture succeeds.
     pub(super) fn refresh_shadows(&self, captures: Captures<'_>) {
         for Capture { copy, parts, staged, .. } in captures.taken {
             let (CopyShadow::Kept(shadow), Some(staged)) = (copy.shadow(), staged) else { continue };
-            // From the staged bytes, not from the copy: its owner may have written to it since.
+            // From the staged bytes and not from the copy, which its owner may have written to since.
             let copies = parts.iter().map(|(range, at)| Command::Copy {
                 source: staged.part(*at, range.end - range.start),
                 target: part(shadow.span(), range),
             });
             let list = CommandList { commands: copies.collect(), staging: Vec::new() };
-            // The next use of the shadow is on the same lane, so it comes after this.
+            // The next use of the shadow is in the same lane, so it runs after this.
             if let Err(error) = self.engine.device.submit(Lane::Stage, list) {
                 copy.belongs_to(Epoch(0), Vec::new());
                 let error = self.engine.poison.set_by_device(error);
@@ -291,7 +293,7 @@ impl Committer {
         }
     }
 
-    /// Makes memory of the caller's a working copy of a page.
+    /// Makes the caller's memory a working copy of a page.
     ///
     /// # Errors
     /// `UnknownPage`, `MemoryRefused`; the errors of allocating a shadow; a device error.
@@ -306,7 +308,7 @@ impl Committer {
         memory.check_device(&self.engine.device)?;
         memory.check_unused()?;
         let len = memory.byte_len();
-        // Changes are found by elements, so the copy must be a whole number of them, on their boundary.
+        // Changes are found by elements, so the copy must be a whole number of elements and aligned to them.
         if !len.is_multiple_of(width.bytes() as u64) {
             let reason = format!("that is no whole number of elements of {} bytes", width.bytes());
             return Err(Error::MemoryRefused { len, reason });
@@ -333,11 +335,11 @@ impl Committer {
     /// Copies the page's bytes to a working copy and its shadow, or to the shadow alone.
     ///
     /// # Errors
-    /// `UnknownPage`, `MemoryRefused` if the page's length is not the copy's; a device error.
+    /// `UnknownPage`; `MemoryRefused` if the page and the copy differ in length; a device error.
     pub fn load(&self, copy: &WorkingCopy, direction: Direction) -> Result<()> {
         copy.bytes().check_device(&self.engine.device)?;
         copy.bytes().check_unused()?;
-        // Kernels that still write to it come before: their bytes would land on top of the page's.
+        // Kernels that still write to the memory must finish first, or they would overwrite the page's bytes.
         let memory = copy.bytes().arrived(Access::Write)?;
         let len = memory.len;
         let (kept, key) = match copy.shadow() {
@@ -347,12 +349,12 @@ impl Committer {
         };
         let is_loaded = direction == Direction::Load;
         let targets: Vec<Span> = is_loaded.then_some(memory).into_iter().chain(kept).collect();
-        // Half loaded, it is of no state: a capture in between is refused.
+        // A partly loaded copy belongs to no state, so a capture in between is refused.
         copy.belongs_to(Epoch(0), Vec::new());
         let page = copy.page();
         self.engine.applier.unloaded().wait([page])?;
         let to = targets.clone();
-        // In one turn: epoch and bytes are of one state, in lane order with the batches.
+        // In one turn, so that epoch and bytes are of one state, ordered with the batches in the lane.
         let (epoch, bytes) = self.engine.applier.turn(move |turn| {
             turn.intact()?;
             let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;
@@ -377,15 +379,15 @@ impl Committer {
                 let parts = parts(page, None, len, DIGEST_CHUNK_LEN)?;
                 self.all_digests(parts.iter().map(|(range, _)| part(memory, range)), key)?
             }
-            // Nothing is known of the page: the next capture takes all of the copy.
+            // The copy is unrelated to the page's contents, so the next capture takes all of it.
             Some(_) => unknown_digests(len)?,
         };
         copy.belongs_to(epoch, digests);
         Ok(())
     }
 
-    /// Copies the bytes of a page on disk to all of the targets: from disk to the first one, and from there
-    /// to the others.
+    /// Copies the bytes of a page on disk to all targets: from disk to the first one, and from there to the
+    /// others.
     fn load_from_disk(&self, page: PageId, on_disk: &DiskPage, targets: &[Span]) -> Result<()> {
         let Some((first, others)) = targets.split_first() else { return Ok(()) };
         self.fill_page(page, on_disk, *first)?;
@@ -394,7 +396,7 @@ impl Committer {
     }
 }
 
-/// The changed chunks of a copy that was looked at. Their bytes stay in the copy until they are written.
+/// Returns the changed chunks of an examined copy. Their bytes stay in the copy until they are written.
 fn changed_chunks(look: &CopyLook<'_>) -> Result<Vec<CapturedPart>> {
     let found = look.changed()?.into_iter().map(|run| {
         let (staged, len) = (part(look.live, &run), run.end - run.start);

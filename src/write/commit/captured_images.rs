@@ -1,11 +1,11 @@
-//! Captures that change much of a page on disk: the page's new bytes go from the device to an image file,
-//! once, and the frame names the image. Written to the log, they would wait in host memory for the next
-//! snapshot, which would write them a second time.
+//! Captures that change much of a page on disk. The page's new bytes are written once, from the device to an
+//! image file, and the frame names the image. If the changes were logged, they would occupy host memory until
+//! the next snapshot, which would write them a second time.
 //!
-//! The image is of the staged bytes, from which the batch would be encoded otherwise. A copy with digests is
-//! staged wave by wave as its image is written. Several threads write, a page each. The image is synced with
-//! its name before the batch is logged, so a frame never names what a crash takes away. A page that comes to
-//! memory before its batch is logged gets its changes from the log as ever.
+//! The image contains the staged bytes from which the batch would otherwise be encoded. A copy with digests
+//! is staged wave by wave as its image is written. Several threads write, one page each. The image and its
+//! name are synced before the batch is logged, so a frame never names a file that a crash removes. If a page
+//! moves to memory before its batch is logged, its changes are logged as usual.
 
 use std::collections::HashMap;
 
@@ -25,8 +25,9 @@ use crate::device::{Lane, Span};
 use crate::error::Result;
 use crate::write::batch::{ChunkDigests, CopySources, OpImages, WHOLE_PAGE_LEN_MIN};
 
-/// A page of which more than this part changed is written whole: that is read back by one read, and takes no
-/// memory until the next snapshot. So is a page whose changes find no room there.
+/// If more than one part in this number of a page has changed, the whole page is written. It can then be read
+/// back with one read, and takes no memory until the next snapshot. The same applies to a page whose changes
+/// find no room in memory.
 const WHOLE_PART: u64 = 4;
 
 /// Captured pages whose new bytes are in images.
@@ -34,27 +35,27 @@ const WHOLE_PART: u64 = 4;
 pub(super) struct CapturedImages<'a> {
     /// The pages, in the order of the images.
     pages: Vec<CapturedPage>,
-    /// Their images, which go if the batch is refused.
+    /// Their images, which are removed if the batch is refused.
     pub file: BatchImages<'a>,
 }
 
-/// A page that is captured whole.
+/// A page that is captured as a whole.
 struct CapturedPage {
     /// The capture's index in the batch.
     step: usize,
     page: PageId,
-    /// The digests of its image's chunks, if they are kept.
+    /// The digests of the chunks in its image, if digests are kept.
     digests: ChunkDigests,
 }
 
 impl CapturedImages<'_> {
-    /// The images, by the operation's index, of the pages that are on disk still.
+    /// Returns the images of the pages that are still on disk, by the operation's index.
     pub fn images(&self, is_on_disk: impl Fn(PageId) -> bool) -> impl Iterator<Item = (usize, ImageRef)> {
         let by_step = self.pages.iter().zip(self.file.refs());
         by_step.filter(move |(page, _)| is_on_disk(page.page)).map(|(page, image)| (page.step, image))
     }
 
-    /// The digests of what those of the images hold that the payload names.
+    /// Returns the digests of the images that the payload names.
     pub fn digests(&self, named: &OpImages) -> Result<CapturedDigests> {
         let mut digests = CapturedDigests::new();
         for page in self.pages.iter().filter(|page| named.contains_key(&page.step)) {
@@ -64,8 +65,8 @@ impl CapturedImages<'_> {
         Ok(digests)
     }
 
-    /// Whether each image of these that the payload names is of a page on disk. The applier makes no bytes in
-    /// memory of them.
+    /// Returns whether every one of these images that the payload names is of a page on disk. The applier
+    /// does not load such images into memory.
     pub fn suit(&self, ops: &[OpAt<'_>], disk_ops: &DiskOps) -> bool {
         if self.pages.is_empty() {
             return true;
@@ -77,15 +78,17 @@ impl CapturedImages<'_> {
 }
 
 impl Committer {
-    /// The captured pages on disk that are written whole: those of which much changed, if they are worth an
-    /// image file, and those whose changes find no room in memory: in `room` bytes of it, if that is given.
+    /// Selects the captured pages on disk that are written as a whole: those with many changes, if together
+    /// they justify an image file, and those whose changes do not fit into memory. `room` limits that memory,
+    /// in bytes; `None` stands for the room that there is.
     fn captured_whole<'c>(
         &self,
         captures: &'c Captures<'_>,
         copied: &CopySources,
         room: Option<u64>,
     ) -> Result<Vec<WholeCapture<'c>>> {
-        // A copy of a page on disk was made by a caller that knew of the page. Of others nothing is counted.
+        // A working copy of a page on disk requires that such a page is known. Without any, nothing is
+        // counted.
         if !self.engine.disk_pages.is_any() {
             return Ok(Vec::new());
         }
@@ -104,8 +107,8 @@ impl Committer {
         if bytes(&whole) < self.ahead_bytes_min {
             others.append(&mut whole);
         }
-        // Where the store takes snapshots of its own, they make room, and the batch waits for it. Else later
-        // batches must find some.
+        // If the store takes snapshots automatically, they make room, and the batch waits for it. Otherwise,
+        // half of the room is left for later batches.
         let disk_pages = &self.engine.disk_pages;
         let all = if self.takes_snapshots { disk_pages.pending_max() } else { disk_pages.room() / 2 };
         let mut room = room.unwrap_or(all);
@@ -119,11 +122,11 @@ impl Committer {
         Ok(whole)
     }
 
-    /// Writes images of the captured pages on disk that are written whole. The files and their names are
+    /// Writes images of the captured pages on disk that are written as a whole. The files and their names are
     /// durable when this returns.
     ///
     /// # Errors
-    /// No space or no memory; a device error. All are clean.
+    /// No space or no memory; a device error. All of them leave nothing behind.
     pub(super) fn write_captured(
         &self,
         captures: &Captures<'_>,
@@ -169,7 +172,8 @@ mod tests {
 
     use super::*;
 
-    /// The applier makes no bytes in memory of an image: a page that came to memory since is taken anew.
+    /// The applier does not load such images into memory, so a page that has moved to memory is captured
+    /// again.
     #[test]
     fn images_suit_pages_that_are_on_disk_still() {
         let digests = ChunkDigests { first: 0, digests: Vec::new() };

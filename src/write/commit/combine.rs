@@ -1,22 +1,22 @@
 //! Batches that wait to be logged, and the thread that logs them: flat combining.
 //!
-//! The log has one order, so one thread at a time appends: the holder of the submission lock. Handed from
-//! one committer to the next, the lock would take the words of the table, the log and the queue from core
-//! to core for each batch, and wake a sleeper for each. So a committer that finds the lock taken leaves
-//! its draft here, and the lock holder logs it with its own:
+//! The log has one order, so one thread at a time appends: the holder of the submission lock. If the lock
+//! passed from committer to committer, every batch would move the cache lines of the table, the log and the
+//! queue from core to core, and wake a sleeping thread. Instead, a committer that finds the lock taken leaves
+//! its draft here, and the lock holder logs it along with its own:
 //!
 //! 1. Leave the draft.
 //! 2. Wait for the lock, or until the holder is done with the draft, whichever comes first.
-//! 3. A committer that gets the lock logs all drafts that wait, in the order in which they came.
+//! 3. A committer that gets the lock logs all waiting drafts, in the order of their arrival.
 //!
-//! With enough cores a waiting committer looks for a while before it sleeps: a holder that had to wake
-//! each of them would do little else. With 8 threads on 16 cores that makes 800,000 batches of 256 bytes
-//! a second instead of 400,000 (720,000 with a fourth of the looks, 610,000 with a sixteenth); on 2 cores
-//! it loses a tenth or more.
+//! With enough cores, a waiting committer spins for a while before it sleeps: a holder that had to wake each
+//! of them would do little else. With 8 threads on 16 cores this gives 800,000 batches of 256 bytes per
+//! second instead of 400,000 (720,000 with a fourth of the spins, 610,000 with a sixteenth); on 2 cores it
+//! loses a tenth or more.
 //!
-//! No draft is forgotten, though its committer may come just after the holder's last look. A committer
-//! that leaves a draft goes for the lock itself, until it sees the outcome; and a holder lets no other
-//! thread have the lock amid the drafts that it took.
+//! No draft is forgotten, even if it arrives just after the holder's last check. A committer that leaves a
+//! draft tries to take the lock itself until it sees the outcome, and a holder does not release the lock
+//! while it works on the drafts that it took.
 
 use std::sync::Arc;
 
@@ -30,51 +30,51 @@ use crate::base::sync::Mutex;
 use crate::base::sync::atomic::{AtomicUsize, Ordering};
 use crate::error::{Error, Result};
 
-/// How often a holder takes the drafts that wait before it goes on with its own work: other threads hold
-/// the lock next.
+/// Times that a holder takes the waiting drafts before it continues with its own work. Other threads hold the
+/// lock next.
 const ROUNDS: usize = 4;
 
-/// How often a committer looks whether its draft is logged before it sleeps. That takes some hundred
-/// microseconds, in which a holder logs a hundred batches.
+/// Times that a committer checks its draft before it sleeps. This takes some hundred microseconds, in which a
+/// holder logs a hundred batches.
 const LOOKS: usize = 4096;
-/// The looks for each try for the lock: the lock's word belongs to the holder's cache.
+/// Checks per attempt to take the lock, whose word belongs in the holder's cache.
 const LOOKS_A_TRY: usize = 8;
-/// With fewer cores no committer looks: it would be in the holder's way.
+/// With fewer cores no committer spins: it would take the holder's core.
 const CORES_TO_LOOK: usize = 8;
 
 /// The drafts that wait for a lock holder.
 pub(crate) struct CombineQueue {
-    /// How many wait, so that a holder that finds none takes no lock.
+    /// The number of waiting drafts, so that a holder that finds none takes no lock.
     count: AtomicUsize,
     entries: Mutex<Vec<Arc<Entry>>>,
-    /// While that many wait to be taken, the next committer sleeps at once: looking takes a core.
+    /// If this many drafts wait to be taken, the next committer sleeps immediately, because spinning occupies
+    /// a core.
     lookers: usize,
 }
 
-/// Where a committer leaves a draft and finds its outcome.
+/// The slot in which a committer leaves a draft and finds its outcome.
 ///
-/// When the holder is done with it, the committer alone owns it again: so the memory that the committer's
-/// thread allocated is given back by no other thread. If it holds no outcome by then, the holder
-/// panicked.
+/// When the holder is done, the committer alone owns the slot again, so memory that the committer's thread
+/// allocated is freed by no other thread. If the slot holds no outcome at that point, the holder panicked.
 struct Entry(Mutex<DraftState>);
 
 enum DraftState {
     Draft(Draft),
-    /// The holder works on the draft.
+    /// The holder is working on the draft.
     Taken,
     Outcome(Outcome),
 }
 
 impl CombineQueue {
-    /// A queue in which no draft waits.
+    /// Makes an empty queue.
     pub fn new() -> Self {
         let cores = sync::cores();
         let lookers = if cores < CORES_TO_LOOK { 0 } else { cores / 2 };
         Self { count: AtomicUsize::new(0), entries: Mutex::default(), lookers }
     }
 
-    /// Leaves a draft. The count is stored after the draft is in its entry: a holder that sees the count
-    /// finds it.
+    /// Leaves a draft. The count is stored after the draft is in its slot, so a holder that sees the count
+    /// finds the draft.
     fn leave(&self, draft: Draft) -> Arc<Entry> {
         let entry = Arc::new(Entry(Mutex::new(DraftState::Draft(draft))));
         let mut entries = self.entries.lock();
@@ -83,27 +83,27 @@ impl CombineQueue {
         entry
     }
 
-    /// Takes all drafts that wait by now. The caller holds the submission lock, so two holders never
-    /// share them.
+    /// Takes all waiting drafts. The caller holds the submission lock, so two holders never take the same
+    /// draft.
     fn take(&self) -> Vec<Arc<Entry>> {
         if self.count.load(Ordering::Acquire) == 0 {
             return Vec::new();
         }
         let mut entries = self.entries.lock();
         self.count.store(0, Ordering::Release);
-        // As much room as was needed now. Otherwise it would grow again under the lock, with all
-        // committers waiting.
+        // With as much capacity as was needed now. Otherwise the vector would grow again under the lock while
+        // all committers wait.
         let empty = Vec::with_capacity(entries.len());
         std::mem::replace(&mut entries, empty)
     }
 }
 
 impl Committer {
-    /// Has a draft logged by the next holder of the submission lock, which may be this thread.
+    /// Waits until a draft is logged by the next holder of the submission lock, which may be this thread.
     ///
     /// # Errors
-    /// `Poisoned`: the thread that logged it panicked. How far it came is unknown, so that the batch may
-    /// be in the log.
+    /// `Poisoned` if the thread that logged the draft panicked. Its progress is unknown, so the batch may be
+    /// in the log.
     pub(super) fn log_in_turn(&self, draft: Draft) -> Result<Outcome> {
         let entry = self.waiting.leave(draft);
         if !self.is_logged_soon(&entry) {
@@ -112,8 +112,8 @@ impl Committer {
         outcome(entry).ok_or_else(|| self.engine.poison.set(Error::panicked("a committer's thread")))
     }
 
-    /// Looks for a while whether the holder is done with a draft. If the holder is gone instead, this
-    /// thread logs the draft.
+    /// Spins until the holder is done with a draft, and returns whether it is. If the lock becomes free
+    /// first, this thread logs the draft.
     fn is_logged_soon(&self, entry: &Arc<Entry>) -> bool {
         if self.waiting.count.load(Ordering::Relaxed) >= self.waiting.lookers {
             return false;
@@ -133,7 +133,7 @@ impl Committer {
         false
     }
 
-    /// Logs the drafts that wait. The caller holds the submission lock.
+    /// Logs the waiting drafts. The caller holds the submission lock.
     pub(super) fn log_waiting(&self, table: &mut PageTable) {
         for _ in 0..ROUNDS {
             let entries = self.waiting.take();
@@ -143,8 +143,8 @@ impl Committer {
             for entry in entries {
                 let mut content = entry.0.lock();
                 if let DraftState::Draft(draft) = std::mem::replace(&mut *content, DraftState::Taken) {
-                    // Its committer decoded it before. Operations borrow the payload, so they were not kept,
-                    // and memory for them may be refused now.
+                    // Its committer decoded the payload before. The operations borrow the payload, so they
+                    // were not kept, and memory for them may be refused now.
                     let ops = decode_payload(&draft.payload).map_err(Error::of_memory);
                     let appended = ops.and_then(|ops| self.append(table, &draft, &ops));
                     *content = DraftState::Outcome(self.hand_over(table, draft, appended, |_, _| {}));
@@ -154,7 +154,7 @@ impl Committer {
     }
 }
 
-/// The outcome in an entry that no other thread has any more; `None` if the holder panicked before it was
+/// Returns the outcome in a slot that no other thread shares, or `None` if the holder panicked before it was
 /// done.
 fn outcome(entry: Arc<Entry>) -> Option<Outcome> {
     match Arc::into_inner(entry).expect("the holder has let go of it").0.into_inner() {
@@ -170,7 +170,7 @@ mod tests {
     use crate::log::SpacePurpose;
     use crate::memory::staging::GrownBytes;
 
-    /// A draft that is told from others by its checksum.
+    /// A draft that is identified by its checksum.
     fn draft(payload_crc: u32) -> Draft {
         Draft {
             payload: GrownBytes::Plain(Vec::new()),
@@ -184,7 +184,7 @@ mod tests {
         }
     }
 
-    /// Whether the committer alone has the entry: then the holder is done with it.
+    /// Returns whether the committer alone owns the entry, which means that the holder is done.
     fn is_alone(entry: &Arc<Entry>) -> bool {
         Arc::strong_count(entry) == 1
     }
@@ -207,7 +207,7 @@ mod tests {
         assert_eq!(waiting.take().len(), 1);
     }
 
-    /// The committer of a draft that a panic took along must not wait for ever, nor take the draft for
+    /// The committer of a draft that was lost in a panic must not wait forever, nor consider the draft
     /// logged.
     #[test]
     fn what_a_holder_left_undone_has_no_outcome() {

@@ -1,10 +1,10 @@
-//! Payloads with bytes that only the device has seen.
+//! Payloads with bytes that only the device has.
 //!
-//! They are gathered on the device first. There the indices are checked and the bytes are summed, and they
-//! come to the host as the log and the page will get them. Whatever is written to the caller's memory
-//! meanwhile, checksum and bytes are of the same payload.
+//! The bytes are first gathered on the device. There the indices are checked and the bytes summed, and then
+//! they are copied to the host exactly as the log and the page will get them. Even if the caller's memory is
+//! written in the meantime, checksum and bytes are of the same payload.
 //!
-//! Nothing is logged before this is done, so a crash loses a batch that no caller was told of.
+//! Nothing is logged before this is complete, so a crash loses a batch that was never acknowledged.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::convert::Infallible;
@@ -27,18 +27,18 @@ use crate::memory::arena::Purpose;
 use crate::memory::staging::{GrowingStaging, GrownBytes, StagingBuf};
 use crate::write::batch::{ChunkDigests, DeviceFill, FillSource, WriteBatch};
 
-/// Bytes that are gathered at a time: a multiple of a chunk's length.
+/// Bytes that are gathered at a time: a multiple of the chunk length.
 pub(super) const WAVE_LEN: u64 = 16 << 20;
 /// Bytes that a thread sums or copies at a time.
 const SHARE_LEN: usize = 1 << 20;
-/// Threads that sum and copy a payload.
+/// The most threads that sum and copy a payload.
 const HOST_THREADS_MAX: usize = 4;
 /// The length from which combining two sums is cheaper than summing again.
 const COMBINED_LEN_MIN: u64 = 4 << 10;
 
 impl Committer {
-    /// Runs commands on the lane for staging, and waits for them. Not in the lane of deltas: batches
-    /// would wait for this one.
+    /// Runs commands in the lane for staging and waits for them. In the lane of deltas, other batches would
+    /// wait for this one.
     pub(super) fn run(&self, commands: Vec<Command>, staging: Vec<Staging>) -> Result<Vec<Staging>> {
         self.engine
             .device
@@ -46,10 +46,10 @@ impl Committer {
             .finish(&*self.engine.device)
     }
 
-    /// Waits for the streams on which the batch's bytes are made. Returns the place in which they are put
-    /// together, if there are any. `pages` are the ids of the new pages.
+    /// Waits for the streams on which the batch's bytes are produced. Returns the place in which these bytes
+    /// are gathered, if there are any. `pages` are the ids of the new pages.
     ///
-    /// The committing thread waits, not the lane: a caller's stream may stand still for long.
+    /// The committing thread waits and not the lane: a caller's stream may stall for long.
     pub(super) fn arrivals(&self, batch: &WriteBatch, pages: &[PageId]) -> Result<Option<Place>> {
         let mut streams = BTreeSet::new();
         for bytes in batch.device_bytes() {
@@ -57,22 +57,23 @@ impl Committer {
             bytes.wait_uses(Access::Read)?;
             streams.extend(bytes.stream());
         }
-        // Each stream once, however many ranges are made on it.
+        // Each stream once, however many ranges it produces.
         for stream in streams {
             self.engine.device.wait_stream(stream)?;
         }
         for (_, memory) in batch.lent(pages) {
             memory.check_device(&self.engine.device)?;
             memory.check_process()?;
-            // The store writes there next: over the bytes of a kernel that still runs, or under them.
+            // The store writes there next: a kernel that still runs would overwrite the store's bytes, or
+            // have its own overwritten.
             memory.arrived(Access::Write)?;
         }
         let captured = batch.captures().map(|(_, copy, _)| copy.bytes());
         Ok(batch.device_bytes().chain(captured).next().map(DeviceBytes::place))
     }
 
-    /// The lengths of the pages whose changed elements only the device knows. They are looked at again
-    /// under the lock, when the highest index is known.
+    /// Returns the lengths of the pages whose changed elements are known only to the device. They are checked
+    /// again under the lock, when the highest index is known.
     pub(super) fn lens(&self, batch: &WriteBatch, locked: Option<&PageTable>) -> HashMap<PageId, u64> {
         let mut pages = batch.scattered_pages().peekable();
         if pages.peek().is_none() {
@@ -87,21 +88,22 @@ impl Committer {
         }
     }
 
-    /// Completes the payload, whose blanks are zeros so far.
+    /// Completes a payload whose blanks are zeros so far.
     ///
-    /// Blanks are filled in waves of a bounded length, so that the device's memory for them is, too. A list
+    /// Blanks are filled in waves of bounded length, which also bounds the device memory for them. One list
     /// does the device's part of a wave, in this order:
     ///
-    /// 1. The caller's bytes are gathered. From the last wave's gather on the caller may write to its memory.
-    /// 2. Each blank's bytes are summed and digested, and the lists of indices are checked.
-    /// 3. They come down, each to its blank.
+    /// 1. The caller's bytes are gathered. After the gather of the last wave, the caller may write to its
+    ///    memory again.
+    /// 2. The bytes of each blank are summed and digested, and the lists of indices are checked.
+    /// 3. The bytes are copied to the host, each to its blank.
     ///
-    /// Then the host sums what arrived. Only where both sums agree does the batch go on: logged with the
-    /// device's sum, bytes that changed on their way would be damage that the next open lays to the disk.
+    /// Then the host sums what arrived. The batch continues only if both sums agree: if it were logged with
+    /// the device's sum, bytes that changed in transit would look like damage on disk at the next open.
     ///
-    /// A long payload of which all bytes go to pages on disk stays in ordinary memory: no list names it, and
-    /// a GPU would pin it for this batch alone. Its waves come down to staging of their own, which is kept
-    /// for the next batch where it is no longer than a wave should be.
+    /// A long payload whose bytes all go to pages on disk stays in ordinary memory: no list names it, and a
+    /// GPU would pin it for this batch alone. Its waves are copied to separate staging, which is kept for the
+    /// next batch if it is no longer than a wave should be.
     pub(super) fn fill(
         &self,
         mut payload: GrowingStaging,
@@ -150,17 +152,17 @@ impl Committer {
         Ok(FilledPayload { payload, crc, digests })
     }
 
-    /// Whether no byte of a payload goes to a page in memory. The draft that it becomes is stale once one of
-    /// them is elsewhere.
+    /// Returns whether no byte of a payload goes to a page in memory. The resulting draft is stale once one
+    /// of the pages moves.
     fn is_for_disk(&self, payload: &[u8], locked: Option<&PageTable>) -> Result<bool> {
         match decode_payload(payload) {
             Ok(ops) => Ok(!self.disk_ops(&ops, locked)?.leaves_bytes(&ops)),
-            // Its draft says what is wrong with it: that is decoded, too, once the blanks are full.
+            // The draft reports the defect: it decodes the payload too, once the blanks are filled.
             Err(_) => Ok(false),
         }
     }
 
-    /// Fills the blanks of a wave, which land in `landing`. Returns it and the sum of each blank, and adds
+    /// Fills the blanks of a wave through `landing`. Returns `landing` and the sum of each blank, and adds
     /// the digests of captured chunks.
     fn fill_wave(
         &self,
@@ -185,15 +187,15 @@ impl Committer {
                     push(&mut chunks, (*step, *first, digest_count(span.len) as usize))?;
                     push(&mut keys, *key)?;
                 }
-                // The device checks them before the log has them: applied, a wrong index would write
-                // outside of its page.
+                // The device checks indices before they are logged: applying a wrong index would write
+                // outside its page.
                 FillSource::Indices { span, bound, step } => {
                     push(&mut sources, (*span, target.offset - area.offset))?;
                     push(&mut lists, IndexList { indices: target, bound: *bound })?;
                     push(&mut steps, *step)?;
                 }
                 FillSource::Elements { source, width, indices: picked } => {
-                    // Picked from the staged copy by indices that the host knows: only the elements cross
+                    // Picked from the staged copy, by indices that the host knows: only the elements cross
                     // the bus.
                     let indices = StagingSpan { index: 2, offset: picked_len, len: 4 * picked.len() };
                     push(&mut picks, Command::Pick { source: *source, width: *width, indices, target })?;
@@ -208,7 +210,7 @@ impl Committer {
         let target = StagingSpan { index: 3, offset: 0, len: found_len };
         commands.push(Command::Validate { lists, target });
         let digests_len = DIGEST_LEN * chunks.iter().map(|(_, _, count)| count).sum::<usize>();
-        // Copies of one place have one key.
+        // Copies in one place share one key.
         if let Some(key) = keys.first() {
             let target = StagingSpan { index: 4, offset: 0, len: digests_len };
             commands.push(Command::Digest { sources: digested, key: *key, target });
@@ -229,8 +231,9 @@ impl Committer {
         let mut next = |len| StagingBuf::new(returned.next().expect("as many as went in"), len);
         let (mut landed, mut sums, picked) = (next(len), next(sums_len), next(picked_len));
         let (found, digest_bytes) = (next(found_len), next(digests_len));
-        // A wrong index would write outside of the page, and a repeated one has no defined result on a
-        // device: both are refused before the batch is logged. A word a list: 0 if its indices hold.
+        // A wrong index would write outside the page, and a repeated one has no defined result on a device,
+        // so both are refused before the batch is logged. There is one word per list: 0 if its indices are
+        // valid.
         let wrong = steps.into_iter().zip(sums_in(&found)).find(|(_, wrong)| *wrong != 0);
         let mut all = digest_bytes.as_chunks::<DIGEST_LEN>().0;
         for (step, first, count) in chunks {
@@ -255,7 +258,7 @@ impl Committer {
         let is_summed = device.crosses_bus();
         let mut arrived = proven_sums(&landed, copies, is_summed.then_some(&*sums))?;
         if arrived.is_none() {
-            // I12. The bytes are still there: a bit that turned over once must not refuse a commit.
+            // I12. The bytes are still on the device, so one flipped bit need not fail the commit.
             tracing::warn!(device = device.label(), "a payload changed on its way to the host: once more");
             let mut commands = Vec::new();
             bring_down(&mut commands, copies, is_summed)?;
@@ -283,13 +286,14 @@ pub(super) struct FilledPayload {
 /// Digests of captured chunks, by the operation's index.
 pub(super) type CapturedDigests = BTreeMap<usize, Vec<ChunkDigests>>;
 
-/// Divides blanks among waves. Bytes of a blank may be of several; indices and elements stay together.
+/// Divides blanks into waves. The bytes of a blank may be split between waves; indices and elements are not
+/// split.
 fn waves(blanks: Vec<DeviceFill<'_>>) -> Result<Vec<Vec<DeviceFill<'_>>>> {
     let (mut waves, mut wave, mut len) = (Vec::new(), Vec::new(), 0);
     for blank in blanks {
         let mut rest = Some(blank);
         while let Some(mut blank) = rest.take() {
-            // Whole chunks, so that a chunk is digested as one.
+            // Whole chunks, because a chunk is digested as a whole.
             let room = (WAVE_LEN - len) / DIGEST_CHUNK_LEN * DIGEST_CHUNK_LEN;
             if blank.byte_len() > WAVE_LEN - len {
                 rest = (room > 0).then(|| blank.split_off(room)).flatten();
@@ -308,7 +312,7 @@ fn waves(blanks: Vec<DeviceFill<'_>>) -> Result<Vec<Vec<DeviceFill<'_>>>> {
     Ok(waves)
 }
 
-/// The memory that a wave takes.
+/// Returns the length of the memory that a wave takes.
 fn wave_len(blanks: &[DeviceFill<'_>]) -> u64 {
     blanks.iter().fold(0, |len, blank| align_up(len + blank.byte_len(), FRAME_ALIGN))
 }
@@ -316,23 +320,23 @@ fn wave_len(blanks: &[DeviceFill<'_>]) -> u64 {
 /// Blanks that are filled at a time.
 struct Wave<'b> {
     blanks: &'b [DeviceFill<'b>],
-    /// Device memory in which their bytes are put together.
+    /// The device memory in which the wave's bytes are gathered.
     area: Span,
     /// The copy of each blank.
     copies: Vec<BlankCopy>,
 }
 
-/// Bytes of a payload that the device has.
+/// Bytes of a payload on the device.
 struct BlankCopy {
-    /// Where they come down in staging.
+    /// The offset in staging that they are copied to.
     at: usize,
     /// The bytes on the device.
     source: Span,
 }
 
 impl<'b> Wave<'b> {
-    /// The blanks one after the other in `area`, each where a kernel reads it best. `lands_at` tells where
-    /// the bytes of a blank come down, given where the device has them.
+    /// Places the blanks one after another in `area`, each aligned for kernels. `lands_at` returns the offset
+    /// in staging for a blank, given its span on the device.
     fn new(
         blanks: &'b [DeviceFill<'b>],
         area: Span,
@@ -347,8 +351,8 @@ impl<'b> Wave<'b> {
         Ok(Self { blanks, area, copies: collected(blanks.iter().map(copy_of))? })
     }
 
-    /// Copies what landed to the blanks of a payload, by several threads: memory that is written for the
-    /// first time takes several times as long as the copy.
+    /// Copies the bytes that arrived to the blanks of a payload, with several threads: writing to memory for
+    /// the first time takes several times as long as the copy.
     fn take_to(&self, payload: &mut [u8], landed: &[u8]) -> Result<()> {
         let (mut rest, mut rest_at) = (payload, 0);
         let mut pieces = Vec::new();
@@ -370,7 +374,7 @@ impl<'b> Wave<'b> {
     }
 }
 
-/// Adds the commands that bring bytes down to their blanks, in staging 0, with their sums in staging 1.
+/// Adds the commands that copy the blanks' bytes to staging 0, and their sums to staging 1.
 fn bring_down(commands: &mut Vec<Command>, copies: &[BlankCopy], is_summed: bool) -> Result<()> {
     if is_summed {
         push(commands, sum_each(collected(copies.iter().map(|copy| copy.source))?, 1))?;
@@ -382,18 +386,19 @@ fn bring_down(commands: &mut Vec<Command>, copies: &[BlankCopy], is_summed: bool
     append(commands, copies.iter().map(download))
 }
 
-/// CRC-32 of what arrived for each blank; `None` if one is not what the device summed.
+/// Returns the CRC-32 of the bytes that arrived for each blank, or `None` if one differs from the device's
+/// sum.
 fn proven_sums(landed: &[u8], copies: &[BlankCopy], of_device: Option<&[u8]>) -> Result<Option<Vec<u32>>> {
     let arrived = sums_of(copies.iter().map(|copy| &landed[copy.at..][..copy.source.len as usize]))?;
     let is_sent = of_device.is_none_or(|sums| arrived.iter().copied().eq(sums_in(sums)));
     Ok(is_sent.then_some(arrived))
 }
 
-/// CRC-32 of a payload whose blanks, in their order, have these sums. Bytes of long ones are not summed
+/// Returns the CRC-32 of a payload, given the sums of its blanks in their order. Long blanks are not summed
 /// again.
 fn whole_sum<'b>(payload: &[u8], blanks: impl Iterator<Item = (&'b DeviceFill<'b>, u32)>) -> u32 {
     let mut whole = Hasher::new();
-    // Between two blanks lie bytes that the host knows. No blank overlaps another.
+    // The host knows the bytes between two blanks. Blanks do not overlap.
     let mut known_from = 0;
     for (blank, sum) in blanks {
         let (at, len) = (blank.at, blank.byte_len());
@@ -410,7 +415,7 @@ fn whole_sum<'b>(payload: &[u8], blanks: impl Iterator<Item = (&'b DeviceFill<'b
     whole.finalize()
 }
 
-/// CRC-32 of each of these runs of bytes, by several threads if they are many bytes: a GPU sends several
+/// Returns the CRC-32 of each of these runs of bytes. Several threads sum long runs: a GPU sends several
 /// times as fast as one thread sums.
 fn sums_of<'b>(runs: impl Iterator<Item = &'b [u8]>) -> Result<Vec<u32>> {
     let mut sums = Vec::new();
@@ -434,7 +439,7 @@ fn sums_of<'b>(runs: impl Iterator<Item = &'b [u8]>) -> Result<Vec<u32>> {
     collected(sums.into_iter().map(Hasher::finalize))
 }
 
-/// Divides pieces, in their order, into shares of work. `len_of` tells how many bytes a piece has.
+/// Divides pieces, in their order, into shares of work. `len_of` returns the length of a piece in bytes.
 fn shares<P>(pieces: Vec<P>, len_of: impl Fn(&P) -> usize) -> Result<Vec<Vec<P>>> {
     let (mut shares, mut share, mut len) = (Vec::new(), Vec::new(), 0);
     for piece in pieces {

@@ -1,14 +1,13 @@
-//! The changed elements of staged ranges: how they are found, and brought to the host.
+//! Finds the changed elements of staged ranges, and transfers them to the host.
 //!
-//! 1. **Compare** on the device: one bit for each element, 1 where the staged bytes differ from the page,
-//!    in the lane of deltas, or from the copy's shadow.
-//! 2. **Number** them there: the indices of the set bits, rising. A bitmap that is so short that it comes
-//!    to the host as soon as the count of its bits would is not numbered.
-//! 3. **Bring** the shorter form to the host. An index is four bytes, so that is the list of them where
-//!    less than one element in thirty-two changed. A bitmap of 1.2 GB of 16-bit elements is 75 MB.
+//! 1. **Compare** on the device: one bit per element, which is 1 if the staged bytes differ from the page (in
+//!    the lane of deltas) or from the copy's shadow.
+//! 2. **Number** the set bits there: their indices, in ascending order. A bitmap so short that it reaches the
+//!    host as fast as its count would is not numbered.
+//! 3. **Bring** the shorter form to the host. An index takes four bytes, so the list is shorter if less than
+//!    one element in thirty-two has changed. The bitmap of 1.2 GB of 16-bit elements is 75 MB.
 //!
-//! The lane of deltas holds the comparison with a page and no more, so that no delta waits for a transfer
-//! to the host.
+//! Only the comparison with a page runs in the lane of deltas, so no delta waits for a transfer to the host.
 //!
 //! Nothing is written, so a crash loses nothing.
 
@@ -27,43 +26,43 @@ use crate::error::{Error, Result};
 use crate::memory::staging::StagingBuf;
 use crate::write::batch::{CopyShadow, ElementChanges, SparseElements, WorkingCopy};
 
-/// Boundary on which each bitmap, and each list of indices, begins.
+/// The alignment of each bitmap and each list of indices.
 const BITMAP_ALIGN: u64 = 16;
-/// How many bytes an index takes.
+/// Bytes of an index.
 const INDEX_LEN: u64 = 4;
-/// Bytes that are compared with pages in one turn of the applier, or those of one page.
+/// Bytes that are compared with pages in one turn of the applier. A longer page gets a turn of its own.
 const TURN_LEN: u64 = 64 << 20;
-/// Bytes of indices and bitmaps that are worth a thread of their own.
+/// Bytes of indices and bitmaps that justify a thread of their own.
 const SHARE_LEN: usize = 256 << 10;
-/// Threads that read them.
+/// The most threads that read indices and bitmaps.
 const HOST_THREADS_MAX: usize = 8;
 
-/// A working copy that is captured by its elements, with the memory that it takes.
+/// A working copy that is captured by elements, with the memory that this takes.
 pub(super) struct StagedCopy<'a> {
     /// The operation's index in the batch.
     pub step: usize,
     pub copy: &'a WorkingCopy,
-    /// The epoch of the state that it is compared with.
+    /// The epoch of the state that the copy is compared with.
     pub epoch: Epoch,
-    /// The ranges of the page, each with where it begins in `staged`.
+    /// The ranges of the page, each with its offset in `staged`.
     pub parts: Vec<(Range<u64>, u64)>,
     /// The copy's own memory.
     pub live: Span,
-    /// Its bytes as they are compared and captured.
+    /// The copy's bytes as they are compared and captured.
     pub staged: StageMemory,
-    /// Where its bitmaps go, with room for [`bitmaps_len`].
+    /// Memory for the bitmaps, of [`bitmaps_len`] bytes.
     pub bitmaps: StageMemory,
 }
 
-/// What changed in a part of a page.
+/// The changes of one part of a page.
 pub(super) struct PartChanges {
     /// Ranges of elements.
     pub runs: Vec<Range<u32>>,
-    /// Elements outside of these.
+    /// Elements outside these ranges.
     pub elements: SparseElements,
 }
 
-/// A range of a page that is compared with staged bytes: the range, the bytes, and where the bits go.
+/// A range of a page, the staged bytes to compare it with, and the target of the bitmap.
 type RangePair = (Range<u64>, Span, Span);
 
 /// Staged bytes of a page that are compared with it.
@@ -75,25 +74,25 @@ struct PageDiff {
 }
 
 impl PageDiff {
-    /// How many bytes are compared; 1 at least, so that a turn comes to an end.
+    /// Returns how many bytes are compared, but at least 1, so that every turn makes progress.
     fn byte_len(&self) -> u64 {
         self.pairs.iter().map(|(range, ..)| range.end - range.start).sum::<u64>().max(1)
     }
 }
 
-/// How many bytes the bitmaps of parts take with their indices: two bits for each element, one in the bitmap
-/// and one for the indices.
+/// Returns how many bytes the bitmaps of parts take together with their indices: two bits per element, one in
+/// the bitmap and one for the indices.
 pub(super) fn bitmaps_len(parts: &RangeParts, width: Width) -> u64 {
     parts.iter().map(|(range, _)| 2 * bitmap_len(range, width).next_multiple_of(BITMAP_ALIGN)).sum()
 }
 
-/// Lays out the bitmaps of a copy in its memory, one for each part, with room for a list of
-/// indices as long as the bitmap. A longer list is never brought, so it need not fit.
+/// Lays out the bitmaps of a copy in its memory: one per part, each followed by room for a list of indices as
+/// long as the bitmap. A longer list is never transferred, so it need not fit.
 fn selections_of<'c>(copy: &'c StagedCopy<'_>) -> impl Iterator<Item = Selection> + use<'c> {
     let lens = copy.parts.iter().map(|(range, _)| bitmap_len(range, copy.copy.width()));
     let mut at = 0;
     lens.map(move |len| {
-        // The list lies right after its bitmap, on a boundary of its own.
+        // The list follows its bitmap on the next aligned offset.
         let indices_at = at + len.next_multiple_of(BITMAP_ALIGN);
         let bits = copy.bitmaps.part(at, len);
         at = indices_at + len.next_multiple_of(BITMAP_ALIGN);
@@ -102,11 +101,11 @@ fn selections_of<'c>(copy: &'c StagedCopy<'_>) -> impl Iterator<Item = Selection
 }
 
 impl Committer {
-    /// Finds what changed in each part of these copies, in their order. One list of each step, and one wait,
-    /// serve all of them.
+    /// Finds the changes in each part of these copies, in their order. All copies share one list and one wait
+    /// per step.
     pub(super) fn changed(&self, copies: &[StagedCopy<'_>]) -> Result<Vec<PartChanges>> {
         let selections = collected(copies.iter().flat_map(selections_of))?;
-        // 1.
+        // Step 1.
         let mut commands = Vec::new();
         let mut of_pages: Vec<PageDiff> = Vec::new();
         let mut bits = selections.iter().map(|selection| selection.bits);
@@ -117,7 +116,7 @@ impl Committer {
             };
             let pairs = collected(parts.iter().map(pair))?;
             match copy.shadow() {
-                // The shadow is the copy's own: no batch writes to it, so no turn is needed.
+                // Only the copy itself uses its shadow, so no batch writes to it and no turn is needed.
                 CopyShadow::Kept(shadow) => append(&mut commands, diffs(pairs, shadow.span(), copy.width()))?,
                 CopyShadow::Digests(_) => unreachable!("those find chunks, not elements"),
                 CopyShadow::Page => {
@@ -127,21 +126,21 @@ impl Committer {
             }
         }
         self.compare_with_pages(of_pages)?;
-        // 2.
+        // Step 2.
         let counts = match selections.iter().map(|selection| selection.bits.len).sum() {
             0..=SHORT_COPY_LEN_MAX => None,
             _ => Some(self.number(&selections, &mut commands)?),
         };
-        // 3.
+        // Step 3.
         let widths = copies.iter().flat_map(|of| of.parts.iter().map(|_| of.copy.width()));
         self.bring(&selections, counts.as_deref(), commands, &collected(widths)?)
     }
 
-    /// Compares staged bytes with their pages, in the lane of deltas. The lane for staging comes after that:
-    /// numbering, and the way to the host, hold up no delta.
+    /// Compares staged bytes with their pages, in the lane of deltas. Numbering and transfers run in the lane
+    /// for staging afterwards and delay no delta.
     ///
-    /// By turns of a bounded length: where the device works in the turn itself, batches and reads wait for
-    /// it.
+    /// The comparison is divided into turns of bounded length: if the device works within the turn itself,
+    /// batches and reads wait for the turn.
     fn compare_with_pages(&self, of_pages: Vec<PageDiff>) -> Result<()> {
         let Engine { applier, device, .. } = &*self.engine;
         applier.unloaded().wait(of_pages.iter().map(|of| of.page))?;
@@ -157,22 +156,22 @@ impl Committer {
                 let mut commands = Vec::new();
                 for PageDiff { page, epoch, width, pairs } in of_turn {
                     let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;
-                    // In the same turn as the comparison: a batch in between would show as a change of the
-                    // copy's.
+                    // In the same turn as the comparison: a batch in between would look like a change in the
+                    // copy.
                     check_epoch(page, epoch, info.epoch)?;
                     let memory = turn.applied.memory_of(page)?.span();
                     append(&mut commands, diffs(pairs, memory, width))?;
                 }
                 Ok(turn.submit(CommandList { commands, staging: Vec::new() })?.fence())
             })?;
-            // Before the next turn, which may be refused: the bitmaps go back behind what the lane for
-            // staging has to do, and this list writes to them.
+            // Before the next turn, which may be refused: the bitmaps are given back after the pending work
+            // of the lane for staging, and this list writes to them.
             device.after(Lane::Stage, compared)?;
         }
         Ok(())
     }
 
-    /// Runs the commands, and numbers the bits that they set. Returns how many there are in each bitmap.
+    /// Runs the commands, and numbers the bits that they set. Returns how many each bitmap has.
     fn number(&self, selections: &[Selection], commands: &mut Vec<Command>) -> Result<Vec<u64>> {
         let len = INDEX_LEN as usize * selections.len();
         let target = StagingSpan { index: 0, offset: 0, len };
@@ -185,8 +184,8 @@ impl Committer {
         counts
     }
 
-    /// Runs the commands, and brings the changes to the host: for each part, whose elements have its width,
-    /// its indices or its bitmap.
+    /// Runs the commands, and transfers the changes of each part to the host: as indices or as a bitmap.
+    /// `widths` are the element widths of the parts.
     fn bring(
         &self,
         selections: &[Selection],
@@ -197,7 +196,7 @@ impl Committer {
         let mut len = 0;
         let mut brought = Vec::new();
         for (number, Selection { bits, indices }) in selections.iter().enumerate() {
-            // The shorter of the two goes over the bus.
+            // The shorter form crosses the bus.
             let listed_len = counts.map(|counts| INDEX_LEN * counts[number]);
             let listed_len = listed_len.filter(|listed_len| *listed_len <= indices.len);
             let source = listed_len.map_or(*bits, |len| Span { len, ..*indices });
@@ -225,7 +224,7 @@ impl Committer {
     }
 }
 
-/// The comparisons of ranges of a page with other bytes of it.
+/// Returns the commands that compare ranges of a page with staged bytes.
 fn diffs(pairs: Vec<RangePair>, other: Span, width: Width) -> impl Iterator<Item = Command> {
     pairs.into_iter().map(move |(range, left, target)| Command::Diff {
         left,
@@ -235,12 +234,12 @@ fn diffs(pairs: Vec<RangePair>, other: Span, width: Width) -> impl Iterator<Item
     })
 }
 
-/// How many bytes a bitmap of a range's elements takes.
+/// Returns the length in bytes of the bitmap of a range's elements.
 fn bitmap_len(range: &Range<u64>, width: Width) -> u64 {
     ((range.end - range.start) / width.bytes() as u64).div_ceil(8)
 }
 
-/// Reads indices as the device writes them.
+/// Reads indices in the form in which the device writes them.
 fn indices(bytes: &[u8]) -> impl Iterator<Item = u32> {
     bytes
         .chunks_exact(INDEX_LEN as usize)

@@ -1,16 +1,15 @@
-//! Working copies that are compared with digests of what they were: sixteen bytes for each chunk of 64 KiB
-//! ([`digests`](crate::device)), in the host's memory.
+//! Compares working copies with digests of their earlier contents: sixteen bytes of host memory for each
+//! chunk of 64 KiB ([`digests`](crate::device)).
 //!
-//! 1. **Look**: the device digests the copy where it lies. Chunks with other digests than before are
-//!    captured.
-//! 2. **Gather**: the bytes of these chunks are copied aside in waves of a bounded length, digested there,
-//!    and brought to the host: to the payload, or to the image of a page on disk.
-//! 3. The digests of 2 become the copy's when the batch is logged.
+//! 1. **Look**: the device digests the copy in place. Chunks whose digests have changed are captured.
+//! 2. **Gather**: the bytes of these chunks are copied aside in waves of bounded length, digested there, and
+//!    transferred to the host: to the payload, or to the image of a page on disk.
+//! 3. The digests of step 2 become those of the copy when the batch is logged.
 //!
-//! Were those of 1 kept, and the caller wrote to the copy between the two, the log would have other bytes
-//! than the digest is of, and the change would never be captured.
+//! If the digests of step 1 were kept and the caller wrote to the copy between the two steps, the log would
+//! contain other bytes than were digested, and the change would never be captured.
 //!
-//! A crash ends all digests. The key is drawn when the store first needs one.
+//! A crash discards all digests. The key is drawn when the store first needs one.
 
 use std::ops::Range;
 
@@ -32,23 +31,23 @@ use crate::memory::staging::StagingBuf;
 use crate::recovery::opening::random;
 use crate::write::batch::{ChunkDigests, UNKNOWN_DIGEST, WorkingCopy};
 
-/// Bytes that are looked at by one list, so that its digests are a mebibyte at most.
+/// Bytes that one list digests, so that its digests take at most 1 MiB.
 const LOOK_LEN: u64 = 4 << 30;
 
-/// The key of all digests, in each place where there are copies to digest.
+/// The key for all digests, in each place that has copies to digest.
 #[derive(Default)]
 pub(crate) struct DigestKeys {
-    /// As devices read it; empty until it is drawn. In all places it is the same: what one device digested
-    /// may be compared with what another one did.
+    /// The key in the form that devices read; empty until it is drawn. It is the same in all places, because
+    /// digests of different devices may be compared.
     bytes: Vec<u8>,
     places: Vec<(Place, DeviceBytes)>,
 }
 
 impl Committer {
-    /// The key for copies in a place.
+    /// Returns the key for copies in a place.
     ///
     /// # Errors
-    /// `OverBudget`, `OutOfMemory`; no randomness; a device error.
+    /// `OverBudget`, `OutOfMemory`; no source of randomness; a device error.
     pub(super) fn digest_key(&self, place: Place) -> Result<DeviceBytes> {
         let mut keys = self.digest_keys.lock();
         if let Some((_, key)) = keys.places.iter().find(|(of, _)| *of == place) {
@@ -63,7 +62,7 @@ impl Committer {
         Ok(key)
     }
 
-    /// The digests of ranges, after these commands.
+    /// Runs the commands `before`, then digests ranges.
     fn digests(&self, sources: Vec<Span>, key: Span, before: Vec<Command>) -> Result<Vec<Digest>> {
         let count: u64 = sources.iter().map(|source| digest_count(source.len)).sum();
         let target = StagingSpan { index: 0, offset: 0, len: DIGEST_LEN * count as usize };
@@ -77,7 +76,7 @@ impl Committer {
         found
     }
 
-    /// The digests of many ranges, by lists of a bounded length.
+    /// Digests many ranges, in lists of bounded length.
     pub(super) fn all_digests(&self, ranges: impl Iterator<Item = Span>, key: Span) -> Result<Vec<Digest>> {
         let (mut all, mut sources, mut len) = (Vec::new(), Vec::new(), 0);
         for span in ranges {
@@ -94,7 +93,7 @@ impl Committer {
         Ok(all)
     }
 
-    /// Prepares a look at a copy, once the streams' uses of it are done.
+    /// Prepares to examine a copy, once the streams that use it are done.
     pub(super) fn begin_look<'a>(
         &self,
         step: usize,
@@ -105,13 +104,13 @@ impl Committer {
     ) -> Result<CopyLook<'a>> {
         let parts = parts(copy.page(), ranges, page_len, DIGEST_CHUNK_LEN)?;
         let live = copy.bytes().arrived(Access::Read)?;
-        // Nothing is known after memory became a copy that its page is to follow: all of it counts as
+        // No digests are known if the memory became a copy without loading the page. Then all of it counts as
         // changed.
         let is_needed = copy.has_digests();
         Ok(CopyLook { step, copy, epoch, parts, live, key, is_needed, now: Vec::new() })
     }
 
-    /// Step 1, for all copies of a batch: a list for each is a wait for each.
+    /// Runs step 1 for all copies of a batch together: separate lists would mean separate waits.
     pub(super) fn look(&self, looks: &mut [CopyLook<'_>]) -> Result<()> {
         for of_place in looks.chunk_by_mut(|one, next| one.key == next.key) {
             let needed = of_place.iter().filter(|look| look.is_needed);
@@ -127,25 +126,25 @@ impl Committer {
     }
 }
 
-/// A copy that is looked at.
+/// A copy that is examined.
 pub(super) struct CopyLook<'a> {
     /// The operation's index in the batch.
     pub step: usize,
     pub copy: &'a WorkingCopy,
-    /// The epoch of the state that it is compared with.
+    /// The epoch of the state that the copy is compared with.
     pub epoch: Epoch,
-    /// The ranges that are looked at, whole chunks.
+    /// The examined ranges, in whole chunks.
     pub parts: Vec<(Range<u64>, u64)>,
-    /// The place of the copy's bytes, and of the key.
+    /// The location of the copy's bytes and that of the key.
     pub live: Span,
     pub key: Span,
     is_needed: bool,
-    /// The digests of the parts, one after the other; none if none are needed.
+    /// The digests of all parts, one after another; empty if none are needed.
     now: Vec<Digest>,
 }
 
 impl CopyLook<'_> {
-    /// The changed chunks, as ranges of the page.
+    /// Returns the changed chunks as ranges of the page.
     pub fn changed(&self) -> Result<Vec<Range<u64>>> {
         let mut changed: Vec<Range<u64>> = Vec::new();
         let mut now = self.now.iter();
@@ -175,7 +174,7 @@ impl CopyLook<'_> {
     }
 }
 
-/// Digests that say nothing: every chunk of a copy of this length counts as changed.
+/// Returns unknown digests, for a copy of this length of which every chunk counts as changed.
 pub(super) fn unknown_digests(len: u64) -> Result<Vec<Digest>> {
     let (mut digests, count) = (Vec::new(), digest_count(len) as usize);
     make_room(&mut digests, count)?;
@@ -183,16 +182,16 @@ pub(super) fn unknown_digests(len: u64) -> Result<Vec<Digest>> {
     Ok(digests)
 }
 
-/// The bytes of a wave of one page. Each thread that reads copies has one, and all of them together are a
-/// wave of a payload.
+/// Bytes of a page that are gathered at a time. Each thread that reads copies gathers this many, and all
+/// threads together as many as a wave of a payload.
 const PAGE_WAVE_LEN: u64 = WAVE_LEN / IMAGE_THREADS_MAX as u64;
 
-/// Reads whole copies aside, wave by wave: step 2 for pages whose bytes go to an image.
+/// Copies whole copies aside, wave by wave. This is step 2 for pages whose bytes go to an image.
 pub(super) struct CopyWaves<'c> {
     committer: &'c Committer,
-    /// The memory of a wave, in this place.
+    /// The memory of a wave, and its place.
     memory: Option<(Place, StageMemory)>,
-    /// What it holds: this range of a page.
+    /// The range of a page that the memory holds.
     holds: Option<(PageId, Range<u64>)>,
 }
 
@@ -201,8 +200,8 @@ impl<'c> CopyWaves<'c> {
         Self { committer, memory: None, holds: None }
     }
 
-    /// Reads bytes of a copy as they were gathered, and notes the digests of what was. Reads of a page come
-    /// in the order of its bytes, or begin anew.
+    /// Reads the bytes of a copy as they were gathered, and records the digests of the gathered bytes. A page
+    /// is read in ascending order, or again from its start.
     pub fn read(
         &mut self,
         copy: &WorkingCopy,
@@ -217,8 +216,8 @@ impl<'c> CopyWaves<'c> {
             let wave = begin..live.len.min(begin + PAGE_WAVE_LEN);
             let aside = self.memory(copy.bytes().place(), live.len)?;
             let target = Span { len: wave.end - wave.start, ..aside };
-            // Gathered at its first byte, also when the page is read a second time: what is written then is
-            // what is digested.
+            // Gathered when the first byte of the wave is read, also if the page is read a second time, so
+            // that the digest is of the bytes that are written.
             if offset == begin || self.holds != Some((page, wave.clone())) {
                 let gather = Command::Copy { source: part(live, &wave), target };
                 let found = self.committer.digests(vec![target], key, vec![gather])?;
@@ -236,7 +235,7 @@ impl<'c> CopyWaves<'c> {
         Ok(())
     }
 
-    /// Memory for a wave of a page of this length.
+    /// Returns memory for a wave of a page of this length.
     fn memory(&mut self, place: Place, page_len: u64) -> Result<Span> {
         let len = page_len.min(PAGE_WAVE_LEN);
         if let Some((of, memory)) = &self.memory
@@ -245,7 +244,7 @@ impl<'c> CopyWaves<'c> {
         {
             return Ok(memory.part(0, len));
         }
-        // The old one goes first: two at a time would be more than a wave.
+        // The old memory is released first: two at a time would exceed a wave.
         (self.memory, self.holds) = (None, None);
         let memory = self.committer.stage_memory(Purpose::Stage, place, len)?;
         let span = memory.part(0, len);

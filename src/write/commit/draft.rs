@@ -1,10 +1,10 @@
-//! A batch that is ready to be logged: the checks that are left for the submission lock, the append, and the
+//! A batch that is ready to be logged: the remaining checks under the submission lock, the append, and the
 //! hand-over to the applier.
 //!
-//! A draft owns whatever that takes. So any lock holder can log it: its committer, or another one for it
-//! ([`super::combine`]).
+//! A draft owns everything that these steps need, so any lock holder can log it: its own committer, or
+//! another one on its behalf ([`super::combine`]).
 //!
-//! A crash before the append loses a batch that no caller was told of; after it, recovery replays the batch.
+//! A crash before the append loses a batch that was never acknowledged; after it, recovery replays the batch.
 
 use remanent_format::op::OpAt;
 use remanent_format::state::table::{Changes, PlanMode, Refusal};
@@ -20,59 +20,59 @@ use crate::log::SpacePurpose;
 use crate::memory::arena::PageMemory;
 use crate::memory::staging::GrownBytes;
 
-/// A batch on its way into the log, with all memory that applying it takes.
+/// A batch that is about to be logged, with all memory that applying it takes.
 pub(super) struct Draft {
     pub payload: GrownBytes,
-    /// The payload's checksum: it is in hand before an Lsn is assigned (I1).
+    /// The payload's checksum, computed before an Lsn is assigned (I1).
     pub payload_crc: u32,
     pub purpose: SpacePurpose,
     /// The epochs at which pages must be.
     pub expected: Vec<(PageId, Epoch)>,
-    /// Pages that bytes were copied from, and their versions at that time.
+    /// Pages from which bytes were copied, and their versions at that time.
     pub staged: SourceVersions,
     /// Pages whose bytes are in images, and the lengths that they had when the images were written.
     pub lens: Vec<(PageId, Option<u64>)>,
     /// The operations that concern pages on disk.
     pub disk_ops: DiskOps,
-    /// What else applying it takes, if anything.
+    /// What else applying the batch takes, if anything.
     pub provision: Option<Box<Provision>>,
 }
 
-/// The last change of each page when it was copied: of its bytes, its metadata or its place.
+/// The last change of each page, to its bytes, metadata or place, as of when it was copied.
 pub(super) type SourceVersions = Vec<(PageId, Lsn)>;
 
-/// The outcome of trying to log a draft.
+/// The outcome of an attempt to log a draft.
 pub(super) enum Outcome {
     /// The draft is in the log, and on its way to the device.
     Logged(LogPoint),
-    /// Nothing is logged: a page is not what it was when the draft was made. The committer makes it anew.
+    /// Nothing is logged: a page has changed since the draft was prepared. The committer prepares it again.
     Stale(Draft),
-    /// Nothing is logged, and nothing will be.
+    /// Nothing is logged, and the batch fails.
     Refused(Error, Draft),
 }
 
-/// A draft in the log, and what it does to the table.
+/// The position of a draft in the log, and its changes to the table.
 pub(super) type AppendResult = (LogPoint, Changes);
 
 impl Draft {
-    /// Memory for the creates, resizes and moves, in their order.
+    /// Returns the memory for the creates, resizes and moves, in their order.
     fn memory(&self) -> impl Iterator<Item = &PageMemory> {
         self.provision.iter().flat_map(|provision| &provision.memory)
     }
 
-    /// Memory to which leased pages move.
+    /// Returns the memory to which leased pages move.
     fn relocations(&self) -> &[(PageId, PageMemory)] {
         self.provision.as_ref().map_or(&[], |provision| &provision.relocations)
     }
 }
 
 impl Committer {
-    /// Checks a draft against the state that it is to follow, and appends it. `None` if it is stale: a
-    /// page was changed after it was read for a copy, or has another length or place than when its
-    /// bytes were written or memory was allocated for it. `ops` are the payload's.
+    /// Checks a draft against the state that it is to follow, and appends it. Returns `None` if the draft is
+    /// stale: a page was changed after it was read for a copy, or has a different length or place than when
+    /// its bytes were written or its memory was allocated. `ops` are the operations of the payload.
     ///
-    /// Staleness is looked at before preconditions and plan. A stale draft is made anew, so its errors
-    /// would be about a state that is past.
+    /// Staleness is checked before preconditions and plan. A stale draft is prepared again, so its errors
+    /// would describe a past state.
     pub(super) fn append(
         &self,
         table: &PageTable,
@@ -81,7 +81,7 @@ impl Committer {
     ) -> Result<Option<AppendResult>> {
         self.engine.poison.check()?;
         let home_of = |page| home_in(table, page);
-        // A lease that is taken from now on shows the page after this batch. Only those that exist need a
+        // A lease that is taken from now on shows the page after this batch. Only existing leases need a
         // relocation.
         let has_relocation = |page: &PageId| {
             let is_its_own = |(moved, memory): &(PageId, PageMemory)| {
@@ -94,7 +94,7 @@ impl Committer {
         if !self.engine.leases.leased(changed_in_place(ops)).iter().all(has_relocation) {
             return Ok(None);
         }
-        // Kernels that a lease lets read the memory would see the next owner's bytes.
+        // A kernel that reads the memory through a lease would see the bytes of its next owner.
         if let Some(handover) = draft.provision.as_ref().and_then(|provision| provision.handover.as_ref()) {
             self.engine.leases.check_unleased(handover.page)?;
             if home_of(handover.page).is_some_and(|(place, _)| place == Place::Disk) {
@@ -102,25 +102,25 @@ impl Committer {
                 return Err(Error::PlaceUnavailable { place: Place::Disk, reason });
             }
         }
-        // A pinned page keeps its address: callers have it in captured graphs.
+        // A pinned page keeps its address, which callers use in captured graphs.
         self.engine.leases.check_unpinned(ops.iter().filter_map(|at| taken_elsewhere(&at.op, home_of)))?;
-        // Its last change of any kind: a clone takes place and metadata as well.
+        // The page's last change of any kind: a clone copies place and metadata as well.
         let lsn_of = |page| table.entry(page).map(|entry| entry.lsn);
         let len_of = |page| home_of(page).map(|(_, len)| len);
-        // What is copied must be the page as it is before this batch: the batch's own changes were applied to
-        // it after that.
+        // Copied bytes must be those of the page before this batch, because the batch's own changes were
+        // applied to the copy after it was read.
         if draft.staged.iter().any(|(page, lsn)| lsn_of(*page) != Some(*lsn))
             || draft.lens.iter().any(|(page, len)| len_of(*page) != *len)
         {
             return Ok(None);
         }
-        // Memory of another length or place would be applied to a page of the table's length (I10).
+        // Otherwise memory of another length or place would be used for a page with the table's length (I10).
         if ops.iter().any(|at| goes_elsewhere(&at.op))
             && !draft.memory().map(home).eq(homes_made(ops, table)?.iter().map(|made| made.at))
         {
             return Ok(None);
         }
-        // Bytes were staged, and images made, by where the pages were.
+        // The places of the pages decided which bytes were staged and which images were written.
         if !self.disk_ops(ops, Some(table))?.is_same(&draft.disk_ops) {
             return Ok(None);
         }
@@ -130,8 +130,8 @@ impl Committer {
                 return Err(Error::Conflict { page, expected, found });
             }
         }
-        // The plan checks all operations before the append: a frame in the log must be applicable, here
-        // and in recovery.
+        // The plan checks all operations before the append: a frame in the log must be applicable, here and
+        // in recovery.
         let lsn = table.lsn().next();
         let planned = table.plan(lsn, ops, PlanMode::Commit);
         let changes = planned.map_err(|(index, refusal)| refused(index, refusal))?;
@@ -141,10 +141,10 @@ impl Committer {
         Ok(Some((point, changes)))
     }
 
-    /// Installs an appended draft in the table and in the readers' versions, and has it applied. `then`
-    /// runs before it is applied.
+    /// Installs an appended draft in the table and in the readers' versions, and passes it to the applier.
+    /// `then` runs before that.
     ///
-    /// Under the same lock as the append: the next draft must be planned on this table.
+    /// This happens under the same lock as the append, because the next draft is planned on this table.
     pub(super) fn hand_over(
         &self,
         table: &mut PageTable,
@@ -163,13 +163,13 @@ impl Committer {
         versions.install(&changes);
         then(point, &changes);
         let Draft { payload, provision, .. } = draft;
-        // Visible as the applier gets it, to the readers of versions and of bytes alike.
+        // The batch becomes visible as the applier receives it, to readers of versions and of bytes alike.
         let work = ApplyWork { point, payload, changes, provision };
         applier.push(work, || versions.show(point.lsn));
         Outcome::Logged(point)
     }
 
-    /// Gives back what a draft brought that was not logged.
+    /// Gives back the resources of a draft that was not logged.
     pub(super) fn take_back(&self, draft: Draft) {
         let Engine { staging, arena, .. } = &*self.engine;
         staging.give_grown(draft.payload);
@@ -179,7 +179,7 @@ impl Committer {
     }
 }
 
-/// The error for an operation that the plan refuses.
+/// Converts the plan's refusal of an operation to an error.
 fn refused(index: usize, refusal: Refusal) -> Error {
     match refusal {
         Refusal::UnknownPage(page) => Error::UnknownPage { page },

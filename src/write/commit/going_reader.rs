@@ -1,5 +1,5 @@
-//! Reading the pages that go to disk, many by one list of commands: one by one, each would wait for the
-//! applier and for the device.
+//! Reads the pages that move to disk, many with one command list. Read one by one, each page would wait for
+//! the applier and for the device.
 
 use std::ops::Range;
 
@@ -13,19 +13,19 @@ use crate::error::{Error, Result};
 use crate::images::{CHUNK_BYTES, chunks};
 use crate::memory::staging::StagingBuf;
 
-/// The pages that go to disk, for the threads that read them: each thread reads the pages of a chunk of
-/// images, and takes them all at once.
+/// The pages that move to disk, shared by the threads that read them. Each thread reads the pages of one
+/// chunk of images together.
 pub(super) struct ReadPages<'r> {
     engine: &'r Engine,
     chunks: Vec<&'r [PageInfo]>,
-    /// Whether a page was found changed.
+    /// Whether a page was found to have changed.
     is_stale: AtomicBool,
 }
 
-/// One thread's reader of them, which reads chunks in their order.
+/// One thread's reader, which reads chunks in order.
 pub(super) struct GoingReader<'r> {
     going: &'r ReadPages<'r>,
-    /// The chunk that is read, and the page in it that was read last.
+    /// The current chunk, and the page in it that was read last.
     chunk: usize,
     at: usize,
     /// Pages of the chunk that were read together.
@@ -34,15 +34,15 @@ pub(super) struct GoingReader<'r> {
 
 /// Pages that were read together.
 struct Group {
-    /// The first of them, by its index in the chunk.
+    /// The index of the first page in the chunk.
     first: usize,
-    /// Where the bytes of each begin, and the last one's end.
+    /// The offset of each page's bytes, followed by the end of the last one.
     starts: Vec<usize>,
     bytes: StagingBuf,
 }
 
 impl<'r> ReadPages<'r> {
-    /// The pages, as they are by their versions.
+    /// Takes the pages with the versions to read.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -51,7 +51,7 @@ impl<'r> ReadPages<'r> {
         Ok(Self { engine, chunks, is_stale: AtomicBool::new(false) })
     }
 
-    /// Whether a read failed because a page is of another version by now.
+    /// Returns whether a read failed because a page has a newer version.
     pub fn is_stale(&self) -> bool {
         self.is_stale.load(Ordering::Relaxed)
     }
@@ -71,10 +71,10 @@ impl<'r> GoingReader<'r> {
         Self { going, chunk: 0, at: 0, group: None }
     }
 
-    /// Reads bytes of a page: the one that was read last, or one after it.
+    /// Reads bytes of a page: the one that was read last, or a later one.
     ///
     /// # Errors
-    /// `Overtaken` where the page is of another version by now; no memory; a device error.
+    /// `Overtaken` if the page has a newer version; no memory; a device error.
     pub fn read(&mut self, info: &PageInfo, offset: u64, out: &mut [u8]) -> Result<()> {
         while self.pages()[self.at].page != info.page {
             self.at += 1;
@@ -100,7 +100,7 @@ impl<'r> GoingReader<'r> {
         Ok(())
     }
 
-    /// Reads the page that comes next, and with it those after it in the chunk that are in the same place.
+    /// Reads the current page, together with the following pages of the chunk that are in the same place.
     fn read_group(&mut self) -> Result<()> {
         self.give_back();
         let pages = self.pages();

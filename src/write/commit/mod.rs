@@ -1,18 +1,19 @@
-//! Committing a batch: check everything, log it, then let it be seen.
+//! Commits a batch: checks it, logs it, and makes it visible.
 //!
-//! 1. Outside the lock: read sources, find what captures changed, read what clones and copies take, write
-//!    whole pages ahead, encode, fill in bytes that only the device has seen, checksum, allocate page memory,
-//!    fill that of pages from sources and from disk. Nothing so far is visible, and all of it can be taken
-//!    back.
-//! 2. Under the submission lock: preconditions, the plan, the append (I1: only now, with payload and
-//!    checksum in hand, is an Lsn assigned), the table, the hand-over to the applier. The order of the
-//!    lock is the order of the log and of the lane. The lock holder does this for the batches that wait
-//!    for the lock, too ([`combine`]).
+//! 1. Outside the lock: read sources, find the changes of captures, read the sources of clones and copies,
+//!    write whole pages ahead, encode, fill in bytes that only the device has, compute the checksum, allocate
+//!    page memory, and fill the memory of pages from sources and from disk. Nothing is visible yet, and all
+//!    of it can be undone.
+//! 2. Under the submission lock: check the preconditions, plan, append (I1: an Lsn is assigned only now, when
+//!    payload and checksum are complete), update the table, and hand over to the applier. The order of the
+//!    lock is the order of the log and of the lane. The lock holder also does this for batches that wait for
+//!    the lock ([`combine`]).
 //!
-//! An Lsn that was assigned earlier would have to be filled whatever happens: a batch that fails after it
-//! would leave a gap, and recovery takes a gap for the log's end.
+//! An Lsn that was assigned earlier would have to be used in any case: a batch that failed afterwards would
+//! leave a gap, which recovery takes for the end of the log.
 //!
-//! A crash before the append loses a batch that no caller was told of; after it, recovery replays the batch.
+//! A crash before the append loses a batch that was never acknowledged; after it, recovery replays the
+//! batch.
 
 mod device_payload;
 mod capture;
@@ -64,7 +65,8 @@ use page_memory::LentPages;
 use sources::SourceImages;
 use whole_pages::WholePages;
 
-/// How often the bytes that a batch copies are read without the lock. After that the lock is held meanwhile.
+/// Attempts to read the bytes that a batch copies without the lock. After these, the lock is held during the
+/// read.
 const COPY_TRIES: usize = 3;
 
 /// Turns batches into commits, for any number of threads.
@@ -74,64 +76,65 @@ pub(crate) struct Committer {
     pub submitted: OwnLine<Mutex<PageTable>>,
     /// Drafts that wait for the lock holder.
     pub waiting: OwnLine<CombineQueue>,
-    /// The next page id. Ids are taken before a batch is known to be good; a failed one leaves a gap,
+    /// The next page id. Ids are allocated before a batch is known to succeed. A failed batch leaves a gap,
     /// which costs nothing.
     pub next_page: OwnLine<AtomicU64>,
     pub files: Arc<ImageFiles>,
     /// Images that the next snapshot need not write again.
     pub known: Arc<KnownImages>,
-    /// Whether a thread takes snapshots when they are due.
+    /// Whether a background thread takes snapshots when they are due.
     pub takes_snapshots: bool,
-    /// The key of digests of working copies.
+    /// The key for digests of working copies.
     pub digest_keys: Mutex<DigestKeys>,
     /// How images of whole pages are written.
     pub images: ImageOptions,
-    /// A batch that writes at least this number of bytes of whole pages writes them ahead.
+    /// A batch that writes at least this many bytes of whole pages writes them ahead.
     pub ahead_bytes_min: u64,
 }
 
-/// Work on a batch that only its own committer can do, under the lock, when it is logged. A draft with
-/// such work is not left to another lock holder.
+/// The work for a batch that only its own committer can do, under the lock, when the batch is logged. A draft
+/// with such work is not left to another lock holder.
 struct CommitterWork<'a, 's> {
     batch: &'a WriteBatch,
     captures: &'a Captures<'a>,
-    /// The digests of captured chunks, for copies that keep them.
+    /// The digests of captured chunks, for copies that keep digests.
     digests: CapturedDigests,
-    /// Pages whose bytes are in images already, and of new ones in memory.
+    /// Pages whose bytes are already in images; those of new pages are in memory as well.
     whole: WholePages<'s>,
-    /// Pages that come from sources.
+    /// Pages whose bytes come from sources.
     sources: &'a mut SourceImages<'s>,
     /// Captured pages on disk.
     captured: &'a mut CapturedImages<'s>,
-    /// Pages that go to disk.
+    /// Pages that move to disk.
     going: GoingPages<'s>,
-    /// Memory of the caller's in which new pages are to live.
+    /// The caller's memory in which new pages are to live.
     lent: &'a LentPages<'a>,
 }
 
 impl Committer {
-    /// Takes the submission lock, and with it the state: nothing is committed while it is held.
+    /// Locks submission and returns the state. Nothing is committed while the lock is held.
     pub fn lock(&self) -> MutexGuard<'_, PageTable> {
         self.submitted.lock()
     }
 
-    /// Logs a batch and hands it to the applier. Returns the end of its frame and its new pages.
+    /// Logs a batch and hands it to the applier. Returns the end of its frame, and its new pages.
     pub fn submit(&self, batch: &WriteBatch) -> Result<(LogPoint, Vec<PageId>)> {
         self.engine.poison.check()?;
         let _span = tracing::trace_span!("commit").entered();
         self.try_submit(batch).map_err(|error| self.engine.poison.set_by_device(error))
     }
 
-    /// The steps of a submission, again from the staging on while the draft is stale by the time it has
-    /// the lock.
+    /// Runs the steps of a submission. If the draft is stale when it gets the lock, repeats them from the
+    /// reading of copied bytes on.
     fn try_submit(&self, batch: &WriteBatch) -> Result<(LogPoint, Vec<PageId>)> {
-        // All that the batch alone decides comes first: refused here, nothing was copied, written or
-        // allocated for it.
+        // Everything that depends on the batch alone is checked first: a batch that is refused here has
+        // copied, written and allocated nothing.
         batch.check_copies()?;
         let pages = self.new_pages(batch.new_pages() as u64)?;
         let sources = batch.copy_sources(&pages)?;
         batch.check_captures(&pages)?;
-        // Once, however often the draft is made anew: a source may be slow, and other than before.
+        // Done once, however often the draft is prepared: a source may be slow, and may return other bytes
+        // the next time.
         let mut from_sources = self.read_sources(batch, &pages, &sources)?;
         let captures = self.capture(batch)?;
         let mut captured_pages = self.write_captured(&captures, &sources, None)?;
@@ -139,12 +142,12 @@ impl Committer {
         let lent = map_of(batch.lent(&pages));
         let (mut tries, mut has_room) = (0, true);
         loop {
-            // What is copied is read without the lock, and the pages' versions are checked under it: a slow
-            // copy from a GPU would hold up every other committer. A batch that loses that race too often
-            // reads under the lock.
+            // Copied bytes are read without the lock, and the versions of their pages are checked under it: a
+            // slow copy from a GPU would block every other committer. A batch that loses this race too often
+            // reads them under the lock.
             tries += 1;
             let locked = (tries > COPY_TRIES).then(|| self.submitted.lock());
-            // From here to the append, whatever is looked up without the lock is noted in the draft, and
+            // From here to the append, everything that is read without the lock is recorded in the draft, and
             // checked again under the lock.
             let (copied, staged) = self.read_copied(&sources, &pages, locked.as_deref())?;
             let whole = self.write_ahead(batch, &pages, &lent, locked.as_deref())?;
@@ -152,7 +155,7 @@ impl Committer {
                 Some(table) => is_on_disk(table, page),
                 None => is_on_disk(&self.submitted.lock(), page),
             };
-            // A frame names the images instead of having the bytes: they are written once.
+            // The frame names the images instead of containing the bytes, so they are written only once.
             let of_whole = whole.pages.iter().map(|whole| whole.step).zip(whole.file.refs());
             let of_captured = captured_pages.images(is_on_disk);
             let images = map_of(of_whole.chain(from_sources.images()).chain(of_captured));
@@ -189,15 +192,15 @@ impl Committer {
                 going: GoingPages::default(),
                 lent: &lent,
             };
-            // A stale draft has given everything back: it is made anew from the state that there is now.
+            // A stale draft has given everything back. It is prepared again from the current state.
             match self.log_draft(draft, own, locked) {
                 Ok(Some(point)) => {
                     self.refresh_shadows(captures);
                     return Ok((point, pages));
                 }
                 Ok(None) => {}
-                // Other batches took the room, or other operations of this one need it: all captures that can
-                // do without it do.
+                // Other batches took the room, or other operations of this batch need it. Every capture that
+                // can be written to an image instead now is.
                 Err(Error::OverBudget { place: Place::Disk, .. }) if has_room && !captures.is_empty() => {
                     has_room = false;
                     captured_pages = self.write_captured(&captures, &sources, Some(0))?;
@@ -207,12 +210,12 @@ impl Committer {
         }
     }
 
-    /// Takes the ids of `count` new pages. They rise, and are never used again: recovery tells by an id
-    /// alone that a page is gone.
+    /// Allocates the ids of `count` new pages. They ascend and are never reused: recovery recognizes a
+    /// deleted page by its id alone.
     fn new_pages(&self, count: u64) -> Result<Vec<PageId>> {
         if count == 0 {
-            // Most batches create nothing. They leave the counter, and its neighbours, to the caches of
-            // other threads.
+            // Most batches create nothing. They do not touch the counter, which stays in the caches of other
+            // threads.
             return Ok(Vec::new());
         }
         let first = self.next_page.fetch_add(count, Ordering::Relaxed);
@@ -222,16 +225,17 @@ impl Committer {
     /// Writes an image file ahead of its batch, in space that nothing else needs.
     fn in_space<'a>(&self, write: impl FnMut() -> Result<AheadImages<'a>>) -> Result<AheadImages<'a>> {
         let pool = &self.engine.log.pool;
-        // The reserve is filled first: the image may not take the space that deletes need on a full disk.
+        // The reserve is filled first: the image must not take the space that deletes need on a full disk.
         pool.fill().and_then(|()| pool.with_surplus(write)).map_err(|error| match error {
-            // The page changed as it was read: nothing failed.
+            // The page changed while it was read. Nothing failed.
             Error::Overtaken { .. } => error,
             error if error.is_passing() => error,
             error => self.engine.poison.set(error),
         })
     }
 
-    /// Writes image files ahead of their batch, of pages of these lengths that `read` gives piece by piece.
+    /// Writes image files ahead of their batch. `lens` are the pages and their lengths; `read` returns their
+    /// bytes piece by piece.
     fn write_read<W>(
         &self,
         lens: &[(PageId, u64)],
@@ -242,8 +246,8 @@ impl Committer {
         self.in_space(|| AheadImages::write_read(files, engine.store, *images, lens, &equip, &read))
     }
 
-    /// Reads the bytes that the batch copies, and notes the versions of their pages. `pages` are the new
-    /// ones, of which there is nothing to read.
+    /// Reads the bytes that the batch copies, and records the versions of their pages. `pages` are the new
+    /// pages, which are not read.
     fn read_copied(
         &self,
         sources: &CopySources,
@@ -269,8 +273,7 @@ impl Committer {
         Ok((read, versions))
     }
 
-    /// Reads a range of a page as it is after every batch submitted so far; `len` is its length as far as it
-    /// is known.
+    /// Reads a range of a page as of all batches submitted so far. `len` is the expected length of the range.
     fn read_range(
         &self,
         page: PageId,
@@ -284,7 +287,7 @@ impl Committer {
         Ok((info, read))
     }
 
-    /// Steps from the payload to the log; `None` if the draft is stale.
+    /// Runs the steps from the payload to the log. Returns `None` if the draft is stale.
     fn log_draft<'s>(
         &'s self,
         mut draft: Draft,
@@ -295,13 +298,13 @@ impl Committer {
             Defect::Memory { needed } => Error::no_memory(needed),
             defect => Error::InvalidOperation { index: 0, reason: defect.to_string() },
         };
-        // Decoded as recovery will: a payload that does not decode must not reach the log.
+        // Decoded as recovery will decode it: a payload that does not decode must not reach the log.
         let ops = decode_payload(&draft.payload).map_err(encoded)?;
-        // Before an Lsn is taken: the applier waits for no page. A batch in the log cannot be put off, so
-        // the applier would hold up all that come after it, too.
+        // Before an Lsn is assigned: the applier waits for no page. A logged batch cannot be postponed, so
+        // the applier would delay all later batches as well.
         self.engine.applier.unloaded().wait(ops.iter().filter_map(|at| at.op.page()))?;
         draft.disk_ops = self.disk_ops(&ops, locked.as_deref())?;
-        // A list of the applier's cannot name it, and a page came to memory meanwhile.
+        // A list of the applier cannot name a plain payload, and a page has moved to memory since.
         if matches!(draft.payload, GrownBytes::Plain(_)) && draft.disk_ops.leaves_bytes(&ops) {
             self.take_back(draft);
             return Ok(None);
@@ -315,8 +318,8 @@ impl Committer {
             }
         }
 
-        // A lock that is free is taken. If another thread has it, a draft without own work is left to
-        // that thread: handing the lock on would cost a change of threads a batch.
+        // A free lock is taken. If another thread holds it, a draft without own work is left to that thread:
+        // passing the lock on would cost a thread switch per batch.
         let table = locked.or_else(|| self.submitted.try_lock());
         let table = table.or_else(|| own.is_needed().then(|| self.submitted.lock()));
         let outcome = match table {
@@ -325,7 +328,7 @@ impl Committer {
                 let then =
                     |point, changes: &Changes| own.logged(&self.known, &self.engine.log, point, changes);
                 let outcome = self.hand_over(&mut table, draft, appended, then);
-                // Before the lock goes: the drafts that came meanwhile are logged by this thread.
+                // Before the lock is released, this thread logs the drafts that arrived in the meantime.
                 self.log_waiting(&mut table);
                 outcome
             }
@@ -347,25 +350,25 @@ impl Committer {
 }
 
 impl<'s> CommitterWork<'_, 's> {
-    /// Whether there is any such work.
+    /// Returns whether there is any such work.
     fn is_needed(&mut self) -> bool {
         !self.captures.is_empty() || self.files().iter().any(|file| file.is_any())
     }
 
-    /// The image files of the batch.
+    /// Returns the image files of the batch.
     fn files(&mut self) -> [&mut BatchImages<'s>; 4] {
         [&mut self.whole.file, &mut self.sources.file, &mut self.captured.file, &mut self.going.file]
     }
 
-    /// The batch is logged.
+    /// Called when the batch is logged.
     fn logged(&mut self, known: &KnownImages, log: &Log, point: LogPoint, changes: &Changes) {
         self.captures.belong_to(changes, &self.digests);
         self.files().into_iter().for_each(|file| file.logged(known, log, point));
     }
 
-    /// The batch is not logged, for this reason.
+    /// Called when the batch is not logged because of `error`.
     fn refused(&mut self, error: &Error) {
-        // Where the log has failed, a frame may be there that names the images: they stay. Otherwise
+        // If the log has failed, it may contain a frame that names the images, so they must remain. Otherwise
         // dropping them removes the file.
         if matches!(error, Error::Poisoned(_)) {
             self.files().into_iter().for_each(BatchImages::leave);

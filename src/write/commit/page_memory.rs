@@ -1,9 +1,9 @@
-//! Page memory that a batch brings along: for the pages that it makes, resizes and moves, and for those that
-//! it changes while they are leased.
+//! Page memory that a batch brings along: for the pages that it creates, resizes and moves, and for leased
+//! pages that it changes.
 //!
-//! It is allocated before an Lsn is taken, so that a batch that finds no room fails with nothing changed
-//! (I10): once it is logged, the applier cannot refuse it. The places of pages are only looked at then,
-//! and checked again under the submission lock.
+//! The memory is allocated before an Lsn is assigned, so that a batch without room fails and changes nothing
+//! (I10): once the batch is logged, the applier cannot refuse it. The places of pages are read without the
+//! lock here, and checked again under the submission lock.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -20,8 +20,8 @@ use crate::memory::arena::{PageMemory, Purpose};
 
 impl Committer {
     /// Allocates page memory for the creates, resizes and moves of a batch, in their order. Returns the
-    /// operation that needs it for each. New pages live in the memory that `lent` has for them, or `ready`,
-    /// which has their bytes.
+    /// operation that needs each memory. A new page uses its memory from `lent`, or that from `ready`, which
+    /// already holds the page's bytes.
     pub(super) fn allocate(
         &self,
         provision: &mut Provision,
@@ -30,8 +30,8 @@ impl Committer {
         ready: &mut ReadyMemory<'_>,
         locked: Option<&PageTable>,
     ) -> Result<Vec<MadeMemory>> {
-        // Without the lock, unless the caller holds it: `append` looks again, and a draft with other
-        // memory is stale.
+        // Read without the lock, unless the caller holds it: `append` checks again, and a draft with
+        // unsuitable memory is stale.
         let homes = match locked {
             Some(table) => homes_made(ops, table)?,
             None if ops.iter().any(|at| may_take_memory(&at.op)) => homes_made(ops, &self.submitted.lock())?,
@@ -44,7 +44,7 @@ impl Committer {
         let is_ready = |made: &MadeMemory| made.new_page.is_some_and(|page| ready.has(page));
         let is_own = |made: &&MadeMemory| in_lent(made).is_none() && !is_ready(made);
         let own = collected(homes.iter().filter(is_own).map(|made| made.at))?;
-        // Before page memory is allocated, which would have to be given back.
+        // Before page memory is allocated, which would otherwise have to be given back.
         let Provision { memory, filled, .. } = provision;
         filled.add_images(ready.iter())?;
         let refused = |_| Error::no_memory((homes.len() * size_of::<PageMemory>()) as u64);
@@ -69,8 +69,8 @@ impl Committer {
         Ok(homes)
     }
 
-    /// Takes memory of the caller's for a page, again when the applier has caught up: a delete that is logged
-    /// may not have reached it yet.
+    /// Lends the caller's memory to a page. Retries once the applier has caught up, because it may not have
+    /// reached a delete that is already logged.
     fn lend(&self, page: PageId, bytes: &DeviceBytes) -> Result<PageMemory> {
         match self.engine.arena.lend(page, bytes) {
             Err(Error::MemoryInUse { .. }) => {
@@ -81,14 +81,14 @@ impl Committer {
         }
     }
 
-    /// Allocates from the arena, again when the applier has caught up.
+    /// Allocates from the arena. Retries once the applier has caught up.
     pub(super) fn allocate_all(&self, purpose: Purpose, pages: &[(Place, u64)]) -> Result<Vec<PageMemory>> {
         match self.engine.arena.allocate_all(purpose, pages) {
-            // Deletes that are logged may not have reached the applier yet. Whether a batch fits must not
-            // depend on how far the applier has come.
+            // The applier may not have reached deletes that are already logged. Whether a batch fits must not
+            // depend on the progress of the applier.
             Err(Error::OverBudget { .. } | Error::OutOfMemory { .. }) => {
-                // An empty turn: when it is over, the batches before it are applied, and what they
-                // deleted is given back.
+                // When this empty turn ends, all earlier batches are applied, and the memory of the pages
+                // that they deleted is free.
                 self.engine.applier.turn(|_| Ok(()))?;
                 self.engine.arena.allocate_all(purpose, pages)
             }
@@ -96,26 +96,27 @@ impl Committer {
         }
     }
 
-    /// Allocates the memory to which leased pages move when a batch changes them: for all of them or none.
+    /// Allocates the memory to which leased pages move when a batch changes them: for all of them, or for
+    /// none.
     pub(super) fn relocations(
         &self,
         ops: &[OpAt<'_>],
         locked: Option<&PageTable>,
     ) -> Result<Vec<(PageId, PageMemory)>> {
-        // Looked at without the lock. A lease that is taken after this is seen under it, and the draft is
-        // made anew.
+        // Read without the lock. A lease that is taken later is found under the lock, and the draft is
+        // prepared again.
         let mut relocations = Vec::new();
         for page in self.engine.leases.leased(changed_in_place(ops)) {
             let wanted =
                 locked.map_or_else(|| home_in(&self.submitted.lock(), page), |table| home_in(table, page));
-            // The plan refuses a page that is not there, with its operation.
+            // If the page does not exist, the plan refuses its operation.
             let Some(wanted) = wanted.filter(|(place, _)| *place != Place::Disk) else { continue };
             match self.allocate_all(Purpose::Relocation, &[wanted]) {
                 Ok(relocation) => {
                     relocations.extend(relocation.into_iter().map(|relocation| (page, relocation)))
                 }
-                // Meanwhile the applier came to a batch that moved the page: no lease is on this memory
-                // any more.
+                // In the meantime the applier reached a batch that moved the page, so this memory is no
+                // longer leased.
                 Err(_) if self.engine.leases.leased([page]).is_empty() => {}
                 Err(error) => {
                     self.engine.arena.discard_all(relocations.into_iter().map(|(_, memory)| memory));
@@ -126,11 +127,11 @@ impl Committer {
         Ok(relocations)
     }
 
-    /// Gives memory back that lists may name which are under way.
+    /// Gives back memory that lists in flight may name.
     pub(super) fn discard_filling(&self, memory: impl IntoIterator<Item = PageMemory>) {
         let device = &*self.engine.device;
-        // One more list in each lane tells when those before it are done. If the device fails at that, the
-        // memory stays counted, and a warning says so.
+        // The end of one more list in each lane shows that all earlier ones are done. If the device fails at
+        // that, the memory stays counted, and a warning is logged.
         let last = |lane: &Lane| {
             device.submit(*lane, CommandList::default()).and_then(|last| last.finish(device)).map(drop)
         };
@@ -141,33 +142,33 @@ impl Committer {
     }
 }
 
-/// The lanes by which new memory is filled. No list of a batch names it yet, so the bytes need not come in
-/// the order of batches.
+/// The lanes that fill new memory. No list of a batch names the memory yet, so it need not be filled in batch
+/// order.
 pub(super) const LANES: [Lane; 2] = [Lane::Drain, Lane::Load];
 
-/// Memory of new pages that holds their bytes. Dropping it gives back what no batch took.
+/// Memory of new pages that already holds their bytes. Dropping it frees the memory that no batch took.
 pub(super) struct ReadyMemory<'a> {
     committer: &'a Committer,
     memory: BTreeMap<PageId, PageMemory>,
 }
 
 impl<'a> ReadyMemory<'a> {
-    /// Takes over this memory of pages.
+    /// Takes ownership of this memory of pages.
     pub fn new(committer: &'a Committer, memory: impl IntoIterator<Item = (PageId, PageMemory)>) -> Self {
         Self { committer, memory: map_of(memory) }
     }
 
-    /// Takes a page's memory, if it is there.
+    /// Takes a page's memory, if present.
     pub fn take(&mut self, page: PageId) -> Option<PageMemory> {
         self.memory.remove(&page)
     }
 
-    /// The memory that is there, by page.
+    /// Returns the memory that is present, by page.
     pub fn iter(&self) -> impl Iterator<Item = (PageId, MemoryId)> {
         self.memory.iter().map(|(page, memory)| (*page, memory.span().memory))
     }
 
-    /// Whether a page's memory is there.
+    /// Returns whether a page's memory is present.
     pub fn has(&self, page: PageId) -> bool {
         self.memory.contains_key(&page)
     }
@@ -181,37 +182,38 @@ impl Drop for ReadyMemory<'_> {
     }
 }
 
-/// Memory of callers' in which new pages are to live.
+/// The callers' memory in which new pages are to live.
 pub(super) type LentPages<'a> = BTreeMap<PageId, &'a DeviceBytes>;
 
 /// Memory that an operation needs.
 pub(super) struct MadeMemory {
     /// The operation's index in the payload.
     pub op: usize,
-    /// The page that the operation creates; `None` if the page is there already.
+    /// The page that the operation creates; `None` if the page already exists.
     pub new_page: Option<PageId>,
     pub at: PageLocation,
 }
 
-/// Where a page is, or its memory: the place, and the length in bytes.
+/// The location of a page or of its memory: the place, and the length in bytes.
 pub(super) type PageLocation = (Place, u64);
 
-/// Where a table says that a page is.
+/// Returns the location of a page according to a table.
 pub(super) fn home_in(table: &PageTable, page: PageId) -> Option<PageLocation> {
     table.entry(page).map(|entry| (entry.place(), entry.len()))
 }
 
-/// Where memory is.
+/// Returns the location of memory.
 pub(super) fn home(memory: &PageMemory) -> PageLocation {
     (memory.place(), memory.byte_len())
 }
 
-/// The memory that a batch's creates, resizes and moves need, in their order, when it follows this table.
+/// Returns the memory that a batch's creates, resizes and moves need, in their order, if the batch follows
+/// this table.
 pub(super) fn homes_made(ops: &[OpAt<'_>], table: &PageTable) -> Result<Vec<MadeMemory>> {
     let mut made = Vec::new();
     let Some(first) = ops.iter().position(|at| may_take_memory(&at.op)) else { return Ok(made) };
     make_room(&mut made, ops.len() - first)?;
-    // Where pages are in the course of the batch: a page may be resized and then moved.
+    // The locations of pages in the course of the batch: a page may be resized and then moved.
     let mut now: HashMap<PageId, PageLocation> = HashMap::new();
     let comes_once = each_comes_once(ops);
     for (op, at) in ops.iter().enumerate() {
@@ -224,13 +226,13 @@ pub(super) fn homes_made(ops: &[OpAt<'_>], table: &PageTable) -> Result<Vec<Made
             Op::Create { page, len, place, .. } => (page, place, len),
             Op::Resize { page, len } => (page, old(page)?.0, len),
             Op::Move { page, place } => match old(page)? {
-                // A move to where the page is costs no memory.
+                // A move to the page's current place needs no memory.
                 (here, _) if here == place => continue,
                 (_, len) => (page, place, len),
             },
             _ => continue,
         };
-        // Before any memory is asked for: a length of a TiB is a mistake, not a lack of memory.
+        // Checked before any memory is requested: a length of a TiB is a mistake and not a lack of memory.
         if len > PAGE_LEN_MAX {
             return Err(Error::Limit { what: "page length", found: len, limit: PAGE_LEN_MAX });
         }
@@ -247,23 +249,24 @@ pub(super) fn homes_made(ops: &[OpAt<'_>], table: &PageTable) -> Result<Vec<Made
     Ok(made)
 }
 
-/// Whether it is plain to see that no page has two operations: they come in the order of their pages. So do
-/// moves of thousands of pages, for which a table of pages would take a tenth of the time.
+/// Returns whether no page has two operations, if that is evident because the operations are in page order.
+/// This holds for moves of thousands of pages, for which a table of pages would take a tenth of the time.
 pub(super) fn each_comes_once(ops: &[OpAt<'_>]) -> bool {
     ops.is_sorted_by(|before, after| before.op.page() < after.op.page())
 }
 
-/// Whether an operation may give its page memory.
+/// Returns whether an operation may allocate memory for its page.
 pub(super) fn may_take_memory(op: &Op<'_>) -> bool {
     matches!(op, Op::Create { .. } | Op::Resize { .. } | Op::Move { .. })
 }
 
-/// Whether an operation takes its page to other memory.
+/// Returns whether an operation moves its page to other memory.
 pub(super) fn goes_elsewhere(op: &Op<'_>) -> bool {
     matches!(op, Op::Resize { .. } | Op::Move { .. })
 }
 
-/// The page that an operation takes out of the memory that it has before the batch. A pin forbids that.
+/// Returns the page that an operation removes from the memory that the page has before the batch. A pin
+/// forbids that.
 pub(super) fn taken_elsewhere(
     op: &Op<'_>,
     home_of: impl Fn(PageId) -> Option<PageLocation>,
@@ -275,13 +278,13 @@ pub(super) fn taken_elsewhere(
     }
 }
 
-/// Whether an operation changes a page's bytes, or takes its memory away.
+/// Returns whether an operation changes a page's bytes, or removes its memory.
 fn reaches_bytes(op: &Op<'_>) -> bool {
     op.changes_bytes() || matches!(op, Op::Image { .. } | Op::Delete { .. } | Op::Move { .. })
 }
 
-/// The pages that operations change where they lie. A lease on one of these needs a relocation; for all
-/// others there is new memory, or none.
+/// Returns the pages that operations change in place. A lease on one of these needs a relocation; all others
+/// get new memory, or none.
 pub(super) fn changed_in_place<'a>(ops: &'a [OpAt<'_>]) -> impl Iterator<Item = PageId> + 'a {
     let in_place = |op: &Op<'_>| reaches_bytes(op) && !goes_elsewhere(op) && !matches!(op, Op::Delete { .. });
     ops.iter().filter(move |at| in_place(&at.op)).filter_map(|at| at.op.page())

@@ -1,8 +1,8 @@
-//! What applying a batch takes besides its payload, taken before the batch is logged.
+//! Acquires everything besides the payload that applying a batch takes, before the batch is logged.
 //!
-//! Memory that is refused must refuse the batch: once it is logged, it must be applied (I10). A batch that
-//! fails here leaves nothing, and neither does a crash: memory is gone with the process, and the next open
-//! removes images that no frame names.
+//! If memory is refused, the batch must be refused: once it is logged, it must be applied (I10). A batch that
+//! fails here leaves nothing behind, and neither does a crash: memory ends with the process, and the next
+//! open removes images that no frame names.
 
 use std::collections::BTreeMap;
 
@@ -20,20 +20,21 @@ use crate::base::parallel;
 use crate::engine::Engine;
 use crate::error::Result;
 
-/// Bytes beside the payload that are worth a thread of their own.
+/// Bytes besides the payload that justify a thread of their own.
 const SHARE_LEN: usize = 1 << 20;
-/// Threads that write them.
+/// The most threads that write these bytes.
 const HOST_THREADS_MAX: usize = 8;
 
-/// What a draft takes for the applier; none for a batch that only writes to pages in memory.
+/// What the applier needs for a draft; `None` for a batch that only writes to pages in memory.
 type DraftProvision = Option<Box<Provision>>;
 
 impl Committer {
-    /// Takes it. `None` if the draft is stale: a page changed meanwhile that it takes to disk, or came to
-    /// memory. The versions of pages that are read without the lock are noted in `staged`.
+    /// Acquires what the draft needs. Returns `None` if the draft is stale: a page that it moves to disk has
+    /// changed, or a page has moved to memory. The versions of pages that are read without the lock are added
+    /// to `staged`.
     ///
     /// # Errors
-    /// `OutOfMemory`, `OverBudget`, no space; those of the files that pages come from; a device error.
+    /// `OutOfMemory`, `OverBudget`, no space; errors of the files that pages come from; a device error.
     pub(super) fn provide<'s>(
         &'s self,
         disk_ops: &DiskOps,
@@ -43,10 +44,11 @@ impl Committer {
         locked: Option<&PageTable>,
     ) -> Result<Option<DraftProvision>> {
         let Engine { device, leases, arena, .. } = &*self.engine;
-        // Handles that pages have left are dropped by this thread: their owners are callers' code.
+        // This thread drops the handles of memory that pages have left, because their owners are callers'
+        // code.
         arena.drop_let_go();
         let handover = own.batch.handover();
-        // Most batches change a few bytes of pages in memory: they take nothing.
+        // Most batches change a few bytes of pages in memory, and need nothing else.
         let is_plain = is_payload_enough(ops, device.crosses_bus())
             && disk_ops.is_empty()
             && handover.is_none()
@@ -74,8 +76,8 @@ impl Committer {
         }
     }
 
-    /// Takes memory, of pages and of the applier's, and fills that of pages that come from elsewhere. Returns
-    /// the versions of the pages that were read for it.
+    /// Acquires page memory and the applier's memory, and fills the memory of pages that come from elsewhere.
+    /// Returns the versions of the pages that were read.
     fn provide_memory(
         &self,
         provision: &mut Provision,
@@ -91,11 +93,11 @@ impl Committer {
         let from = FillSources { sources: own.sources, disk_ops };
         let versions = self.fill_memory(provision, &from, ops, &made)?;
         provision.room = ListRoom::of(ops)?;
-        // Moves bring no bytes, and change none. They may be thousands.
+        // Moves neither bring nor change bytes, and there may be thousands of them.
         if ops.iter().all(|at| matches!(at.op, Op::Move { .. })) {
             return Ok(versions);
         }
-        // What the applier finds in place, or reads from disk, it takes from nowhere else.
+        // Nothing more is needed for operations whose bytes are already in place or are read from disk.
         let filled = &provision.filled;
         let is_there = |op: &Op<'_>| matches!(op, Op::Image { page, .. } if filled.has_image_of(*page));
         let is_taken = |index: usize, op: &Op<'_>| !disk_ops.has(index) && !is_there(op);
@@ -120,7 +122,7 @@ impl Committer {
     }
 }
 
-/// About how many bytes lie beside the payload for an operation.
+/// Estimates how many bytes an operation needs besides the payload.
 fn aside_len(op: &Op<'_>) -> usize {
     match op {
         Op::Image { len, .. } => *len as usize,

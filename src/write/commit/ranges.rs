@@ -1,7 +1,7 @@
-//! The ranges of a page that a capture looks at, in parts of bounded length.
+//! The ranges of a page that a capture examines, in parts of bounded length.
 //!
-//! Ranges that a caller names may overlap, come in any order, and lie anywhere. The device compares
-//! vectors, so they are widened, merged and cut here, once, on the host.
+//! The ranges of a caller may overlap and come in any order, at any offset. The device compares vectors, so
+//! ranges are widened, merged and split here, once, on the host.
 
 use std::ops::Range;
 
@@ -10,21 +10,21 @@ use remanent_format::{Epoch, PageId};
 use crate::device::Span;
 use crate::error::{Error, Result};
 
-/// Parts to look at: ranges of a page, each with where it begins in the staged bytes.
+/// Parts to examine: ranges of a page, each with its offset in the staged bytes.
 pub(super) type RangeParts = [(Range<u64>, u64)];
 
-/// The boundary to which ranges are widened: the device compares vectors of sixteen bytes.
+/// The alignment to which ranges are widened: the device compares vectors of sixteen bytes.
 pub(super) const RANGE_ALIGN: u64 = 16;
 
-/// The longest part that is compared as one, so that a part's elements are counted in 32 bits.
+/// The longest part that is compared at once, so that the elements of a part can be counted in 32 bits.
 const PART_LEN_MAX: u64 = 256 << 20;
 
-/// Widens the ranges to boundaries, multiples of `align` and the page's end, merges and cuts them. Each part
-/// comes with where it begins when they lie one after the other, on boundaries again. Without ranges it is
-/// the whole page.
+/// Widens the ranges to multiples of `align`, or to the end of the page, then merges and splits them. Each
+/// part comes with its offset when all parts are stored one after another, aligned. Without ranges, the parts
+/// cover the whole page.
 ///
 /// # Errors
-/// `OutOfBounds` for a range that is not within the page, or ends before it begins: a caller's mistake
+/// `OutOfBounds` for a range that is not within the page, or that ends before it begins: a caller's mistake
 /// must not wrap around.
 pub(super) fn parts(
     page: PageId,
@@ -43,14 +43,14 @@ pub(super) fn parts(
             continue;
         }
         let start = range.start / align * align;
-        // Widened bytes are compared like the others: a change in them is captured, too, and nothing is
-        // lost by it.
+        // The added bytes are compared like the others. A change in them is captured too, which loses
+        // nothing.
         wanted.push(start..range.end.next_multiple_of(align).min(page_len));
     }
     wanted.sort_unstable_by_key(|range| range.start);
     let mut merged: Vec<Range<u64>> = Vec::new();
     for range in wanted {
-        // Merged, so that no element is found twice: twice in one sparse delta would be refused.
+        // Merged, so that no element is found twice: a sparse delta with duplicates would be refused.
         match merged.last_mut().filter(|last| range.start <= last.end) {
             Some(last) => last.end = last.end.max(range.end),
             None => merged.push(range),
@@ -70,13 +70,13 @@ pub(super) fn parts(
         .collect())
 }
 
-/// A range of a span, as a span of its own.
+/// Returns the sub-span of a range.
 pub(super) fn part(span: Span, range: &Range<u64>) -> Span {
     Span { offset: span.offset + range.start, len: range.end - range.start, ..span }
 }
 
-/// Refuses a page that is not at the epoch that its working copy belongs to: the changes found would take
-/// back the changes of others.
+/// Refuses a page that is not at the epoch of its working copy: the changes found would revert the changes of
+/// others.
 pub(super) fn check_epoch(page: PageId, expected: Epoch, found: Epoch) -> Result<()> {
     if expected == found { Ok(()) } else { Err(Error::Conflict { page, expected, found }) }
 }
@@ -85,7 +85,7 @@ pub(super) fn check_epoch(page: PageId, expected: Epoch, found: Epoch) -> Result
 mod tests {
     use super::*;
 
-    /// Ranges as callers give them: empty, overlapping, in any order, reversed, past the end.
+    /// Ranges as callers may give them: empty, overlapping, unordered, reversed, past the end.
     #[test]
     fn ranges_are_widened_merged_and_cut() {
         let of = |ranges: &[Range<u64>], len| parts(PageId(1), Some(ranges), len, RANGE_ALIGN).unwrap();

@@ -1,14 +1,14 @@
-//! Pages that a batch takes from sources: a long page is on disk before it is in memory.
+//! Pages that a batch reads from sources. The bytes of a long page are on disk before they are in memory.
 //!
-//! 1. The sources are read, piece by piece, and written to an image file, which is synced with its name. No
-//!    lock is held: a source is the caller's code.
-//! 2. The frame names the images, as it does those of other whole pages.
+//! 1. The sources are read piece by piece and written to an image file, which is synced together with its
+//!    name. No lock is held: a source is the caller's code.
+//! 2. The frame names the images, as for other whole pages.
 //! 3. Memory of the pages is filled from the images ([`super::fills`]), and their sums are checked. A source
-//!    that is read again may say something else than before, and the page in memory would not be the one in
-//!    the log.
+//!    that is read again may return different bytes, so the page in memory would differ from the one in the
+//!    log.
 //! 4. The batch is logged. The applier finds the bytes in place.
 //!
-//! A failure, or a crash, before 4 leaves nothing: neither batch nor memory, and the image file goes.
+//! A failure or a crash before step 4 leaves neither batch nor memory, and the image file is removed.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -22,37 +22,37 @@ use crate::base::allocation::{collected, insert, make_room, push, set_of};
 use crate::error::{Error, Result};
 use crate::write::batch::{CopySources, SourcePage, WHOLE_PAGE_LEN_MIN, WriteBatch};
 
-/// The pages of a batch that come from sources, once the sources are read.
+/// The pages of a batch that come from sources, after the sources were read.
 #[derive(Default)]
 pub(super) struct SourceImages<'a> {
     /// The pages whose bytes are in images, in the order of the images.
     pages: Vec<SourcePage<'a>>,
-    /// Their images, which go if the batch is refused.
+    /// Their images, which are removed if the batch is refused.
     pub file: BatchImages<'a>,
     /// The ids of these pages.
     of_pages: BTreeSet<PageId>,
-    /// The bytes of the other ones, by the operation's index.
+    /// The bytes of the other pages, by the operation's index.
     pub short: BTreeMap<usize, Vec<u8>>,
 }
 
 impl SourceImages<'_> {
-    /// Whether a page's bytes are in an image.
+    /// Returns whether any page's bytes are in an image.
     pub fn is_any(&self) -> bool {
         self.file.is_any()
     }
 
-    /// How many pages have their bytes in images.
+    /// Returns how many pages have their bytes in images.
     pub fn count(&self) -> usize {
         self.pages.len()
     }
 
-    /// Whether an operation of the payload is one of the images.
+    /// Returns whether an operation of the payload is one of the images.
     pub fn holds(&self, op: &Op<'_>) -> bool {
         let Op::Image { page, .. } = op else { return false };
         self.is_any() && self.of_pages.contains(page)
     }
 
-    /// The images, by the operation's index.
+    /// Returns the images by the operation's index.
     pub fn images(&self) -> impl Iterator<Item = (usize, ImageRef)> {
         self.pages.iter().map(|page| page.step).zip(self.file.refs())
     }
@@ -63,7 +63,8 @@ impl Committer {
     /// name are durable when this returns.
     ///
     /// # Errors
-    /// `SourceFailed`; those of a batch that contradicts itself; no space or no memory. All are clean.
+    /// `SourceFailed`; the errors of a contradictory batch; no space or no memory. All of them leave nothing
+    /// behind.
     pub(super) fn read_sources<'a>(
         &'a self,
         batch: &'a WriteBatch,
@@ -96,7 +97,7 @@ impl Committer {
         Ok(sources)
     }
 
-    /// Refuses a page that is not there before its source is read, which may take minutes.
+    /// Refuses a page that does not exist before its source is read, which may take minutes.
     fn check_there(&self, found: &[SourcePage<'_>], new_pages: &[PageId]) -> Result<()> {
         let mut old =
             found.iter().map(|page| page.page).filter(|page| new_pages.binary_search(page).is_err());
@@ -107,7 +108,7 @@ impl Committer {
         }
     }
 
-    /// Writes the images: step 1. Several threads read a page each.
+    /// Writes the images (step 1). Several threads read one page each.
     fn write_sources(&self, pages: &[SourcePage<'_>]) -> Result<BatchImages<'_>> {
         let lens = collected(pages.iter().map(|page| (page.page, page.len)))?;
         let mut by_id = HashMap::new();

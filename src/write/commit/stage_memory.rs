@@ -1,7 +1,7 @@
-//! Memory beside pages: what a commit stages for a while, and what callers hold.
+//! Memory other than pages: the staging of a commit, and memory that callers hold.
 //!
-//! It is counted in the budget like pages (I10), and goes back after everything that names it. None of it is
-//! on disk, so a crash just ends it.
+//! It counts toward the budget like pages (I10), and is freed after everything that names it. None of it is
+//! on disk, so a crash ends it.
 
 use std::sync::Arc;
 
@@ -15,26 +15,26 @@ use crate::engine::Engine;
 use crate::error::Result;
 use crate::memory::arena::{Arena, HandedOut, PageMemory, Purpose};
 
-/// Memory beside pages, counted in the budget like them (I10). It is given back after everything that is
-/// in the lane by then.
+/// Memory other than pages, counted toward the budget like them (I10). It is freed after everything that is
+/// in the lane when it is dropped.
 pub(super) struct StageMemory {
     device: Arc<dyn Device>,
     arena: Arc<Arena>,
     memory: Option<PageMemory>,
-    /// What callers' streams do with it.
+    /// The uses of the memory by callers' streams.
     uses: Arc<StreamUses>,
 }
 
 impl StageMemory {
-    /// Memory that goes back when this is dropped.
+    /// Takes ownership of memory, which is freed when this is dropped.
     fn of(engine: &Engine, memory: Option<PageMemory>) -> Self {
         let (device, arena) = (engine.device.clone(), engine.arena.clone());
         Self { device, arena, memory, uses: Arc::default() }
     }
 
-    /// A fence after every list and every stream's use that names this memory.
+    /// Returns a fence after every list and every stream's use of this memory.
     fn last_use(&self) -> Result<Option<Fence>> {
-        // One more list in the lane: its fence comes after every list that names this memory.
+        // The fence of one more list in the lane follows every list that names this memory.
         let staged = self.device.submit(Lane::Stage, CommandList::default())?.fence();
         let last = self.uses.last();
         if let LastUse::At(_) = last {
@@ -43,19 +43,19 @@ impl StageMemory {
         Ok((last != LastUse::Unknown).then_some(staged))
     }
 
-    /// A fence after this one, and after the work of all streams' uses that have ended. A lane waits for
-    /// them, and no thread does.
+    /// Returns a fence after this one and after the work of all streams' uses that have ended. A lane waits
+    /// for them; no thread does.
     fn after_streams(&self, staged: Fence) -> Result<Option<Fence>> {
         self.device.after(Lane::Callers, staged)?;
         Ok(Some(self.device.submit(Lane::Callers, CommandList::default())?.fence()))
     }
 
-    /// Its length in bytes.
+    /// Returns the length in bytes.
     pub fn byte_len(&self) -> u64 {
         self.memory.as_ref().map_or(0, PageMemory::byte_len)
     }
 
-    /// The span of `len` bytes from `offset` on.
+    /// Returns the span of `len` bytes starting at `offset`.
     pub fn part(&self, offset: u64, len: u64) -> Span {
         self.memory.as_ref().expect("there until it is dropped").part(offset, len)
     }
@@ -66,17 +66,17 @@ impl Drop for StageMemory {
         let Some(memory) = self.memory.take() else { return };
         match self.last_use() {
             Ok(Some(fence)) => self.arena.retire(memory, fence),
-            // A use whose end is not known. Given to a page, the memory could be written to.
+            // The end of a use is unknown. If the memory went to a page, it could still be written.
             Ok(None) => tracing::warn!("memory that a stream may use stays allocated"),
-            // The lane may still use it, and never says when it is done. It stays counted.
+            // The lane may still use the memory and will not report when it is done, so the memory stays
+            // counted.
             Err(error) => tracing::warn!(%error, "memory beside pages stays allocated"),
         }
     }
 }
 
 impl Committer {
-    /// Allocates memory of a device for a caller, filled with zeros: what lay there before is not the
-    /// caller's to see.
+    /// Allocates zeroed device memory for a caller, who must not see what was there before.
     ///
     /// # Errors
     /// `OverBudget`, `OutOfMemory`, `PlaceUnavailable`; a device error.
@@ -90,7 +90,7 @@ impl Committer {
         Ok(bytes)
     }
 
-    /// Makes memory that the caller allocated known to the device.
+    /// Registers memory that the caller allocated with the device.
     ///
     /// # Errors
     /// `MemoryRefused`; a device error.
@@ -99,7 +99,7 @@ impl Committer {
         DeviceBytes::adopt(device, memory, arena.link())
     }
 
-    /// Makes the memory of a page that is gone the caller's.
+    /// Hands the memory of a deleted page to the caller.
     ///
     /// # Errors
     /// A device error.
@@ -113,19 +113,19 @@ impl Committer {
         }
     }
 
-    /// Hands memory to the caller. `owner` lives as long as any handle to it.
+    /// Makes a handle for the caller. `owner` lives as long as any handle to the memory.
     fn caller_memory(&self, place: Place, len: u64, owner: StageMemory) -> DeviceBytes {
         let Engine { device, arena, .. } = &*self.engine;
         let (memory, uses) = (owner.part(0, len).memory, owner.uses.clone());
         DeviceBytes::new(device.clone(), memory, place, len, arena.link().clone(), uses, owner)
     }
 
-    /// Allocates memory beside pages, of one length.
+    /// Allocates one piece of memory other than pages.
     pub(super) fn stage_memory(&self, purpose: Purpose, place: Place, len: u64) -> Result<StageMemory> {
         self.stage_memories(purpose, place, [len]).map(|[memory]| memory)
     }
 
-    /// Allocates all of these or none, so that the error says at once what they take together.
+    /// Allocates all pieces or none, so that an error states their total.
     pub(super) fn stage_memories<const N: usize>(
         &self,
         purpose: Purpose,

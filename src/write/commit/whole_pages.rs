@@ -1,14 +1,14 @@
-//! The whole pages of a batch: images ahead of it, and meanwhile the memory of those that it creates.
+//! Writes the whole pages of a batch to images ahead of it, and fills the memory of those that it creates at
+//! the same time.
 //!
-//! The memory is filled by pieces of a few megabytes, beside the writing of the images. So staging is
-//! bounded, however long a batch is: a GPU pins new staging at 1.5 GB/s, which took a batch of 512 MiB longer
-//! than its way over the bus. The applier finds the bytes in place, and the batches after this one do not
-//! wait for them.
+//! The memory is filled in pieces of a few megabytes while the images are written, which bounds staging for a
+//! batch of any length: a GPU pins new staging at 1.5 GB/s, which for a batch of 512 MiB took longer than the
+//! transfer over the bus. The applier finds the bytes in place, and later batches do not wait for them.
 //!
-//! A page that is there already may be read until the batch is logged. Its new bytes are staged, and the
-//! applier copies them.
+//! An existing page may be read until the batch is logged. Its new bytes are staged, and the applier copies
+//! them.
 //!
-//! A failure, or a crash, before the batch is logged leaves neither images nor memory.
+//! A failure or a crash before the batch is logged leaves neither images nor memory.
 
 use remanent_format::{PageId, PageTable, Place};
 
@@ -23,33 +23,34 @@ use crate::images::AheadImages;
 use crate::memory::arena::{PageMemory, Purpose};
 use crate::write::batch::{WholePage, WriteBatch};
 
-/// Bytes that go up by one list: the length of a staging buffer.
+/// Bytes that one list uploads: the length of a staging buffer.
 const PIECE_LEN: u64 = 4 << 20;
-/// The same where nothing crosses a bus: they are still in the processor's cache when they are copied again.
+/// The same if nothing crosses a bus: the bytes are still in the processor's cache when they are copied the
+/// second time.
 const CACHED_PIECE_LEN: u64 = 512 << 10;
-/// Threads that fill memory. One writes the images meanwhile.
+/// The most threads that fill memory. One more thread writes the images.
 const THREADS_MAX: usize = 3;
 
-/// The whole pages that a batch writes, if together they are worth an image file.
+/// The whole pages that a batch writes, if together they justify an image file.
 pub(super) struct WholePages<'a> {
     /// The pages, in the order of their operations.
     pub pages: Vec<WholePage<'a>>,
-    /// Their images, which go if the batch is refused.
+    /// Their images, which are removed if the batch is refused.
     pub file: BatchImages<'a>,
-    /// The memory of those that the batch creates.
+    /// The memory of the pages that the batch creates.
     pub memory: ReadyMemory<'a>,
 }
 
-/// A part of a page's bytes, and the memory that they go to.
+/// A part of a page's bytes, and the memory that receives it.
 type Part<'a> = (Span, &'a [u8]);
 
 impl Committer {
-    /// Writes the batch's whole pages to an image file, if they are worth one, and fills the memory of new
-    /// ones. The file and its name are durable when this returns: a frame that names it must never be found
-    /// without it.
+    /// Writes the batch's whole pages to an image file, if they justify one, and fills the memory of new
+    /// pages. The file and its name are durable when this returns: a frame that names the file must never be
+    /// found without it.
     ///
-    /// The length of an old page is only looked at here. It is checked again under the lock: a page that
-    /// was resized meanwhile is not whole any more.
+    /// The length of an existing page is read without the lock here. It is checked again under the lock: a
+    /// page that was resized in the meantime is no longer whole.
     pub(super) fn write_ahead<'a>(
         &'a self,
         batch: &'a WriteBatch,
@@ -86,7 +87,7 @@ impl Committer {
         Ok(WholePages { pages: whole, file, memory })
     }
 
-    /// Allocates the first memory of the pages that the batch creates in memory of the store's own.
+    /// Allocates the first memory of the pages that the batch creates in the store's own memory.
     fn allocate_ready<'a>(
         &self,
         whole: &[WholePage<'a>],
@@ -103,7 +104,7 @@ impl Committer {
         Ok((made, memory))
     }
 
-    /// Brings bytes to memory of the device, piece by piece and by several threads.
+    /// Uploads bytes to device memory, piece by piece, with several threads.
     fn fill_parts(&self, parts: &[Part<'_>]) -> Result<()> {
         let at_once = if self.engine.device.crosses_bus() { PIECE_LEN } else { CACHED_PIECE_LEN };
         let pieces = pieces(parts, at_once)?;
@@ -114,7 +115,7 @@ impl Committer {
     }
 }
 
-/// Cuts parts into pieces of a bounded length: short ones are put together, a long one is cut.
+/// Divides parts into pieces of bounded length: short parts are combined, and long ones are split.
 fn pieces<'a>(parts: &[Part<'a>], at_once: u64) -> Result<Vec<Vec<Part<'a>>>> {
     let (mut pieces, mut piece, mut free) = (Vec::new(), Vec::new(), at_once);
     for (span, bytes) in parts {
