@@ -1,13 +1,14 @@
-//! Pages that a batch takes to disk, or from there to memory.
+//! Pages that a batch moves to disk, or from disk to memory.
 //!
-//! A page that goes to disk has an image with its bytes before the batch is logged: the newest snapshot's, or
-//! one that is written ahead. No frame names it. A crash may lose it, and the open makes the page of an older
-//! image and the log.
+//! Before the batch is logged, a page that moves to disk has an image with its bytes: that of the newest
+//! snapshot, or one that is written ahead. No frame names the image. If a crash loses it, the next open
+//! rebuilds the page from an older image and the log.
 //!
-//! A page that comes from disk brings memory that holds its bytes already. So the applier reads no disk.
+//! A page that comes from disk brings memory that already holds its bytes, so the applier never reads the
+//! disk.
 //!
-//! Both look at the page without the submission lock. If another batch changes it before this one is logged,
-//! the draft is stale and made anew.
+//! Both read the page without the submission lock. If another batch changes the page before this one is
+//! logged, the draft is stale and is prepared again.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
@@ -34,30 +35,30 @@ use crate::memory::arena::PageMemory;
 /// The operations of a batch that concern pages on disk.
 #[derive(Debug, Default)]
 pub(super) struct DiskOps {
-    /// The operations, by their index, whose page is on disk when they come.
+    /// The operations, by their index, whose page is on disk at that point.
     pub on_disk: Vec<usize>,
-    /// The pages that go to disk.
+    /// The pages that move to disk.
     pub going: Vec<PageId>,
-    /// The pages that come from disk.
+    /// The pages that move from disk to memory.
     pub coming: Vec<PageId>,
 }
 
-/// Where a page is in the course of a batch.
+/// The state of a page in the course of a batch.
 #[derive(Clone, Copy, Default)]
 struct PageCourse {
     is_on_disk: bool,
-    /// Whether the batch made the page, or changed its bytes or its length.
+    /// Whether the batch created the page, or changed its bytes or length.
     is_changed: bool,
-    /// Whether it went to disk, or came from there.
+    /// Whether the page moved to or from disk.
     has_moved: bool,
 }
 
 impl DiskOps {
-    /// Finds them; `place_of` tells where pages are before the batch.
+    /// Finds these operations. `place_of` returns the places of pages before the batch.
     ///
     /// # Errors
-    /// `InvalidOperation` if the batch takes a page to disk or from there after it changed the page's bytes:
-    /// the bytes that move are those before the batch.
+    /// `InvalidOperation` if the batch moves a page to or from disk after it changed the page's bytes: the
+    /// bytes that move are those before the batch.
     pub fn find(ops: &[OpAt<'_>], place_of: impl Fn(PageId) -> Option<Place>) -> Result<Self> {
         let mut found = Self::default();
         let mut courses: HashMap<PageId, PageCourse> = HashMap::new();
@@ -99,27 +100,27 @@ impl DiskOps {
         Ok(found)
     }
 
-    /// Whether there are none.
+    /// Returns whether there are no such operations.
     pub fn is_empty(&self) -> bool {
         self.on_disk.is_empty() && self.going.is_empty() && self.coming.is_empty()
     }
 
-    /// Whether both are of the same operations and pages.
+    /// Returns whether both are of the same operations and pages.
     ///
-    /// One by one. A comparison of two empty slices becomes a call that reads no byte at an address where
-    /// there is nothing, and processors with masked loads take some 30 ns for that.
+    /// The elements are compared one by one. Comparing two empty slices as such compiles to a call that reads
+    /// nothing at a dangling address, which takes some 30 ns on processors with masked loads.
     pub fn is_same(&self, other: &Self) -> bool {
         self.on_disk.iter().eq(&other.on_disk)
             && self.going.iter().eq(&other.going)
             && self.coming.iter().eq(&other.coming)
     }
 
-    /// Whether an operation comes when its page is on disk.
+    /// Returns whether an operation's page is on disk at that point.
     pub fn has(&self, index: usize) -> bool {
         self.on_disk.binary_search(&index).is_ok()
     }
 
-    /// Whether an operation has bytes in the payload for a page that is elsewhere when it comes.
+    /// Returns whether an operation has bytes in the payload for a page that is not on disk at that point.
     pub fn leaves_bytes(&self, ops: &[OpAt<'_>]) -> bool {
         let has_bytes = |op: &Op<'_>| match op {
             Op::Fill { .. } => false,
@@ -128,27 +129,27 @@ impl DiskOps {
         ops.iter().enumerate().any(|(index, at)| has_bytes(&at.op) && !self.has(index))
     }
 
-    /// Bytes that may be pending after the batch, at most.
+    /// Returns an upper bound of the bytes that may be pending after the batch.
     fn pending_bytes(&self, ops: &[OpAt<'_>]) -> u64 {
         let bytes = self.on_disk.iter().map(|index| pending_bytes_of(&ops[*index].op));
         bytes.fold(0, u64::saturating_add)
     }
 }
 
-/// Pages that a batch takes to disk, with images of their bytes.
+/// Pages that a batch moves to disk, with images of their bytes.
 #[derive(Default)]
 pub(super) struct GoingPages<'a> {
-    /// The images, in the order of the pages.
+    /// The images, in ascending order of page id.
     pub images: NewDiskImages,
-    /// The versions of which they are.
+    /// The page versions that the images contain.
     pub versions: Vec<(PageId, Lsn)>,
-    /// Those of the images that were written for the batch.
+    /// The images that were written for this batch.
     pub file: BatchImages<'a>,
 }
 
 impl Committer {
-    /// The operations of a batch that concern pages on disk. Where there never was such a page, and the batch
-    /// makes none, no page is looked at.
+    /// Finds the operations of a batch that concern pages on disk. If no page was ever on disk, and the batch
+    /// puts none there, no page is looked up.
     pub(super) fn disk_ops(&self, ops: &[OpAt<'_>], locked: Option<&PageTable>) -> Result<DiskOps> {
         if !self.engine.disk_pages.is_any() && !new_places(ops).any(|place| place == Place::Disk) {
             return Ok(DiskOps::default());
@@ -160,8 +161,8 @@ impl Committer {
         })
     }
 
-    /// Waits until what the batch writes to pages on disk may be pending, and claims the room for it. A
-    /// caller that holds the submission lock does not wait.
+    /// Waits until the bytes that the batch writes to pages on disk may become pending, and claims room for
+    /// them. A caller that holds the submission lock does not wait.
     pub(super) fn claim_pending(
         &self,
         found: &DiskOps,
@@ -183,8 +184,8 @@ impl Committer {
         let claim = match locked {
             Some(_) => disk_pages.claim(needed),
             None => match disk_pages.wait_for_room(needed, call) {
-                // What the applier is about to write is claimed, and counted twice for a moment. Whether a
-                // batch fits must not depend on how far the applier has come.
+                // Bytes that the applier is about to write are claimed and, for a moment, counted twice.
+                // Whether a batch fits must not depend on the progress of the applier.
                 Err(Error::OverBudget { .. }) => {
                     applier.turn(|_| Ok(()))?;
                     disk_pages.wait_for_room(needed, call)?
@@ -198,8 +199,8 @@ impl Committer {
         Ok(Some(claim))
     }
 
-    /// Finds images of the pages that go to disk, or writes them. `None` if one of the pages changed
-    /// meanwhile.
+    /// Finds or writes images of the pages that move to disk. Returns `None` if one of the pages changed in
+    /// the meantime.
     pub(super) fn going_pages(
         &self,
         found: &DiskOps,
@@ -236,8 +237,8 @@ impl Committer {
         Ok(Some(going))
     }
 
-    /// Writes images of the pages that go to disk and have none. Returns whether none of them changed
-    /// meanwhile.
+    /// Writes images of the pages that move to disk and have none. Returns whether all of them are still
+    /// unchanged.
     fn write_unwritten<'a>(
         &'a self,
         unwritten: &[PageInfo],
@@ -245,7 +246,7 @@ impl Committer {
         ops: &[OpAt<'_>],
         going: &mut GoingPages<'a>,
     ) -> Result<bool> {
-        // Of a page that the batch changes, the image is of an older state: the next snapshot must not name
+        // If the batch changes a page, its image is of an older state, and the next snapshot must not name
         // it.
         let changed = set_of(found.on_disk.iter().filter_map(|index| ops[*index].op.page()));
         let is_changed = |page| changed.contains(&page);
@@ -254,26 +255,27 @@ impl Committer {
         let Some(ahead) = self.write_going(unwritten)? else { return Ok(false) };
         let mut requests = Vec::new();
         for (info, image) in unwritten.iter().zip(ahead.images()) {
-            // It is, before the batch is logged, or there is none.
+            // It is proven before the batch is logged, or the batch fails.
             let image = self.engine.disk_pages.proven_image(*image, info.len);
             push(&mut requests, image.request(info.page))?;
             push(&mut going.images, (info.page, Some(image)))?;
         }
-        // Before the memory goes, which is the only other place that has all of the bytes (I7).
+        // Before the memory is freed, which is the only other place with all of the bytes (I7).
         prove(&DiskSource::past_cache(self.engine.disk.clone()), requests)?;
         going.file = BatchImages::new(ahead, stay);
         Ok(true)
     }
 
-    /// The newest snapshot's image of a page, if it is of the page as it is.
+    /// Returns the newest snapshot's image of a page, if it is of the page's current state.
     fn known_image(&self, info: &PageInfo) -> Option<Arc<DiskImage>> {
         let named = self.known.image_of(info.page, info.epoch)?;
         let image = self.engine.disk_pages.proven_image(named, info.len);
-        // Named still, after its file was marked as used: so no snapshot removes the file from here on.
+        // Checked again after the file was marked as used: if the image is still named, no snapshot removes
+        // the file from here on.
         (self.known.image_of(info.page, info.epoch) == Some(named)).then_some(image)
     }
 
-    /// Takes the images that the medium has as they should be, and has the other pages written (I7).
+    /// Keeps the images that are intact on the medium, and adds the other pages to `unwritten` (I7).
     fn keep_proven(
         &self,
         known: Vec<(PageInfo, Arc<DiskImage>)>,
@@ -295,7 +297,7 @@ impl Committer {
         Ok(())
     }
 
-    /// Writes images of pages to files of their own; `None` if one of them changed meanwhile.
+    /// Writes images of pages to separate files. Returns `None` if one of the pages changed in the meantime.
     fn write_going(&self, pages: &[PageInfo]) -> Result<Option<AheadImages<'_>>> {
         let lens = collected(pages.iter().map(|info| (info.page, info.len)))?;
         let going = ReadPages::new(&self.engine, pages)?;
@@ -309,8 +311,9 @@ impl Committer {
         }
     }
 
-    /// Fills the new memory of pages that come from disk. Returns the versions that it found, and adds to
-    /// what is filled. A page that changed meanwhile is not filled: by its version the draft is stale.
+    /// Fills the new memory of pages that come from disk. Returns the versions that were read, and adds the
+    /// pages to `filled`. A page that changed in the meantime is not filled; its version makes the draft
+    /// stale.
     pub(super) fn fill_from_disk(
         &self,
         found: &DiskOps,
@@ -320,13 +323,13 @@ impl Committer {
         filled: &mut FilledMemory,
     ) -> Result<Vec<(PageId, Lsn)>> {
         let _phase = phases::enter(Phase::Move);
-        // Of a page that the batch overwrites whole, the bytes on disk are not needed.
+        // If the batch overwrites a whole page, the bytes on disk are not needed.
         let coming = found.coming.iter().copied().filter(|page| !filled.has_image_of(*page));
         let mut left = set_of(coming);
         let (mut pages, mut targets) = (Vec::new(), HashMap::new());
         for (made, memory) in made.iter().zip(memory) {
             let Op::Move { page, .. } = ops[made.op].op else { continue };
-            // The first of several moves is the one from disk.
+            // If there are several moves, the first is the one from disk.
             if left.remove(&page) {
                 push(&mut pages, page)?;
                 insert(&mut targets, page, memory.span())?;
@@ -346,8 +349,8 @@ impl Committer {
         collected(copies.iter().map(|(page, lsn, _)| (*page, *lsn)))
     }
 
-    /// Fills memory with the bytes of pages. One that is in memory by now, or has another length, was
-    /// changed, and is passed over.
+    /// Fills memory with the bytes of pages. Skips a page that is now in memory or has another length: it was
+    /// changed.
     fn fill_pages(
         &self,
         copies: &[(PageId, Lsn, Option<DiskPage>)],
@@ -359,7 +362,7 @@ impl Committer {
             let Some(copy) = copy.as_ref().filter(|copy| copy.byte_len() == target.len) else { continue };
             match copy.only_image() {
                 Some(image) => push(&mut images, image.request(*page))?,
-                // Its bytes lie in its image, and in what batches wrote since.
+                // The page's bytes are its image, and what batches wrote since.
                 None => copy.upload(0, &self.engine.staging, target)?,
             }
         }
@@ -372,12 +375,12 @@ impl Committer {
     }
 }
 
-/// Whether a page is on disk by this table.
+/// Returns whether a page is on disk according to this table.
 pub(super) fn is_on_disk(table: &PageTable, page: PageId) -> bool {
     table.entry(page).is_some_and(|entry| entry.place() == Place::Disk)
 }
 
-/// The places that operations give to pages.
+/// Returns the places that operations put pages in.
 pub(super) fn new_places<'a>(ops: &'a [OpAt<'_>]) -> impl Iterator<Item = Place> + 'a {
     ops.iter().filter_map(|at| match at.op {
         Op::Create { place, .. } | Op::Move { place, .. } => Some(place),
