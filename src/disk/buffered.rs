@@ -1,6 +1,6 @@
-//! A window by `pwrite` and `fdatasync`, for file systems on which a mapping is not safe.
+//! A window that uses `pwrite` and `fdatasync`, for file systems on which a mapping is unsafe.
 //!
-//! `put` survives the death of the process once `pwrite` has returned: the bytes lie in the page cache.
+//! Bytes survive the death of the process once `pwrite` has returned, because they are in the page cache.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -18,7 +18,7 @@ pub(super) struct BufferedWindow {
 }
 
 impl BufferedWindow {
-    /// Makes a window onto the whole of `file`, which is `len` bytes long.
+    /// Creates a window onto all of `file`, which is `len` bytes long.
     pub(super) fn new(file: File, name: FileName, len: u64) -> Self {
         Self { file, name, len }
     }
@@ -36,7 +36,7 @@ impl Window for BufferedWindow {
     fn sync(&self, offset: u64, len: u64) -> Result<()> {
         let end = offset.checked_add(len);
         assert!(end.is_some_and(|end| end <= self.len), "a sync lies within its window");
-        // This syncs more than the range, but no other call also waits for the device's own cache.
+        // This syncs more than the range, but no narrower call also flushes the device's own cache.
         self.file.sync_data().map_err(|source| Error::io("sync", self.name, Some(offset), source))
     }
 }

@@ -1,9 +1,9 @@
-//! Reads the bytes of a file that the page cache has, without asking the medium for the rest.
+//! Reads the cached bytes of a file without requesting the rest from the medium.
 //!
-//! A read that must not wait (`RWF_NOWAIT`) stops where the cache does. Since Linux 5.20 it has the rest read
-//! ahead all the same, and a caller that goes on past the cache reads it once more: for 256 MiB that were not
-//! cached, read 4 MiB at a time, 512 MiB came from the disk. So one page is asked for first, and 0.1 % of the
-//! uncached bytes is read twice.
+//! A non-blocking read (`RWF_NOWAIT`) stops at the end of the cached bytes. Since Linux 5.20 it still starts
+//! readahead for the rest, and a caller that then reads past the cache reads those bytes twice: for 256 MiB
+//! of uncached bytes read 4 MiB at a time, 512 MiB came from the disk. So a single page is requested first,
+//! and only 0.1 % of the uncached bytes is read twice.
 
 use std::fs::File;
 use std::io::IoSliceMut;
@@ -11,8 +11,8 @@ use std::io::IoSliceMut;
 use remanent_format::limits::GROUP_ALIGN;
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
 
-/// Fills `out` from `offset` on as far as the cache goes. Returns how many bytes that is: all of them, or a
-/// number with which the rest begins on a block.
+/// Fills `out` from `offset` on as far as the bytes are cached. Returns the number of bytes read: all of
+/// them, or a number after which the rest begins on a block boundary.
 pub(super) fn read_cached(file: &File, offset: u64, out: &mut [u8]) -> usize {
     let probed = out.len().min((GROUP_ALIGN - offset % GROUP_ALIGN) as usize);
     let mut done = 0;
@@ -21,7 +21,7 @@ pub(super) fn read_cached(file: &File, offset: u64, out: &mut [u8]) -> usize {
         let mut area = [IoSliceMut::new(&mut out[done..wanted])];
         match preadv2(file, &mut area, offset + done as u64, ReadWriteFlags::NOWAIT) {
             Err(Errno::INTR) => continue,
-            // Nothing more is cached, or the file ends, or the question is not possible here. The caller
+            // Nothing more is cached, the file ends, or the file system does not support the flag. The caller
             // reads the rest.
             Ok(0) | Err(_) => break,
             Ok(len) => done += len,
@@ -47,7 +47,7 @@ mod tests {
         let bytes: Vec<u8> = (0..20_000).map(|index| (index % 251) as u8).collect();
         std::fs::write(path.path(), &bytes).unwrap();
         let file = File::open(path.path()).unwrap();
-        // Written a moment ago, so that it is cached, if the file system can be asked.
+        // Just written, and so cached, if the file system supports the query.
         let can_be_asked = read_cached(&file, 0, &mut [0]) == 1;
         for (offset, len, cached) in [
             (0, 20_000, 20_000),

@@ -1,5 +1,5 @@
-//! Ways in which a file system cannot be used, asked before the first byte is written, and its answers that
-//! are not to be believed.
+//! File system capabilities: ways of writing that cannot be used, queried before the first byte is written,
+//! and answers that cannot be trusted.
 
 use std::fs::File;
 use std::io::{self, ErrorKind};
@@ -28,27 +28,28 @@ fn magic(system: &StatFs) -> u64 {
     system.f_type as u64 & 0xffff_ffff
 }
 
-/// Whether the kernel's page cache is the only cache of the file's system, and never has a page in part.
-/// Where blocks are shorter than pages, one block of a page may be in the cache, and the kernel says that the
-/// page is not.
+/// Whether the kernel's page cache is the only cache of the file system, and always contains whole pages. If
+/// blocks are shorter than pages, one block of a page may be cached while the kernel reports the page as
+/// uncached.
 pub(super) fn has_no_other_cache(file: &File) -> rustix::io::Result<bool> {
     let system = rustix::fs::fstatfs(file)?;
     let is_known = matches!(magic(&system), EXT | XFS | BTRFS | F2FS);
     Ok(is_known && system.f_bsize as u64 >= rustix::param::page_size() as u64)
 }
 
-/// Whether the file lies in memory alone, whose pages a mapping shares.
+/// Whether the file exists only in memory, in pages that a mapping shares.
 pub(super) fn lies_in_memory(file: &File) -> rustix::io::Result<bool> {
     Ok(magic(&rustix::fs::fstatfs(file)?) == TMPFS)
 }
 
-/// Why a shared mapping below `path` must not be written through, if so.
+/// Returns the reason why files below `path` must not be written through a shared mapping, or `None` if they
+/// may.
 pub(super) fn mapping_refused(path: &Path) -> rustix::io::Result<Option<String>> {
     refusal(magic(&rustix::fs::statfs(path)?), || shares_extents(path))
 }
 
-/// The verdict on a file system, by its magic number. The question is whether a write to a synced page can
-/// need new space: then a full disk kills the process with SIGBUS.
+/// Judges a file system by its magic number. The question is whether a write to a synced page can need new
+/// space: on a full disk, that kills the process with SIGBUS.
 fn refusal(
     magic: u64,
     shares_extents: impl FnOnce() -> rustix::io::Result<bool>,
@@ -70,8 +71,8 @@ fn refusal(
     Ok(Some(reason.to_owned()))
 }
 
-/// Whether files below `path` can share extents. One nameless file is cloned into another; on a full disk, a
-/// file that is there is cloned into itself, which changes nothing. An unknown answer counts as shared.
+/// Whether files below `path` can share extents. Tries to clone one unnamed file into another; on a full
+/// disk, clones an existing file into itself, which changes nothing. An unknown answer counts as shared.
 fn shares_extents(path: &Path) -> rustix::io::Result<bool> {
     let nameless = || {
         let flags = OFlags::RDWR | OFlags::TMPFILE | OFlags::CLOEXEC;
@@ -88,7 +89,7 @@ fn shares_extents(path: &Path) -> rustix::io::Result<bool> {
         Err(Errno::NOSPC | Errno::DQUOT) => {
             let Ok(Some(existing)) = file_below(path) else { return Ok(true) };
             let file = rustix::fs::openat(CWD, existing, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
-            // Where clones are possible at all, this one is invalid.
+            // If clones are supported at all, this one is invalid.
             Ok(rustix::fs::ioctl_ficlone(&file, &file) != Err(Errno::OPNOTSUPP))
         }
         Err(Errno::IO) => Err(Errno::IO),
@@ -96,20 +97,20 @@ fn shares_extents(path: &Path) -> rustix::io::Result<bool> {
     }
 }
 
-/// Why files below `path` cannot be written past the page cache, if so.
+/// Returns the reason why files below `path` cannot be written past the page cache, or `None` if they can.
 ///
-/// A block of a nameless file is written, because some file systems accept the flags at open and refuse the
-/// write. Where there is no space for a block, the first block of a file that is there is read instead: a
-/// store on a full disk must open, so that pages can be deleted.
+/// Writes a block of an unnamed file, because some file systems accept the flags at open and reject the
+/// write. If there is no space for a block, reads the first block of an existing file instead: a store on a
+/// full disk must open, so that pages can be deleted.
 ///
 /// # Errors
-/// The disk's error if it fails, or if it has no space for a block and no such file: another way to write
+/// The disk's error if it fails, or if it has no space for a block and no such file: another way of writing
 /// would not help.
 pub(super) fn direct_refused(path: &Path) -> io::Result<Option<String>> {
     let flags = direct::FLAGS | OFlags::TMPFILE;
     let nameless = rustix::fs::openat(CWD, path, flags, Mode::RUSR | Mode::WUSR);
     let written = nameless.map_err(io::Error::from).and_then(|nameless| {
-        // A window reopens its file as well, so the trial does the same.
+        // A window also reopens its file, so the trial does the same.
         let file = reopen(&File::from(nameless), direct::FLAGS)?;
         file.write_all_at(&AlignedBuf::new(GROUP_ALIGN as usize), 0)
     });
@@ -124,8 +125,8 @@ pub(super) fn direct_refused(path: &Path) -> io::Result<Option<String>> {
     })
 }
 
-/// A file of at least a block: a segment of the log or an image file in this folder, or else in the folder of
-/// the log beside it.
+/// Returns a file that is at least a block long: a log segment or an image file in this folder, or else in
+/// the sibling log folder.
 fn file_below(folder: &Path) -> io::Result<Option<PathBuf>> {
     let beside = folder.with_file_name(Folder::Log.name());
     for folder in [folder, &beside] {
@@ -144,7 +145,7 @@ fn file_below(folder: &Path) -> io::Result<Option<PathBuf>> {
     Ok(None)
 }
 
-/// The verdict on the outcome of the trial.
+/// Converts the outcome of the trial to a verdict.
 pub(super) fn direct_verdict(written: io::Result<()>) -> io::Result<Option<String>> {
     let says_the_disk = [Errno::IO, Errno::NOSPC, Errno::DQUOT].map(|errno| Some(errno.raw_os_error()));
     match written {

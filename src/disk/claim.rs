@@ -1,7 +1,7 @@
-//! The announcement of a writer in `LOCK`, which the next writer overwrites where no lock keeps it out.
+//! The claim of a writer in `LOCK`, which the next writer overwrites if no lock keeps it out.
 //!
-//! A writer describes itself there before it reads the log. The writer before it finds another description,
-//! or another file of that name, when it looks next.
+//! A writer writes its description there before it reads the log. An earlier writer then finds a different
+//! description, or a different file under that name, at its next check.
 
 use std::fs::File;
 use std::io;
@@ -13,13 +13,13 @@ use remanent_format::FileName;
 use crate::base::closed_on_fork::ClosedOnFork;
 use crate::error::{Error, Result};
 
-/// The most bytes that are read of `LOCK`. A description is shorter, also with the longest name of a file.
+/// The maximum number of bytes read from `LOCK`. A description is shorter, even with the longest file name.
 const TEXT_LEN_MAX: usize = 1024;
 
 /// A file's device and inode.
 pub(super) type FileId = (u64, u64);
 
-/// The announcement of a writer.
+/// The claim of a writer.
 #[derive(Debug)]
 pub(super) struct Claim {
     file: Arc<ClosedOnFork>,
@@ -29,7 +29,7 @@ pub(super) struct Claim {
 }
 
 impl Claim {
-    /// The claim of the process that has just described itself in the file.
+    /// Creates the claim of this process, which has just written its description to the file.
     pub fn of(file: Arc<ClosedOnFork>) -> io::Result<Self> {
         let metadata = file.file().metadata()?;
         let mut bytes = [0; TEXT_LEN_MAX];
@@ -37,8 +37,8 @@ impl Claim {
         Ok(Self { id: (metadata.dev(), metadata.ino()), file, text })
     }
 
-    /// Refuses a writer whose claim is not the newest one. `named` is the file that has the name now, which
-    /// `open_named` opens.
+    /// Fails if this claim is no longer the newest one. `named` is the file that has the name now;
+    /// `open_named` opens it.
     pub fn check(&self, named: FileId, open_named: impl FnOnce() -> io::Result<File>) -> Result<()> {
         if named != self.id {
             return Err(superseded(open_named().ok().as_ref()));
@@ -50,13 +50,13 @@ impl Claim {
     }
 }
 
-/// The error of a writer that finds another one's description in this file, or no file.
+/// Returns the error for a writer that finds another writer's description in this file, or no file.
 pub(super) fn superseded(other: Option<&File>) -> Error {
     let holder = other.map(description).filter(|text| !text.is_empty());
     Error::Superseded { holder: holder.unwrap_or_else(|| "an unknown process".to_owned()), store: None }
 }
 
-/// The bytes of `LOCK`.
+/// Reads the bytes of `LOCK`.
 fn content<'b>(file: &File, bytes: &'b mut [u8; TEXT_LEN_MAX]) -> io::Result<&'b [u8]> {
     loop {
         match file.read_at(bytes, 0) {
@@ -67,7 +67,7 @@ fn content<'b>(file: &File, bytes: &'b mut [u8; TEXT_LEN_MAX]) -> io::Result<&'b
     }
 }
 
-/// The first line of a writer's description of itself.
+/// Returns the first line of a writer's description.
 pub(super) fn description(file: &File) -> String {
     let mut bytes = [0; TEXT_LEN_MAX];
     let text = String::from_utf8_lossy(content(file, &mut bytes).unwrap_or_default());

@@ -1,7 +1,7 @@
 //! `DirDisk`: a store directory of a real file system.
 //!
-//! Every method is one or two system calls. `directory.rs` looks names up: in the directory that a writer has
-//! locked or that a reader holds, else by path, again at each call. Open files are in `dir_file.rs`.
+//! Every method is one or two system calls. `directory.rs` resolves names: in the directory that a writer has
+//! locked or that a reader holds, otherwise by path, again at each call. Open files are in `dir_file.rs`.
 
 use std::any::Any;
 use std::fs::File;
@@ -40,15 +40,15 @@ use crate::options::{ImageIo, LogIo};
 #[derive(Clone, Debug)]
 pub struct DirDisk {
     root: PathBuf,
-    /// The directory whose lock was taken through this disk, for as long as the lock is held.
+    /// The directory that was locked through this disk, while the lock is held.
     locked: Arc<Mutex<Weak<OpenDirectory>>>,
-    /// The directory of a reader, for as long as it reads.
+    /// The directory that a reader holds open, while it reads.
     held: Option<Arc<OpenDirectory>>,
 }
 
 impl DirDisk {
-    /// Names the store directory at `path`, which need not exist yet. A relative path is resolved now, so
-    /// that a later change of the working directory does not move the store.
+    /// Refers to the store directory at `path`, which need not exist yet. A relative path is resolved
+    /// immediately, so that a later change of the working directory does not move the store.
     #[must_use]
     pub fn new(path: impl AsRef<Path>) -> Self {
         let path = path.as_ref();
@@ -56,9 +56,9 @@ impl DirDisk {
         Self { root, locked: Arc::default(), held: None }
     }
 
-    /// Names the store directory at `path` and holds it open, so that names are looked up in it wherever it
-    /// is moved, and never in another directory that takes its path. Without a directory at `path`, names are
-    /// looked up by path.
+    /// Refers to the store directory at `path` and holds it open, so that names are resolved in that
+    /// directory even if it is moved, and never in another directory that takes its path. If there is no
+    /// directory at `path`, names are resolved by path.
     #[must_use]
     pub fn held(path: impl AsRef<Path>) -> Self {
         let disk = Self::new(path);
@@ -66,7 +66,7 @@ impl DirDisk {
         Self { held, ..disk }
     }
 
-    /// The store directory's path.
+    /// Returns the path of the store directory.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.root
@@ -83,17 +83,17 @@ impl DirDisk {
         self.root.join(file_path(file))
     }
 
-    /// The directory that is locked or held, if it is.
+    /// Returns the directory that is locked or held, if any.
     fn kept_open(&self) -> Option<Arc<OpenDirectory>> {
         self.held.clone().or_else(|| self.locked.lock().upgrade())
     }
 
-    /// The writer that this disk locked the directory for, as its files know it.
+    /// Returns the writer's directory, for the files that it opens.
     fn writer(&self) -> Weak<OpenDirectory> {
         self.locked.lock().clone()
     }
 
-    /// Calls `work` with the directory in which names are looked up.
+    /// Calls `work` with the directory in which names are resolved.
     fn within<T>(&self, work: impl FnOnce(Directory<'_>) -> T) -> T {
         match self.kept_open() {
             Some(open) => work(Directory::Open(&open)),
@@ -107,7 +107,7 @@ impl DirDisk {
         Error::Folder { action, path: shown.into_owned(), source: Arc::new(source) }
     }
 
-    /// The error of the block that is written to try direct writes.
+    /// Returns the error for a failed trial of direct writes.
     fn trial_failed(&self, folder: Folder, source: io::Error) -> Error {
         let error = self.folder_error("write past the page cache below", folder, source);
         if error.is_no_space() {
@@ -117,8 +117,8 @@ impl DirDisk {
         }
     }
 
-    /// The folder, or the store directory as long as it is not there: a folder may be a mount of its own, on
-    /// another file system.
+    /// Returns the folder's path, or that of the store directory while the folder does not exist. A folder
+    /// may be a mount point of another file system.
     fn asked_path(&self, folder: Folder) -> PathBuf {
         let path = self.folder_path(folder);
         if path.is_dir() { path } else { self.root.clone() }
@@ -138,7 +138,7 @@ impl DirDisk {
             .map_err(|source| self.folder_error("look at", Folder::Root, source))
     }
 
-    /// The error of a file that could not be made or renamed.
+    /// Returns the error for a file that could not be created or renamed.
     fn naming_failed(&self, action: &'static str, file: FileName, source: io::Error) -> Error {
         if self.kept_open().is_some_and(|locked| locked.is_removed()) {
             return self.folder_error("make a file in the removed directory", Folder::Root, source);
@@ -208,15 +208,15 @@ impl Disk for DirDisk {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists && is_there(directory) => Ok(true),
             Err(error) => Err(failed(error)),
         })?;
-        // The entry of the store directory itself lies in a folder that no other call can name, so it is made
-        // durable here. Also when it existed, because its maker may have died before its own sync.
+        // The entry of the store directory is in a folder that no other call can name, so it is made durable
+        // here. This includes an existing directory, whose creator may have died before its own sync.
         if folder == Folder::Root
             && let Some(parent) = self.root.parent()
         {
             match File::open(parent) {
                 Ok(parent) => parent.sync_all().map_err(failed)?,
                 // Another user's folder may be searchable without being readable. A process with more rights
-                // made the entries of such a folder, and their durability is its concern.
+                // created its entries, and is responsible for their durability.
                 Err(error) if existed && error.kind() == io::ErrorKind::PermissionDenied => {}
                 Err(error) => return Err(failed(error)),
             }
@@ -233,11 +233,11 @@ impl Disk for DirDisk {
         for path in missing.into_iter().rev() {
             match std::fs::create_dir(path) {
                 Ok(()) => {}
-                // Another process made it first.
+                // Another process created it first.
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
                 Err(error) => return Err(failed("make", path)(error)),
             }
-            // Its name is durable before anything is made in it.
+            // The name is durable before anything is created below it.
             let above = path.parent().unwrap_or(Path::new("/"));
             File::open(above).and_then(|above| above.sync_all()).map_err(failed("sync", above))?;
         }
@@ -329,8 +329,8 @@ impl Disk for DirDisk {
         watch::watch(&self.folder_path(folder))
     }
 
-    /// Closing a file that was open for writing is an event. It costs two system calls and changes nothing on
-    /// disk.
+    /// Opens the file for writing and closes it, which is an event for watchers. This costs two system calls
+    /// and changes nothing on disk.
     fn tell_watchers(&self, file: FileName) {
         refuse_lock_file(file);
         if let Err(error) = self.within(|directory| directory.open(file, OFlags::WRONLY)) {
@@ -355,7 +355,7 @@ impl Disk for DirDisk {
     }
 }
 
-/// Refuses `LOCK`, which only `lock.rs` may open: closing any descriptor of it drops the process's record
+/// Panics for `LOCK`, which only `lock.rs` may open: closing any descriptor of it drops the process's record
 /// lock.
 fn refuse_lock_file(file: FileName) {
     assert!(file != FileName::Lock, "LOCK is opened by the lock alone");
@@ -363,7 +363,7 @@ fn refuse_lock_file(file: FileName) {
 
 /// Reads a store directory for the pure decoders, without a lock.
 ///
-/// Keeps the file that was read last open, because decoders read a file in many small pieces.
+/// Keeps the most recently read file open, because decoders read a file in many small pieces.
 #[derive(Debug)]
 pub struct DirReader {
     disk: DirDisk,
@@ -371,7 +371,7 @@ pub struct DirReader {
 }
 
 impl DirReader {
-    /// Makes a reader of the store directory at `path`.
+    /// Creates a reader of the store directory at `path`.
     #[must_use]
     pub fn new(path: impl AsRef<Path>) -> Self {
         Self { disk: DirDisk::new(path), last: Mutex::new(None) }
@@ -410,7 +410,7 @@ impl ReadAt for DirReader {
         }
         let open = self.open(file)?;
         open.read_exact_at(out, offset)?;
-        // A writer takes an image file's name away before it writes over it (I13).
+        // A writer removes an image file's name before it writes over the file (I13).
         let is_there = |now: std::fs::Metadata| Ok(now.ino() == open.metadata()?.ino());
         match file {
             FileName::Pages(_) if !std::fs::metadata(self.disk.file_path(file)).and_then(is_there)? => {
@@ -458,7 +458,7 @@ mod tests {
         let error = disk.create(FileName::Store).err().unwrap();
         let expected = format!("cannot make a file in the removed directory {}", disk.path().display());
         assert!(error.to_string().starts_with(&expected), "{error}");
-        // Without the lock it is by path.
+        // Without the lock, names are resolved by path.
         drop(lock);
         disk.create(FileName::Store).unwrap();
         assert_eq!(Disk::list(&disk, Folder::Root).unwrap(), ["STORE"]);

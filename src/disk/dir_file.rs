@@ -1,7 +1,7 @@
-//! A file of a store directory: read and written through the page cache, past it, and mapped.
+//! A file of a store directory: read and written through the page cache, past it, and through a mapping.
 //!
 //! Every method is one or two system calls; the standard library retries those that a signal interrupts. An
-//! open file goes on naming the file that it was opened on, so a rename underneath does not disturb it.
+//! open file keeps referring to the file on which it was opened, so renames do not affect it.
 
 use std::fs::File;
 use std::io;
@@ -27,18 +27,19 @@ use crate::base::sync::Mutex;
 use crate::error::{Error, Result};
 use crate::options::LogIo;
 
-/// One open file of the directory.
+/// An open file of the directory.
 pub(super) struct DirFile {
     file: File,
     name: FileName,
-    /// The writer that opened it, if one did.
+    /// The writer that opened the file, if any.
     writer: Weak<OpenDirectory>,
-    /// A second descriptor that reads past the page cache, opened when first needed. Inside, `None` where the
-    /// file system has no such reads.
+    /// A second descriptor that reads past the page cache, opened on first use. The inner `None` means that
+    /// the file system does not support such reads.
     direct: Mutex<Option<Option<Arc<File>>>>,
-    /// A descriptor that writes past the page cache, opened when first needed.
+    /// A descriptor that writes past the page cache, opened on first use.
     direct_writes: Mutex<Option<Arc<File>>>,
-    /// Whether the page cache has nothing that the medium lacks, as far as it was asked.
+    /// Whether the file was synced by this handle, so that the page cache contains nothing that the medium
+    /// lacks.
     is_synced: Mutex<bool>,
 }
 
@@ -61,13 +62,13 @@ impl DirFile {
     fn past_cache(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
         if let Some(direct) = self.direct() {
             match read_direct(&direct, offset, out) {
-                // Some file systems accept the flag at open and refuse the read.
+                // Some file systems accept the flag at open and reject the read.
                 Err(error) if error.kind() == io::ErrorKind::InvalidInput => {}
                 done => return done,
             }
         }
-        // Synced pages are clean, so the kernel can drop them, and must then ask the medium again. If it
-        // keeps them, this is an ordinary read.
+        // Synced pages are clean, so the kernel can drop them and must then read from the medium. If it keeps
+        // them, this is an ordinary read.
         let len = NonZeroU64::new(out.len() as u64);
         if len.is_some() {
             let _ = rustix::fs::fadvise(&self.file, offset, len, Advice::DontNeed);
@@ -75,7 +76,7 @@ impl DirFile {
         self.file.read_exact_at(out, offset)
     }
 
-    /// Refuses a change by a writer whose store another one has opened: the file may be the other one's now.
+    /// Fails a change by a writer whose store another writer has opened: the file may be that writer's now.
     fn check_writer(&self) -> Result<()> {
         self.writer.upgrade().map_or(Ok(()), |open| open.check_claim())
     }
@@ -93,7 +94,7 @@ impl DiskFile for DirFile {
     }
 
     fn is_without_holes(&self) -> Result<bool> {
-        // The unit of the system's count, whatever a file system's blocks are.
+        // The unit of `st_blocks`, whatever the file system's block size is.
         const COUNTED_LEN: u64 = 512;
         let metadata = self.file.metadata();
         metadata
@@ -115,10 +116,10 @@ impl DiskFile for DirFile {
 
     /// Writes zeros in pieces that suit the window.
     ///
-    /// The kernel may keep the bytes of one write in its page cache as one page as long as the write. A
-    /// mapped log would pay for that: where its zeros had come 256 KiB at a time, syncing 4 KiB of it wrote
-    /// 256 KiB (Linux 6.18, ext4), and a store next to those 4 KiB waited for that write. So a mapped log
-    /// gets its zeros page by page.
+    /// The kernel may keep the bytes of one write in its page cache as a single folio of that length. A
+    /// mapped log would pay for that: when its zeros were written 256 KiB at a time, syncing 4 KiB of it
+    /// wrote 256 KiB (Linux 6.18, ext4), and a store next to those 4 KiB waited for that write. So a mapped
+    /// log gets its zeros page by page.
     fn write_zeros(&self, offset: u64, end: u64, io: LogIo) -> Result<()> {
         let piece_len = match io {
             LogIo::Mapped => rustix::param::page_size() as u64,
@@ -130,7 +131,7 @@ impl DiskFile for DirFile {
         };
         self.check_writer()?;
         zeros_by_pieces(offset, direct, piece_len, |at, zeros| {
-            // Checked once for all pieces, which may be as short as pages.
+            // Checked once for all pieces, which may be as short as a page.
             self.file.write_all_at(zeros, at).map_err(self.failed("write", at))
         })?;
         direct::write_zeros(&self.file, direct, end).map_err(self.failed("write", direct))
@@ -144,9 +145,9 @@ impl DiskFile for DirFile {
         self.past_cache(offset, out).map_err(self.failed("read", offset))
     }
 
-    /// Reads from the cache what it has, once the file is synced. A store that a program copied here a moment
-    /// ago, without a sync, lies in the cache alone, so the file is synced first, once (I6). For a clean file
-    /// that is no work.
+    /// Reads cached bytes from the cache, once the file is synced. A store that a program has just copied
+    /// here without a sync may exist only in the cache, so the file is synced first, once (I6). For a clean
+    /// file this is free.
     fn read_proven(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         let mut is_synced = self.is_synced.lock();
         if !*is_synced {
@@ -161,7 +162,7 @@ impl DiskFile for DirFile {
         }
     }
 
-    /// Counts ranges that cannot be asked about as cached, so that they are read past the cache (I6).
+    /// Treats ranges that cannot be queried as cached, so that they are read past the cache (I6).
     fn uncached(&self) -> Vec<Range<u64>> {
         mapped::uncached(&self.file).unwrap_or_default()
     }
@@ -206,14 +207,14 @@ impl DiskFile for DirFile {
 
     fn memory(&self) -> Result<Option<Box<dyn FileMemory>>> {
         let failed = |source| Error::io("map", self.name, None, source);
-        // A byte without its space would be had from the file system at a store, or not at all.
+        // A store to a byte without allocated space would allocate it, or fail.
         if !lies_in_memory(&self.file).map_err(|errno| failed(errno.into()))? || !self.is_without_holes()? {
             return Ok(None);
         }
         Ok(Some(Box::new(MappedFile::new(&self.file).map_err(failed)?)))
     }
 
-    /// Advises the kernel to forget the pages. It writes dirty ones first, and does not wait for that.
+    /// Advises the kernel to drop the pages. It starts writing dirty ones back, and does not wait for that.
     fn write_back(&self, offset: u64, len: u64) {
         let _advice = rustix::fs::fadvise(&self.file, offset, NonZeroU64::new(len), Advice::DontNeed);
     }
@@ -271,8 +272,8 @@ mod tests {
         }
     }
 
-    /// A page of the cache that is longer than the processor's would be written whole, and a store to its
-    /// other parts would wait.
+    /// A page-cache folio longer than a CPU page would be written whole, and a store to its other parts would
+    /// wait.
     #[test]
     fn a_sync_of_a_mapped_page_leaves_the_others_alone() {
         let directory = tempfile::tempdir().unwrap();
@@ -298,11 +299,11 @@ mod tests {
             faults += put(at);
             window.sync(at, page_len).unwrap();
         }
-        // A process that has the system write everything dirty makes some of them fault anew.
+        // A process that makes the system write everything dirty causes some of them to fault again.
         assert!(faults < len / page_len / 4, "{faults}");
     }
 
-    /// Past the cache the same bytes come for every alignment of offset, length and end of file.
+    /// Reads past the cache return the same bytes for every alignment of offset, length and end of file.
     #[test]
     fn reads_past_the_cache_need_no_alignment() {
         let directory = tempfile::tempdir().unwrap();

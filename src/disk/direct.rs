@@ -1,18 +1,19 @@
-//! A window by direct writes: a put is a copy into the process's own memory, a sync is one write past
+//! A window that uses direct writes: a put is a copy into the process's own memory, a sync is one write past
 //! the page cache that returns when the medium has the bytes.
 //!
-//! Where every commit waits for a sync, this takes one system call where other ways take two. The kernel
-//! neither copies the bytes nor looks for pages to write back. The price: until a sync, bytes that were put
-//! die with the process. So a log that is written this way says `Logged` only when it can say `Durable`.
+//! If every commit waits for a sync, this takes one system call where other ways take two, and the kernel
+//! neither copies the bytes nor searches for pages to write back. The price is that bytes which were put die
+//! with the process until they are synced. So a log written this way reports `Logged` only when it can report
+//! `Durable`.
 //!
 //! `io_uring` was measured and gained at most a tenth, for long groups on one machine of two.
 //!
-//! Direct writes go in whole blocks. A group of frames begins on a block, nothing is put after it into its
-//! last block, and the rest of that block becomes zeros.
+//! Direct writes cover whole blocks. A group of frames begins on a block, nothing is put into its last block
+//! afterwards, and the rest of that block is zeroed.
 //!
-//! The window's memory holds one group, and the group after the next uses it again. A mirror of the whole
-//! file was fresh memory for every frame: at 64 KiB a commit, page faults took 30 % of the processors' time,
-//! most of it under the log's lock.
+//! The window's memory holds one group, and is reused by the group after the next. A mirror of the whole file
+//! was fresh memory for every frame: at 64 KiB per commit, page faults took 30 % of CPU time, most of it
+//! under the log's lock.
 
 use std::fs::File;
 use std::io;
@@ -35,35 +36,35 @@ pub(super) const FLAGS: OFlags =
 /// The flags of a file that is written past the page cache before it has a window.
 const FILL_FLAGS: OFlags = OFlags::WRONLY.union(OFlags::DIRECT).union(OFlags::CLOEXEC);
 
-/// The shortest memory of a window that has any.
+/// The minimum length of a window's memory once it has any.
 const MEMORY_LEN_MIN: usize = 128 << 10;
-/// The longest memory that is kept for the next group.
+/// The maximum length of memory that is kept for the next group.
 const MEMORY_LEN_KEPT: usize = 4 << 20;
 
-/// A window onto the whole of a file, written past the page cache.
+/// A window onto a whole file, written past the page cache.
 pub(super) struct DirectWindow {
     file: File,
     len: u64,
-    /// Held during a put, so that one runs at a time.
+    /// Held during a put, so that puts run one at a time.
     unsynced: Mutex<Unsynced>,
-    /// Memory for `unsynced` to go on with. Held during a sync, because the bytes that another sync asks for
-    /// may be under way. `None` once a write has failed: the bytes that it took are lost.
+    /// Memory for `unsynced` to continue with. Held during a sync, because the bytes that another sync asks
+    /// for may be in flight. `None` after a failed write, whose bytes are lost.
     idle: Mutex<Option<AlignedBuf>>,
     name: FileName,
 }
 
-/// The bytes that were put and that no sync has taken yet.
+/// The bytes that were put and not yet taken by a sync.
 struct Unsynced {
-    /// Where the next put may begin: nothing below is written again (I5).
+    /// The lowest offset for the next put: nothing below is written again (I5).
     closed: u64,
-    /// Where the memory begins in the file, a multiple of 4096.
+    /// The file offset of the memory, a multiple of 4096.
     start: u64,
     len: usize,
     memory: AlignedBuf,
 }
 
 impl DirectWindow {
-    /// Makes a window onto the whole of `file`, which was opened with [`FLAGS`] and is `len` bytes long.
+    /// Creates a window onto all of `file`, which was opened with [`FLAGS`] and is `len` bytes long.
     pub(super) fn new(file: File, name: FileName, len: u64) -> io::Result<Self> {
         if len == 0 || !len.is_multiple_of(GROUP_ALIGN) {
             let reason = format!("{len} bytes are not whole blocks of {GROUP_ALIGN}");
@@ -92,8 +93,8 @@ impl Window for DirectWindow {
         unsynced.put(offset, bytes).map_err(self.failed("take up bytes for", offset))
     }
 
-    /// Writes every byte that was put below the end. `offset` is a multiple of 4096, and nothing was synced
-    /// after it.
+    /// Writes every byte that was put below the end of the range. `offset` is a multiple of 4096, and nothing
+    /// after it was synced.
     fn sync(&self, offset: u64, len: u64) -> Result<()> {
         assert!(offset.is_multiple_of(GROUP_ALIGN), "a group begins on a block"); // I5
         let end = self.end(offset, len).next_multiple_of(GROUP_ALIGN);
@@ -111,7 +112,7 @@ impl Window for DirectWindow {
 }
 
 impl Unsynced {
-    /// Puts bytes. A gap between them and others becomes zeros.
+    /// Stores bytes. A gap before or after them is zeroed.
     fn put(&mut self, offset: u64, bytes: &[u8]) -> io::Result<()> {
         if bytes.is_empty() {
             return Ok(());
@@ -138,8 +139,8 @@ impl Unsynced {
         Ok(())
     }
 
-    /// Closes the bytes below `end`, a multiple of 4096, and swaps them for the memory that is given. Returns
-    /// where they lie in the file, and their length in whole blocks.
+    /// Closes the bytes below `end`, a multiple of 4096, and swaps them for the given memory. Returns their
+    /// file offset, and their length in whole blocks.
     fn take(&mut self, end: u64, memory: &mut AlignedBuf) -> io::Result<(u64, usize)> {
         self.closed = self.closed.max(end);
         let (start, len) = (self.start, self.len.min(end.saturating_sub(self.start) as usize));
@@ -147,7 +148,7 @@ impl Unsynced {
         mem::swap(&mut self.memory, memory);
         self.len = 0;
         if !rest.is_empty() {
-            // The next group has begun; its bytes go on to the new memory.
+            // The next group has begun: its bytes are copied to the new memory.
             self.put(end.max(start), &memory[rest])?;
         }
         let len_in_blocks = len.next_multiple_of(GROUP_ALIGN as usize);
@@ -167,11 +168,11 @@ impl Unsynced {
     }
 }
 
-/// Writes zeros to whole blocks of a file. In the page cache they would cost the processor six times as much.
-/// Each direct write over them would cost an eighth more, because it has to find them there and drop them.
+/// Writes zeros to whole blocks of a file. Through the page cache they would take six times the CPU time, and
+/// each direct write over them would cost an eighth more, because it has to find and drop the cached pages.
 ///
-/// Space that is only allocated needs no zeros, but each sync then waits for the file system's journal as
-/// well: with groups of 256 KiB, ext4 wrote 333 MB/s instead of 578.
+/// Merely allocated space needs no zeros, but each sync then also waits for the file system's journal: with
+/// groups of 256 KiB, ext4 wrote 333 MB/s instead of 578.
 pub(super) fn write_zeros(file: &File, offset: u64, end: u64) -> io::Result<()> {
     if offset == end {
         return Ok(());
@@ -180,18 +181,18 @@ pub(super) fn write_zeros(file: &File, offset: u64, end: u64) -> io::Result<()> 
     zeros_by_pieces(offset, end, ZEROS_LEN_MAX, |at, zeros| write_blocks(&file, at, zeros))
 }
 
-/// Opens the same file anew, for writes that go past the page cache.
+/// Reopens the file for writes past the page cache.
 pub(super) fn open_writer(file: &File) -> io::Result<File> {
     Ok(reopen(file, FILL_FLAGS)?)
 }
 
-/// Writes whole blocks, from memory that is aligned, to a file that was opened for it.
+/// Writes whole blocks from aligned memory to a file that was opened for direct writes.
 pub(super) fn write_blocks(file: &File, offset: u64, blocks: &[u8]) -> io::Result<()> {
     write_all(blocks, offset, |rest, at| rustix::io::pwrite(file, rest, at))
 }
 
-/// Writes whole blocks by a `write` that may stop short, or be interrupted. It goes on where the write
-/// stopped; inside a block it cannot.
+/// Writes whole blocks with a `write` that may be short or interrupted. Resumes after a short write; one that
+/// ends inside a block is an error.
 fn write_all(
     blocks: &[u8],
     offset: u64,
@@ -219,7 +220,8 @@ mod tests {
 
     const LEN: usize = 4 * 4096;
 
-    /// A file and a window onto it; `None`, with a message, where files cannot be written directly.
+    /// Creates a file and a window onto it. Returns `None`, with a message, if files cannot be written
+    /// directly.
     fn with_window() -> Option<(tempfile::NamedTempFile, DirectWindow)> {
         let named = tempfile::NamedTempFile::new().unwrap();
         named.as_file().write_all_at(&[7; LEN], 0).unwrap();
@@ -314,7 +316,7 @@ mod tests {
         let Some((named, window)) = with_window() else { return };
         window.put(0, &[1; 4096]).unwrap();
         window.put(4096, &[2; 4096]).unwrap();
-        // The sync does not take the second block, so it goes on to the memory of the next sync.
+        // The sync does not take the second block, so the block moves to the memory of the next sync.
         window.sync(0, 4096).unwrap();
         assert!(found(&named)[4096..] == [7; LEN - 4096]);
         window.sync(4096, 4096).unwrap();
@@ -359,7 +361,7 @@ mod tests {
         };
         write_all(&blocks, 4096, write).unwrap();
         assert!(medium.borrow()[4096..] == blocks && calls.borrow().is_empty());
-        // A write of nothing, or of a part of a block, is no progress to go on from.
+        // A write of nothing, or of part of a block, is not progress that can be resumed.
         for len in [0, 100, 4096 + 512] {
             let error = write_all(&blocks, 0, |_, _| Ok(len)).unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::WriteZero, "{len}");

@@ -1,7 +1,7 @@
-//! Reads that go past the page cache, for callers that must know what is on the medium (I6).
+//! Reads past the page cache, for callers that must know what is on the medium (I6).
 //!
-//! Direct reads want memory, offset and length aligned. Where a caller's are not, the bytes go through an
-//! aligned area.
+//! Direct reads need aligned memory, offset and length. If the caller's are not aligned, the bytes go through
+//! an aligned buffer.
 
 use std::fs::File;
 use std::io;
@@ -13,28 +13,27 @@ use rustix::fs::{CWD, Mode, OFlags};
 
 use crate::base::aligned_buf::{AlignedBuf, is_aligned};
 
-/// The largest piece that is read past the cache at once, in bytes. With its alignment it is at most a
-/// mebibyte.
+/// The maximum bytes read past the cache at a time through the aligned buffer. With alignment that is at most
+/// one mebibyte.
 pub(super) const BOUNCE_LEN_MAX: usize = (1 << 20) - GROUP_ALIGN as usize;
 
-/// The same where no memory is left for more. A request this short is not refused.
+/// The same limit if memory is short. An allocation this small does not fail.
 const BOUNCE_LEN_SHORT: usize = 32 << 10;
 
-/// Opens the same file anew, for reads that go past the page cache; `None` where the file system has no
-/// direct reads.
+/// Reopens the file for reads past the page cache. Returns `None` if the file system does not support them.
 pub(super) fn reopen_direct(file: &File) -> Option<File> {
     reopen(file, OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC).ok()
 }
 
-/// Opens the same file anew. The path under `/proc` leads to the file even after a rename; where there is no
-/// `/proc`, this fails.
+/// Reopens the same file. The path under `/proc` leads to the file even after a rename; without `/proc`, this
+/// fails.
 pub(super) fn reopen(file: &File, flags: OFlags) -> rustix::io::Result<File> {
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     rustix::fs::openat(CWD, path, flags, Mode::empty()).map(File::from)
 }
 
-/// Reads past the cache: at once where memory, offset and length are aligned as direct reads demand,
-/// otherwise through an aligned area.
+/// Reads past the cache: directly if memory, offset and length are suitably aligned, otherwise through an
+/// aligned buffer.
 pub(super) fn read_direct(file: &File, offset: u64, out: &mut [u8]) -> io::Result<()> {
     if is_aligned(offset, out) {
         return file.read_exact_at(out, offset);
@@ -42,7 +41,7 @@ pub(super) fn read_direct(file: &File, offset: u64, out: &mut [u8]) -> io::Resul
     read_through_area(offset, out, |area, at| file.read_at(area, at))
 }
 
-/// Reads through an aligned area, by a `read` that may stop short, or be interrupted.
+/// Reads through an aligned buffer, using a `read` that may be short or interrupted.
 fn read_through_area(
     offset: u64,
     out: &mut [u8],
@@ -50,7 +49,7 @@ fn read_through_area(
 ) -> io::Result<()> {
     let align = GROUP_ALIGN as usize;
     let bounce_len = out.len().saturating_add(2 * align).next_multiple_of(align).min(BOUNCE_LEN_MAX);
-    // Where memory is short, by shorter pieces: a reading never fails for want of it.
+    // Use a smaller buffer if memory is short: a read must not fail for lack of it.
     let short = || AlignedBuf::new(bounce_len.min(BOUNCE_LEN_SHORT));
     let mut bounce = AlignedBuf::try_new(bounce_len).unwrap_or_else(short);
     let bounce_len = bounce.len();
@@ -63,7 +62,7 @@ fn read_through_area(
             Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
             len => len?,
         };
-        // A read that stops short inside a block has reached the end of the file.
+        // A read that ends inside a block has reached the end of the file.
         let usable = len.saturating_sub(skip).min(out.len() - done);
         if usable == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());

@@ -1,9 +1,9 @@
-//! The directory in which the names of a store's files are looked up.
+//! The directory in which the names of a store's files are resolved.
 //!
-//! A writer looks names up in the directory that it locked, by a descriptor. The lock lies in the directory,
-//! so a directory that is moved takes the lock along, and another store may be made at its old path. By path
-//! the writer's files would go into that store and destroy it. Without a lock, names are looked up by path,
-//! anew at each call.
+//! A writer resolves names relative to the descriptor of the directory that it locked. The lock file is in
+//! that directory, so moving the directory moves the lock too, and another store may be created at the old
+//! path. If the writer used paths, its files would end up in that store and destroy it. Without a lock, names
+//! are resolved by path, again at each call.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -20,8 +20,8 @@ use rustix::io::retry_on_intr;
 use super::claim::{Claim, superseded};
 use crate::error::{Error, Result};
 
-/// The permissions of new files and folders, less those of the process's umask. With a umask of 002 the
-/// members of a group share a store.
+/// The permissions of new files and folders, before the process's umask. With a umask of 002 the members of a
+/// group share a store.
 const FILE_MODE: Mode = Mode::from_raw_mode(0o666);
 const FOLDER_MODE: Mode = Mode::from_raw_mode(0o777);
 
@@ -31,9 +31,9 @@ const FOLDER_FLAGS: OFlags = OFlags::DIRECTORY.union(OFlags::CLOEXEC);
 #[derive(Debug)]
 pub(super) struct OpenDirectory {
     root: File,
-    /// The folders below it that were synced or are kept open for it, as [`Folder::INNER`] has them.
+    /// The inner folders that were synced or are kept open for it, in the order of [`Folder::INNER`].
     inner: [OnceLock<File>; Folder::INNER.len()],
-    /// The claim of the writer that opened it, once it has the lock.
+    /// The claim of the writer that opened the directory, once it has the lock.
     claim: OnceLock<Claim>,
 }
 
@@ -46,13 +46,13 @@ impl OpenDirectory {
         })
     }
 
-    /// Notes the claim of the writer that locked this directory, once.
+    /// Records the claim of the writer that locked this directory; called once.
     pub fn claim(&self, claim: Claim) {
         let earlier = self.claim.set(claim);
         assert!(earlier.is_ok(), "a directory is opened anew for each lock");
     }
 
-    /// Refuses a writer whose claim is not the newest one any more. It takes two system calls.
+    /// Fails if the writer's claim is no longer the newest one. Takes two system calls.
     pub fn check_claim(&self) -> Result<()> {
         let Some(claim) = self.claim.get() else { return Ok(()) };
         let directory = Directory::Open(self);
@@ -61,14 +61,14 @@ impl OpenDirectory {
                 claim.check((named.st_dev, named.st_ino), || directory.open(FileName::Lock, OFlags::RDONLY))
             }
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                // A directory that was removed has no other writer. A file without its name keeps none out.
+                // A removed directory has no other writer. A lock file without its name keeps no writer out.
                 if self.is_removed() { Ok(()) } else { Err(superseded(None)) }
             }
             Err(error) => Err(Error::io("look at", FileName::Lock, None, error)),
         }
     }
 
-    /// A folder's descriptor, which stays open.
+    /// Returns a folder's descriptor, which stays open.
     pub fn kept(&self, folder: Folder) -> io::Result<&File> {
         let Some(index) = Folder::INNER.iter().position(|inner| *inner == folder) else {
             return Ok(&self.root);
@@ -81,18 +81,18 @@ impl OpenDirectory {
         Ok(self.inner[index].get_or_init(|| opened))
     }
 
-    /// The path at which the directory is now. A system without `/proc` does not tell.
+    /// Returns the current path of the directory, or `None` on a system without `/proc`.
     pub fn path(&self) -> Option<PathBuf> {
         std::fs::read_link(format!("/proc/self/fd/{}", self.root.as_raw_fd())).ok()
     }
 
-    /// Whether the directory was removed: nothing can be made in it any more.
+    /// Whether the directory was removed, so that nothing can be created in it.
     pub fn is_removed(&self) -> bool {
         rustix::fs::fstat(&self.root).is_ok_and(|root| root.st_nlink == 0)
     }
 }
 
-/// A store directory, by its path or by a descriptor.
+/// A store directory, by path or by descriptor.
 #[derive(Clone, Copy)]
 pub(super) enum Directory<'a> {
     Path(&'a Path),
@@ -100,7 +100,7 @@ pub(super) enum Directory<'a> {
 }
 
 impl Directory<'_> {
-    /// The place from which the system looks `inner` up, a path within the store directory.
+    /// Returns the descriptor and path by which to look up `inner`, a path within the store directory.
     fn at(&self, inner: &Path) -> (BorrowedFd<'_>, PathBuf) {
         match self {
             Self::Path(root) if inner.as_os_str().is_empty() => (CWD, root.to_path_buf()),
@@ -128,13 +128,13 @@ impl Directory<'_> {
         Ok(rustix::fs::mkdirat(directory, path, FOLDER_MODE)?)
     }
 
-    /// What the system knows of a folder.
+    /// Returns the status of a folder.
     pub fn status(&self, folder: Folder) -> io::Result<Stat> {
         let (directory, path) = self.at(folder_path(folder));
         Ok(rustix::fs::statat(directory, path, AtFlags::empty())?)
     }
 
-    /// What the system knows of the file of this name.
+    /// Returns the status of the file with this name.
     pub fn file_status(&self, file: FileName) -> io::Result<Stat> {
         let (directory, path) = self.at(&file_path(file));
         Ok(rustix::fs::statat(directory, path, AtFlags::SYMLINK_NOFOLLOW)?)
@@ -147,8 +147,8 @@ impl Directory<'_> {
         }?)
     }
 
-    /// The names in a folder, sorted; empty if the folder does not exist. A name that is not UTF-8 is shown
-    /// with replacement characters: it is foreign in any case.
+    /// Returns the names in a folder, sorted; empty if the folder does not exist. A name that is not UTF-8 is
+    /// returned with replacement characters: it is foreign in any case.
     pub fn list(&self, folder: Folder) -> io::Result<Vec<String>> {
         let folder = match self.open_folder(folder) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -175,7 +175,7 @@ impl Directory<'_> {
         Ok(rustix::fs::unlinkat(directory, path, AtFlags::empty())?)
     }
 
-    /// Gives a file of another store directory a name here, the same one.
+    /// Links a file of another store directory here, under the same name.
     pub fn link(&self, other: Directory<'_>, file: FileName) -> io::Result<()> {
         let file = file_path(file);
         let ((other, source), (directory, target)) = (other.at(&file), self.at(&file));
@@ -183,7 +183,7 @@ impl Directory<'_> {
     }
 }
 
-/// The path of a folder within a store directory.
+/// Returns the path of a folder within a store directory.
 pub(super) fn folder_path(folder: Folder) -> &'static Path {
     match folder {
         Folder::Root => Path::new(""),
@@ -191,7 +191,7 @@ pub(super) fn folder_path(folder: Folder) -> &'static Path {
     }
 }
 
-/// The path of a file within a store directory.
+/// Returns the path of a file within a store directory.
 pub(super) fn file_path(file: FileName) -> PathBuf {
     folder_path(file.folder()).join(file.name())
 }
@@ -200,7 +200,7 @@ pub(super) fn file_path(file: FileName) -> PathBuf {
 mod tests {
     use super::*;
 
-    /// The files of a directory, by its path.
+    /// Lists the files of a directory by its path.
     fn names(path: &Path, folder: Folder) -> Vec<String> {
         Directory::Path(path).list(folder).unwrap()
     }

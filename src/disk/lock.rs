@@ -1,18 +1,19 @@
 //! The writer lock of a store directory: one writer, in any process and through any handle.
 //!
-//! Three locks in one, because each alone leaves a gap:
+//! It combines three locks, because each alone leaves a gap:
 //!
-//! 1. A lock of the open file `LOCK` (`F_OFD_SETLK`) keeps all other writers out. Whatever this process opens
-//!    and closes, the lock stays until its descriptor is closed. A forked child closes its copy
-//!    ([`ClosedOnFork`]), so the lock ends with its owner.
-//! 2. A lock of the process (`F_SETLK`) names the owner to a process that is refused. It is also the only
-//!    lock where the kernel or the file system has none of open files. The system drops it as soon as any
-//!    code of the process closes any descriptor of `LOCK`, such as a copy of the directory.
-//! 3. Locks of a process do not conflict within it. So a registry in the process, by the directory's device
-//!    and inode, is asked before `LOCK` is opened at all.
+//! 1. A lock of the open file description of `LOCK` (`F_OFD_SETLK`) keeps all other writers out. It is held
+//!    until its descriptor is closed, whatever else this process opens and closes. A forked child closes its
+//!    copy ([`ClosedOnFork`]), so the lock ends with its owner.
+//! 2. A lock of the process (`F_SETLK`) identifies the owner to a process that is refused. It is also the
+//!    only lock if the kernel or the file system does not support those of open files. The system drops it as
+//!    soon as any code in the process closes any descriptor of `LOCK`, for example while copying the
+//!    directory.
+//! 3. Locks of a process do not conflict within that process. So a registry in the process, by the
+//!    directory's device and inode, is checked before `LOCK` is opened at all.
 //!
-//! The first two are on separate bytes, because a process conflicts with its own open files. Versions of the
-//! program that have only the second one take it on all bytes. So they conflict with both locks, also after
+//! The first two lock separate bytes, because a process conflicts with its own open files. Versions of the
+//! program that have only the second lock take it on all bytes. So they conflict with both locks, even after
 //! the system dropped the second one.
 
 use std::collections::BTreeSet;
@@ -41,14 +42,14 @@ use crate::error::{Error, Result};
 /// A directory's device and inode, the same for each of its paths.
 type DirectoryId = (u64, u64);
 
-/// Directories locked by this process. A forked child begins without any: its parent's locks are not its own.
+/// Directories locked by this process. A forked child starts with none: its parent's locks are not its own.
 static LOCKED_HERE: PerProcess<Mutex<BTreeSet<DirectoryId>>> = PerProcess::new();
 
 /// The bytes of `LOCK` that the process locks, and those that the open file locks: together, all bytes.
 const OF_PROCESS: Range<u64> = 0..1;
 const OF_OPEN_FILE: Range<u64> = 1..NO_END;
 
-/// How long an open waits for the lock of an open file that no living process seems to own.
+/// How long an open waits for an open-file lock that no living process seems to own.
 const CHILD_PATIENCE: Duration = Duration::from_secs(1);
 
 /// Takes the lock of a store directory, which stays open until the lock is dropped.
@@ -59,15 +60,15 @@ pub(super) fn acquire(directory: Arc<OpenDirectory>) -> Result<Box<dyn DiskLock>
 fn lock_directory(open: Arc<OpenDirectory>) -> Result<DirLock> {
     let failed = |action| move |source| Error::io(action, FileName::Lock, None, source);
     let directory = Directory::Open(&open);
-    // 1. The registry, before any descriptor of LOCK exists that could be closed.
+    // 1. The registry, before any descriptor of `LOCK` exists that could be closed.
     let entry = RegistryEntry::claim(id(directory).map_err(failed("look beside"))?)?;
-    // 2. The locks on the file. Where one is refused, `entry` leaves the registry again.
+    // 2. The locks on the file. If one is refused, dropping `entry` clears the registry again.
     let file = open_lock_file(directory, FileName::Lock)?;
     if !take_both(file.file()).map_err(failed("lock"))? {
         return Err(Error::Locked { holder: holder(file.file()), store: None });
     }
-    // 3. The description, for a process that is refused from now on, and for a writer that no lock kept out
-    //    or in. It need not survive anything, and may be missing on a full disk, where a store opens so that
+    // 3. The description, for processes that are refused from now on, and for writers that no lock kept out.
+    //    It need not survive anything, and may be missing on a full disk, where a store must open so that
     //    pages can be deleted.
     match describe(file.file()).map_err(failed("write")) {
         Err(error) if error.is_no_space() => {
@@ -80,18 +81,18 @@ fn lock_directory(open: Arc<OpenDirectory>) -> Result<DirLock> {
     Ok(DirLock { file, _directory: open, _entry: ForkGuard::new(entry) })
 }
 
-/// Takes the lock of the process and that of the open file; `false` if another writer holds either.
+/// Takes the lock of the process and that of the open file. Returns `false` if another writer holds either.
 #[expect(clippy::disallowed_methods, reason = "the system reports no event when a child closes a descriptor")]
 fn take_both(file: &File) -> io::Result<bool> {
-    // The one that names its owner first: the system reports the oldest lock to a process that is refused.
+    // First the lock that names its owner: the system reports the oldest lock to a process that is refused.
     if !record_locks::try_lock(file, Owner::Process, Mode::Exclusive, OF_PROCESS)? {
         return Ok(false);
     }
     let until = Instant::now() + CHILD_PATIENCE;
     loop {
         match record_locks::try_lock(file, Owner::OpenFile, Mode::Exclusive, OF_OPEN_FILE) {
-            // The owner may just have been killed, and a child that it had forked did not run yet: it closes
-            // its copy of the descriptor as soon as it does.
+            // The owner may just have been killed, while a child that it forked has not run yet: the child
+            // closes its copy of the descriptor as soon as it runs.
             Ok(false) if Instant::now() < until => std::thread::sleep(Duration::from_millis(1)),
             Err(error) if knows_no_locks(&error) => {
                 tracing::warn!(%error, "LOCK is held for as long as this process closes no descriptor of it");
@@ -102,8 +103,8 @@ fn take_both(file: &File) -> io::Result<bool> {
     }
 }
 
-/// Opens a file that exists to be locked, and makes it if it is missing. Its content stays: another process
-/// may have described itself there.
+/// Opens a file that exists to be locked, creating it if needed. Its content is kept: another process may
+/// have written its description there.
 pub(super) fn open_lock_file(directory: Directory<'_>, name: FileName) -> Result<ClosedOnFork> {
     ClosedOnFork::open(|| directory.open(name, OFlags::RDWR | OFlags::CREATE))
         .map_err(|source| Error::io("open", name, None, source))
@@ -113,7 +114,7 @@ fn id(directory: Directory<'_>) -> io::Result<DirectoryId> {
     directory.status(Folder::Root).map(|root| (root.st_dev, root.st_ino))
 }
 
-/// Whether any process holds the lock of the store directory. The registry is asked first here, too: in the
+/// Whether any process holds the lock of the store directory. The registry is checked first here, too: in the
 /// process that holds the lock, closing a descriptor of `LOCK` would drop the lock of the process.
 pub(super) fn is_locked(directory: Directory<'_>) -> Result<bool> {
     let failed = |action| move |source| Error::io(action, FileName::Lock, None, source);
@@ -125,8 +126,8 @@ pub(super) fn is_locked(directory: Directory<'_>) -> Result<bool> {
     if registry.contains(&id) {
         return Ok(true);
     }
-    // The registry stays locked meanwhile: a thread that takes the lock now would lose the one of the process
-    // when this descriptor is closed.
+    // The registry stays locked meanwhile: a thread that took the lock now would lose the process's lock when
+    // this descriptor is closed.
     let file = match directory.open(FileName::Lock, OFlags::RDONLY) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
         file => file.map_err(failed("open"))?,
@@ -135,13 +136,14 @@ pub(super) fn is_locked(directory: Directory<'_>) -> Result<bool> {
     Ok(conflict.is_some())
 }
 
-/// All three locks, held. They are dropped in the order of the fields: the file is closed while the registry
-/// still names the directory, because a thread that locks it next must not lose the lock of the process to
-/// this close. A forked child closes nothing. It may have taken the lock on the same file itself after its
-/// parent's death, and would drop it.
+/// All three locks, held. The fields drop in order: the file is closed while the registry still contains the
+/// directory, because a thread that locks the directory next must not lose the process's lock to this close.
+/// A forked child closes nothing: it may itself have locked the same file after its parent's death, and would
+/// drop that lock.
 struct DirLock {
     file: Arc<ClosedOnFork>,
-    /// The writer's names are looked up in it for as long as this lives. Its claim has the file, too.
+    /// The directory in which the writer's names are resolved while the lock is held. Its claim also owns the
+    /// file.
     _directory: Arc<OpenDirectory>,
     _entry: ForkGuard<RegistryEntry>,
 }
@@ -150,7 +152,7 @@ impl DiskLock for DirLock {}
 
 impl Drop for DirLock {
     fn drop(&mut self) {
-        // A child of a bare `clone` may have a copy of the descriptor, which would keep the lock.
+        // A child created by a bare `clone` may have a copy of the descriptor, which would keep the lock.
         if self.file.is_own()
             && let Err(error) = record_locks::unlock(self.file.file(), OF_OPEN_FILE)
             && !knows_no_locks(&error)
@@ -160,7 +162,7 @@ impl Drop for DirLock {
     }
 }
 
-/// A directory's place in the registry, removed when dropped.
+/// A directory's entry in the registry, removed on drop.
 struct RegistryEntry {
     directory: DirectoryId,
 }
@@ -187,7 +189,7 @@ impl Drop for RegistryEntry {
 struct Description {
     process: u32,
     executable: String,
-    /// Seconds since 1970; tells a process from a later one of the same number.
+    /// Seconds since 1970, which distinguish the process from a later one with the same number.
     started: Option<u64>,
 }
 
@@ -210,7 +212,7 @@ impl fmt::Display for Description {
     }
 }
 
-/// Shows seconds since 1970 as a date and a time of day.
+/// Formats seconds since 1970 as a date and a time of day.
 struct UtcTime(u64);
 
 impl fmt::Display for UtcTime {
@@ -229,35 +231,35 @@ impl fmt::Display for UtcTime {
     }
 }
 
-/// The start of this process in seconds since 1970; `None` where `/proc` does not tell.
+/// Returns the start time of this process in seconds since 1970, or `None` if `/proc` does not provide it.
 fn process_start() -> Option<u64> {
     let stat = std::fs::read_to_string("/proc/self/stat").ok()?;
-    // The executable's name is in parentheses and may hold anything; the 22nd field is the 20th after it.
+    // The executable's name is in parentheses and may contain anything; the 22nd field is the 20th after it.
     let ticks: u64 = stat.rsplit_once(')')?.1.split_whitespace().nth(19)?.parse().ok()?;
     let system = std::fs::read_to_string("/proc/stat").ok()?;
     let boot: u64 = system.lines().find_map(|line| line.strip_prefix("btime "))?.trim().parse().ok()?;
     Some(boot + ticks / rustix::param::clock_ticks_per_second())
 }
 
-/// Writes this process's description into `LOCK`, over an earlier one. The file is not emptied first, because
-/// on a full disk the space that it gives up may not come back.
+/// Writes this process's description to `LOCK`, over an earlier one. The file is not emptied first, because
+/// on a full disk the freed space may not be available again.
 fn describe(file: &File) -> io::Result<()> {
-    // A second line, drawn at random, tells this opening from others: processes of two hosts, or of two
-    // containers, may have one number. Earlier versions read the first line only.
+    // A random second line distinguishes this open from others: processes of two hosts, or of two containers,
+    // may have the same number. Earlier versions read only the first line.
     let random = || RandomState::new().build_hasher().finish();
     let description = format!("{}\n{:016x}{:016x}\n", Description::of_this_process(), random(), random());
     file.write_all_at(description.as_bytes(), 0)
         .and_then(|()| file.set_len(description.len() as u64))
-        // Without a description, at least none of an earlier holder.
+        // On failure, remove at least the description of an earlier holder.
         .inspect_err(|_| _ = file.set_len(0))
 }
 
-/// Names the holder of the lock: by its own description, or by its number if the description is another
-/// process's (the holder has not written it yet).
+/// Returns the holder of the lock: its own description, or its process number if the description belongs to
+/// another process because the holder has not written its own yet.
 fn holder(file: &File) -> String {
     let text = description(file);
-    // Absent if the holder has just unlocked, lost the lock of the process, or lives in a process namespace
-    // that is not visible here.
+    // Absent if the holder has just unlocked, has lost the process's lock, or is in a process namespace that
+    // is not visible here.
     match record_locks::conflict(file, 0..NO_END).ok().flatten().and_then(|held| held.process) {
         Some(pid) if !text.starts_with(&format!("process {pid},")) => format!("process {pid}"),
         _ if text.is_empty() => "another process".to_owned(),
@@ -272,8 +274,8 @@ mod tests {
 
     use super::*;
 
-    /// Runs one test of this binary in another process, with `directory` as its errand, and its standard
-    /// input and output as pipes.
+    /// Runs one test of this binary in another process on `directory`, with its standard input and output as
+    /// pipes.
     fn errand(test: &str, directory: &Path) -> Child {
         Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "--nocapture", &format!("disk::lock::tests::{test}")])
@@ -284,12 +286,12 @@ mod tests {
             .unwrap()
     }
 
-    /// The directory of the errand; `None` in the process that runs the tests.
+    /// Returns the directory passed to the child; `None` in the process that runs the tests.
     fn errand_directory() -> Option<std::path::PathBuf> {
         std::env::var_os("REMANENT_TEST_ERRAND").map(Into::into)
     }
 
-    /// Reads the child's output up to the line that says `word`.
+    /// Reads the child's output up to the line that ends with `word`.
     fn wait_for(child: &mut Child, word: &str) {
         let output = BufReader::new(child.stdout.as_mut().unwrap());
         assert!(output.lines().any(|line| line.unwrap().ends_with(word)), "the child ended before {word}");
@@ -360,7 +362,7 @@ mod tests {
         if let Some(directory) = errand_directory() {
             let _lock = acquire(&directory).unwrap();
             println!("\nlocked");
-            // It waits until the parent kills this process.
+            // Waits until the parent kills this process.
             std::io::stdin().lines().for_each(drop);
             return;
         }
@@ -373,7 +375,7 @@ mod tests {
         let expected =
             format!("process {}, {}", other.id(), executable.file_name().unwrap().to_str().unwrap());
         assert!(holder.starts_with(&expected), "{holder}");
-        // A description that is not the holder's is not believed.
+        // A description that is not the holder's is not trusted.
         std::fs::write(directory.path().join("LOCK"), "process 1, init\n").unwrap();
         assert_eq!(holder_of(directory.path()), Some(format!("process {}", other.id())));
         other.kill().unwrap();
@@ -392,7 +394,7 @@ mod tests {
         assert!(!is_locked(&directory.path().join("nothing")).unwrap());
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
         let lock = acquire(directory.path()).unwrap();
-        // A look in the process that holds the lock drops nothing for others.
+        // A query in the process that holds the lock drops nothing for others.
         assert!(is_locked(directory.path()).unwrap());
         for (found, lock) in [("held", Some(lock)), ("free", None)] {
             let mut other = errand("to_look_at_the_lock_takes_nothing", directory.path());
@@ -411,7 +413,7 @@ mod tests {
         }
         let directory = tempfile::tempdir().unwrap();
         let _lock = acquire(directory.path()).unwrap();
-        // As a program does that copies the directory: the lock of the process is gone.
+        // As a program does that copies the directory: the process's lock is gone.
         drop(File::open(directory.path().join("LOCK")).unwrap());
         let mut other = errand("closing_another_descriptor_keeps_others_out", directory.path());
         let output = BufReader::new(other.stdout.as_mut().unwrap());
@@ -420,7 +422,7 @@ mod tests {
         assert!(other.wait().unwrap().success());
     }
 
-    /// An older version locks all bytes for its process. It and this version refuse each other.
+    /// An older version locks all bytes for its process. It and this version exclude each other.
     #[test]
     fn a_lock_of_all_bytes_by_a_process_excludes_and_is_excluded() {
         if let Some(directory) = errand_directory() {

@@ -1,12 +1,11 @@
-//! A window by a shared mapping: a put is a copy into memory, without a system call.
+//! A window that uses a shared mapping: a put is a copy into memory, without a system call.
 //!
-//! Bytes that have been copied survive the death of the process, because the pages belong to the file, not to
-//! the process.
+//! Copied bytes survive the death of the process, because the pages belong to the file, not to the process.
 //!
-//! A file that is mapped must fulfil these conditions, which the caller guarantees (`Disk::window`). Every
-//! byte was written and synced before, so that no store needs space. The file is neither truncated nor
-//! recycled while anything is stored through its window. The file system overwrites in place. Breaking one of
-//! these kills the process with SIGBUS at a store, which no code here can turn into an error.
+//! A mapped file must meet these conditions, which the caller guarantees (`Disk::window`): every byte was
+//! written and synced before, so that no store needs space; the file is neither truncated nor recycled while
+//! anything is stored through its window; the file system overwrites in place. If one of them is violated, a
+//! store kills the process with SIGBUS, which no code here can turn into an error.
 
 use std::fs::File;
 use std::io;
@@ -22,33 +21,33 @@ use crate::base::process::ForkGuard;
 use crate::base::sync::Mutex;
 use crate::error::{Error, Result};
 
-/// A window onto the whole of a file, by a shared mapping.
+/// A window onto a whole file, through a shared mapping.
 ///
 /// # Why one thread may sync while another puts
 ///
-/// The mapping is reached through a raw pointer only: no Rust reference to its bytes ever exists, so a store
-/// can break none. Stores come from `put` alone, and the mutex lets one put run at a time. `sync` is a system
-/// call that reads no byte of the mapping in this process: the kernel takes the dirty pages as it finds them.
-/// A page into which a put is just copying reaches the medium half old, half new. That is a torn group, which
-/// the log's checksums find (I3). No caller is told that those bytes are durable before a sync that began
-/// after their put returned.
+/// The mapping is accessed through a raw pointer only: no Rust reference to its bytes ever exists, so a store
+/// cannot invalidate any. Stores come from `put` alone, and the mutex allows one put at a time. `sync` is a
+/// system call that reads no byte of the mapping in this process: the kernel writes the dirty pages as they
+/// are. A page into which a put is being copied may reach the medium half old, half new. That is a torn
+/// group, which the log's checksums detect (I3). No caller is told that those bytes are durable before a sync
+/// that began after their put returned.
 ///
-/// Reads of the file go through `pread`.
+/// The file is read through `pread`.
 pub(super) struct MappedWindow {
-    /// The mapping. A forked child has other memory at these addresses, if any, and must not unmap that.
+    /// The mapping. A forked child has other memory at these addresses, if any, and must not unmap it.
     map: ForkGuard<MmapRaw>,
-    /// Held during a put. It costs a few nanoseconds when uncontended, and makes this file sound whatever its
-    /// callers do.
+    /// Held during a put. It costs a few nanoseconds when uncontended, and makes this module sound regardless
+    /// of its callers.
     putting: Mutex<()>,
     name: FileName,
 }
 
 impl MappedWindow {
-    /// Maps the whole of `file`, shared, and keeps the mapping out of forked children: a child's store into
-    /// it would reach the parent's log.
+    /// Maps all of `file`, shared, and keeps the mapping out of forked children, whose stores would reach the
+    /// parent's log.
     pub(super) fn new(file: &File, name: FileName) -> io::Result<Self> {
         let window = Self::of(MmapRaw::map_raw(file)?, name)?;
-        // Pages that the page cache has lost come back one by one, for the same reason as in
+        // Pages evicted from the page cache are read back one by one, for the reason given at
         // `DirFile::write_zeros`.
         window.map.advise(Advice::Random)?;
         Ok(window)
@@ -63,7 +62,7 @@ impl MappedWindow {
         Ok(Self { map: ForkGuard::new(map), putting: Mutex::new(()), name })
     }
 
-    /// The range as indices into the mapping, checked to lie within it.
+    /// Returns the range as indices into the mapping, after checking that it is within it.
     fn range(&self, offset: u64, len: u64) -> (usize, usize) {
         let end = offset.checked_add(len);
         assert!(end.is_some_and(|end| end <= self.map.len() as u64), "a range lies within its window");
@@ -87,16 +86,16 @@ impl Window for MappedWindow {
 
     fn sync(&self, offset: u64, len: u64) -> Result<()> {
         let (start, len) = self.range(offset, len);
-        // `msync` of the pages that hold the range. For a file it is an fsync of that range, so it waits for
-        // the device's cache too.
+        // `msync` of the pages that contain the range. For a file this is an fsync of that range, so it also
+        // waits for the device's cache.
         self.map.flush_range(start, len).map_err(|source| Error::io("sync", self.name, Some(offset), source))
     }
 
     fn prefault(&self, offset: u64, len: u64) {
         let (start, len) = self.range(offset, len);
-        // Pages that the page cache has lost are asked for all at once. The faults would have them read page
-        // by page, and 4 MiB took 100 ms on a disk that reads them at once in 3 ms. Kernels before 5.14 do
-        // not know the second advice. A fault that fails is an error here, where a put's would be SIGBUS.
+        // Requests all evicted pages at once. Faults would read them page by page: 4 MiB took 100 ms on a
+        // disk that reads them at once in 3 ms. Kernels before 5.14 lack the second advice. A failing fault
+        // is an error here, but SIGBUS in a put.
         let asked = self.map.advise_range(Advice::WillNeed, start, len);
         if let Err(error) = asked.and_then(|()| self.map.advise_range(Advice::PopulateWrite, start, len)) {
             tracing::debug!(file = %self.name, %error, "the log's memory is not brought in ahead");
@@ -104,13 +103,13 @@ impl Window for MappedWindow {
     }
 }
 
-/// A window onto a part of a file, for bytes that are put there once. The part has its space.
+/// A window onto a part of a file, for bytes that are put there once. The part's space is allocated.
 pub(super) struct PartWindow(MappedWindow);
 
 impl PartWindow {
     /// Maps a part of `file` as [`MappedWindow::new`] maps the whole.
     pub(super) fn new(file: &File, name: FileName, range: Range<u64>) -> io::Result<Self> {
-        // A mapping may go past the file's end, but no store may.
+        // A mapping may extend past the end of the file, but a store must not.
         if range.end > file.metadata()?.len() {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "the part lies past the file's end"));
         }
@@ -121,12 +120,12 @@ impl PartWindow {
 }
 
 impl Window for PartWindow {
-    /// Brings the memory in first. One call takes the faults of all its pages, and a fault that fails is an
-    /// error here, where a store's would be SIGBUS: a file system may fail to keep its word.
+    /// Populates the memory first. One call takes the faults of all its pages, and a failing fault is an
+    /// error here instead of SIGBUS in the store: a file system may break its promise of space.
     fn put(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         let (start, len) = self.0.range(offset, bytes.len() as u64);
         match self.0.map.advise_range(Advice::PopulateWrite, start, len) {
-            // Kernels before 5.14 do not know the advice.
+            // Kernels before 5.14 lack this advice.
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
             populated => populated.map_err(|source| Error::io("map", self.0.name, Some(offset), source))?,
         }
@@ -138,14 +137,14 @@ impl Window for PartWindow {
     }
 }
 
-/// The bytes of a whole file of a file system in memory, by a shared mapping that is kept out of forked
-/// children: a page that was pinned would be copied for the child, or for this process, by the next store.
+/// The bytes of a whole file in an in-memory file system, through a shared mapping that is kept out of forked
+/// children: otherwise the next store to a pinned page would copy it for the child or for this process.
 pub(super) struct MappedFile {
     map: ForkGuard<MmapRaw>,
 }
 
 impl MappedFile {
-    /// Maps the whole of `file`, every byte of which has its space.
+    /// Maps all of `file`, whose space must be fully allocated.
     pub(super) fn new(file: &File) -> io::Result<Self> {
         let map = MmapRaw::map_raw(file)?;
         if map.len() == 0 {
@@ -155,7 +154,7 @@ impl MappedFile {
         Ok(Self { map: ForkGuard::new(map) })
     }
 
-    /// The address of the first byte of a range, checked to lie in the mapping.
+    /// Returns the address of the first byte of a range, after checking that the range is within the mapping.
     fn at(&self, range: &Range<usize>) -> *mut u8 {
         assert!(range.start <= range.end && range.end <= self.map.len(), "a range lies within its file");
         // SAFETY: the start is at most the mapping's length, by the assertion.
@@ -187,12 +186,12 @@ impl FileMemory for MappedFile {
     }
 }
 
-/// The longest file of which the page cache is asked: the answer takes a byte for each page.
+/// The maximum length of a file whose cached pages are queried: the answer takes one byte per page.
 const ASKED_LEN_MAX: u64 = 1 << 30;
 
-/// The parts of a file, in whole pages, of which the page cache has nothing. Some files look wholly cached:
-/// one that is neither the process's own nor writable for it, and one of a file system that has a cache of
-/// its own, or might have one.
+/// Returns the parts of a file, in whole pages, that are not in the page cache. Some files appear to be fully
+/// cached: those that the process neither owns nor may write, and those of a file system that has, or may
+/// have, a cache of its own.
 pub(super) fn uncached(file: &File) -> io::Result<Vec<Range<u64>>> {
     let len = file.metadata()?.len();
     if !(1..=ASKED_LEN_MAX).contains(&len) || !has_no_other_cache(file)? {
@@ -202,7 +201,7 @@ pub(super) fn uncached(file: &File) -> io::Result<Vec<Range<u64>>> {
     let page_len = rustix::param::page_size();
     let mut pages = vec![0_u8; map.len().div_ceil(page_len)];
     // SAFETY: the range is the whole of a mapping that lives as long as `map`, and `pages` has a byte for
-    // each page of it, as the call demands. No byte of the mapping is read.
+    // each of its pages, as the call requires. No byte of the mapping is read.
     if unsafe { libc::mincore(map.as_mut_ptr().cast(), map.len(), pages.as_mut_ptr()) } != 0 {
         return Err(io::Error::last_os_error());
     }
@@ -217,8 +216,8 @@ pub(super) fn uncached(file: &File) -> io::Result<Vec<Range<u64>>> {
     Ok(runs.filter(|(is_cached, _)| *is_cached == 0).map(|(_, pages)| bytes(pages)).collect())
 }
 
-/// Number of page faults of this thread so far that took no read: the tenth field of its `stat`, whose second
-/// is a name.
+/// Returns the number of minor page faults of this thread so far: the tenth field of its `stat`, whose second
+/// field is a name.
 #[cfg(test)]
 pub(super) fn faults() -> u64 {
     let stat = std::fs::read_to_string("/proc/thread-self/stat").unwrap();
@@ -321,10 +320,10 @@ mod tests {
             pages.for_each(|page| window.put(page * page_len + 1, b"stored").unwrap());
             faults() - before
         };
-        // A fault brings in its page and, where a write filled several at once, the neighbours of that page.
+        // A fault brings in its page and, where a write filled several at once, the neighbors of that page.
         assert!(put(0..PAGES) > 0);
         window.prefault(PAGES * page_len + 1, PAGES * page_len - 1);
-        // A process that has the system write everything dirty makes some of them fault anew.
+        // A process that makes the system write everything dirty causes some of them to fault again.
         assert!(put(PAGES..2 * PAGES) < PAGES / 16);
         let mut found = vec![0; 2 * page_len as usize];
         file.read_exact_at(&mut found, (2 * PAGES - 2) * page_len).unwrap();
@@ -343,7 +342,7 @@ mod tests {
         assert_eq!(uncached(&file).unwrap(), []);
     }
 
-    /// The kernel lists the flag "do not copy on fork" as `dc`.
+    /// The kernel shows the flag "do not copy on fork" as `dc`.
     #[test]
     fn a_forked_child_does_not_get_the_mapping() {
         let (_file, window) = with_window();
@@ -368,7 +367,7 @@ mod tests {
         assert!(PartWindow::new(&file, FileName::Pages(1), 4096..LEN as u64 + 1).is_err());
     }
 
-    /// A program that is not ours cut the file: a store would be SIGBUS.
+    /// Another program cut the file: a store would be SIGBUS.
     #[test]
     fn a_store_into_a_part_that_was_cut_off_is_an_error() {
         let file = tempfile::tempfile().unwrap();

@@ -1,9 +1,9 @@
-//! The seam to storage: files of a store, folders, and mapped windows.
+//! Storage abstraction: the files of a store, its folders, and mapped windows.
 //!
-//! The engine asks of storage nothing that is not a method here, so that `SimDisk` sees every write, every
-//! sync and every rename as a point at which a crash can strike. The engine holds `Arc<dyn Disk>`. An
-//! indirect call costs a nanosecond or two, little against a store into a mapping or a sync, and the engine
-//! is compiled once, not once for each disk.
+//! The engine performs storage operations only through the methods here, so that `SimDisk` sees every write,
+//! sync and rename as a point at which a crash can occur. The engine holds `Arc<dyn Disk>`: an indirect call
+//! costs a nanosecond or two, little compared with a store into a mapping or a sync, and the engine is
+//! compiled once instead of once per disk.
 
 pub(crate) mod source;
 pub(crate) mod growing;
@@ -11,6 +11,8 @@ pub(crate) mod image_spares;
 mod buffered;
 mod cached;
 mod claim;
+// Public because tests and fuzz targets use it from outside the crate; hidden because no user's store needs
+// it.
 pub mod dir;
 mod dir_file;
 mod directory;
@@ -22,8 +24,6 @@ mod reader_locks;
 mod record_locks;
 mod capabilities;
 mod watch;
-// Public because tests and fuzz targets use it from outside the crate; hidden because no user's store needs
-// it.
 
 use std::any::Any;
 use std::fmt;
@@ -38,121 +38,122 @@ use crate::base::aligned_buf::AlignedBuf;
 use crate::error::Result;
 use crate::options::{ImageIo, LogIo};
 
-/// A store directory. `Any`, so that [`link`](Disk::link) can tell its own kind.
+/// A store directory. `Any` is a supertrait so that [`link`](Disk::link) can recognize its own kind.
 pub trait Disk: Any + Send + Sync {
-    /// The directory's name in errors and reports.
+    /// Returns the directory's name for errors and reports.
     fn label(&self) -> String;
 
     /// Takes the store's writer lock for as long as the guard lives. Creates the `LOCK` and `READERS` files
     /// if needed.
     ///
     /// # Errors
-    /// `Locked` with the holder, else what the system says.
+    /// `Locked` with the holder; I/O errors.
     fn lock(&self) -> Result<Box<dyn DiskLock>>;
 
-    /// Refuses a writer whose store another writer has opened since. Where locks work there is none. An open
-    /// announces itself before it reads the log, so batches that were synced before a successful check are
-    /// among those that the other writer finds. The disk itself checks before each change of a file or a
-    /// name. Only [windows](DiskFile::window) and [mapped parts](DiskFile::mapped_part) leave it to the
-    /// caller.
+    /// Fails if another writer has opened the store since this one did, which can happen only where locks do
+    /// not work. A writer announces itself before it reads the log, so batches that were synced before a
+    /// successful check are among those that the other writer finds. The disk itself checks before each
+    /// change to a file or a name; only for [windows](DiskFile::window) and [mapped
+    /// parts](DiskFile::mapped_part) must the caller check.
     ///
     /// # Errors
-    /// [`Error::Superseded`](crate::Error::Superseded); what the system says.
+    /// [`Error::Superseded`](crate::Error::Superseded); I/O errors.
     fn check_writer(&self) -> Result<()>;
 
-    /// Whether any process holds the writer lock. Takes nothing and writes nothing.
+    /// Whether any process holds the writer lock. Takes no lock and writes nothing.
     ///
     /// # Errors
-    /// What the system says.
+    /// I/O errors.
     fn is_locked(&self) -> Result<bool>;
 
-    /// Keeps the writer from removing what snapshot `id` needs, its log included, for as long as the guard
-    /// lives; number 0 stands for the log's beginning. Any number of readers hold a snapshot. Writes nothing.
-    /// A hold that was just taken may be too late: the caller looks whether the manifest is still there.
+    /// Keeps the writer from removing the files that snapshot `id` needs, including its log, for as long as
+    /// the guard lives. Number 0 stands for the beginning of the log. Any number of readers may hold a
+    /// snapshot. Writes nothing. A new hold may be too late: the caller must check that the manifest still
+    /// exists.
     ///
     /// # Errors
-    /// What the system says.
+    /// I/O errors.
     fn hold(&self, id: SnapshotId) -> Result<Hold>;
 
-    /// Takes snapshot `id` away from readers to come, for as long as the guard lives; `None` if a reader
-    /// holds it. The writer keeps the guard until what the snapshot needs is removed.
+    /// Makes snapshot `id` unavailable to new readers for as long as the guard lives. Returns `None` if a
+    /// reader holds it. The writer keeps the guard until the files that the snapshot needs are removed.
     ///
     /// # Errors
-    /// What the system says.
+    /// I/O errors.
     fn try_retire(&self, id: SnapshotId) -> Result<Option<Box<dyn DiskLock>>>;
 
-    /// Whether a reader holds snapshot `id`. Takes nothing and writes nothing.
+    /// Whether a reader holds snapshot `id`. Takes no lock and writes nothing.
     ///
     /// # Errors
-    /// What the system says.
+    /// I/O errors.
     fn is_held(&self, id: SnapshotId) -> Result<bool>;
 
-    /// The names in a folder, sorted; empty if the folder does not exist.
+    /// Returns the names in a folder, sorted; empty if the folder does not exist.
     ///
     /// # Errors
-    /// What the system says.
+    /// I/O errors.
     fn list(&self, folder: Folder) -> Result<Vec<String>>;
 
-    /// Makes a folder below the store directory (or the directory itself), unless it exists.
+    /// Creates a folder of the store directory, or the directory itself, unless it exists.
     ///
     /// # Errors
-    /// What the system says.
+    /// I/O errors.
     fn make_folder(&self, folder: Folder) -> Result<()>;
 
-    /// Makes the missing directories above the store's, durably.
+    /// Durably creates the missing parent directories of the store directory.
     ///
     /// # Errors
-    /// What the system says.
+    /// I/O errors.
     fn make_parents(&self) -> Result<()> {
         Ok(())
     }
 
-    /// Makes the names in a folder durable: files made, renamed and removed there.
+    /// Makes the names in a folder durable: creations, renames and removals there.
     ///
     /// # Errors
-    /// What the system says.
+    /// I/O errors.
     fn sync_folder(&self, folder: Folder) -> Result<()>;
 
-    /// Keeps open what [`sync_folder`](Self::sync_folder) needs, for as long as this lives. A sync that
-    /// follows a rename must not fail because the process has too many files open just then.
+    /// Keeps open the descriptors that [`sync_folder`](Self::sync_folder) needs, for as long as this disk
+    /// lives. A sync after a rename must not fail because the process happens to have too many open files.
     ///
     /// # Errors
-    /// What the system says.
+    /// I/O errors.
     fn keep_folders_open(&self) -> Result<()> {
         Ok(())
     }
 
-    /// How long the file system is, in bytes, used or not; `None` where nothing says it.
+    /// Returns the total size of the file system in bytes, or `None` if it is unknown.
     ///
     /// # Errors
-    /// What the system says.
+    /// I/O errors.
     fn total_bytes(&self) -> Result<Option<u64>> {
         Ok(None)
     }
 
-    /// How many bytes of the file system are free for this process; `None` where nothing says it.
+    /// Returns the bytes of the file system that are free for this process, or `None` if that is unknown.
     ///
     /// # Errors
-    /// What the system says.
+    /// I/O errors.
     fn free_bytes(&self) -> Result<Option<u64>> {
         Ok(None)
     }
 
-    /// Makes an empty file, open for reading and writing. A file of that name is truncated, so only names
-    /// that stand for nothing yet (`Temporary`, new numbers) are created.
+    /// Creates an empty file, open for reading and writing. An existing file is truncated, so only names that
+    /// are not in use yet (`Temporary`, new numbers) may be created.
     ///
     /// # Errors
-    /// What the system says.
+    /// I/O errors.
     fn create(&self, file: FileName) -> Result<Arc<dyn DiskFile>>;
 
-    /// Opens a file for reading, and for writing if `write`.
+    /// Opens a file for reading, and also for writing if `write` is set.
     ///
     /// # Errors
-    /// What the system says; `NotFound` inside `Io` if there is no such file.
+    /// I/O errors; `NotFound` inside `Io` if the file does not exist.
     fn open(&self, file: FileName, write: bool) -> Result<Arc<dyn DiskFile>>;
 
-    /// Where the directory is now, as an absolute path: one that is locked may have been moved since. `None`
-    /// if it lies in no file system.
+    /// Returns the current absolute path of the directory: a locked directory may have been moved. `None` if
+    /// it is in no file system.
     ///
     /// # Errors
     /// [`Error::NoStore`](crate::Error::NoStore) if it was removed.
@@ -160,90 +161,94 @@ pub trait Disk: Any + Send + Sync {
         Ok(None)
     }
 
-    /// Gives a file of another store directory a second name here, the same one, so that both share its
-    /// bytes; `false` if that is not possible.
+    /// Links a file of another store directory here under the same name, so that both share its bytes.
+    /// Returns `false` if that is not possible.
     ///
     /// # Errors
-    /// What the system says.
+    /// I/O errors.
     fn link(&self, source: &dyn Disk, file: FileName) -> Result<bool> {
         let _ = (source, file);
         Ok(false)
     }
 
-    /// Renames, replacing `target`. A rename from one folder to another is durable in each of them by its own
-    /// sync: until both are synced, a power cut may leave both names, or none.
+    /// Renames a file, replacing `target`. A rename across folders becomes durable in each folder by that
+    /// folder's own sync: until both are synced, a power cut may leave both names, or none.
     ///
     /// # Errors
-    /// What the system says. It may say that there is no space for the name, as XFS does on a full disk: then
-    /// nothing has changed.
+    /// I/O errors. A lack of space for the name, which XFS reports on a full disk, means that nothing has
+    /// changed.
     fn rename(&self, source: FileName, target: FileName) -> Result<()>;
 
     /// Removes a file from its folder.
     ///
     /// # Errors
-    /// What the system says.
+    /// I/O errors.
     fn remove(&self, file: FileName) -> Result<()>;
 
-    /// A watch that tells when files of a folder are written, made or renamed, as far as the system tells it.
+    /// Returns a watch that reports when files of a folder are written, created or renamed, as far as the
+    /// system reports it.
     fn watch(&self, folder: Folder) -> Box<dyn Watch> {
         let _ = folder;
         Box::new(PlainSleep)
     }
 
-    /// Has every [watch](Self::watch) of the folder end its wait, in all processes, as if `file` had been
-    /// written by a system call. The file stays as it is. Stores into a mapping make no event of their own.
-    /// An advice: where it cannot be followed, watchers look of their own accord.
+    /// Ends the wait of every [watch](Self::watch) on the folder, in all processes, as if `file` had been
+    /// written by a system call. The file is unchanged. This is needed because stores into a mapping cause no
+    /// event. It is best effort: if it is not supported, watchers poll.
     fn tell_watchers(&self, file: FileName) {
         let _ = file;
     }
 
-    /// Why a log here must not be written this way, if so. Buffered is always possible.
+    /// Returns the reason why a log here must not be written in this way, or `None` if it may. Buffered is
+    /// always possible.
     ///
     /// # Errors
-    /// What the system says.
+    /// I/O errors.
     fn refuses(&self, io: LogIo) -> Result<Option<String>>;
 
-    /// Why image files here must not be written this way, if so. Buffered is always possible.
+    /// Returns the reason why image files here must not be written in this way, or `None` if they may.
+    /// Buffered is always possible.
     ///
     /// # Errors
-    /// What the system says.
+    /// I/O errors.
     fn refuses_images(&self, io: ImageIo) -> Result<Option<String>>;
 }
 
-/// One open file of a store directory.
+/// An open file of a store directory.
 #[expect(clippy::len_without_is_empty, reason = "a file is measured, which can fail; it is no collection")]
 pub trait DiskFile: Send + Sync {
-    /// The file's length in bytes.
+    /// Returns the file's length in bytes.
     ///
     /// # Errors
-    /// What the system says.
+    /// I/O errors.
     fn len(&self) -> Result<u64>;
 
-    /// Whether every byte of the file has its space. A hole has none; a copy that leaves zeros out has holes.
+    /// Whether space is allocated for every byte of the file. A hole has none; a copy that skips zeros has
+    /// holes.
     ///
     /// # Errors
-    /// What the system says.
+    /// I/O errors.
     fn is_without_holes(&self) -> Result<bool> {
         Ok(true)
     }
 
-    /// Whether no other name leads to the file, and the file still has one. Bytes that have a second name are
-    /// not written over: a fork may read them.
+    /// Whether the file has exactly one name. Files with a second name are not written over, because a fork
+    /// may read them.
     ///
     /// # Errors
-    /// What the system says.
+    /// I/O errors.
     fn has_one_name(&self) -> Result<bool>;
 
     /// Writes all of `bytes` at `offset`, extending the file if needed.
     ///
     /// # Errors
-    /// What the system says.
+    /// I/O errors.
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()>;
 
-    /// Writes zeros from `offset` to `end`, in the way that is best for a window of this kind.
+    /// Writes zeros from `offset` to `end`, in the way that best suits a window of this kind.
     ///
     /// # Errors
-    /// What the system says.
+    /// I/O errors.
     fn write_zeros(&self, offset: u64, end: u64, io: LogIo) -> Result<()> {
         let _ = io;
         zeros_by_pieces(offset, end, ZEROS_LEN_MAX, |at, zeros| self.write_at(at, zeros))
@@ -252,19 +257,19 @@ pub trait DiskFile: Send + Sync {
     /// Fills `out` from `offset`.
     ///
     /// # Errors
-    /// `UnexpectedEof` inside `Io` if the file ends before the last byte; else what the system says.
+    /// `UnexpectedEof` inside `Io` if the file ends before the last byte; other I/O errors.
     fn read_at(&self, offset: u64, out: &mut [u8]) -> Result<()>;
 
-    /// Fills `out` from `offset`, from the medium where the system lets a process read past its cache. Only
+    /// Fills `out` from `offset`, from the medium if the system allows a process to read past its cache. Only
     /// synced bytes may be read this way.
     ///
     /// # Errors
     /// As for `read_at`.
     fn read_past_cache(&self, offset: u64, out: &mut [u8]) -> Result<()>;
 
-    /// Fills `out` from `offset`. Bytes that the system's cache has at once come from there, the rest from
-    /// the medium. Only for bytes that were read past the cache since they were synced, and that no writer
-    /// touches: for other bytes the cache proves nothing about the medium (I6).
+    /// Fills `out` from `offset`. Cached bytes come from the cache, the rest from the medium. Use this only
+    /// for bytes that were read past the cache since they were synced, and that no writer touches: for other
+    /// bytes the cache proves nothing about the medium (I6).
     ///
     /// # Errors
     /// As for `read_at`.
@@ -272,106 +277,107 @@ pub trait DiskFile: Send + Sync {
         self.read_past_cache(offset, out)
     }
 
-    /// Ranges of bytes of which no cache of the system has anything now. The system takes a later read of
-    /// them from the medium, between now and then, unless a writer touches them. They ascend and neither
-    /// overlap nor touch. A missing range costs another read. A range too many lets a reader believe a cache
-    /// that the medium does not back (I6). So there are none where the system cannot be asked.
+    /// Returns the byte ranges that are currently in no cache of the system, so that a later read takes them
+    /// from the medium unless a writer touches them. The ranges ascend and neither overlap nor touch. A
+    /// missing range costs another read, but an extra range makes a reader trust a cache that the medium does
+    /// not back (I6). So the result is empty if the system cannot be queried.
     fn uncached(&self) -> Vec<Range<u64>> {
         Vec::new()
     }
 
-    /// Makes space for every byte from `offset` to `end`, which then is the file's length at least. Bytes
-    /// that had none are zeros. `false` where the file system makes no space without bytes: then nothing
-    /// changed.
+    /// Allocates space for every byte from `offset` to `end`, and extends the file to at least `end`. Newly
+    /// allocated bytes are zero. Returns `false` if the file system cannot allocate space without writing:
+    /// then nothing has changed.
     ///
     /// # Errors
-    /// What the system says. After a lack of space some of the bytes may have theirs, and a part of the
-    /// length may be there.
+    /// I/O errors. After a lack of space, a part of the range may be allocated, and the file partly extended.
     fn reserve(&self, offset: u64, end: u64) -> Result<bool>;
 
     /// Writes whole blocks past the system's cache, from memory that is aligned to blocks. They are durable
-    /// once they are synced. Where the file system has no such writes, the call fails: see
+    /// once they are synced. Fails if the file system does not support such writes: see
     /// [`Disk::refuses_images`].
     ///
     /// # Errors
-    /// What the system says.
+    /// I/O errors.
     fn write_direct(&self, offset: u64, blocks: &[u8]) -> Result<()>;
 
-    /// Cuts the file to `len` bytes, or extends it by a hole. No part of it is mapped: a store past the end
-    /// would end the process.
+    /// Truncates the file to `len` bytes, or extends it with a hole. No part of it may be mapped: a store
+    /// past the end would kill the process.
     ///
     /// # Errors
-    /// What the system says.
+    /// I/O errors.
     fn cut(&self, len: u64) -> Result<()>;
 
-    /// Maps a part of the file for stores. The offsets of the window count from the part's start. Every byte
-    /// of the part has its space, so that no store wants any; while the window lives, the file is not cut. A
-    /// `sync` of the file covers the stores, also after the window is gone.
+    /// Maps a part of the file for stores. The window's offsets are relative to the start of the part. Space
+    /// must be allocated for every byte of the part, so that no store needs any, and the file must not be
+    /// truncated while the window lives. A `sync` of the file covers the stores, even after the window is
+    /// dropped.
     ///
     /// # Errors
-    /// What the system says.
+    /// I/O errors.
     fn mapped_part(&self, range: Range<u64>) -> Result<Box<dyn Window>>;
 
-    /// The memory of the file as long as it is now, where the file lies in memory alone and has all its
-    /// space. `None` anywhere else: a medium is proven by reading past the cache, and not by memory (I7).
+    /// Returns the memory of the file at its current length, if the file exists only in memory and is fully
+    /// allocated. Otherwise returns `None`: a medium is proven by reading past the cache, not through memory
+    /// (I7).
     ///
     /// # Errors
-    /// What the system says.
+    /// I/O errors.
     fn memory(&self) -> Result<Option<Box<dyn FileMemory>>> {
         Ok(None)
     }
 
-    /// Lets the system begin to bring these bytes to the medium, so that `sync` finds less to do. Nothing is
-    /// promised: `sync` reports a failure.
+    /// Starts writing these bytes to the medium, so that `sync` has less to do. Best effort: `sync` reports a
+    /// failure.
     fn write_back(&self, offset: u64, len: u64) {
         let _ = (offset, len);
     }
 
-    /// Makes all bytes written so far, and the length, durable. A failed sync is never retried: the
-    /// system may have dropped what it could not write.
+    /// Makes all bytes written so far, and the length, durable. A failed sync is never retried: the system
+    /// may have dropped the bytes that it could not write.
     ///
     /// # Errors
-    /// What the system says.
+    /// I/O errors.
     fn sync(&self) -> Result<()>;
 
-    /// Opens a window onto the file, whose length must not change while the window lives. `io` must not
-    /// be one that the disk refuses, nor `Mapped` on a file that is not wholly written.
+    /// Opens a window onto the file, whose length must not change while the window lives. `io` must not be
+    /// one that the disk refuses, nor `Mapped` on a file that is not fully written.
     ///
     /// # Errors
-    /// What the system says.
+    /// I/O errors.
     fn window(&self, io: LogIo) -> Result<Box<dyn Window>>;
 }
 
-/// The memory of a whole file, for a device that copies to it: the bytes are the file's own. Its owner is the
-/// only writer through it. While it lives the file is neither cut nor given holes: what a device writes to a
-/// page that the file has lost goes nowhere, without an error.
+/// The memory of a whole file, for a device that copies to it: the bytes are the file's own. The owner is the
+/// only writer through it. While it lives, the file must be neither truncated nor punched: bytes that a
+/// device writes to a page that the file has lost disappear without an error.
 pub trait FileMemory: Any + Send + Sync {
-    /// The address of the first byte, which begins a page of the system's.
+    /// Returns the address of the first byte, which is page-aligned.
     fn address(&self) -> u64;
 
-    /// Length in bytes.
+    /// Returns the length in bytes.
     fn byte_len(&self) -> u64;
 
-    /// A range of the bytes, to read.
+    /// Returns a range of the bytes for reading.
     ///
     /// # Panics
-    /// If they do not lie in the file.
+    /// If the range is not within the file.
     fn bytes(&self, range: Range<usize>) -> &[u8];
 
-    /// A range of the bytes, to write.
+    /// Returns a range of the bytes for writing.
     ///
     /// # Panics
     /// As for [`bytes`](Self::bytes).
     fn bytes_mut(&mut self, range: Range<usize>) -> &mut [u8];
 }
 
-/// How many zeros are written at once. The log's syncs wait for the zeros before them. For 8 committing
-/// threads on 2 cores with ext4, the slowest hundredth of 4 KiB commits took 1.4 ms with pieces of 1 MiB, and
-/// 1.0 ms with this length. With 64 KiB commits it took 4.0 and 2.3 ms, and this length made a tenth more
-/// commits. With 64 KiB the maker came too late, and a fifth fewer commits were made.
+/// The maximum number of zeros written at a time. The log's syncs wait for the zeros before them. For 8
+/// committing threads on 2 cores with ext4, the slowest hundredth of 4 KiB commits took 1.4 ms with pieces of
+/// 1 MiB, and 1.0 ms with this length. For 64 KiB commits it took 4.0 and 2.3 ms, and this length made a
+/// tenth more commits. With pieces of 64 KiB the maker came too late, and a fifth fewer commits were made.
 const ZEROS_LEN_MAX: u64 = 256 << 10;
 
-/// The same where no memory is left for more. A request this short is not refused.
+/// The same limit if memory is short. An allocation this small does not fail.
 const ZEROS_LEN_SHORT: usize = 32 << 10;
 
 /// Calls `write` with zeros from `offset` to `end`, in aligned pieces that end at multiples of `piece_len`.
@@ -382,7 +388,7 @@ fn zeros_by_pieces<E>(
     mut write: impl FnMut(u64, &[u8]) -> std::result::Result<(), E>,
 ) -> std::result::Result<(), E> {
     let zeros_len = piece_len.min(end.saturating_sub(offset)) as usize;
-    // Where memory is short, by shorter pieces.
+    // Use shorter pieces if memory is short.
     let zeros = AlignedBuf::try_new(zeros_len);
     let zeros = zeros.unwrap_or_else(|| AlignedBuf::new(zeros_len.min(ZEROS_LEN_SHORT)));
     let piece_len = if zeros.len() < zeros_len { ZEROS_LEN_SHORT as u64 } else { piece_len };
@@ -395,45 +401,45 @@ fn zeros_by_pieces<E>(
     Ok(())
 }
 
-/// A window onto a file that is written in place: the log's way to the disk, and one of the images' ways.
-/// One thread puts at a time; another may sync meanwhile.
+/// A window onto a file that is written in place. The log is written through windows, and images may be. One
+/// thread puts at a time; another may sync concurrently.
 pub trait Window: Send + Sync {
-    /// Stores `bytes` at `offset`. When it returns, they survive the death of the process; where the window
-    /// is `Direct`, only when they are synced.
+    /// Stores `bytes` at `offset`. On return they survive the death of the process; in a `Direct` window,
+    /// only once they are synced.
     ///
     /// # Errors
-    /// What the system says.
+    /// I/O errors.
     ///
     /// # Panics
-    /// If the bytes do not lie within the window: the caller checked that.
+    /// If the bytes are not within the window: the caller must have checked that.
     fn put(&self, offset: u64, bytes: &[u8]) -> Result<()>;
 
-    /// Makes the bytes in `offset..offset + len` durable. Where the window is `Direct`, `offset` is a
-    /// multiple of 4096, no later put lies below the end, and the rest of the last 4096 bytes becomes zeros.
+    /// Makes the bytes in `offset..offset + len` durable. In a `Direct` window, `offset` is a multiple of
+    /// 4096, no later put is below the end, and the rest of the last 4096 bytes is zeroed.
     ///
     /// # Errors
-    /// What the system says; then nothing may be acknowledged any more.
+    /// I/O errors, after which nothing may be acknowledged any more.
     fn sync(&self, offset: u64, len: u64) -> Result<()>;
 
-    /// Does in advance the work for which the first put into each of these bytes would wait. Changes no byte.
-    /// It is advice: where it cannot be followed, puts wait.
+    /// Does the work in advance for which the first put into each of these bytes would wait, such as page
+    /// faults. Changes no byte. Best effort: if it is not supported, puts wait.
     ///
     /// # Panics
-    /// If the bytes do not lie within the window.
+    /// If the bytes are not within the window.
     fn prefault(&self, _offset: u64, _len: u64) {}
 }
 
 /// Waits for changes in a folder.
 pub trait Watch: Send {
-    /// Whether changes end a wait early. Stores into a mapping do not, unless the writer
-    /// [tells](Disk::tell_watchers).
+    /// Whether changes end a wait early. Stores into a mapping do not, unless the writer calls
+    /// [`Disk::tell_watchers`].
     fn tells(&self) -> bool;
 
-    /// Waits until something changes, or for `timeout`. Returns whether names changed, or may have changed.
+    /// Waits for a change, or for `timeout`. Returns whether names changed, or may have changed.
     fn wait(&mut self, timeout: Duration) -> bool;
 }
 
-/// A watch without news: a wait takes its whole time.
+/// A watch without notifications: each wait takes its full time.
 struct PlainSleep;
 
 impl Watch for PlainSleep {
@@ -442,7 +448,7 @@ impl Watch for PlainSleep {
     }
 
     fn wait(&mut self, timeout: Duration) -> bool {
-        // A park that ends early, without a reason, costs only one look.
+        // A spurious early wake-up costs only one extra check.
         std::thread::park_timeout(timeout);
         false
     }
@@ -451,14 +457,14 @@ impl Watch for PlainSleep {
 /// A lock, held until the process that took it drops it. In a forked child, dropping its copy does nothing.
 pub trait DiskLock: Send + Sync {}
 
-/// The answer to a reader that wants to hold a snapshot.
+/// The result of a reader's attempt to hold a snapshot.
 pub enum Hold {
     /// The snapshot is held until the guard is dropped.
     Held(Box<dyn DiskLock>),
-    /// The writer is removing the snapshot just now.
+    /// The writer is removing the snapshot.
     Going,
-    /// Nothing can be locked here: on a medium without write access a store has no file for it. A caller that
-    /// reads all the same must expect to be overtaken.
+    /// No lock can be taken: on a medium without write access, the store has no file for it. A caller that
+    /// reads anyway must expect files to be removed meanwhile.
     Impossible,
 }
 

@@ -1,12 +1,13 @@
-//! Locks by which readers keep the writer from removing what they read: on bytes of `READERS`.
+//! Locks on bytes of `READERS`, by which readers keep the writer from removing the files that they read.
 //!
-//! A reader of snapshot *n* holds a shared lock on byte *n*; byte 0 stands for the log's beginning. Before
-//! the writer removes what only snapshot *n* needs, it tries the exclusive lock of that byte, and keeps it
-//! until all is removed. So no reader begins to read what is going (I8). The file stays empty.
+//! A reader of snapshot *n* holds a shared lock on byte *n*; byte 0 stands for the beginning of the log.
+//! Before the writer removes files that only snapshot *n* needs, it tries the exclusive lock on that byte,
+//! and keeps it until the files are removed. So no reader starts reading files that are being removed (I8).
+//! The file stays empty.
 //!
-//! The locks belong to open files, not to processes as one of the two on `LOCK` does. They conflict within a
-//! process, too, and closing another descriptor of the file drops nothing. A forked child closes its copy of
-//! the descriptor, so a lock ends with the process that took it.
+//! The locks belong to open files and not, like one of the two on `LOCK`, to processes. They also conflict
+//! within a process, and closing another descriptor of the file drops nothing. A forked child closes its copy
+//! of the descriptor, so a lock ends with the process that took it.
 
 use std::io;
 use std::ops::Range;
@@ -21,7 +22,7 @@ use super::{DiskLock, Hold};
 use crate::base::closed_on_fork::ClosedOnFork;
 use crate::error::{Error, Result};
 
-/// Makes the file, unless it is there. Only the writer does: a reader never makes a file.
+/// Creates the file unless it exists. Only the writer does this; a reader never creates a file.
 pub(super) fn make(directory: Directory<'_>) -> Result<()> {
     open_lock_file(directory, FileName::Readers).map(drop)
 }
@@ -44,7 +45,7 @@ pub(super) fn hold(directory: Directory<'_>, id: SnapshotId) -> Result<Hold> {
     }
 }
 
-/// Takes snapshot `id` away from readers; `None` if a reader holds it.
+/// Makes snapshot `id` unavailable to readers. Returns `None` if a reader holds it.
 pub(super) fn try_retire(directory: Directory<'_>, id: SnapshotId) -> Result<Option<Box<dyn DiskLock>>> {
     let file = open_lock_file(directory, FileName::Readers)?;
     match ByteLock::take(file, Mode::Exclusive, id) {
@@ -56,7 +57,7 @@ pub(super) fn try_retire(directory: Directory<'_>, id: SnapshotId) -> Result<Opt
     }
 }
 
-/// Whether a reader holds snapshot `id`; takes nothing.
+/// Whether a reader holds snapshot `id`. Takes no lock.
 pub(super) fn is_held(directory: Directory<'_>, id: SnapshotId) -> Result<bool> {
     let file = match directory.open(FileName::Readers, OFlags::RDONLY) {
         Ok(file) => file,
@@ -70,17 +71,17 @@ pub(super) fn is_held(directory: Directory<'_>, id: SnapshotId) -> Result<bool> 
     }
 }
 
-/// Stands for a lock where there are none.
+/// Placeholder for a lock where locks are not supported.
 struct NoLock;
 
 impl DiskLock for NoLock {}
 
-/// The byte of a snapshot.
+/// Returns the byte that represents a snapshot.
 fn byte(id: SnapshotId) -> Range<u64> {
     id.0..id.0 + 1
 }
 
-/// A held lock on one byte.
+/// A lock held on one byte.
 struct ByteLock {
     file: ClosedOnFork,
     id: SnapshotId,
@@ -97,8 +98,8 @@ impl DiskLock for ByteLock {}
 
 impl Drop for ByteLock {
     fn drop(&mut self) {
-        // A child of a bare `clone` may have a copy of the descriptor, which would keep the lock. In a forked
-        // child this is the parent's lock, which stays.
+        // A child created by a bare `clone` may have a copy of the descriptor, which would keep the lock. In
+        // a forked child the lock is the parent's, and is kept.
         if self.file.is_own()
             && let Err(error) = record_locks::unlock(self.file.file(), byte(self.id))
         {

@@ -1,4 +1,4 @@
-//! Locks on ranges of a file's bytes, of two kinds of owner.
+//! Locks on byte ranges of a file, with two kinds of owner.
 //!
 //! | owner | dropped by the system | in a forked child |
 //! |---|---|---|
@@ -22,27 +22,27 @@ pub(super) enum Owner {
     Process,
 }
 
-/// The other locks that may cover the same bytes.
+/// The other locks that are allowed on the same bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Mode {
-    /// Other shared locks.
+    /// Other shared locks are allowed.
     Shared,
-    /// No other lock.
+    /// No other lock is allowed.
     Exclusive,
 }
 
-/// The end of a range that covers all bytes from its start on, however long the file becomes.
+/// The end of a range that covers all bytes from its start on, even if the file grows.
 pub(super) const NO_END: u64 = u64::MAX;
 
 /// A lock that another owner holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Conflict {
     pub mode: Mode,
-    /// The process that owns it. `None` if an open file does, or a process of another namespace.
+    /// The process that owns the lock. `None` if an open file owns it, or a process of another namespace.
     pub process: Option<u32>,
 }
 
-/// Takes a lock; `false` if another owner's lock conflicts with it.
+/// Takes a lock. Returns `false` if another owner's lock conflicts with it.
 pub(super) fn try_lock(file: &File, owner: Owner, mode: Mode, range: Range<u64>) -> io::Result<bool> {
     let command = match owner {
         Owner::OpenFile => libc::F_OFD_SETLK,
@@ -60,11 +60,11 @@ pub(super) fn unlock(file: &File, range: Range<u64>) -> io::Result<()> {
     call(file, libc::F_OFD_SETLK, &mut described(libc::F_UNLCK, range)?)
 }
 
-/// The first lock that keeps another open file from an exclusive lock on these bytes. Takes nothing.
+/// Returns the first lock that keeps another open file from an exclusive lock on these bytes. Takes no lock.
 pub(super) fn conflict(file: &File, range: Range<u64>) -> io::Result<Option<Conflict>> {
     let mut lock = described(Mode::Exclusive.kind(), range)?;
     call(file, libc::F_OFD_GETLK, &mut lock).or_else(|error| {
-        // A kernel that has only locks of processes.
+        // A kernel that supports only process locks.
         if knows_no_locks(&error) { call(file, libc::F_GETLK, &mut lock) } else { Err(error) }
     })?;
     let mode = match libc::c_int::from(lock.l_type) {
@@ -72,12 +72,12 @@ pub(super) fn conflict(file: &File, range: Range<u64>) -> io::Result<Option<Conf
         libc::F_RDLCK => Mode::Shared,
         _ => Mode::Exclusive,
     };
-    // The system reports -1 for an open file, and 0 for a process that it does not show.
+    // The system reports -1 for an open file, and 0 for a process that is not visible.
     let process = u32::try_from(lock.l_pid).ok().filter(|process| *process != 0);
     Ok(Some(Conflict { mode, process }))
 }
 
-/// Whether the file system, or the kernel, has no locks of this kind.
+/// Whether the error means that the file system or the kernel does not support this kind of lock.
 pub(super) fn knows_no_locks(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOLCK | libc::EOPNOTSUPP))
 }
@@ -91,7 +91,7 @@ impl Mode {
     }
 }
 
-/// Describes a lock to the system.
+/// Builds the system's description of a lock.
 fn described(kind: libc::c_int, range: Range<u64>) -> io::Result<libc::flock> {
     let offset = |at: u64| libc::off_t::try_from(at).map_err(io::Error::other);
     // A length of 0 stands for all bytes from the start on.

@@ -1,4 +1,4 @@
-//! A store directory as the format crate reads it: `ReadAt` over the disk seam.
+//! A store directory as the format crate reads it: `ReadAt` on top of [`Disk`].
 
 use std::collections::HashMap;
 use std::io;
@@ -11,33 +11,34 @@ use crate::base::sync::Mutex;
 use crate::disk::{Disk, DiskFile};
 use crate::error::Error;
 
-/// The most files that one source keeps open: those of a long history would exceed the limit of a process.
+/// The maximum number of files that one source keeps open: those of a long history would exceed the process's
+/// limit.
 const FILES_OPEN_MAX: usize = 64;
 
-/// Reads a store directory. Some of the files stay open while it lives.
+/// Reads a store directory. Keeps some of the files open.
 pub(crate) struct DiskSource {
     disk: Arc<dyn Disk>,
     way: ReadPath,
     files: Mutex<HashMap<FileName, Arc<dyn DiskFile>>>,
-    /// The uncached ranges, if this source notes them.
+    /// The uncached ranges, if this source records them.
     uncached: Option<Uncached>,
 }
 
-/// The bytes of segments that the page cache did not have when a source first opened them. That source's
-/// reads of them came from the medium, so a reader that wants the medium's bytes need not ask it again (I6).
-/// A log that was not read before is replayed from ext4 in two thirds of the time.
+/// The bytes of segments that were not in the page cache when a source first opened them. That source read
+/// them from the medium, so a reader that needs the medium's bytes need not read them again (I6). This
+/// replays an uncached log from ext4 in two thirds of the time.
 type Uncached = Arc<Mutex<HashMap<FileName, Vec<Range<u64>>>>>;
 
-/// The way by which a source gets its bytes.
+/// How a source reads its bytes.
 #[derive(Clone, Copy)]
 enum ReadPath {
     /// The bytes that any process would see.
     Visible,
-    /// The medium, where the system lets a process ask past its cache.
+    /// The medium, if the system allows reads past its cache.
     PastCache,
-    /// The cache where it has the bytes at once, else the medium.
+    /// Cached bytes from the cache, the rest from the medium.
     Proven,
-    /// The medium, except for bytes that another source had from it.
+    /// The medium, except for bytes that another source read from it.
     PastCacheOnce,
 }
 
@@ -47,32 +48,32 @@ impl DiskSource {
         Self::by(disk, ReadPath::Visible)
     }
 
-    /// Reads the bytes that any process would see, and notes which of them come from the medium. See
+    /// Reads the bytes that any process would see, and records which of them come from the medium. See
     /// [`past_cache_once`](Self::past_cache_once).
     pub fn noting(disk: Arc<dyn Disk>) -> Self {
         Self { uncached: Some(Arc::default()), ..Self::by(disk, ReadPath::Visible) }
     }
 
-    /// Reads from the medium where the system allows it. Only for bytes that are synced.
+    /// Reads from the medium if the system allows it. Use this only for synced bytes.
     pub fn past_cache(disk: Arc<dyn Disk>) -> Self {
         Self::by(disk, ReadPath::PastCache)
     }
 
-    /// The same directory, read past the cache.
+    /// Returns a source for the same directory that reads past the cache.
     pub fn on_medium(&self) -> Self {
         Self::past_cache(self.disk.clone())
     }
 
-    /// Reads from the cache the bytes that it has, and the rest from the medium. Only for bytes that were
-    /// read past the cache once since they were synced (I6).
+    /// Reads cached bytes from the cache, and the rest from the medium. Use this only for bytes that were
+    /// read past the cache since they were synced (I6).
     pub fn proven(disk: Arc<dyn Disk>) -> Self {
         Self::by(disk, ReadPath::Proven)
     }
 
-    /// Makes a source that takes each byte from the medium once. It reads from the medium the bytes that a
-    /// noting source may have had from the cache, and as any process would the bytes that the noting source
-    /// had from the medium (I6). Only for synced bytes that the noting source has read, and that no writer
-    /// touched since it was made.
+    /// Returns a source that reads each byte from the medium once (I6): past the cache for bytes that this
+    /// recording source may have read from the cache, and normally for bytes that this source read from the
+    /// medium. Use this only for synced bytes that this source has read, and that no writer touched since it
+    /// was created.
     pub fn past_cache_once(&self) -> Self {
         let uncached = self.uncached.clone();
         Self { uncached, ..Self::by(self.disk.clone(), ReadPath::PastCacheOnce) }
@@ -82,9 +83,9 @@ impl DiskSource {
         Self { disk, way, files: Mutex::default(), uncached: None }
     }
 
-    /// Whether a file has lost its name, which this source may still keep open. An image file whose bytes are
-    /// written over lost it before (I13): where it is gone, what was read proves nothing about the store. An
-    /// error of the system's says nothing.
+    /// Whether a file, which this source may still keep open, has lost its name. An image file loses its name
+    /// before its bytes are overwritten (I13): if the name is gone, the bytes read prove nothing about the
+    /// store. A system error counts as unknown and returns `false`.
     pub fn is_gone(&self, file: FileName) -> bool {
         Self::new(self.disk.clone()).len(file).is_ok_and(|len| len.is_none())
     }
@@ -103,11 +104,13 @@ impl DiskSource {
             return Ok(open.clone());
         }
         let open = self.disk.open(file, false)?;
-        // Before anything of the file is read. Only for segments, because no reader asks about other files.
+        // Queried before anything of the file is read. Only for segments, because no reader asks about other
+        // files.
         if let (ReadPath::Visible, Some(uncached), FileName::Segment(_)) = (self.way, &self.uncached, file) {
             uncached.lock().entry(file).or_insert_with(|| {
                 let ranges = open.uncached();
-                // I6: the look-up halves them. Out of order it would take a cached range for an uncached one.
+                // I6: the lookup is a binary search. Unordered ranges would make it treat a cached range as
+                // uncached.
                 assert!(ranges.windows(2).all(|pair| pair[0].end < pair[1].start));
                 ranges
             });
@@ -150,7 +153,7 @@ impl ReadAt for DiskSource {
 
 fn to_io(error: Error) -> io::Error {
     let kind = match &error {
-        // The error's number tells a decoder a shortage from a medium that fails.
+        // The error number lets a decoder distinguish a shortage from a failing medium.
         Error::Io { source, .. } | Error::Folder { source, .. } if error.is_shortage() => {
             return source.raw_os_error().map_or_else(|| source.kind().into(), io::Error::from_raw_os_error);
         }

@@ -1,12 +1,12 @@
-//! Waiting for changes in a folder, of which the system tells (inotify).
+//! Waiting for changes in a folder, using inotify.
 //!
-//! A user may have a few hundred inotify instances. So all followers of a store in this process share one,
+//! A user may have a few hundred inotify instances. So all followers of a folder in this process share one,
 //! and one thread that reads from it ([`Hub`]). A forked child has no such thread, and the parent's watch
-//! belongs to the parent: the child begins with none.
+//! belongs to the parent: the child starts with none.
 //!
-//! This is a help and no promise. Stores into a mapping make no event, so their writer makes one
-//! ([`super::Disk::tell_watchers`]), and some file systems make none at all. Where the system has no more
-//! watches to give, a wait takes its whole time.
+//! Notifications are best effort. Stores into a mapping cause no event, so their writer causes one
+//! ([`super::Disk::tell_watchers`]), and some file systems provide none at all. If the system has no more
+//! watches, a wait takes its full time.
 
 use std::collections::HashMap;
 use std::io;
@@ -25,7 +25,7 @@ use crate::base::process::{ForkGuard, PerProcess};
 use crate::base::sync::threads;
 use crate::base::sync::{Condvar, Instant, Mutex};
 
-/// What a write makes, and what a writer does that tells of stores into a mapping.
+/// The events of writes, including the one that a writer causes to report stores into a mapping.
 const WRITES: ReadFlags = ReadFlags::MODIFY.union(ReadFlags::CLOSE_WRITE);
 
 /// Room for a few dozen events at a time.
@@ -37,7 +37,7 @@ type FolderId = (u64, u64);
 /// The hubs of the folders that this process watches.
 static HUBS: PerProcess<Mutex<HashMap<FolderId, Weak<ForkGuard<Hub>>>>> = PerProcess::new();
 
-/// Watches the folder at `path`; where that is not possible, each wait takes its whole time.
+/// Watches the folder at `path`. If that is not possible, each wait takes its full time.
 pub(super) fn watch(path: &Path) -> Box<dyn Watch> {
     match subscribe(path) {
         Ok(hub) => {
@@ -51,7 +51,7 @@ pub(super) fn watch(path: &Path) -> Box<dyn Watch> {
     }
 }
 
-/// The hub of a folder: an existing one, or a new one.
+/// Returns the hub of a folder, starting one if needed.
 fn subscribe(path: &Path) -> io::Result<Arc<ForkGuard<Hub>>> {
     let metadata = std::fs::metadata(path)?;
     let folder = (metadata.dev(), metadata.ino());
@@ -67,14 +67,14 @@ fn subscribe(path: &Path) -> io::Result<Arc<ForkGuard<Hub>>> {
     Ok(hub)
 }
 
-/// The source of news about one folder, for all its subscribers.
+/// The event source of one folder, shared by all its subscribers.
 struct Hub {
     inotify: Arc<OwnedFd>,
     watch: i32,
     news: Arc<WatchState>,
 }
 
-/// The news of a folder so far.
+/// The events of a folder so far.
 #[derive(Default)]
 struct WatchState {
     count: Mutex<Count>,
@@ -83,11 +83,11 @@ struct WatchState {
 
 #[derive(Clone, Default)]
 struct Count {
-    /// How often a file was written, made, renamed or removed.
+    /// The number of times a file was written, created, renamed or removed.
     events: u64,
-    /// How often that concerned a name.
+    /// The number of those events that changed a name.
     names: u64,
-    /// Whether no more news will come: the folder is gone, or the system cannot tell of it.
+    /// Whether no more events will come: the folder was removed, or the system cannot report them.
     is_over: bool,
 }
 
@@ -105,7 +105,7 @@ impl Hub {
 }
 
 impl Drop for Hub {
-    /// Removes the watch. The removal is an event itself, which ends the thread.
+    /// Removes the watch. The removal is itself an event, which ends the thread.
     fn drop(&mut self) {
         if let Err(errno) = inotify::remove_watch(&*self.inotify, self.watch) {
             tracing::debug!(%errno, "the folder was gone before its watch");
@@ -113,7 +113,7 @@ impl Drop for Hub {
     }
 }
 
-/// The life of a hub's thread: events become news.
+/// The body of a hub's thread: counts events and wakes subscribers.
 fn report(inotify: &OwnedFd, news: &WatchState) {
     loop {
         let heard = match poll(&mut [PollFd::new(inotify, PollFlags::IN)], None) {
@@ -142,13 +142,13 @@ fn report(inotify: &OwnedFd, news: &WatchState) {
     }
 }
 
-/// The subjects of some events.
+/// The kinds of a batch of events.
 struct WatchEvents {
     names: bool,
     is_over: bool,
 }
 
-/// Takes all events that are waiting.
+/// Reads all pending events.
 fn drain(inotify: &OwnedFd) -> rustix::io::Result<WatchEvents> {
     let mut heard = WatchEvents { names: false, is_over: false };
     let mut room = [MaybeUninit::uninit(); EVENTS_LEN];
@@ -160,14 +160,14 @@ fn drain(inotify: &OwnedFd) -> rustix::io::Result<WatchEvents> {
                 heard.is_over |= event.events().contains(ReadFlags::IGNORED);
             }
             Err(rustix::io::Errno::INTR) => {}
-            // No more events are waiting.
+            // No more events are pending.
             Err(rustix::io::Errno::AGAIN) => return Ok(heard),
             Err(errno) => return Err(errno),
         }
     }
 }
 
-/// A subscriber to a folder's news, and the news that it has seen so far.
+/// A subscriber to a folder's events, with the count that it has seen so far.
 struct Subscription {
     hub: Arc<ForkGuard<Hub>>,
     seen: Count,
@@ -182,7 +182,7 @@ impl Watch for Subscription {
         let until = Instant::now().checked_add(timeout);
         let WatchState { count, changed } = &*self.hub.news;
         let mut count = count.lock();
-        // Where no more news will come, a wait takes its whole time.
+        // If no more events will come, a wait takes its full time.
         while count.events == self.seen.events || (count.is_over && self.seen.is_over) {
             match until {
                 Some(until) if changed.wait_until(&mut count, until).timed_out() => return false,
@@ -215,7 +215,7 @@ mod tests {
         drop(hubs);
         std::fs::write(directory.path().join("new"), b"").unwrap();
         assert!(watches.iter_mut().all(|watch| watch.tells() && watch.wait(LONG)));
-        // A subscriber that goes takes nothing from the others.
+        // Dropping a subscriber does not affect the others.
         watches.pop();
         std::fs::remove_file(directory.path().join("new")).unwrap();
         assert!(watches.iter_mut().all(|watch| watch.wait(LONG)));
@@ -238,7 +238,7 @@ mod tests {
             assert!(!hub.news.changed.wait_until(&mut count, until).timed_out(), "nothing is heard");
         }
         assert_eq!((count.names, metadata().len(), metadata().modified().unwrap()), (0, 5, modified));
-        // There is no such file: nothing is made.
+        // The file does not exist, and is not created.
         disk.tell_watchers(FileName::Temporary(Folder::Root, 2));
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1);
     }

@@ -1,7 +1,7 @@
-//! Bytes that go into a file past the page cache, in whole blocks.
+//! Writes to a file past the page cache, in whole blocks.
 //!
 //! Chunks of images are whole blocks. Only the image of a long page comes in pieces of any length, with its
-//! head last. A block of which a piece has a part waits in memory until the rest has come.
+//! head last. A block that a piece covers only in part waits in memory until the rest has come.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -17,9 +17,9 @@ use crate::error::Result;
 
 const BLOCK: usize = GROUP_ALIGN as usize;
 
-/// The longest piece that is copied to aligned memory at once.
+/// The maximum length that is copied to aligned memory at a time.
 const BOUNCE_LEN_MAX: usize = 1 << 20;
-/// The same where no memory is left for more. A request this short is not refused.
+/// The same limit if memory is short. An allocation this small does not fail.
 const BOUNCE_LEN_SHORT: usize = 32 << 10;
 
 /// A file that is written past the page cache.
@@ -27,13 +27,13 @@ pub(super) struct BlockWriter {
     file: Arc<dyn DiskFile>,
     space: Space,
     blocks: Mutex<Blocks>,
-    /// Aligned memory that waits to be used again.
+    /// Aligned memory for reuse.
     areas: Mutex<Vec<AlignedBuf>>,
 }
 
 #[derive(Default)]
 struct Blocks {
-    /// Blocks that wait for their rest, by their offset.
+    /// Blocks that wait for their remaining bytes, by offset.
     waiting: BTreeMap<u64, WaitingBlock>,
     /// No block at or above this offset was written to the file.
     end: u64,
@@ -41,19 +41,19 @@ struct Blocks {
 
 struct WaitingBlock {
     bytes: AlignedBuf,
-    /// From the first to the last byte that came.
+    /// The range from the first to the last byte received.
     came: Range<usize>,
 }
 
 impl BlockWriter {
-    /// A file of which no block was written.
+    /// Creates a writer for a file of which no block was written.
     pub fn new(file: Arc<dyn DiskFile>, space: Space) -> Self {
         Self { space, file, blocks: Mutex::default(), areas: Mutex::default() }
     }
 
-    /// Writes bytes, the whole blocks among them at once.
+    /// Writes bytes. Whole blocks among them are written immediately.
     pub fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
-        // Where the file system makes no space without bytes, the writes make it.
+        // If the file system cannot allocate space without writing, the writes allocate it.
         self.space.reach(offset + bytes.len() as u64)?;
         let (mut at, mut rest) = (offset, bytes);
         while !rest.is_empty() {
@@ -73,7 +73,7 @@ impl BlockWriter {
         Ok(())
     }
 
-    /// Writes the blocks below `end` that still wait, and forgets the others. Nothing is written after that.
+    /// Writes the waiting blocks below `end`, and discards the others. Nothing may be written afterwards.
     pub fn flush(&self, end: u64) -> Result<()> {
         // The file is kept until it is read back; the memory need not be.
         self.areas.lock().clear();
@@ -85,7 +85,7 @@ impl BlockWriter {
         {
             let mut blocks = self.blocks.lock();
             let end = offset + bytes.len() as u64;
-            // Parts that a writer left behind when it gave up an image: these bytes come in their place.
+            // Discard parts left by an abandoned image: these bytes replace them.
             blocks.waiting.retain(|at, _| !(offset..end).contains(at));
             blocks.end = blocks.end.max(end);
         }
@@ -102,7 +102,7 @@ impl BlockWriter {
         Ok(())
     }
 
-    /// Puts a part of a block, and writes the block once it is whole.
+    /// Stores a part of a block, and writes the block once it is complete.
     fn put_part(&self, block: u64, within: usize, bytes: &[u8]) -> Result<()> {
         let mut blocks = self.blocks.lock();
         let mut waiting = match blocks.waiting.remove(&block) {

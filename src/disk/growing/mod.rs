@@ -1,20 +1,20 @@
-//! A file that grows while it is written, in one of three ways: the way of images to the disk.
+//! Files that grow while they are written, in one of three ways. Images are written through these files.
 //!
-//! The ways are made here of what every file can do (`DiskFile`), so that the simulated disk sees each step
-//! of each of them as a point at which a crash can strike. All three leave the same bytes.
+//! The ways are built from the operations of any file (`DiskFile`), so that the simulated disk sees each step
+//! of each of them as a point at which a crash can occur. All three produce the same bytes.
 //!
-//! In order, for ways other than `Buffered`:
+//! The steps, for ways other than `Buffered`:
 //!
-//! 1. **Make space** in steps, ahead of the bytes. A full disk is told here, as an error. Without the space,
-//!    a store into a mapping would end the process, and a sync could fail for want of it.
-//! 2. **Write**, mapped or past the cache.
-//! 3. **Unmap**, then **cut** the file to its length. A file that is cut under a mapping ends the process at
-//!    the next store.
-//! 4. **Sync**, once. It covers stores into mappings that are gone, too.
+//! 1. **Allocate space** in steps, ahead of the bytes. A full disk is reported here, as an error. Without
+//!    allocated space, a store into a mapping would kill the process, and a sync could fail.
+//! 2. **Write**, through a mapping or past the cache.
+//! 3. **Unmap**, then **truncate** the file to its length. If a file is truncated under a mapping, the next
+//!    store kills the process.
+//! 4. **Sync**, once. This also covers stores into mappings that were removed.
 //!
-//! A file that is written again has its space already (I13), and is cut to its new length in 3.
+//! A reused file already has its space (I13), and is truncated to its new length in step 3.
 //!
-//! A crash here leaves a file that nothing names, and that may be longer than what was written.
+//! A crash here leaves a file that nothing names, and that may be longer than its contents.
 
 mod blocks;
 mod parts;
@@ -31,17 +31,17 @@ use crate::base::sync::atomic::{AtomicBool, Ordering};
 use crate::error::Result;
 use crate::options::ImageIo;
 
-/// The shortest and the longest step in which space is made. In between a file grows by its own length, so
-/// that a short file takes little, and a long one is extended rarely. Each step is a call that waits for the
-/// file system's journal, and begins a mapping.
+/// The minimum and maximum step in which space is allocated. In between, a file grows by its own length, so
+/// that a short file takes little space and a long one is extended rarely. Each step is a call that waits for
+/// the file system's journal, and starts a new mapping.
 const STEP_LEN_MIN: u64 = 64 << 10;
 const STEP_LEN_MAX: u64 = 16 << 20;
 
-/// A file that is written by several threads, and then finished.
+/// A file that several threads write, and that is then finished.
 pub(crate) struct GrowingFile {
     file: Arc<dyn DiskFile>,
     way: WriteWay,
-    /// Whether the file has its length and is synced, or that was tried.
+    /// Whether the file was truncated and synced, or that was tried.
     is_finished: AtomicBool,
 }
 
@@ -49,13 +49,12 @@ enum WriteWay {
     Mapped(MappedParts),
     Buffered,
     Direct(BlockWriter),
-    /// A device writes most of it, through a mapping that others own: the file is never cut.
+    /// A device writes most of the file through a mapping that others own: the file is never truncated.
     InPlace,
 }
 
 impl GrowingFile {
-    /// Begins to write a file, whose first `space_len` bytes have their space. The disk does not refuse this
-    /// way.
+    /// Starts writing a file whose first `space_len` bytes are allocated. The disk must not refuse `io`.
     pub fn new(file: Arc<dyn DiskFile>, io: ImageIo, space_len: u64) -> Self {
         let space = Space::new(file.clone(), space_len);
         let way = match io {
@@ -66,19 +65,19 @@ impl GrowingFile {
         Self { file, way, is_finished: AtomicBool::new(false) }
     }
 
-    /// Begins to write over a file whose memory a device copies to. Writes here are for the bytes between.
-    /// The file keeps its length: bytes after its last chunk mean nothing (SPEC).
+    /// Starts overwriting a file whose memory a device copies to. Writes here fill the bytes in between. The
+    /// file keeps its length: bytes after its last chunk have no meaning (SPEC).
     pub fn in_place(file: Arc<dyn DiskFile>) -> Self {
         Self { file, way: WriteWay::InPlace, is_finished: AtomicBool::new(false) }
     }
 
-    /// Writes all of `bytes` at `offset`, extending the file if needed. Readers of the file need not see them
-    /// before it is finished. Two threads may write at once, but not the same bytes.
+    /// Writes all of `bytes` at `offset`, extending the file if needed. Readers of the file may not see them
+    /// before it is finished. Two threads may write concurrently, but not to the same bytes.
     ///
     /// # Errors
-    /// What the system says.
+    /// I/O errors.
     pub fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
-        // I7: what is written after the sync would be named, and not durable.
+        // I7: bytes written after the sync would be named without being durable.
         assert!(!self.is_finished.load(Ordering::Relaxed), "a finished file is not written to");
         match &self.way {
             WriteWay::Mapped(parts) => parts.write_at(offset, bytes),
@@ -87,8 +86,7 @@ impl GrowingFile {
         }
     }
 
-    /// Lets the system begin to bring these bytes to the medium, so that [`finish`](Self::finish) finds less
-    /// to do.
+    /// Starts writing these bytes to the medium, so that [`finish`](Self::finish) has less to do.
     pub fn write_back(&self, offset: u64, len: u64) {
         match self.way {
             WriteWay::Mapped(_) | WriteWay::Buffered => self.file.write_back(offset, len),
@@ -96,16 +94,16 @@ impl GrowingFile {
         }
     }
 
-    /// Whether bytes may get their space only when they are synced, so that a full disk may be told there.
+    /// Whether bytes may get their space only when they are synced, so that the sync may report a full disk.
     pub fn gets_space_at_sync(&self) -> bool {
         matches!(self.way, WriteWay::Buffered)
     }
 
-    /// Makes the first `len` bytes durable, and the length. Bytes after them are cut off. No write is under
-    /// way, and none follows. It is called once: a failed sync is never retried.
+    /// Makes the first `len` bytes durable, and the length. Later bytes are truncated. No write may be in
+    /// flight or follow. Called once: a failed sync is never retried.
     ///
     /// # Errors
-    /// What the system says.
+    /// I/O errors.
     pub fn finish(&self, len: u64) -> Result<()> {
         assert!(!self.is_finished.swap(true, Ordering::Relaxed), "a file is finished once");
         match &self.way {
@@ -114,7 +112,7 @@ impl GrowingFile {
             WriteWay::Direct(blocks) => blocks.flush(len)?,
             WriteWay::InPlace => {}
         }
-        // Cut under a mapping, a file would lose pages that the device still writes to.
+        // Truncated under a mapping, a file would lose pages that the device still writes to.
         let may_be_cut = !matches!(self.way, WriteWay::InPlace);
         if may_be_cut && self.file.len()? != len {
             self.file.cut(len)?;
@@ -123,7 +121,7 @@ impl GrowingFile {
     }
 }
 
-/// The space that a file has, made in steps.
+/// The allocated space of a file, extended in steps.
 struct Space {
     file: Arc<dyn DiskFile>,
     made: Mutex<MadeSpace>,
@@ -131,21 +129,21 @@ struct Space {
 
 #[derive(Clone, Copy)]
 struct MadeSpace {
-    /// Every byte below has its space.
+    /// Every byte below this offset is allocated.
     end: u64,
-    /// Whether the file system can make space without bytes, as far as it was asked.
+    /// Whether the file system can allocate space without writing, as far as is known.
     is_possible: bool,
 }
 
 impl Space {
     fn new(file: Arc<dyn DiskFile>, len: u64) -> Self {
-        // Parts that are mapped begin on whole pages.
+        // Mapped parts begin on whole pages.
         let end = len - len % STEP_LEN_MIN;
         Self { file, made: Mutex::new(MadeSpace { end, is_possible: true }) }
     }
 
-    /// Makes space for the bytes below `end`. Returns how far it goes, or less than `end` where the file
-    /// system makes no space without bytes.
+    /// Allocates space for the bytes below `end`. Returns the end of the allocated space, which is less than
+    /// `end` if the file system cannot allocate without writing.
     fn reach(&self, end: u64) -> Result<u64> {
         let mut made = self.made.lock();
         if made.end >= end || !made.is_possible {
@@ -155,7 +153,7 @@ impl Space {
         let step = made.end.clamp(STEP_LEN_MIN, STEP_LEN_MAX);
         let wanted = needed.max(made.end + step).next_multiple_of(STEP_LEN_MIN);
         let reached = match self.file.reserve(made.end, wanted) {
-            // The bytes themselves may fit. Without this, a disk would be full before it is.
+            // The bytes themselves may fit. Without this retry, a disk would be reported full too early.
             Err(error) if error.is_no_space() => {
                 self.file.reserve(made.end, needed).map(|done| (done, needed))
             }
@@ -183,7 +181,7 @@ mod tests {
     const WAYS: [ImageIo; 3] = [ImageIo::Mapped, ImageIo::Buffered, ImageIo::Direct];
     const NAME: FileName = FileName::Pages(1);
 
-    /// A file to write, if the disk has this way.
+    /// Creates a file to write, if the disk supports this way.
     fn growing(disk: &dyn Disk, io: ImageIo) -> Option<(Arc<dyn DiskFile>, GrowingFile)> {
         disk.make_folder(Folder::Root).unwrap();
         disk.make_folder(Folder::Pages).unwrap();
@@ -199,8 +197,8 @@ mod tests {
         (0..len).map(|at| ((at + seed) % 251) as u8 + 1).collect()
     }
 
-    /// Writes as images are written: whole chunks; a long image in pieces, with its head last; and long
-    /// images that are given up, whose place the next ones take. Returns the bytes that the file is to hold.
+    /// Writes as images are written: whole chunks; a long image in pieces, with its head last; and abandoned
+    /// long images, whose space the next ones reuse. Returns the bytes that the file should contain.
     fn write(growing: &GrowingFile) -> Vec<u8> {
         let mut expected = Vec::new();
         let mut put = |offset: usize, bytes: &[u8]| {
@@ -304,8 +302,7 @@ mod tests {
         }
     }
 
-    /// Space is made in steps that are longer than what is written next. It is not missed where it does not
-    /// fit.
+    /// Space is allocated in steps that are longer than the next write. A step that does not fit is no error.
     #[test]
     fn a_disk_is_full_when_the_bytes_do_not_fit_and_not_before() {
         for io in WAYS {
@@ -324,7 +321,7 @@ mod tests {
         }
     }
 
-    /// A device may still write to the pages that a cut would take.
+    /// A device may still write to the pages that would be truncated.
     #[test]
     fn a_file_that_a_device_writes_keeps_its_length() {
         let disk = SimDisk::new();
@@ -337,7 +334,7 @@ mod tests {
         assert_eq!(file.len().unwrap(), 8192);
     }
 
-    /// The page cache keeps what other programs have in it.
+    /// The page cache is left to other programs.
     #[test]
     fn direct_writes_leave_nothing_in_the_page_cache() {
         let directory = tempfile::tempdir().unwrap();

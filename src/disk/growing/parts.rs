@@ -1,7 +1,7 @@
-//! Bytes that go into a file by mappings of parts of it.
+//! Writes to a file through mappings of its parts.
 //!
-//! A part begins and ends where a step of the file's space does. A few parts are mapped at a time: memory
-//! that is mapped counts as the process's own, and a snapshot of any length is to take little of it.
+//! A part begins and ends at a step of the file's space allocation. Only a few parts are mapped at a time:
+//! mapped memory counts as the process's own, and a snapshot of any length should use little of it.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -12,8 +12,8 @@ use crate::disk::{DiskFile, Window};
 use crate::error::Result;
 use crate::options::LogIo;
 
-/// How many parts of a file stay mapped. A long image goes back to its head once it is written; that maps the
-/// head's part again.
+/// The maximum number of mapped parts of a file. After a long image is written, its head comes last, which
+/// maps the head's part again.
 const MAPPED_MAX: usize = 3;
 
 /// A file that is written through mappings of its parts.
@@ -23,19 +23,19 @@ pub(super) struct MappedParts {
     parts: Mutex<Vec<Part>>,
 }
 
-/// Bytes of the file whose space was made in one step.
+/// Bytes of the file that are mapped together.
 struct Part {
     range: Range<u64>,
     window: Option<Arc<dyn Window>>,
 }
 
 impl MappedParts {
-    /// A file without parts.
+    /// Creates a file without parts.
     pub fn new(file: Arc<dyn DiskFile>, space: Space) -> Self {
         Self { space, file, parts: Mutex::default() }
     }
 
-    /// Stores bytes. What their space does not suffice for is an error here, never a signal.
+    /// Stores bytes. Lack of space is reported as an error here, never as a signal.
     pub fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         let end = offset + bytes.len() as u64;
         self.make_parts(end)?;
@@ -44,24 +44,24 @@ impl MappedParts {
             let (range, window) = self.window_at(at)?;
             let stop = end.min(range.end);
             let piece = &bytes[(at - offset) as usize..(stop - offset) as usize];
-            // Outside of the lock: threads that write to other parts go on meanwhile.
+            // Outside the lock: threads that write to other parts continue meanwhile.
             window.put(at - range.start, piece)?;
             at = stop;
         }
         Ok(())
     }
 
-    /// Ends all mappings. No write is under way.
+    /// Removes all mappings. No write may be in flight.
     pub fn unmap(&self) {
         for part in self.parts.lock().iter_mut() {
             let window = part.window.take();
-            // The file is cut next: a thread that still stores would end the process.
+            // The file is truncated next: a thread that still stores would kill the process.
             assert!(window.is_none_or(|window| Arc::strong_count(&window) == 1), "no write is under way");
         }
     }
 
-    /// Notes a part up to `end` at least, with its space. Space that was there before is mapped in steps as
-    /// well: a part of any length would count as the process's memory.
+    /// Adds a part that reaches at least `end`, with its space allocated. Existing space is also mapped in
+    /// steps: a part of unlimited length would count as the process's memory.
     fn make_parts(&self, end: u64) -> Result<()> {
         let mut parts = self.parts.lock();
         let start = parts.last().map_or(0, |part| part.range.end);
@@ -70,8 +70,8 @@ impl MappedParts {
         }
         let mut reached = self.space.reach(end)?;
         if reached < end {
-            // A file system that makes no space without bytes gets zeros. Those have theirs once they are
-            // synced.
+            // A file system that cannot allocate without writing gets zeros, whose space is allocated once
+            // they are synced.
             reached = end.next_multiple_of(STEP_LEN_MIN);
             self.file.write_zeros(start, reached, LogIo::Mapped)?;
             self.file.sync()?;
@@ -82,7 +82,7 @@ impl MappedParts {
         Ok(())
     }
 
-    /// The part that holds this byte, mapped.
+    /// Returns the part that contains this byte, mapped.
     fn window_at(&self, at: u64) -> Result<(Range<u64>, Arc<dyn Window>)> {
         let mut parts = self.parts.lock();
         let index = parts.partition_point(|part| part.range.end <= at);
