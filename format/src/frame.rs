@@ -1,9 +1,9 @@
-//! The header of a frame: one batch, or a seal, as bytes in the log.
+//! Frame headers. A frame is one batch, or a seal, as bytes in the log.
 //!
 //! A frame is valid in the order of the log if and only if its header checksum, payload checksum, store,
-//! incarnation, own position, Lsn and the chain hash of the frame before it all hold (I3). The chain hash
-//! of a frame *is* its header checksum: the header covers the payload checksum and the chain hash before,
-//! so chaining costs nothing per payload byte. It finds accidents, not forgers.
+//! incarnation, own position, Lsn and the chain hash of the previous frame all hold (I3). The chain hash of a
+//! frame *is* its header checksum. The header covers the payload checksum and the previous chain hash, so
+//! chaining costs nothing per payload byte. The chain detects accidents, not tampering.
 
 use std::collections::BTreeSet;
 
@@ -12,18 +12,18 @@ use crate::ids::{Incarnation, LogPoint, Lsn, SnapshotId, StoreId};
 use crate::layout::{Field, layout};
 use crate::limits::{FRAME_ALIGN, FRAME_PAYLOAD_LEN_MAX, NUMBER_MAX, align_up};
 
-/// The first bytes of a frame.
+/// First bytes of a frame.
 pub const FRAME_MAGIC: [u8; 4] = *b"RMFR";
-/// Length of a frame's header.
+/// Length of a frame header in bytes.
 pub const FRAME_HEADER_LEN: u64 = FrameHeaderRaw::LEN as u64;
-/// The flag of the first frame of a group.
+/// Flag of the first frame in a group.
 pub const FLAG_GROUP_START: u8 = 1;
 
 const KIND_BATCH: u8 = 1;
 const KIND_SEAL: u8 = 2;
 
 layout! {
-    /// The bytes of a frame header.
+    /// Encoded frame header.
     pub struct FrameHeaderRaw: 80 {
         /// The magic `RMFR`.
         0 => magic: [u8; 4],
@@ -33,25 +33,25 @@ layout! {
         5 => flags: u8,
         /// Reserved, always zero.
         6 => reserved: u16,
-        /// The run of the log that wrote the frame.
+        /// Incarnation that wrote the frame.
         8 => incarnation: Incarnation,
         /// The store's id.
         16 => store: StoreId,
-        /// Own position: the segment's number.
+        /// Position of this frame: the segment's number.
         32 => segment: u64,
-        /// Own position: bytes from the segment's start.
+        /// Position of this frame: bytes from the start of the segment.
         40 => offset: u64,
-        /// The batch's number; a seal repeats the last one.
+        /// Lsn of the batch; a seal repeats the last one.
         48 => lsn: Lsn,
-        /// The durable mark: the newest batch known to be durable when the frame was written.
+        /// Durable mark: the newest batch known to be durable when the frame was written.
         56 => durable: Lsn,
-        /// Length of the payload, which follows the header.
+        /// Length of the payload that follows the header.
         64 => payload_len: u32,
         /// CRC-32 of the payload.
         68 => payload_crc: u32,
-        /// The chain hash of the frame before.
+        /// Chain hash of the previous frame.
         72 => chain_prev: u32,
-        /// CRC-32 of the bytes before; the frame's own chain hash.
+        /// CRC-32 of the preceding bytes, which is also the chain hash of this frame.
         76 => header_crc: u32,
     }
 }
@@ -59,28 +59,28 @@ layout! {
 /// The kind of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FrameKind {
-    /// The operations of one batch.
+    /// A frame with the operations of one batch.
     Batch,
-    /// Nothing but a durable mark, and the snapshots known to be verified.
+    /// A frame with a durable mark and the list of verified snapshots.
     Seal,
 }
 
-/// The content of a frame's header.
+/// Decoded frame header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FrameHeader {
-    /// Batch or seal.
+    /// The kind of frame: batch or seal.
     pub kind: FrameKind,
-    /// Whether a group starts here.
+    /// Whether a group starts with this frame.
     pub group_start: bool,
-    /// The run of the log that wrote the frame.
+    /// The incarnation that wrote the frame.
     pub incarnation: Incarnation,
     /// The store's id.
     pub store: StoreId,
-    /// Own position: the segment's number.
+    /// The position of this frame: the segment's number.
     pub segment: u64,
-    /// Own position: bytes from the segment's start.
+    /// The position of this frame: bytes from the start of the segment.
     pub offset: u64,
-    /// The batch's number; a seal repeats the last one.
+    /// The Lsn of the batch; a seal repeats the last one.
     pub lsn: Lsn,
     /// The newest batch known to be durable when the frame was written (I4).
     pub durable: Lsn,
@@ -88,12 +88,12 @@ pub struct FrameHeader {
     pub payload_len: u32,
     /// CRC-32 of the payload.
     pub payload_crc: u32,
-    /// The chain hash of the frame before.
+    /// The chain hash of the previous frame.
     pub chain_prev: u32,
 }
 
-/// A header whose own checksum holds, and nothing else is known: neither that its payload is whole nor
-/// that it belongs where it lies (I9).
+/// A frame header with a correct checksum, and nothing else proven. The payload may be damaged, and the frame
+/// may not belong at its location (I9).
 #[derive(Clone, Copy, Debug)]
 pub struct UncheckedFrame {
     header: FrameHeader,
@@ -101,7 +101,7 @@ pub struct UncheckedFrame {
 }
 
 impl FrameHeader {
-    /// The header's bytes, and the frame's chain hash.
+    /// Encodes the header, and returns it with the frame's chain hash.
     #[must_use]
     pub fn encode(&self) -> ([u8; FrameHeaderRaw::LEN], u32) {
         let mut raw = FrameHeaderRaw {
@@ -127,30 +127,31 @@ impl FrameHeader {
         (raw.to_bytes(), raw.header_crc)
     }
 
-    /// Bytes of the frame, padding included.
+    /// Returns the length of the frame in bytes, including padding.
     #[must_use]
     pub fn frame_len(&self) -> u64 {
         frame_len(u64::from(self.payload_len))
     }
 
-    /// The frame's end, padding included.
+    /// Returns the offset of the frame's end, including padding.
     #[must_use]
     pub fn end(&self) -> u64 {
         self.offset.saturating_add(self.frame_len())
     }
 }
 
-/// Bytes of a frame with such a payload, padding included.
+/// Returns the length in bytes of a frame whose payload has `payload_len` bytes, including padding.
 #[must_use]
 pub const fn frame_len(payload_len: u64) -> u64 {
     align_up(FRAME_HEADER_LEN + payload_len, FRAME_ALIGN)
 }
 
 impl UncheckedFrame {
-    /// Reads a header; its own checksum must hold.
+    /// Decodes a header and checks its own checksum and field limits.
     ///
     /// # Errors
-    /// A [`Defect`]: too short, no frame, a wrong checksum, fields out of range.
+    /// Returns a [`Defect`] if the bytes are too short, are not a frame header, have a wrong checksum, or a
+    /// field is out of range.
     pub fn decode(bytes: &[u8]) -> Result<Self, Defect> {
         let bytes: &[u8; FrameHeaderRaw::LEN] = array(bytes, 0)?;
         let raw = FrameHeaderRaw::from_bytes(bytes);
@@ -184,23 +185,24 @@ impl UncheckedFrame {
         Ok(Self { header, chain: raw.header_crc })
     }
 
-    /// Whether the frame was written at this place of this store, whenever that was.
+    /// Returns true if the frame was written at this position of this store, by any incarnation.
     #[must_use]
     pub fn lies_at(&self, store: StoreId, segment: u64, offset: u64) -> bool {
         self.header.store == store && self.header.segment == segment && self.header.offset == offset
     }
 
-    /// The header, unproven: good for display and for testimony (I4), not for replay.
+    /// Returns the unproven header, for display and for testimony (I4). Not for replay.
     #[must_use]
     pub fn unproven(&self) -> &FrameHeader {
         &self.header
     }
 
-    /// The header, if the frame follows `before` in the order of the log (I3 without the payload, SPEC F1 to
-    /// F5).
+    /// Returns the header and the point after the frame, if the frame follows `before` in the order of the
+    /// log (I3 without the payload, SPEC F1 to F5).
     ///
     /// # Errors
-    /// [`Defect::Mismatch`] with the first field that breaks the order.
+    /// Returns [`Defect::Foreign`] for a frame of another store, [`Defect::Mismatch`] with the first field
+    /// that breaks the order, or [`Defect::Limit`] if the durable mark is above the frame's Lsn.
     pub fn follow(
         self,
         before: &LogPoint,
@@ -232,7 +234,8 @@ impl UncheckedFrame {
         Ok((header, self.end()))
     }
 
-    /// The point at the frame's end, if the frame is where it says and its payload is whole.
+    /// Returns the point at the end of the frame, provided that its position is correct and its payload is
+    /// whole.
     #[must_use]
     pub fn end(&self) -> LogPoint {
         let FrameHeader { incarnation, lsn, segment, .. } = self.header;
@@ -240,32 +243,32 @@ impl UncheckedFrame {
     }
 }
 
-/// Refuses a payload whose checksum is not the header's (SPEC F7).
+/// Checks that a payload has the checksum in the header (SPEC F7).
 ///
 /// # Errors
-/// [`Defect::Checksum`].
+/// Returns [`Defect::Checksum`] if it does not.
 pub fn check_payload(header: &FrameHeader, payload: &[u8]) -> Result<(), Defect> {
     check_crc("payload", header.payload_crc, payload)
 }
 
-/// As [`check_payload`], for a caller that has the payload's checksum.
+/// Checks a payload like [`check_payload`], given its computed checksum.
 ///
 /// # Errors
-/// [`Defect::Checksum`].
+/// Returns [`Defect::Checksum`] if the checksum is not the one in the header.
 pub fn check_payload_crc(header: &FrameHeader, computed: u32) -> Result<(), Defect> {
     let found = header.payload_crc;
     if found == computed { Ok(()) } else { Err(Defect::Checksum { what: "payload", found, computed }) }
 }
 
-/// A snapshot that was read back past the cache, as seals record it.
+/// A snapshot that was read back past the page cache, as recorded in a seal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VerifiedSnapshot {
     /// The snapshot's number.
     pub snapshot: SnapshotId,
-    /// The checksum of its manifest's header.
+    /// The checksum of its manifest header.
     pub manifest_crc: u32,
-    /// Whether the log after its `redo` is kept, so that replay may start from it. While no snapshot of a
-    /// seal says so, no floor was recorded: see [`crate::state::reach`].
+    /// Whether the log after the snapshot's `redo` is kept, so that replay can start there. If no snapshot in
+    /// a seal has this flag, no floor was recorded; see [`crate::state::reach`].
     pub log_kept: bool,
 }
 
@@ -273,18 +276,18 @@ pub struct VerifiedSnapshot {
 const LOG_KEPT: u32 = 1;
 
 layout! {
-    /// One entry of a seal's payload.
+    /// Encoded entry of a seal's payload.
     pub struct VerifiedSnapshotRaw: 16 {
         /// The snapshot's number.
         0 => snapshot: SnapshotId,
-        /// The checksum of its manifest's header.
+        /// Checksum of its manifest header.
         8 => manifest_crc: u32,
-        /// Bit 0: the log after its `redo` is kept.
+        /// Bit 0: the log after the snapshot's `redo` is kept.
         12 => flags: u32,
     }
 }
 
-/// A seal's payload: the kept snapshots that are verified.
+/// Encodes the payload of a seal: the kept snapshots that are verified.
 #[must_use]
 pub fn encode_seal(verified: &[VerifiedSnapshot]) -> Vec<u8> {
     verified
@@ -297,10 +300,11 @@ pub fn encode_seal(verified: &[VerifiedSnapshot]) -> Vec<u8> {
         .collect()
 }
 
-/// Reads a seal's payload.
+/// Decodes the payload of a seal.
 ///
 /// # Errors
-/// A [`Defect`] if it is no whole number of entries or has a flag that means nothing.
+/// Returns a [`Defect`] if the payload is not a whole number of entries, a snapshot number is over its limit,
+/// or an unknown flag is set.
 pub fn decode_seal(payload: &[u8]) -> Result<Vec<VerifiedSnapshot>, Defect> {
     if !payload.len().is_multiple_of(VerifiedSnapshotRaw::LEN) {
         return Err(Defect::Field { what: "seal length", found: payload.len() as u64 });
@@ -317,7 +321,7 @@ pub fn decode_seal(payload: &[u8]) -> Result<Vec<VerifiedSnapshot>, Defect> {
         .collect()
 }
 
-/// The entries of a seal that count: of two for one snapshot the first.
+/// Removes repeated entries from a seal: only the first entry of each snapshot counts.
 #[must_use]
 pub fn counting_entries(mut entries: Vec<VerifiedSnapshot>) -> Vec<VerifiedSnapshot> {
     let mut named = BTreeSet::new();
@@ -325,9 +329,11 @@ pub fn counting_entries(mut entries: Vec<VerifiedSnapshot>) -> Vec<VerifiedSnaps
     entries
 }
 
-/// Whether a frame of incarnation `running` was written at this place: it is whole, or enough of its header
-/// is left to say so. A frame of another place, whole or torn, was there before the segment was recycled. The
-/// answer is for reports only, and decides nothing.
+/// Returns true if a frame seems to have been written at this position: its header is whole, or enough of a
+/// damaged header is left to tell. A frame from another position, whole or torn, is left over from before the
+/// segment was recycled.
+///
+/// The result is for reports only and decides nothing.
 #[must_use]
 pub fn resembles_frame(
     bytes: &[u8],
@@ -343,10 +349,11 @@ pub fn resembles_frame(
         return frame.lies_at(store, segment, offset);
     }
     let (its_incarnation, its_segment) = (Incarnation::get(&header[8..]), u64::get(&header[32..]));
-    // A segment is recycled torn only by a later run than the one that was cut short in it.
+    // A torn leftover of an earlier use was written by an earlier incarnation, to a segment with a lower
+    // number.
     let is_earlier =
         (1..segment).contains(&its_segment) && (1..running.number).contains(&its_incarnation.number);
-    // One of the fields may be the damaged one, and a torn write leaves the front of a header or its back.
+    // At most some of the fields are damaged: a torn write keeps the front or the back of a header.
     let matches = [
         header[..4] == FRAME_MAGIC,
         StoreId::get(&header[16..]) == store,

@@ -1,4 +1,4 @@
-//! The names by which things are known on disk and in the API: pages, versions, positions.
+//! Newtypes for identifiers and positions, on disk and in the API.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,11 +7,11 @@ use std::sync::Arc;
 use crate::layout::Field;
 use crate::limits::{DEVICE_ORDINAL_MAX, KEY_LEN_MAX};
 
-/// A number under which things are found.
+/// A newtype around an identifying number.
 pub trait Number: Copy {
-    /// The plain number.
+    /// Returns the plain number.
     fn number(self) -> u64;
-    /// The id with this number.
+    /// Returns the id with this number.
     fn of(number: u64) -> Self;
 }
 
@@ -50,32 +50,33 @@ macro_rules! number {
 }
 
 number! {
-    /// A page's number, given by the store: rising from 1, never used again. 0 is no page.
+    /// A page's id, assigned by the store. Ids rise from 1 and are never reused; 0 means no page.
     PageId
 }
 number! {
-    /// The number of a committed batch: dense, rising from 1. 0 stands for the empty store.
+    /// The sequence number of a committed batch. Numbers rise from 1 without gaps; 0 stands for the empty
+    /// store.
     Lsn
 }
 number! {
-    /// A page's version: 1 at creation, +1 for every committed batch that changes its content, length
-    /// or metadata.
+    /// The version of a page: 1 at creation, plus 1 for every committed batch that changes the page's
+    /// content, length or metadata.
     Epoch
 }
 number! {
-    /// The number of a snapshot, rising from 1. 0 is none.
+    /// The number of a snapshot. Numbers rise from 1; 0 means no snapshot.
     SnapshotId
 }
 
 impl Lsn {
-    /// The Lsn of the next batch.
+    /// Returns the Lsn of the next batch.
     #[must_use]
     pub fn next(self) -> Self {
         Self(self.0 + 1)
     }
 }
 
-/// A store's identity, drawn at random when it is created. Every structure on disk carries it.
+/// The identity of a store, drawn at random at creation. Every file header on disk carries it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 pub struct StoreId(pub [u8; 16]);
 
@@ -101,13 +102,15 @@ impl Field for StoreId {
     }
 }
 
-/// One run of the log, begun by every writable open. The number rises by one. The random part tells apart two
-/// attempts at the same number: a crash let only one of them become real.
+/// One run of the log. Every writable open begins a new one, with a higher number.
+///
+/// The random part distinguishes two attempts at the same number: a crash can let only one of them become
+/// real.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Incarnation {
-    /// Rising from 1; 0 is none.
+    /// Number of the incarnation, rising from 1; 0 means none.
     pub number: u32,
-    /// Drawn at random at each open.
+    /// Random tag, drawn at each open.
     pub random: u32,
 }
 
@@ -128,12 +131,12 @@ impl Field for Incarnation {
     }
 }
 
-/// Which batch, in which incarnation it was acknowledged.
+/// A batch together with the incarnation in which it was acknowledged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Position {
     /// The incarnation in which the batch was committed.
     pub incarnation: Incarnation,
-    /// The batch's number.
+    /// The batch's Lsn.
     pub lsn: Lsn,
 }
 
@@ -143,17 +146,18 @@ impl fmt::Display for Position {
     }
 }
 
-/// A point in the log: the end of a batch, and the chain hash by which the next one proves that it follows. A
-/// reader needs nothing else to go on from there.
+/// A point in the log: the end of a batch, and the chain hash that the next frame must name.
+///
+/// A reader needs nothing else to continue from this point.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct LogPoint {
-    /// The incarnation whose bytes end here.
+    /// The incarnation whose frames end here.
     pub incarnation: Incarnation,
     /// The last batch at or before this point.
     pub lsn: Lsn,
-    /// The segment's number.
+    /// The number of the segment.
     pub segment: u64,
-    /// The end of the batch's frame, in bytes from the segment's start.
+    /// The end of the batch's frame, in bytes from the start of the segment.
     pub offset: u64,
     /// The chain hash that the next frame must name.
     pub chain: u32,
@@ -179,7 +183,7 @@ impl Field for LogPoint {
     }
 }
 
-/// The user's own name for a page: 1 to 64 bytes, unique among the pages that exist.
+/// A user-assigned name for a page: 1 to 64 bytes, unique among existing pages.
 ///
 /// ```
 /// use remanent_format::Key;
@@ -191,19 +195,19 @@ impl Field for LogPoint {
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Key(Arc<[u8]>);
 
-/// A key must be 1 to 64 bytes long.
+/// The error for a key that is not 1 to 64 bytes long.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("a key is 1 to {KEY_LEN_MAX} bytes long, this one is {len}")]
 pub struct KeyLenError {
-    /// The length that was refused, in bytes.
+    /// The length of the rejected key, in bytes.
     pub len: usize,
 }
 
 impl Key {
-    /// A key of these bytes.
+    /// Creates a key from `bytes`.
     ///
     /// # Errors
-    /// If there are none of them or more than 64.
+    /// Returns [`KeyLenError`] if `bytes` is empty or longer than 64 bytes.
     pub fn new(bytes: impl AsRef<[u8]>) -> Result<Self, KeyLenError> {
         let bytes = bytes.as_ref();
         if bytes.is_empty() || bytes.len() > KEY_LEN_MAX {
@@ -212,13 +216,13 @@ impl Key {
         Ok(Self(bytes.into()))
     }
 
-    /// The key's bytes.
+    /// Returns the key as bytes.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         &self.0
     }
 
-    /// The key as text, where it is UTF-8.
+    /// Returns the key as text if it is valid UTF-8.
     #[must_use]
     pub fn as_str(&self) -> Option<&str> {
         std::str::from_utf8(&self.0).ok()
@@ -267,25 +271,25 @@ impl fmt::Debug for Key {
     }
 }
 
-/// The kind of memory that a page lives in.
+/// The kind of memory that holds a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Place {
-    /// The memory of a GPU: a logical slot, bound to a device at open.
+    /// The memory of a GPU, named by a logical slot that is bound to a device at open.
     Device(u32),
-    /// Host memory that a GPU can copy from without a detour.
+    /// Page-locked host memory, which a GPU can access directly.
     Pinned,
     /// Ordinary host memory.
     Host,
-    /// Memory that host and GPU share by page faults.
+    /// Memory that the host and the GPU share through page faults.
     Unified,
-    /// An image file, without memory: bytes are read from there, and what is written stays in host memory
-    /// only until the next snapshot.
+    /// No memory: the page's bytes are read from an image file. Newly written bytes stay in host memory only
+    /// until the next snapshot.
     Disk,
 }
 
 impl Place {
-    /// The place's kind and ordinal on disk.
+    /// Returns the place's kind and ordinal, as stored on disk.
     #[must_use]
     pub fn to_raw(self) -> (u8, u32) {
         match self {
@@ -297,7 +301,9 @@ impl Place {
         }
     }
 
-    /// The place of a kind and ordinal, if they name one.
+    /// Returns the place with this kind and ordinal, or `None` if they do not name one.
+    ///
+    /// The ordinal of a device is not checked against [`DEVICE_ORDINAL_MAX`].
     #[must_use]
     pub fn from_raw(kind: u8, ordinal: u32) -> Option<Self> {
         match (kind, ordinal) {
@@ -310,10 +316,10 @@ impl Place {
         }
     }
 
-    /// The place in two bytes of memory, for tables that have one for each page.
+    /// Packs the place into two bytes, for in-memory tables with one place per page.
     ///
     /// # Panics
-    /// If its number is higher than the format allows.
+    /// Panics if the device ordinal is above [`DEVICE_ORDINAL_MAX`].
     #[must_use]
     pub fn to_bits(self) -> u16 {
         let (kind, ordinal) = self.to_raw();
@@ -321,14 +327,14 @@ impl Place {
         u16::from(kind) | (ordinal as u16) << PLACE_KIND_BITS
     }
 
-    /// The place of these bits, if they name one.
+    /// Unpacks a place from [`Place::to_bits`], or returns `None` if the bits do not name one.
     #[must_use]
     pub fn from_bits(bits: u16) -> Option<Self> {
         Self::from_raw((bits & ((1 << PLACE_KIND_BITS) - 1)) as u8, u32::from(bits >> PLACE_KIND_BITS))
     }
 }
 
-/// Bits of a place's kind; its number takes the others.
+/// Number of bits for the kind of a place; the ordinal takes the remaining bits.
 const PLACE_KIND_BITS: u32 = 3;
 const _: () = assert!(DEVICE_ORDINAL_MAX < 1 << (u16::BITS - PLACE_KIND_BITS));
 
@@ -347,7 +353,7 @@ impl fmt::Display for Place {
 impl FromStr for Place {
     type Err = UnknownPlace;
 
-    /// The name that [`Place`] is displayed as.
+    /// Parses a place from its [`Display`](fmt::Display) form.
     ///
     /// ```
     /// use remanent_format::Place;
@@ -370,28 +376,28 @@ impl FromStr for Place {
     }
 }
 
-/// A text that names no place.
+/// The error for text that does not name a [`Place`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is none of host, pinned, unified, disk and device:N")]
 pub struct UnknownPlace(pub String);
 
-/// Width of a page's elements, for masked and sparse deltas and for fills.
+/// The width of a page's elements in masked and sparse deltas and in fills.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Width {
     /// Elements of 1 byte.
     W1,
-    /// 2 bytes: bf16, f16.
+    /// Elements of 2 bytes, such as bf16 and f16.
     W2,
-    /// 4 bytes: f32.
+    /// Elements of 4 bytes, such as f32.
     W4,
-    /// 8 bytes: f64.
+    /// Elements of 8 bytes, such as f64.
     W8,
-    /// 16 bytes: complex128.
+    /// Elements of 16 bytes, such as complex128.
     W16,
 }
 
 impl Width {
-    /// The width in bytes.
+    /// Returns the width in bytes.
     #[must_use]
     pub const fn bytes(self) -> usize {
         match self {
@@ -403,7 +409,7 @@ impl Width {
         }
     }
 
-    /// The width of that number of bytes, if it is one of the five.
+    /// Returns the width of `bytes` bytes, or `None` if it is not one of the five.
     #[must_use]
     pub const fn from_bytes(bytes: usize) -> Option<Self> {
         match bytes {

@@ -1,16 +1,16 @@
-//! One macro that turns a table of fixed little-endian fields into a struct, its codec and a
-//! description of itself; a test holds SPEC.md's offset tables against those descriptions.
+//! The `layout!` macro: turns a table of fixed little-endian fields into a struct, its codec and a
+//! description of its layout. A test compares the descriptions with the offset tables in SPEC.md.
 //!
-//! Reserved bytes are fields too: they are written as zero and refused when they are not, so that
-//! decoding and encoding again gives the same bytes.
+//! Reserved bytes are fields, too. They are written as zero and rejected if they are not zero, so that
+//! decoding and re-encoding a structure gives the same bytes.
 
-/// A value with one fixed-width little-endian representation.
+/// A value with a fixed-width little-endian encoding.
 pub trait Field: Sized {
-    /// Bytes on disk.
+    /// Encoded size in bytes.
     const SIZE: usize;
-    /// Writes the value to the start of `out`, which holds at least `SIZE` bytes.
+    /// Writes the value to the start of `out`, which must hold at least `SIZE` bytes.
     fn put(&self, out: &mut [u8]);
-    /// Reads a value from the start of `bytes`, which holds at least `SIZE` bytes.
+    /// Reads a value from the start of `bytes`, which must hold at least `SIZE` bytes.
     fn get(bytes: &[u8]) -> Self;
 }
 
@@ -47,7 +47,7 @@ impl<const N: usize> Field for [u8; N] {
     }
 }
 
-/// One row of a structure's table: name, offset and size in bytes.
+/// A row of a layout table: the name, offset and size of one field.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FieldRow {
     /// The field's name, as in SPEC.md.
@@ -58,19 +58,19 @@ pub struct FieldRow {
     pub size: usize,
 }
 
-/// A structure's table, for documentation and tests.
+/// The layout of a structure, for documentation and tests.
 #[derive(Clone, Copy, Debug)]
 pub struct LayoutTable {
     /// The structure's name, as in SPEC.md.
     pub name: &'static str,
-    /// Its length in bytes.
+    /// Length of the structure in bytes.
     pub len: usize,
-    /// Its fields, in order, without gaps.
+    /// All fields in order, without gaps.
     pub fields: &'static [FieldRow],
 }
 
-/// Defines a structure of fixed layout. Offsets are written out, and checked at compile time to follow
-/// each other without a gap.
+/// Defines a structure with a fixed layout. The table states every offset, and a compile-time check verifies
+/// that the fields are contiguous.
 macro_rules! layout {
     (
         $(#[$meta:meta])*
@@ -87,7 +87,7 @@ macro_rules! layout {
         impl $name {
             /// Length on disk, in bytes.
             pub const LEN: usize = $len;
-            /// The structure's own description.
+            /// Description of this layout.
             pub const TABLE: $crate::layout::LayoutTable = $crate::layout::LayoutTable {
                 name: stringify!($name),
                 len: $len,
@@ -98,7 +98,7 @@ macro_rules! layout {
                 }, )* ],
             };
 
-            /// The structure's bytes.
+            /// Encodes the structure.
             #[must_use]
             #[inline]
             pub fn to_bytes(&self) -> [u8; $len] {
@@ -107,7 +107,7 @@ macro_rules! layout {
                 out
             }
 
-            /// Reads the fields; checks nothing.
+            /// Decodes the fields without checking them.
             #[must_use]
             #[inline]
             pub fn from_bytes(bytes: &[u8; $len]) -> Self {

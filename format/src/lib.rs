@@ -1,6 +1,9 @@
-//! The bytes of a Remanent store. `SPEC.md` in this crate's folder is the same in prose.
+//! On-disk format of a Remanent store: encoding, decoding and validation.
 //!
-//! No I/O and no unsafe code here: an inspector built on this crate opens what the engine refuses.
+//! `SPEC.md`, in this crate's directory, specifies the same format in prose.
+//!
+//! The crate does no I/O and contains no unsafe code, so an inspector built on it can open stores that the
+//! engine refuses.
 //!
 //! # Map
 //!
@@ -8,20 +11,20 @@
 //!
 //! | folder | purpose |
 //! |---|---|
-//! | `judge/` | the verdict on a store: where recovery starts, what is lost |
-//! | `salvage/` | the pages that a damaged store still proves |
-//! | `state/` | from bytes to a state: table, log, survey, how far back a store goes, rebuild |
+//! | `judge/` | verdict on a store: where recovery starts and what is lost |
+//! | `salvage/` | pages of a damaged store whose contents can still be proven |
+//! | `state/` | from bytes to a state: page table, log, survey, reachable states, rebuild |
 //! | `manifest/` | snapshots: bases, changes, chains |
-//! | `op/` | a batch's operations |
-//! | `image/` | image files and how they are read |
-//! | `log/` | segments in their order, the walk, the end of the log |
+//! | `op/` | operations of a batch |
+//! | `image/` | image files and how to read them |
+//! | `log/` | segments in order, the walk, the end of the log |
 //! | `store.rs` | the STORE file |
-//! | `frame.rs` | the header of a frame |
-//! | `segment.rs` | the header of a segment |
+//! | `frame.rs` | frame headers |
+//! | `segment.rs` | segment headers |
 //! | `value/` | metadata values |
-//! | `defect.rs` | defects of bytes |
-//! | `names.rs` | the files of a store |
-//! | `ids.rs` | newtypes: pages, versions, positions |
+//! | `defect.rs` | defects found in bytes |
+//! | `names.rs` | file names of a store |
+//! | `ids.rs` | newtypes for pages, versions and positions |
 //! | `layout.rs` | tables of fixed little-endian fields |
 //! | `limits.rs` | alignments and limits |
 #![forbid(unsafe_code)]
@@ -52,7 +55,7 @@ pub use names::{FileName, Folder, ReadAt};
 pub use state::table::{PageInfo, PageTable};
 pub use value::{Metadata, SharedMetadata, Value};
 
-/// The step between cases of a test that tries every bit or byte. An interpreter takes a thousand times as
-/// long for each case, so it tries only some.
+/// Step between cases in tests that try every bit or byte. Miri takes about a thousand times as long per
+/// case, so under Miri these tests try only a sample.
 #[cfg(test)]
 const CASES_STEP: usize = if cfg!(miri) { 61 } else { 1 };

@@ -1,58 +1,61 @@
-//! Alignments and limits. A length read from disk is checked against these before it is used.
+//! Alignments and limits. Every length read from disk is checked against them before it is used.
 
-/// Groups, segments' headers, chunks and manifests' copies start on multiples of this many bytes.
+/// Alignment in bytes of groups, segment headers, chunks and manifest copies.
 pub const GROUP_ALIGN: u64 = 4096;
-/// Frames within a group, operations and images start on multiples of this many bytes.
+/// Alignment in bytes of frames within a group, operations and image payloads.
 pub const FRAME_ALIGN: u64 = 16;
-/// The smallest write that a medium makes as a whole.
+/// Smallest write, in bytes, that a medium performs atomically.
 pub const SECTOR_LEN: usize = 512;
 
-/// The highest page id, Lsn, epoch, or number of a file: so that counting on never overflows.
+/// Highest page id, Lsn, epoch or file number. It is far enough below `u64::MAX` that counting up never
+/// overflows.
 pub const NUMBER_MAX: u64 = 1 << 62;
-/// The shortest segment.
+/// Length of the shortest segment, in bytes.
 pub const SEGMENT_LEN_MIN: u64 = 16 << 10;
-/// The longest segment. A frame that is too long for a segment of the usual length gets one of its own.
+/// Length of the longest ordinary segment, in bytes. A frame too long for it gets a segment of its own, up to
+/// twice as long.
 pub const SEGMENT_LEN_MAX: u64 = 4 << 30;
-/// The longest payload of a frame.
+/// Length of the longest frame payload, in bytes.
 pub const FRAME_PAYLOAD_LEN_MAX: u64 = 1 << 30;
 
-/// The longest key of a page.
+/// Length of the longest page key, in bytes.
 pub const KEY_LEN_MAX: usize = 64;
-/// The longest page.
+/// Length of the longest page, in bytes.
 pub const PAGE_LEN_MAX: u64 = 1 << 40;
-/// The largest number of logical device slots.
+/// Highest ordinal of a logical device slot.
 pub const DEVICE_ORDINAL_MAX: u32 = 63;
-/// The longest encoding of one page's metadata.
+/// Length of the longest encoding of one page's metadata, in bytes.
 pub const METADATA_LEN_MAX: usize = 64 << 10;
-/// The longest encoding of the root.
+/// Length of the longest encoding of the root, in bytes.
 pub const ROOT_LEN_MAX: usize = 1 << 20;
-/// The deepest nesting of lists and maps in a value.
+/// Maximum nesting depth of lists and maps in a value.
 pub const VALUE_DEPTH_MAX: usize = 32;
-/// The longest name of a metadata or root entry.
+/// Length of the longest name of a metadata or root entry, in bytes.
 pub const NAME_LEN_MAX: usize = 255;
-/// The longest note of a batch.
+/// Length of the longest note in a batch, in bytes.
 pub const NOTE_LEN_MAX: usize = 64 << 10;
-/// The longest identity blob.
+/// Length of the longest identity blob, in bytes.
 pub const IDENTITY_LEN_MAX: usize = 64 << 10;
-/// The most stores whose image files a store shares.
+/// Maximum number of ancestor stores whose image files a store can share.
 pub const ANCESTORS_MAX: usize = 64;
-/// The longest record in STORE: the identity blob, the ancestors, and 57 bytes around them.
+/// Length of the longest STORE record: the identity blob, the ancestors and 57 bytes of other fields.
 pub const STORE_RECORD_LEN_MAX: usize = IDENTITY_LEN_MAX + 16 * ANCESTORS_MAX + 57;
-/// The most images in one chunk.
+/// Maximum number of images in one chunk.
 pub const CHUNK_IMAGES_MAX: u32 = 1 << 16;
-/// The longest chunk: one page of the largest length always fits.
+/// Length of the longest chunk, in bytes. A page of the maximum length always fits.
 pub const CHUNK_LEN_MAX: u64 = 2 * PAGE_LEN_MAX;
-/// The most links of a snapshot, its base among them: up to that number are read before a chain is given up.
+/// Maximum number of links in a snapshot's chain, including the base. A reader rejects a longer chain.
 pub const CHAIN_LINKS_MAX: usize = 64;
-/// The longest name of a snapshot.
+/// Length of the longest snapshot name, in bytes.
 pub const SNAPSHOT_NAME_LEN_MAX: usize = 64;
-/// The most pages, images or tombstones that one manifest names.
+/// Maximum number of entries in a manifest; the same limit applies to its tombstones.
 pub const MANIFEST_ENTRIES_MAX: u64 = 1 << 32;
-/// The longest body of one copy of a manifest.
+/// Length of the longest body of one manifest copy, in bytes.
 pub const MANIFEST_BODY_LEN_MAX: u64 = 1 << 40;
 
-/// The next multiple of `align`, a power of two. Saturates at the top of the range, where no length on
-/// disk can lie.
+/// Rounds `value` up to a multiple of `align`, which must be a power of two.
+///
+/// Saturates at the largest multiple that fits in a `u64`, far above any valid length on disk.
 #[must_use]
 pub const fn align_up(value: u64, align: u64) -> u64 {
     assert!(align.is_power_of_two());

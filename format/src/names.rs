@@ -1,4 +1,4 @@
-//! The files of a store and their names.
+//! Files of a store and their names.
 
 use std::fmt;
 
@@ -9,19 +9,19 @@ use crate::limits::NUMBER_MAX;
 pub enum Folder {
     /// The store directory itself.
     Root,
-    /// The folder of log segments.
+    /// Log segments.
     Log,
-    /// The folder of images and tables.
+    /// Image files and table files.
     Pages,
-    /// The folder of manifests.
+    /// Manifests.
     Snapshots,
 }
 
 impl Folder {
-    /// The folders below the store directory.
+    /// The folders inside the store directory.
     pub const INNER: [Folder; 3] = [Folder::Log, Folder::Pages, Folder::Snapshots];
 
-    /// The folder's name within the store directory; empty for the directory itself.
+    /// Returns the folder's name within the store directory; empty for the directory itself.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -33,33 +33,34 @@ impl Folder {
     }
 }
 
-/// A file of a store. Numbers are sixteen hexadecimal digits in the name, so that names sort.
+/// A file of a store. Numbers in names have exactly sixteen hexadecimal digits, so that names sort by number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum FileName {
     /// `STORE`: the store's identity.
     Store,
-    /// `LOCK`: held while the store is open.
+    /// `LOCK`: locked by the writer while the store is open.
     Lock,
-    /// `READERS`: each reader locks the byte of the snapshot that it needs; the content means nothing.
+    /// `READERS`: each reader locks the byte whose offset is the number of its snapshot. The content has no
+    /// meaning.
     Readers,
-    /// `log/<n>.log`: a segment of the log.
+    /// `log/<n>.log`: a log segment.
     Segment(u64),
-    /// `log/<n>.spare`: a segment file waiting to be used.
+    /// `log/<n>.spare`: a segment file kept for reuse.
     Spare(u64),
-    /// `pages/<n>.pages`: a file of images.
+    /// `pages/<n>.pages`: an image file.
     Pages(u64),
-    /// `pages/<n>.spare`: an image file waiting to be written again.
+    /// `pages/<n>.spare`: an image file kept for reuse.
     ImageSpare(u64),
-    /// `pages/<n>.table`: the table of an old state that a restore record names.
+    /// `pages/<n>.table`: the table of an old state, named by a restore operation.
     Table(u64),
-    /// `snapshots/<n>.manifest`: the pages and images of snapshot n.
+    /// `snapshots/<n>.manifest`: the manifest of snapshot *n*, which lists its pages and their images.
     Manifest(u64),
-    /// `<folder>/<n>.tmp`: being built; left over after a crash.
+    /// `<folder>/<n>.tmp`: a file under construction, or one left over from a crash.
     Temporary(Folder, u64),
 }
 
 impl FileName {
-    /// The folder in which the file lies.
+    /// Returns the folder that contains the file.
     #[must_use]
     pub const fn folder(self) -> Folder {
         match self {
@@ -71,7 +72,7 @@ impl FileName {
         }
     }
 
-    /// The file's name within its folder.
+    /// Returns the file's name within its folder.
     #[must_use]
     pub fn name(self) -> String {
         match self {
@@ -87,7 +88,7 @@ impl FileName {
         }
     }
 
-    /// The file of that name in that folder; `None` if the name is not one of ours.
+    /// Parses the name of a file in `folder`. Returns `None` if no file of a store has this name.
     #[must_use]
     pub fn parse(folder: Folder, name: &str) -> Option<Self> {
         let file = match (folder, name) {
@@ -109,7 +110,7 @@ impl FileName {
                 }
             }
         };
-        // Exactly one spelling a file: no upper case, no missing zeros.
+        // Each file has exactly one spelling: upper-case digits and missing zeros are rejected.
         (file.name() == name).then_some(file)
     }
 }
@@ -123,24 +124,24 @@ impl fmt::Display for FileName {
     }
 }
 
-/// Read access to a store directory: all that decoding needs of the outside world.
+/// Read access to a store directory: the only access to the outside world that decoding needs.
 pub trait ReadAt {
-    /// The names in a folder, in any order; empty if the folder does not exist.
+    /// Returns the names in a folder, in any order. The list is empty if the folder does not exist.
     ///
     /// # Errors
-    /// Any error of the medium.
+    /// Returns any error of the medium.
     fn list(&self, folder: Folder) -> std::io::Result<Vec<String>>;
 
-    /// A file's length in bytes; `None` if there is no such file.
+    /// Returns a file's length in bytes, or `None` if the file does not exist.
     ///
     /// # Errors
-    /// Any error of the medium.
+    /// Returns any error of the medium.
     fn len(&self, file: FileName) -> std::io::Result<Option<u64>>;
 
-    /// Fills `out` from `offset`.
+    /// Fills `out` with the bytes of `file` that start at `offset`.
     ///
     /// # Errors
-    /// `UnexpectedEof` if the file ends before; else any error of the medium.
+    /// Returns `UnexpectedEof` if the file ends before `out` is full, or any error of the medium.
     fn read_at(&self, file: FileName, offset: u64, out: &mut [u8]) -> std::io::Result<()>;
 }
 

@@ -1,26 +1,25 @@
-//! The header of a log segment. A segment is one file: a header block of 4096 bytes, then groups
-//! of frames.
+//! Headers of log segments. A segment is one file: a header block of 4096 bytes, then groups of frames.
 //!
-//! Only the first segment of an incarnation, the *opening* one, names an incarnation: it is renamed into
-//! place whole, and that rename is what makes the incarnation real. A header that is written before its
-//! frames must not name one, or an attempt that a crash cut short could be taken for the newest run.
+//! Only the first segment of an incarnation, the *opening* segment, names an incarnation. It is renamed into
+//! place complete, and that rename makes the incarnation real. A header written before its frames must not
+//! name an incarnation; otherwise an open cut short by a crash could be mistaken for the newest run.
 
 use crate::defect::{Defect, array, check_crc, check_equal, check_limit, check_point, check_zero};
 use crate::ids::{Incarnation, LogPoint, Lsn, StoreId};
 use crate::layout::layout;
 use crate::limits::{GROUP_ALIGN, NUMBER_MAX, SEGMENT_LEN_MAX, SEGMENT_LEN_MIN};
 
-/// The version of the whole format, in STORE and in every file's header.
+/// Version of the whole format, recorded in STORE and in every file header.
 pub const FORMAT_VERSION: u32 = 1;
-/// Length of the header block; the first group starts here.
+/// Length of the header block in bytes. The first group starts at this offset.
 pub const SEGMENT_HEADER_BLOCK: u64 = 4096;
-/// The first bytes of a segment.
+/// First bytes of a segment.
 pub const SEGMENT_MAGIC: [u8; 8] = *b"RMNTSEGM";
-/// The flag of an opening segment.
+/// Flag of an opening segment.
 pub const FLAG_OPENING: u32 = 1;
 
 layout! {
-    /// The bytes of a segment header.
+    /// Encoded segment header.
     pub struct SegmentHeaderRaw: 128 {
         /// The magic `RMNTSEGM`.
         0 => magic: [u8; 8],
@@ -30,54 +29,55 @@ layout! {
         12 => flags: u32,
         /// The store's id.
         16 => store: StoreId,
-        /// The segment's own number, as in its name.
+        /// Number of this segment, as in its file name.
         32 => segment: u64,
-        /// The file's length in bytes.
+        /// Length of the file in bytes.
         40 => segment_len: u64,
-        /// The incarnation that this segment opens; zero if it opens none.
+        /// Incarnation that this segment opens; zero if it opens none.
         48 => incarnation: Incarnation,
-        /// The end of the incarnation before it: its last proven batch. Zero if there was none.
+        /// End of the previous incarnation: its last proven batch. Zero if there was none.
         56 => predecessor: LogPoint,
-        /// The last batch accepted from the incarnation before it.
+        /// Last batch accepted from the previous incarnation.
         92 => accepted: Lsn,
-        /// The chain hash of that batch's frame, as the incarnation before it wrote it.
+        /// Chain hash of that batch's frame, as the previous incarnation wrote it.
         100 => accepted_chain: u32,
         /// Reserved, always zero.
         104 => reserved: [u8; 20],
-        /// CRC-32 of the bytes before.
+        /// CRC-32 of the preceding bytes.
         124 => header_crc: u32,
     }
 }
 
-/// The content of a segment's header.
+/// Decoded segment header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SegmentHeader {
     /// The store's id.
     pub store: StoreId,
-    /// The segment's own number.
+    /// The number of this segment.
     pub segment: u64,
-    /// The file's length in bytes, a multiple of 4096.
+    /// The length of the file in bytes, a multiple of 4096.
     pub segment_len: u64,
-    /// The incarnation that begins here, if one does.
+    /// The start of an incarnation, or `None` if this is not an opening segment.
     pub opening: Option<Opening>,
 }
 
-/// How an incarnation begins.
+/// The start of an incarnation, as its opening segment describes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Opening {
-    /// The incarnation that begins.
+    /// The incarnation that starts here.
     pub incarnation: Incarnation,
-    /// The end of its predecessor: the last batch that a durable mark proved. Zero for a new store.
+    /// The end of the predecessor: the last batch proven by a durable mark. Zero in a new store.
     pub predecessor: LogPoint,
-    /// The last batch that recovery accepted. Batches after the predecessor's end up to this one were
-    /// copied into this segment, so this is a durable mark.
+    /// The last batch accepted by recovery. Batches after the predecessor's end up to this one were copied
+    /// into this segment, which makes this number a durable mark.
     pub accepted: Lsn,
-    /// The chain hash under which the predecessor knew that batch.
+    /// The chain hash of that batch in the predecessor.
     pub accepted_chain: u32,
 }
 
 impl Opening {
-    /// The point at which the first frame of the incarnation is expected.
+    /// Returns the point at which the first frame of the incarnation is expected, given the opening segment's
+    /// number.
     #[must_use]
     pub fn start(&self, segment: u64) -> LogPoint {
         LogPoint {
@@ -91,7 +91,7 @@ impl Opening {
 }
 
 impl SegmentHeader {
-    /// The header's bytes; the rest of the header block is zero.
+    /// Encodes the header. The rest of the header block is zero.
     #[must_use]
     pub fn encode(&self) -> [u8; SegmentHeaderRaw::LEN] {
         let opening = self.opening;
@@ -113,11 +113,12 @@ impl SegmentHeader {
         raw.to_bytes()
     }
 
-    /// Reads the header of segment `number` of this store, whose file has this length (SPEC S1 to S5).
+    /// Decodes and checks the header of segment `number` of `store`, whose file is `file_len` bytes long
+    /// (SPEC S1 to S5).
     ///
     /// # Errors
-    /// A [`Defect`]: one of [`SegmentHeader::decode`], or the header is of another segment, or of another
-    /// store.
+    /// Returns a [`Defect`] as [`SegmentHeader::decode`] does, or if the header belongs to another segment,
+    /// another file length or another store.
     pub fn decode_at(bytes: &[u8], store: StoreId, number: u64, file_len: u64) -> Result<Self, Defect> {
         let header = Self::decode(bytes)?;
         check_equal("segment's number", header.segment, number)?;
@@ -125,10 +126,11 @@ impl SegmentHeader {
         if header.store == store { Ok(header) } else { Err(Defect::Foreign) }
     }
 
-    /// Reads a header from the start of a segment (SPEC S1 to S4).
+    /// Decodes a header from the start of a segment (SPEC S1 to S4).
     ///
     /// # Errors
-    /// A [`Defect`]: too short, not a segment, a wrong checksum, an unknown version, fields out of range.
+    /// Returns a [`Defect`] if the bytes are too short, are not a segment header, have a wrong checksum or an
+    /// unknown version, or a field is out of range.
     pub fn decode(bytes: &[u8]) -> Result<Self, Defect> {
         let bytes: &[u8; SegmentHeaderRaw::LEN] = array(bytes, 0)?;
         let raw = SegmentHeaderRaw::from_bytes(bytes);

@@ -1,19 +1,19 @@
-//! The STORE file: the store's identity, and the builds that may touch it.
+//! The STORE file: a store's identity, and the features that a build must know to open it.
 //!
-//! A fixed header of 64 bytes, then a record encoded by serde and bincode. The header keeps its place and
-//! meaning in all versions to come, so that an old build can always say why it refuses:
+//! The file is a fixed 64-byte header and a record encoded with serde and bincode. The header keeps its
+//! position and meaning in all future versions, so that an old build can always state why it refuses a store:
 //!
-//! | found | a build |
+//! | found in STORE | the build |
 //! |---|---|
-//! | a version above its own, or an unknown incompatible feature | refuses: [`Defect::Version`] |
-//! | an unknown read-compatible feature | may read, must not write: [`StoreFile::is_writable`] |
+//! | a version above its own, or an unknown incompatible feature | refuses the store: [`Defect::Version`] |
+//! | an unknown read-compatible feature | may read but not write: [`StoreFile::is_writable`] |
 //! | an unknown compatible feature | ignores the bit, and keeps it |
 //!
-//! STORE is written last when a store is created, so its presence is the proof that creation ended.
+//! STORE is the last file written when a store is created, so its presence proves that creation completed.
 //!
-//! A store is created with the features that this build writes. A writer that opens an older store adds them
-//! to STORE, durably, before it writes anything else ([`Features::with_written`]). A new feature is one line
-//! in the list below, and one row of SPEC.md's table.
+//! A new store gets all features that this build writes. A writer that opens an older store first adds its
+//! own features to STORE, durably, before it writes anything else ([`Features::with_written`]). A new feature
+//! needs one entry in the list below and one row in SPEC.md's table.
 
 use serde::{Deserialize, Serialize};
 
@@ -24,13 +24,13 @@ use crate::limits::{ANCESTORS_MAX, IDENTITY_LEN_MAX, STORE_RECORD_LEN_MAX};
 use crate::segment::FORMAT_VERSION;
 use crate::value::{bincode_config, decode_all};
 
-/// The first bytes of STORE.
+/// First bytes of STORE.
 pub const STORE_MAGIC: [u8; 8] = *b"RMNTSTOR";
 
-/// The incompatible features that this build knows, and writes: bit and name, as SPEC.md lists them.
+/// The incompatible features that this build knows and writes: bit and name, as listed in SPEC.md.
 pub const INCOMPATIBLE: &[(u32, &str)] = &[(0, "floor"), (1, "thin"), (2, "overlays")];
 
-/// The read-compatible features that this build knows: none yet.
+/// The read-compatible features that this build knows; none exist yet.
 const KNOWN_READ_COMPATIBLE: u32 = 0;
 /// The bits of [`INCOMPATIBLE`].
 const KNOWN_INCOMPATIBLE: u32 = bits(INCOMPATIBLE);
@@ -47,39 +47,39 @@ const fn bits(features: &[(u32, &str)]) -> u32 {
 }
 
 layout! {
-    /// The bytes of STORE's header.
+    /// Encoded STORE header.
     pub struct StoreHeaderRaw: 64 {
         /// The magic `RMNTSTOR`.
         0 => magic: [u8; 8],
         /// Format version, 1.
         8 => version: u32,
-        /// Features that a build may ignore.
+        /// Features that a build can ignore.
         12 => compatible: u32,
-        /// Features that a build may ignore as long as it only reads.
+        /// Features that a build can ignore if it only reads.
         16 => read_compatible: u32,
         /// Features that a build must know.
         20 => incompatible: u32,
         /// The store's id.
         24 => store: StoreId,
-        /// Length of the record, which follows the header.
+        /// Length of the record that follows the header.
         40 => record_len: u32,
         /// CRC-32 of the record.
         44 => record_crc: u32,
         /// Reserved, always zero.
         48 => reserved: [u8; 12],
-        /// CRC-32 of the bytes before.
+        /// CRC-32 of the preceding bytes.
         60 => header_crc: u32,
     }
 }
 
-/// Features that a store uses, one bit each.
+/// The set of features that a store uses, one bit each.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Features {
-    /// Builds that do not know them read and write all the same.
+    /// Features that a build can ignore when it reads and writes.
     pub compatible: u32,
-    /// Builds that do not know them read only.
+    /// Features that a build can ignore when it only reads.
     pub read_compatible: u32,
-    /// Builds that do not know them refuse.
+    /// Features that a build must know to open the store.
     pub incompatible: u32,
 }
 
@@ -88,8 +88,8 @@ impl Features {
     pub const WRITTEN: Self =
         Self { compatible: 0, read_compatible: KNOWN_READ_COMPATIBLE, incompatible: KNOWN_INCOMPATIBLE };
 
-    /// These features together with those that this build writes. STORE must have them before this build
-    /// writes anything else.
+    /// Adds the features that this build writes. STORE must record the result before this build writes
+    /// anything else.
     #[must_use]
     pub const fn with_written(self) -> Self {
         Self {
@@ -99,17 +99,17 @@ impl Features {
         }
     }
 
-    /// Whether a store has the incompatible feature of this bit.
+    /// Returns true if the incompatible feature with this bit number is set.
     #[must_use]
     pub const fn has(self, bit: u32) -> bool {
         self.incompatible & (1 << bit) != 0
     }
 }
 
-/// The creator's own part of STORE.
+/// The record in STORE, supplied by the creator of the store.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StoreRecord {
-    /// A fingerprint of how the caller lays out data in pages; checked at open, where there is one.
+    /// Fingerprint of the caller's data layout within pages; compared at open if present.
     pub layout_fingerprint: Option<[u8; 32]>,
     /// The caller's own identity blob.
     #[serde(
@@ -117,9 +117,9 @@ pub struct StoreRecord {
         deserialize_with = "crate::value::deserialize_bytes"
     )]
     pub identity: Vec<u8>,
-    /// When the store was created, in milliseconds since 1970.
+    /// Creation time, in milliseconds since 1970.
     pub created_unix_ms: u64,
-    /// The stores that wrote image files which a fork shares.
+    /// Ids of the stores whose image files this fork shares.
     pub ancestors: Vec<StoreId>,
 }
 
@@ -144,17 +144,17 @@ impl StoreRecord {
 pub struct StoreFile {
     /// The store's id.
     pub store: StoreId,
-    /// The features it uses.
+    /// The features that the store uses.
     pub features: Features,
-    /// The creator's own part.
+    /// The record supplied by the creator.
     pub record: StoreRecord,
 }
 
 impl StoreFile {
-    /// The whole file.
+    /// Encodes the whole file.
     ///
     /// # Errors
-    /// [`Defect::Limit`] if the identity blob is too long.
+    /// Returns [`Defect::Limit`] if the identity blob is too long or there are too many ancestors.
     pub fn encode(&self) -> Result<Vec<u8>, Defect> {
         self.record.check()?;
         let record = bincode::serde::encode_to_vec(&self.record, bincode_config())
@@ -177,10 +177,10 @@ impl StoreFile {
         Ok(out)
     }
 
-    /// Reads the whole file.
+    /// Decodes and checks the whole file.
     ///
     /// # Errors
-    /// A [`Defect`]; [`Defect::Version`] if this build is too old for the store.
+    /// Returns a [`Defect`]; [`Defect::Version`] means that this build is too old for the store.
     pub fn decode(bytes: &[u8]) -> Result<Self, Defect> {
         let header: &[u8; StoreHeaderRaw::LEN] = array(bytes, 0)?;
         let raw = StoreHeaderRaw::from_bytes(header);
@@ -210,13 +210,14 @@ impl StoreFile {
         Ok(Self { store: raw.store, features, record })
     }
 
-    /// Whether image files of this store may lie in the directory: it is this one, or one of its ancestors.
+    /// Returns true if the directory may contain image files of `store`: it is this store or one of its
+    /// ancestors.
     #[must_use]
     pub fn shares_images_of(&self, store: StoreId) -> bool {
         store == self.store || self.record.ancestors.contains(&store)
     }
 
-    /// Whether this build knows every feature that a writer must know.
+    /// Returns true if this build knows every feature that a writer must know.
     #[must_use]
     pub fn is_writable(&self) -> bool {
         self.features.read_compatible & !KNOWN_READ_COMPATIBLE == 0
@@ -240,7 +241,7 @@ mod tests {
         }
     }
 
-    /// The sample with its header changed, and the header's checksum made to fit.
+    /// Encodes the sample with a changed header and a matching header checksum.
     fn with_header(change: impl FnOnce(&mut StoreHeaderRaw)) -> Vec<u8> {
         let mut bytes = sample().encode().unwrap();
         let mut raw = StoreHeaderRaw::from_bytes(bytes[..64].try_into().unwrap());
@@ -250,7 +251,7 @@ mod tests {
         bytes
     }
 
-    /// The sample with its record changed, and both checksums made to fit.
+    /// Encodes the sample with a different record and matching checksums.
     fn with_record(record: &[u8]) -> Vec<u8> {
         let mut bytes = with_header(|raw| {
             raw.record_len = record.len() as u32;
@@ -304,7 +305,7 @@ mod tests {
             StoreFile::decode(&with_header(|raw| raw.incompatible = 3 << 30)),
             Err(Defect::Version { version: 1, features: 3 << 30 })
         );
-        // Only those that are not known are named.
+        // The error names only the unknown features.
         assert_eq!(
             StoreFile::decode(&with_header(|raw| raw.incompatible = u32::MAX)),
             Err(Defect::Version { version: 1, features: !KNOWN_INCOMPATIBLE })

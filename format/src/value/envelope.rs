@@ -1,4 +1,4 @@
-//! The envelope around an encoding: its length and its checksum, checked before anything is decoded.
+//! Envelopes of metadata encodings: a length and a checksum, both checked before any decoding.
 
 use bincode::error::DecodeError;
 use serde::Serialize;
@@ -10,48 +10,48 @@ use crate::defect::{Defect, array, check_crc, check_limit, slice};
 use crate::layout::Field;
 use crate::limits::{NAME_LEN_MAX, ROOT_LEN_MAX, VALUE_DEPTH_MAX};
 
-/// The bytes of `metadata` in their envelope.
+/// Encodes `metadata` in an envelope.
 ///
 /// # Errors
-/// [`Defect::Limit`] if the encoding is longer than `limit`, a name is too long or a value nests too
+/// Returns [`Defect::Limit`] if the encoding is longer than `limit`, a name is too long or a value nests too
 /// deeply.
 pub fn encode_metadata(metadata: &Metadata, limit: usize) -> Result<Vec<u8>, Defect> {
     check_entries(metadata, VALUE_DEPTH_MAX)?;
     seal(metadata, limit)
 }
 
-/// The metadata at the start of `bytes`, and how many bytes its envelope takes.
+/// Decodes the metadata at the start of `bytes`, and returns it with the length of its envelope in bytes.
 ///
 /// # Errors
-/// The defect, if the envelope is longer than `limit`, cut short, damaged, or holds anything but one
+/// Returns a [`Defect`] if the encoding is longer than `limit`, truncated, damaged, or not exactly one
 /// canonical encoding.
 pub fn decode_metadata(bytes: &[u8], limit: usize) -> Result<(Metadata, usize), Defect> {
     open(bytes, limit, MapSeed { depth_left: VALUE_DEPTH_MAX })
 }
 
-/// The bytes of one named value in their envelope.
+/// Encodes one named value in an envelope.
 ///
 /// # Errors
-/// [`Defect::Limit`], as for [`encode_metadata`].
+/// Returns [`Defect::Limit`] as [`encode_metadata`] does.
 pub fn encode_entry(name: &str, value: &Value, limit: usize) -> Result<Vec<u8>, Defect> {
     check_name(name)?;
     check_depth(value, VALUE_DEPTH_MAX)?;
     seal(&(name, value), limit)
 }
 
-/// The named value at the start of `bytes`, and how many bytes its envelope takes.
+/// Decodes the named value at the start of `bytes`, and returns it with the length of its envelope in bytes.
 ///
 /// # Errors
-/// The defect, as for [`decode_metadata`].
+/// Returns a [`Defect`] as [`decode_metadata`] does.
 pub fn decode_entry(bytes: &[u8], limit: usize) -> Result<((String, Value), usize), Defect> {
     open(bytes, limit, EntrySeed)
 }
 
-/// Bytes in front of an envelope's content: its length and its CRC-32.
+/// Length of an envelope's head in bytes: the content's length and CRC-32.
 pub const ENVELOPE_HEAD_LEN: usize = 8;
 
-/// The configuration of every bincode encoding in the format. The input's own length, checked before, is
-/// the tighter limit; this one holds even if a check were forgotten.
+/// Returns the configuration of every bincode encoding in the format. The length of the input is checked
+/// first and is the tighter limit; this limit still holds if such a check is missing.
 pub(crate) const fn bincode_config() -> impl bincode::config::Config {
     bincode::config::standard()
         .with_little_endian()
@@ -59,7 +59,7 @@ pub(crate) const fn bincode_config() -> impl bincode::config::Config {
         .with_limit::<{ ROOT_LEN_MAX }>()
 }
 
-/// Puts an encoding into an envelope.
+/// Encodes `content` in an envelope.
 fn seal(content: &impl Serialize, limit: usize) -> Result<Vec<u8>, Defect> {
     let content = bincode::serde::encode_to_vec(content, bincode_config())
         .map_err(|error| Defect::Metadata(error.to_string()))?;
@@ -71,7 +71,7 @@ fn seal(content: &impl Serialize, limit: usize) -> Result<Vec<u8>, Defect> {
     Ok(out)
 }
 
-/// Takes an encoding out of its envelope and decodes all of it.
+/// Checks an envelope and decodes all of its content.
 fn open<'a, S>(bytes: &'a [u8], limit: usize, seed: S) -> Result<(S::Value, usize), Defect>
 where
     S: DeserializeSeed<'a>,
@@ -84,7 +84,7 @@ where
     Ok((decode_all(seed, content)?, ENVELOPE_HEAD_LEN + content.len()))
 }
 
-/// Decodes `content`; refuses it if any bytes are left over.
+/// Decodes `content`, and rejects it if bytes are left over.
 pub(crate) fn decode_all<'a, S>(seed: S, content: &'a [u8]) -> Result<S::Value, Defect>
 where
     S: DeserializeSeed<'a>,
@@ -101,7 +101,7 @@ where
     Ok(value)
 }
 
-/// Refuses a value that nests more deeply than decoding allows.
+/// Checks that a value does not nest more deeply than a decoder accepts.
 fn check_depth(value: &Value, depth_left: usize) -> Result<(), Defect> {
     let deeper = || {
         depth_left.checked_sub(1).ok_or(Defect::Limit {

@@ -1,13 +1,13 @@
-//! Metadata: self-describing values, their bytes, and the envelope that guards them.
+//! Metadata: self-describing values, their encoding, and the envelope that protects it.
 //!
-//! A value is encoded by serde and bincode with fixed-width little-endian integers, which is simple
-//! enough to be specified byte by byte. The encoding is canonical: map entries ascend, nothing may
-//! follow, so decoding and encoding again gives the same bytes. Pages carry at most
-//! [`METADATA_LEN_MAX`](crate::limits::METADATA_LEN_MAX) bytes of it, the root
-//! [`ROOT_LEN_MAX`](crate::limits::ROOT_LEN_MAX).
+//! A value is encoded with serde and bincode, with fixed-width little-endian integers, which is simple enough
+//! to specify byte by byte. The encoding is canonical: map entries ascend and no bytes may follow, so
+//! decoding and re-encoding gives the same bytes. An encoding has at most
+//! [`METADATA_LEN_MAX`](crate::limits::METADATA_LEN_MAX) bytes for a page and at most
+//! [`ROOT_LEN_MAX`](crate::limits::ROOT_LEN_MAX) bytes for the root.
 //!
-//! Decoding is safe on any input: nesting is bounded, text and bytes are borrowed from the input before
-//! they are copied, and no container reserves room for a count that the input merely claims.
+//! Decoding is safe for any input: nesting is bounded, text and bytes are borrowed from the input before they
+//! are copied, and no container allocates memory for a count that the input merely claims.
 
 mod envelope;
 mod seed;
@@ -26,8 +26,8 @@ pub(crate) use seed::deserialize_bytes;
 
 /// A value of a metadata or root entry.
 ///
-/// Two values are equal if their encodings are: floats are compared by their bits, so a NaN equals itself
-/// and 0.0 differs from -0.0.
+/// Two values are equal if their encodings are equal. Floats are compared by their bits, so a NaN equals
+/// itself and 0.0 differs from -0.0.
 ///
 /// ```
 /// use remanent_format::value::{Metadata, Value, decode_metadata, encode_metadata};
@@ -46,19 +46,19 @@ pub enum Value {
     I64(i64),
     /// An unsigned integer.
     U64(u64),
-    /// A float; every bit is kept, also the payload of a NaN.
+    /// A float. Every bit is kept, including the payload of a NaN.
     F64(f64),
     /// Text in UTF-8.
     String(String),
-    /// Bytes of any content.
+    /// Arbitrary bytes.
     Bytes(#[serde(serialize_with = "serialize_bytes")] Vec<u8>),
-    /// Values in order.
+    /// An ordered list of values.
     List(Vec<Value>),
-    /// Values by name.
+    /// A map from names to values.
     Map(BTreeMap<String, Value>),
 }
 
-/// Named values: a page's metadata, or the root.
+/// A map from names to values: the metadata of a page, or the root.
 pub type Metadata = BTreeMap<String, Value>;
 
 impl PartialEq for Value {
@@ -111,8 +111,8 @@ impl From<usize> for Value {
     }
 }
 
-/// What a value is, where it is of the kind asked for. Integers convert where they fit, whichever of the two
-/// kinds they were stored as; nothing else converts.
+/// Typed access. Each method returns `None` for a value of another kind. Signed and unsigned integers convert
+/// to each other if the number fits; nothing else converts.
 ///
 /// ```
 /// use remanent_format::Value;
@@ -122,13 +122,13 @@ impl From<usize> for Value {
 /// assert_eq!(Value::from(0.5_f32).as_f64(), Some(0.5));
 /// ```
 impl Value {
-    /// True or false, if it is a boolean.
+    /// Returns the value of a boolean.
     #[must_use]
     pub fn as_bool(&self) -> Option<bool> {
         if let Value::Bool(value) = self { Some(*value) } else { None }
     }
 
-    /// An unsigned integer, or a signed one that is not negative.
+    /// Returns an unsigned integer, or a signed integer that is not negative.
     #[must_use]
     pub fn as_u64(&self) -> Option<u64> {
         match self {
@@ -138,7 +138,7 @@ impl Value {
         }
     }
 
-    /// A signed integer, or an unsigned one that fits.
+    /// Returns a signed integer, or an unsigned integer that fits.
     #[must_use]
     pub fn as_i64(&self) -> Option<i64> {
         match self {
@@ -148,38 +148,38 @@ impl Value {
         }
     }
 
-    /// A float, if it is one.
+    /// Returns the value of a float.
     #[must_use]
     pub fn as_f64(&self) -> Option<f64> {
         if let Value::F64(value) = self { Some(*value) } else { None }
     }
 
-    /// A text, if it is one.
+    /// Returns text as a string slice.
     #[must_use]
     pub fn as_str(&self) -> Option<&str> {
         if let Value::String(value) = self { Some(value) } else { None }
     }
 
-    /// Bytes, if it is bytes.
+    /// Returns bytes as a slice.
     #[must_use]
     pub fn as_bytes(&self) -> Option<&[u8]> {
         if let Value::Bytes(value) = self { Some(value) } else { None }
     }
 
-    /// The values of a list.
+    /// Returns the values of a list.
     #[must_use]
     pub fn as_list(&self) -> Option<&[Value]> {
         if let Value::List(values) = self { Some(values) } else { None }
     }
 
-    /// The values of a map, by name.
+    /// Returns the entries of a map.
     #[must_use]
     pub fn as_map(&self) -> Option<&BTreeMap<String, Value>> {
         if let Value::Map(values) = self { Some(values) } else { None }
     }
 }
 
-/// Gives bytes to serde as bytes; a `Vec<u8>` alone would be a list of numbers.
+/// Serializes bytes as bytes. By default serde would serialize a `Vec<u8>` as a list of numbers.
 pub(crate) fn serialize_bytes<S: Serializer>(bytes: &[u8], serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_bytes(bytes)
 }

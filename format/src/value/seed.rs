@@ -1,5 +1,5 @@
-//! Decoding values: nesting is bounded, text and bytes are borrowed before they are copied, and no
-//! container reserves room for a count that the input merely claims.
+//! Decoding of values. Nesting is bounded, text and bytes are borrowed before they are copied, and no
+//! container allocates memory for a count that the input merely claims.
 
 use std::fmt;
 
@@ -9,7 +9,7 @@ use serde::{Deserialize, Deserializer};
 use super::{Metadata, Value};
 use crate::limits::{NAME_LEN_MAX, ROOT_LEN_MAX, VALUE_DEPTH_MAX};
 
-/// Takes bytes from serde as bytes.
+/// Deserializes bytes that were serialized as bytes.
 pub(crate) fn deserialize_bytes<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<u8>, D::Error> {
     BytesSeed.deserialize(deserializer)
 }
@@ -20,7 +20,7 @@ impl<'de> Deserialize<'de> for Value {
     }
 }
 
-/// The variants of [`Value`], in the order that gives their number on disk.
+/// The kinds of [`Value`], in the order that defines their numbers on disk.
 #[derive(Clone, Copy, Deserialize)]
 #[serde(variant_identifier)]
 enum Kind {
@@ -37,7 +37,7 @@ enum Kind {
 
 const KINDS: &[&str] = &["Null", "Bool", "I64", "U64", "F64", "String", "Bytes", "List", "Map"];
 
-/// Decodes a value in which `depth_left` more lists and maps may nest.
+/// Decodes a value that may contain up to `depth_left` levels of lists and maps.
 struct ValueSeed {
     depth_left: usize,
 }
@@ -111,7 +111,8 @@ impl<'de> Visitor<'de> for ListSeed {
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut access: A) -> Result<Vec<Value>, A::Error> {
-        // Grown as values arrive: the count is only a claim, and each value takes at least four bytes.
+        // The list grows as values arrive: the count is only a claim, and each value takes at least four
+        // bytes of input.
         let mut values = Vec::new();
         while let Some(value) = access.next_element_seed(ValueSeed { depth_left: self.depth_left })? {
             values.push(value);
@@ -120,7 +121,7 @@ impl<'de> Visitor<'de> for ListSeed {
     }
 }
 
-/// Decodes named values, which must ascend strictly.
+/// Decodes named values, whose names must ascend strictly.
 pub(super) struct MapSeed {
     pub depth_left: usize,
 }
@@ -180,7 +181,7 @@ impl<'de> Visitor<'de> for EntrySeed {
     }
 }
 
-/// Decodes text, borrowing it from the input first, so that a claimed length allocates nothing.
+/// Decodes text. It is borrowed from the input first, so a claimed length allocates nothing.
 struct TextSeed {
     len_max: usize,
 }
@@ -208,7 +209,7 @@ impl Visitor<'_> for TextSeed {
     }
 }
 
-/// Decodes bytes, borrowing them from the input first.
+/// Decodes bytes, which are borrowed from the input first.
 struct BytesSeed;
 
 impl<'de> DeserializeSeed<'de> for BytesSeed {
@@ -230,7 +231,7 @@ impl<'de> Visitor<'de> for BytesSeed {
         Ok(bytes.to_vec())
     }
 
-    /// Text formats have no bytes of their own and give a list of numbers.
+    /// Accepts a list of numbers, because text formats have no native representation of bytes.
     fn visit_seq<A: SeqAccess<'de>>(self, mut access: A) -> Result<Vec<u8>, A::Error> {
         let mut bytes = Vec::new();
         while let Some(byte) = access.next_element()? {

@@ -1,4 +1,4 @@
-//! Metadata as pages have it: most pages have none, and then it takes no memory of its own.
+//! Copy-on-write metadata of pages. Most pages have none, and empty metadata allocates nothing.
 
 use std::fmt;
 use std::ops::Deref;
@@ -8,7 +8,7 @@ use super::Metadata;
 
 static EMPTY: Metadata = Metadata::new();
 
-/// Metadata that several states of a page share, for few batches change it. To be read, it is [`Metadata`].
+/// Metadata shared by several states of a page, because few batches change it. Dereferences to [`Metadata`].
 ///
 /// ```
 /// use remanent_format::{Metadata, SharedMetadata, Value};
@@ -22,12 +22,12 @@ static EMPTY: Metadata = Metadata::new();
 pub struct SharedMetadata(Option<Arc<Metadata>>);
 
 impl SharedMetadata {
-    /// The metadata for changing it; copies that others share stay as they are.
+    /// Returns the metadata for modification. Other copies that share it are unchanged.
     pub fn make_mut(&mut self) -> &mut Metadata {
         Arc::make_mut(self.0.get_or_insert_default())
     }
 
-    /// Whether this is known to be the same without a look at it.
+    /// Returns true if both are known to be equal without a comparison of their contents.
     #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {
         match (&self.0, &other.0) {

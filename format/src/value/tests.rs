@@ -1,4 +1,4 @@
-//! Values and their envelopes: round trips, the specified bytes, and everything that is refused.
+//! Tests of values and their envelopes: round trips, the specified bytes, and invalid input.
 
 use super::*;
 use crate::defect::Defect;
@@ -18,7 +18,7 @@ fn sample() -> Metadata {
     ])
 }
 
-/// `content` in an envelope that is itself sound.
+/// Puts `content` into a valid envelope.
 fn envelope(content: &[u8]) -> Vec<u8> {
     let mut out = (content.len() as u32).to_le_bytes().to_vec();
     out.extend_from_slice(&crc32fast::hash(content).to_le_bytes());
@@ -26,7 +26,7 @@ fn envelope(content: &[u8]) -> Vec<u8> {
     out
 }
 
-/// A name as a map key.
+/// Encodes a name as a map key.
 fn name(text: &str) -> Vec<u8> {
     [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat()
 }
@@ -136,7 +136,7 @@ fn nesting_and_names_are_limited_on_both_ways() {
         Err(Defect::Limit { found: 33, limit: 32, .. })
     ));
 
-    // A list within a list, 4,000 deep, in sound bytes that no encoder of ours makes.
+    // A list nested 4,000 deep, in valid bytes that this encoder never writes.
     let step = [&7_u32.to_le_bytes()[..], &1_u64.to_le_bytes()].concat();
     let content = [name("v"), step.repeat(4000), NULL.to_vec()].concat();
     let found = decode_entry(&envelope(&content), LIMIT);
