@@ -1,7 +1,7 @@
-//! Points from which a walk did not come to the log's end.
+//! Points from which a walk failed to reach the end of the log.
 //!
-//! All snapshots after which the log goes on share its end. Without this memory, damage there would be walked
-//! to once from each of them.
+//! All snapshots after which the log continues share its end. Without this record, each of them would cause
+//! one walk to the same damage.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,21 +9,21 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crate::defect::Damage;
 use crate::ids::LogPoint;
 
-/// The points, each with the damage that every walk meets which comes by there. A walk that comes from
-/// further back knows the same marks or more, so it ends no better.
+/// Start points of failed walks, each with the damage that any walk through this point will meet. A walk that
+/// starts earlier knows at least the same marks, so it cannot succeed either.
 #[derive(Clone, Debug, Default)]
 pub(super) struct DeadEnds(Arc<Mutex<HashMap<LogPoint, Damage>>>);
 
 impl DeadEnds {
-    /// Notes that a walk which began at `from` met this damage. Bytes that could not be read, for want of
-    /// memory or by an error of the medium, may be read the next time.
+    /// Records that a walk from `from` met `damage`. Unreadable bytes are not recorded: a later attempt may
+    /// succeed.
     pub fn note(&self, from: LogPoint, damage: &Damage) {
         if !damage.defect.is_unreadable() {
             self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(from, damage.clone());
         }
     }
 
-    /// All that are known by now.
+    /// Returns all points recorded so far.
     pub fn known(&self) -> HashMap<LogPoint, Damage> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }

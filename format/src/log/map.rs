@@ -1,4 +1,4 @@
-//! The map of the log: its segments, the newest incarnation, and the line that leads back from it.
+//! Map of the log: its segments, the newest incarnation, and the line of incarnations that leads to it.
 
 use std::collections::BTreeMap;
 
@@ -11,23 +11,24 @@ use crate::limits::GROUP_ALIGN;
 use crate::names::{FileName, Folder, ReadAt};
 use crate::segment::{Opening, SEGMENT_HEADER_BLOCK, SegmentHeader, SegmentHeaderRaw};
 
-/// A segment file.
+/// A segment file as found on disk.
 #[derive(Clone, Debug)]
 pub struct Segment {
-    /// The file's length in bytes.
+    /// The length of the file in bytes.
     pub file_len: u64,
-    /// Its header, if that is whole, this store's, and fits the file.
+    /// The decoded header, or its defect if it is damaged, belongs to another store or does not match the
+    /// file.
     pub header: Result<SegmentHeader, Defect>,
-    /// The incarnation of the frames that were written at their place in this file, if there are any.
+    /// The incarnation of the first own frame at a multiple of 4096, or `None` if there is no such frame.
     pub frames: Option<Incarnation>,
-    /// Whether all of it was read, and no own frame lies in it at any multiple of 16. Then nothing in it
-    /// testifies (I4), and it need not be looked through once more. Frames that a living writer puts there
-    /// later are for the next map.
+    /// Whether all of the segment was read and holds no own frame at any multiple of 16. In this case nothing
+    /// in it can testify (I4), so it need not be searched again. Frames that a running writer adds later are
+    /// found by the next map.
     pub(super) is_blank: bool,
 }
 
 impl Segment {
-    /// The defect of its header, if the file is shorter than the header says.
+    /// Returns the defect of the header if the file is shorter than the header states.
     pub(crate) fn cut_short(&self) -> Option<&Defect> {
         let defect = self.header.as_ref().err()?;
         let &Defect::Mismatch { found, expected, .. } = defect else { return None };
@@ -45,19 +46,20 @@ pub struct LogMap {
     pub(super) store: StoreId,
     pub(super) segments: BTreeMap<u64, Segment>,
     pub(super) newest: Option<Incarnation>,
-    /// Openings on the line, oldest first, with their segments.
+    /// Openings on the line with their segments, oldest first.
     line: Vec<(u64, Opening)>,
-    /// The damaged header at which the line ends, if it ends at one.
+    /// Damaged header at which the line ends, if any.
     pub(super) break_of_line: Option<Damage>,
-    /// Where walks of this map that share their outcome did not come to its end.
+    /// Points from which walks of this map that share outcomes failed to reach the end.
     pub(super) dead_ends: DeadEnds,
 }
 
 impl LogMap {
-    /// Reads all segment headers, and the parts of the segments that are needed to find their frames.
+    /// Reads all segment headers, and as much of the segments as is needed to find their frames.
     ///
     /// # Errors
-    /// [`Damage`] if a file cannot be read at all. Damaged bytes are recorded, not refused.
+    /// Returns [`Damage`] if the folder cannot be listed, the length of a file cannot be read, or the system
+    /// lacks a resource. Damaged bytes are recorded in the map and are no error.
     pub fn read(source: &dyn ReadAt, store: StoreId) -> Result<Self, Damage> {
         let names =
             source.list(Folder::Log).map_err(|error| Defect::of_read(&error).at(FileName::Segment(0), 0))?;
@@ -92,66 +94,69 @@ impl LogMap {
         Ok(Self { store, segments, newest, line, break_of_line, dead_ends: DeadEnds::default() })
     }
 
-    /// The store whose log it is.
+    /// Returns the id of the store.
     #[must_use]
     pub fn store(&self) -> StoreId {
         self.store
     }
 
-    /// The segments by number.
+    /// Returns the segments by number.
     #[must_use]
     pub fn segments(&self) -> &BTreeMap<u64, Segment> {
         &self.segments
     }
 
-    /// The newest incarnation; `None` if no segment shows one.
+    /// Returns the newest incarnation, or `None` if no segment proves one.
     #[must_use]
     pub fn newest(&self) -> Option<Incarnation> {
         self.newest
     }
 
-    /// The openings on the line, oldest first, with their segments. Older ones may be recycled.
+    /// Returns the openings on the line with their segments, oldest first. Older openings may have been
+    /// recycled.
     #[must_use]
     pub fn line(&self) -> &[(u64, Opening)] {
         &self.line
     }
 
-    /// The damaged header at which the line ends. An opening that is merely gone was recycled.
+    /// Returns the damaged header at which the line ends, if any. An opening that is merely missing was
+    /// recycled.
     #[must_use]
     pub fn break_of_line(&self) -> Option<&Damage> {
         self.break_of_line.as_ref()
     }
 
-    /// The start of the very first incarnation, if its opening is still there.
+    /// Returns the start of the very first incarnation, if its opening still exists.
     #[must_use]
     pub fn beginning(&self) -> Option<LogPoint> {
         let (segment, opening) = self.line.first()?;
-        // A store that was created from the seed of another log's state has no beginning: its pages came from
-        // a manifest.
+        // A store created from the seed of another log's state has no beginning: its pages came from a
+        // manifest.
         (opening.predecessor == LogPoint::default()).then(|| opening.start(*segment))
     }
 
-    /// Whether any segment holds a frame that was written there.
+    /// Returns true if any segment holds an own frame at a multiple of 4096.
     #[must_use]
     pub fn has_frames(&self) -> bool {
         self.segments.values().any(|segment| segment.frames.is_some())
     }
 
-    /// The opening after an incarnation on the line, with its segment.
+    /// Returns the opening that follows an incarnation on the line, with its segment.
     #[must_use]
     pub fn successor(&self, incarnation: Incarnation) -> Option<(u64, Opening)> {
         self.line.iter().copied().find(|(_, opening)| opening.predecessor.incarnation == incarnation)
     }
 }
 
-/// The first segment with frames of an incarnation, if its header is damaged: it may have been the opening.
+/// Returns the first segment with frames of `incarnation` if its header is damaged. It may have been the
+/// opening.
 fn damaged_opening(segments: &BTreeMap<u64, Segment>, incarnation: Incarnation) -> Option<Damage> {
     let (number, segment) = segments.iter().find(|(_, segment)| segment.frames == Some(incarnation))?;
     let defect = segment.header.as_ref().err()?;
     Some(defect.clone().at(FileName::Segment(*number), 0))
 }
 
-/// Looks into a segment; `None` if a writer recycled it after the folder was listed.
+/// Examines a segment. Returns `None` if a writer recycled it after the folder was listed.
 fn read_segment(source: &dyn ReadAt, store: StoreId, number: u64) -> Result<Option<Segment>, Damage> {
     let file = FileName::Segment(number);
     let unreadable = |error: std::io::Error| Defect::of_read(&error).at(file, 0);
@@ -163,7 +168,7 @@ fn read_segment(source: &dyn ReadAt, store: StoreId, number: u64) -> Result<Opti
     if let Err(defect @ Defect::Shortage { .. }) = header {
         return Err(defect.at(file, 0));
     }
-    // The first frame nearly always starts a group. If it does not, its group's start is damaged.
+    // The first frame almost always starts a group. Otherwise the start of its group is damaged.
     let mut own = own_frames(&mut reader, store, number, SEGMENT_HEADER_BLOCK);
     let first = own.next();
     let starts_group = |frame: &UncheckedFrame| frame.unproven().offset.is_multiple_of(GROUP_ALIGN);

@@ -1,5 +1,5 @@
-//! The order of the log, one step of it: where the next frame may lie, and whether a header there is the next
-//! one (I3). The walk goes by these rules, and so does a follower that reads a log while it is written.
+//! One step in the order of the log: where the next frame can be, and whether a header found there is the
+//! next one (I3). Used by the walk and by followers that read a log while it is written.
 
 use crate::defect::Defect;
 use crate::frame::{FrameHeader, UncheckedFrame};
@@ -7,9 +7,9 @@ use crate::ids::{LogPoint, StoreId};
 use crate::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
 use crate::segment::SEGMENT_HEADER_BLOCK;
 
-/// The locations, segment and offset, at which the frame after a point may lie (SPEC W3): right after it, at
-/// the next group boundary, at the start of the next segment. The first location at which a frame is valid
-/// counts.
+/// Returns the locations, as segment and offset, at which the frame after `point` can begin (SPEC W3):
+/// directly after it, at the next group boundary, and at the start of the next segment. The first location
+/// with a valid frame counts.
 #[must_use]
 pub fn next_locations(point: &LogPoint) -> [(u64, u64); 3] {
     [
@@ -19,11 +19,13 @@ pub fn next_locations(point: &LogPoint) -> [(u64, u64); 3] {
     ]
 }
 
-/// The header in `bytes`, read at `offset` of `segment`, if it is the header of the frame after `before`
-/// (SPEC F1 to F6), and the point after that frame. The payload is for [`crate::frame::check_payload`].
+/// Decodes the header in `bytes`, read at `offset` of `segment`, and checks that it belongs to the frame
+/// after `before` (SPEC F1 to F6). Returns the header and the point after the frame.
+///
+/// The payload is not checked; see [`crate::frame::check_payload`].
 ///
 /// # Errors
-/// A [`Defect`]: the header is not readable, or breaks the order.
+/// Returns a [`Defect`] if the header is not readable or breaks the order.
 pub fn header_in_order(
     bytes: &[u8],
     before: &LogPoint,
@@ -32,7 +34,8 @@ pub fn header_in_order(
     offset: u64,
 ) -> Result<(FrameHeader, LogPoint), Defect> {
     let (header, end) = UncheckedFrame::decode(bytes)?.follow(before, store, segment, offset)?;
-    // A group begins at a boundary; a frame that does not begin one follows its group's last frame (SPEC F6).
+    // A group starts at a boundary. Every other frame directly follows the previous frame of its group (SPEC
+    // F6).
     if header.group_start && !offset.is_multiple_of(GROUP_ALIGN) {
         return Err(Defect::Field { what: "start of a group", found: offset });
     }

@@ -1,4 +1,4 @@
-//! Reading one segment through a buffer, and looking in it for the frames that were written there.
+//! Buffered reading of one segment, and the search for own frames in it.
 
 use std::io;
 use std::ops::Range;
@@ -12,42 +12,44 @@ use crate::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
 use crate::names::{FileName, ReadAt};
 use crate::segment::SEGMENT_HEADER_BLOCK;
 
-/// The least that is read of a segment at a time. A quarter or half of it, which stays in a processor's
-/// second cache, reads the page cache hardly faster (6.7 GB/s against 6.2), and a replay takes as long.
+/// Minimum length of a read, in bytes. A quarter or half of it would stay in a processor's second-level
+/// cache, but reads the page cache hardly faster (6.7 GB/s, compared with 6.2 GB/s), and a replay takes as
+/// long.
 const READ_AHEAD: u64 = 1 << 20;
-/// The length of the first read of a reader that looks for frames: it mostly needs the segment's beginning
-/// alone.
+/// Length in bytes of the first read when searching for frames, which usually needs only the start of a
+/// segment.
 const FIRST_LOOK: u64 = 64 << 10;
-/// The length of its further reads. A blank segment of 16 MiB is looked through in 1.8 ms (with a mebibyte at
-/// a time in 2.2). Copying it out of the page cache takes 1.2 of these.
+/// Length in bytes of subsequent reads when searching for frames. Searching a blank segment of 16 MiB takes
+/// 1.8 ms (2.2 ms with 1 MiB per read), of which 1.2 ms are spent copying from the page cache.
 const NEXT_LOOK: u64 = 256 << 10;
-/// The longest read. If frames are longer, the length of the longest one so far is read at a time, up to
-/// this.
+/// Maximum length of a read, in bytes. If frames are longer than the minimum, each read has the length of the
+/// longest frame so far, up to this limit.
 const READ_AHEAD_MAX: u64 = 8 << 20;
 
-/// Gives memory of at least that length to read into; its content does not matter.
+/// Supplies memory of at least the given length to read into. Its initial content does not matter.
 pub type Supply<'s, B> = &'s dyn Fn(usize) -> io::Result<B>;
 
-/// Reads a long stretch of a segment by several threads, and sums it in chunks: the segment's number, the
-/// stretch's offset in bytes, and the memory to fill. The chunks' sums come in the order of their offsets.
+/// Reads a stretch of a segment with several threads and sums it in chunks. The arguments are the number of
+/// the segment, the stretch's offset in bytes, and the memory to fill. The result has the sums of the chunks
+/// in the order of their offsets.
 pub type ReadChunks<'s> = &'s dyn Fn(u64, u64, &mut [u8]) -> io::Result<Vec<ChunkSums>>;
 
-/// The way in which a walk reads frames.
+/// Configuration of how a walk reads frames.
 #[expect(missing_debug_implementations, reason = "it is functions")]
 pub struct Reading<'s, B> {
-    /// Memory to read into.
+    /// The source of memory to read into.
     pub supply: Supply<'s, B>,
-    /// Windows of several threads; without them a walk reads and sums by itself.
+    /// Parallel reads. If `None`, the walk reads and sums on its own thread.
     pub windows: Option<Windows<'s>>,
 }
 
-/// Windows: stretches of a segment that are read and summed by several threads.
+/// Windows: stretches of a segment that several threads read and sum.
 #[derive(Clone, Copy)]
 #[expect(missing_debug_implementations, reason = "it is a function")]
 pub struct Windows<'s> {
-    /// Bytes of a window. Where a frame is longer, its window is as long as the frame.
+    /// Length of a window in bytes. A longer frame gets a window of its own length.
     pub len: u64,
-    /// Fills a window by several threads.
+    /// Fills a window with several threads.
     pub read: ReadChunks<'s>,
 }
 
@@ -60,18 +62,18 @@ impl<B> Clone for Reading<'_, B> {
 impl<B> Copy for Reading<'_, B> {}
 
 impl<'s, B> Reading<'s, B> {
-    /// Reading by the walk's own thread.
+    /// Reads on the walk's own thread only.
     pub fn alone(supply: Supply<'s, B>) -> Self {
         Self { supply, windows: None }
     }
 }
 
-/// Requests up to this length are never refused. A reader that looks for frames skips headers that it cannot
-/// read, and must not skip a sound frame for want of memory: a header always fits. If a longer request is
-/// refused, the reader reads no more than it was asked for.
+/// Maximum length of a request for memory that never fails. A search skips headers that it cannot read, and
+/// must not skip a valid frame because of a lack of memory, so a header always fits. If a longer request
+/// fails, the reader reads no more than it was asked for.
 const NEVER_REFUSED_LEN: usize = FIRST_LOOK as usize;
 
-/// Ordinary memory, for callers without a supply of their own.
+/// Supplies memory from the global allocator.
 pub(super) const ORDINARY: Supply<'static, Vec<u8>> = &|len| {
     if len <= NEVER_REFUSED_LEN {
         return Ok(vec![0; len]);
@@ -82,19 +84,19 @@ pub(super) const ORDINARY: Supply<'static, Vec<u8>> = &|len| {
     Ok(bytes)
 };
 
-/// Reads one segment through a buffer, which it reads into again unless a caller still shares it.
+/// Reads one segment through a buffer. The buffer is reused unless a caller still shares it.
 pub(super) struct SegmentReader<'s, B = Vec<u8>> {
     source: &'s dyn ReadAt,
     number: u64,
     file_len: Option<u64>,
     reading: Reading<'s, B>,
     buffer: Option<Arc<B>>,
-    /// The range of the file that the buffer holds.
+    /// Range of the file in the buffer.
     buffered: Range<u64>,
-    /// Sums of parts of that range.
+    /// Sums of parts of this range.
     sums: BufferedSums,
     read_ahead: u64,
-    /// The longest stretch that was asked for, with the next header after it. Counted for windows.
+    /// Longest stretch requested so far, plus the next header. Used to size windows.
     longest: u64,
 }
 
@@ -103,7 +105,7 @@ impl<'s> SegmentReader<'s> {
         Self::reading_into(source, number, Reading::alone(ORDINARY))
     }
 
-    /// One that reads little of a segment at a time.
+    /// Creates a reader for a search, which reads little at a time.
     pub fn looking_into(source: &'s dyn ReadAt, number: u64) -> Self {
         Self { read_ahead: FIRST_LOOK, ..Self::new(source, number) }
     }
@@ -124,8 +126,8 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
         }
     }
 
-    /// Forgets the bytes that were read ahead, and their sums. From here on no other thread reads: mostly
-    /// this is the end of the log, and no frame comes after it.
+    /// Discards bytes read ahead and their sums, and stops parallel reading. This is usually the end of the
+    /// log, with no further frame.
     pub fn forget(&mut self) {
         self.buffered = 0..0;
         self.reading.windows = None;
@@ -141,14 +143,16 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
         }
     }
 
-    /// `len` bytes at `offset`, which must lie within the file: so no buffer is longer than the file.
+    /// Returns `len` bytes at `offset`. They must lie within the file, so the buffer is never longer than the
+    /// file.
     pub fn bytes(&mut self, offset: u64, len: usize) -> Result<&[u8], Defect> {
         let (buffer, at) = self.shared(offset, len)?;
         Ok(&(**buffer).as_ref()[at..at + len])
     }
 
-    /// As [`bytes`](Self::bytes): the buffer in which the bytes lie, and their place in it. While a caller
-    /// holds on to the buffer, it stays as it is, and later bytes are read into another one.
+    /// Returns the buffer that contains `len` bytes from `offset`, and their position in it. The buffer does
+    /// not change while a caller holds it; later bytes are read into another one. Fails as
+    /// [`bytes`](Self::bytes) does.
     pub fn shared(&mut self, offset: u64, len: usize) -> Result<(&Arc<B>, usize), Defect> {
         let file_len = self.file_len()?;
         let end = offset.saturating_add(len as u64);
@@ -162,7 +166,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
         Ok((buffer, (offset - self.buffered.start) as usize))
     }
 
-    /// The CRC-32 of `len` bytes at `offset`.
+    /// Returns the CRC-32 of `len` bytes at `offset`.
     pub fn crc(&mut self, offset: u64, len: usize) -> Result<u32, Defect> {
         let (_, at) = self.shared(offset, len)?;
         let buffer = self.buffer.as_ref().expect("it holds what was asked for");
@@ -170,12 +174,12 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
         Ok(self.sums.crc(offset..offset + len as u64, bytes))
     }
 
-    /// Whether nothing so far refused to be read.
+    /// Returns true if no read has failed so far, except for a lack of memory.
     pub fn all_is_readable(&self) -> bool {
         self.read_ahead > 0
     }
 
-    /// The bytes that it has read from `offset` on; none if it has not read there yet.
+    /// Returns the buffered bytes from `offset` on; empty if `offset` is not buffered.
     fn buffered_from(&self, offset: u64) -> &[u8] {
         let buffered = self.buffer.as_ref().filter(|_| self.buffered.contains(&offset));
         buffered.map_or(&[], |buffer| {
@@ -184,24 +188,24 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
         })
     }
 
-    /// Reads these bytes, and some more. Reads begin and end on blocks, which direct reads take without a
-    /// copy.
+    /// Reads this range and more. Reads start and end at block boundaries, so direct I/O needs no copy.
     fn fill(&mut self, offset: u64, end: u64, file_len: u64) -> Result<(), Defect> {
         let start = offset - offset % GROUP_ALIGN;
         if let Some(windows) = self.reading.windows {
             self.longest = self.longest.max((end - offset + 2 * GROUP_ALIGN).min(READ_AHEAD_MAX));
-            // As many of the longest frames so far as fit: a frame that is cut at a window's end is copied to
-            // the next one.
+            // A window has room for a whole number of the longest frames so far, because a frame cut at the
+            // end of a window is copied into the next one.
             let window = (windows.len / self.longest).max(1) * self.longest;
             let window_end = align_up(end.max(start.saturating_add(window)), GROUP_ALIGN);
             if self.read(start..window_end.min(file_len)).is_ok() {
                 return Ok(());
             }
-            // Whatever was refused, memory or a sector: alone, the walk gets as far as it can.
+            // Memory or a sector failed. Reading alone, the walk gets as far as possible.
             self.reading.windows = None;
         }
         if self.read_ahead > 0 {
-            // The next header, and the bytes before it up to a block, fit after the longest frame.
+            // After the longest frame, there is room for the next header and for the bytes before it up to a
+            // block boundary.
             self.read_ahead = self.read_ahead.max((end - offset + 2 * GROUP_ALIGN).min(READ_AHEAD_MAX));
             let ahead = align_up(end.max(start.saturating_add(self.read_ahead)), GROUP_ALIGN);
             match self.read(start..ahead.min(file_len)) {
@@ -209,19 +213,18 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
                     self.read_ahead = self.read_ahead.max(NEXT_LOOK);
                     return Ok(());
                 }
-                // That there is no memory for more says nothing of any sector.
+                // A lack of memory does not mean that any sector is bad.
                 Err(Defect::Memory { .. }) => self.read_ahead = FIRST_LOOK,
-                // A sector that cannot be read must not cost what lies before it.
+                // A bad sector must not make the bytes before it unreadable.
                 Err(_) => self.read_ahead = 0,
             }
         }
-        // Whole blocks, or else no more than the caller asked for.
+        // Read whole blocks, or else no more than was requested.
         let blocks_end = align_up(end, GROUP_ALIGN).min(file_len);
         self.read(start..blocks_end).or_else(|_| self.read(offset..end))
     }
 
-    /// Fills the buffer with this range. Bytes of it that the buffer has already are moved and not read
-    /// again.
+    /// Fills the buffer with this range. Bytes already in the buffer are moved, not read again.
     fn read(&mut self, range: Range<u64>) -> Result<(), Defect> {
         let len = (range.end - range.start) as usize;
         let buffered = std::mem::replace(&mut self.buffered, 0..0);
@@ -260,8 +263,7 @@ fn unreadable(error: io::Error) -> Defect {
     Defect::of_read(&error)
 }
 
-/// The own frames from `offset` on: those that were written at their place. Bytes that cannot be read are
-/// skipped.
+/// Returns the own frames from `offset` on: those written at their position. Unreadable bytes are skipped.
 pub(super) fn own_frames<'r>(
     reader: &'r mut SegmentReader<'_>,
     store: StoreId,
@@ -287,7 +289,7 @@ pub(super) fn own_frames<'r>(
                     }
                 }
                 Ok(_) => {}
-                // Each attempt at a bad sector may take seconds.
+                // Each attempt to read a bad sector may take seconds.
                 Err(_) => at = align_up(at, GROUP_ALIGN),
             }
         }
@@ -295,14 +297,14 @@ pub(super) fn own_frames<'r>(
     })
 }
 
-/// All frames of a segment that were written at their place, whatever became of those around them and of the
-/// segment's header. Each is proven by its own header's checksum and no more.
+/// Returns all own frames of a segment, whether or not the frames around them or the segment's header are
+/// valid. Only the checksum of each frame's header is verified.
 pub fn frames_of_segment(source: &dyn ReadAt, store: StoreId, number: u64) -> Vec<UncheckedFrame> {
     let mut reader = SegmentReader::new(source, number);
     let mut end = 0;
     own_frames(&mut reader, store, number, SEGMENT_HEADER_BLOCK)
         .filter(|frame| {
-            // Bytes inside a frame are payload, whatever they look like.
+            // Bytes inside a frame are payload, even if they look like a frame.
             let header = frame.unproven();
             let is_outside = header.offset >= end;
             end = end.max(header.end());
@@ -316,7 +318,7 @@ mod tests {
     use super::*;
     use crate::names::Folder;
 
-    /// A single segment.
+    /// A directory with a single segment.
     struct OneFile(Vec<u8>);
 
     impl ReadAt for OneFile {
@@ -337,17 +339,18 @@ mod tests {
     fn what_is_passed_over_begins_no_frame() {
         const STEP: usize = FRAME_ALIGN as usize;
         for len in [0, 1, 3, 4, 80, 63 * STEP, 64 * STEP, 64 * STEP + 1, 130 * STEP + 3, 130 * STEP + 4] {
-            // Zeros, and bytes that are nearly the first of a frame everywhere.
+            // Zeros, and bytes that nearly match the frame magic at every position.
             for nearly in [[0; 4], [b'R', b'M', b'F', 0], [0, b'M', b'F', b'R']] {
                 let mut bytes: Vec<u8> = nearly.iter().copied().cycle().take(len).collect();
-                // Bytes too short to tell are asked for again with the bytes after them.
+                // Bytes at the end that are too short to decide are requested again together with the bytes
+                // after them.
                 let whole = len / STEP * STEP;
                 assert_eq!(passed(&bytes), whole, "{len}");
                 for at in (0..whole).step_by(STEP) {
                     bytes[at..at + 4].copy_from_slice(&FRAME_MAGIC);
                     assert_eq!(passed(&bytes), at, "{len}");
                     bytes[at..at + 4].copy_from_slice(&nearly);
-                    // Between two places.
+                    // Between two positions.
                     bytes[at + 4..at + 8].copy_from_slice(&FRAME_MAGIC);
                     assert_eq!(passed(&bytes), whole, "{len}");
                     bytes[at + 4..at + 8].copy_from_slice(&nearly);
@@ -356,7 +359,7 @@ mod tests {
         }
     }
 
-    /// Also around each end of a single read.
+    /// Also tests positions around the boundaries of individual reads.
     #[test]
     fn frames_are_found_at_every_place_and_nowhere_else() {
         const STORE: StoreId = StoreId([7; 16]);
@@ -395,7 +398,7 @@ mod tests {
         }
     }
 
-    /// Ranges forward and back, short and longer than what is read ahead; every third one is held on to.
+    /// Reads ranges forward and backward, shorter and longer than the read-ahead. Every third buffer is kept.
     #[test]
     #[cfg_attr(miri, ignore = "it compares gigabytes")]
     fn held_buffers_stay_and_all_other_bytes_are_the_files() {
@@ -407,7 +410,7 @@ mod tests {
         for round in 0..600 {
             drawn = drawn.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             let len = [16, 80, 4096, 100_000, 1_500_000][(drawn >> 60) as usize % 5];
-            // Mostly a little further on, as a walk goes.
+            // Usually a little further on, as a walk does.
             let offset = match round % 7 {
                 0 => (drawn >> 20) % (file.0.len() - len) as u64,
                 _ => (reader.buffered.start + (drawn >> 40) % 600_000).min((file.0.len() - len) as u64),

@@ -1,10 +1,11 @@
-//! Sums of a segment's bytes, taken while they are read. A walk checks one frame after the other, because
-//! each header holds the chain hash of the one before; but the sum of a payload needs no other frame.
-//! Threads that read a long stretch in chunks sum each chunk while it is in their caches, and the walk puts
-//! the sum of a payload together from those.
+//! Checksums of parts of a segment, computed while the segment is read.
 //!
-//! A sum is a fact about bytes, wherever a frame seems to begin. The walk alone decides which frames count,
-//! in the order of the log (I3, I4). A chunk that takes payload for a frame costs time and nothing else.
+//! A walk must check frames in order, because each header holds the chain hash of the previous frame. The
+//! checksum of a payload, however, depends on no other frame. Threads that read a long stretch in chunks sum
+//! each chunk while it is in their caches, and the walk combines these sums into those of payloads.
+//!
+//! A sum is a fact about bytes, wherever frames seem to begin. Only the walk decides which frames count, in
+//! the order of the log (I3, I4). If payload bytes are mistaken for a frame, the only cost is time.
 
 use std::ops::Range;
 
@@ -12,11 +13,11 @@ use crate::frame::{FRAME_HEADER_LEN, FRAME_MAGIC, UncheckedFrame};
 use crate::ids::StoreId;
 use crate::limits::{FRAME_ALIGN, align_up};
 
-/// Putting two sums together takes about as long as summing this number of bytes. Shorter sums are used only
-/// for a payload that they cover whole.
+/// Minimum length of a sum worth combining: combining two sums takes about as long as summing this many
+/// bytes. Shorter sums are used only for a payload that they cover completely.
 const JOINED_LEN_MIN: u64 = 16 << 10;
 
-/// The sums of some ranges of a chunk of a segment, ascending.
+/// Checksums of some ranges of a chunk of a segment, in ascending order.
 #[derive(Clone, Debug, Default)]
 pub struct ChunkSums(Vec<RangeSum>);
 
@@ -35,9 +36,9 @@ impl RangeSum {
 }
 
 impl ChunkSums {
-    /// Sums the payloads of the frames that seem to begin in a chunk, as far as they lie in it, and the bytes
-    /// before the first of them: they may be a payload's that began earlier. `offset` is the chunk's place in
-    /// the segment.
+    /// Sums the payloads of frames that seem to begin in a chunk, as far as the chunk contains them, and the
+    /// bytes before the first such frame, which may belong to an earlier payload. `offset` is the offset of
+    /// the chunk in the segment.
     #[must_use]
     pub fn of(chunk: &[u8], store: StoreId, segment: u64, offset: u64) -> Self {
         let mut sums = Self::default();
@@ -57,7 +58,7 @@ impl ChunkSums {
                 continue;
             };
             if std::mem::take(&mut is_first) {
-                // Less than one step of padding lies between a payload and the next frame of its group.
+                // Padding between a payload and the next frame of its group is shorter than one step.
                 sums.add_long(offset, at.saturating_sub(FRAME_ALIGN), part);
             }
             let payload_at = at + FRAME_HEADER_LEN;
@@ -85,23 +86,24 @@ impl ChunkSums {
     }
 }
 
-/// The sums that a reader has of the bytes that it holds.
+/// Checksums available for the bytes in a reader's buffer.
 #[derive(Debug, Default)]
 pub(super) struct BufferedSums {
-    /// Ascending, and none overlaps another.
+    /// Ascending, without overlaps.
     sums: Vec<RangeSum>,
-    /// The last sum that was used: a walk goes forward.
+    /// Index of the last sum used. A walk moves forward, so searches start here.
     last: usize,
 }
 
 impl BufferedSums {
-    /// Forgets all sums but those within a range that stays held.
+    /// Drops all sums that do not lie within `held`, the range that stays in the buffer.
     pub fn keep(&mut self, held: &Range<u64>) {
         self.sums.retain(|sum| held.start <= sum.start && sum.end() <= held.end);
         self.last = 0;
     }
 
-    /// Adds the sums of bytes after those held so far. Without memory for them, the bytes are summed later.
+    /// Adds the sums of bytes appended to the buffer. If there is no memory for the sums, they are dropped
+    /// and computed again when needed.
     pub fn extend(&mut self, chunks: Vec<ChunkSums>) {
         if self.sums.try_reserve(chunks.iter().map(|chunk| chunk.0.len()).sum()).is_err() {
             return;
@@ -109,13 +111,13 @@ impl BufferedSums {
         self.sums.extend(chunks.into_iter().flat_map(|chunk| chunk.0));
     }
 
-    /// The CRC-32 of a range, whose bytes are these.
+    /// Returns the CRC-32 of `range`, whose content is `bytes`.
     pub fn crc(&mut self, range: Range<u64>, bytes: &[u8]) -> u32 {
         if self.sums.get(self.last).is_none_or(|last| last.start > range.start) {
             self.last = 0;
         }
         let ahead = &self.sums[self.last.min(self.sums.len())..];
-        // Mostly the next one.
+        // Usually the sum needed is the current one or the next.
         self.last += match ahead.iter().take(2).position(|sum| sum.start >= range.start) {
             Some(near) => near,
             None => ahead.partition_point(|sum| sum.start < range.start),
@@ -126,7 +128,7 @@ impl BufferedSums {
         }
     }
 
-    /// The CRC-32 of a range, from the sums of its parts where there are any.
+    /// Computes the CRC-32 of `range`, combining available sums of its parts.
     fn joined(&self, range: Range<u64>, bytes: &[u8]) -> u32 {
         let mut whole = crc32fast::Hasher::new();
         let mut at = range.start;
@@ -142,9 +144,11 @@ impl BufferedSums {
     }
 }
 
-/// The distance through these bytes to the next place that begins as a frame does, or to their end. At most
-/// places no frame begins, so 64 places are compared at once before any is looked at. Comparing them as
-/// numbers lets the processor compare several at a time: 16 MiB in 0.2 ms, against 0.6 ms by bytes.
+/// Returns the distance to the next position that starts with the frame magic, or to the end of the last
+/// whole step of `bytes`.
+///
+/// Frames begin at few positions, so 64 positions are compared before any is examined individually. Comparing
+/// them as integers lets the compiler vectorize: 16 MiB take 0.2 ms, compared with 0.6 ms byte by byte.
 pub(super) fn passed(bytes: &[u8]) -> usize {
     const STEP: usize = FRAME_ALIGN as usize;
     const LOOK: usize = 64;
@@ -181,8 +185,9 @@ mod tests {
         }
     }
 
-    /// Frames side by side or with gaps; in every other payload lies a header of its own place, as in a copy
-    /// of a segment. Chunks cut them anywhere. Whatever is asked for, the sum is that of the bytes.
+    /// Sums of random ranges match their bytes. The frames are adjacent or have gaps. In half of the rounds,
+    /// long payloads contain a frame header with its own position, as a copy of a segment would. Chunks cut
+    /// the frames anywhere.
     #[test]
     fn a_sum_put_together_is_the_sum_of_the_bytes() {
         let mut drawn = 1_u64;
@@ -223,14 +228,14 @@ mod tests {
             for range in ranges {
                 let asked = &bytes[range.start as usize..range.end as usize];
                 assert_eq!(held.crc(range.clone(), asked), crc32fast::hash(asked), "{range:?} in {round}");
-                // A sum that is at hand is used, and not made again: of other bytes it would be another one.
+                // An available sum is reused and not recomputed: other bytes would have another sum.
                 let other = vec![0xa5; asked.len()];
                 if payloads.contains(&range) && held.crc(range.clone(), &other) != crc32fast::hash(&other) {
                     let is_whole = range.start / chunk_len as u64 == (range.end - 1) / chunk_len as u64;
                     *(if is_whole { &mut at_once } else { &mut from_parts }) += 1;
                 }
             }
-            // What is dropped from the front is not used any more.
+            // Sums of bytes dropped from the front are no longer used.
             let kept = 300_000..600_000;
             held.keep(&kept);
             for range in payloads {

@@ -1,5 +1,5 @@
-//! The walk along the log: the frames that are valid in order (I3), and the judgement at the point where the
-//! order ends (I4).
+//! The walk along the log: it yields the frames that are valid in order (I3), and decides what the end of the
+//! order means (I4).
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -24,61 +24,63 @@ pub struct Frame<'w, B = Vec<u8>> {
     pub header: FrameHeader,
     /// The frame's payload.
     pub payload: &'w [u8],
-    /// The memory in which the payload lies. A clone of it keeps it as it is: the walk then reads on into
-    /// other memory.
+    /// The memory that contains the payload. If the caller keeps a clone of it, the memory stays unchanged
+    /// and the walk continues in other memory.
     pub memory: &'w Arc<B>,
-    /// The payload's place in that memory.
+    /// Offset of the payload in that memory.
     pub payload_at: usize,
-    /// The point at its end.
+    /// The point at the end of the frame.
     pub end: LogPoint,
-    /// Whether it lies in the newest incarnation.
+    /// Whether the frame belongs to the newest incarnation.
     pub newest: bool,
 }
 
 /// The end of the log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LogEnd {
-    /// The last valid frame of a batch.
+    /// The end of the last valid batch.
     pub accepted: LogPoint,
-    /// The last batch that a durable mark proves. Batches between the two may be in a cache only (I6).
+    /// The end of the last batch proven by a durable mark. Batches between the two may exist only in a cache
+    /// (I6).
     pub proven: LogPoint,
-    /// Frames after `accepted` that were cut.
+    /// The torn tail after `accepted`, if it left a trace.
     pub torn: Option<TornTail>,
-    /// The snapshots that the last seal of the walk records as verified; none if it met no seal.
+    /// The snapshots recorded as verified by the last seal of the walk; empty if it met no seal.
     pub verified: Vec<VerifiedSnapshot>,
-    /// Damage that costs nothing, such as an invalid header of an empty segment.
+    /// Damage without consequences, such as an invalid header of an empty segment.
     pub harmless: Vec<Damage>,
 }
 
-/// The end of the log that was cut. Nothing acknowledged as durable was in it. Damage inside the last groups
-/// that no mark covers yet looks the same, so it is reported.
+/// Bytes at the end of the log that were cut off. Nothing in them was acknowledged as durable. Damage in the
+/// last groups, which no mark covers yet, looks the same, so the tail is reported.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TornTail {
-    /// The segment in which the first cut frame lies.
+    /// The segment that contains the first frame cut.
     pub segment: u64,
-    /// The frame's offset, in bytes from the segment's start.
+    /// The offset of that frame, in bytes from the start of the segment.
     pub offset: u64,
     /// The first batch cut.
     pub first: Lsn,
     /// The last batch that left a trace.
     pub last: Lsn,
-    /// Why the first one is not valid.
+    /// The reason that the first frame cut is invalid.
     pub defect: Defect,
 }
 
-/// The place where the order ends: where the next frame should be, and what is wrong there.
+/// Location at which the next frame was expected, and the reason that it is not there.
 struct Break {
     segment: u64,
     offset: u64,
-    /// Whether a frame was written there, or its bytes cannot be read: then this is the place to report.
+    /// Whether a frame was written at this location, or its bytes cannot be read. If so, this is the location
+    /// to report.
     resembles: bool,
     defect: Defect,
 }
 
 impl Break {
-    /// The more telling of two: the first that cannot be read (SPEC E6), else the first at which a frame was
-    /// written, else the first.
+    /// Selects the more informative location: the first unreadable one (SPEC E6), else the first at which a
+    /// frame was written, else the first.
     fn or(self, other: Self) -> Self {
         let rank = |of: &Self| (of.defect.is_unreadable(), of.resembles);
         if rank(&other) > rank(&self) { other } else { self }
@@ -89,14 +91,14 @@ impl Break {
     }
 }
 
-/// Walks the log from a point, frame by frame.
+/// A walk along the log from a start point, frame by frame.
 pub struct LogWalk<'s, B = Vec<u8>> {
     source: &'s dyn ReadAt,
     map: &'s LogMap,
     reading: Reading<'s, B>,
     reader: SegmentReader<'s, B>,
     point: LogPoint,
-    /// The last batch's end; seals do not move it.
+    /// End of the last batch. Seals do not move it.
     accepted: LogPoint,
     mark: Lsn,
     /// Ends of batches that no mark covers yet.
@@ -104,26 +106,28 @@ pub struct LogWalk<'s, B = Vec<u8>> {
     proven: LogPoint,
     verified: Vec<VerifiedSnapshot>,
     end: Option<LogEnd>,
-    /// Where it began, and the points at which other walks did that met damage, if it shares outcomes.
+    /// If the walk shares outcomes: its start, and the start points of other walks that met damage.
     shared: Option<(LogPoint, HashMap<LogPoint, Damage>)>,
 }
 
 impl<'s> LogWalk<'s> {
-    /// A walk that begins after `from`. `mark` is the highest durable mark known from elsewhere: the
-    /// `end` of the valid manifests.
+    /// Starts a walk after `from`. `mark` is the highest durable mark known from other sources, such as the
+    /// `end` of valid manifests.
     ///
     /// # Errors
-    /// [`Damage`] if `from` is not on the line.
+    /// Returns [`Damage`] if `from` is not on the line, its segment is missing or invalid, or its offset is
+    /// invalid.
     pub fn new(source: &'s dyn ReadAt, map: &'s LogMap, from: LogPoint, mark: Lsn) -> Result<Self, Damage> {
         Self::reading_into(source, map, from, mark, Reading::alone(ORDINARY))
     }
 }
 
 impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
-    /// As [`LogWalk::new`], with memory of the caller's to read into, and perhaps threads that read ahead.
+    /// Starts a walk like [`LogWalk::new`], with caller-supplied memory to read into and optional threads
+    /// that read ahead.
     ///
     /// # Errors
-    /// [`Damage`] if `from` is not on the line.
+    /// Returns [`Damage`] as [`LogWalk::new`] does.
     pub fn reading_into(
         source: &'s dyn ReadAt,
         map: &'s LogMap,
@@ -160,24 +164,27 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         };
         walk.check_segment(from.segment)?;
         walk.check_start()?;
-        // The opening of the segment in which we begin is a mark too.
+        // If the walk starts in an opening segment, its `accepted` is a mark, too.
         walk.note_opening(from.segment);
         Ok(walk)
     }
 
-    /// The same walk, which ends with damage as soon as it reaches the start of another walk that met it.
-    /// Only walks of one map that ask for the same end may share: the map notes the outcome of each. A second
-    /// walk from the same start reads all frames again: its caller wants the batches before the damage.
+    /// Makes this walk fail as soon as it reaches the start of another walk that met damage, and record its
+    /// own damage for other walks.
+    ///
+    /// Only walks of the same map that need the same end may share outcomes. A second walk from the same
+    /// start reads all frames again, because its caller needs the batches before the damage.
     #[must_use]
     pub fn sharing_outcomes(self) -> Self {
         let shared = Some((self.point, self.map.dead_ends.known()));
         Self { shared, ..self }
     }
 
-    /// The next valid frame; `None` at the end of the log, which [`LogWalk::end`] then describes.
+    /// Returns the next valid frame, or `None` at the end of the log; [`LogWalk::end`] then describes the
+    /// end.
     ///
     /// # Errors
-    /// [`Damage`] where the log must go on and does not.
+    /// Returns [`Damage`] if the log should continue but does not.
     #[expect(clippy::should_implement_trait, reason = "a frame borrows the walk's buffer")]
     pub fn next(&mut self) -> Result<Option<Frame<'_, B>>, Damage> {
         let advanced = self.advance().inspect_err(|damage| {
@@ -196,7 +203,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         Ok(Some(Frame { header, payload, memory, payload_at, end, newest }))
     }
 
-    /// Goes on to the end of the next valid frame; `None` at the end of the log.
+    /// Advances past the next valid frame, or returns `None` at the end of the log.
     fn advance(&mut self) -> Result<Option<(FrameHeader, LogPoint)>, Damage> {
         if self.end.is_some() {
             return Ok(None);
@@ -209,7 +216,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
             return Err(damage.clone());
         }
         let found = self.find_next().or_else(|_| {
-            // While a writer is at work, bytes read ahead may be older than the bytes that lie there now.
+            // With a running writer, bytes read ahead may be older than those now in the file.
             self.reader.forget();
             self.find_next()
         });
@@ -224,25 +231,26 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         Ok(None)
     }
 
-    /// The log's end, once `next` returned `None`.
+    /// Returns the end of the log, after `next` has returned `None`.
     #[must_use]
     pub fn end(&self) -> Option<&LogEnd> {
         self.end.as_ref()
     }
 
-    /// The point reached.
+    /// Returns the point reached so far.
     #[must_use]
     pub fn point(&self) -> LogPoint {
         self.point
     }
 
-    /// The snapshots that the last seal so far records as verified.
+    /// Returns the snapshots recorded as verified by the last seal so far.
     #[must_use]
     pub fn verified(&self) -> &[VerifiedSnapshot] {
         &self.verified
     }
 
-    /// Jumps to the opening of the next incarnation where this one's surviving frames end (SPEC W2).
+    /// At the end of an incarnation's surviving frames, jumps to the opening of the next incarnation (SPEC
+    /// W2).
     fn cross_to_successors(&mut self) -> Result<(), Damage> {
         while let Some((segment, opening)) = self.map.successor(self.point.incarnation) {
             let last = opening.predecessor;
@@ -281,7 +289,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         Ok(())
     }
 
-    /// Reads a segment as this walk does. Where no frame was found, none is looked for by several threads.
+    /// Creates a reader for a segment. Segments in which no frame was found are not read in parallel.
     fn reader_of(&self, segment: u64) -> SegmentReader<'s, B> {
         let has_frames = self.map.segments.get(&segment).is_some_and(|segment| segment.frames.is_some());
         let windows = self.reading.windows.filter(|_| has_frames);
@@ -294,7 +302,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         }
     }
 
-    /// The next frame in order, with its payload checked (SPEC W3).
+    /// Finds the next frame in order and checks its payload (SPEC W3).
     fn find_next(&mut self) -> Result<(FrameHeader, LogPoint), Break> {
         let [(here, after), (_, group), (next, start)] = next_locations(&self.point);
         let mut at_break = match self.try_or_break(here, after) {
@@ -307,8 +315,8 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
                 Err(other) => at_break = at_break.or(other),
             }
         }
-        // Only a sound next segment can continue the order; whether a missing or damaged one matters is
-        // for the judgement.
+        // Only a valid next segment can continue the order. `judge` decides whether a missing or damaged one
+        // matters.
         if self.check_segment(next).is_ok() {
             let of_next = self.reader_of(next);
             let reader = std::mem::replace(&mut self.reader, of_next);
@@ -321,7 +329,8 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         Err(at_break)
     }
 
-    /// The frame at a place, if it is the next one; else why not, and whether it was meant to be one.
+    /// Reads the frame at a location, or returns a [`Break`] with the reason that it is not the next frame
+    /// and whether a frame was written there.
     fn try_or_break(&mut self, segment: u64, offset: u64) -> Result<(FrameHeader, LogPoint), Break> {
         self.try_at(segment, offset).map_err(|defect| {
             let running = self.point.incarnation;
@@ -334,7 +343,8 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         })
     }
 
-    /// The frame at a place, if it is valid in the order (SPEC F7): its header, and the point after it.
+    /// Reads the frame at a location and checks that it is valid in order (SPEC F7). Returns its header and
+    /// the point after it.
     fn try_at(&mut self, segment: u64, offset: u64) -> Result<(FrameHeader, LogPoint), Defect> {
         let bytes = self.reader.bytes(offset, FrameHeaderRaw::LEN)?;
         let (header, end) = header_in_order(bytes, &self.point, self.map.store, segment, offset)?;
@@ -358,8 +368,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
                     .bytes(header.offset + FRAME_HEADER_LEN, header.payload_len as usize)
                     .and_then(decode_seal)
                     .map_err(|defect| defect.at_lsn(file, header.offset, header.lsn))?;
-                // The snapshots were read back before the seal was written, so the seal need not be under a
-                // mark.
+                // The snapshots were read back before the seal was written, so no mark need cover the seal.
                 self.verified = counting_entries(payload);
             }
         }
@@ -376,7 +385,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         }
     }
 
-    /// Whether `segment` is there with a valid header (SPEC F8).
+    /// Checks that `segment` exists and has a valid header (SPEC F8).
     fn check_segment(&self, segment: u64) -> Result<(), Damage> {
         let file = FileName::Segment(segment);
         match self.map.segments.get(&segment) {
@@ -388,8 +397,8 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         }
     }
 
-    /// Whether the walk begins where a frame can end (SPEC W1): elsewhere it would find no frame and miss
-    /// none.
+    /// Checks that the walk starts at a point where a frame can end (SPEC W1). From any other point it would
+    /// find no frame and miss none.
     fn check_start(&self) -> Result<(), Damage> {
         let LogPoint { segment, offset, lsn, .. } = self.point;
         let file_len = self.map.segments.get(&segment).map_or(0, |segment| segment.file_len);
@@ -407,8 +416,8 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         let highest = self.map.segments.keys().next_back().copied().unwrap_or(0);
         let mut harmless = Vec::new();
 
-        // 1. In an older incarnation the order must go on to the predecessor's end (SPEC E1). The reason may
-        //    be a segment in between that is missing or damaged.
+        // 1. In an older incarnation, the order must continue to the predecessor's end (SPEC E1). A missing
+        //    or damaged segment on the way may be the cause.
         if Some(self.point.incarnation) != self.map.newest {
             let next = self.point.segment.saturating_add(1);
             let in_reach =
@@ -418,14 +427,14 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
             }
             return Err(at_break.damage(lost));
         }
-        // 2. A segment that holds frames has a successor, made and synced before its first frame (I8, SPEC E2
+        // 2. A segment with frames has a successor, created and synced before its first frame (I8, SPEC E2
         //    and E3).
         for number in self.point.segment..=highest.max(self.point.segment.saturating_add(1)) {
             let file = FileName::Segment(number);
             match self.map.segments.get(&number) {
                 None => return Err(Defect::Missing.at_lsn(file, 0, lost)),
                 Some(Segment { header: Err(defect), frames, .. }) => {
-                    // The newest segment is empty, so a damaged header there costs nothing (SPEC E4).
+                    // The newest segment is empty, so damage to its header costs nothing (SPEC E4).
                     if number < highest || frames.is_some() {
                         return Err(defect.clone().at_lsn(file, 0, lost));
                     }
@@ -437,7 +446,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
                 Some(_) => {}
             }
         }
-        // 3. Frames beyond the end testify with their marks.
+        // 3. The marks of frames beyond the end are testimony.
         let mut last_seen: Option<Lsn> = None;
         let mut note = |frame: &FrameHeader, mark: &mut Lsn| {
             if Some(frame.incarnation) == self.map.newest && frame.lsn > self.point.lsn {
@@ -450,21 +459,19 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         for (&number, _) in held {
             let mut reader = SegmentReader::looking_into(self.source, number);
             let from = if number == self.point.segment { break_at } else { SEGMENT_HEADER_BLOCK };
-            // Not only at the starts of groups: a frame that joined an open group may know a newer mark
-            // than the one that started it.
+            // The search is not limited to group starts: a frame that joined an open group may know a newer
+            // mark than the frame that started it.
             for frame in own_frames(&mut reader, self.map.store, number, from) {
                 note(frame.unproven(), &mut mark);
             }
         }
-        // Bytes that the medium refuses to give say nothing about the log; the next attempt may succeed
-        // (SPEC E5 and E6).
+        // An error of the medium says nothing about the log; the next attempt may succeed (SPEC E5 and E6).
         if mark >= lost || at_break.defect.is_unreadable() {
             return Err(at_break.damage(lost));
         }
         self.mark = mark;
         self.settle();
-        // 4. Nothing that a mark covers is missing: the log ends here (SPEC E7). Report the bytes that were
-        //    cut.
+        // 4. Nothing under a mark is missing, so the log ends here (SPEC E7). Report the bytes cut off.
         let torn = (last_seen.is_some() || at_break.resembles).then(|| TornTail {
             segment: at_break.segment,
             offset: at_break.offset,

@@ -1,21 +1,21 @@
-//! The element indices of a sparse delta: four bytes each, or the gaps between them.
+//! Element indices of a sparse delta, stored as four bytes each or as the gaps between them.
 //!
-//! At one changed element in a hundred, a gap takes 1.3 bytes where an index takes 4.
+//! If one element in a hundred changes, a gap takes 1.3 bytes on average instead of 4 for an index.
 
 use crate::defect::{Defect, check_limit};
 
-/// An index: four little-endian bytes.
+/// Encoding 0: each index in four little-endian bytes.
 pub(super) const PLAIN: u8 = 0;
-/// How many elements are skipped before the next one, as a varint.
+/// Encoding 1: the number of elements skipped before each element, as a varint.
 pub(super) const GAPS: u8 = 1;
 
-/// Bytes of a plain index.
+/// Length of a plain index in bytes.
 const PLAIN_LEN: usize = size_of::<u32>();
-/// Bytes of the longest gap: 32 bits, seven a byte.
+/// Length of the longest gap in bytes: 32 bits at seven bits per byte.
 const GAP_LEN_MAX: usize = 5;
 
-/// The elements that a sparse delta replaces, in either encoding. A value of this type is whole: gaps are
-/// checked when it is made.
+/// The indices of the elements that a sparse delta replaces, in either encoding. Gaps are validated when the
+/// value is created.
 ///
 /// ```
 /// use remanent_format::op::{Indices, gap_coded};
@@ -35,10 +35,10 @@ pub struct Indices<'a> {
 }
 
 impl<'a> Indices<'a> {
-    /// Indices of four little-endian bytes each, in any order.
+    /// Wraps indices of four little-endian bytes each, in any order.
     ///
     /// # Panics
-    /// If the last one is cut.
+    /// Panics if the length of `bytes` is not a multiple of four.
     #[must_use]
     pub fn plain(bytes: &'a [u8]) -> Self {
         assert!(bytes.len().is_multiple_of(PLAIN_LEN), "{} bytes of indices", bytes.len());
@@ -46,10 +46,10 @@ impl<'a> Indices<'a> {
         Self { encoding: PLAIN, bytes, count: bytes.len() / PLAIN_LEN, highest }
     }
 
-    /// `count` ascending indices as [`gap_coded`] makes them.
+    /// Wraps `count` strictly ascending indices encoded by [`gap_coded`].
     ///
     /// # Errors
-    /// A [`Defect`] if the bytes are not exactly that.
+    /// Returns a [`Defect`] if `bytes` is not exactly such an encoding.
     pub fn gaps(bytes: &'a [u8], count: usize) -> Result<Self, Defect> {
         let indices = Self::read_gaps(bytes, count)?;
         match bytes.len() - indices.bytes.len() {
@@ -58,7 +58,7 @@ impl<'a> Indices<'a> {
         }
     }
 
-    /// Reads `count` gaps from the start of `bytes`.
+    /// Reads `count` gaps from the start of `bytes`. More bytes may follow.
     pub(super) fn read_gaps(bytes: &'a [u8], count: usize) -> Result<Self, Defect> {
         // `next` is the index after the highest so far.
         let (mut at, mut next, mut left) = (0, 0, count);
@@ -79,37 +79,39 @@ impl<'a> Indices<'a> {
         Ok(Self { encoding: GAPS, bytes: &bytes[..at], count, highest })
     }
 
-    /// How many there are.
+    /// Returns the number of indices.
     #[must_use]
     pub fn len(&self) -> usize {
         self.count
     }
 
-    /// Whether there are none.
+    /// Returns true if there are no indices.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.count == 0
     }
 
-    /// The highest one, if there is any.
+    /// Returns the highest index.
     #[must_use]
     pub fn highest(&self) -> Option<u32> {
         self.highest
     }
 
-    /// The lowest one, if there is any. Plain ones are all looked at.
+    /// Returns the lowest index. With plain indices, this scans all of them.
     #[must_use]
     pub fn lowest(&self) -> Option<u32> {
         if self.is_gap_coded() { self.iter().next() } else { self.iter().min() }
     }
 
-    /// Whether they are stored as gaps: a device, which wants four bytes each, then needs a list of its own.
+    /// Returns true if the indices are stored as gaps. A device needs four bytes per index, so such indices
+    /// must be expanded for it.
     #[must_use]
     pub fn is_gap_coded(&self) -> bool {
         self.encoding == GAPS
     }
 
-    /// The indices, in the order of their elements. Where all are wanted, [`Self::copy_to`] is faster.
+    /// Returns an iterator over the indices, in the order of their values. [`Self::copy_to`] is faster for
+    /// all of them.
     pub fn iter(&self) -> impl Iterator<Item = u32> + use<'a> {
         let (encoding, mut rest, mut next) = (self.encoding, self.bytes, 0);
         (0..self.count).map(move |_| {
@@ -120,17 +122,17 @@ impl<'a> Indices<'a> {
                 }
                 _ => (plain_index(&rest[..PLAIN_LEN]), PLAIN_LEN),
             };
-            // Past the highest index of all there is no next one.
+            // After the highest possible index there is no next one, so the wrapped value is never used.
             next = index.wrapping_add(1);
             rest = &rest[len..];
             index
         })
     }
 
-    /// Writes the indices to `out`, four little-endian bytes each, in the order of their elements.
+    /// Writes the indices to `out` as four little-endian bytes each, in the order of their values.
     ///
     /// # Panics
-    /// If `out` is not four bytes long for each index.
+    /// Panics if the length of `out` is not four times the number of indices.
     pub fn copy_to(&self, out: &mut [u8]) {
         assert!(out.len() == PLAIN_LEN * self.count, "{} bytes for {} indices", out.len(), self.count);
         if !self.is_gap_coded() {
@@ -157,15 +159,16 @@ impl<'a> Indices<'a> {
         self.encoding
     }
 
-    /// The bytes in which they are stored.
+    /// Returns the indices as stored.
     #[must_use]
     pub fn as_bytes(&self) -> &'a [u8] {
         self.bytes
     }
 }
 
-/// The gaps of strictly ascending indices, each the number of elements skipped: seven bits a byte, lowest
-/// first, the highest bit set in all bytes but the last. `None` if the indices do not ascend.
+/// Encodes strictly ascending indices as gaps: the number of elements skipped before each. A gap takes seven
+/// bits per byte, lowest bits first, and every byte but the last has its highest bit set. Returns `None` if
+/// the indices do not ascend.
 #[must_use]
 pub fn gap_coded(indices: &[u32]) -> Option<Vec<u8>> {
     let mut out = vec![0; gap_coded_len(indices)?];
@@ -173,7 +176,8 @@ pub fn gap_coded(indices: &[u32]) -> Option<Vec<u8>> {
     Some(out)
 }
 
-/// How many bytes [`gap_coded`] takes for them. `None` if the indices do not ascend.
+/// Returns the length of the encoding that [`gap_coded`] produces, in bytes. Returns `None` if the indices do
+/// not ascend.
 #[must_use]
 pub fn gap_coded_len(indices: &[u32]) -> Option<usize> {
     let (mut next, mut len, mut ascend) = (0_u64, indices.len(), true);
@@ -187,10 +191,10 @@ pub fn gap_coded_len(indices: &[u32]) -> Option<usize> {
     ascend.then_some(len)
 }
 
-/// Writes strictly ascending indices to `out`, coded as [`gap_coded`] does.
+/// Writes strictly ascending indices to `out` in the encoding of [`gap_coded`].
 ///
 /// # Panics
-/// If `out` is shorter than [`gap_coded_len`], or the indices do not ascend.
+/// Panics if `out` is shorter than [`gap_coded_len`] or the indices do not ascend.
 pub fn gap_code(indices: &[u32], out: &mut [u8]) {
     let (mut next, mut at) = (0_u64, 0);
     for &index in indices {
@@ -199,8 +203,8 @@ pub fn gap_code(indices: &[u32], out: &mut [u8]) {
             out[at] = gap as u8 | 0x80;
             (gap, at) = (gap >> 7, at + 1);
         }
-        // Whether a gap takes one byte or two cannot be predicted, so there is no branch. For one byte, the
-        // second write replaces the first.
+        // Whether a gap takes one byte or two is unpredictable, so this code avoids a branch. For a gap of
+        // one byte, the second write replaces the first.
         let more = usize::from(gap >= 0x80);
         out[at + more] = (gap >> 7) as u8;
         out[at] = gap as u8 & 0x7f | (more << 7) as u8;
@@ -208,31 +212,33 @@ pub fn gap_code(indices: &[u32], out: &mut [u8]) {
     }
 }
 
-/// Bytes that gaps are read from at once.
+/// Number of bytes from which gaps are decoded at once.
 const WORD_LEN: usize = 8;
 
-/// The gaps that end within eight bytes, each of one or two bytes. Nearly all deltas have only such.
+/// The gaps that end within one eight-byte word, each one or two bytes long. Nearly all deltas have only such
+/// gaps.
 struct GapWord {
-    /// The bytes of the gaps.
+    /// Total length of the gaps in bytes.
     len: usize,
     count: usize,
-    /// How far the next index moves: the sum of the gaps, and one for each element.
+    /// Advance of the next index: the sum of the gaps plus one per element.
     skipped: u64,
 }
 
 impl GapWord {
-    /// Those at the start of `bytes`. `None` if there are fewer than eight bytes, or a gap is malformed or
-    /// takes more than two: [`read_gap`] reads those.
+    /// Decodes the gaps at the start of `bytes`. Returns `None` if there are fewer than eight bytes, or if a
+    /// gap is malformed or longer than two bytes; [`read_gap`] handles those.
     fn first_in(bytes: &[u8]) -> Option<Self> {
         const LOW: u64 = u64::from_ne_bytes([0x7f; WORD_LEN]);
         let mut word = u64::from_le_bytes(*bytes.first_chunk()?);
-        // A gap that goes on after the last byte belongs to the next word.
+        // A gap that continues past the last byte belongs to the next word.
         let is_cut = word >> 63 != 0;
         if is_cut {
             word &= u64::MAX >> 8;
         }
         let (low, more) = (word & LOW, word & !LOW);
-        // The highest bit of each second byte, and of each byte whose other bits are not all 0.
+        // The highest bit of each byte that is the second of a gap, and of each byte whose low seven bits are
+        // not all zero.
         let (second, nonzero) = (more << 8, (low + LOW) & !LOW);
         if second & (more | !nonzero) != 0 {
             return None;
@@ -245,16 +251,18 @@ impl GapWord {
     }
 }
 
-/// The sum of the eight bytes of a word.
+/// Returns the sum of the eight bytes of a word.
 fn sum_of_bytes(word: u64) -> u64 {
     const EVEN: u64 = 0x00ff_00ff_00ff_00ff;
     let pairs = (word & EVEN) + (word >> 8 & EVEN);
     pairs.wrapping_mul(0x0001_0001_0001_0001) >> 48
 }
 
-/// Reads four gaps from the start of `bytes`, and writes the indices, of which the first is `next` or higher.
-/// Returns the length of the gaps, and the element after the last one. `None`, whatever was written, if there
-/// are fewer than eight bytes, or a gap takes more than two.
+/// Decodes four gaps from the start of `bytes` and writes their indices. `next` is the lowest possible value
+/// of the first index.
+///
+/// Returns the length of the gaps and the index after the last one. Returns `None`, with unspecified bytes
+/// written, if there are fewer than eight bytes or a gap takes more than two.
 fn four_indices(bytes: &[u8], mut next: u32, out: &mut [[u8; PLAIN_LEN]; 4]) -> Option<(usize, u32)> {
     let mut word = u64::from_le_bytes(*bytes.first_chunk::<WORD_LEN>()?);
     let (mut len, mut is_longer) = (0, 0);
@@ -264,7 +272,7 @@ fn four_indices(bytes: &[u8], mut next: u32, out: &mut [[u8; PLAIN_LEN]; 4]) -> 
         let gap = word & 0x7f | word >> 1 & 0x3f80 & more.wrapping_neg();
         let index = next.wrapping_add(gap as u32);
         *out = index.to_le_bytes();
-        // Past the highest index of all there is no next one.
+        // After the highest possible index there is no next one, so the wrapped value is never used.
         next = index.wrapping_add(1);
         word = word >> 8 >> (8 * more);
         len += 1 + more as usize;
@@ -272,7 +280,8 @@ fn four_indices(bytes: &[u8], mut next: u32, out: &mut [[u8; PLAIN_LEN]; 4]) -> 
     (is_longer == 0).then_some((len, next))
 }
 
-/// The gap at the start of `bytes`, and its length. One gap has one encoding: the shortest.
+/// Decodes the gap at the start of `bytes` and returns it with its length. Only the shortest encoding of a
+/// gap is valid.
 fn read_gap(bytes: &[u8]) -> Result<(u64, usize), Defect> {
     let mut gap = 0;
     for (at, &byte) in bytes.iter().take(GAP_LEN_MAX).enumerate() {
@@ -327,7 +336,7 @@ mod tests {
         }
     }
 
-    /// Gaps of every length in every place of the words that they are read from.
+    /// Tests gaps of every length at every position of the words from which they are decoded.
     #[test]
     fn gaps_are_read_alike_one_by_one_and_by_words() {
         const LONG: [u32; 5] = [0, 127, 128, 16_383, 16_384];

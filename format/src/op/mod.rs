@@ -1,8 +1,10 @@
-//! A batch's payload: a head of 16 bytes, then operations. Each is a header of 32 bytes and a
-//! body, padded with zeros to a multiple of 16, so that bodies stay aligned for a device that reads them
-//! in place.
+//! Payload of a batch: a 16-byte head, then operations.
 //!
-//! The log holds after-images only (I2): every body is bytes to store, never a formula over other bytes.
+//! An operation is a 32-byte header and a body, padded with zeros to a multiple of 16, so that bodies stay
+//! aligned for a device that reads them in place.
+//!
+//! The log holds after-images only (I2): a body contains the bytes to store, never a computation on other
+//! bytes.
 
 mod indices;
 mod reader;
@@ -19,9 +21,9 @@ use crate::layout::layout;
 use crate::limits::{DEVICE_ORDINAL_MAX, FRAME_ALIGN, align_up};
 use crate::value::{Metadata, Value};
 
-/// Length of a payload's head.
+/// Length of a payload head in bytes.
 pub const PAYLOAD_HEAD_LEN: usize = PayloadHeadRaw::LEN;
-/// Length of an operation's header.
+/// Length of an operation header in bytes.
 pub const OP_HEADER_LEN: usize = OpHeaderRaw::LEN;
 
 const CREATE: u16 = 1;
@@ -41,7 +43,7 @@ const IMAGE: u16 = 14;
 const MOVE: u16 = 15;
 
 layout! {
-    /// The head of a batch's payload.
+    /// Encoded head of a batch's payload.
     pub struct PayloadHeadRaw: 16 {
         /// Number of operations.
         0 => op_count: u32,
@@ -53,37 +55,37 @@ layout! {
 }
 
 layout! {
-    /// The header of an operation.
+    /// Encoded operation header.
     pub struct OpHeaderRaw: 32 {
         /// The kind of operation.
         0 => kind: u16,
-        /// Element width in bytes, where the operation has elements; else zero.
+        /// Element width in bytes if the operation has elements, otherwise zero.
         2 => width: u8,
-        /// How a sparse delta's indices are stored: 0 or 1. Zero for other operations.
+        /// Encoding of a sparse delta's indices, 0 or 1. Zero for other operations.
         3 => encoding: u8,
-        /// Length of the body, padding not included.
+        /// Length of the body in bytes, without padding.
         4 => body_len: u32,
-        /// The page; zero where the operation is about none.
+        /// Page that the operation applies to, or zero if it applies to none.
         8 => page: PageId,
-        /// First argument: an offset, a length, a place's kind.
+        /// First argument: an offset, a length, the number of a table file or the kind of a place.
         16 => first: u64,
-        /// Second argument: a length, a count, a place's ordinal.
+        /// Second argument: a length, a count or the ordinal of a place.
         24 => second: u64,
     }
 }
 
 layout! {
-    /// The fixed start of a create's body; key and metadata envelope follow.
+    /// Fixed part of a create's body; the key and the metadata envelope follow.
     pub struct CreateBodyRaw: 16 {
-        /// The place's kind.
+        /// Kind of the place.
         0 => place_kind: u8,
-        /// Length of the key; zero if there is none.
+        /// Length of the key in bytes; zero if the page has none.
         1 => key_len: u8,
         /// Reserved, always zero.
         2 => reserved: u16,
-        /// The place's ordinal.
+        /// Ordinal of the place.
         4 => place_ordinal: u32,
-        /// Length of the metadata envelope.
+        /// Length of the metadata envelope in bytes.
         8 => metadata_len: u32,
         /// Reserved, always zero.
         12 => reserved_2: u32,
@@ -91,11 +93,11 @@ layout! {
 }
 
 layout! {
-    /// The body of a restore.
+    /// Encoded body of a restore.
     pub struct RestoreBodyRaw: 16 {
         /// The Lsn whose state is restored.
         0 => restored: Lsn,
-        /// The checksum of the table's header.
+        /// Checksum of the table's header.
         8 => table_crc: u32,
         /// Reserved, always zero.
         12 => reserved: u32,
@@ -103,19 +105,19 @@ layout! {
 }
 
 layout! {
-    /// The body of an operation that names an image.
+    /// Encoded body of an image operation.
     pub struct ImageBodyRaw: 40 {
-        /// The image file's number.
+        /// Number of the image file.
         0 => file: u64,
         /// The payload's offset, in bytes from the file's start.
         8 => offset: u64,
-        /// Length of the payload as it is stored.
+        /// Stored length of the payload in bytes.
         16 => stored_len: u64,
-        /// CRC-32 of the payload as it is stored.
+        /// CRC-32 of the payload as stored.
         24 => stored_crc: u32,
         /// CRC-32 of the page's bytes.
         28 => raw_crc: u32,
-        /// How the payload is stored, as in an image header.
+        /// Encoding of the payload, as in an image header.
         32 => codec: u8,
         /// Reserved, always zero.
         33 => reserved: [u8; 7],
@@ -129,15 +131,15 @@ pub struct ByteChange {
     pub page: PageId,
     /// First byte of the range.
     pub offset: u64,
-    /// Number of bytes.
+    /// Length of the range in bytes.
     pub len: u64,
 }
 
-/// One operation of a batch; bytes are borrowed from the payload.
+/// An operation of a batch. Bytes are borrowed from the payload.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Op<'a> {
-    /// A new page of zeros.
+    /// Creates a page filled with zeros.
     Create {
         /// The page's id.
         page: PageId,
@@ -145,12 +147,12 @@ pub enum Op<'a> {
         len: u64,
         /// The page's place.
         place: Place,
-        /// The user's name for it.
+        /// The user's key for the page.
         key: Option<Key>,
         /// The page's metadata.
         metadata: Metadata,
     },
-    /// Bytes replace a range.
+    /// Replaces the bytes of a range.
     Write {
         /// The page's id.
         page: PageId,
@@ -159,56 +161,56 @@ pub enum Op<'a> {
         /// The bytes written.
         bytes: &'a [u8],
     },
-    /// Elements of a range are replaced where a bit is set.
+    /// Replaces the elements of a range whose mask bit is set.
     Masked {
         /// The page's id.
         page: PageId,
         /// First byte of the range.
         offset: u64,
-        /// The elements' width.
+        /// The width of an element.
         width: Width,
-        /// One bit an element, lowest bit first; bits past the last element are zero.
+        /// One bit per element, lowest bit first. Bits past the last element are zero.
         mask: &'a [u8],
-        /// Bytes of the whole range; bytes of elements that are not replaced are zero.
+        /// The bytes of the whole range; those of unchanged elements are zero.
         bytes: &'a [u8],
     },
-    /// Elements are replaced one by one.
+    /// Replaces individual elements.
     Scatter {
         /// The page's id.
         page: PageId,
-        /// The elements' width.
+        /// The width of an element.
         width: Width,
-        /// Byte offset of element 0.
+        /// The byte offset of element 0.
         base: u64,
-        /// Element indices, all different.
+        /// The indices of the elements, all different.
         indices: Indices<'a>,
-        /// The elements' bytes, one after the other.
+        /// The bytes of the elements, back to back.
         values: &'a [u8],
     },
-    /// A pattern is repeated over a range.
+    /// Fills a range with a repeated pattern.
     Fill {
         /// The page's id.
         page: PageId,
         /// First byte of the range.
         offset: u64,
-        /// Length of the range, a multiple of the pattern's.
+        /// Length of the range in bytes, a multiple of the pattern's length.
         len: u64,
-        /// 1, 2, 4, 8 or 16 bytes.
+        /// The pattern: 1, 2, 4, 8 or 16 bytes.
         pattern: &'a [u8],
     },
-    /// The page is shortened, or extended by zeros.
+    /// Changes the length of the page: truncates it or extends it with zeros.
     Resize {
         /// The page's id.
         page: PageId,
-        /// Its new length in bytes.
+        /// The new length in bytes.
         len: u64,
     },
-    /// The page and its key are gone.
+    /// Deletes the page and frees its key.
     Delete {
         /// The page's id.
         page: PageId,
     },
-    /// One entry of the page's metadata is set.
+    /// Sets one entry of the page's metadata.
     SetMetadata {
         /// The page's id.
         page: PageId,
@@ -217,71 +219,72 @@ pub enum Op<'a> {
         /// The entry's value.
         value: Value,
     },
-    /// One entry of the page's metadata is removed, if it is there.
+    /// Removes one entry of the page's metadata, if it exists.
     RemoveMetadata {
         /// The page's id.
         page: PageId,
         /// The entry's name.
         name: &'a str,
     },
-    /// One entry of the root is set.
+    /// Sets one entry of the root.
     SetRoot {
         /// The entry's name.
         name: String,
         /// The entry's value.
         value: Value,
     },
-    /// One entry of the root is removed, if it is there.
+    /// Removes one entry of the root, if it exists.
     RemoveRoot {
         /// The entry's name.
         name: &'a str,
     },
-    /// A remark that travels with the batch.
+    /// Attaches a note to the batch.
     Note {
         /// The note's text.
         text: &'a str,
     },
-    /// An image becomes the page's whole content. It is durable before the batch is logged, so that the bytes
-    /// are written once. No other operation of the batch changes the page's bytes, and it has its length by
-    /// then.
+    /// Replaces the page's whole content by an image.
+    ///
+    /// The image is durable before the batch is logged, so the bytes are written only once. The page already
+    /// has the image's length, and no other operation of the batch changes its bytes.
     Image {
         /// The page's id.
         page: PageId,
         /// The page's length in bytes.
         len: u64,
-        /// The image to take the bytes from.
+        /// The image that holds the bytes.
         image: ImageRef,
     },
-    /// The page lives elsewhere from now on; its bytes and its epoch stay as they are.
+    /// Moves the page to another place. Its bytes and its epoch are unchanged.
     Move {
         /// The page's id.
         page: PageId,
-        /// The page's place.
+        /// The new place.
         place: Place,
     },
-    /// Everything is replaced by an earlier state, which a table file names. The only operation of its
-    /// batch.
+    /// Replaces all pages and the root by an earlier state, recorded in a table file. It must be the only
+    /// operation of its batch.
     Restore {
         /// The number of the table file.
         table: u64,
         /// The checksum of the table's header.
         table_crc: u32,
-        /// The Lsn whose state it is.
+        /// The Lsn of the restored state.
         restored: Lsn,
     },
 }
 
-/// An operation, and where its body lies in the payload.
+/// An operation and the offset of its body in the payload.
 #[derive(Clone, Debug, PartialEq)]
 pub struct OpAt<'a> {
-    /// The operation itself.
+    /// The operation.
     pub op: Op<'a>,
-    /// Offset of the body from the payload's first byte.
+    /// Offset of the body from the start of the payload, in bytes.
     pub body_at: usize,
 }
 
 impl Op<'_> {
-    /// The page concerned, if there is one.
+    /// Returns the page that the operation applies to, if any.
     #[must_use]
     pub fn page(&self) -> Option<PageId> {
         match self {
@@ -300,7 +303,8 @@ impl Op<'_> {
         }
     }
 
-    /// The range of the page's bytes that the operation reaches, as offset and length, if it has one.
+    /// Returns the range of the page that the operation can write, as offset and length. Returns `None` for
+    /// operations without a range.
     #[must_use]
     pub fn range(&self) -> Option<(u64, u64)> {
         match self {
@@ -317,8 +321,8 @@ impl Op<'_> {
         }
     }
 
-    /// Whether it changes the bytes that a page has. A create and an image do not: they give it those that
-    /// later operations change.
+    /// Returns true if the operation changes existing bytes of a page. A create or an image does not: it
+    /// supplies the bytes that later operations change.
     #[must_use]
     pub fn changes_bytes(&self) -> bool {
         match self {
@@ -340,14 +344,15 @@ impl Op<'_> {
         }
     }
 
-    /// The range that it changes, if it changes bytes that a page has and nothing else.
+    /// Returns the range that the operation changes, if changing existing bytes of a page is all that it
+    /// does. Returns `None` for a resize.
     #[must_use]
     pub fn byte_change(&self) -> Option<ByteChange> {
         let (offset, len) = self.range().filter(|_| self.changes_bytes())?;
         Some(ByteChange { page: self.page()?, offset, len })
     }
 
-    /// The operation's name, as tools print it.
+    /// Returns the name of the operation, as tools print it.
     #[must_use]
     pub fn kind(&self) -> &'static str {
         match self {
@@ -370,19 +375,20 @@ impl Op<'_> {
     }
 }
 
-/// Offset of a masked delta's bytes from the start of its body.
+/// Returns the offset of a masked delta's bytes from the start of its body, given the length of the mask.
 #[must_use]
 pub const fn masked_bytes_at(mask_len: usize) -> usize {
     align_up(mask_len as u64, FRAME_ALIGN) as usize
 }
 
-/// Offset of a sparse delta's values from the start of its body: after the bytes of its indices, padded.
+/// Returns the offset of a sparse delta's values from the start of its body, given the length of its encoded
+/// indices. Padding separates the two.
 #[must_use]
 pub const fn scatter_values_at(indices_len: usize) -> usize {
     align_up(indices_len as u64, FRAME_ALIGN) as usize
 }
 
-/// Refuses a device slot that no store has.
+/// Checks that the ordinal of a device is within its limit.
 fn check_place(place: Place) -> Result<(), Defect> {
     match place {
         Place::Device(ordinal) => check_limit("device ordinal", ordinal.into(), DEVICE_ORDINAL_MAX.into()),

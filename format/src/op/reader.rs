@@ -1,4 +1,4 @@
-//! Bytes to operations: nothing here is trusted before it is checked (I9).
+//! Decoding of operations. No input is trusted before it is checked (I9).
 
 use std::hint::black_box;
 
@@ -17,11 +17,10 @@ use crate::limits::{
 };
 use crate::value::{decode_entry, decode_metadata};
 
-/// Reads the operations of a payload.
+/// Decodes all operations of a payload.
 ///
 /// # Errors
-/// A [`Defect`] if the payload is not exactly a head and the number of well-formed operations that the head
-/// gives.
+/// Returns a [`Defect`] if the payload is not exactly a head and the stated number of well-formed operations.
 pub fn decode_payload(payload: &[u8]) -> Result<Vec<OpAt<'_>>, Defect> {
     let mut ops = Vec::new();
     reserve_items(&mut ops, op_count(payload)?)?;
@@ -29,9 +28,11 @@ pub fn decode_payload(payload: &[u8]) -> Result<Vec<OpAt<'_>>, Defect> {
     Ok(ops)
 }
 
-/// Hands out the ranges that the operations of a payload change, as long as they change bytes of pages and
-/// nothing else. Returns whether all of them do. If not, or if the payload is not well-formed, some may have
-/// been handed out: [`decode_payload`] says why.
+/// Calls `each` with every byte range that the payload changes, and returns true if all its operations only
+/// change existing bytes of pages.
+///
+/// If it returns false, `each` may already have been called for some ranges. [`decode_payload`] reports the
+/// reason if the payload is malformed.
 pub fn each_byte_change(payload: &[u8], mut each: impl FnMut(ByteChange)) -> bool {
     let mut are_all = true;
     let read = each_op(payload, |at| match at.op.byte_change() {
@@ -42,39 +43,43 @@ pub fn each_byte_change(payload: &[u8], mut each: impl FnMut(ByteChange)) -> boo
     read.is_ok() && are_all
 }
 
-/// About how many operations a payload has: what it claims, and no more than fit into it.
+/// Returns the number of operations that a payload claims to have, or 0 if its head is invalid or the payload
+/// is too short for them.
+///
+/// Use it to reserve memory only: the operations are not decoded.
 #[must_use]
 pub fn claimed_ops(payload: &[u8]) -> usize {
     op_count(payload).unwrap_or(0)
 }
 
-/// The number of operations that a payload claims to have, if it is long enough for them.
+/// Reads the number of operations that a payload claims to have, and checks that it is long enough for them.
 fn op_count(payload: &[u8]) -> Result<usize, Defect> {
     let head = PayloadHeadRaw::from_bytes(array(payload, 0)?);
     check_zero("reserved payload bytes", u64::from(head.reserved) | head.reserved_2)?;
-    // An operation takes a header at least, so the count cannot make us allocate more than there is.
+    // An operation is at least one header long, so the count cannot claim more memory than the payload's own
+    // length.
     check_limit("operation count", head.op_count.into(), (payload.len() / OP_HEADER_LEN) as u64)?;
     Ok(head.op_count as usize)
 }
 
-/// Hands out the operations of a payload, one after the other, for a reader that must not be refused memory
-/// for all of them. If it fails, it may have handed out some.
+/// Calls `each` with every operation of a payload, in order, without allocating a list. After a failure,
+/// `each` may already have been called for some operations.
 ///
 /// # Errors
-/// As for [`decode_payload`].
+/// Returns a [`Defect`] as [`decode_payload`] does.
 pub fn each_op<'p>(payload: &'p [u8], mut each: impl FnMut(OpAt<'p>)) -> Result<(), Defect> {
     let mut at = PAYLOAD_HEAD_LEN;
     let mut op_len = 0;
     for _ in 0..op_count(payload)? {
-        // A log that another core has read is in that core's cache, and the next operation's place is known
-        // only once this one's header is here. It is mostly as far away as the last time. If that guess is
-        // right, the guessed place is used, so that a processor which predicts the branch need not wait for
-        // the header.
+        // A log read by another core is in that core's cache, and the offset of the next operation is known
+        // only once this header has arrived. Usually the distance equals the previous one. If that guess is
+        // right, the loop continues from the guessed offset, so a processor that predicts the branch need not
+        // wait for the header.
         let foretold = at + op_len;
         let unseen = black_box(foretold);
         let (header, body, end) = take(payload, at)?;
         let body_at = at + OP_HEADER_LEN;
-        // Nearly all operations of a long log, made where they will stay.
+        // Writes are nearly all operations of a long log, so they take a short path.
         if header.kind == WRITE {
             each(OpAt { op: decode_write(&header, body)?, body_at });
         } else {
@@ -90,17 +95,17 @@ pub fn each_op<'p>(payload: &'p [u8], mut each: impl FnMut(OpAt<'p>)) -> Result<
     check_end(payload, at)
 }
 
-/// Apart, so that a jump leads here: a choice between two values would wait for both.
+/// Kept out of line so that the compiler emits a branch: a conditional move would wait for both values.
 #[cold]
 #[inline(never)]
 fn other_len(end: usize, at: usize) -> usize {
     end - at
 }
 
-/// Reads one operation that was cut out of a payload, padding included.
+/// Decodes one operation cut from a payload together with its padding.
 ///
 /// # Errors
-/// A [`Defect`] if the bytes are not exactly one well-formed operation.
+/// Returns a [`Defect`] if the bytes are not exactly one well-formed operation.
 pub fn decode_single(bytes: &[u8]) -> Result<Op<'_>, Defect> {
     let (header, body, end) = take(bytes, 0)?;
     let op = decode_op(&header, body)?;
@@ -115,7 +120,7 @@ fn check_end(payload: &[u8], at: usize) -> Result<(), Defect> {
     Err(Defect::Field { what: "bytes after the last operation", found: (payload.len() - at) as u64 })
 }
 
-/// Header and body of the operation at an offset, and where its padding ends.
+/// Splits off the operation at `at`. Returns its header, its body and the offset after its padding.
 #[inline(always)]
 fn take(payload: &[u8], at: usize) -> Result<(OpHeaderRaw, &[u8], usize), Defect> {
     let header = OpHeaderRaw::from_bytes(array(payload, at)?);
@@ -128,7 +133,7 @@ fn take(payload: &[u8], at: usize) -> Result<(OpHeaderRaw, &[u8], usize), Defect
     Ok((header, body, body_at + padded_len))
 }
 
-/// The conditions of operations of every kind.
+/// Checks the conditions that apply to operations of every kind.
 #[inline(always)]
 fn check_header(header: &OpHeaderRaw) -> Result<(), Defect> {
     if header.kind != SCATTER {
@@ -305,7 +310,7 @@ fn decode_op<'a>(header: &OpHeaderRaw, body: &'a [u8]) -> Result<Op<'a>, Defect>
     }
 }
 
-/// The place that a kind and an ordinal name.
+/// Returns the place with this kind and ordinal, after checking both.
 fn read_place(kind: u64, ordinal: u64) -> Result<Place, Defect> {
     let raw = u8::try_from(kind).ok().zip(u32::try_from(ordinal).ok());
     let place = raw.and_then(|(kind, ordinal)| Place::from_raw(kind, ordinal));

@@ -1,4 +1,4 @@
-//! Operations to bytes: a payload under construction.
+//! Encoding of operations into a payload.
 
 use super::{
     CREATE, CreateBodyRaw, DELETE, FILL, IMAGE, ImageBodyRaw, Indices, MASKED, MOVE, NOTE, OP_HEADER_LEN, Op,
@@ -11,21 +11,21 @@ use crate::image::Codec;
 use crate::limits::{FRAME_ALIGN, METADATA_LEN_MAX, NAME_LEN_MAX, NOTE_LEN_MAX, ROOT_LEN_MAX, align_up};
 use crate::value::{encode_entry, encode_metadata};
 
-/// The target of a payload: bytes that grow at their end.
+/// A byte buffer that a payload is written to. It grows at its end.
 pub trait PayloadBytes: AsMut<[u8]> {
-    /// How many there are.
+    /// Returns the current length in bytes.
     fn byte_len(&self) -> usize;
 
-    /// Appends these bytes.
+    /// Appends `bytes`.
     ///
     /// # Errors
-    /// [`Defect::Memory`].
+    /// Returns [`Defect::Memory`] if the buffer cannot grow.
     fn append(&mut self, bytes: &[u8]) -> Result<(), Defect>;
 
-    /// Appends `count` zeros.
+    /// Appends `count` zero bytes.
     ///
     /// # Errors
-    /// [`Defect::Memory`].
+    /// Returns [`Defect::Memory`] if the buffer cannot grow.
     fn append_zeros(&mut self, count: usize) -> Result<(), Defect>;
 }
 
@@ -64,13 +64,13 @@ where
     }
 }
 
-/// As bytes grow by themselves, but that they may be refused.
+/// Reserves capacity for `count` more bytes. Grows geometrically, like a push, but reports a lack of memory.
 fn make_room(bytes: &mut Vec<u8>, count: usize) -> Result<(), Defect> {
     let needed = (bytes.len() + count) as u64;
     bytes.try_reserve(count).map_err(|_| Defect::Memory { needed })
 }
 
-/// Encodes operations one after another into a payload.
+/// Encodes operations into a payload, one after another.
 #[derive(Debug)]
 pub struct PayloadWriter<B = Vec<u8>> {
     bytes: B,
@@ -84,7 +84,10 @@ impl Default for PayloadWriter {
 }
 
 impl<B: PayloadBytes> PayloadWriter<B> {
-    /// An empty payload, written to bytes that are empty so far.
+    /// Starts an empty payload in `bytes`.
+    ///
+    /// # Panics
+    /// Panics if `bytes` is not empty, or if there is no memory for the payload's head.
     #[must_use]
     pub fn on(mut bytes: B) -> Self {
         assert_eq!(bytes.byte_len(), 0, "a payload begins with its head");
@@ -95,8 +98,9 @@ impl<B: PayloadBytes> PayloadWriter<B> {
     /// Appends an operation.
     ///
     /// # Errors
-    /// [`Defect::Memory`]; [`Defect::Limit`] if a part of it is longer than the format allows; any error of
-    /// [`ImageRef::check`] for an image.
+    /// Returns [`Defect::Memory`] if the buffer cannot grow, [`Defect::Limit`] if a part of the operation
+    /// exceeds a limit of the format, [`Defect::Field`] if an image is an overlay, and any error of
+    /// [`ImageRef::check`].
     ///
     /// [`ImageRef::check`]: crate::image::ImageRef::check
     pub fn push(&mut self, op: &Op<'_>) -> Result<(), Defect> {
@@ -168,7 +172,7 @@ impl<B: PayloadBytes> PayloadWriter<B> {
             Op::Image { len, image, .. } => {
                 (header.kind, header.first) = (IMAGE, *len);
                 image.check(*len)?;
-                // Only a manifest has room for an overlay's base.
+                // Rejects overlays: only a manifest can record their base.
                 Codec::from_raw(image.codec.to_raw())?;
                 let body = ImageBodyRaw {
                     file: image.file,
@@ -196,11 +200,12 @@ impl<B: PayloadBytes> PayloadWriter<B> {
         self.end(header, body_at)
     }
 
-    /// Appends a write of `len` zeros, in the place of bytes that the caller fills in later. They begin
-    /// [`OP_HEADER_LEN`] bytes after the payload's end of before.
+    /// Appends a write of `len` zeros, as a placeholder for bytes that the caller fills in later. They start
+    /// [`OP_HEADER_LEN`] bytes after the previous end of the payload.
     ///
     /// # Errors
-    /// [`Defect::Memory`]; [`Defect::Limit`] for more than the format allows.
+    /// Returns [`Defect::Memory`] if the buffer cannot grow, or [`Defect::Limit`] if `len` exceeds a limit of
+    /// the format.
     pub fn push_blank_write(&mut self, page: PageId, offset: u64, len: u64) -> Result<(), Defect> {
         check_limit("operation length", len, crate::limits::FRAME_PAYLOAD_LEN_MAX)?;
         let (mut header, body_at) = self.begin(page)?;
@@ -209,12 +214,13 @@ impl<B: PayloadBytes> PayloadWriter<B> {
         self.end(header, body_at)
     }
 
-    /// Appends a sparse delta whose values are zeros, in the place of elements that the caller fills in
-    /// later. They begin [`OP_HEADER_LEN`] and [`scatter_values_at`] the length of the indices after where
-    /// the payload ended before.
+    /// Appends a sparse delta whose values are zeros, as placeholders for elements that the caller fills in
+    /// later. They start [`OP_HEADER_LEN`] plus [`scatter_values_at`] of the length of the encoded indices
+    /// after the previous end of the payload.
     ///
     /// # Errors
-    /// [`Defect::Memory`]; [`Defect::Limit`] for more than the format allows.
+    /// Returns [`Defect::Memory`] if the buffer cannot grow, or [`Defect::Limit`] if the operation exceeds a
+    /// limit of the format.
     pub fn push_blank_scatter(
         &mut self,
         page: PageId,
@@ -228,7 +234,7 @@ impl<B: PayloadBytes> PayloadWriter<B> {
         self.end(header, body_at)
     }
 
-    /// Appends the body of a sparse delta up to its values, and completes its header.
+    /// Appends the part of a sparse delta's body before its values, and fills in its header.
     fn scatter_up_to_values(
         &mut self,
         header: &mut OpHeaderRaw,
@@ -243,14 +249,14 @@ impl<B: PayloadBytes> PayloadWriter<B> {
         self.pad_to(values_at)
     }
 
-    /// Leaves room for an operation's header. Returns it, and where the body begins.
+    /// Reserves space for an operation header. Returns the header to fill in and the offset of the body.
     fn begin(&mut self, page: PageId) -> Result<(OpHeaderRaw, usize), Defect> {
         self.bytes.append_zeros(OP_HEADER_LEN)?;
         let header = OpHeaderRaw { kind: 0, width: 0, encoding: 0, body_len: 0, page, first: 0, second: 0 };
         Ok((header, self.bytes.byte_len()))
     }
 
-    /// Ends an operation: its body is all that was appended since `body_at`.
+    /// Completes an operation whose body is everything appended since `body_at`.
     fn end(&mut self, mut header: OpHeaderRaw, body_at: usize) -> Result<(), Defect> {
         let body_len = (self.bytes.byte_len() - body_at) as u64;
         check_limit("operation length", body_len, crate::limits::FRAME_PAYLOAD_LEN_MAX)?;
@@ -261,13 +267,13 @@ impl<B: PayloadBytes> PayloadWriter<B> {
         Ok(())
     }
 
-    /// Bytes written so far.
+    /// Returns the number of bytes written so far.
     #[must_use]
     pub fn len(&self) -> usize {
         self.bytes.byte_len()
     }
 
-    /// Whether there is no operation yet.
+    /// Returns true if no operation has been appended.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.op_count == 0
