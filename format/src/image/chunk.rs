@@ -1,4 +1,4 @@
-//! Chunks: a header, a table of images, and their payloads.
+//! Chunks of an image file: a header, a table of images, and their payloads.
 
 use super::codec::Codec;
 use super::file::IMAGE_HEADER_BLOCK;
@@ -8,97 +8,97 @@ use crate::ids::{Epoch, Lsn, PageId, StoreId};
 use crate::layout::layout;
 use crate::limits::{CHUNK_IMAGES_MAX, CHUNK_LEN_MAX, FRAME_ALIGN, GROUP_ALIGN, align_up};
 
-/// The first bytes of a chunk.
+/// First bytes of a chunk.
 pub const CHUNK_MAGIC: [u8; 8] = *b"RMNTCHNK";
 
 layout! {
-    /// The bytes of a chunk's header; the table follows.
+    /// Encoded chunk header. The table follows.
     pub struct ChunkHeaderRaw: 64 {
         /// The magic `RMNTCHNK`.
         0 => magic: [u8; 8],
         /// The store's id.
         8 => store: StoreId,
-        /// Own position: the image file's number.
+        /// Position of this chunk: the number of the image file.
         24 => file: u64,
-        /// Own position: bytes from the file's start.
+        /// Position of this chunk: bytes from the start of the file.
         32 => offset: u64,
         /// Number of images.
         40 => image_count: u32,
-        /// Length of the table.
+        /// Length of the table in bytes.
         44 => table_len: u32,
-        /// Length of the chunk, padding included.
+        /// Length of the chunk in bytes, including padding.
         48 => chunk_len: u64,
         /// CRC-32 of the table.
         56 => table_crc: u32,
-        /// CRC-32 of the bytes before.
+        /// CRC-32 of the preceding bytes.
         60 => header_crc: u32,
     }
 }
 
 layout! {
-    /// The bytes of one image's header in a chunk's table.
+    /// Encoded row of one image in a chunk's table.
     pub struct ImageHeaderRaw: 64 {
-        /// The page; zero if it was not known.
+        /// Id of the page; zero if unknown.
         0 => page: PageId,
-        /// The page's epoch at the moment of capture; zero if it was not known.
+        /// Epoch of the page when it was captured; zero if unknown.
         8 => epoch: Epoch,
-        /// The newest batch in the image; zero if the image was written ahead of its batch.
+        /// Newest batch in the image; zero if the image was written ahead of its batch.
         16 => lsn: Lsn,
-        /// The page's length.
+        /// Length of the page in bytes.
         24 => len: u64,
-        /// Length of the payload as it is stored.
+        /// Stored length of the payload in bytes.
         32 => stored_len: u64,
-        /// The payload's offset, in bytes from the file's start.
+        /// Offset of the payload, in bytes from the start of the file.
         40 => offset: u64,
-        /// CRC-32 of the payload as it is stored.
+        /// CRC-32 of the payload as stored.
         48 => stored_crc: u32,
         /// CRC-32 of the page's bytes.
         52 => raw_crc: u32,
-        /// 0: stored as it is. 1: zstd.
+        /// Encoding of the payload. 0: uncompressed, 1: zstd.
         56 => codec: u8,
         /// Reserved, always zero.
         57 => reserved: [u8; 7],
     }
 }
 
-/// A page's bytes that are to become an image.
+/// Content to be written as an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NewImage {
-    /// The page; zero if it is not known.
+    /// The id of the page; zero if unknown.
     pub page: PageId,
-    /// Its epoch; zero if it is not known.
+    /// The epoch of the page; zero if unknown.
     pub epoch: Epoch,
     /// The newest batch in the bytes; zero if they are written ahead of their batch.
     pub lsn: Lsn,
-    /// Number of bytes, at least one.
+    /// Length of the uncompressed bytes, at least 1.
     pub len: u64,
-    /// CRC-32 of these bytes.
+    /// CRC-32 of the uncompressed bytes.
     pub crc: u32,
-    /// The bytes stored in their place, if they are compressed.
+    /// The compressed bytes to store instead, if any.
     pub compressed: Option<CompressedBytes>,
 }
 
-/// The frames that a page's bytes were compressed to.
+/// Length and checksum of the compressed form of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CompressedBytes {
-    /// Number of bytes, fewer than the page has.
+    /// Length in bytes, less than the page's length.
     pub len: u64,
-    /// CRC-32 of these bytes.
+    /// CRC-32 of the compressed bytes.
     pub crc: u32,
 }
 
-/// The entry of one image in a chunk's table.
+/// Decoded row of one image in a chunk's table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ImageHeader {
-    /// The page; zero if it was not known.
+    /// The id of the page; zero if unknown.
     pub page: PageId,
-    /// The page's epoch; zero if it was not known.
+    /// The epoch of the page; zero if unknown.
     pub epoch: Epoch,
     /// The newest batch in the image; zero if the image was written ahead of its batch.
     pub lsn: Lsn,
-    /// The page's length.
+    /// The length of the page in bytes.
     pub len: u64,
-    /// The place of the payload, and its checksums.
+    /// The location and checksums of the payload.
     pub image: ImageRef,
 }
 
@@ -136,7 +136,7 @@ impl ImageHeader {
     }
 }
 
-/// A chunk: where it lies, how long it is, and where each payload goes.
+/// The layout of a chunk: its position, its length, and the position of each payload.
 ///
 /// ```
 /// use remanent_format::image::{Chunk, ChunkHeader, NewImage};
@@ -163,13 +163,13 @@ impl ImageHeader {
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Chunk {
-    /// The image file's number.
+    /// The number of the image file.
     pub file: u64,
-    /// Bytes from the file's start, a multiple of 4096.
+    /// Offset from the start of the file in bytes, a multiple of 4096.
     pub offset: u64,
     /// Length in bytes, a multiple of 4096.
     pub len: u64,
-    /// The images in the order of their payloads.
+    /// The images, in the order of their payloads.
     pub images: Vec<ImageHeader>,
 }
 
@@ -177,8 +177,8 @@ impl Chunk {
     /// Lays out images in a chunk at `offset` of image file `file`.
     ///
     /// # Errors
-    /// [`Defect::Limit`] or [`Defect::Field`] if there are too many of them, or one is empty or too long,
-    /// or no chunk can start there.
+    /// Returns a [`Defect`] if `offset` is invalid, there are no images or too many, or one of them is empty
+    /// or exceeds a limit; [`Defect::Memory`] if there is no memory for the layout.
     pub fn plan(file: u64, offset: u64, images: &[NewImage]) -> Result<Self, Defect> {
         check_chunk_offset(offset)?;
         check_image_count(images.len() as u64)?;
@@ -213,17 +213,18 @@ impl Chunk {
         Ok(Self { file, offset, len, images: headers })
     }
 
-    /// The length of header and table for `image_count` images: the first payload lies after them.
+    /// Returns the length in bytes of the header and the table for `image_count` images. The first payload
+    /// follows them.
     #[must_use]
     pub fn head_len(image_count: u64) -> u64 {
         payloads_at(0, image_count)
     }
 
-    /// The bytes of header and table: the chunk's first bytes. The payloads follow at the offsets in
-    /// `images`; bytes between and after them are zero.
+    /// Encodes the header and the table, which are the first bytes of the chunk. The caller writes the
+    /// payloads at the offsets in `images`, and zeros between and after them.
     ///
     /// # Errors
-    /// [`Defect::Memory`].
+    /// Returns [`Defect::Memory`] if there is no memory for them.
     pub fn encode(&self, store: StoreId) -> Result<Vec<u8>, Defect> {
         let mut out = Vec::new();
         reserve_items(&mut out, ChunkHeaderRaw::LEN + self.images.len() * ImageHeaderRaw::LEN)?;
@@ -247,27 +248,27 @@ impl Chunk {
     }
 }
 
-/// The content of a chunk's header; the table is still unproven.
+/// Decoded chunk header. The table is not proven yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChunkHeader {
     /// The store's id.
     pub store: StoreId,
-    /// Own position: the image file's number.
+    /// The position of this chunk: the number of the image file.
     pub file: u64,
-    /// Own position: bytes from the file's start.
+    /// The position of this chunk: bytes from the start of the file.
     pub offset: u64,
     /// Number of images.
     pub image_count: u32,
-    /// Length of the chunk, padding included.
+    /// Length of the chunk in bytes, including padding.
     pub chunk_len: u64,
     table_crc: u32,
 }
 
 impl ChunkHeader {
-    /// Reads a header from the start of a chunk (SPEC C1).
+    /// Decodes a header from the start of a chunk (SPEC C1).
     ///
     /// # Errors
-    /// A [`Defect`].
+    /// Returns a [`Defect`] if the header is invalid.
     pub fn decode(bytes: &[u8]) -> Result<Self, Defect> {
         let bytes: &[u8; ChunkHeaderRaw::LEN] = array(bytes, 0)?;
         let raw = ChunkHeaderRaw::from_bytes(bytes);
@@ -290,10 +291,10 @@ impl ChunkHeader {
         })
     }
 
-    /// Refuses a chunk that was not written at this place of this store (SPEC C2).
+    /// Checks that the chunk was written at this position of this store (SPEC C2).
     ///
     /// # Errors
-    /// [`Defect::Foreign`] or [`Defect::Mismatch`].
+    /// Returns [`Defect::Foreign`] for another store and [`Defect::Mismatch`] for another position.
     pub fn check_location(&self, store: StoreId, file: u64, offset: u64) -> Result<(), Defect> {
         if self.store != store {
             return Err(Defect::Foreign);
@@ -302,16 +303,17 @@ impl ChunkHeader {
         check_equal("chunk's offset", self.offset, offset)
     }
 
-    /// Bytes of header and table together.
+    /// Returns the length in bytes of the header and the table together.
     #[must_use]
     pub fn table_end(&self) -> usize {
         ChunkHeaderRaw::LEN + self.image_count as usize * ImageHeaderRaw::LEN
     }
 
-    /// Reads the table (SPEC C3 to C6); `bytes` starts with the header, as for [`ChunkHeader::decode`].
+    /// Decodes the table (SPEC C3 to C6). `bytes` must start with the header, as in [`ChunkHeader::decode`].
     ///
     /// # Errors
-    /// A [`Defect`], also if the payloads do not lie exactly as [`Chunk::plan`] lays them out.
+    /// Returns a [`Defect`] if the table is invalid or the payloads are not laid out exactly as
+    /// [`Chunk::plan`] does.
     pub fn decode_table(&self, bytes: &[u8]) -> Result<Chunk, Defect> {
         let table = slice(bytes, ChunkHeaderRaw::LEN, self.table_end() - ChunkHeaderRaw::LEN)?;
         check_crc("image table", self.table_crc, table)?;
@@ -342,12 +344,12 @@ fn check_image_count(count: u64) -> Result<(), Defect> {
     if count == 0 { Err(Defect::Field { what: "image count", found: 0 }) } else { Ok(()) }
 }
 
-/// The offset of a chunk's first payload.
+/// Returns the offset of a chunk's first payload.
 fn payloads_at(offset: u64, image_count: u64) -> u64 {
     offset + ChunkHeaderRaw::LEN as u64 + image_count * ImageHeaderRaw::LEN as u64
 }
 
-/// The offset of the next payload, or of the chunk's padding.
+/// Returns the offset after the padding of a payload: that of the next payload, if any.
 fn payload_end(image: &ImageRef) -> u64 {
     align_up(image.offset + image.stored_len, FRAME_ALIGN)
 }

@@ -1,8 +1,8 @@
-//! How the bytes of a page become an image's payload, and back.
+//! Encodings of image payloads.
 //!
-//! A compressed payload is zstd frames (RFC 8878), back to back, without a dictionary. A reader checks the
-//! payload as it is stored first. So the bytes that zstd sees were written by a store, or are a checksum's
-//! accident.
+//! A compressed payload is a sequence of zstd frames (RFC 8878) without a dictionary. A reader first checks
+//! the payload as stored. The bytes passed to zstd were therefore written by a store, unless damage happens
+//! to match the checksum.
 
 use std::io::BufRead;
 use std::ops::ControlFlow;
@@ -16,24 +16,24 @@ const CODEC_RAW: u8 = 0;
 const CODEC_ZSTD: u8 = 1;
 const CODEC_OVERLAY: u8 = 2;
 
-/// A writer compresses a page in frames of at most this many bytes of the page, so that many threads can
-/// work on a long one.
+/// Maximum number of page bytes per compressed frame. A writer splits a long page, so that many threads can
+/// compress it.
 pub const COMPRESSED_PIECE_LEN: usize = 1 << 20;
-/// A frame's window is at most 2 to this power bytes: a reader must be able to hold it.
+/// Base-2 logarithm of the largest window of a frame, in bytes. A reader must be able to hold the window.
 const WINDOW_LOG_MAX: u32 = 23;
-/// The shortest block has 4 bytes and stands for at most 128 KiB.
+/// Largest possible ratio of compression: the shortest block has 4 bytes and stands for at most 128 KiB.
 pub(super) const EXPANSION_MAX: u64 = (128 << 10) / 4;
-/// Bytes that are decompressed at a time.
+/// Number of bytes decompressed at a time.
 const DECOMPRESSED_AT_ONCE: u64 = 128 << 10;
 
 const _: () = assert!(COMPRESSED_PIECE_LEN <= 1 << WINDOW_LOG_MAX);
 
-/// The image that an overlay lies over, as far as a manifest tells of it.
+/// The base of an overlay, as far as a manifest describes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OverlayBase {
-    /// The image file's number.
+    /// The number of the image file.
     pub file: u64,
-    /// Length of the payload as it is stored.
+    /// Stored length of the payload in bytes.
     pub stored_len: u64,
 }
 
@@ -52,21 +52,22 @@ impl OverlayBase {
     }
 }
 
-/// How a payload is stored.
+/// The encoding of an image's payload.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Codec {
-    /// The page's bytes as they are.
+    /// The page's bytes, uncompressed.
     #[default]
     Raw,
-    /// Frames of zstd.
+    /// A sequence of zstd frames.
     Zstd,
-    /// An [overlay](super::Overlay): pieces, and the image over which they lie. Only manifests name such.
+    /// An [overlay](super::Overlay): pieces of the page, stored over a base image. Only manifests can name
+    /// overlays.
     Overlay(OverlayBase),
 }
 
 impl Codec {
-    /// The codec's number on disk.
+    /// Returns the number that represents the codec on disk.
     #[must_use]
     pub fn to_raw(self) -> u8 {
         match self {
@@ -76,10 +77,10 @@ impl Codec {
         }
     }
 
-    /// The codec of a number on disk, of an image that is whole.
+    /// Decodes the codec of a whole image.
     ///
     /// # Errors
-    /// [`Defect::Field`] if this build knows no such codec.
+    /// Returns [`Defect::Field`] if the number is unknown or stands for an overlay.
     pub fn from_raw(raw: u8) -> Result<Self, Defect> {
         match raw {
             CODEC_RAW => Ok(Codec::Raw),
@@ -88,29 +89,29 @@ impl Codec {
         }
     }
 
-    /// Whether a number on disk is that of an overlay.
+    /// Returns true if the number on disk stands for an overlay.
     pub(crate) fn is_overlay(raw: u8) -> bool {
         raw == CODEC_OVERLAY
     }
 }
 
-/// Makes frames of [`Codec::Zstd`]; kept, because its tables are made once.
+/// A compressor for [`Codec::Zstd`]. Reuse it: its tables are built only once.
 pub struct Compressor(zstd::bulk::Compressor<'static>);
 
 impl Compressor {
-    /// A compressor at zstd's `level`.
+    /// Creates a compressor with zstd's `level`.
     ///
     /// # Errors
-    /// [`Defect::Compression`] if there is no such level, or no memory for it.
+    /// Returns [`Defect::Compression`] or [`Defect::Memory`] if zstd rejects the level or lacks memory for it.
     pub fn new(level: i32) -> Result<Self, Defect> {
         zstd::bulk::Compressor::new(level).map(Self).map_err(compression)
     }
 
-    /// Compresses up to [`COMPRESSED_PIECE_LEN`] bytes to one frame.
+    /// Compresses up to [`COMPRESSED_PIECE_LEN`] bytes into one frame.
     ///
     /// # Errors
-    /// [`Defect::Limit`] if there are more bytes; [`Defect::Memory`] or [`Defect::Compression`] if there is
-    /// no memory.
+    /// Returns [`Defect::Limit`] if `bytes` is longer, or [`Defect::Memory`] or [`Defect::Compression`] if
+    /// there is no memory.
     pub fn frame(&mut self, bytes: &[u8]) -> Result<Vec<u8>, Defect> {
         check_limit("length of a piece to compress", bytes.len() as u64, COMPRESSED_PIECE_LEN as u64)?;
         let mut frame = Vec::new();
@@ -120,7 +121,8 @@ impl Compressor {
     }
 }
 
-/// Hands the `len` bytes that frames give to `sink`, piece by piece (I9: no length in a frame is believed).
+/// Decompresses `frames` to exactly `len` bytes, and passes them to `sink` piece by piece. No length stated
+/// in a frame is trusted (I9).
 pub(super) fn decompress(frames: &[u8], len: u64, mut sink: impl FnMut(&[u8])) -> Result<(), Defect> {
     decompress_from(frames, len, |piece| {
         sink(piece);
@@ -128,7 +130,7 @@ pub(super) fn decompress(frames: &[u8], len: u64, mut sink: impl FnMut(&[u8])) -
     })
 }
 
-/// As [`decompress`], from a reader, and for as long as `sink` wants more.
+/// Decompresses like [`decompress`], from a reader, until `sink` breaks.
 pub(crate) fn decompress_from(
     frames: impl BufRead,
     len: u64,
@@ -143,8 +145,8 @@ pub(crate) fn decompress_from(
     )
 }
 
-/// As [`decompress_from`]. `sink` is also told where a frame ends behind a piece: after how many bytes of the
-/// payload.
+/// Decompresses like [`decompress_from`]. If a frame ends after a piece, `sink` also receives the number of
+/// payload bytes up to that end.
 pub(crate) fn decompress_frames(
     mut frames: impl BufRead,
     len: u64,
@@ -179,7 +181,7 @@ pub(crate) fn decompress_frames(
 
 fn compression(error: std::io::Error) -> Defect {
     let said = error.to_string();
-    // Memory that zstd takes for itself. It does not say how much.
+    // zstd failed to allocate memory. It does not report how much.
     match said.starts_with("Allocation error") {
         true => Defect::Memory { needed: 1 << WINDOW_LOG_MAX },
         false => Defect::Compression(said),

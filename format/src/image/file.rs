@@ -1,47 +1,48 @@
-//! The header of an image file.
+//! Headers of image files.
 
 use crate::defect::{Defect, array, check_crc, check_zeros};
 use crate::ids::StoreId;
 use crate::layout::layout;
 use crate::segment::FORMAT_VERSION;
 
-/// Length of an image file's header block; the first chunk starts here.
+/// Length of an image file's header block in bytes. The first chunk starts at this offset.
 pub const IMAGE_HEADER_BLOCK: u64 = 4096;
-/// The first bytes of an image file.
+/// First bytes of an image file.
 pub const IMAGE_FILE_MAGIC: [u8; 8] = *b"RMNTPAGE";
 
 layout! {
-    /// The bytes of an image file's header; the rest of its block is zero.
+    /// Encoded header of an image file. The rest of its block is zero.
     pub struct ImageFileHeaderRaw: 64 {
         /// The magic `RMNTPAGE`.
         0 => magic: [u8; 8],
         /// Format version, 1.
         8 => version: u32,
-        /// The purpose that the file was written for.
+        /// Purpose for which the file was written: 1 or 2.
         12 => purpose: u32,
         /// The store's id.
         16 => store: StoreId,
-        /// The file's own number, as in its name.
+        /// Number of this file, as in its name.
         32 => file: u64,
         /// Reserved, always zero.
         40 => reserved: [u8; 20],
-        /// CRC-32 of the bytes before.
+        /// CRC-32 of the preceding bytes.
         60 => header_crc: u32,
     }
 }
 
-/// The purpose of an image file: if no manifest or table names the file, this says whether the log may.
+/// The reason that an image file was written. If no manifest or table names the file, this decides whether
+/// the log may still need it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ImagePurpose {
-    /// For a snapshot, or for the table of an old state.
+    /// Written for a snapshot, or for the table of an old state.
     Snapshot,
-    /// For a batch, which names its images once they are durable.
+    /// Written ahead of a batch, which names its images once they are durable.
     Batch,
 }
 
 impl ImagePurpose {
-    /// The purpose's number on disk.
+    /// Returns the number that represents the purpose on disk.
     #[must_use]
     pub fn to_raw(self) -> u32 {
         match self {
@@ -50,10 +51,10 @@ impl ImagePurpose {
         }
     }
 
-    /// The purpose of a number on disk.
+    /// Decodes a purpose.
     ///
     /// # Errors
-    /// [`Defect::Field`] if there is no such purpose.
+    /// Returns [`Defect::Field`] if the number is unknown.
     pub fn from_raw(raw: u32) -> Result<Self, Defect> {
         match raw {
             1 => Ok(ImagePurpose::Snapshot),
@@ -63,19 +64,19 @@ impl ImagePurpose {
     }
 }
 
-/// The content of an image file's header.
+/// Decoded header of an image file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ImageFileHeader {
     /// The store's id.
     pub store: StoreId,
-    /// The file's own number.
+    /// The number of this file.
     pub file: u64,
-    /// The purpose that it was written for.
+    /// The purpose for which the file was written.
     pub purpose: ImagePurpose,
 }
 
 impl ImageFileHeader {
-    /// The header's bytes; the rest of the header block is zero.
+    /// Encodes the header. The rest of the header block is zero.
     #[must_use]
     pub fn encode(&self) -> [u8; ImageFileHeaderRaw::LEN] {
         let mut raw = ImageFileHeaderRaw {
@@ -91,11 +92,11 @@ impl ImageFileHeader {
         raw.to_bytes()
     }
 
-    /// Reads a header from the start of an image file (SPEC H1). The caller compares the store with STORE
-    /// (SPEC H2) and the number with the file's name (SPEC H3).
+    /// Decodes a header from the start of an image file (SPEC H1). The caller must compare the store with
+    /// STORE (SPEC H2) and the number with the file name (SPEC H3).
     ///
     /// # Errors
-    /// A [`Defect`].
+    /// Returns a [`Defect`] if the header is invalid.
     pub fn decode(bytes: &[u8]) -> Result<Self, Defect> {
         let bytes: &[u8; ImageFileHeaderRaw::LEN] = array(bytes, 0)?;
         let raw = ImageFileHeaderRaw::from_bytes(bytes);

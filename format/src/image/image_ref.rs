@@ -1,4 +1,4 @@
-//! References to an image: where it lies, how it is stored, and the checksums that prove it.
+//! References to images: location, encoding, and the checksums that prove the bytes.
 
 use std::borrow::Cow;
 
@@ -7,29 +7,29 @@ use super::file::IMAGE_HEADER_BLOCK;
 use crate::defect::{Defect, check_crc, check_equal, check_limit, reserve};
 use crate::limits::{CHUNK_LEN_MAX, FRAME_ALIGN, PAGE_LEN_MAX};
 
-/// The highest offset at which a chunk may start; sums of offsets and lengths cannot overflow below it.
+/// Highest offset at which a chunk can start. Up to this offset, sums of offsets and lengths cannot overflow.
 pub(super) const CHUNK_OFFSET_MAX: u64 = 1 << 62;
 
-/// The place and the checksums of an image, as manifests and frames give them.
+/// The location and checksums of an image, as manifests and frames record them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ImageRef {
-    /// The image file's number.
+    /// The number of the image file.
     pub file: u64,
-    /// The payload's offset, in bytes from the file's start.
+    /// The offset of the payload, in bytes from the start of the file.
     pub offset: u64,
-    /// Length of the payload as it is stored.
+    /// Stored length of the payload in bytes.
     pub stored_len: u64,
-    /// CRC-32 of the payload as it is stored.
+    /// CRC-32 of the payload as stored.
     pub stored_crc: u32,
     /// CRC-32 of the page's bytes.
     pub raw_crc: u32,
-    /// How the payload is stored.
+    /// The encoding of the payload.
     pub codec: Codec,
 }
 
 impl ImageRef {
-    /// The image files that hold it, each with the bytes of it that lie there: one, or that of an overlay and
-    /// that of its base.
+    /// Returns the image files that hold this image, each with the number of stored bytes in it. An overlay
+    /// needs two files: its own and that of its base.
     pub fn files(&self) -> impl Iterator<Item = (u64, u64)> + use<> {
         let base = match self.codec {
             Codec::Raw | Codec::Zstd => None,
@@ -38,16 +38,16 @@ impl ImageRef {
         std::iter::once((self.file, self.stored_len)).chain(base)
     }
 
-    /// Whether the payload alone gives the page's bytes.
+    /// Returns true if the payload alone contains the whole page, as it does unless the image is an overlay.
     #[must_use]
     pub fn is_whole(&self) -> bool {
         !matches!(self.codec, Codec::Overlay(_))
     }
 
-    /// Refuses an image that cannot be one of a page of length `len` (SPEC C4 and M7).
+    /// Checks that this can be an image of a page of length `len` (SPEC C4 and M7). Reads nothing.
     ///
     /// # Errors
-    /// The defect.
+    /// Returns the first [`Defect`] found.
     pub fn check(&self, len: u64) -> Result<(), Defect> {
         check_extent(len, self.stored_len, self.offset)?;
         match self.codec {
@@ -56,8 +56,8 @@ impl ImageRef {
                 check_equal("raw checksum of a raw image", self.raw_crc.into(), self.stored_crc.into())
             }
             Codec::Zstd => {
-                // A writer keeps a compressed payload only if it is shorter, and no zstd frame stands for
-                // more.
+                // A writer keeps a compressed payload only if it is shorter than the page, and zstd cannot
+                // expand further.
                 check_limit("stored length of a compressed image", self.stored_len, len - 1)?;
                 check_limit(
                     "length of a compressed image",
@@ -66,28 +66,28 @@ impl ImageRef {
                 )
             }
             Codec::Overlay(base) => {
-                // Likewise: a page of which more changed is written whole.
+                // Likewise: if more of the page changed, it is written as a whole.
                 check_limit("stored length of an overlay", self.stored_len, len - 1)?;
                 base.check()
             }
         }
     }
 
-    /// Refuses bytes that are not this image's payload as it is stored.
+    /// Checks that `stored` is this image's payload as stored.
     ///
     /// # Errors
-    /// [`Defect::Mismatch`] if there are too many or too few of them, [`Defect::Checksum`].
+    /// Returns [`Defect::Mismatch`] if the length is wrong, or [`Defect::Checksum`] if the bytes are.
     pub fn check_payload(&self, stored: &[u8]) -> Result<(), Defect> {
         check_equal("length of an image's payload", stored.len() as u64, self.stored_len)?;
         check_crc("image", self.stored_crc, stored)
     }
 
-    /// The page's bytes, `len` of them, from the payload of an image that is whole. The payload is checked as
-    /// it is stored before anything is made of it, and its result is checked once more. No more than `len`
-    /// bytes are ever held.
+    /// Decodes the payload of a whole image into the `len` bytes of the page. The stored payload is checked
+    /// before it is decompressed, and so is the result. At most `len` decompressed bytes are held.
     ///
     /// # Errors
-    /// A [`Defect`].
+    /// Returns a [`Defect`] if the reference or the payload is invalid, if there is no memory, or for an
+    /// overlay.
     pub fn decode<'a>(&self, stored: Cow<'a, [u8]>, len: u64) -> Result<Cow<'a, [u8]>, Defect> {
         self.check(len)?;
         self.check_payload(&stored)?;
@@ -104,17 +104,17 @@ impl ImageRef {
         }
     }
 
-    /// Refuses a payload that does not give a page of length `len`, as that of an overlay never does alone.
-    /// It takes little memory, whatever the length.
+    /// Checks that a payload decodes to a page of length `len`, using little memory whatever the length. The
+    /// payload of an overlay alone never does.
     ///
     /// # Errors
-    /// As for [`ImageRef::decode`].
+    /// Returns a [`Defect`] as [`ImageRef::decode`] does.
     pub fn check_content(&self, stored: &[u8], len: u64) -> Result<(), Defect> {
         self.content_pieces(stored, len, |_| {})
     }
 
-    /// As [`ImageRef::check_content`], and hands the page's bytes to `sink`, piece by piece. They are proven
-    /// when this returns, and not before.
+    /// Checks a payload like [`ImageRef::check_content`], and passes the page's bytes to `sink` piece by
+    /// piece. They are proven only when this returns `Ok`.
     pub(crate) fn content_pieces(
         &self,
         stored: &[u8],
@@ -146,12 +146,12 @@ impl ImageRef {
     }
 }
 
-/// The payload of an overlay was taken for a page's.
+/// Returns the defect of an overlay's payload used as a whole page.
 fn without_base() -> Defect {
     Defect::Field { what: "codec of a payload that is to be a whole page", found: 2 }
 }
 
-/// Refuses lengths and offsets that no image has.
+/// Checks the lengths and the offset of an image.
 fn check_extent(len: u64, stored_len: u64, offset: u64) -> Result<(), Defect> {
     for (what, found) in [("page length", len), ("stored length", stored_len)] {
         check_limit(what, found, PAGE_LEN_MAX)?;

@@ -1,4 +1,4 @@
-//! Image files: the bytes of pages, as snapshots and bulk creates write them.
+//! Image files: the bytes of pages, written by snapshots and ahead of batches.
 //!
 //! ```text
 //! pages/<n>.pages
@@ -7,11 +7,13 @@
 //! ...    chunk, at a multiple of 4096
 //! ```
 //!
-//! A manifest entry names an image by file, offset, length and checksum, and is the authority on it; the
-//! table in front of the payloads records the facts known when they were written, for inspection and for
-//! salvage. A page of length 0 has no image. An image may be an [`Overlay`]: pieces over another image. In
-//! its chunk's table it stands as an image of no known page, because its bytes mean nothing without the entry
-//! that names it.
+//! A manifest entry names an image by file, offset, length and checksum, and is the authority on it. The
+//! table at the start of a chunk records what was known when the payloads were written, for inspection and
+//! salvage. A page of length 0 has no image.
+//!
+//! An image can be an [`Overlay`]: pieces that replace parts of another image. The chunk's table lists an
+//! overlay as an image of an unknown page, because its bytes have no meaning without the manifest entry that
+//! names it.
 
 mod file;
 mod image_ref;

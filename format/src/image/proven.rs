@@ -1,15 +1,16 @@
-//! An image that was proven whole once, and of which any range can then be read.
+//! Images that were proven as a whole once, and can then be read by ranges.
 //!
-//! An image has one checksum, so a part of it is proven only by all of it. The pass that proves it notes what
-//! its pieces sum to. What is read later is held against these sums, so it is what was proven, or an error.
+//! An image has one checksum, so proving any part of it takes all of it. The pass that proves it records
+//! checksums of pieces. Later reads are checked against these, so they return exactly the proven bytes or an
+//! error.
 //!
-//! Of an image that is stored as it is, a piece has 64 KiB, and four bytes are noted for it. Of a compressed
-//! one it is the frames that make a mebibyte of the page at least, and some 24 bytes say where they lie: a
-//! frame is read from its beginning. Frames of another writer may be longer, and then more is decompressed
-//! than is asked for; memory is held for a few hundred KiB all the same.
+//! A piece of an uncompressed image has 64 KiB, and its record takes four bytes. A piece of a compressed
+//! image consists of the frames that make up at least 1 MiB of the page. Its record takes 24 bytes, because
+//! frames must be read from their start. Frames from another writer may be longer; then a read decompresses
+//! more than requested, but still holds only a few hundred KiB.
 //!
-//! An overlay is proven as it is stored, and so is its base. Its table is held, some 24 bytes for each of its
-//! pieces: it says what lies over what.
+//! An overlay is proven as stored, and so is its base. The overlay's table, about 24 bytes per piece, is kept
+//! in memory, because it determines which bytes come from the overlay.
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -23,27 +24,27 @@ use super::{Codec, ImageRef, Overlay, sum_after_change};
 use crate::defect::{Damage, Defect, reserve, zeros};
 use crate::names::{FileName, ReadAt};
 
-/// Bytes of a piece of an image that is stored as it is, unless it is the last one.
+/// Length in bytes of a piece of an uncompressed image. The last piece may be shorter.
 const PIECE_LEN: u64 = 64 << 10;
-/// Bytes of the page that a piece of a compressed image has, at least, unless it is the last one.
+/// Minimum number of page bytes in a piece of a compressed image. The last piece may have fewer.
 const FRAMES_LEN: u64 = CHECKED_AT_ONCE;
 
-/// What the pieces of an image sum to, each of which is proven on its own.
+/// Checksums of the pieces of an image. Each piece can be proven on its own.
 #[derive(Clone, Debug)]
 enum Pieces {
-    /// Of an image that is stored as it is: CRC-32 of each [`PIECE_LEN`] bytes.
+    /// Pieces of an uncompressed image: CRC-32 of every [`PIECE_LEN`] bytes.
     Even(Vec<u32>),
-    /// Of a compressed one.
+    /// Pieces of a compressed image.
     Frames(Vec<Piece>),
 }
 
-/// A part of an image.
+/// A separately provable part of an image.
 #[derive(Clone, Copy, Debug)]
 struct Piece {
-    /// Where it begins: bytes from the page's start, and from the payload's.
+    /// Start of the piece, in bytes from the start of the page and of the payload.
     page_at: u64,
     stored_at: u64,
-    /// CRC-32 of the page's bytes.
+    /// CRC-32 of the piece's page bytes.
     sum: u32,
 }
 
@@ -58,7 +59,7 @@ impl Pieces {
         }
     }
 
-    /// The number of the piece that has the page's byte at `offset`.
+    /// Returns the number of the piece that contains the page's byte at `offset`.
     fn number_at(&self, offset: u64) -> usize {
         match self {
             Self::Even(_) => (offset / PIECE_LEN) as usize,
@@ -67,40 +68,40 @@ impl Pieces {
     }
 }
 
-/// An image that was proven whole, with the sums of its pieces.
+/// An image that was proven as a whole, with checksums of its pieces.
 #[derive(Clone, Debug)]
 pub struct ProvenImage {
     image: ImageRef,
     len: u64,
-    /// Of an overlay there are none: its payload and its base have theirs.
+    /// Empty for an overlay, whose payload and base have pieces of their own.
     pieces: Pieces,
     overlaid: Option<Box<ProvenOverlay>>,
 }
 
-/// An overlay that was proven with its base.
+/// An overlay that was proven together with its base.
 #[derive(Clone, Debug)]
 struct ProvenOverlay {
     base: Arc<ProvenImage>,
-    /// Its payload, as if that were a page's image.
+    /// The payload of the overlay, treated as the image of a page.
     payload: ProvenImage,
     overlay: Overlay,
 }
 
 impl ProvenImage {
-    /// Proves the image of a page of length `len`. A compressed one is read twice, because it is
-    /// checked as it is stored first.
+    /// Proves the image of a page of length `len`. A compressed image is read twice, because it is first
+    /// checked as stored.
     ///
     /// # Errors
-    /// [`Damage`] if it is missing, cut short or damaged, or there is no memory.
+    /// Returns [`Damage`] if the image is missing, truncated or damaged, or there is no memory.
     pub fn prove(source: &dyn ReadAt, image: &ImageRef, len: u64) -> Result<Self, Damage> {
         Self::prove_over(source, image, len, None)
     }
 
-    /// As [`prove`](Self::prove). If the image is an overlay, and `known` what it lies over, that is not read
-    /// again.
+    /// Proves an image like [`prove`](Self::prove). If the image is an overlay whose base is `known`, most of
+    /// the base is not read again.
     ///
     /// # Errors
-    /// As for [`prove`](Self::prove).
+    /// Returns [`Damage`] as [`prove`](Self::prove) does.
     pub fn prove_over(
         source: &dyn ReadAt,
         image: &ImageRef,
@@ -136,19 +137,20 @@ impl ProvenImage {
         Ok(Self { image: *image, len, pieces: Pieces::Even(Vec::new()), overlaid: Some(proven) })
     }
 
-    /// The image whose pieces are read where no overlay has any: itself, if it is none.
+    /// Returns the image that supplies the bytes outside the overlay's pieces, or this image if it is not an
+    /// overlay.
     #[must_use]
     pub fn base(self: &Arc<Self>) -> Arc<Self> {
         self.overlaid.as_ref().map_or_else(|| self.clone(), |overlaid| overlaid.base.clone())
     }
 
-    /// The overlay, if it is one.
+    /// Returns the overlay, or `None` if this is not an overlay.
     #[must_use]
     pub fn overlay(&self) -> Option<&Overlay> {
         self.overlaid.as_ref().map(|overlaid| &overlaid.overlay)
     }
 
-    /// What manifests say of it.
+    /// Returns the reference to this image.
     #[must_use]
     pub fn image(&self) -> &ImageRef {
         &self.image
@@ -168,7 +170,7 @@ impl ProvenImage {
         Ok(Self { image: *image, len, pieces, overlaid: None })
     }
 
-    /// The sums of an image that is stored as it is: of its pieces, and of all of it.
+    /// Sums an uncompressed image: its pieces and the whole.
     fn sum_stored(source: &dyn ReadAt, image: &ImageRef) -> Result<(Pieces, u32), Damage> {
         let at = |defect: Defect| defect.at(FileName::Pages(image.file), image.offset);
         let (mut sums, mut whole) = (Vec::new(), crc32fast::Hasher::new());
@@ -189,7 +191,7 @@ impl ProvenImage {
         Ok((Pieces::Even(sums), computed))
     }
 
-    /// The sums of a compressed image.
+    /// Sums a compressed image: its pieces and the whole.
     fn sum_frames(source: &dyn ReadAt, image: &ImageRef, len: u64) -> Result<(Pieces, u32), Damage> {
         let at = |defect: Defect| defect.at(FileName::Pages(image.file), image.offset);
         stream_stored(source, image, |_| -> Result<(), Damage> { Ok(()) })?;
@@ -210,7 +212,8 @@ impl ProvenImage {
         Ok((Pieces::Frames(frames.done), frames.whole.finalize()))
     }
 
-    /// Bytes of the page to be read together where a part of them is wanted, from a whole multiple of that.
+    /// Returns the number of page bytes to read together when some of them are needed. Reads should start at
+    /// a multiple of it.
     #[must_use]
     pub fn window_len(&self) -> u64 {
         match &self.overlaid {
@@ -220,19 +223,20 @@ impl ProvenImage {
         }
     }
 
-    /// Its file, and where it begins there.
+    /// Returns the image file and the offset of the payload in it.
     #[must_use]
     pub fn location(&self) -> (FileName, u64) {
         (FileName::Pages(self.image.file), self.image.offset)
     }
 
-    /// Reads the page's bytes from `offset` on. They are those that were proven.
+    /// Reads the page's bytes from `offset` on. They are the bytes that were proven.
     ///
     /// # Errors
-    /// [`Damage`] if the image is not what it was. What `out` holds then does not count.
+    /// Returns [`Damage`] if the image has changed since it was proven; the contents of `out` are then
+    /// unspecified.
     ///
     /// # Panics
-    /// If the page does not have these bytes.
+    /// Panics if the range exceeds the page.
     pub fn read(&self, source: &dyn ReadAt, offset: u64, out: &mut [u8]) -> Result<(), Damage> {
         let end = offset.checked_add(out.len() as u64).filter(|end| *end <= self.len);
         let end = end.expect("a range of the page");
@@ -309,8 +313,8 @@ impl ProvenOverlay {
         self.overlay.lay_over(offset, bytes, read, |defect| defect.at(file, image_at))
     }
 
-    /// CRC-32 of the page's bytes, which are `len`. Of the base only what lies near a piece is read, and of
-    /// what a piece covers nothing.
+    /// Computes the CRC-32 of the page, which has `len` bytes. Of an uncompressed base, this reads only the
+    /// windows that pieces cover in part; of a compressed base, all windows that pieces touch.
     fn sum(&self, source: &dyn ReadAt, len: u64) -> Result<u32, Damage> {
         let (file, image_at) = self.payload.location();
         let (mut sum, mut bytes, mut summed_to) = (self.base.image.raw_crc, Vec::new(), 0);
@@ -344,15 +348,15 @@ impl ProvenOverlay {
     }
 }
 
-/// Bytes of a compressed image that are read at a time where a part of it is wanted.
+/// Number of bytes of a compressed image read at a time when a part of it is needed.
 const DECOMPRESSED_FROM: u64 = 256 << 10;
 
-/// The pieces of a compressed image while it is proven.
+/// Sums of a compressed image under construction.
 struct FrameSums {
     done: Vec<Piece>,
     start: Piece,
     sum: crc32fast::Hasher,
-    /// The page's bytes so far.
+    /// Number of page bytes so far.
     page_at: u64,
     whole: crc32fast::Hasher,
 }
@@ -371,7 +375,7 @@ impl FrameSums {
         self.page_at += bytes.len() as u64;
     }
 
-    /// Here a piece ends, if it has any bytes. The next one begins at `stored_at` in the payload.
+    /// Ends the current piece, if it has any bytes. The next one starts at `stored_at` in the payload.
     fn end(&mut self, stored_at: u64) {
         let Self { done, start, sum, page_at, whole } = self;
         if start.page_at < *page_at {
@@ -383,7 +387,7 @@ impl FrameSums {
     }
 }
 
-/// Makes room for this number of items, which are all that will come.
+/// Reserves capacity for exactly `count` items.
 fn reserve_items<T>(items: &mut Vec<T>, count: u64) -> Result<(), Defect> {
     let needed = count * size_of::<T>() as u64;
     items.try_reserve_exact(count as usize).map_err(|_| Defect::Memory { needed })

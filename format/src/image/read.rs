@@ -1,5 +1,5 @@
-//! Reading images: whole, by their first bytes, or piece by piece. All bytes that are handed out are proven
-//! by the time that the reading returns.
+//! Reading images: whole, only the first bytes, or piece by piece. When a read returns `Ok`, all bytes that
+//! it handed out are proven.
 
 use std::borrow::Cow;
 use std::io::{self, BufRead};
@@ -11,23 +11,22 @@ use super::{Codec, ImageRef};
 use crate::defect::{Damage, Defect, check_limit, reserve, zeros};
 use crate::names::{FileName, ReadAt};
 
-/// Bytes of an image that are checked at a time.
+/// Number of bytes of an image checked at a time.
 pub(crate) const CHECKED_AT_ONCE: u64 = 1 << 20;
 
-/// Checks the image of a page of length `len`, for a caller that needs no bytes of it. An uncompressed image
-/// is read piece by piece.
+/// Checks the image of a page of length `len` without keeping its bytes. The image is read piece by piece.
 ///
 /// # Errors
-/// [`Damage`] if it is missing, cut short or damaged.
+/// Returns [`Damage`] if the image is missing, truncated or damaged.
 pub fn check_image(source: &dyn ReadAt, image: &ImageRef, len: u64) -> Result<(), Damage> {
     stream_image(source, image, len, |_| Ok(()))
 }
 
-/// Reads the image of a page of length `len`, checks all of its bytes, and keeps up to `len_max` of the first
-/// ones. No memory for more is asked for.
+/// Reads and checks the whole image of a page of length `len`, but keeps only the first `len_max` bytes and
+/// allocates memory for no more.
 ///
 /// # Errors
-/// [`Damage`] if it is missing, cut short or damaged.
+/// Returns [`Damage`] if the image is missing, truncated or damaged.
 pub(crate) fn read_image_head(
     source: &dyn ReadAt,
     image: &ImageRef,
@@ -47,13 +46,15 @@ pub(crate) fn read_image_head(
     Ok(head)
 }
 
-/// Hands the bytes of a page of length `len` to `sink`, in their order and piece by piece, as its image has
-/// them. However long the page is, memory is held for one piece. The bytes are proven when this returns `Ok`,
-/// and not before; until then no reader may see them. A compressed image is read twice, because it is checked
-/// as it is stored first; so is an overlay, but not its base.
+/// Reads the image of a page of length `len`, and passes the page's bytes to `sink` in order, piece by piece.
+/// Memory is needed for one piece only, however long the page is.
+///
+/// The bytes are proven only when this returns `Ok`; until then they must not be shown to readers. A
+/// compressed image is read twice, because it is first checked as stored. So is an overlay, but not its base
+/// unless that is compressed.
 ///
 /// # Errors
-/// [`Damage`] if the image is missing, cut short or damaged; an error that `sink` returns.
+/// Returns [`Damage`] if the image is missing, truncated or damaged, or the error of `sink`.
 pub fn stream_image<E: From<Damage>>(
     source: &dyn ReadAt,
     image: &ImageRef,
@@ -66,7 +67,7 @@ pub fn stream_image<E: From<Damage>>(
     }
 }
 
-/// [`stream_image`] for one that is no overlay.
+/// Implements [`stream_image`] for images that are not overlays.
 fn stream_whole<E: From<Damage>>(
     source: &dyn ReadAt,
     image: &ImageRef,
@@ -102,7 +103,7 @@ fn stream_whole<E: From<Damage>>(
     }
 }
 
-/// [`stream_image`] for an overlay.
+/// Implements [`stream_image`] for overlays.
 fn stream_overlaid<E: From<Damage>>(
     source: &dyn ReadAt,
     image: &ImageRef,
@@ -112,7 +113,7 @@ fn stream_overlaid<E: From<Damage>>(
     let (file, offset) = (FileName::Pages(image.file), image.offset);
     let at = |defect: Defect| E::from(defect.at(file, offset));
     check_lies(source, image, len).map_err(at)?;
-    // Proven as it is stored before anything is made of it.
+    // The payload is proven as stored before it is interpreted.
     stream_stored(source, image, |_| Ok::<_, E>(()))?;
     let overlay = read_overlay(source, image, len)?;
     let (mut sum, mut done, mut piece) = (crc32fast::Hasher::new(), 0, Vec::new());
@@ -131,10 +132,11 @@ fn stream_overlaid<E: From<Damage>>(
     check_sum("page", image.raw_crc, sum).map_err(at)
 }
 
-/// Reads header and table of the overlay of a page of length `len`. They are not proven by this.
+/// Reads the header and the table of the overlay of a page of length `len`, without proving their checksum.
 ///
 /// # Errors
-/// [`Damage`], also if it is an overlay of another base than the image says, or of another page.
+/// Returns [`Damage`] if they are invalid, name another base than the reference, or belong to a page of
+/// another length.
 pub(super) fn read_overlay(source: &dyn ReadAt, image: &ImageRef, len: u64) -> Result<Overlay, Damage> {
     let (file, offset) = (FileName::Pages(image.file), image.offset);
     let read = || {
@@ -149,8 +151,8 @@ pub(super) fn read_overlay(source: &dyn ReadAt, image: &ImageRef, len: u64) -> R
     read().map_err(|defect: Defect| defect.at(file, offset))
 }
 
-/// Hands the payload of an image, as it is stored, to `sink` piece by piece. It is proven when this returns
-/// `Ok`.
+/// Passes the payload of an image, as stored, to `sink` piece by piece. The payload is proven when this
+/// returns `Ok`.
 pub(super) fn stream_stored<E: From<Damage>>(
     source: &dyn ReadAt,
     image: &ImageRef,
@@ -165,7 +167,7 @@ pub(super) fn stream_stored<E: From<Damage>>(
     check_sum("image", image.stored_crc, sum).map_err(at)
 }
 
-/// As [`stream_stored`], for a caller that sums the pieces itself: each but the last one has
+/// Reads like [`stream_stored`], for a caller that computes the checksum itself. Every piece but the last has
 /// [`CHECKED_AT_ONCE`] bytes.
 pub(super) fn read_stored<E: From<Damage>>(
     source: &dyn ReadAt,
@@ -190,26 +192,27 @@ fn check_sum(what: &'static str, found: u32, sum: crc32fast::Hasher) -> Result<(
     if found == computed { Ok(()) } else { Err(Defect::Checksum { what, found, computed }) }
 }
 
-/// The payload of an image, for a reader that goes through it once.
+/// The payload of an image, read once from start to end.
 pub(super) struct StoredBytes<'s> {
     source: &'s dyn ReadAt,
     file: FileName,
-    /// Where the next read begins.
+    /// Offset of the next read.
     at: u64,
     end: u64,
-    /// A buffer of its own: that of `BufReader` cannot be refused.
+    /// An own buffer, because `BufReader` cannot report a failed allocation.
     buffer: Vec<u8>,
-    /// The part of it that is read and not yet taken.
+    /// Part of the buffer that was read but not yet consumed.
     buffered: Range<usize>,
-    /// Why they could not be read, if so.
+    /// The reason that a read failed, if one did.
     pub refused: Option<Defect>,
 }
 
 impl<'s> StoredBytes<'s> {
-    /// Those of an image, but for the first ones, in reads of up to that length.
+    /// Creates a reader of the image's payload. It skips the first `skipped` bytes and reads up to
+    /// `read_at_once` bytes at a time.
     ///
     /// # Errors
-    /// [`Defect::Memory`].
+    /// Returns [`Defect::Memory`] if there is no memory for the buffer.
     pub fn of(
         source: &'s dyn ReadAt,
         image: &ImageRef,
@@ -249,15 +252,15 @@ impl io::Read for StoredBytes<'_> {
     }
 }
 
-/// Reads the image of a page of length `len`, and checks its bytes.
+/// Reads and checks the image of a page of length `len`.
 ///
 /// # Errors
-/// [`Damage`] if it is missing, cut short or damaged.
+/// Returns [`Damage`] if the image is missing, truncated or damaged, or there is no memory.
 pub fn read_image(source: &dyn ReadAt, image: &ImageRef, len: u64) -> Result<Vec<u8>, Damage> {
     let file = FileName::Pages(image.file);
     let at = |defect: Defect| defect.at(file, image.offset);
-    // The bytes read of an uncompressed image are the page's. With a compressed one, up to one piece is held
-    // as well.
+    // The stored bytes of an uncompressed image are those of the page. For a short compressed image, the
+    // stored bytes are held as well, up to one piece.
     if !image.is_whole() || (image.codec != Codec::Raw && len > CHECKED_AT_ONCE) {
         let mut bytes = Vec::new();
         stream_image(source, image, len, |piece| -> Result<(), Damage> {
@@ -273,11 +276,11 @@ pub fn read_image(source: &dyn ReadAt, image: &ImageRef, len: u64) -> Result<Vec
     image.decode(stored.into(), len).map(Cow::into_owned).map_err(at)
 }
 
-/// Reads the image of a page that is as long as `out`, and checks its bytes. After a failure `out` holds
-/// anything.
+/// Reads and checks the image of a page of length `out.len()`. After a failure, the contents of `out` are
+/// unspecified.
 ///
 /// # Errors
-/// [`Damage`] if it is missing, cut short or damaged.
+/// Returns [`Damage`] if the image is missing, truncated or damaged.
 pub fn read_image_into(source: &dyn ReadAt, image: &ImageRef, out: &mut [u8]) -> Result<(), Damage> {
     let (file, len) = (FileName::Pages(image.file), out.len() as u64);
     let at = |defect: Defect| defect.at(file, image.offset);
@@ -292,7 +295,7 @@ pub fn read_image_into(source: &dyn ReadAt, image: &ImageRef, out: &mut [u8]) ->
     }
     check_lies(source, image, len).map_err(at)?;
     let (mut sum, mut done) = (crc32fast::Hasher::new(), 0);
-    // Summed while the processor has in its cache what was just read.
+    // Each piece is summed while the processor still has it in its cache.
     for piece in out.chunks_mut(CHECKED_AT_ONCE as usize) {
         source.read_at(file, image.offset + done, piece).map_err(|error| at(unreadable(error)))?;
         sum.update(piece);
@@ -301,21 +304,22 @@ pub fn read_image_into(source: &dyn ReadAt, image: &ImageRef, out: &mut [u8]) ->
     check_sum("image", image.stored_crc, sum).map_err(at)
 }
 
-/// Refuses an image that cannot be one of a page of length `len`, or does not lie within its file: before any
-/// of it is read, so that one that is cut short is reported as such.
+/// Checks that `image` can be an image of a page of length `len` and lies within its file. This happens
+/// before any read, so that a truncated image is reported as such.
 pub(super) fn check_lies(source: &dyn ReadAt, image: &ImageRef, len: u64) -> Result<(), Defect> {
     image.check(len)?;
     check_range(source, FileName::Pages(image.file), image.offset, image.stored_len)
 }
 
-/// Refuses a range that does not lie within its file.
+/// Checks that a range lies within its file.
 pub(super) fn check_range(source: &dyn ReadAt, file: FileName, offset: u64, len: u64) -> Result<(), Defect> {
     let file_len = source.len(file).map_err(unreadable)?.ok_or(Defect::Missing)?;
     let end = offset.saturating_add(len);
     if end > file_len { Err(Defect::Truncated { needed: end, have: file_len }) } else { Ok(()) }
 }
 
-/// Reads a range that must lie within its file: so nothing longer than the file is allocated (I9).
+/// Reads a range, which must lie within its file, so that no more memory is allocated than the file is long
+/// (I9).
 pub(crate) fn read_range(
     source: &dyn ReadAt,
     file: FileName,
@@ -332,8 +336,8 @@ pub(crate) fn unreadable(error: std::io::Error) -> Defect {
     Defect::of_read(&error)
 }
 
-/// Copies what two ranges of a page have in common: `bytes`, which begin at `bytes_at`, into `target`, which
-/// begins at `target_at`.
+/// Copies the overlap of two ranges of a page: from `bytes`, which start at `bytes_at`, to `target`, which
+/// starts at `target_at`.
 pub(crate) fn copy_common(target: &mut [u8], target_at: u64, bytes: &[u8], bytes_at: u64) {
     let end = target_at.saturating_add(target.len() as u64).min(bytes_at.saturating_add(bytes.len() as u64));
     let start = target_at.max(bytes_at);

@@ -1,4 +1,4 @@
-//! The promises of image files, chunks and references.
+//! Tests of image files, chunks and references.
 
 use std::io;
 use std::ops::Range;
@@ -31,7 +31,7 @@ fn decode(bytes: &[u8]) -> Result<Chunk, Defect> {
     ChunkHeader::decode(bytes)?.decode_table(bytes)
 }
 
-/// The sample with header and first row changed, and all checksums made to fit.
+/// Encodes the sample with a changed header and first row, and with matching checksums.
 fn with_rows(change: impl FnOnce(&mut ChunkHeaderRaw, &mut ImageHeaderRaw)) -> Vec<u8> {
     let mut bytes = sample().encode(STORE).unwrap();
     let mut header = ChunkHeaderRaw::from_bytes(bytes[..64].try_into().unwrap());
@@ -148,7 +148,7 @@ fn a_payload_is_proven_by_length_and_checksum() {
     assert!(matches!(image.check_payload(&[4; 16]), Err(Defect::Checksum { what: "image", .. })));
 }
 
-/// A page that was compressed in pieces, as a reference to its frames.
+/// Compresses a page in pieces, and returns a reference to the frames.
 fn compressed(content: &[u8], piece_len: usize) -> (ImageRef, Vec<u8>) {
     let mut compressor = Compressor::new(1).unwrap();
     let frames: Vec<u8> =
@@ -178,8 +178,7 @@ fn compressed_pages_come_back_from_any_number_of_frames() {
     assert!(matches!(refused, Err(Defect::Limit { .. })), "{refused:?}");
 }
 
-/// The most that a frame can be made to stand for is within the bound that is checked before anything is
-/// decompressed.
+/// The highest achievable compression ratio is within the bound checked before decompression.
 #[test]
 #[cfg_attr(miri, ignore = "zstd is C")]
 fn no_frame_stands_for_more_than_the_bound() {
@@ -195,7 +194,7 @@ fn no_frame_stands_for_more_than_the_bound() {
 fn a_window_beyond_the_bound_is_refused_and_not_allocated() {
     let content = vec![5; 1 << 20];
     let (image, mut frames) = compressed(&content, COMPRESSED_PIECE_LEN);
-    // A frame of several segments: its descriptor, then its window, here made one of 2 to the 41 bytes.
+    // In a frame that is not a single segment, the window follows the descriptor. Set it to 2^41 bytes.
     assert_eq!((frames[4], frames[5] >> 3), (0x80, 9));
     frames[5] = 31 << 3;
     let stored = (frames.len() as u64, crc32fast::hash(&frames));
@@ -204,7 +203,7 @@ fn a_window_beyond_the_bound_is_refused_and_not_allocated() {
     assert!(matches!(refused, Err(Defect::Compression(_))), "{refused:?}");
 }
 
-/// An image file, from the payload's place on.
+/// An image file, starting at the payload's offset.
 struct Payload<'p>(&'p ImageRef, Vec<u8>);
 
 impl ReadAt for Payload<'_> {
@@ -224,8 +223,8 @@ impl ReadAt for Payload<'_> {
     }
 }
 
-/// Images of one page, each with its payload: as it is, in frames of several lengths, and in one longer than
-/// a writer of ours makes.
+/// Returns images of one page with their payloads: uncompressed, in frames of several lengths, and in one
+/// frame longer than this crate's writer produces.
 fn images_of(content: &[u8]) -> Vec<(&'static str, ImageRef, Vec<u8>)> {
     let new = NewImage { crc: crc32fast::hash(content), ..new_image(1, content.len() as u64) };
     let raw = Chunk::plan(3, 8192, &[new]).unwrap().images[0].image;
@@ -269,7 +268,7 @@ fn any_range_of_a_proven_image_is_what_was_proven_or_an_error() {
         for range in &ranges {
             assert!(read(&source, range).unwrap() == content[range.clone()], "{what}, {range:?}");
         }
-        // It was proven a moment ago. A part that is not what it was then is no part of the page.
+        // The image was proven before. Bytes that have changed since must not be returned.
         let middle = source.1.len() / 2;
         source.1[middle] ^= 1;
         let refused = read(&source, &(0..len)).unwrap_err();
@@ -296,7 +295,7 @@ fn chunks_that_cannot_be_are_not_planned() {
         assert!(matches!(found, Err(Defect::Field { .. } | Defect::Limit { .. })), "{why}: {found:?}");
     }
     assert!(Chunk::plan(1, 4096, &[new_image(1, PAGE_LEN_MAX)]).is_ok());
-    // Written ahead of its batch, an image need not know whose it is.
+    // An image written ahead of its batch need not name its page.
     let ahead = NewImage { page: PageId(0), epoch: Epoch(0), lsn: Lsn(0), len: 1, crc: 0, compressed: None };
     assert!(Chunk::plan(1, 4096, &[ahead]).is_ok());
 }

@@ -1,17 +1,17 @@
-//! Overlays: the pieces of a long page that changed, stored over an image of all of it.
+//! Overlays: the changed pieces of a long page, stored over an image of the whole page.
 //!
-//! A page on disk of which little changed is not written whole again. Its new image is an *overlay*: the
-//! changed pieces, and which image they lie over, the *base*. The base is stored as it is or compressed,
-//! never an overlay itself. So a page is read from one image, or from two.
+//! If little of a page on disk changes, the page is not written as a whole again. Its new image is an
+//! *overlay*: the changed pieces and a reference to the image that they modify, the *base*. A base is stored
+//! raw or compressed and is never an overlay itself, so reading a page takes at most two images.
 //!
 //! ```text
 //! 0      header (64 bytes): the base, and the number of pieces
 //! 64     table: offset and length in the page of each piece, ascending
-//! ...    the pieces' bytes, one after the other
+//! ...    the pieces' bytes, back to back
 //! ```
 //!
-//! The payload has one checksum, as any image's has. The page's checksum is that of the pieces and the base
-//! together.
+//! Like every image, the payload has one checksum. The page's checksum is that of the base with the pieces
+//! applied.
 
 use std::ops::Range;
 
@@ -20,32 +20,32 @@ use super::image_ref::ImageRef;
 use crate::defect::{Defect, array, check_equal, check_limit, check_zeros, reserve, reserve_items, slice};
 use crate::layout::layout;
 
-/// Bytes of a page whose pieces are read together.
+/// Number of page bytes whose pieces are read together.
 const READ_TOGETHER: usize = 1 << 20;
 
-/// The first bytes of an overlay.
+/// First bytes of an overlay.
 pub const OVERLAY_MAGIC: [u8; 8] = *b"RMNTOVER";
 
 layout! {
-    /// The bytes of an overlay's header; the table follows.
+    /// Encoded overlay header. The table follows.
     pub struct OverlayHeaderRaw: 64 {
         /// The magic `RMNTOVER`.
         0 => magic: [u8; 8],
-        /// The base's image file.
+        /// Number of the base's image file.
         8 => base_file: u64,
-        /// The offset of the base's payload, in bytes from the file's start.
+        /// Offset of the base's payload, in bytes from the start of the file.
         16 => base_offset: u64,
-        /// Length of the base's payload as it is stored.
+        /// Stored length of the base's payload in bytes.
         24 => base_stored_len: u64,
-        /// CRC-32 of the base's payload as it is stored.
+        /// CRC-32 of the base's payload as stored.
         32 => base_stored_crc: u32,
         /// CRC-32 of the page's bytes in the base.
         36 => base_raw_crc: u32,
-        /// The page's length, in the base as well.
+        /// Length of the page in bytes, the same in the base.
         40 => page_len: u64,
         /// Number of pieces.
         48 => piece_count: u32,
-        /// How the base is stored: 0 or 1.
+        /// Encoding of the base: 0 or 1.
         52 => base_codec: u8,
         /// Reserved, always zero.
         53 => reserved: [u8; 11],
@@ -53,16 +53,16 @@ layout! {
 }
 
 layout! {
-    /// The bytes of a piece's row in an overlay's table.
+    /// Encoded row of a piece in an overlay's table.
     pub struct OverlayPieceRaw: 16 {
-        /// The piece's first byte in the page.
+        /// Offset of the piece's first byte in the page.
         0 => offset: u64,
-        /// Its length in bytes.
+        /// Length of the piece in bytes.
         8 => len: u64,
     }
 }
 
-/// An overlay without its bytes: the base, and the pieces that lie over it.
+/// The base and the pieces of an overlay, without the pieces' bytes.
 ///
 /// ```
 /// use remanent_format::image::{Codec, ImageRef, Overlay};
@@ -80,16 +80,17 @@ pub struct Overlay {
     base: ImageRef,
     len: u64,
     pieces: Vec<Range<u64>>,
-    /// The offset of each piece's bytes in the payload, and the payload's end.
+    /// Offset of each piece's bytes in the payload, followed by the end of the payload.
     stored_at: Vec<u64>,
 }
 
 impl Overlay {
-    /// An overlay of these pieces of a page of length `len`.
+    /// Creates an overlay with these pieces, for a page of length `len`.
     ///
     /// # Errors
-    /// [`Defect`] if the base is not an image of such a page that is whole, or the pieces do not ascend, are
-    /// empty, or do not lie in the page; [`Defect::Memory`].
+    /// Returns a [`Defect`] if the base is not a whole image of such a page; if the pieces do not ascend, are
+    /// empty or exceed the page; or if there are no pieces or too many. Returns [`Defect::Memory`] if there
+    /// is no memory.
     pub fn new(base: ImageRef, len: u64, pieces: Vec<Range<u64>>) -> Result<Self, Defect> {
         if let Codec::Overlay(_) = base.codec {
             return Err(Defect::Field {
@@ -98,7 +99,7 @@ impl Overlay {
             });
         }
         base.check(len)?;
-        // A manifest says as much of it.
+        // A manifest must be able to name the base.
         OverlayBase { file: base.file, stored_len: base.stored_len }.check()?;
         check_limit("number of an overlay's pieces", pieces.len() as u64, u32::MAX.into())?;
         let mut stored_at = Vec::new();
@@ -119,34 +120,34 @@ impl Overlay {
         Ok(Self { base, len, pieces, stored_at })
     }
 
-    /// The image over which the pieces lie.
+    /// Returns the image that the pieces modify.
     #[must_use]
     pub fn base(&self) -> &ImageRef {
         &self.base
     }
 
-    /// The pieces, ascending, as ranges of the page.
+    /// Returns the pieces in ascending order, as ranges of the page.
     #[must_use]
     pub fn pieces(&self) -> &[Range<u64>] {
         &self.pieces
     }
 
-    /// The length of the payload in bytes.
+    /// Returns the length of the payload in bytes.
     #[must_use]
     pub fn stored_len(&self) -> u64 {
         *self.stored_at.last().expect("the end at least")
     }
 
-    /// The reference to this overlay, whose payload was stored as an image of its own; `page_crc` is the
-    /// CRC-32 of the page's bytes.
+    /// Returns the reference to this overlay, given that of its payload, stored as an image of its own.
+    /// `page_crc` is the CRC-32 of the resulting page.
     #[must_use]
     pub fn reference(&self, payload: &ImageRef, page_crc: u32) -> ImageRef {
         let base = OverlayBase { file: self.base.file, stored_len: self.base.stored_len };
         ImageRef { raw_crc: page_crc, codec: Codec::Overlay(base), ..*payload }
     }
 
-    /// The parts of pieces that lie in a range of the payload, in their order: each with where it begins
-    /// in the payload, as a range of the page.
+    /// Returns the parts of pieces within a range of the payload, in order. Each item is the part's offset in
+    /// the payload and its range of the page.
     pub fn stored_in(&self, stored: Range<u64>) -> impl Iterator<Item = (u64, Range<u64>)> {
         let first = self.stored_at.partition_point(|at| *at <= stored.start).saturating_sub(1);
         let pieces = self.pieces[first.min(self.pieces.len())..].iter().zip(&self.stored_at[first..]);
@@ -158,8 +159,8 @@ impl Overlay {
         })
     }
 
-    /// The parts of pieces that lie in a range of the page, in their order: each with where it begins
-    /// in the payload, as a range of the page.
+    /// Returns the parts of pieces within a range of the page, in order. Each item is the part's offset in
+    /// the payload and its range of the page.
     pub(super) fn pieces_in(&self, range: Range<u64>) -> impl Iterator<Item = (u64, Range<u64>)> {
         let first = self.pieces.partition_point(|piece| piece.end <= range.start);
         let pieces = self.pieces[first..].iter().zip(&self.stored_at[first..]);
@@ -169,9 +170,11 @@ impl Overlay {
         })
     }
 
-    /// Puts the pieces over bytes of the base, which begin at `offset` of the page. `read` fills a slice
-    /// with what the payload has at an offset: pieces that are near each other in the page are read together,
-    /// for they are neighbours there. `refused` says that there is no memory for them.
+    /// Applies the pieces to bytes of the base that start at `offset` of the page.
+    ///
+    /// `read` fills a slice from an offset of the payload. Pieces that are close to each other in the page
+    /// are read together, because the payload stores them back to back. `refused` converts the defect if
+    /// there is no memory for them.
     pub(super) fn lay_over<E>(
         &self,
         offset: u64,
@@ -196,10 +199,10 @@ impl Overlay {
         Ok(())
     }
 
-    /// Header and table: the payload's first bytes. The pieces' bytes follow.
+    /// Encodes the header and the table, which are the first bytes of the payload. The pieces' bytes follow.
     ///
     /// # Errors
-    /// [`Defect::Memory`].
+    /// Returns [`Defect::Memory`] if there is no memory for them.
     pub fn encode_head(&self) -> Result<Vec<u8>, Defect> {
         let mut out = Vec::new();
         reserve(&mut out, head_len(self.pieces.len() as u64))?;
@@ -223,10 +226,10 @@ impl Overlay {
         Ok(out)
     }
 
-    /// Reads header and table.
+    /// Decodes the header and the table (SPEC O1 to O3).
     ///
     /// # Errors
-    /// A [`Defect`].
+    /// Returns a [`Defect`] if they are invalid.
     pub fn decode_head(bytes: &[u8]) -> Result<Self, Defect> {
         let raw = decode_header(bytes)?;
         let count = raw.piece_count as usize;
@@ -248,21 +251,22 @@ impl Overlay {
         Self::new(base, raw.page_len, pieces)
     }
 
-    /// How long header and table are of which these are the first bytes.
+    /// Returns the length of the header and the table, given the header.
     ///
     /// # Errors
-    /// A [`Defect`], also if they are longer than the payload: no count is believed that it has no room for
-    /// (I9).
+    /// Returns a [`Defect`] if the header is invalid or the table does not fit into the payload: no count is
+    /// trusted beyond that (I9).
     pub(super) fn decode_head_len(bytes: &[u8], image: &ImageRef) -> Result<u64, Defect> {
         let len = head_len(decode_header(bytes)?.piece_count.into());
         check_limit("length of an overlay's table", len, image.stored_len)?;
         Ok(len)
     }
 
-    /// Refuses an overlay of another page than one of length `len`, or of another base than its image says.
+    /// Checks that the overlay belongs to a page of length `len` and has the base named by its reference
+    /// (SPEC O4 and O5).
     ///
     /// # Errors
-    /// A [`Defect`].
+    /// Returns a [`Defect`] if it does not.
     pub(super) fn check_of(&self, image: &ImageRef, len: u64) -> Result<(), Defect> {
         let Codec::Overlay(base) = image.codec else {
             return Err(Defect::Field { what: "codec of an overlay", found: image.codec.to_raw().into() });
@@ -283,13 +287,13 @@ fn decode_header(bytes: &[u8]) -> Result<OverlayHeaderRaw, Defect> {
     Ok(raw)
 }
 
-/// The length of header and table for this number of pieces.
+/// Returns the length of the header and the table for this number of pieces.
 fn head_len(piece_count: u64) -> u64 {
     OverlayHeaderRaw::LEN as u64 + piece_count * OverlayPieceRaw::LEN as u64
 }
 
-/// CRC-32 of a page of length `len` after a piece of it changed: `before` is that of the whole page, `was`
-/// and `is` are those of the piece.
+/// Returns the CRC-32 of a page of length `len` after one piece of it changed. `before` is the checksum of
+/// the whole page before the change; `was` and `is` are those of the piece before and after it.
 ///
 /// ```
 /// use remanent_format::image::sum_after_change;
@@ -299,8 +303,8 @@ fn head_len(piece_count: u64) -> u64 {
 /// ```
 #[must_use]
 pub fn sum_after_change(before: u32, len: u64, piece: Range<u64>, was: u32, is: u32) -> u32 {
-    // A CRC is linear: what the piece's sums differ by, moved past all that follows, is what the page's sums
-    // differ by.
+    // A CRC is linear: the difference of the piece's checksums, shifted past all following bytes, is the
+    // difference of the page's checksums.
     let mut moved = crc32fast::Hasher::new_with_initial_len(was ^ is, piece.end - piece.start);
     moved.combine(&crc32fast::Hasher::new_with_initial_len(0, len - piece.end));
     before ^ moved.finalize()

@@ -1,4 +1,4 @@
-//! Overlays: what they give, and everything that is refused.
+//! Tests of overlays: the pages they produce, and invalid input.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -17,7 +17,7 @@ use crate::{Damage, Defect};
 
 const BASE_AT: u64 = 4096 + 128;
 
-/// Image files in memory.
+/// In-memory image files.
 #[derive(Clone, Default)]
 struct Files(BTreeMap<FileName, Vec<u8>>);
 
@@ -39,7 +39,7 @@ impl ReadAt for Files {
 }
 
 impl Files {
-    /// Writes a payload to a file of its own.
+    /// Writes a payload to a new file.
     fn write(&mut self, number: u64, payload: &[u8]) -> ImageRef {
         let mut bytes = vec![0xee; BASE_AT as usize];
         bytes.extend_from_slice(payload);
@@ -55,7 +55,7 @@ impl Files {
         }
     }
 
-    /// Writes an overlay that makes `page` of `base`.
+    /// Writes an overlay that turns `base` into `page`.
     fn overlay(&mut self, number: u64, base: ImageRef, page: &[u8], pieces: Vec<Range<u64>>) -> ImageRef {
         let overlay = Overlay::new(base, page.len() as u64, pieces).unwrap();
         let mut payload = overlay.encode_head().unwrap();
@@ -71,7 +71,7 @@ fn drawn(seed: u32, len: usize) -> Vec<u8> {
     (0..len as u32).map(|at| ((seed ^ at).wrapping_mul(2_654_435_761) >> 23) as u8).collect()
 }
 
-/// A page over a base, raw or compressed, with these pieces.
+/// Creates a page as an overlay with these pieces over a raw or compressed base.
 fn sample(len: usize, pieces: &[Range<u64>], is_compressed: bool) -> (Files, ImageRef, Vec<u8>) {
     let mut files = Files::default();
     let old = if is_compressed { vec![9; len] } else { drawn(1, len) };
@@ -93,7 +93,7 @@ fn sample(len: usize, pieces: &[Range<u64>], is_compressed: bool) -> (Files, Ima
     (files, image, page)
 }
 
-/// Reads the image in every way there is, which must agree.
+/// Reads the image with every available function, and checks that the results agree.
 fn read_all(files: &Files, image: &ImageRef, len: u64) -> Result<Vec<u8>, Damage> {
     let read = read_image(files, image, len);
     let mut streamed = Vec::new();
@@ -111,7 +111,7 @@ fn read_all(files: &Files, image: &ImageRef, len: u64) -> Result<Vec<u8>, Damage
     let mut piece = vec![0; len as usize];
     proven.read(files, 0, &mut piece).unwrap();
     assert!(Ok(&piece) == read.as_ref());
-    // Over a base that is known already.
+    // With a base that is already known.
     let again = ProvenImage::prove_over(files, image, len, Some(&proven.base())).unwrap();
     for at in [0, len / 3, len - 1] {
         let mut part = vec![0; (len - at).min(700) as usize];
@@ -121,7 +121,7 @@ fn read_all(files: &Files, image: &ImageRef, len: u64) -> Result<Vec<u8>, Damage
     read
 }
 
-/// Whatever pieces lie over whatever base, a reader gets the page.
+/// An overlay and its base give the page, for any pieces and any base.
 #[test]
 fn an_overlay_and_its_base_are_the_page() {
     let mut state = 1_u64;
@@ -131,7 +131,7 @@ fn an_overlay_and_its_base_are_the_page() {
     };
     let mut tried = 0;
     for case in 0..if cfg!(miri) { 3 } else { 60 } {
-        // Shorter than what is checked at once, or about as long.
+        // Shorter than the length checked at once, or close to it.
         let len = if case % 3 > 0 { 600 + below(5000) } else { (1 << 20) - 3 + below(7) };
         let mut cuts: Vec<u64> = (0..2 + 2 * below(6)).map(|_| below(len.min(6000) + 1)).collect();
         cuts.sort_unstable();
@@ -151,7 +151,7 @@ fn an_overlay_and_its_base_are_the_page() {
     assert!(cfg!(miri) || tried > 40, "{tried}");
 }
 
-/// Files that note which bytes of the first one are read.
+/// Files that record which bytes of the first file are read.
 struct Noted<'f>(&'f Files, RefCell<Vec<Range<u64>>>);
 
 impl ReadAt for Noted<'_> {
@@ -172,8 +172,8 @@ impl ReadAt for Noted<'_> {
     }
 }
 
-/// Once the base is known, proving an overlay of it reads no more of it than the windows that pieces begin or
-/// end in; what a piece covers is not read, and neither is what no piece touches.
+/// If the base is known, proving an overlay reads only those windows of the base that a piece covers in part.
+/// Windows that a piece covers completely or does not touch are not read.
 #[test]
 fn of_a_known_base_only_what_lies_near_a_piece_is_read() {
     const WINDOW: u64 = 64 << 10;
@@ -191,17 +191,17 @@ fn of_a_known_base_only_what_lies_near_a_piece_is_read() {
     proven.read(&noted, 30 * WINDOW, &mut found).unwrap();
     let read = noted.1.take();
     assert_eq!((read.len(), read[0].clone()), (1, 30 * WINDOW..31 * WINDOW));
-    // A sum that another page has.
+    // The checksum of a different page.
     let wrong = ImageRef { raw_crc: !image.raw_crc, ..image };
     let refused = ProvenImage::prove_over(&files, &wrong, len, Some(&base)).unwrap_err();
     assert!(matches!(refused.defect, Defect::Checksum { what: "page", .. }), "{refused}");
-    // Of a compressed base, a frame and what follows it to a mebibyte.
+    // With a compressed base, a piece is as many frames as make up 1 MiB.
     let (files, image, page) = sample(len as usize, &pieces, true);
     assert!(read_all(&files, &image, len).unwrap() == page);
     assert_eq!(ProvenImage::prove(&files, &image, len).unwrap().window_len(), 16 * WINDOW);
 }
 
-/// A bit that flips anywhere, in the overlay or in what it lies over, is found, and so is a file that is cut.
+/// A flipped bit anywhere in the overlay or its base is detected, and so is a truncated file.
 #[test]
 fn every_flipped_bit_and_every_cut_is_found() {
     const LEN: u64 = 700;
@@ -231,7 +231,7 @@ fn every_flipped_bit_and_every_cut_is_found() {
     }
 }
 
-/// An entry that says something else of the overlay than it says of itself is refused.
+/// A manifest entry that contradicts the overlay is rejected.
 #[test]
 fn an_overlay_is_of_its_page_and_base() {
     const LEN: u64 = 700;
@@ -251,11 +251,11 @@ fn an_overlay_is_of_its_page_and_base() {
     ] {
         assert!(read_all(&files, &wrong, len).is_err(), "{why}");
     }
-    // Alone, it is no page's bytes.
+    // The payload alone is not a page.
     let payload = &files.0[&FileName::Pages(2)][BASE_AT as usize..];
     assert!(image.decode(payload.into(), LEN).is_err() && image.check_content(payload, LEN).is_err());
     assert!(Overlay::new(image, LEN, vec![3..40, 50..60]).is_err(), "an overlay over an overlay");
-    // Nor has a frame room for its base.
+    // A frame has no field for the base.
     let op = Op::Image { page: PageId(1), len: LEN, image };
     assert!(PayloadWriter::default().push(&op).is_err());
 }
