@@ -1,4 +1,4 @@
-//! Proofs of images, each read once, however many snapshots and batches name it.
+//! Cached proofs of images.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,8 @@ use crate::image::ImageRef;
 use crate::image::read::check_image;
 use crate::names::{FileName, ReadAt};
 
-/// Proofs of images: each image is read once, and its defect is remembered.
+/// A cache of image proofs. Each image is read once, however many snapshots and batches name it, and its
+/// defect is kept.
 pub struct ImageProofs<'s> {
     source: &'s dyn ReadAt,
     read: BTreeMap<(u64, u64, u64, u32), Option<Defect>>,
@@ -16,13 +17,14 @@ pub struct ImageProofs<'s> {
 }
 
 impl<'s> ImageProofs<'s> {
-    /// None is read yet.
+    /// Creates an empty cache.
     #[must_use]
     pub fn new(source: &'s dyn ReadAt) -> Self {
         Self { source, read: BTreeMap::new(), bytes: 0 }
     }
 
-    /// Damage to the image of a page of length `len`.
+    /// Checks the image of a page of length `len`, and returns its damage, if any. `lsn` is the batch to
+    /// report.
     pub fn check(&mut self, lsn: Lsn, image: Option<ImageRef>, len: u64) -> Option<Damage> {
         let image = image?;
         let name = (image.file, image.offset, image.stored_len, image.stored_crc);
@@ -38,24 +40,24 @@ impl<'s> ImageProofs<'s> {
         defect.map(|defect| defect.at_lsn(FileName::Pages(image.file), image.offset, lsn))
     }
 
-    /// Forgets images that did not hold: while a writer is at work, they may have been about to be deleted.
+    /// Drops images found damaged. With a running writer, they may have been about to be deleted.
     pub fn forget_damaged(&mut self) {
         self.read.retain(|_, defect| defect.is_none());
     }
 
-    /// How many images were read.
+    /// Returns the number of images read.
     #[must_use]
     pub fn count(&self) -> usize {
         self.read.len()
     }
 
-    /// The bytes that they take on disk.
+    /// Returns the stored length of all images read, in bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// The numbers of the files that they lie in, ascending.
+    /// Returns the numbers of the image files read, in ascending order.
     pub fn files(&self) -> impl Iterator<Item = u64> {
         let mut files: Vec<u64> = self.read.keys().map(|(file, ..)| *file).collect();
         files.dedup();

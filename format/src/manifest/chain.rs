@@ -1,9 +1,10 @@
-//! The chain of links: a base and the changes that follow it are one snapshot (SPEC L1 to L4).
+//! Chains of links: a base and the changes that follow it form one snapshot (SPEC L1 to L4).
 //!
-//! A change lists the pages that changed since the link before. All else in it, `redo` and `end`, the root
-//! and the numbers, is the snapshot's own. So merging copies pages only. Tombstones of older links have done
-//! their work once the pages are gone: replay starts at the newest link's `redo`, after them. A change that
-//! begins at the `redo` of the link before repeats the tombstones that replay may still meet.
+//! A change lists only the pages that changed since the previous link. Everything else in it, such as `redo`,
+//! `end`, the root and the numbers, applies to the whole snapshot, so merging copies only pages. Tombstones
+//! of older links are dropped once their pages are removed, because replay starts at the newest link's
+//! `redo`, after these deletions. A change with the same `redo` as the previous link repeats the tombstones
+//! that replay may still need.
 
 use std::collections::BTreeMap;
 
@@ -12,11 +13,11 @@ use crate::defect::{Defect, check_equal, check_limit, reserve_items};
 use crate::ids::PageId;
 use crate::limits::{CHAIN_LINKS_MAX, MANIFEST_ENTRIES_MAX};
 
-/// Whether `previous`, whose header checksum is `previous_crc`, is the link that `change` follows (SPEC L2
-/// and L3).
+/// Checks that `change` follows `previous`, whose header checksum is `previous_crc` (SPEC L2 and L3).
 ///
 /// # Errors
-/// The first field that does not fit: the checksum, the store, the batches, or a number that went back.
+/// Returns a [`Defect`] for the first field that does not fit: the store, the number, the checksum, a range
+/// of batches, or a counter that decreases.
 pub fn check_link(change: &Manifest, previous: &Manifest, previous_crc: u32) -> Result<(), Defect> {
     let ManifestKind::Change { previous: number, previous_crc: named_crc } = change.kind else {
         return Err(Defect::Field { what: "manifest kind", found: change.kind.to_raw().into() });
@@ -26,9 +27,9 @@ pub fn check_link(change: &Manifest, previous: &Manifest, previous_crc: u32) -> 
     }
     check_equal("number of the link before", previous.snapshot.0, number.0)?;
     check_equal("checksum of the link before", previous_crc.into(), named_crc.into())?;
-    // A page that the link before caught is caught for this one too, and no number goes back. So every
-    // condition that holds for each link on its own holds for the merged manifest. A change that begins where
-    // the link before does repeats its tombstones, and reaches no less far.
+    // A page captured by the previous link counts as captured by this one, and no counter decreases.
+    // Conditions that hold for each link therefore hold for the merged manifest. A change that starts where
+    // the previous link does must reach at least as far, because it repeats the tombstones.
     let reached = if change.redo == previous.redo { change.end } else { change.redo.lsn };
     check_limit("end of the link before", previous.end.0, reached.0)?;
     check_limit("next page id of the link before", previous.next_page, change.next_page)?;
@@ -36,15 +37,16 @@ pub fn check_link(change: &Manifest, previous: &Manifest, previous_crc: u32) -> 
     check_limit("next image file of the link before", previous.next_file, change.next_file)
 }
 
-/// The whole snapshot that `links` make up, the newest first and the base last. Each of them was checked by
-/// [`check_link`] to follow the next one.
+/// Merges `links`, ordered from the newest to the base, into one manifest of the whole snapshot. The caller
+/// must have checked each pair of neighbors with [`check_link`].
 ///
 /// # Errors
-/// [`Defect::Limit`] if there are more than [`CHAIN_LINKS_MAX`] (SPEC L1), or too many pages (SPEC L4);
-/// [`Defect::Missing`] if the last one is not a base.
+/// Returns [`Defect::Limit`] if there are more than [`CHAIN_LINKS_MAX`] links (SPEC L1) or too many pages
+/// (SPEC L4), [`Defect::Missing`] if the last link is not a base, or [`Defect::Memory`] if there is no
+/// memory.
 pub fn merge(links: &[&Manifest]) -> Result<Manifest, Defect> {
     let merged = merged_entries(links)?;
-    // As many as there can be: memory that is not touched costs nothing, and a vector that grows is copied.
+    // Reserves the maximum: untouched memory costs nothing, while growing a vector copies it.
     let mut entries = Vec::new();
     reserve_items(&mut entries, links.iter().map(|link| link.entries.len()).sum())?;
     entries.extend(merged.cloned());
@@ -52,10 +54,10 @@ pub fn merge(links: &[&Manifest]) -> Result<Manifest, Defect> {
     Ok(Manifest { kind: ManifestKind::Base, entries, ..links[0].without_entries() })
 }
 
-/// The pages of that snapshot, in the order of their ids, for a caller that needs no merged manifest.
+/// Returns the pages of the snapshot in the order of their ids, without building a merged manifest.
 ///
 /// # Errors
-/// As for [`merge`], but that there may be too many pages.
+/// Returns a [`Defect`] as [`merge`] does, but does not limit the number of pages.
 pub(crate) fn merged_entries<'m>(
     links: &[&'m Manifest],
 ) -> Result<impl Iterator<Item = &'m ManifestEntry> + use<'m>, Defect> {
@@ -64,7 +66,7 @@ pub(crate) fn merged_entries<'m>(
     if base.kind != ManifestKind::Base {
         return Err(Defect::Missing);
     }
-    // The newest link that mentions a page has the last word.
+    // For each page, the newest link that mentions it counts.
     let mut changed: BTreeMap<PageId, Option<&ManifestEntry>> = BTreeMap::new();
     for link in changes {
         for entry in &link.entries {
@@ -78,7 +80,7 @@ pub(crate) fn merged_entries<'m>(
     Ok(overlaid(of_base, changed.into_iter()).map(|(_, entry)| entry))
 }
 
-/// Entries with changes laid over them; a page that is gone has no entry any more. Both ascend.
+/// Applies changes to entries. Both must ascend; `None` removes a page.
 pub(crate) fn overlaid<T>(
     before: impl Iterator<Item = (PageId, T)>,
     changes: impl Iterator<Item = (PageId, Option<T>)>,

@@ -1,4 +1,4 @@
-//! Fields of a manifest that contradict each other: neither read nor written.
+//! Consistency checks for the fields of a manifest, applied both when decoding and when encoding.
 
 use std::ops::Range;
 
@@ -10,8 +10,8 @@ use crate::limits::{
 };
 
 impl Manifest {
-    /// Refuses fields that contradict each other (SPEC M2, M4 and M6), except for those that
-    /// [`check_entries`](Self::check_entries) looks at.
+    /// Checks that the fields are consistent (SPEC M2, M4 and M6), except those that
+    /// [`check_entries`](Self::check_entries) covers.
     pub(super) fn check_around(&self) -> Result<(), Defect> {
         if let ManifestKind::Change { previous, .. } = self.kind {
             if previous.0 == 0 {
@@ -49,23 +49,24 @@ impl Manifest {
         self.tombstones.iter().try_for_each(|tombstone| self.check_range(tombstone.page, tombstone.lsn))
     }
 
-    /// Refuses a table that is not that of the restore at batch `lsn` (SPEC M9): its pages may be newer than
-    /// the state that they make.
+    /// Checks that this is the table of the restore at batch `lsn` (SPEC M9). Its pages may be newer than the
+    /// restored state.
     ///
     /// # Errors
-    /// [`Defect::Mismatch`].
+    /// Returns [`Defect::Mismatch`] if it is not.
     pub fn check_restored(&self, lsn: Lsn) -> Result<(), Defect> {
         check_equal("end of the restored table", self.end.0, lsn.0)?;
         check_equal("tombstones of the restored table", self.tombstones.len() as u64, 0)
     }
 
-    /// Refuses some of the entries, each for itself (SPEC M6 and M7) or for the one before it (SPEC M5).
+    /// Checks a range of the entries: each one on its own (SPEC M6 and M7) and against the previous one (SPEC
+    /// M5).
     pub(super) fn check_entries(&self, range: Range<usize>) -> Result<(), Defect> {
         self.check_order(range.clone())?;
         self.entries[range].iter().try_for_each(|entry| self.check_entry(entry))
     }
 
-    /// Refuses pages that do not ascend strictly.
+    /// Checks that page ids ascend strictly.
     fn check_order(&self, range: Range<usize>) -> Result<(), Defect> {
         let with_before = &self.entries[range.start.saturating_sub(1)..range.end];
         match with_before.windows(2).find(|pair| pair[0].page >= pair[1].page) {
@@ -74,8 +75,9 @@ impl Manifest {
         }
     }
 
-    /// Checks that deleted pages ascend strictly and none of them has an entry: ids are never used again
-    /// (SPEC M5). Among entries out of order it may miss one; those are refused anyway.
+    /// Checks that deleted pages ascend strictly and that none of them has an entry, because ids are never
+    /// reused (SPEC M5). If the entries are not in order, this may miss a page, but then the manifest is
+    /// rejected anyway.
     fn check_tombstones(&self) -> Result<(), Defect> {
         if let Some(pair) = self.tombstones.windows(2).find(|pair| pair[0].page >= pair[1].page) {
             return descends("tombstone that does not ascend", pair[1].page);
@@ -109,7 +111,7 @@ impl Manifest {
         }
     }
 
-    /// Refuses a page that is not below `next_page`, or a batch above `end`.
+    /// Checks that a page is below `next_page` and its batch is not above `end`.
     fn check_range(&self, page: PageId, lsn: Lsn) -> Result<(), Defect> {
         check_limit("page id", page.0, self.next_page.saturating_sub(1))?;
         check_limit("page's lsn", lsn.0, self.end.0)?;

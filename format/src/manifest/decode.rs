@@ -1,4 +1,4 @@
-//! Reading manifests: bytes from disk are untrusted (I9).
+//! Decoding of manifests. Bytes from disk are untrusted (I9).
 
 use std::sync::Arc;
 
@@ -18,26 +18,27 @@ use crate::limits::{
 use crate::segment::FORMAT_VERSION;
 use crate::value::{Metadata, SharedMetadata, decode_metadata};
 
-/// Shares the work on many entries out among threads, if the caller has some.
+/// A way to distribute work on many entries among threads.
 pub trait Share {
-    /// Entries of one piece of work, at least one.
+    /// Returns the number of entries in one piece of work, at least 1.
     fn at_once(&self) -> usize;
 
-    /// Does `work` with each piece, several at once, and returns the results in the order of the pieces.
+    /// Applies `work` to all pieces, several at a time if possible, and returns the results in the order of
+    /// the pieces.
     ///
     /// # Errors
-    /// One that `work` returned.
+    /// Returns an error of `work`.
     fn share<P: Send, T: Send, E: Send>(
         &self,
         pieces: Vec<P>,
         work: impl Fn(P) -> Result<T, E> + Sync,
     ) -> Result<Vec<T>, E>;
 
-    /// Does two things, both at once if it can.
+    /// Runs two closures, concurrently if possible. `here` runs on the calling thread.
     fn both<A: Send, B>(&self, beside: impl FnOnce() -> A + Send, here: impl FnOnce() -> B) -> (A, B);
 }
 
-/// All work on the calling thread.
+/// Runs all work on the calling thread.
 pub(crate) struct SingleThread;
 
 impl Share for SingleThread {
@@ -59,10 +60,10 @@ impl Share for SingleThread {
 }
 
 impl Manifest {
-    /// Reads a whole file: the first good copy, and how both are.
+    /// Decodes a whole file. Returns the first valid copy and the condition of both copies.
     ///
     /// # Errors
-    /// The first copy's [`Defect`], if neither is good.
+    /// Returns the [`Defect`] of the first copy if neither is valid.
     pub fn decode(bytes: &[u8]) -> Result<(Self, CopyHealth), Defect> {
         match Self::decode_copy(bytes, 0) {
             Ok((manifest, header_crc)) => {
@@ -78,21 +79,22 @@ impl Manifest {
         }
     }
 
-    /// Reads the first half of a file, which is all of the first copy if it is good; returns its header
-    /// checksum too.
+    /// Decodes the first half of a file, which is the whole first copy if it is valid. Returns the manifest
+    /// and its header checksum.
     pub(crate) fn decode_first(half: &[u8]) -> Option<(Self, u32)> {
         Self::decode_first_by(half, &SingleThread)
     }
 
-    /// The same by several threads. `None` if anything is wrong: [`Manifest::decode`] gives the defect.
+    /// Decodes the first half of a file with several threads. Returns `None` if anything is invalid; use
+    /// [`Manifest::decode`] for the defect.
     #[must_use]
     pub fn decode_first_by(half: &[u8], threads: &impl Share) -> Option<(Self, u32)> {
         let is_half = Self::copy_len(array(half, 0).ok()?) == Some(half.len() as u64);
         is_half.then(|| Self::decode_copy_by(half, 0, threads).ok()).flatten()
     }
 
-    /// The length of each copy, padding included, if these are the first bytes of one. With it a caller knows
-    /// whether the file has the length of two copies, without reading one.
+    /// Returns the length of each copy in bytes, including padding, or `None` if `header` is not a valid
+    /// manifest header. A caller can compare it with the length of the file before reading a copy.
     #[must_use]
     pub fn copy_len(header: &[u8; ManifestHeaderRaw::LEN]) -> Option<u64> {
         let raw = ManifestHeaderRaw::from_bytes(header);
@@ -100,11 +102,11 @@ impl Manifest {
         (is_proven && raw.body_len <= MANIFEST_BODY_LEN_MAX).then(|| copy_len(raw.body_len))
     }
 
-    /// Reads one copy, 0 or 1, and returns its header checksum too (SPEC M1 to M7). The copies are of one
-    /// length, so the second is found even if the first is lost.
+    /// Decodes copy 0 or 1, and returns the manifest and its header checksum (SPEC M1 to M7). Both copies
+    /// have the same length, so the second can be found even if the first is damaged.
     ///
     /// # Errors
-    /// A [`Defect`].
+    /// Returns a [`Defect`] if the copy is invalid.
     pub fn decode_copy(bytes: &[u8], which: usize) -> Result<(Self, u32), Defect> {
         Self::decode_copy_by(bytes, which, &SingleThread)
     }
@@ -150,7 +152,7 @@ impl Manifest {
         Ok((manifest, raw.header_crc))
     }
 
-    /// Whether the second copy equals the first, which is good; if not, its defect.
+    /// Checks that the second copy equals the first, which must be valid, and that the file ends after it.
     fn check_second(bytes: &[u8]) -> Result<(), Defect> {
         let header = ManifestHeaderRaw::from_bytes(array(bytes, 0)?);
         let (at, len) = (copy_at(bytes, 1), ManifestHeaderRaw::LEN + header.body_len as usize);
@@ -164,7 +166,7 @@ impl Manifest {
 }
 
 impl ManifestEntry {
-    /// A placeholder where an entry is yet to be decoded.
+    /// Creates a placeholder for an entry that is not decoded yet.
     fn blank() -> Self {
         Self {
             page: PageId(0),
@@ -178,7 +180,7 @@ impl ManifestEntry {
         }
     }
 
-    /// Reads the entry at `at`, and says where the next one starts.
+    /// Decodes the entry at `at`, and returns it with the offset of the next entry.
     fn decode(body: &[u8], at: usize) -> Result<(Self, usize), Defect> {
         let raw = ManifestEntryRaw::from_bytes(array(body, at)?);
         check_zeros("reserved entry bytes", &raw.reserved)?;
@@ -210,8 +212,8 @@ impl ManifestEntry {
     }
 }
 
-/// The image that an entry names; the length of an image is never zero. `base` has the bytes that tell of an
-/// overlay's base, if it is one.
+/// Decodes the image of an entry. A stored length of zero means that the page has none. `base` is the part of
+/// the entry that describes an overlay's base, or empty.
 fn decode_image(raw: &ManifestEntryRaw, base: &[u8]) -> Result<Option<ImageRef>, Defect> {
     if raw.stored_len == 0 {
         for field in [raw.image_file, raw.image_offset, raw.stored_crc.into(), raw.raw_crc.into()] {
@@ -272,11 +274,11 @@ fn decode_kind(raw: &ManifestHeaderRaw) -> Result<ManifestKind, Defect> {
 type Body = (ManifestKind, Vec<ManifestEntry>, Vec<Tombstone>, Metadata);
 
 fn decode_body(raw: &ManifestHeaderRaw, body: &[u8], threads: &impl Share) -> Result<Body, Defect> {
-    // Each takes its fixed part at least, so no count can make us reserve more than there is.
+    // Every item takes at least its fixed part, so a count cannot claim more memory than the body has bytes.
     let fits = |len: usize| (body.len() / len) as u64;
-    // Getting memory for the entries takes longer than proving the body and finding the entries in it. So the
-    // memory is allocated at the same time, and each entry is decoded at its final place. Collecting entries
-    // from elsewhere took a fifth of reading a link.
+    // Allocating memory for the entries takes longer than checking the body and locating the entries. Both
+    // therefore run concurrently, and each entry is then decoded at its final position. Collecting entries
+    // from elsewhere took a fifth of the time to read a link.
     let at_once = threads.at_once();
     let proven = || {
         check_crc("manifest body", raw.body_crc, body)?;
@@ -303,7 +305,7 @@ fn decode_body(raw: &ManifestHeaderRaw, body: &[u8], threads: &impl Share) -> Re
     Ok((kind, entries, tombstones, root))
 }
 
-/// Memory for `count` entries.
+/// Allocates `count` placeholder entries.
 fn blank_entries(count: u64) -> Result<Vec<ManifestEntry>, Defect> {
     let mut entries = Vec::new();
     reserve_items(&mut entries, count as usize)?;
@@ -311,7 +313,7 @@ fn blank_entries(count: u64) -> Result<Vec<ManifestEntry>, Defect> {
     Ok(entries)
 }
 
-/// Decodes as many entries as the slice has, from `at` on, and returns the offset after them.
+/// Decodes entries from `at` on until the slice is full, and returns the offset after them.
 fn decode_entries(body: &[u8], mut at: usize, entries: &mut [ManifestEntry]) -> Result<usize, Defect> {
     for entry in entries {
         (*entry, at) = ManifestEntry::decode(body, at)?;
@@ -319,8 +321,8 @@ fn decode_entries(body: &[u8], mut at: usize, entries: &mut [ManifestEntry]) -> 
     Ok(at)
 }
 
-/// The offset at which each piece of `count` entries starts. For entries before the last piece, only their
-/// lengths are looked at.
+/// Returns the offset at which each piece of the `count` entries starts. Reads only the lengths of entries
+/// before the last piece.
 fn starts(body: &[u8], count: usize, at_once: usize) -> Result<Vec<usize>, Defect> {
     let mut starts = Vec::new();
     let mut at = 0;
@@ -338,8 +340,8 @@ fn starts(body: &[u8], count: usize, at_once: usize) -> Result<Vec<usize>, Defec
     Ok(starts)
 }
 
-/// The offset at which a copy starts. The first copy's header gives the second one's offset. If that header
-/// is lost, the file's length gives it, unless the file was cut as well.
+/// Returns the offset of a copy. The header of the first copy determines the offset of the second; if this
+/// header is damaged, half of the file's length does, unless the file was truncated as well.
 fn copy_at(bytes: &[u8], which: usize) -> usize {
     if which == 0 {
         return 0;

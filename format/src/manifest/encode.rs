@@ -1,4 +1,4 @@
-//! How manifests are written.
+//! Encoding of manifests.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -14,7 +14,7 @@ use crate::limits::{MANIFEST_BODY_LEN_MAX, METADATA_LEN_MAX, ROOT_LEN_MAX, SNAPS
 use crate::segment::FORMAT_VERSION;
 use crate::value::{Metadata, encode_metadata};
 
-/// Encoded entries, with the numbers needed to go on after them.
+/// Encoded entries, with their checksum and position.
 #[derive(Debug)]
 pub struct EncodedEntries {
     bytes: Vec<u8>,
@@ -23,11 +23,11 @@ pub struct EncodedEntries {
 }
 
 impl Manifest {
-    /// The whole file, both copies.
+    /// Encodes the whole file: both copies.
     ///
     /// # Errors
-    /// The defect that decoding would find: a limit passed, entries out of order, fields that contradict
-    /// each other.
+    /// Returns the [`Defect`] that decoding would find: an exceeded limit, entries out of order, or
+    /// inconsistent fields.
     pub fn encode(&self) -> Result<Vec<u8>, Defect> {
         self.check_around()?;
         let entries = self.encode_entries(0..self.entries.len())?;
@@ -38,17 +38,17 @@ impl Manifest {
         Ok(out)
     }
 
-    /// Encodes some of the entries, for [`Manifest::encode_around`], so that several threads can each encode
-    /// their share.
+    /// Encodes a range of the entries for [`Manifest::encode_around`], so that several threads can each
+    /// encode a part.
     ///
     /// # Errors
-    /// As for [`Manifest::encode`], as far as these entries are concerned.
+    /// Returns a [`Defect`] as [`Manifest::encode`] does, as far as these entries are concerned.
     ///
     /// # Panics
-    /// If there are no such entries.
+    /// Panics if the range exceeds the entries.
     pub fn encode_entries(&self, range: Range<usize>) -> Result<EncodedEntries, Defect> {
         self.check_entries(range.clone())?;
-        // Most pages have none.
+        // Most pages have no metadata, so its encoding is computed once.
         let no_metadata = encode_metadata(&Metadata::new(), METADATA_LEN_MAX)?;
         let entry_len = ManifestEntryRaw::LEN + align_up(no_metadata.len() as u64, ENTRY_ALIGN) as usize;
         let entries = &self.entries[range.clone()];
@@ -62,14 +62,13 @@ impl Manifest {
         Ok(EncodedEntries { bytes, crc, range })
     }
 
-    /// One copy, in as many pieces as `entries`. There is at least one piece, and together they are all
-    /// entries in their order. The file is that copy twice.
+    /// Encodes one copy, returned in as many pieces as `entries` has. The file consists of this copy twice.
     ///
     /// # Errors
-    /// As for [`Manifest::encode`].
+    /// Returns a [`Defect`] as [`Manifest::encode`] does.
     ///
     /// # Panics
-    /// If these are not all entries, in their order, or none at all.
+    /// Panics if `entries` is empty or is not all entries of the manifest in order.
     pub fn encode_around(&self, entries: Vec<EncodedEntries>) -> Result<Vec<Vec<u8>>, Defect> {
         self.check_around()?;
         let end =
@@ -133,15 +132,15 @@ impl Manifest {
         raw
     }
 
-    /// The checksum that names a file which [`Manifest::encode`] made.
+    /// Returns the header checksum of an encoded file, which identifies it.
     ///
     /// # Errors
-    /// [`Defect::Truncated`] if it cannot have been given by that.
+    /// Returns [`Defect::Truncated`] if `encoded` is too short.
     pub fn header_crc(encoded: &[u8]) -> Result<u32, Defect> {
         Ok(ManifestHeaderRaw::from_bytes(array(encoded, 0)?).header_crc)
     }
 
-    /// The bytes that follow the entries.
+    /// Encodes the part of the body after the entries.
     fn encode_rest(&self) -> Result<Vec<u8>, Defect> {
         let root = encode_metadata(&self.root, ROOT_LEN_MAX)?;
         let mut out = Vec::new();
@@ -155,8 +154,8 @@ impl Manifest {
 }
 
 impl ManifestEntry {
-    /// Appends the entry to others, which begin on a multiple of the alignment of entries. `no_metadata`
-    /// stands for empty metadata.
+    /// Appends the encoded entry to `body`, which must end at a multiple of [`ENTRY_ALIGN`]. `no_metadata` is
+    /// the encoding of empty metadata.
     fn encode(&self, body: &mut Vec<u8>, no_metadata: &[u8]) -> Result<(), Defect> {
         let metadata: Cow<'_, [u8]> = if self.metadata.is_empty() {
             no_metadata.into()

@@ -1,8 +1,8 @@
-//! Manifests: the files that say which pages and images a snapshot consists of.
+//! Manifests: files that list the pages and images of a snapshot.
 //!
-//! A snapshot is a base, or a base and a chain of changes; each is one file, and each names the link
-//! before it by number and checksum. The table of an old state, which a restore record names, has the
-//! same bytes under another kind.
+//! A snapshot is a base, or a base and a chain of changes. Each of them is one file, and each change names
+//! the previous link by number and checksum. The table of an old state, named by a restore, has the same
+//! layout but another kind.
 //!
 //! ```text
 //! snapshots/<n>.manifest
@@ -11,7 +11,7 @@
 //! ```
 //!
 //! `redo` and `end` make a fuzzy snapshot exact. Every batch up to `redo` is in the images, and replay starts
-//! after that point. Only once replay has reached `end` do all pages stand at one Lsn. A manifest is
+//! after that point. Only when replay has reached `end` do all pages represent the same Lsn. A manifest is
 //! published after everything that it names is synced (I7).
 
 mod chain;
@@ -39,24 +39,24 @@ pub use self::layout::{
 };
 use self::layout::{KIND_BASE, KIND_CHANGE, KIND_TABLE};
 
-/// Which part a manifest plays.
+/// The role of a manifest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ManifestKind {
-    /// A base names all pages.
+    /// A base, which names all pages.
     Base,
-    /// The pages that changed since the link before.
+    /// A change, which names the pages that changed since the previous link.
     Change {
-        /// The link before.
+        /// The previous link.
         previous: SnapshotId,
-        /// Its header checksum.
+        /// The header checksum of the previous link.
         previous_crc: u32,
     },
-    /// All pages of an old state that a restore record names.
+    /// The table of an old state, named by a restore. It names all pages.
     Table,
 }
 
 impl ManifestKind {
-    /// The kind's number on disk.
+    /// Returns the number that represents the kind on disk.
     #[must_use]
     pub fn to_raw(self) -> u32 {
         match self {
@@ -67,28 +67,29 @@ impl ManifestKind {
     }
 }
 
-/// A page as its snapshot caught it.
+/// A page as captured by a snapshot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ManifestEntry {
     /// The page's id.
     pub page: PageId,
-    /// The user's name for it.
+    /// The user's key for the page.
     pub key: Option<Key>,
-    /// Its length in bytes.
+    /// The length of the page in bytes.
     pub len: u64,
     /// The page's epoch.
     pub epoch: Epoch,
-    /// The newest batch that changed or moved it.
+    /// The newest batch that changed or moved the page.
     pub lsn: Lsn,
     /// The page's place.
     pub place: Place,
     /// The page's metadata.
     pub metadata: SharedMetadata,
-    /// Its bytes; none if and only if the page is empty.
+    /// The image with the page's bytes; `None` if and only if the page is empty.
     pub image: Option<ImageRef>,
 }
 
-/// A page that was deleted while the snapshot was taken, or since the link before: replay skips it.
+/// A page that was deleted while the snapshot was taken, or since the previous link. Replay skips its
+/// operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tombstone {
     /// The page's id.
@@ -100,55 +101,55 @@ pub struct Tombstone {
 /// One link of a snapshot, or the table of an old state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Manifest {
-    /// The part that the file plays in a snapshot.
+    /// The role of the manifest.
     pub kind: ManifestKind,
     /// The store's id.
     pub store: StoreId,
-    /// The snapshot's number, or the table's.
+    /// The number of the snapshot or the table.
     pub snapshot: SnapshotId,
     /// The user's name for the snapshot: 1 to 64 bytes of UTF-8. A table has none.
     pub name: Option<String>,
-    /// When it was written, in milliseconds since 1970.
+    /// Creation time, in milliseconds since 1970.
     pub created_unix_ms: u64,
-    /// Every batch up to this point is in the images; replay starts after it.
+    /// The point where replay starts: every batch up to here is in the images.
     pub redo: LogPoint,
-    /// Replay must reach at least this batch; it is a durable mark (I4).
+    /// The batch that replay must at least reach. It is a durable mark (I4).
     pub end: Lsn,
-    /// The next page id; all ids below it are used.
+    /// The next page id to assign; all lower ids have been assigned.
     pub next_page: u64,
     /// The highest epoch that any page ever had.
     pub epoch_high: Epoch,
-    /// The next number of an image file.
+    /// The next number for an image file.
     pub next_file: u64,
-    /// No image file of a batch with a lower number was under way when the snapshot began, and no frame above
-    /// `redo` names one. So images written ahead in such files belong to batches up to `redo`. Zero if that
-    /// is not known, as in a table and in manifests of older builds.
+    /// A lower bound on the image file numbers of batches after `redo`. When the snapshot began, no image file
+    /// of a batch with a lower number was being written, and no frame above `redo` names one, so images written
+    /// ahead in lower files belong to batches up to `redo`. Zero if unknown, as in tables and in manifests of
+    /// older builds.
     pub ahead_from: u64,
-    /// The pages, ascending.
+    /// The pages, in ascending order of ids.
     pub entries: Vec<ManifestEntry>,
-    /// The deleted pages, ascending.
+    /// The deleted pages, in ascending order of ids.
     pub tombstones: Vec<Tombstone>,
-    /// The root, as captured together with `end`.
+    /// The root, captured together with `end`.
     pub root: Arc<Metadata>,
 }
 
-/// The state of a manifest's two copies.
+/// The condition of a manifest's two copies.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CopyHealth {
-    /// The defects of the first and the second copy.
+    /// The defects of the first and the second copy, if any.
     pub defects: [Option<Defect>; 2],
-    /// The header checksum of the copy that was taken: the name under which the next link and the seals
-    /// know this one.
+    /// The header checksum of the copy used, by which the next link and seals identify this manifest.
     pub header_crc: u32,
 }
 
 impl CopyHealth {
-    /// The health of a manifest with two good copies.
+    /// Describes a manifest with two valid copies.
     pub(crate) fn whole(header_crc: u32) -> Self {
         Self { defects: [None, None], header_crc }
     }
 
-    /// Whether both copies are good.
+    /// Returns true if both copies are valid.
     #[must_use]
     pub fn is_whole(&self) -> bool {
         self.defects.iter().all(Option::is_none)
@@ -156,7 +157,7 @@ impl CopyHealth {
 }
 
 impl Manifest {
-    /// The number of pages that the manifest names. For a change, that is its cost to read and to keep.
+    /// Returns the number of pages that the manifest names. For a change, this determines its cost.
     #[must_use]
     pub fn changes(&self) -> usize {
         self.entries.len() + self.tombstones.len()

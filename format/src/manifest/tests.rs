@@ -1,4 +1,4 @@
-//! Manifests: round trips, copies, and everything that is refused.
+//! Tests of manifests: round trips, copies, and invalid input.
 
 use super::*;
 use crate::ids::Incarnation;
@@ -7,7 +7,7 @@ use crate::limits::{CHAIN_LINKS_MAX, DEVICE_ORDINAL_MAX};
 use crate::state::replay::Resolver;
 use crate::value::Value;
 
-/// Length of the sample's root envelope, the end of its body.
+/// Length in bytes of the sample's root envelope, which ends its body.
 const ROOT_LEN: usize = 40;
 
 fn image(file: u64, len: u64) -> Option<ImageRef> {
@@ -65,7 +65,7 @@ fn first(bytes: &[u8]) -> Result<Manifest, Defect> {
     Manifest::decode_copy(bytes, 0).map(|(manifest, _)| manifest)
 }
 
-/// The sample's bytes, its first copy changed, and that copy's checksums made to fit.
+/// Encodes the sample with a changed first copy and matching checksums in it.
 fn with_copy(change: impl FnOnce(&mut ManifestHeaderRaw, &mut [u8])) -> Vec<u8> {
     let mut bytes = sample().encode().unwrap();
     let mut raw = ManifestHeaderRaw::from_bytes(bytes[..256].try_into().unwrap());
@@ -109,7 +109,8 @@ fn manifest_round_trips_to_the_same_bytes() {
     }
 }
 
-/// However the entries are shared out, the bytes are the same, and each share refuses the same defects.
+/// The way in which entries are distributed does not change the bytes, and each part rejects the same
+/// defects.
 #[test]
 fn entries_that_are_encoded_apart_are_the_same_bytes() {
     let entries: Vec<ManifestEntry> = (1..900).map(|page| entry(page, 7)).collect();
@@ -125,7 +126,7 @@ fn entries_that_are_encoded_apart_are_the_same_bytes() {
         let pieces = apart(&whole, at_once).unwrap();
         assert_eq!(pieces.len(), 899_usize.div_ceil(at_once));
         assert_eq!(pieces.concat(), bytes[..bytes.len() / 2], "{at_once}");
-        // The first of a share and one within it.
+        // Damage the first entry of a part, and one within it.
         for at in [100, 150] {
             let mut unordered = whole.clone();
             unordered.entries.swap(at, at - 1);
@@ -134,7 +135,7 @@ fn entries_that_are_encoded_apart_are_the_same_bytes() {
     }
 }
 
-/// Has pieces of that number of entries decoded, the last one first.
+/// Decodes pieces with the given number of entries, the last piece first.
 struct Pieces(usize);
 
 impl Share for Pieces {
@@ -157,7 +158,8 @@ impl Share for Pieces {
     }
 }
 
-/// However the entries are shared out, the manifest is the same, and nothing passes that one thread refuses.
+/// The way in which entries are distributed does not change the manifest, and every defect found by one
+/// thread is found.
 #[test]
 fn entries_that_are_decoded_apart_are_the_same() {
     let named = |page| ManifestEntry {
@@ -175,7 +177,7 @@ fn entries_that_are_decoded_apart_are_the_same() {
             assert_eq!((&decoded, crc), (&manifest, Manifest::header_crc(&bytes).unwrap()), "{at_once}");
         }
     }
-    // Sound checksums over a wrong length of metadata, or over bytes that no entry holds.
+    // Valid checksums over a wrong length of metadata, or over bytes outside any entry.
     type Change = fn(&mut ManifestHeaderRaw, &mut [u8]);
     let changes: [Change; 4] = [
         |_, body| body[68] = 0xff,
@@ -193,7 +195,7 @@ fn entries_that_are_decoded_apart_are_the_same() {
     }
 }
 
-/// A base of pages 1 to 3, and two changes.
+/// Returns a base of pages 1 to 3 and two changes.
 fn links() -> [Manifest; 3] {
     let caught =
         |page, lsn, file| ManifestEntry { lsn: Lsn(lsn), image: image(file, 100), ..entry(page, 100) };
@@ -221,7 +223,7 @@ fn links() -> [Manifest; 3] {
     let second =
         Manifest { entries: vec![caught(2, 4, 2)], tombstones: vec![dead(1, 4), dead(3, 5)], ..second };
     let third = change(&second, 7, 6);
-    // Page 3 came back, by a restore.
+    // A restore brought page 3 back.
     let third =
         Manifest { entries: vec![caught(3, 6, 3), caught(8, 6, 3)], tombstones: vec![dead(7, 7)], ..third };
     [base, second, third]
@@ -242,7 +244,7 @@ fn changes_replace_add_and_remove_pages() {
     assert_eq!(pages, [(2, 4), (3, 6), (8, 6)]);
     let entries = merged.entries.clone();
     assert_eq!(merged, Manifest { kind: ManifestKind::Base, entries, ..third.clone() });
-    // The merged manifest is a snapshot that could stand alone.
+    // The merged manifest is a valid snapshot on its own.
     assert_eq!(Manifest::decode(&merged.encode().unwrap()).unwrap().0, merged);
     assert_eq!(merge(&[&third, &second]), Err(Defect::Missing));
     assert_eq!(merge(&[]), Err(Defect::Missing));
@@ -264,7 +266,7 @@ fn links_that_do_not_follow_are_refused() {
         ("highest epoch of the link before is 5", Manifest { epoch_high: Epoch(5), ..base.clone() }),
         ("next image file of the link before is 7", Manifest { next_file: 7, ..base.clone() }),
     ] {
-        // The change names the link, so that only the field itself is wrong.
+        // The change names the link correctly, so that only the tested field is wrong.
         let crc = crc(&previous);
         let previous_crc = if expected.starts_with("checksum") { crc ^ 1 } else { crc };
         let kind = ManifestKind::Change { previous: SnapshotId(4), previous_crc };
@@ -411,7 +413,8 @@ fn manifests_that_contradict_themselves_are_not_written() {
     }
 }
 
-/// However the entries are shared out, the page table is the same: where pieces meet in a row of ids, too.
+/// The way in which entries are distributed does not change the page table, even if a run of ids spans two
+/// pieces.
 #[test]
 fn a_table_that_is_put_together_from_pieces_is_the_same() {
     let entries = (1..=700).map(|page| ManifestEntry { epoch: Epoch(page % 7), ..entry(3 * page, page) });

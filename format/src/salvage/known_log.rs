@@ -1,15 +1,15 @@
-//! The known log: batches whose frames prove themselves and lie on the store's line, whatever became of the
-//! frames around them.
+//! The known log: batches whose frames prove themselves and belong to the store's line, whatever happened to
+//! the frames around them.
 //!
-//! The walk of [`crate::log`] must judge the remains of a crash, so it stops at the first frame that does not
-//! follow the one before. Here most frames follow nothing any more. A frame counts if its header, its place
-//! and its payload hold, and if also
+//! The walk of [`crate::log`] must interpret the remains of a crash, so it stops at the first frame that does
+//! not follow the previous one. In a damaged log, most frames follow nothing. Here a frame counts if its
+//! header, position and payload are valid, and one of these holds as well:
 //!
-//! - some structure of its own incarnation says that it was durable: no recovery ever cuts such a batch (I5);
-//!   or
-//! - it follows, by its chain hash, a frame that counts, and does not lie after the end of its incarnation.
+//! - A structure of its own incarnation states that it was durable. No recovery ever cuts such a batch (I5).
+//! - Its chain hash shows that it follows a frame that counts, and it is not located after the end of its
+//!   incarnation.
 //!
-//! So a batch that a recovery cut never counts, and a lost seal breaks nothing.
+//! So a batch cut by a recovery never counts, and a lost seal does no harm.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
@@ -29,37 +29,37 @@ struct KnownBatch {
     header: FrameHeader,
     end: LogPoint,
     touches: Vec<(PageId, OpLocation)>,
-    /// The table that it restores, with its checksum.
+    /// Table that the batch restores, with its checksum.
     restores: Option<(u64, u32)>,
 }
 
 /// All batches that count.
 pub(super) struct KnownLog {
     batches: BTreeMap<Lsn, KnownBatch>,
-    /// The last batch of each run without a hole, by its first.
+    /// Runs of batches without a hole: the last batch by the first.
     runs: BTreeMap<Lsn, Lsn>,
-    /// The restores among them.
+    /// Batches that are restores.
     restores: BTreeSet<Lsn>,
-    /// The operations that touch each page, in their order.
+    /// Operations that touch each page, in order.
     touches: BTreeMap<PageId, Vec<OpLocation>>,
-    /// The newest durable batch: see [`super::LogRemainder`].
+    /// Newest durable batch; see [`super::LogRemainder`].
     pub durable: Lsn,
     pub seen: Lsn,
     pub hidden: Option<Damage>,
 }
 
 impl KnownLog {
-    /// Looks through all segments.
+    /// Searches all segments.
     ///
     /// # Errors
-    /// [`Defect::Memory`]: a batch for which there is no memory is not lost.
+    /// Returns [`Damage`] with [`Defect::Memory`] if there is no memory for a batch, which is then not lost.
     pub fn read(source: &dyn ReadAt, survey: &Survey) -> Result<Self, Damage> {
         let segments = survey.log.segments();
         let mut frames: Vec<UncheckedFrame> = segments
             .keys()
             .flat_map(|number| frames_of_segment(source, survey.store.store, *number))
             .collect();
-        // In the order in which they were written.
+        // Sort the frames in the order in which they were written.
         frames.sort_unstable_by_key(|frame| {
             let header = frame.unproven();
             (header.incarnation, header.segment, header.offset)
@@ -91,7 +91,7 @@ impl KnownLog {
                 Err(_) => continue,
             };
             points.insert((end.lsn, end.chain));
-            // A batch that a recovery copied is there twice: the copy, which comes later, takes the location.
+            // A batch copied by a recovery exists twice. The copy sorts last, so its location is kept.
             if header.kind == FrameKind::Batch && header.lsn > Lsn(0) {
                 match decode_payload(&payload) {
                     Ok(ops) => {
@@ -125,7 +125,8 @@ impl KnownLog {
         Self { batches, runs, restores, touches, durable, seen, hidden }
     }
 
-    /// The last batch that is reached from `lsn` without a hole; `lsn` if the next one is not known.
+    /// Returns the last batch that can be reached from `lsn` without a hole, or `lsn` if the next batch is
+    /// not known.
     pub fn reach(&self, lsn: Lsn) -> Lsn {
         match self.runs.range(..=lsn.next()).next_back() {
             Some((_, last)) if *last > lsn => *last,
@@ -133,16 +134,17 @@ impl KnownLog {
         }
     }
 
-    /// As [`KnownLog::reach`], but stops before a restore: after it a page may be another one.
+    /// Returns the reach like [`KnownLog::reach`], but stops before a restore, after which a page may be a
+    /// different one.
     pub fn reach_before_restore(&self, lsn: Lsn) -> Lsn {
         let reach = self.reach(lsn);
         self.restores.range(lsn.next()..).next().map_or(reach, |restore| reach.min(Lsn(restore.0 - 1)))
     }
 
-    /// A known batch's payload, and the point at its end.
+    /// Reads the payload of a known batch, and returns it with the point at the batch's end.
     ///
     /// # Errors
-    /// [`Damage`] if there is no such batch, or it cannot be read any more.
+    /// Returns [`Damage`] if the batch is not known or can no longer be read.
     pub fn payload(&self, source: &dyn ReadAt, lsn: Lsn) -> Result<(Vec<u8>, LogPoint), Damage> {
         let batch = self.batches.get(&lsn).ok_or_else(|| self.hole(lsn))?;
         let at =
@@ -150,7 +152,7 @@ impl KnownLog {
         Ok((read_payload(source, &batch.header).map_err(at)?, batch.end))
     }
 
-    /// The known operations that touch a page, after batch `after` and up to batch `until`.
+    /// Returns the known operations that touch a page, after batch `after` and up to batch `until`.
     pub fn touches(&self, page: PageId, after: Lsn, until: Lsn) -> &[OpLocation] {
         let locations = self.touches.get(&page).map_or(&[][..], Vec::as_slice);
         let start = locations.partition_point(|location| location.lsn <= after);
@@ -158,17 +160,17 @@ impl KnownLog {
         &locations[start..end.max(start)]
     }
 
-    /// The pages that known operations touch.
+    /// Returns the pages touched by known operations.
     pub fn pages(&self) -> impl Iterator<Item = PageId> {
         self.touches.keys().copied()
     }
 
-    /// The tables that known restores name, with their checksums.
+    /// Returns the tables named by known restores, with their checksums.
     pub fn tables(&self) -> impl Iterator<Item = (u64, u32)> {
         self.restores.iter().filter_map(|lsn| self.batches[lsn].restores)
     }
 
-    /// The damage that batch `lsn` is not known, at the place where it should be.
+    /// Returns the damage that batch `lsn` is not known, located after the last known batch before it.
     pub fn hole(&self, lsn: Lsn) -> Damage {
         let (segment, offset) = self
             .batches
@@ -193,21 +195,21 @@ impl KnownBatch {
     }
 }
 
-/// The newest batch of each incarnation that something says was durable in it.
+/// Returns, for each incarnation, the newest batch that any structure states to be durable in it.
 fn marks(
     frames: &[UncheckedFrame],
     openings: &[(u64, Opening)],
     survey: &Survey,
 ) -> HashMap<Incarnation, Lsn> {
     let headers = frames.iter().map(UncheckedFrame::unproven);
-    // A mark above its own frame is none (I4).
+    // A mark above its own frame's Lsn is invalid (I4).
     let sound = headers.filter(|header| header.durable <= header.lsn);
     let of_frames = sound.map(|header| (header.incarnation, header.durable));
     let of_openings = openings.iter().flat_map(|(_, opening)| {
         let predecessor = opening.predecessor;
         [(opening.incarnation, opening.accepted), (predecessor.incarnation, predecessor.lsn)]
     });
-    // I7: the log was durable up to a manifest's end before it was published.
+    // The log was durable up to a manifest's `end` before the manifest was published (I7).
     let of_manifests = survey.readable().map(|manifest| (manifest.redo.incarnation, manifest.end));
     let mut marks: HashMap<Incarnation, Lsn> = HashMap::new();
     for (incarnation, lsn) in of_frames.chain(of_openings).chain(of_manifests) {
@@ -217,7 +219,7 @@ fn marks(
     marks
 }
 
-/// The points, as Lsn and chain hash, from which frames may go on before any frame is known.
+/// Returns the points, as Lsn and chain hash, that frames can follow before any frame is known.
 fn starts(openings: &[(u64, Opening)], survey: &Survey) -> HashSet<(Lsn, u32)> {
     let of_openings = openings.iter().map(|(number, opening)| opening.start(*number));
     let of_manifests = survey.readable().map(|manifest| manifest.redo);
@@ -228,20 +230,20 @@ fn starts(openings: &[(u64, Opening)], survey: &Survey) -> HashSet<(Lsn, u32)> {
         .collect()
 }
 
-/// Whether a frame lies after the end of its incarnation, as the next opening gives that end.
+/// Returns true if a frame is located after the end of its incarnation, as stated by the next opening.
 fn lies_past_end(header: &FrameHeader, openings: &[(u64, Opening)]) -> bool {
     openings.iter().map(|(_, opening)| opening.predecessor).any(|end| {
         end.incarnation == header.incarnation && (header.segment, header.offset) >= (end.segment, end.offset)
     })
 }
 
-/// The first segment that should be there, or hold frames, and does not (I8), from the segment of the last
-/// frame on. If a file is cut short there, frames may have been cut off that nothing else tells of.
+/// Finds the first segment, from that of the last frame on, that should exist or contain frames but does not
+/// (I8). If a file there is truncated, frames may have been lost that no other structure mentions.
 fn hidden(survey: &Survey, frames: &[UncheckedFrame]) -> Option<Damage> {
     let segments = survey.log.segments();
     let highest = segments.keys().next_back().copied().unwrap_or(0);
     let last = frames.iter().map(|frame| frame.unproven().segment).max().unwrap_or(0);
-    // There was a frame before the point from which a snapshot is replayed.
+    // A frame existed before each point from which a snapshot is replayed.
     let redo = survey.readable().map(|manifest| manifest.redo.segment).max().unwrap_or(0);
     if let Some(defect) = segments.get(&last).and_then(Segment::cut_short) {
         return Some(defect.clone().at(FileName::Segment(last), 0));
@@ -251,7 +253,7 @@ fn hidden(survey: &Survey, frames: &[UncheckedFrame]) -> Option<Damage> {
         let defect = match segments.get(&number).map(|segment| &segment.header) {
             None => Defect::Missing,
             Some(Ok(_)) if number <= redo => Defect::Magic { expected: "frame" },
-            // The newest segment is empty: no frame enters one before the next one is there.
+            // The newest segment is empty, because no frame enters a segment before its successor exists.
             Some(Err(defect)) if number < highest => defect.clone(),
             Some(_) => return None,
         };

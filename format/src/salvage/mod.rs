@@ -1,19 +1,19 @@
-//! The pages that a damaged store still proves, each on its own.
+//! Salvage: the pages of a damaged store that can still be proven, each on its own.
 //!
-//! [`crate::state::rebuild`] asks for one way that is clear from a snapshot to the log's end, and refuses if
-//! there is none. Salvage refuses nothing: every structure that proves itself counts, wherever it lies.
+//! [`crate::state::rebuild`] needs one intact path from a snapshot to the end of the log, and fails without
+//! it. Salvage never fails because of damage: every structure that proves itself counts, wherever it is
+//! found.
 //!
-//! 1. **The known log**: all frames that prove themselves, in whatever segment they are found
-//!    (`known_log.rs`).
-//! 2. **The state**: the newest one whose page table can be followed, from any snapshot that can be read or
-//!    from the log's beginning, over known batches without a hole.
-//! 3. **The pages** of that state, each on its own (`pages.rs`): from any image of it that some manifest or
-//!    table names, over the known batches that touch it. A page's epoch rises by one with every batch that
-//!    changes it. So if image and batches arrive at the epoch and the batch that the table gives, nothing was
-//!    left out, even if batches between them are lost: those changed other pages.
+//! 1. **The known log**: all frames that prove themselves, in any segment (`known_log.rs`).
+//! 2. **The state**: the newest state whose page table can be computed from any readable snapshot, or from
+//!    the log's beginning, over known batches without a hole.
+//! 3. **The pages** of that state, each on its own (`pages.rs`): from any image that a manifest or table
+//!    names, over the known batches that touch the page. Every batch that changes a page raises its epoch by
+//!    one. If an image and the known batches lead to the page's epoch and batch in the table, no change is
+//!    missing, even if batches in between are lost: those changed other pages.
 //!
-//! A page that does not arrive there may still prove an earlier version. No byte is taken that no checksum
-//! covers.
+//! If a page cannot be reached in this way, an earlier version of it may still be provable. Salvage returns
+//! no byte that is not covered by a checksum.
 //!
 //! ```
 //! # use remanent_format::{FileName, Folder, ReadAt};
@@ -65,68 +65,72 @@ use crate::state::survey::Survey;
 use crate::state::table::PageTable;
 use crate::store::StoreFile;
 
-/// A damaged store, looked through.
+/// A damaged store, read for salvage.
 pub struct Salvage<'s> {
     source: &'s dyn ReadAt,
     survey: Survey,
     log: KnownLog,
-    /// The versions of each page that manifests and tables name, the newest first.
+    /// Versions of each page named by manifests and tables, newest first.
     facts: BTreeMap<PageId, Vec<Fact>>,
     page_bytes_max: u64,
     state: State,
 }
 
-/// The newest state that can be known.
+/// The newest state that can be determined.
 #[derive(Clone, Debug)]
 pub struct State {
-    /// The snapshot from which it was followed; `None` is the log's beginning, or several places.
+    /// The snapshot from which the state was computed; `None` for the log's beginning or for a combination of
+    /// sources.
     pub base: Option<SnapshotId>,
-    /// Pages and root.
+    /// The pages and the root.
     pub table: PageTable,
-    /// The end of its last batch in the log.
+    /// The end of the state's last batch in the log.
     pub point: LogPoint,
-    /// Whether this was the state after a batch. If not, the table is put together from pages that are each
-    /// known at some batch: none can be called exact, and pages may be missing that nothing tells of.
+    /// Whether this is the exact state after a batch. If not, the table combines pages known at different
+    /// batches: no page can be called exact, and pages that no structure mentions may be missing.
     pub is_whole: bool,
 }
 
-/// The known batches after the state.
+/// Evidence of batches after the state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LogRemainder {
-    /// The newest batch that anything says was durable: above the state's, batches are lost.
+    /// The newest batch that any structure proves to have been durable. Batches after the state up to this
+    /// one are lost.
     pub durable: Lsn,
-    /// The newest batch with a frame anywhere. Above `durable`, that is a torn tail.
+    /// The newest batch with a frame anywhere. Batches above `durable` are a torn tail.
     pub seen: Lsn,
-    /// A segment that must be there, and is missing, cut short, or has no valid header. It may hold, or have
-    /// held, batches that nothing else tells of.
+    /// A segment that must exist but is missing, truncated or without a valid header. It may contain, or have
+    /// contained, batches of which there is no other evidence.
     pub hidden: Option<Damage>,
 }
 
-/// The remains of a page.
+/// The result of salvaging a page.
 #[derive(Clone, Debug)]
 pub enum PageRemains {
-    /// Its bytes, as they are in the state.
+    /// The bytes of the page in the state.
     Exact(FoundBytes),
-    /// An earlier version of it.
+    /// An earlier version of the page.
     Older {
-        /// The version that the bytes are.
+        /// The version to which the bytes belong.
         version: crate::state::table::PageInfo,
         /// The bytes of that version.
         bytes: FoundBytes,
-        /// The damage in the way of the state's own version.
+        /// The damage that prevents proof of the state's own version.
         why: Damage,
     },
-    /// Nothing that is proven.
+    /// No provable version, because of this damage.
     Lost(Damage),
 }
 
 impl<'s> Salvage<'s> {
-    /// Looks through a store: all of the log, all manifests and tables, but no image. `store` is the content
-    /// of STORE; if that is lost, the id is enough. Pages longer than `page_bytes_max` are not put together.
+    /// Reads a damaged store: the whole log and all manifests and tables, but no images.
+    ///
+    /// `store` is the content of STORE; if it is lost, the id is enough. Pages longer than `page_bytes_max`
+    /// are not reconstructed.
     ///
     /// # Errors
-    /// [`Damage`] if a folder cannot be listed, or the length of a segment cannot be asked. Also with
-    /// [`Defect::Memory`]: a batch for which there is no memory is not lost.
+    /// Returns [`Damage`] if a folder cannot be listed or the length of a segment cannot be read, and with
+    /// [`Defect::Memory`] if there is no memory for a batch, which is then not lost.
     pub fn read(source: &'s dyn ReadAt, store: StoreFile, page_bytes_max: u64) -> Result<Self, Damage> {
         let survey = Survey::read_as(source, store)?;
         let refused = survey.links.values().filter_map(|link| link.as_ref().err());
@@ -145,19 +149,19 @@ impl<'s> Salvage<'s> {
         Ok(salvage)
     }
 
-    /// The newest state that can be known.
+    /// Returns the newest state that can be determined.
     #[must_use]
     pub fn state(&self) -> &State {
         &self.state
     }
 
-    /// The known batches after the state.
+    /// Returns the evidence of batches after the state.
     #[must_use]
     pub fn beyond(&self) -> LogRemainder {
         LogRemainder { durable: self.log.durable, seen: self.log.seen, hidden: self.log.hidden.clone() }
     }
 
-    /// The state that the most batches lead to; of several ways to it that from the newest snapshot.
+    /// Computes the state with the highest Lsn. If several snapshots lead to it, the newest one is used.
     fn newest_state(&self) -> Result<Option<State>, Damage> {
         let mut best: Option<State> = None;
         let snapshots = self.survey.links.keys().rev().map(|link| self.survey.snapshot(*link));
@@ -169,8 +173,8 @@ impl<'s> Salvage<'s> {
             };
             let (from, end) = base.as_ref().map_or_else(Default::default, |base| (base.redo.lsn, base.end));
             let reach = self.log.reach(from);
-            // The store was empty at the log's beginning: that is a way only if the log is there, or never
-            // was.
+            // At the log's beginning, the store was empty. Starting there is valid only if the log is known
+            // from its beginning, or if there never was a log.
             let is_way = base.is_some() || reach > from || self.log.seen == Lsn(0);
             if is_way && reach >= end && best.as_ref().is_none_or(|best| best.table.lsn() < reach) {
                 let followed = self.follow(base.as_ref(), reach)?;
@@ -184,8 +188,8 @@ impl<'s> Salvage<'s> {
         Ok(best)
     }
 
-    /// Follows known batches from a snapshot up to `until`, or as far as they can be followed; `None` if that
-    /// is not as far as the snapshot needs.
+    /// Computes the state from a snapshot over known batches up to `until`, or as far as possible. Returns
+    /// `None` if this is not as far as the snapshot needs.
     fn follow(&self, base: Option<&Arc<Manifest>>, until: Lsn) -> Result<Option<State>, Damage> {
         let mut resolver = base.map_or_else(Resolver::new, Resolver::from_manifest);
         let mut point = base.map_or_else(LogPoint::default, |manifest| manifest.redo);
@@ -193,7 +197,7 @@ impl<'s> Salvage<'s> {
             match self.step(&mut resolver, point.lsn.next()) {
                 Ok(end) => point = end,
                 Err(damage) if is_memory(&damage) => return Err(damage),
-                // A batch that was readable a moment ago no longer is, or names a lost table: stop before it.
+                // A batch read earlier has become unreadable, or names a lost table. Stop before it.
                 Err(_) => break,
             }
         }
@@ -201,7 +205,7 @@ impl<'s> Salvage<'s> {
         Ok(Some(State { base: base.map(|base| base.snapshot), table, point, is_whole: true }))
     }
 
-    /// Follows one known batch.
+    /// Applies one known batch.
     fn step(&self, resolver: &mut Resolver, lsn: Lsn) -> Result<LogPoint, Damage> {
         let (payload, end) = self.log.payload(self.source, lsn)?;
         let at = |defect: Defect| defect.at_lsn(FileName::Segment(end.segment), end.offset, lsn);
@@ -214,8 +218,8 @@ impl<'s> Salvage<'s> {
         Ok(end)
     }
 
-    /// If no state can be known: every page at the newest version that any structure tells of. The root is
-    /// the newest link's.
+    /// Collects every page at its newest known version, for stores without a computable state. The root is
+    /// that of the newest link.
     fn pieces(&self) -> Result<State, Damage> {
         let newest = self.survey.readable().max_by_key(|link| link.end);
         let pages = self.pages_known().map_err(|defect| defect.at(FileName::Store, 0))?;
@@ -231,7 +235,7 @@ impl<'s> Salvage<'s> {
     }
 }
 
-/// Whether memory was refused, which says nothing about a file.
+/// Returns true if memory was lacking, which says nothing about a file.
 fn is_memory(damage: &Damage) -> bool {
     matches!(damage.defect, Defect::Memory { .. })
 }

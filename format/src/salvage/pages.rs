@@ -1,4 +1,4 @@
-//! The remains of a page: every way from an image of it, or from its creation, to a version of it.
+//! Salvage of pages: all paths from an image of a page, or from its creation, to a version of it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -17,21 +17,21 @@ use crate::state::survey::Survey;
 use crate::state::table::{PageInfo, PageTable, PlanMode};
 use crate::state::trail::{OpLocation, ProvenPage};
 
-/// A version of a page that a manifest or a table names, and the place of its bytes.
+/// A version of a page named by a manifest or a table, with its image.
 #[derive(Clone, Debug)]
 pub(super) struct Fact {
     info: PageInfo,
     image: Option<ImageRef>,
 }
 
-/// What a page's bytes are made from: an image, or as many zeros.
+/// The content that operations are applied to: an image, or zeros.
 #[derive(Clone, Copy, Debug)]
 struct Start {
     image: Option<ImageRef>,
     len: u64,
 }
 
-/// The bytes of a version of a page, all of them proven. [`Salvage::window`] reads them.
+/// The proven bytes of a version of a page. Read them with [`Salvage::window`].
 #[derive(Clone, Debug)]
 pub struct FoundBytes {
     start: Start,
@@ -39,12 +39,12 @@ pub struct FoundBytes {
     locations: Vec<OpLocation>,
 }
 
-/// Bytes of a page that are summed at a time.
+/// Number of page bytes summed at a time.
 const SUMMED_AT_ONCE: u64 = 16 << 20;
 
-/// All versions that manifests and tables name, the newest of each page first. A link counts even if the
-/// chain that it belongs to is broken. A table counts only if a known restore names it: a table that was
-/// written for a restore that never came tells of versions that never were.
+/// Collects all versions named by manifests and tables, newest first for each page. A link counts even if its
+/// chain is broken. A table counts only if a known restore names it: the table of a restore that was never
+/// committed describes versions that never existed.
 pub(super) fn facts(source: &dyn ReadAt, survey: &Survey, log: &KnownLog) -> BTreeMap<PageId, Vec<Fact>> {
     let mut facts: BTreeMap<PageId, Vec<Fact>> = BTreeMap::new();
     let mut note = |entry: &ManifestEntry| {
@@ -67,12 +67,12 @@ pub(super) fn facts(source: &dyn ReadAt, survey: &Survey, log: &KnownLog) -> BTr
 }
 
 impl Salvage<'_> {
-    /// The remains of a page of the state.
+    /// Salvages a page of the state.
     #[must_use]
     pub fn find(&self, info: &PageInfo) -> PageRemains {
         let why = match self.prove(info) {
             Ok(bytes) if self.state.is_whole => return PageRemains::Exact(bytes),
-            // Exact would be the state's version, and that is not known.
+            // Only the state's version would be exact, and that version is not known.
             Ok(bytes) => {
                 return PageRemains::Older {
                     version: info.clone(),
@@ -82,7 +82,8 @@ impl Salvage<'_> {
             }
             Err(why) => why,
         };
-        // An older version for want of memory would be taken for all that is left.
+        // If an older version were returned because of a lack of memory, it would seem to be all that is
+        // left.
         if matches!(why.defect, Defect::Memory { .. }) {
             return PageRemains::Lost(why);
         }
@@ -92,7 +93,7 @@ impl Salvage<'_> {
         }
     }
 
-    /// The bytes of just this version.
+    /// Finds proven bytes of exactly this version.
     fn prove(&self, wanted: &PageInfo) -> Result<FoundBytes, Damage> {
         let mut first = None;
         let older = self.facts_of(wanted.page).iter().filter(|fact| fact.info.lsn <= wanted.lsn);
@@ -106,28 +107,28 @@ impl Salvage<'_> {
         Err(first.unwrap_or_else(|| self.log.hole(wanted.lsn)))
     }
 
-    /// The bytes of a version, if known batches lead to it from `start`, or from the page's creation.
+    /// Computes a version over known batches from `start`, or from the page's creation.
     fn lead(&self, page: PageId, start: Option<&Fact>, wanted: &PageInfo) -> Result<FoundBytes, Damage> {
         let locations = match start {
             Some(fact) => self.log.touches(page, fact.info.lsn, wanted.lsn),
             None => self.touches_from_creation(page, wanted.lsn)?,
         };
         let info = self.outcome(page, start.map(|fact| &fact.info), locations)?;
-        // With one batch less the epoch would be lower. So all batches between are there, except for moves,
-        // which change no bytes. The epoch names the page's content, its length and its metadata.
+        // If a batch were missing, the epoch would be lower. So no batch in between is missing, except for
+        // moves, which change no bytes: the epoch identifies the page's content, length and metadata.
         if info.epoch != wanted.epoch {
             let (what, found, expected) =
                 ("epoch that the batches found lead to", info.epoch.0, wanted.epoch.0);
             let hole = self.log.hole(self.log.reach(info.lsn).next());
             return Err(Damage { defect: Defect::Mismatch { what, found, expected }, ..hole });
         }
-        // A page of no bytes has no image.
+        // An empty page has no image.
         let start = start.map(|fact| match fact.image {
             Some(image) => Start { image: Some(image), len: fact.info.len },
             None => Start { image: None, len: 0 },
         });
         let bytes = self.bytes(start.ok_or_else(|| self.log.hole(wanted.lsn)), page, locations, info.len)?;
-        // If any structure gives the checksum of these bytes, they are compared with it once more.
+        // If any structure states the checksum of these bytes, check them against it as well.
         let mut known = self.facts_of(info.page).iter().filter(|fact| fact.info.epoch == wanted.epoch);
         let mut computed = None;
         known.by_ref().filter_map(|fact| fact.image).try_for_each(|image| {
@@ -142,7 +143,7 @@ impl Salvage<'_> {
         Ok(bytes)
     }
 
-    /// The checksum of a page's bytes.
+    /// Computes the checksum of a page's bytes.
     fn sum(&self, bytes: &FoundBytes, len: u64) -> Result<u32, Damage> {
         let mut sum = crc32fast::Hasher::new();
         for from in (0..len).step_by(SUMMED_AT_ONCE as usize) {
@@ -151,17 +152,17 @@ impl Salvage<'_> {
         Ok(sum.finalize())
     }
 
-    /// A window of a page's bytes, which ends where the page does or before. They are those that were found,
-    /// or there is an error: no more of the page is held than the window.
+    /// Reads a window of a page, which must not extend past the end of the page. Returns exactly the bytes
+    /// that were found, or an error. Holds no more of the page in memory than the window.
     ///
     /// # Errors
-    /// [`Damage`] that was not there when they were found, or there is no memory.
+    /// Returns [`Damage`] that occurred after the bytes were found, or if there is no memory.
     pub fn window(&self, bytes: &FoundBytes, window: Range<u64>) -> Result<Vec<u8>, Damage> {
         bytes.proven.window(self.source, &bytes.locations, &window)
     }
 
-    /// The newest version below `wanted` that can be proven: one that a manifest or a table tells of, or the
-    /// page's first, followed by known batches without a hole.
+    /// Finds the newest provable version before `wanted`: one named by a manifest or a table, or the page's
+    /// first version, extended by known batches without a hole.
     fn newest_before(&self, wanted: &PageInfo) -> Option<(PageInfo, FoundBytes)> {
         let is_before = |fact: &&Fact| fact.info.lsn < wanted.lsn && fact.info.epoch < wanted.epoch;
         let known = self.facts_of(wanted.page).iter().filter(is_before);
@@ -189,20 +190,21 @@ impl Salvage<'_> {
         later().or_else(|| Some((info.clone(), bytes.clone())))
     }
 
-    /// The batch that created a page, if it is known: the first that ever touched it.
+    /// Returns the batch that created a page, if it is known. It is the first batch that ever touched the
+    /// page.
     fn creation(&self, page: PageId) -> Option<Lsn> {
         let first = self.log.touches(page, Lsn(0), Lsn(u64::MAX)).first()?;
         matches!(decode_single(&first.read(self.source).ok()?), Ok(Op::Create { .. })).then_some(first.lsn)
     }
 
-    /// The known operations on a page from its creation on, up to batch `until`.
+    /// Returns the known operations on a page from its creation up to batch `until`.
     fn touches_from_creation(&self, page: PageId, until: Lsn) -> Result<&[OpLocation], Damage> {
         let created = self.creation(page).ok_or_else(|| self.log.hole(until))?;
         Ok(self.log.touches(page, Lsn(created.0 - 1), until))
     }
 
-    /// The version that known operations make of another one, except for its bytes. The plan says what a
-    /// batch means, and that its ranges lie within the page.
+    /// Computes the version, without its bytes, that known operations make of another version. Planning them
+    /// interprets each batch and checks that its ranges lie within the page.
     fn outcome(
         &self,
         page: PageId,
@@ -230,8 +232,8 @@ impl Salvage<'_> {
         table.get(page).ok_or_else(|| at(gone()))
     }
 
-    /// The bytes of the version to which these operations lead, `final_len` of them. An image or a create
-    /// makes all bytes anew, whatever became of the bytes before.
+    /// Proves the bytes of the version that these operations produce, with `final_len` as its length. An
+    /// image or a create replaces all bytes, so the state of earlier bytes does not matter.
     fn bytes(
         &self,
         start: Result<Start, Damage>,
@@ -258,7 +260,7 @@ impl Salvage<'_> {
         Ok(FoundBytes { start, proven, locations: locations[since..].to_vec() })
     }
 
-    /// Refuses a page that is longer than the caller wants put together.
+    /// Checks that a page is not longer than the caller allows.
     fn check_len(&self, final_len: u64) -> Result<(), Defect> {
         check_limit("page length", final_len, self.page_bytes_max)
     }
@@ -267,11 +269,11 @@ impl Salvage<'_> {
         self.facts.get(&page).map_or(&[], Vec::as_slice)
     }
 
-    /// Every page that any structure tells of, at the newest version that is known, except for those that are
-    /// known to be gone. For a table if no state is known.
+    /// Returns every page mentioned by any structure, at its newest known version, except for pages known to
+    /// be deleted. Used as the table if no state is known.
     ///
     /// # Errors
-    /// [`Defect::Memory`].
+    /// Returns [`Defect::Memory`] if there is no memory for the list.
     pub(super) fn pages_known(&self) -> Result<Vec<PageInfo>, Defect> {
         let mut pages: BTreeSet<PageId> = BTreeSet::new();
         pages.extend(self.facts.keys().copied().chain(self.log.pages()));
@@ -283,14 +285,14 @@ impl Salvage<'_> {
         let newest = |page| self.newest_known(page, deleted.get(&page).copied());
         let mut known = collected(pages.into_iter().filter_map(newest))?;
         known.sort_unstable_by_key(|info| std::cmp::Reverse((info.lsn, info.page)));
-        // A key belongs to one page at a time: the page that had it before is gone.
+        // A key belongs to one page at a time, so an older page with the same key was deleted.
         let mut keys: BTreeSet<Key> = BTreeSet::new();
         known.retain(|info| info.key.clone().is_none_or(|key| keys.insert(key)));
         Ok(known)
     }
 
-    /// The newest version of a page that is known, whatever remains of its bytes; `deleted` is the batch of
-    /// its newest tombstone.
+    /// Returns the newest known version of a page, whether or not its bytes can be proven. `deleted` is the
+    /// batch of its newest tombstone.
     fn newest_known(&self, page: PageId, deleted: Option<Lsn>) -> Option<PageInfo> {
         let fact = self.facts_of(page).first().map(|fact| fact.info.clone());
         let from = fact.as_ref().map(|info| info.lsn).or_else(|| self.creation(page))?;
@@ -306,7 +308,7 @@ impl Salvage<'_> {
         self.outcome(page, fact.as_ref(), locations).ok().or(fact)
     }
 
-    /// Whether a snapshot that was begun after batch `lsn` does not name the page any more.
+    /// Returns true if a snapshot that began after batch `lsn` no longer names the page.
     fn is_passed_over(&self, page: PageId, lsn: Lsn) -> bool {
         self.survey.readable().rev().any(|link| {
             link.kind == ManifestKind::Base
