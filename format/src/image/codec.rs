@@ -102,7 +102,8 @@ impl Compressor {
     /// Creates a compressor with zstd's `level`.
     ///
     /// # Errors
-    /// Returns [`Defect::Compression`] or [`Defect::Memory`] if zstd rejects the level or lacks memory for it.
+    /// Returns [`Defect::Compression`] or [`Defect::Memory`] if zstd rejects the level or lacks memory for
+    /// it.
     pub fn new(level: i32) -> Result<Self, Defect> {
         zstd::bulk::Compressor::new(level).map(Self).map_err(compression)
     }

@@ -1,8 +1,8 @@
-//! The states between one start and the next: what they need, and neither of the two shows.
+//! The states between one start and the next, and what they need that neither start shows.
 //!
-//! A state is computed from the newest start that ends at or before it, and the log from there on. So it
-//! needs the start's own images, that part of the log, and the images and tables that the batches in it name,
-//! also where later batches give the page another image.
+//! A state is computed from the newest start that ends at or before it, and the log from there on. It needs
+//! that start's own images, the log in between, and the images and tables that the batches in it name, even
+//! if later batches give the page another image.
 
 use std::sync::Arc;
 
@@ -16,22 +16,22 @@ use crate::op::{Op, OpAt};
 use crate::state::replay::Resolver;
 use crate::state::survey::Survey;
 
-/// States that cannot be computed, and why.
+/// A range of states that cannot be computed, and the reason.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Gap {
-    /// The first of them.
+    /// The first state of the range.
     pub first: Lsn,
-    /// The last that is known to be one of them.
+    /// The last state known to be in the range.
     pub last: Lsn,
-    /// The damage in the way.
+    /// The damage that prevents the computation.
     pub damage: Damage,
 }
 
-/// The feature with which a seal says how far back the log is kept.
+/// Bit of the feature with which a seal records how far back the log is kept.
 const FLOOR: u32 = 0;
 
-/// Walks the log from a start, or from its beginning, to batch `until` or to its end, and proves what the
-/// batches after the start's own state name.
+/// Walks the log from a start, or from its beginning, to batch `until` or to its end, and proves the images
+/// that batches after the start's own state name.
 pub(super) fn gaps(
     survey: &Survey,
     source: &dyn ReadAt,
@@ -61,7 +61,7 @@ pub(super) fn gaps(
     found
 }
 
-/// Damage to the images that a batch brings, of which its state is made.
+/// Returns damage to the images that a batch introduces and its state uses.
 fn damaged_images(
     resolver: &Resolver,
     lsn: Lsn,
@@ -76,16 +76,16 @@ fn damaged_images(
         Op::Image { page, len, image } => Some((page, len, image)),
         _ => None,
     });
-    // A page may be deleted by the batch that gives it an image.
+    // A batch can give a page an image and then delete the page.
     let stands = brought.filter(|(page, _, image)| {
         resolver.bases().get(*page).is_some_and(|base| base.image == Some(*image))
     });
     stands.filter_map(|(_, len, image)| images.check(lsn, Some(image), len)).collect()
 }
 
-/// The damage that the log's beginning is missing, though a seal that records snapshots has not given it up.
-/// Without such a seal nothing tells it from a fork, which has no beginning of its own and whose first open
-/// records from where its log is kept.
+/// Returns the damage that the log's beginning is missing although a seal that records snapshots has not
+/// given it up. Without such a seal, the store could be a fork, which has no beginning of its own and records
+/// the start of its log at its first open.
 pub(super) fn lost_beginning(survey: &Survey, record: &[VerifiedSnapshot]) -> Option<Damage> {
     let is_given_up = record.iter().any(|entry| entry.log_kept);
     let is_kept = survey.store.features.has(FLOOR) && !record.is_empty() && !is_given_up;

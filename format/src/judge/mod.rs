@@ -1,10 +1,10 @@
-//! The verdict on a store: where recovery starts, what blocks it elsewhere, which of the kept states are
-//! lost, and which snapshots are lost that should be there.
+//! The verdict on a store: where recovery starts, what prevents other starts, which kept states are lost, and
+//! which recorded snapshots are lost.
 //!
-//! Recovery, views of earlier states and inspectors ask here, so that all of them say the same of a store.
-//! Recovery stops at the first candidate that holds, and so does [`judge`]. Then it proves the states that a
-//! caller can ask for: each batch of the log belongs to the newest start that ends before it, so that the log
-//! is walked about once, however many snapshots there are.
+//! Recovery, views of earlier states and inspectors all use this module, so that they agree about a store.
+//! Recovery uses the first candidate that works, and so does [`judge`]. It then proves the states that a
+//! caller can ask for. Each batch of the log belongs to the newest start that ends before it, so the log is
+//! walked about once, however many snapshots exist.
 //!
 //! | question | answer |
 //! |---|---|
@@ -12,12 +12,12 @@
 //! | Can the snapshot's own state be computed, with the log up to its end? | [`Start::lost_by`] |
 //! | Can each state between it and the next start be computed? | [`Start::gaps`] |
 //! | Which of these does the store promise? | [`Start::role`] |
-//! | Does the newest seal name a snapshot, so that no crash can have taken it away? | [`Record::names`] |
+//! | Does the newest seal name a snapshot, so that no crash can have removed it? | [`Record::names`] |
 //!
-//! An open reads the images of all pages but some of those in [`Place::Disk`]: an image that a verified
-//! snapshot names for such a page was read back when the snapshot was. Damage to one concerns that page alone
-//! ([`Start::damaged_pages`]). An open that loads pages on demand leaves more of them for later, and one in
-//! less memory takes pages to disk; the verdict is that of an open that does neither.
+//! An open reads the images of all pages except some in [`Place::Disk`]: an image that a verified snapshot
+//! names for such a page was read back when the snapshot was verified. Damage to such an image affects only
+//! that page ([`Start::damaged_pages`]). An open that loads pages on demand defers more of these reads, and
+//! one with less memory moves pages to disk. The verdict is that of an open that does neither.
 
 mod gaps;
 mod image_proofs;
@@ -39,18 +39,19 @@ use crate::state::reach::{Reach, Role};
 use crate::state::survey::Survey;
 use crate::state::trail::Trails;
 
-/// The snapshots that the newest seal of the log names.
+/// The snapshots named by the newest seal of the log.
 #[derive(Clone, Copy, Debug)]
 pub struct Record<'r>(pub &'r [VerifiedSnapshot]);
 
 impl Record<'_> {
-    /// Whether it names a snapshot.
+    /// Returns true if the seal names the snapshot.
     #[must_use]
     pub fn names(self, snapshot: SnapshotId) -> bool {
         self.0.iter().any(|entry| entry.snapshot == snapshot)
     }
 
-    /// Whether it names a snapshot just as it lies on disk, with all links that it follows.
+    /// Returns true if the seal names the snapshot with the checksum found on disk, and all links of its
+    /// chain are valid.
     #[must_use]
     pub fn has_verified(self, survey: &Survey, snapshot: SnapshotId) -> bool {
         let Some(Ok((_, health))) = survey.links.get(&snapshot) else { return false };
@@ -59,9 +60,11 @@ impl Record<'_> {
         is_named && survey.chain(snapshot).is_ok()
     }
 
-    /// Damage to the manifests of named snapshots: one is missing, unreadable, or another one than was
-    /// verified. A snapshot's name is in its manifest and nowhere else, so a named snapshot's name is lost
-    /// with it. Nothing else shows the loss, because recovery starts from another one.
+    /// Returns damage to the manifests of recorded snapshots: manifests that are missing, unreadable, or not
+    /// the ones that were verified.
+    ///
+    /// The user's name for a snapshot is stored only in its manifest, so it is lost as well. No other check
+    /// shows this loss, because recovery starts from another snapshot.
     #[must_use]
     pub fn lost(self, survey: &Survey) -> Vec<Damage> {
         let mut lost: Vec<Damage> = Vec::new();
@@ -86,65 +89,67 @@ impl Record<'_> {
     }
 }
 
-/// A candidate to start from: a snapshot, or the log's beginning.
+/// A candidate for the start of recovery: a snapshot, or the log's beginning.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Start {
-    /// The snapshot; `None` is the log's beginning.
+    /// The snapshot, or `None` for the log's beginning.
     pub snapshot: Option<SnapshotId>,
     /// The states that the newest seal promises from here.
     pub role: Role,
-    /// The damage that keeps recovery from starting here. It is not looked for in candidates after the one
-    /// that recovery starts from.
+    /// The damage that prevents recovery from starting here. Not determined for candidates after the one that
+    /// recovery starts from.
     pub blocked_by: Vec<Damage>,
-    /// Damage to images of pages on disk that an open from here does not read. It keeps no open from
-    /// starting: reads of these images fail until a batch writes the page whole or deletes it.
+    /// Damage to images of pages on disk that an open from here does not read. It does not prevent an open,
+    /// but reads of these images fail until a batch writes the whole page or deletes it.
     pub damaged_pages: Vec<(PageId, Damage)>,
-    /// The damage that keeps the store from going back to just this state.
+    /// The damage that prevents going back to exactly this state.
     pub lost_by: Vec<Damage>,
-    /// The states after this one, and before the next start, that cannot be computed.
+    /// States after this one and before the next start that cannot be computed.
     pub gaps: Vec<Gap>,
 }
 
-/// The verdict on a store.
+/// The result of [`judge`].
 #[derive(Debug)]
 pub struct Verdict {
     /// All candidates, in the order in which recovery tries them.
     pub starts: Vec<Start>,
-    /// The candidate that recovery starts from, an index into `starts`; `None` if the store cannot be opened.
+    /// The index in `starts` of the candidate that recovery starts from, or `None` if the store cannot be
+    /// opened.
     pub opens_from: Option<usize>,
-    /// The state that recovery finds.
+    /// The state that recovery produces.
     pub state: Option<Resolution>,
-    /// Damage to snapshots that the log records.
+    /// Damage to snapshots recorded in the log.
     pub lost: Vec<Damage>,
     /// Damage to the log's beginning, if no seal has given it up.
     pub lost_beginning: Option<Damage>,
 }
 
 impl Verdict {
-    /// The candidate that recovery starts from.
+    /// Returns the candidate that recovery starts from.
     #[must_use]
     pub fn start(&self) -> Option<&Start> {
         self.opens_from.map(|index| &self.starts[index])
     }
 }
 
-/// What an open from a candidate finds.
+/// The outcome of an open from a candidate.
 struct Attempt {
-    /// The state at the log's end.
+    /// State at the end of the log.
     state: Resolution,
-    /// The damage that keeps recovery from starting there.
+    /// Damage that prevents recovery from starting at the candidate.
     blocked_by: Vec<Damage>,
-    /// Damage that keeps no open from starting, as in [`Start::damaged_pages`].
+    /// Damage that does not prevent an open, as in [`Start::damaged_pages`].
     damaged_pages: Vec<(PageId, Damage)>,
 }
 
-/// Images that kept recovery from starting at a candidate, by where they lie.
+/// Images that prevented recovery from starting at a candidate, by file and offset.
 type Blocking = HashMap<(u64, u64), ImageRef>;
 
-/// Looks at a candidate as an open does: its log to the end, and the images that its pages are made from.
+/// Checks a candidate as an open does: the log after it to the end, and the images from which its pages are
+/// made.
 ///
 /// # Errors
-/// [`Damage`] in the log, or a table that a restore names.
+/// Returns [`Damage`] in the log, or in a table that a restore names.
 fn attempt(
     survey: &Survey,
     source: &dyn ReadAt,
@@ -164,7 +169,7 @@ fn attempt(
         }
     }
     if !damaged_pages.is_empty() {
-        // Of a page that batches wrote whole since, no byte of the image is read any more.
+        // If batches have written the whole page since, no byte of the image is used any more.
         let mut trails = Trails::default();
         let state = trails.follow(survey, source, base, None)?;
         damaged_pages.retain(|(page, _)| !trails.hides_image(source, &state.resolved, *page));
@@ -172,12 +177,12 @@ fn attempt(
     Ok(Attempt { state, blocked_by, damaged_pages })
 }
 
-/// Judges a store whose files were looked at.
+/// Judges a store, given a survey of its files.
 #[must_use]
 pub fn judge(survey: &Survey, source: &dyn ReadAt, images: &mut ImageProofs<'_>) -> Verdict {
     let mut verdict =
         Verdict { starts: Vec::new(), opens_from: None, state: None, lost: Vec::new(), lost_beginning: None };
-    // The entries of the log's last seal, and where it is known.
+    // Entries of the log's last seal, once known.
     let mut record: Option<Vec<VerifiedSnapshot>> = None;
     let mut blocking = Blocking::new();
     for (snapshot, candidate) in survey.named_candidates() {
@@ -208,7 +213,7 @@ pub fn judge(survey: &Survey, source: &dyn ReadAt, images: &mut ImageProofs<'_>)
                 Ok(Err(blocked)) => {
                     let reach = Reach::of(survey, record.as_deref().unwrap_or_default());
                     start.blocked_by.extend(reach.check_start(Some(&blocked)).err());
-                    // An open may leave the images of pages on disk unread.
+                    // An open need not read the images of pages on disk.
                     let read = blocked
                         .entries
                         .iter()
@@ -226,7 +231,7 @@ pub fn judge(survey: &Survey, source: &dyn ReadAt, images: &mut ImageProofs<'_>)
     let reach = Reach::of(survey, &record);
     verdict.lost = Record(&record).lost(survey);
     verdict.lost_beginning = lost_beginning(survey, &record).filter(|_| is_end_known);
-    // The newest state before the start that was looked at last.
+    // Newest state before the start examined last.
     let mut until = None;
     for start in &mut verdict.starts {
         start.role = start.snapshot.map_or_else(|| role_of_beginning(&reach), |id| reach.role(id));
@@ -247,7 +252,7 @@ pub fn judge(survey: &Survey, source: &dyn ReadAt, images: &mut ImageProofs<'_>)
             until = base.map(|base| Lsn(base.end.0.saturating_sub(1)));
         }
     }
-    // A snapshot that stands for its end only gives that state, whatever became of the log before it.
+    // A snapshot that gives only its own state gives it regardless of damage to the log before it.
     let stands = |start: &Start| start.role != Role::Link && start.lost_by.is_empty();
     let standing = verdict.starts.iter().filter(|start| stands(start)).filter_map(|start| start.snapshot);
     let ends: BTreeSet<Lsn> =
@@ -257,16 +262,16 @@ pub fn judge(survey: &Survey, source: &dyn ReadAt, images: &mut ImageProofs<'_>)
             gap.first = gap.first.next();
         }
     }
-    // A start that the floor leaves out is promised by no seal, whether or not it is still there.
+    // No seal promises a start that is excluded by the floor, whether or not it still exists.
     if verdict.state.is_some() && !reach.is_start(None) {
         verdict.starts.retain(|start| start.snapshot.is_some());
     }
     verdict
 }
 
-/// Whether a snapshot names an image for which a newer one that names it, too, could not be started from. In
-/// between no batch can have given the page another image, so the state at the log's end is made from it here
-/// as well, and the log need not be followed once more.
+/// Returns true if a snapshot names an image that prevented a start from a newer snapshot naming it as well.
+/// No batch in between can have given the page another image, so the state at the log's end uses this image
+/// here, too, and the log need not be followed again.
 fn is_blocked(base: &Manifest, blocking: &Blocking) -> bool {
     !blocking.is_empty() && base.entries.iter().any(|entry| is_blocking(entry.image, blocking))
 }
@@ -275,8 +280,8 @@ fn is_blocking(image: Option<ImageRef>, blocking: &Blocking) -> bool {
     image.is_some_and(|image| blocking.get(&(image.file, image.offset)) == Some(&image))
 }
 
-/// Notes the damaged images of a state, except for those of pages on disk: another snapshot that names one of
-/// these may be verified.
+/// Records the damaged images of a state, except those of pages on disk, because another snapshot that names
+/// such an image may be verified.
 fn note_blocking(state: &Resolution, images: &mut ImageProofs<'_>, blocking: &mut Blocking) {
     for (page, _) in images_of(state, images) {
         let base = state.resolved.bases.get(page).and_then(|base| base.image);
@@ -291,24 +296,24 @@ fn role_of_beginning(reach: &Reach) -> Role {
     if reach.is_start(None) { Role::Start } else { Role::Link }
 }
 
-/// The entries of the last seal on the way to a state at the log's end.
+/// Returns the entries of the last seal met on the way to a state at the log's end.
 fn recorded(state: &Resolution) -> &[VerifiedSnapshot] {
     state.end.as_ref().map(|end| &end.verified[..]).unwrap_or_default()
 }
 
-/// Damage to the images that a state is made from, each with its page.
+/// Checks the images from which a state is made, and returns the damage found, with the affected pages.
 fn images_of(state: &Resolution, images: &mut ImageProofs<'_>) -> Vec<(PageId, Damage)> {
     let bases = state.resolved.bases.iter();
     bases.filter_map(|(page, base)| Some((page, images.check(base.lsn, base.image, base.len)?))).collect()
 }
 
-/// The same without the pages.
+/// Returns the same damage without the pages.
 fn damaged_images(state: &Resolution, images: &mut ImageProofs<'_>) -> Vec<Damage> {
     images_of(state, images).into_iter().map(|(_, damage)| damage).collect()
 }
 
-/// Whether an open leaves the image of a page unread: in the state that it reaches, the page stays on disk,
-/// and the snapshot from which it starts names the image and is recorded as verified (SPEC R4).
+/// Returns true if an open does not read the image of a page: the page is on disk in the resulting state, and
+/// the snapshot that the open starts from names the image and is recorded as verified (SPEC R4).
 #[must_use]
 pub fn stays_unread(page: PageId, state: &Resolution, verified: Option<&Manifest>) -> bool {
     let Some(verified) = verified else { return false };

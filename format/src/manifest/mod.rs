@@ -121,10 +121,10 @@ pub struct Manifest {
     pub epoch_high: Epoch,
     /// The next number for an image file.
     pub next_file: u64,
-    /// A lower bound on the image file numbers of batches after `redo`. When the snapshot began, no image file
-    /// of a batch with a lower number was being written, and no frame above `redo` names one, so images written
-    /// ahead in lower files belong to batches up to `redo`. Zero if unknown, as in tables and in manifests of
-    /// older builds.
+    /// A lower bound on the image file numbers of batches after `redo`. When the snapshot began, no image
+    /// file of a batch with a lower number was being written, and no frame above `redo` names one, so images
+    /// written ahead in lower files belong to batches up to `redo`. Zero if unknown, as in tables and in
+    /// manifests of older builds.
     pub ahead_from: u64,
     /// The pages, in ascending order of ids.
     pub entries: Vec<ManifestEntry>,

@@ -1,20 +1,20 @@
-//! The effect of an operation on a page's bytes, in the plainest code. `rebuild` uses it, and tests compare
-//! devices with it.
+//! The effect of operations on a page's bytes, in the simplest possible code. `rebuild` uses it, and tests
+//! compare devices with it.
 
 use std::ops::Range;
 
 use crate::image::read::copy_common;
 use crate::op::Op;
 
-/// Bytes of a repeated pattern that are handed out at a time.
+/// Maximum length in bytes of one run of a repeated pattern.
 const FILL_RUN_LEN: usize = 4 << 10;
 
-/// Applies an operation to the bytes of its page. [`crate::state::table::PageTable::plan`] has checked bounds
-/// before. Operations that change no bytes do nothing. Nor does one that names an image: a reader of the log
-/// starts the page from there.
+/// Applies an operation to the bytes of its page. The caller must have checked bounds with
+/// [`crate::state::table::PageTable::plan`]. Operations that change no bytes do nothing, and neither does an
+/// image operation: a reader of the log loads the page from the image instead.
 ///
 /// # Panics
-/// If the operation does not fit the page.
+/// Panics if the operation does not fit the page.
 pub fn apply(op: &Op<'_>, content: &mut Vec<u8>) {
     assert_fits(op, content.len() as u64);
     apply_clipped(op, content, &(0..u64::MAX));
@@ -28,8 +28,8 @@ pub(crate) fn assert_fits(op: &Op<'_>, page_len: u64) {
     }
 }
 
-/// Applies an operation to those bytes of its page that `content` holds: those of a window, as far as the
-/// page goes by now. Of an element that lies across an end of the window, the bytes within count.
+/// Applies an operation to `content`, the part of its page inside `window`, up to the page's current end. If
+/// an element spans an end of the window, only its bytes inside the window are written.
 pub(crate) fn apply_clipped(op: &Op<'_>, content: &mut Vec<u8>, window: &Range<u64>) {
     let from = window.start;
     match op {
@@ -60,7 +60,7 @@ pub(crate) fn apply_clipped(op: &Op<'_>, content: &mut Vec<u8>, window: &Range<u
         }
         Op::Resize { len, .. } => content.resize(part_len(*len, window), 0),
         Op::Delete { .. } => content.clear(),
-        // Its bytes lie elsewhere: the page is made from them, and this batch is in them.
+        // The image's bytes are stored elsewhere. They become the page's base, which includes this batch.
         Op::Image { .. }
         | Op::Move { .. }
         | Op::SetMetadata { .. }
@@ -72,8 +72,8 @@ pub(crate) fn apply_clipped(op: &Op<'_>, content: &mut Vec<u8>, window: &Range<u
     }
 }
 
-/// Hands to `write` the bytes that an operation writes, each run with its offset in the page. One that names
-/// an image writes none: its bytes lie elsewhere.
+/// Calls `write` with every run of bytes that an operation writes and its offset in the page. An image
+/// operation writes none, because its bytes are stored elsewhere.
 pub fn each_write(op: &Op<'_>, mut write: impl FnMut(u64, &[u8])) {
     match op {
         Op::Write { offset, bytes, .. } => write(*offset, bytes),
@@ -93,7 +93,7 @@ pub fn each_write(op: &Op<'_>, mut write: impl FnMut(u64, &[u8])) {
             }
         }
         Op::Fill { offset, len, pattern, .. } => {
-            // A multiple of every pattern's length, so that each run begins with the pattern.
+            // The run's length is a multiple of every pattern's length, so each run starts with the pattern.
             let run: Vec<u8> = pattern.iter().copied().cycle().take(FILL_RUN_LEN).collect();
             for at in (0..*len).step_by(FILL_RUN_LEN) {
                 write(offset + at, &run[..(len - at).min(FILL_RUN_LEN as u64) as usize]);
@@ -103,12 +103,13 @@ pub fn each_write(op: &Op<'_>, mut write: impl FnMut(u64, &[u8])) {
     }
 }
 
-/// How many bytes of a window a page of length `page_len` has.
+/// Returns the number of bytes of a window that a page of length `page_len` has.
 pub(crate) fn part_len(page_len: u64, window: &Range<u64>) -> usize {
     page_len.min(window.end).saturating_sub(window.start) as usize
 }
 
-/// The elements, of which the first begins at `offset`, that `content` has a byte of. It begins at `from`.
+/// Returns the indices of the elements that overlap `content`. The first element starts at `offset`, and
+/// `content` at `from`.
 fn elements_within(content: &[u8], from: u64, offset: u64, len: u64, width: usize) -> Range<usize> {
     let (width, to) = (width as u64, from + content.len() as u64);
     let last = to.saturating_sub(offset).min(len).div_ceil(width);

@@ -1,5 +1,5 @@
-//! The bases of a state's pages: the image and batches that each is made from. For nearly all pages the
-//! snapshot already says it, so only the exceptions are stored here.
+//! Bases of pages: the image and batches from which each page's bytes are made. The snapshot already
+//! determines them for nearly all pages, so only exceptions are stored here.
 
 use std::sync::Arc;
 
@@ -8,37 +8,37 @@ use crate::image::ImageRef;
 use crate::manifest::{Manifest, ManifestEntry, overlaid};
 use crate::state::by_id::ById;
 
-/// The base of a page's bytes: an image or zeros, and the batches after it.
+/// The base of a page's bytes: an image or zeros, to which later batches are applied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Base {
-    /// The image, of a snapshot or of a batch; zeros if there is none.
+    /// The image, written by a snapshot or for a batch; `None` for zeros.
     pub image: Option<ImageRef>,
-    /// The page's length at that moment, in bytes.
+    /// The length of the base in bytes.
     pub len: u64,
-    /// The newest batch that the base has; later ones apply.
+    /// The newest batch included in the base. Later batches apply.
     pub lsn: Lsn,
     /// Whether a later batch changes the length.
     pub resized: bool,
 }
 
-/// The bases of all pages of a state. The manifest that gives them stays in memory as long as this does.
+/// The bases of all pages of a state. Keeps the manifest that names them in memory.
 #[derive(Clone, Debug, Default)]
 pub struct Bases {
     named: Option<ManifestPages>,
-    /// Bases that changed since; `None` for a page that is gone.
+    /// Bases that changed after the manifest; `None` for a deleted page.
     since: ById<PageId, Option<Base>>,
 }
 
-/// The pages of a manifest, as bases.
+/// The pages of a manifest, viewed as bases.
 #[derive(Clone, Debug)]
 struct ManifestPages {
     manifest: Arc<Manifest>,
-    /// The restore that made it so, and that all of them have.
+    /// If the manifest is the table of a restore, the batch of the restore, which all its pages have.
     restored: Option<Lsn>,
 }
 
 impl ManifestPages {
-    /// The bases of these two pages, and of the pages between them, that the manifest names.
+    /// Returns the bases of the manifest's pages from `first` to `last`, inclusive.
     fn between(&self, first: PageId, last: PageId) -> impl Iterator<Item = (PageId, Base)> {
         let entries = &self.manifest.entries;
         let from = entries.partition_point(|entry| entry.page < first);
@@ -59,19 +59,19 @@ impl ManifestPages {
 }
 
 impl Bases {
-    /// The bases of a whole snapshot.
+    /// Returns the bases of a whole snapshot.
     #[must_use]
     pub fn of_snapshot(manifest: Arc<Manifest>) -> Self {
         Self { named: Some(ManifestPages { manifest, restored: None }), since: ById::default() }
     }
 
-    /// The bases of the state to which a restore, the batch `lsn`, went back.
+    /// Returns the bases of the state produced by the restore in batch `lsn`.
     #[must_use]
     pub fn of_restore(lsn: Lsn, table: Arc<Manifest>) -> Self {
         Self { named: Some(ManifestPages { manifest: table, restored: Some(lsn) }), since: ById::default() }
     }
 
-    /// The base of a page.
+    /// Returns the base of a page.
     #[must_use]
     pub fn get(&self, page: PageId) -> Option<Base> {
         match self.since.get(page) {
@@ -80,23 +80,23 @@ impl Bases {
         }
     }
 
-    /// All pages, in the order of their ids.
+    /// Returns the bases of all pages, in the order of their ids.
     pub fn iter(&self) -> impl Iterator<Item = (PageId, Base)> {
         self.range(PageId(0), PageId(u64::MAX))
     }
 
-    /// These two pages, and those between them.
+    /// Returns the bases of the pages from `first` to `last`, inclusive.
     pub fn range(&self, first: PageId, last: PageId) -> impl Iterator<Item = (PageId, Base)> {
         let named = self.named.iter().flat_map(move |named| named.between(first, last));
         overlaid(named, self.since.range(first, last).map(|(page, base)| (page, *base)))
     }
 
-    /// Has a page made from something else.
+    /// Sets the base of a page.
     pub fn insert(&mut self, page: PageId, base: Base) {
         self.since.insert(page, Some(base));
     }
 
-    /// Forgets a page that is gone.
+    /// Removes a deleted page.
     pub fn remove(&mut self, page: PageId) {
         match self.named.as_ref().and_then(|named| named.get(page)) {
             Some(_) => self.since.insert(page, None),
@@ -104,7 +104,7 @@ impl Bases {
         };
     }
 
-    /// Keeps the bases of the pages that are wanted, which are few.
+    /// Keeps only the bases of wanted pages, which should be few.
     pub fn retain(&mut self, wanted: impl Fn(PageId) -> bool) {
         let kept = self.iter().filter(|(page, _)| wanted(*page));
         let since = kept.map(|(page, base)| (page, Some(base))).collect();
@@ -126,7 +126,8 @@ mod tests {
         ImageRef { file, offset: 64, stored_len: 9, stored_crc: 1, raw_crc: 1, codec: Codec::Raw }
     }
 
-    /// Every third page from 3 on, each with its own number for all that can tell it from others.
+    /// Returns a manifest with every third page from 3 on. All properties of a page derive from its id, so
+    /// that pages cannot be confused.
     fn manifest() -> Arc<Manifest> {
         let entry = |page: u64| {
             let PageInfo { page, key, epoch, place, metadata, .. } =
@@ -152,7 +153,7 @@ mod tests {
         })
     }
 
-    /// Whatever becomes of pages, it is as if each were kept for itself.
+    /// Changes give the same result as in a plain map.
     #[test]
     fn pages_are_made_from_what_was_said_last() {
         let of_batch = |lsn| Base { image: None, len: lsn, lsn: Lsn(lsn), resized: lsn % 2 == 0 };

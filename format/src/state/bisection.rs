@@ -1,4 +1,4 @@
-//! The first bad version, found by halving: which version to try next.
+//! Bisection: finds the first bad version.
 
 use std::collections::BTreeSet;
 
@@ -7,15 +7,15 @@ use crate::ids::Lsn;
 /// A verdict on a version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BisectVerdict {
-    /// The fault is not there yet.
+    /// The version does not have the fault.
     Good,
-    /// The fault is there.
+    /// The version has the fault.
     Bad,
-    /// It cannot be told of this version.
+    /// The version cannot be judged.
     Skip,
 }
 
-/// Versions between a good and a bad one.
+/// A search for the first bad version between a good and a bad one.
 ///
 /// ```
 /// use remanent_format::Lsn;
@@ -34,13 +34,14 @@ pub struct Bisection {
 }
 
 impl Bisection {
-    /// A search between two versions; `None` unless the good one is older.
+    /// Starts a search between two versions. Returns `None` unless the good one is older.
     #[must_use]
     pub fn new(good: Lsn, bad: Lsn) -> Option<Self> {
         (good < bad).then(|| Self { good: good.0, bad: bad.0, skipped: BTreeSet::new() })
     }
 
-    /// The version to try next: the one nearest to the middle that was not skipped. `None` at the end.
+    /// Returns the version to test next: the untested one nearest to the middle that was not skipped. Returns
+    /// `None` when the search is complete.
     #[must_use]
     pub fn next(&self) -> Option<Lsn> {
         let middle = self.good + (self.bad - self.good) / 2;
@@ -48,7 +49,7 @@ impl Bisection {
         untried.min_by_key(|lsn| lsn.abs_diff(middle)).map(Lsn)
     }
 
-    /// Takes the verdict on a version.
+    /// Records the verdict on a version.
     pub fn tell(&mut self, lsn: Lsn, verdict: BisectVerdict) {
         match verdict {
             BisectVerdict::Good => self.good = lsn.0,
@@ -59,14 +60,14 @@ impl Bisection {
         }
     }
 
-    /// The newest version known to be good.
+    /// Returns the newest version known to be good.
     #[must_use]
     pub fn good(&self) -> Lsn {
         Lsn(self.good)
     }
 
-    /// The oldest version known to be bad. At the end it is the first one, unless versions between the good
-    /// one and it were skipped.
+    /// Returns the oldest version known to be bad. When the search is complete, it is the first bad version,
+    /// unless versions between it and the good one were skipped.
     #[must_use]
     pub fn bad(&self) -> Lsn {
         Lsn(self.bad)
@@ -77,7 +78,8 @@ impl Bisection {
 mod tests {
     use super::*;
 
-    /// The versions tried, and the result, if versions from `first_bad` on are bad.
+    /// Searches with versions from `first_bad` on being bad. Returns the number of versions tested, and the
+    /// result.
     fn search(bad: u64, first_bad: u64, skipped: &[u64]) -> (usize, u64, u64) {
         let mut search = Bisection::new(Lsn(0), Lsn(bad)).unwrap();
         let mut tried = 0;

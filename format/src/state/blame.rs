@@ -1,9 +1,9 @@
-//! The batches that gave a range of a page its value, the oldest first: the answer for a caller that
-//! finds a wrong number in a weight.
+//! The batches that gave a range of a page its value, oldest first: the history of a wrong number in a
+//! weight, for example.
 //!
-//! The history goes back as far as the log is kept without a gap, and by the kept snapshots before that. Only
-//! the range is held in memory, however long its page is. Nothing is written, and every byte is proven before
-//! it counts (I9).
+//! The history goes back as far as the log is kept without a gap, and before that through the kept snapshots.
+//! Only the range is held in memory, however long the page is. Nothing is written, and no byte counts before
+//! it is proven (I9).
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -22,14 +22,14 @@ use crate::state::survey::Survey;
 use crate::state::window::{PageWindow, load_window};
 use crate::value::Metadata;
 
-/// How a value came to be.
+/// The cause of a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ChangeCause {
-    /// A batch changed it.
+    /// A batch that changed it.
     Batch,
-    /// A restore of an older state.
+    /// A restore of an earlier state.
     Restore,
-    /// It was so in a snapshot; the batches before are not kept any more.
+    /// A snapshot that contains it; the batches before are no longer kept.
     Snapshot,
 }
 
@@ -37,26 +37,26 @@ pub enum ChangeCause {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ValueChange {
-    /// The batch; of [`ChangeCause::Snapshot`] the one that changed the page last.
+    /// The batch that changed the value. For [`ChangeCause::Snapshot`], the batch that last changed the page.
     pub lsn: Lsn,
-    /// How it came to be.
+    /// The cause of the change.
     pub cause: ChangeCause,
-    /// The value before; `None` where there was no page, or one that ends before the range does.
+    /// The value before; `None` if the page did not exist or ended before the end of the range.
     pub before: Option<Vec<u8>>,
-    /// The value after.
+    /// The value after; `None` as for `before`.
     pub after: Option<Vec<u8>>,
-    /// The note of the batch.
+    /// The note of the batch, if any.
     pub note: Option<String>,
-    /// The root after the batch, where it is known.
+    /// The root after the batch, if known.
     pub root: Option<Arc<Metadata>>,
 }
 
-/// The changes of a range of a page up to a batch, the oldest first. A batch that writes the same bytes again
-/// is none.
+/// Returns the changes of a range of a page up to batch `until`, oldest first. A batch that writes the same
+/// bytes again is not a change.
 ///
 /// # Errors
-/// [`Damage`] if neither the log nor a snapshot and the log after it leads to the batch, or an image of the
-/// page is damaged; of too little memory if there is none for the range.
+/// Returns [`Damage`] if no path leads to the batch, neither the log from its beginning nor a snapshot and
+/// the log after it; if an image of the page is damaged; or if there is no memory for the range.
 pub fn changes_of(
     source: &dyn ReadAt,
     survey: &Survey,
@@ -67,7 +67,7 @@ pub fn changes_of(
     History { source, survey, page, range, until }.changes()
 }
 
-/// The history that is searched.
+/// The parameters of the search.
 struct History<'h> {
     source: &'h dyn ReadAt,
     survey: &'h Survey,
@@ -76,35 +76,35 @@ struct History<'h> {
     until: Lsn,
 }
 
-/// The range on its way through the log.
+/// The value of the range while the log is followed.
 struct Follower<'h> {
     history: &'h History<'h>,
-    /// The range's bytes in its page; `None` while there is no page.
+    /// Current bytes of the range; `None` while the page does not exist.
     window: Option<PageWindow>,
-    /// The batch up to which the bytes have everything.
+    /// Batch up to which the bytes include all changes.
     window_lsn: Lsn,
     root: Arc<Metadata>,
-    /// The batch from which on the root is known.
+    /// Batch from which on the root is known.
     root_lsn: Lsn,
     changes: Vec<ValueChange>,
 }
 
 impl<'h> History<'h> {
-    /// The changes, the oldest first.
+    /// Returns the changes, oldest first.
     fn changes(&'h self) -> Result<Vec<ValueChange>, Damage> {
         let survey = self.survey;
-        // A link that is there only for those that follow it has no images of its own any more.
+        // A link that exists only for its followers may have lost its own images.
         let reach = Reach::at_the_end(survey, self.source).map(|(_, reach)| reach);
         let is_kept = |id: &&SnapshotId| reach.as_ref().is_none_or(|reach| reach.role(**id) != Role::Link);
         let whole = survey.links.keys().filter(is_kept).filter_map(|id| survey.snapshot(*id).ok());
         let snapshots: Vec<Arc<Manifest>> = whole.filter(|manifest| manifest.end <= self.until).collect();
-        // From as far back as the log is kept without a gap.
+        // Try starts from the oldest on, to go as far back as the log is kept without a gap.
         let beginning = survey.log.beginning().map(|_| None);
         let starts = beginning.into_iter().chain(snapshots.iter().map(Some));
         let mut stopped_by = Defect::Missing.at_lsn(FileName::Segment(1), 0, Lsn(1));
         for start in starts {
             let mut follower = Follower::new(self);
-            // Older snapshots tell of the time before.
+            // Older snapshots cover the time before the start.
             let older =
                 |manifest: &&Arc<Manifest>| start.is_some_and(|start| manifest.snapshot <= start.snapshot);
             let attempt = snapshots
@@ -120,14 +120,14 @@ impl<'h> History<'h> {
         Err(stopped_by)
     }
 
-    /// The page as a manifest names it.
+    /// Loads the page named by a manifest's entry.
     fn named(&self, entry: &ManifestEntry) -> Result<PageWindow, Damage> {
         self.load(entry.image, entry.len)
     }
 
-    /// The page as an image has it.
+    /// Loads the page from an image.
     fn load(&self, image: Option<ImageRef>, len: u64) -> Result<PageWindow, Damage> {
-        // Proven whole, piece by piece, before any byte of it counts (I9).
+        // The whole image is proven piece by piece before any of its bytes count (I9).
         let image = image.map(|image| ProvenImage::prove(self.source, &image, len)).transpose()?;
         load_window(self.source, len, image.as_ref(), self.range.clone())
     }
@@ -145,15 +145,15 @@ impl<'h> Follower<'h> {
         }
     }
 
-    /// The range's bytes now.
+    /// Returns the current bytes of the range.
     fn value(&self) -> Option<Vec<u8>> {
         let bytes = self.window.as_ref()?.bytes();
         let Range { start, end } = &self.history.range;
-        // Fewer where the page ends before the range does.
+        // There are fewer bytes if the page ends before the range does.
         (bytes.len() as u64 == end - start).then(|| bytes.to_vec())
     }
 
-    /// Notes a change if the value is another one now.
+    /// Records a change if the value is now different.
     fn note(&mut self, lsn: Lsn, cause: ChangeCause, before: Option<Vec<u8>>, note: Option<String>) {
         let after = self.value();
         if before != after {
@@ -162,7 +162,7 @@ impl<'h> Follower<'h> {
         }
     }
 
-    /// Takes up a snapshot's page.
+    /// Continues with the page from a snapshot.
     fn begin(&mut self, manifest: &Manifest) -> Result<(), Damage> {
         let before = self.value();
         let page = self.history.page;
@@ -190,8 +190,8 @@ impl<'h> Follower<'h> {
                 self.batch(lsn, frame.payload, file, frame.header.offset)?;
             }
         }
-        // A writer that removes the log while it is read may leave less of it than leads to the batch: the
-        // changes found would end too early.
+        // If a writer removes the log while it is read, the rest may not lead to the batch, and the changes
+        // found would end too early.
         let LogPoint { lsn, segment, offset, .. } = walk.point();
         if lsn < until {
             return Err(Defect::Missing.at_lsn(FileName::Segment(segment), offset, Lsn(lsn.0 + 1)));
@@ -207,7 +207,7 @@ impl<'h> Follower<'h> {
         for op in ops.iter().map(|at| &at.op) {
             match op {
                 Op::Note { text } => note = Some((*text).to_owned()),
-                // The root of a snapshot is its state's at the end.
+                // A snapshot's root is the root of its state at `end`.
                 Op::SetRoot { name, value } if lsn > self.root_lsn => {
                     Arc::make_mut(&mut self.root).insert(name.clone(), value.clone());
                 }
@@ -240,8 +240,8 @@ impl<'h> Follower<'h> {
             let len = window.page_len();
             let is_within =
                 |(start, count): (u64, u64)| start.checked_add(count).is_some_and(|end| end <= len);
-            // The way to this state was resolved before, so the operation fits the page; but the files may be
-            // others by now.
+            // The path to this state was resolved before, so the operation fits the page, unless the files
+            // have changed since.
             if op.range().is_none_or(is_within) {
                 window.apply(op);
             }

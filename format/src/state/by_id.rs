@@ -1,9 +1,11 @@
-//! A map from rising numbers to items. Ids are given out one after the other, so items lie together by the
-//! 256. Among ten million items, one is found with nearly as few cache misses as among a thousand, and each
-//! takes no more than a few bytes beyond its own. (A tree of single pages took 2.8 times as long for a commit
-//! among a million as among a thousand, and half of it was empty: rising ids fill its nodes half.)
+//! A map from rising numbers to items, stored in rows of 256.
 //!
-//! Numbers can be *flagged* for a later look. A number stays flagged after its item is gone.
+//! Ids are assigned consecutively, so neighbors share a row. A lookup among ten million items costs nearly as
+//! few cache misses as among a thousand, and each item needs only a few bytes in addition to its own. With a
+//! tree of individual pages, a commit among a million pages took 2.8 times as long as among a thousand, and
+//! half of the tree was empty, because rising ids fill its nodes only halfway.
+//!
+//! Numbers can be *flagged* for later processing. A number stays flagged after its item is removed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::marker::PhantomData;
@@ -12,19 +14,19 @@ use std::ops::Index;
 use crate::defect::{Defect, collected};
 use crate::ids::Number;
 
-/// How many numbers a row covers: one bit each.
+/// Count of numbers in a row, which has one bit for each.
 pub const ROW: u64 = WORDS as u64 * WORD;
-/// Words of their bits.
+/// Count of words for the bits of a row.
 const WORDS: usize = 4;
-/// Bits of a word.
+/// Count of bits in a word.
 const WORD: u64 = u64::BITS as u64;
 
-/// Some of the numbers of a row. A number counts by its rest modulo [`ROW`].
+/// A subset of the numbers of a row. Numbers are taken modulo [`ROW`].
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Bits([u64; WORDS]);
 
 impl Bits {
-    /// The word with a number's bit, and the bit.
+    /// Returns the index of the word with a number's bit, and the bit.
     fn at(number: u64) -> (usize, u64) {
         let number = number % ROW;
         ((number / WORD) as usize, 1 << (number % WORD))
@@ -49,14 +51,14 @@ impl Bits {
         self.0 == [0; WORDS]
     }
 
-    /// How many are lower than this one.
+    /// Counts the members lower than `number`.
     fn count_below(&self, number: u64) -> usize {
         let (word, bit) = Self::at(number);
         let of_words: u32 = self.0[..word].iter().map(|word| word.count_ones()).sum();
         (of_words + (self.0[word] & (bit - 1)).count_ones()) as usize
     }
 
-    /// All of them, the lowest first, from this number on, which is the row's first.
+    /// Returns the members in ascending order, given the first number of the row.
     fn numbers(self, first: u64) -> impl Iterator<Item = u64> {
         self.0.into_iter().enumerate().flat_map(move |(at, mut word)| {
             std::iter::from_fn(move || {
@@ -68,11 +70,11 @@ impl Bits {
     }
 }
 
-/// At most one item each under [`ROW`] numbers, in their order.
+/// Up to one item for each of [`ROW`] numbers, in order.
 #[derive(Clone, Debug)]
 struct Row<T> {
     items: Vec<T>,
-    /// Under which there is an item.
+    /// Numbers that have an item.
     present: Bits,
 }
 
@@ -83,8 +85,8 @@ impl<T> Default for Row<T> {
 }
 
 impl<T> Row<T> {
-    /// An item's index, or the index where it would be. Most rows are full: then the bits need not be looked
-    /// at, which would be one more cache miss.
+    /// Returns the index of an item, or the index at which it would be inserted. Most rows are full; for
+    /// them, reading the bits would only cost another cache miss.
     fn position(&self, number: u64) -> Result<usize, usize> {
         if self.items.len() as u64 == ROW {
             return Ok((number % ROW) as usize);
@@ -123,23 +125,23 @@ impl<T> Row<T> {
     }
 }
 
-/// The items under [`ROW`] numbers, and which of the numbers are flagged.
+/// The items and flags of [`ROW`] numbers.
 #[derive(Clone, Debug)]
 struct IdChunk<T> {
-    /// Its first number, divided by [`ROW`].
+    /// First number of the chunk, divided by [`ROW`].
     number: u64,
     row: Row<T>,
     flagged: Bits,
 }
 
-/// Items in the order of their numbers.
+/// A map from rising numbers to items, in the order of the numbers.
 #[derive(Clone, Debug)]
 pub struct ById<K, T> {
-    /// Rows of chunks, by the first number divided by the square of [`ROW`]. No row is empty, and no chunk is
-    /// without an item or a flag.
+    /// Rows of chunks, by their first number divided by the square of [`ROW`]. No row is empty, and every
+    /// chunk has an item or a flag.
     rows: BTreeMap<u64, Row<IdChunk<T>>>,
     count: usize,
-    /// Chunks that may hold flagged numbers. In some, no number is flagged any more.
+    /// Chunks that may contain flagged numbers. Some may have no flag left.
     flagged: BTreeSet<u64>,
     numbers: PhantomData<K>,
 }
@@ -168,7 +170,7 @@ impl<K: Number, T> ById<K, T> {
         row.get_mut(number).expect("put there just now")
     }
 
-    /// Forgets a chunk in which there is nothing any more.
+    /// Removes a chunk that has no item and no flag.
     fn forget_if_empty(&mut self, number: u64) {
         let is_empty = |chunk: &IdChunk<T>| chunk.row.items.is_empty() && chunk.flagged.is_empty();
         if !self.chunk(number).is_some_and(is_empty) {
@@ -181,32 +183,32 @@ impl<K: Number, T> ById<K, T> {
         }
     }
 
-    /// The item with this number.
+    /// Returns the item with this number.
     #[must_use]
     pub fn get(&self, key: K) -> Option<&T> {
         self.chunk(key.number())?.row.get(key.number())
     }
 
-    /// The item with this number, for changing it.
+    /// Returns the item with this number for modification.
     #[must_use]
     pub fn get_mut(&mut self, key: K) -> Option<&mut T> {
         self.chunk_mut(key.number())?.row.get_mut(key.number())
     }
 
-    /// Whether there is an item with this number.
+    /// Returns true if an item has this number.
     #[must_use]
     pub fn contains(&self, key: K) -> bool {
         self.get(key).is_some()
     }
 
-    /// Puts an item where its number says; gives the one that was there.
+    /// Inserts an item, and returns the item that it replaces, if any.
     pub fn insert(&mut self, key: K, item: T) -> Option<T> {
         let before = self.chunk_or_new(key.number()).row.insert(key.number(), item);
         self.count += usize::from(before.is_none());
         before
     }
 
-    /// Takes an item out.
+    /// Removes and returns an item.
     pub fn remove(&mut self, key: K) -> Option<T> {
         let removed = self.chunk_mut(key.number())?.row.remove(key.number())?;
         self.count -= 1;
@@ -214,19 +216,19 @@ impl<K: Number, T> ById<K, T> {
         Some(removed)
     }
 
-    /// How many items there are.
+    /// Returns the number of items.
     #[must_use]
     pub fn len(&self) -> usize {
         self.count
     }
 
-    /// Whether there is none.
+    /// Returns true if there are no items.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.count == 0
     }
 
-    /// The item with the highest number.
+    /// Returns the item with the highest number.
     #[must_use]
     pub fn last(&self) -> Option<&T> {
         let chunks = self.rows.values().rev().flat_map(|row| row.iter().rev());
@@ -237,19 +239,19 @@ impl<K: Number, T> ById<K, T> {
         self.rows.values().flat_map(Row::iter)
     }
 
-    /// All items, ascending by number.
+    /// Returns all items in the order of their numbers.
     pub fn values(&self) -> impl ExactSizeIterator<Item = &T> {
         CountedIter { items: self.chunks().flat_map(|chunk| chunk.row.iter()), left: self.count }
     }
 
-    /// All items with their numbers.
+    /// Returns all items with their numbers, in order.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = (K, &T)> {
         let numbered = |chunk: &'_ IdChunk<T>| chunk.row.present.numbers(chunk.number * ROW).map(K::of);
         let items = self.chunks().flat_map(move |chunk| numbered(chunk).zip(chunk.row.iter()));
         CountedIter { items, left: self.count }
     }
 
-    /// The items with these numbers, and with those between them.
+    /// Returns the items with numbers from `first` to `last`, inclusive.
     pub fn range(&self, first: K, last: K) -> impl Iterator<Item = (K, &T)> {
         let (first, last) = (first.number(), last.number());
         let rows = self.rows.range(first / ROW / ROW..=last / ROW / ROW);
@@ -262,21 +264,21 @@ impl<K: Number, T> ById<K, T> {
             .map(|(number, item)| (K::of(number), item))
     }
 
-    /// All items with their numbers, for good.
+    /// Consumes the map and returns all items with their numbers, in order.
     pub fn into_items(self) -> impl Iterator<Item = (K, T)> {
         let chunks = self.rows.into_values().flat_map(|row| row.items);
         chunks.flat_map(|chunk| chunk.row.present.numbers(chunk.number * ROW).map(K::of).zip(chunk.row.items))
     }
 
-    /// Keeps the items that are wanted.
+    /// Keeps only the wanted items.
     pub fn retain(&mut self, mut wanted: impl FnMut(K, &T) -> bool) {
         let gone: Vec<K> =
             self.iter().filter(|(key, item)| !wanted(*key, item)).map(|(key, _)| key).collect();
         gone.into_iter().for_each(|key| _ = self.remove(key));
     }
 
-    /// Takes over the items of another map. If those lie apart from the ones here, by whole rows, no item is
-    /// looked at.
+    /// Moves all items and flags of another map into this one, replacing items with the same number. If the
+    /// two share no row, no item is examined.
     pub fn absorb(&mut self, other: Self) {
         for chunk in other.rows.into_values().flat_map(|row| row.items) {
             let first = chunk.number * ROW;
@@ -313,16 +315,16 @@ impl<K: Number, T> ById<K, T> {
         }
     }
 
-    /// The flagged numbers, ascending.
+    /// Returns the flagged numbers in ascending order.
     pub fn each_flagged(&self) -> impl Iterator<Item = K> {
         let chunks = self.flagged.iter().filter_map(|number| self.chunk(number * ROW));
         chunks.flat_map(|chunk| chunk.flagged.numbers(chunk.number * ROW).map(K::of))
     }
 
-    /// As [`each_flagged`](Self::each_flagged), in a list.
+    /// Returns the flagged numbers in ascending order, as a list.
     ///
     /// # Errors
-    /// [`Defect::Memory`].
+    /// Returns [`Defect::Memory`] if there is no memory for the list.
     pub fn flagged(&mut self) -> Result<Vec<K>, Defect> {
         let mut chunks = std::mem::take(&mut self.flagged);
         chunks.retain(|number| self.chunk(number * ROW).is_some_and(|chunk| !chunk.flagged.is_empty()));
@@ -330,7 +332,7 @@ impl<K: Number, T> ById<K, T> {
         collected(self.each_flagged())
     }
 
-    /// Takes a number's flag off.
+    /// Removes the flag of a number.
     pub fn unflag(&mut self, key: K) {
         let Some(chunk) = self.chunk_mut(key.number()) else { return };
         chunk.flagged.remove(key.number());
@@ -343,16 +345,16 @@ impl<K: Number, T> ById<K, T> {
 impl<K: Number, T> Index<K> for ById<K, T> {
     type Output = T;
 
-    /// The item with this number.
+    /// Returns the item with this number.
     ///
     /// # Panics
-    /// If there is no item with this number.
+    /// Panics if no item has this number.
     fn index(&self, key: K) -> &T {
         self.get(key).unwrap_or_else(|| panic!("nothing has the number {}", key.number()))
     }
 }
 
-/// Flags count for nothing.
+/// Compares items only, not flags.
 impl<K: Number, T: PartialEq> PartialEq for ById<K, T> {
     fn eq(&self, other: &Self) -> bool {
         let is_same = |((key, item), (other_key, other)): ((K, &T), (K, &T))| {
@@ -363,19 +365,19 @@ impl<K: Number, T: PartialEq> PartialEq for ById<K, T> {
 }
 
 impl<K: Number, T> Extend<(K, T)> for ById<K, T> {
-    /// Among items with the same number, the last one stays.
+    /// Inserts all items. Of several items with the same number, the last one is kept.
     fn extend<I: IntoIterator<Item = (K, T)>>(&mut self, items: I) {
         let mut items = items.into_iter().peekable();
         while let Some((key, item)) = items.next() {
             let number = key.number() / ROW;
             let chunk = self.chunk_or_new(key.number());
-            // Numbers that were given out one after the other fill the chunk. So it neither grows, nor keeps
-            // room to grow.
+            // Consecutive numbers fill the chunk. Reserving exactly this much avoids both growth and spare
+            // capacity.
             if chunk.row.items.is_empty() {
                 chunk.row.items.reserve_exact(ROW as usize);
             }
             let mut count = usize::from(chunk.row.insert(key.number(), item).is_none());
-            // Items that follow into the same chunk find it without a search.
+            // Items that follow in the same chunk need no lookup.
             while let Some((key, item)) = items.next_if(|(key, _)| key.number() / ROW == number) {
                 count += usize::from(chunk.row.insert(key.number(), item).is_none());
             }
@@ -393,7 +395,7 @@ impl<K: Number, T> FromIterator<(K, T)> for ById<K, T> {
     }
 }
 
-/// An iterator that knows how many items are left.
+/// An iterator with a known number of remaining items.
 struct CountedIter<I> {
     items: I,
     left: usize,
@@ -422,13 +424,13 @@ mod tests {
     use super::*;
     use crate::ids::PageId;
 
-    /// Whatever is done to the map and its flags, they equal an ordinary map and an ordinary set.
+    /// Compares a map and its flags with a standard map and a standard set.
     #[test]
     fn items_are_found_under_their_numbers_and_in_order() {
         let ids = [1, 63, 64, 255, 256, 257, 70_000, u64::MAX - 1, u64::MAX, 2, 0];
         let (mut items, mut expected) = (ById::default(), BTreeMap::new());
         let mut flagged = BTreeSet::new();
-        // Steps that share no factor with the number of ids put and take each of them in many orders.
+        // The steps are coprime to the number of ids, so each id is inserted and removed in many orders.
         for step in (0..2000_u64).step_by(crate::CASES_STEP) {
             let page = PageId(ids[(step * 7 % 11) as usize]);
             if step * step % 5 < 2 {
@@ -441,7 +443,7 @@ mod tests {
                 flagged.insert(page);
             }
             if step % 70 == 69 {
-                // Among them some that are not flagged, or not there.
+                // Includes ids that are not flagged or not present.
                 let settled: Vec<PageId> = ids.iter().step_by(3).copied().map(PageId).collect();
                 settled.iter().for_each(|page| items.unflag(*page));
                 flagged.retain(|page| !settled.contains(page));
@@ -472,8 +474,8 @@ mod tests {
         assert_eq!((items.rows.len(), items.chunks().count()), (1, 1), "what is empty takes no room");
     }
 
-    /// Wherever the items are parted, among rows or within one, and whichever map is taken over: no item and
-    /// no flag is lost.
+    /// Merging two maps loses no item and no flag, wherever the items are divided and whichever map absorbs
+    /// the other.
     #[test]
     fn items_that_were_apart_come_together() {
         let numbers = [0, 1, 255, 256, 300, 511, 70_000, 70_001, u64::MAX];
@@ -493,7 +495,7 @@ mod tests {
                 assert_eq!(items.flagged().unwrap(), expected.clone().flagged().unwrap(), "{parted}");
             }
         }
-        // The item that is taken over is newer.
+        // The absorbed item replaces the existing one.
         let mut items: ById<PageId, u64> = [(PageId(1), 1), (PageId(2), 1)].into_iter().collect();
         items.absorb([(PageId(2), 2), (PageId(3), 2)].into_iter().collect());
         assert_eq!(
@@ -502,8 +504,8 @@ mod tests {
         );
     }
 
-    /// In a full row, an item's index is its number's place. In any other, it is lower by the number of items
-    /// that are missing before it.
+    /// In a full row, the index of an item is its number modulo the row's length. In other rows, it is lower
+    /// by the number of items missing before it.
     #[test]
     fn rows_are_filled_and_thinned_out() {
         let numbers = || (0..5 * ROW).map(PageId);

@@ -1,4 +1,4 @@
-//! The bytes of a page's image that later operations have not written over.
+//! The bytes of a page's image that later operations have not overwritten.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -6,33 +6,33 @@ use std::ops::Range;
 use crate::op::Op;
 use crate::state::apply::each_write;
 
-/// The part of an image that can still show, and what was written over it.
+/// The part of an image that may still be visible, and the ranges written over it.
 #[derive(Clone, Debug)]
 pub(crate) struct Coverage {
-    /// Bytes of the image that are the page's, from its first one on.
+    /// Number of bytes at the start of the image that belong to the page.
     image_len: u64,
-    /// The runs that were written: each end by its start. No two of them touch.
+    /// Written ranges: the end of each by its start. No two of them overlap or touch.
     written: BTreeMap<u64, u64>,
 }
 
 impl Coverage {
-    /// A page that is all image.
+    /// Creates the coverage of a page that consists entirely of an image.
     pub fn new(image_len: u64) -> Self {
         Self { image_len, written: BTreeMap::new() }
     }
 
-    /// Notes an operation on the page.
+    /// Records an operation on the page.
     pub fn apply(&mut self, op: &Op<'_>) {
         match op {
             Op::Resize { len, .. } => {
-                // What lay after the end does not come back when the page is extended again.
+                // Bytes cut off by a resize do not return when the page is extended again.
                 self.image_len = self.image_len.min(*len);
             }
             _ => each_write(op, |offset, bytes| self.write(offset..offset + bytes.len() as u64)),
         }
     }
 
-    /// Notes bytes that were written.
+    /// Records a written range.
     pub fn write(&mut self, range: Range<u64>) {
         let Range { mut start, mut end } = range;
         if start >= end {
@@ -47,7 +47,7 @@ impl Coverage {
         self.written.insert(start, end);
     }
 
-    /// Whether no byte of the image shows.
+    /// Returns true if no byte of the image is visible.
     pub fn is_whole(&self) -> bool {
         self.image_len == 0 || self.written.get(&0).is_some_and(|end| *end >= self.image_len)
     }
@@ -58,7 +58,7 @@ mod tests {
     use super::*;
     use crate::ids::PageId;
 
-    /// Against a flag for each byte.
+    /// Compares with one flag per byte.
     #[test]
     fn every_byte_counts_once_it_is_written() {
         const LEN: u64 = 24;

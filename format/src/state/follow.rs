@@ -1,5 +1,5 @@
-//! Following the log from a snapshot, batch by batch, to a state without its bytes. The caller walks the log
-//! and hands each batch over, so the walk may run on a thread of its own.
+//! Follows the log from a snapshot, batch by batch, to a state without its bytes. The caller walks the log
+//! and passes each batch, so the walk may run on another thread.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -19,28 +19,28 @@ use crate::state::window::{PageWindow, load_base};
 /// A state without its bytes.
 #[derive(Debug)]
 pub struct Resolution {
-    /// The snapshot from which it was followed; `None` is the log's beginning.
+    /// The snapshot from which the state was computed, or `None` for the log's beginning.
     pub base: Option<SnapshotId>,
     /// The state reached.
     pub resolved: ResolvedState,
-    /// The end of the log; `None` if the walk stopped before, at the batch asked for. Its record of verified
-    /// snapshots is the last one there is, also where that lies before the base.
+    /// The end of the log, or `None` if the walk stopped earlier, at the requested batch. Its list of
+    /// verified snapshots is the last one in the log, even if that precedes the base.
     pub end: Option<LogEnd>,
     /// Number of batches replayed.
     pub batches: u64,
-    /// Bytes of their frames.
+    /// Total length of their frames in bytes.
     pub bytes: u64,
-    /// The image files that they name, each with the last batch that does.
+    /// The image files that the batches name, each with the last batch that names it.
     pub ahead: BTreeMap<u64, Lsn>,
-    /// Bytes of these images, as they are stored.
+    /// Stored length of these images in bytes.
     pub ahead_bytes: u64,
 }
 
 impl Resolution {
-    /// Refuses pages that take more than `limit` bytes of memory together (I10): those that have a base here.
+    /// Checks that the pages that have a base take at most `limit` bytes of memory in total (I10).
     ///
     /// # Errors
-    /// [`Defect::Limit`].
+    /// Returns [`Damage`] with [`Defect::Limit`] if they take more.
     pub fn check_page_bytes(&self, limit: u64) -> Result<(), Damage> {
         let lens = self.resolved.bases.iter().map(|(page, _)| self.resolved.final_len(page));
         let found = lens.fold(0, u64::saturating_add);
@@ -48,7 +48,7 @@ impl Resolution {
     }
 }
 
-/// A state on its way along the log.
+/// A state being computed along the log.
 pub struct StateWalk<'s> {
     survey: &'s Survey,
     source: &'s dyn ReadAt,
@@ -62,10 +62,11 @@ pub struct StateWalk<'s> {
 }
 
 impl<'s> StateWalk<'s> {
-    /// The state of `base`, a whole snapshot, or the empty one of the log's beginning.
+    /// Starts with the state of `base`, which must be a whole snapshot, or with the empty state at the log's
+    /// beginning.
     ///
     /// # Errors
-    /// [`Damage`] if `base` is a change, or the log's beginning is not there any more.
+    /// Returns [`Damage`] if `base` is a change, or if the log's beginning no longer exists.
     pub fn new(
         survey: &'s Survey,
         source: &'s dyn ReadAt,
@@ -74,10 +75,10 @@ impl<'s> StateWalk<'s> {
         Self::new_by(survey, source, base, &SingleThread)
     }
 
-    /// As [`StateWalk::new`], by several threads.
+    /// Starts like [`StateWalk::new`], with several threads.
     ///
     /// # Errors
-    /// As for [`StateWalk::new`].
+    /// Returns [`Damage`] as [`StateWalk::new`] does.
     pub fn new_by(
         survey: &'s Survey,
         source: &'s dyn ReadAt,
@@ -109,27 +110,27 @@ impl<'s> StateWalk<'s> {
         })
     }
 
-    /// The point at which the walk begins.
+    /// Returns the point at which the walk must start.
     #[must_use]
     pub fn start(&self) -> LogPoint {
         self.start
     }
 
-    /// The state so far.
+    /// Returns the state so far.
     #[must_use]
     pub fn resolver(&self) -> &Resolver {
         &self.resolver
     }
 
-    /// Follows the next batch of the walk, and returns its operations.
+    /// Applies the next batch of the walk, and returns its operations.
     ///
     /// # Errors
-    /// [`Damage`] in the batch, or in a table that a restore names.
+    /// Returns [`Damage`] in the batch, or in a table that a restore names.
     pub fn batch<'p>(&mut self, header: &FrameHeader, payload: &'p [u8]) -> Result<Vec<OpAt<'p>>, Damage> {
         let lsn = header.lsn;
         let at = |defect: Defect| defect.at_lsn(FileName::Segment(header.segment), header.offset, lsn);
         let ops = decode_payload(payload).map_err(at)?;
-        // A restore among other operations is refused by the plan: it must stand alone.
+        // A restore combined with other operations is rejected by the plan, because it must be alone.
         if let [OpAt { op: Op::Restore { table, table_crc, .. }, .. }] = ops.as_slice() {
             let table = self.survey.read_table(self.source, *table, *table_crc)?;
             self.resolver.restore(lsn, table).map_err(at)?;
@@ -147,8 +148,8 @@ impl<'s> StateWalk<'s> {
         Ok(ops)
     }
 
-    /// Follows the next batches of the walk, whose changes were summed up. Returns `false`, with nothing
-    /// done, if [`batch`](Self::batch) must follow each of them.
+    /// Applies the next batches of the walk from their summary. Returns `false`, with nothing applied, if
+    /// each of them must be passed to [`batch`](Self::batch).
     pub fn page_changes(&mut self, changes: &PageChanges) -> bool {
         let followed = self.resolver.page_changes(changes);
         if followed {
@@ -158,10 +159,11 @@ impl<'s> StateWalk<'s> {
         followed
     }
 
-    /// The state at the point where the walk stopped, with the log's end if it came so far.
+    /// Returns the state at the point where the walk stopped. `end` is the end of the log, if the walk
+    /// reached it.
     ///
     /// # Errors
-    /// [`Damage`] if the snapshot needs more of the log, or two pages have one key.
+    /// Returns [`Damage`] if the snapshot needs more of the log, or if two pages have the same key.
     pub fn finish(self, mut end: Option<LogEnd>, point: LogPoint) -> Result<Resolution, Damage> {
         if let Some((end, base)) = end.as_mut().zip(self.base)
             && end.verified.is_empty()
@@ -172,10 +174,11 @@ impl<'s> StateWalk<'s> {
         self.resolve(end, |defect| defect.at_lsn(here, point.offset, point.lsn.next()))
     }
 
-    /// The snapshot's own state, for a caller that needs no log: the snapshot was caught at one moment.
+    /// Returns the snapshot's own state without any log, which requires that the snapshot was captured at one
+    /// moment.
     ///
     /// # Errors
-    /// [`Damage`] if it was not, or two pages have one key.
+    /// Returns [`Damage`] if it was not, or if two pages have the same key.
     pub fn finish_at_base(self) -> Result<Resolution, Damage> {
         let file = FileName::Manifest(self.base.map_or(0, |base| base.snapshot.0));
         self.resolve(None, |defect| defect.at(file, 0))
@@ -195,14 +198,16 @@ impl<'s> StateWalk<'s> {
         })
     }
 
-    /// The last record of verified snapshots before a snapshot's redo. A snapshot is recorded before the next
-    /// one begins, so its record lies after the redo of an earlier one. After a crash between a snapshot and
-    /// its own record, no other seal may lie after its redo; the other snapshots must not be forgotten then.
+    /// Finds the last list of verified snapshots before a snapshot's `redo`.
+    ///
+    /// A snapshot is recorded before the next one begins, so its record follows the `redo` of an earlier
+    /// snapshot. If a crash occurs after a snapshot but before its record, there may be no seal after its
+    /// `redo`; the other snapshots must not be forgotten in that case.
     fn recorded_before(&self, base: &Manifest) -> Vec<VerifiedSnapshot> {
         let Self { survey, source, .. } = self;
         let place = |point: LogPoint| (point.segment, point.offset);
         let older = survey.links.range(..base.snapshot).rev().filter_map(|(_, read)| read.as_ref().ok());
-        // Where a walk has looked already there is no record: each part of the log is looked at once.
+        // An earlier walk found no record up to here, so each part of the log is searched once.
         let mut until = place(base.redo);
         let mut records = older.filter_map(|(link, _)| {
             let mut walk = LogWalk::new(*source, &survey.log, link.redo, survey.mark()).ok()?;
@@ -216,15 +221,15 @@ impl<'s> StateWalk<'s> {
     }
 }
 
-/// Sees each batch once it was followed, with its operations.
+/// Called after each batch is applied, with its operations.
 pub(crate) type BatchNote<'n> = &'n mut dyn FnMut(&Resolver, &Frame<'_>, &[OpAt<'_>]) -> Result<(), Damage>;
 
 impl Survey {
-    /// Follows the log from `base`, a whole snapshot, to the log's end or to `until`. A snapshot that was
-    /// caught at one moment, and at which the walk is to stop, needs no log at all.
+    /// Follows the log from `base`, which must be a whole snapshot, to the log's end or to `until`. No log is
+    /// needed if the snapshot was captured at one moment and `until` is that moment.
     ///
     /// # Errors
-    /// [`Damage`] in the log, or a table that a restore names; `base` is a change.
+    /// Returns [`Damage`] in the log or in a table that a restore names, or if `base` is a change.
     pub fn resolve(
         &self,
         source: &dyn ReadAt,
@@ -234,7 +239,7 @@ impl Survey {
         self.follow(source, base, until, &mut |_, _, _| Ok(()))
     }
 
-    /// As [`Survey::resolve`]; `note` sees each batch once it was followed.
+    /// Follows the log like [`Survey::resolve`], and calls `note` after each batch is applied.
     pub(crate) fn follow(
         &self,
         source: &dyn ReadAt,
@@ -247,7 +252,7 @@ impl Survey {
             return following.finish_at_base();
         }
         let walk = LogWalk::new(source, &self.log, following.start(), self.mark())?;
-        // A walk that stops before the end may not come to the damage that other walks met.
+        // A walk that stops before the end may not reach the damage that other walks met.
         let mut walk = if until.is_none() { walk.sharing_outcomes() } else { walk };
         while until.is_none_or(|until| walk.point().lsn < until) {
             let Some(frame) = walk.next()? else { break };
@@ -259,11 +264,11 @@ impl Survey {
         following.finish(walk.end().cloned(), walk.point())
     }
 
-    /// Loads the bytes of a state, each page on its own: damage to an image costs its page and no other.
+    /// Loads the bytes of a state. Damage to an image affects only its own page.
     ///
     /// # Errors
-    /// [`Damage`] in the log, which held when the state was resolved; or the pages take more than
-    /// `page_bytes_max` together.
+    /// Returns [`Damage`] in the log that occurred after the state was resolved, or if the pages take more
+    /// than `page_bytes_max` bytes in total.
     pub fn load(
         &self,
         source: &dyn ReadAt,
@@ -272,8 +277,8 @@ impl Survey {
     ) -> Result<BTreeMap<PageId, Result<Vec<u8>, Damage>>, Damage> {
         let resolved = &resolution.resolved;
         resolution.check_page_bytes(page_bytes_max)?;
-        // A map is filled one by one, here and below: `collect` sorts all items in one piece of memory first,
-        // and that cannot be refused.
+        // This map and the one below are filled item by item, because `collect` first sorts all items in one
+        // allocation, whose failure cannot be reported.
         let mut heads: BTreeMap<PageId, Result<PageWindow, Damage>> = BTreeMap::new();
         for (page, base) in resolved.bases.iter() {
             heads.insert(page, load_base(source, &base, resolved.final_len(page)));
@@ -293,7 +298,7 @@ impl Survey {
         if resolution.batches == 0 {
             return Ok(bytes(heads));
         }
-        // The same walk again: it held a moment ago, and now the bytes are wanted.
+        // Walk the same part of the log again, now for the bytes.
         let mut walk = LogWalk::new(source, &self.log, from, self.mark())?;
         while walk.point().lsn < resolved.table.lsn() {
             let Some(frame) = walk.next()? else { break };
@@ -315,7 +320,7 @@ impl Survey {
     /// Reads the table of an old state that a restore names.
     ///
     /// # Errors
-    /// [`Damage`] if it is missing, damaged, or another one.
+    /// Returns [`Damage`] if the table is missing, damaged, or not the one with this checksum.
     pub fn read_table(&self, source: &dyn ReadAt, table: u64, table_crc: u32) -> Result<Manifest, Damage> {
         let file = FileName::Table(table);
         let (manifest, health) = read_manifest(source, file, &self.store)?;

@@ -1,4 +1,5 @@
-//! From the bytes of a store to its state: the page table, the log's batches, and each page's bytes.
+//! From the bytes of a store to its state: the page table, the batches of the log, and the bytes of each
+//! page.
 
 pub mod by_id;
 pub mod table;

@@ -1,45 +1,46 @@
-//! What many batches in a row change, summed up for each page.
+//! Summaries of what consecutive batches change in each page.
 //!
-//! Most batches of a long log change bytes of pages and do nothing else. Of each page only three things of
-//! them matter to the table: how many batches changed it, which one last, and how far they reach into it.
-//! Several threads sum that up, each for batches of its own, and leave little to the one that follows the
-//! log.
+//! Most batches of a long log only change bytes of pages. For such batches, the page table needs just three
+//! facts about each page: how many batches changed it, which one was last, and how far into the page they
+//! reach. Several threads summarize batches in parallel, which leaves little work for the thread that follows
+//! the log.
 
 use crate::frame::FrameHeader;
 use crate::ids::{Lsn, PageId};
 use crate::op::{ByteChange, claimed_ops, each_byte_change};
 
-/// What some batches in a row change of one page.
+/// The combined change of several batches to one page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageChange {
     /// The page's id.
     pub page: PageId,
-    /// How many of the batches change it.
+    /// Number of batches that change the page.
     pub batches: u64,
-    /// The last one that does.
+    /// The last batch that changes it.
     pub lsn: Lsn,
-    /// The end of the furthest range that they change, in bytes from the page's start.
+    /// The highest end of a changed range, in bytes from the start of the page.
     pub end: u64,
 }
 
-/// Batches in a row that change bytes of pages and do nothing else.
+/// A summary of consecutive batches that only change bytes of pages.
 #[derive(Debug, PartialEq, Eq)]
 pub struct PageChanges {
-    /// The first of the batches.
+    /// The first batch.
     pub first: Lsn,
-    /// The last one.
+    /// The last batch.
     pub last: Lsn,
-    /// How many they are.
+    /// Number of batches.
     pub batches: usize,
-    /// Bytes of their frames.
+    /// Total length of their frames in bytes.
     pub frame_bytes: u64,
-    /// The pages that they change, ascending.
+    /// The changed pages, in ascending order of ids.
     pub pages: Vec<PageChange>,
 }
 
 impl PageChanges {
-    /// Sums up as many of these batches as change bytes and do nothing else, from the first one on; `None` if
-    /// the first does not. A batch that is not well-formed, or for which there is no memory, ends them too.
+    /// Summarizes batches from the first one on, up to one that does more than change bytes. Returns `None`
+    /// if the first one does. A batch that is malformed, or for which there is no memory, also ends the
+    /// summary.
     pub fn of<'b>(batches: impl Iterator<Item = (&'b FrameHeader, &'b [u8])>) -> Option<Self> {
         let mut changes: Option<Self> = None;
         for (header, payload) in batches {
@@ -61,14 +62,14 @@ impl PageChanges {
         Self { first, last: first, batches: 0, frame_bytes: 0, pages: Vec::new() }
     }
 
-    /// Adds the changes of a batch, each as one of its own; says whether there is no more to the batch than
-    /// these. If there is, nothing is added.
+    /// Adds the changes of a batch without combining them. Returns false, with nothing added, if the batch
+    /// does more than change bytes.
     fn add(&mut self, lsn: Lsn, payload: &[u8]) -> bool {
         let before = self.pages.len();
         let has_room = self.pages.try_reserve(claimed_ops(payload)).is_ok();
         let is_whole = has_room
             && each_byte_change(payload, |ByteChange { page, offset, len }| {
-                // An end that no page can have is refused later, as the end of one change is.
+                // An end past every page's limit is rejected later, like that of a single change.
                 self.pages.push(PageChange { page, batches: 1, lsn, end: offset.saturating_add(len) });
             });
         if !is_whole {
@@ -77,7 +78,7 @@ impl PageChanges {
         is_whole
     }
 
-    /// Makes one change of all those of a page.
+    /// Combines the changes of each page.
     fn sum_up(&mut self) {
         self.pages.sort_unstable_by_key(|change| (change.page, change.lsn));
         self.pages.dedup_by(|next, sum| {
@@ -88,7 +89,7 @@ impl PageChanges {
             }
             is_same
         });
-        // They wait for the thread that takes them.
+        // The summaries are kept until another thread takes them.
         self.pages.shrink_to_fit();
     }
 }

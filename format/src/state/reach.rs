@@ -1,17 +1,17 @@
-//! How far back a store goes: from which snapshots replay may start, and which stand for their own end only.
+//! The reach of a store into the past: the snapshots from which replay may start, and those that provide only
+//! their own state.
 //!
-//! The files on disk do not tell. A segment may be there when the images of its batches are gone, and a link
-//! may be there only for the links that follow it. The log's last seal tells: it records the snapshots that
-//! are kept, and flags those after which the log is kept. The oldest `redo` of a flagged one is the
-//! **floor**.
+//! The files on disk do not determine this. A segment may still exist after the images of its batches were
+//! deleted, and a link may exist only for the links that follow it. The log's last seal determines it: the
+//! seal records the snapshots that are kept, and flags those after which the log is kept. The lowest `redo`
+//! of a flagged snapshot is the **floor**.
 //!
-//! | the last seal | a snapshot is | the log's beginning is a start |
+//! | the last seal flags | role of a snapshot | the log's beginning is a start |
 //! |---|---|---|
-//! | flags some | as its own entry says | no |
-//! | flags none | a start, if the log after it is there | yes, if it is there |
+//! | some snapshots | determined by its own entry | no |
+//! | none | a start, if the log after it exists | yes, if it exists |
 //!
-//! Recovery, views of earlier states, the pure rebuild, retention, scrubs and the inspectors ask here and
-//! nowhere else.
+//! Recovery, views of earlier states, the rebuild, retention, scrubs and the inspectors all use this module.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -24,29 +24,31 @@ use crate::names::{FileName, ReadAt};
 use crate::state::follow::Resolution;
 use crate::state::survey::Survey;
 
-/// The part that a link on disk plays.
+/// The role of a link on disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// Every state from its end on: the log after it is kept, with all that the log names.
+    /// A start: every state from its end on can be computed. The log after it is kept, with everything that
+    /// the log names.
     Start,
-    /// Its own end only: it was caught at one moment, and the log after it is not promised.
+    /// A snapshot that provides only its own state: it was captured at one moment, and the log after it is
+    /// not promised.
     OwnEnd,
-    /// No state: it is there for the snapshots that follow it, or is about to be deleted. Its images may be
-    /// gone.
+    /// A link that provides no state. It exists for the snapshots that follow it, or is about to be deleted.
+    /// Its images may already be gone.
     Link,
 }
 
-/// How far back a store goes, as its last seal says.
+/// The reach of a store into the past, as its last seal determines it.
 #[derive(Clone, Debug)]
 pub struct Reach {
-    /// The roles of the links that can be read, with their ends.
+    /// Roles of the readable links, with their ends.
     roles: BTreeMap<SnapshotId, (Role, Lsn)>,
     beginning: Option<LogPoint>,
     floor: Option<Lsn>,
 }
 
 impl Reach {
-    /// The reach that `recorded`, the entries of the log's last seal, gives to the links of a survey.
+    /// Determines the reach of a surveyed store from `recorded`, the entries of the log's last seal.
     #[must_use]
     pub fn of(survey: &Survey, recorded: &[VerifiedSnapshot]) -> Self {
         let has_floor = recorded.iter().any(|entry| entry.log_kept);
@@ -56,10 +58,10 @@ impl Reach {
         let role = |link: &Manifest| match entry(link.snapshot) {
             Some(entry) if entry.log_kept => Role::Start,
             Some(_) if has_floor => own_end(link),
-            // As stores were before there was a floor: the log says itself how far back it goes.
+            // A store without a floor: the existing segments determine how far back the log reaches.
             Some(_) if survey.log.segments().contains_key(&link.redo.segment) => Role::Start,
             Some(_) => own_end(link),
-            // Published, and not recorded yet.
+            // Published but not recorded yet.
             None if newest.is_none_or(|newest| link.snapshot > newest) => Role::Start,
             None => Role::Link,
         };
@@ -71,8 +73,8 @@ impl Reach {
         Self { roles, beginning, floor }
     }
 
-    /// The reach that the log's last seal gives, and the newest batch; `None` if no candidate leads to the
-    /// log's end.
+    /// Returns the newest batch and the reach determined by the log's last seal. Returns `None` if no
+    /// candidate leads to the log's end.
     #[must_use]
     pub fn at_the_end(survey: &Survey, source: &dyn ReadAt) -> Option<(Lsn, Self)> {
         let end_from = |base: Option<Arc<Manifest>>| survey.resolve(source, base.as_ref(), None).ok();
@@ -81,12 +83,12 @@ impl Reach {
         Some((resolution.resolved.table.lsn(), Self::of(survey, &end.verified)))
     }
 
-    /// Follows the log from a candidate to its end, as an open does: the last seal there must leave it a
-    /// start.
+    /// Follows the log from a candidate to its end, as an open does, and checks that the last seal there
+    /// allows this start.
     ///
     /// # Errors
-    /// [`Damage`]: as for [`Survey::resolve`]; or the log after the candidate is missing, because no seal
-    /// promises it.
+    /// Returns [`Damage`] as [`Survey::resolve`] does, or reports the log after the candidate as missing if
+    /// the seal does not promise it.
     pub fn follow(
         survey: &Survey,
         source: &dyn ReadAt,
@@ -98,20 +100,20 @@ impl Reach {
         Ok(resolution)
     }
 
-    /// The role of a link; `None` if it cannot be read.
+    /// Returns the role of a link; [`Role::Link`] if it cannot be read.
     #[must_use]
     pub fn role(&self, snapshot: SnapshotId) -> Role {
         self.roles.get(&snapshot).map_or(Role::Link, |(role, _)| *role)
     }
 
-    /// Whether replay may start from a snapshot, or from the log's beginning, which is `None`.
+    /// Returns true if replay may start from a snapshot, or from the log's beginning if `base` is `None`.
     #[must_use]
     pub fn is_start(&self, base: Option<SnapshotId>) -> bool {
         base.map_or(self.beginning.is_some(), |base| self.role(base) == Role::Start)
     }
 
-    /// Whether a candidate leads to the state at batch `until`, or to the newest one, with the seal's
-    /// promise: replay may start there, or the candidate stands for just this state.
+    /// Returns true if a candidate is promised to lead to the state at batch `until`, or to the newest state:
+    /// replay may start there, or the candidate provides exactly this state.
     #[must_use]
     pub fn leads_to(&self, base: Option<SnapshotId>, until: Option<Lsn>) -> bool {
         let Some(base) = base else { return self.beginning.is_some() };
@@ -122,38 +124,39 @@ impl Reach {
         }
     }
 
-    /// Refuses a start that the floor leaves out. Batches after it may lack their images, and the log after
-    /// it may be deleted at any moment.
+    /// Checks that replay may start from a candidate. Otherwise batches after it may lack their images, and
+    /// the log after it may be deleted at any moment.
     ///
     /// # Errors
-    /// [`Damage`]: the log after it is missing, because no seal promises it.
+    /// Returns [`Damage`] that reports the log after the candidate as missing.
     pub fn check_start(&self, base: Option<&Manifest>) -> Result<(), Damage> {
         let is_start = self.is_start(base.map(|base| base.snapshot));
         if is_start { Ok(()) } else { Err(missing_log(base)) }
     }
 
-    /// Refuses a candidate for the state at batch `until` that [`leads_to`](Self::leads_to) leaves out.
+    /// Checks that a candidate is promised to lead to the state at batch `until`; see
+    /// [`leads_to`](Self::leads_to).
     ///
     /// # Errors
-    /// As for [`check_start`](Self::check_start).
+    /// Returns [`Damage`] as [`check_start`](Self::check_start) does.
     pub fn check_state(&self, base: Option<&Manifest>, until: Lsn) -> Result<(), Damage> {
         let leads_there = self.leads_to(base.map(|base| base.snapshot), Some(until));
         if leads_there { Ok(()) } else { Err(missing_log(base)) }
     }
 
-    /// The log's beginning, if replay may start there.
+    /// Returns the log's beginning, if replay may start there.
     #[must_use]
     pub fn beginning(&self) -> Option<LogPoint> {
         self.beginning
     }
 
-    /// The oldest `redo` from which replay is promised; `None` while no seal said so.
+    /// Returns the lowest `redo` from which replay is promised, or `None` if no seal recorded one.
     #[must_use]
     pub fn floor(&self) -> Option<Lsn> {
         self.floor
     }
 
-    /// The oldest state of the window in which every state can be computed up to the newest; `None` if there
+    /// Returns the oldest state from which every state up to the newest can be computed, or `None` if there
     /// is no start.
     #[must_use]
     pub fn opens_at(&self) -> Option<Lsn> {
@@ -161,7 +164,7 @@ impl Reach {
         self.beginning.map(|_| Lsn(0)).or_else(|| starts.min())
     }
 
-    /// The single states that can be looked at below the window, ascending.
+    /// Returns the individual states available below that window, in ascending order.
     #[must_use]
     pub fn below(&self) -> Vec<Lsn> {
         let opens_at = self.opens_at();
@@ -174,7 +177,7 @@ impl Reach {
     }
 }
 
-/// The damage of a start after which no seal promises the log.
+/// Returns the damage of a start after which no seal promises the log.
 fn missing_log(base: Option<&Manifest>) -> Damage {
     let redo = base.map_or(LogPoint::default(), |base| base.redo);
     Defect::Missing.at_lsn(FileName::Segment(redo.segment.max(1)), redo.offset, redo.lsn.next())

@@ -1,9 +1,9 @@
-//! The state of a store directory, computed purely over [`ReadAt`]: no device, no mapping, no
-//! write. Inspectors and read-only opens use it, and the engine's recovery is tested against it.
+//! Rebuilds the state of a store directory from [`ReadAt`] alone, without a device, memory mapping or writes.
+//! Inspectors and read-only opens use it, and the engine's recovery is tested against it.
 //!
-//! [`rebuild`] tries the snapshots from the newest to the oldest, then the log's beginning, and loads bytes.
-//! It starts nowhere below the floor that the log's last seal records: segments may be there when the images
-//! of their batches are gone ([`super::reach`]).
+//! [`rebuild`] tries the snapshots from the newest to the oldest, then the log's beginning, and loads the
+//! pages' bytes. It never starts below the floor recorded by the log's last seal, because segments may still
+//! exist there after the images of their batches were deleted ([`super::reach`]).
 
 use std::cell::OnceCell;
 use std::collections::BTreeMap;
@@ -20,16 +20,16 @@ use crate::state::reach::Reach;
 use crate::state::survey::Survey;
 use crate::state::table::PageTable;
 
-/// The options of a rebuild.
+/// Options of [`rebuild`].
 #[derive(Clone, Copy, Debug)]
 pub struct RebuildOptions {
-    /// Start from this snapshot and no other.
+    /// The only snapshot to start from, or `None` to try all candidates.
     pub base: Option<SnapshotId>,
-    /// Stop after this batch; the base must not have later ones.
+    /// The last batch to apply, or `None` for the end of the log. Snapshots that end later are not used.
     pub until: Option<Lsn>,
-    /// Refuse a state whose pages take more memory than this together, in bytes. A length on disk may be any
-    /// up to [`crate::limits::PAGE_LEN_MAX`], and zeros take no space there. A caller that reads a stranger's
-    /// files sets this.
+    /// Maximum total length of all pages in bytes; a larger state is rejected. A page on disk may claim any
+    /// length up to [`crate::limits::PAGE_LEN_MAX`], and zeros take no space there, so set this to read
+    /// untrusted files.
     pub page_bytes_max: u64,
 }
 
@@ -39,28 +39,29 @@ impl Default for RebuildOptions {
     }
 }
 
-/// A state with its bytes.
+/// A rebuilt state, including the pages' bytes.
 #[derive(Debug)]
 pub struct RebuiltStore {
-    /// How it came about.
+    /// The snapshot from which the state was computed, or `None` for the log's beginning.
     pub base: Option<SnapshotId>,
-    /// Pages and root.
+    /// The pages and the root.
     pub table: PageTable,
-    /// The pages' bytes.
+    /// The bytes of each page.
     pub contents: BTreeMap<PageId, Vec<u8>>,
-    /// The end of the log; `None` if the rebuild stopped before, at the batch asked for.
+    /// The end of the log, or `None` if the rebuild stopped earlier, at the requested batch.
     pub end: Option<LogEnd>,
-    /// Batches replayed after the base.
+    /// Number of batches replayed after the base.
     pub batches: u64,
-    /// Snapshots that could not be used, newest first; time was lost, not data.
+    /// Damage to candidates that could not be used, in the order in which they were tried. It cost time, not
+    /// data.
     pub passed_over: Vec<Damage>,
 }
 
-/// Computes the state of a store directory.
+/// Rebuilds the state of a store directory.
 ///
 /// # Errors
-/// The first [`Damage`] that no snapshot gets around. A start that the floor leaves out counts as one whose
-/// log is missing.
+/// Returns the [`Damage`] of the first candidate if none can be used. A start below the floor counts as one
+/// whose log is missing.
 pub fn rebuild(source: &dyn ReadAt, options: &RebuildOptions) -> Result<RebuiltStore, Damage> {
     let survey = Survey::read(source)?;
     let mut passed_over = Vec::new();
@@ -69,7 +70,7 @@ pub fn rebuild(source: &dyn ReadAt, options: &RebuildOptions) -> Result<RebuiltS
             options.base.is_none_or(|base| base == *snapshot)
                 && options.until.is_none_or(|until| manifest.end <= until)
         }
-        // It may be the one: then its damage is the answer.
+        // The unreadable link may be the requested one. If so, its damage is the result.
         Err(_) => true,
     };
     let snapshots = survey.links.keys().rev().copied().filter(wanted);
@@ -83,18 +84,19 @@ pub fn rebuild(source: &dyn ReadAt, options: &RebuildOptions) -> Result<RebuiltS
             Err(damage) => passed_over.push(damage),
         }
     }
-    // The newest snapshot's complaint names the damage; an older one's is mostly that its log is gone.
+    // Report the damage to the newest candidate. For older ones, it is usually just that their log is gone.
     let nothing = || Defect::Missing.at_lsn(FileName::Segment(1), SEGMENT_HEADER_BLOCK, Lsn(1));
     let of_line = survey.log.break_of_line().cloned();
     Err(passed_over.into_iter().next().or(of_line).unwrap_or_else(nothing))
 }
 
-/// The promise of the log's last seal: from where replay may start.
+/// The starts that the log's last seal promises.
 struct Promise<'s> {
     survey: &'s Survey,
     source: &'s dyn ReadAt,
-    /// Read when the first state before the log's end is asked for, by one more walk. `None` if no candidate
-    /// leads to the end: then no seal is known, and every candidate is tried.
+    /// The reach at the end of the log. Determined by one more walk when a state before the end is first
+    /// requested. `None` if no candidate leads to the end; no seal is known then, and every candidate is
+    /// tried.
     at_the_end: OnceCell<Option<(Lsn, Reach)>>,
 }
 
@@ -103,7 +105,8 @@ impl<'s> Promise<'s> {
         Self { survey, source, at_the_end: OnceCell::new() }
     }
 
-    /// Follows the log from a candidate to its end or to `until`, if the last seal lets replay start there.
+    /// Follows the log from a candidate to its end or to `until`, if the last seal promises that replay can
+    /// start there.
     fn follow(&self, base: Option<&Arc<Manifest>>, until: Option<Lsn>) -> Result<Resolution, Damage> {
         let Some(until) = until else { return Reach::follow(self.survey, self.source, base) };
         let at_the_end = self.at_the_end.get_or_init(|| Reach::at_the_end(self.survey, self.source));

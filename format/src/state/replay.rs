@@ -1,10 +1,10 @@
-//! From a snapshot and the log after it to the final page table: the part of recovery that needs no page's
-//! bytes.
+//! Replay: from a snapshot and the log after it to the final page table. This is the part of recovery that
+//! needs no page's bytes.
 //!
-//! A snapshot is fuzzy: each page was caught at its own Lsn. Replay skips operations that an image already
-//! has, skips pages that were deleted before they could be caught (tombstones), and takes any other page that
-//! it does not know for damage (SPEC R2). The table is resolved first, so that budgets are checked and pages
-//! are loaded at their final length (I10).
+//! A snapshot is fuzzy: each page was captured at its own Lsn. Replay skips operations that an image already
+//! includes and operations on pages that were deleted before they could be captured (tombstones). An
+//! operation on any other unknown page is damage (SPEC R2). The table is resolved first, so that budgets can
+//! be checked and pages are loaded at their final length (I10).
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -18,36 +18,36 @@ use crate::state::bases::{Base, Bases};
 use crate::state::page_changes::PageChanges;
 use crate::state::table::{PageInfo, PageTable, PlanMode};
 
-/// Follows the log from a snapshot, batch by batch, keeping table and bases.
+/// Follows the log from a snapshot, batch by batch, and maintains the page table and the bases.
 #[derive(Clone, Debug)]
 pub struct Resolver {
     table: PageTable,
     bases: Bases,
     tombstones: HashMap<PageId, Lsn>,
-    /// The batch up to which the root is already in the snapshot.
+    /// Batch up to which the snapshot includes changes of the root.
     root_lsn: Lsn,
-    /// The batch that replay must reach for all pages to stand at one Lsn.
+    /// Batch that replay must reach for all pages to represent one Lsn.
     end: Lsn,
-    /// No page was caught with a later batch: those are news for every page.
+    /// No page was captured with a batch above this one, so later batches apply to every page.
     caught_newest: Lsn,
 }
 
-/// The final state but for the bytes.
+/// The final state without the pages' bytes.
 #[derive(Clone, Debug)]
 pub struct ResolvedState {
-    /// Pages, root, and the numbers that never go back.
+    /// The pages, the root, and the counters that never decrease.
     pub table: PageTable,
     /// The base of each page of the table.
     pub bases: Bases,
 }
 
 impl ResolvedState {
-    /// The length of a page that has a base, in bytes.
+    /// Returns the final length, in bytes, of a page that has a base.
     pub(crate) fn final_len(&self, page: PageId) -> u64 {
         self.table.get(page).expect("every base is a page's").len
     }
 
-    /// Whether batch `lsn` is to be applied to the bytes of `page`.
+    /// Returns true if batch `lsn` must be applied to the bytes of `page`.
     #[must_use]
     pub fn applies(&self, page: PageId, lsn: Lsn) -> bool {
         self.bases.get(page).is_some_and(|base| lsn > base.lsn)
@@ -74,13 +74,13 @@ impl Resolver {
         Self::default()
     }
 
-    /// Starts from a snapshot.
+    /// Starts from a whole snapshot.
     #[must_use]
     pub fn from_manifest(manifest: &Arc<Manifest>) -> Self {
         Self::from_manifest_by(manifest, &SingleThread)
     }
 
-    /// As [`Resolver::from_manifest`], by several threads.
+    /// Starts like [`Resolver::from_manifest`], with several threads.
     #[must_use]
     pub fn from_manifest_by(manifest: &Arc<Manifest>, threads: &impl Share) -> Self {
         Self {
@@ -93,10 +93,11 @@ impl Resolver {
         }
     }
 
-    /// Follows one batch.
+    /// Applies one batch.
     ///
     /// # Errors
-    /// [`Defect::Batch`] if it cannot follow the state before it.
+    /// Returns [`Defect::Batch`] if the batch cannot follow the current state, or [`Defect::Memory`] if there
+    /// is no memory to plan it.
     pub fn batch(&mut self, lsn: Lsn, ops: &[OpAt<'_>]) -> Result<(), Defect> {
         if self.is_news(lsn)
             && let Some(changed) = self.table.change_bytes(lsn, ops)
@@ -113,13 +114,13 @@ impl Resolver {
         let news = ops.iter().filter(is_news);
         let changes =
             self.table.plan(lsn, news, PlanMode::Replay).map_err(|(_, refusal)| Defect::from(refusal))?;
-        // Most operations change bytes alone; whether those are news need not be asked twice.
+        // Most operations only change bytes and make no base, so `is_news` is not called again for them.
         let makes_base = |at: &&OpAt<'_>| {
             matches!(at.op, Op::Create { .. } | Op::Resize { .. } | Op::Image { .. } | Op::Delete { .. })
         };
         for OpAt { op, .. } in ops.iter().filter(makes_base).filter(is_news) {
             match op {
-                // The create is part of the base: the batch that contains it applies in full.
+                // The create is part of the base, so that the whole batch that contains it applies.
                 Op::Create { page, len, .. } => {
                     let before = Lsn(lsn.0 - 1);
                     let (image, resized) = (None, false);
@@ -130,7 +131,7 @@ impl Resolver {
                         self.bases.insert(*page, Base { resized: true, ..base });
                     }
                 }
-                // This batch is in the image; later ones apply.
+                // The image includes this batch; later batches apply.
                 Op::Image { page, len, image } => {
                     let (image, resized) = (Some(*image), false);
                     self.bases.insert(*page, Base { image, len: *len, lsn, resized });
@@ -145,23 +146,24 @@ impl Resolver {
         Ok(())
     }
 
-    /// Whether no page was caught with this batch or a later one.
+    /// Returns true if no page was captured with this batch or a later one.
     fn is_news(&self, lsn: Lsn) -> bool {
         lsn > self.caught_newest
     }
 
-    /// Follows many batches at once, as [`batch`](Self::batch) does each. Returns `false`, with nothing done,
-    /// if a page may have been caught with one of them, or if one cannot follow the state before it.
+    /// Applies many batches at once, with the same result as [`batch`](Self::batch) for each. Returns
+    /// `false`, with nothing applied, if a page may have been captured with one of them, or if one cannot
+    /// follow the state before it.
     pub fn page_changes(&mut self, changes: &PageChanges) -> bool {
         self.is_news(changes.first) && self.table.change_pages(changes)
     }
 
-    /// Follows a restore, whose table the caller read and checked. No snapshot is taken across a restore,
-    /// so the table is all there is.
+    /// Applies a restore, whose table the caller has read and checked. No snapshot spans a restore, so the
+    /// table contains the complete state.
     ///
     /// # Errors
-    /// [`Defect::Batch`] if the snapshot claims to have caught pages across it, or the table is not that of
-    /// this batch.
+    /// Returns [`Defect::Mismatch`] if the table is not that of this batch, or [`Defect::Batch`] if the
+    /// snapshot that replay started from ends at or after it.
     pub fn restore(&mut self, lsn: Lsn, table: Manifest) -> Result<(), Defect> {
         table.check_restored(lsn)?;
         if lsn <= self.end {
@@ -176,28 +178,30 @@ impl Resolver {
         Ok(())
     }
 
-    /// Whether batch `lsn`, which was followed, is to be applied to the bytes of `page`, as far as is known.
+    /// Returns true if batch `lsn`, which was already applied to the table, must be applied to the bytes of
+    /// `page`, as far as is known.
     #[must_use]
     pub fn applies(&self, page: PageId, lsn: Lsn) -> bool {
         self.bases.get(page).is_some_and(|base| lsn > base.lsn)
     }
 
-    /// The last batch followed.
+    /// Returns the last batch applied.
     #[must_use]
     pub fn lsn(&self) -> Lsn {
         self.table.lsn()
     }
 
-    /// The bases of the pages by now.
+    /// Returns the current bases of the pages.
     #[must_use]
     pub fn bases(&self) -> &Bases {
         &self.bases
     }
 
-    /// The final state, if the log has reached the snapshot's end (SPEC R3).
+    /// Returns the final state, after checking that the log reached the snapshot's end (SPEC R3).
     ///
     /// # Errors
-    /// [`Defect::Batch`] if the snapshot's end was not reached, or two pages have one key.
+    /// Returns [`Defect::Mismatch`] if the snapshot's end was not reached, or [`Defect::Batch`] if two pages
+    /// have the same key.
     pub fn finish(mut self) -> Result<ResolvedState, Defect> {
         if self.table.lsn() < self.end {
             return Err(Defect::Mismatch {
@@ -221,7 +225,7 @@ fn table_of(manifest: &Manifest, threads: &impl Share) -> PageTable {
     tables.into_iter().reduce(PageTable::joined).unwrap_or_else(|| of(&[]))
 }
 
-/// A page as a manifest's entry describes it.
+/// Converts a manifest's entry to a page description.
 #[must_use]
 pub fn page_info(entry: &ManifestEntry) -> PageInfo {
     PageInfo {

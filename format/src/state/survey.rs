@@ -1,6 +1,6 @@
-//! A survey of a store directory, as far as it can be read: STORE, the log, the links of snapshots.
+//! Surveys of a store directory: STORE, the log, and the links of snapshots, as far as they can be read.
 //!
-//! A [`Survey`] looks at every file and judges none. `follow` goes on from it to a state.
+//! A [`Survey`] examines every file and judges none. `follow` computes a state from it.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -19,66 +19,68 @@ use crate::store::StoreFile;
 /// The readable parts of a store directory.
 #[derive(Debug)]
 pub struct Survey {
-    /// The store's identity.
+    /// The content of STORE.
     pub store: StoreFile,
     /// The map of the log.
     pub log: LogMap,
-    /// The links of snapshots. [`Survey::snapshot`] puts a snapshot together from them.
+    /// The links of snapshots. [`Survey::snapshot`] combines them into a snapshot.
     pub links: Links,
 }
 
-/// The links of snapshots, one a file: the manifest with the health of its copies, or why it cannot be read.
-/// A link may be there for the snapshots that follow it only.
+/// Links of snapshots, one per file: the manifest and the condition of its copies, or the reason that it
+/// cannot be read. A link may exist only for the snapshots that follow it.
 pub type Links = BTreeMap<SnapshotId, Result<(Arc<Manifest>, CopyHealth), Damage>>;
 
-/// Reads a link whose copies are both good, and returns its header checksum too. `None` if anything is not as
-/// it should be.
+/// Reads a link with two valid copies, and returns it with its header checksum. Returns `None` if anything is
+/// wrong.
 pub type LinkReader<'a> = &'a dyn Fn(FileName) -> Option<(Manifest, u32)>;
 
-/// A place to start from: a snapshot, whole, or the log's beginning, which is `None`.
+/// A possible start: a whole snapshot, or `None` for the log's beginning.
 pub(crate) type Candidate = (Option<SnapshotId>, Result<Option<Arc<Manifest>>, Damage>);
 
 impl Survey {
-    /// Looks at every file.
+    /// Examines every file.
     ///
     /// # Errors
-    /// [`Damage`] if STORE is missing or unreadable, or a folder cannot be listed.
+    /// Returns [`Damage`] if STORE is missing or unreadable, a folder cannot be listed, or the system lacks a
+    /// resource.
     pub fn read(source: &dyn ReadAt) -> Result<Self, Damage> {
         Self::read_as(source, read_store(source)?)
     }
 
-    /// Looks at every file but STORE, whose content is given: an inspector that guesses the store's id goes
-    /// on where STORE is lost.
+    /// Examines every file except STORE, whose content is given. If STORE is lost, an inspector can continue
+    /// with a guess of the store's id.
     ///
     /// # Errors
-    /// [`Damage`] if a folder cannot be listed.
+    /// Returns [`Damage`] if a folder cannot be listed, or the system lacks a resource.
     pub fn read_as(source: &dyn ReadAt, store: StoreFile) -> Result<Self, Damage> {
         let log = LogMap::read(source, store.store)?;
         let links = read_links(source, &store, &|_| None)?;
         Ok(Self { store, log, links })
     }
 
-    /// The highest durable mark that manifests give: a manifest is published only when the log is durable
-    /// up to its end (I7).
+    /// Returns the highest durable mark in manifests. A manifest is published only when the log is durable up
+    /// to its `end` (I7).
     #[must_use]
     pub fn mark(&self) -> Lsn {
         self.readable().map(|manifest| manifest.end).max().unwrap_or_default()
     }
 
-    /// The links that can be read, oldest first, each as it is on disk: a change names only what changed.
+    /// Returns the readable links as they are on disk, oldest first. A change names only the pages that
+    /// changed.
     pub fn readable(&self) -> impl DoubleEndedIterator<Item = &Arc<Manifest>> + Clone {
         self.links.values().filter_map(|read| read.as_ref().ok()).map(|(manifest, _)| manifest)
     }
 
-    /// The links that make up a snapshot: its own first, its base last (SPEC L1 and L2).
+    /// Returns the links that form a snapshot, from its own to its base (SPEC L1 and L2).
     ///
     /// # Errors
-    /// [`Damage`] to one of them: it is missing, unreadable, or not the one that is followed; or there are
-    /// more than [`CHAIN_LINKS_MAX`].
+    /// Returns [`Damage`] if a link is missing, unreadable or not the one that its follower names, or if
+    /// there are more than [`CHAIN_LINKS_MAX`].
     pub fn chain(&self, snapshot: SnapshotId) -> Result<Vec<&Arc<Manifest>>, Damage> {
         let (newest, _) = self.link(snapshot)?;
         let mut chain = vec![newest];
-        // Numbers fall from link to link, so this ends.
+        // Numbers decrease from link to link, so this loop ends.
         while let Some(change) = chain.last()
             && let ManifestKind::Change { previous, .. } = change.kind
         {
@@ -91,11 +93,11 @@ impl Survey {
         Ok(chain)
     }
 
-    /// A whole snapshot: its chain of links merged. A base is given as it is. A merged one is made anew with
-    /// each call, as large as all of its links together at most.
+    /// Returns a whole snapshot. A base is returned as is. For other snapshots, every call merges the chain
+    /// anew, into a manifest at most as large as all its links together.
     ///
     /// # Errors
-    /// As for [`Survey::chain`].
+    /// Returns [`Damage`] as [`Survey::chain`] does, or if the merged manifest exceeds a limit.
     pub fn snapshot(&self, snapshot: SnapshotId) -> Result<Arc<Manifest>, Damage> {
         let chain = self.chain(snapshot)?;
         if let [base] = chain[..] {
@@ -105,11 +107,11 @@ impl Survey {
         merge(&links).map(Arc::new).map_err(|defect| defect.at(FileName::Manifest(snapshot.0), 0))
     }
 
-    /// The pages of a whole snapshot, in the order of their ids, for a caller that needs nothing else of
-    /// [`Survey::snapshot`]. No entry is copied.
+    /// Returns the pages of a whole snapshot in the order of their ids, without copying any entry. Cheaper
+    /// than [`Survey::snapshot`] if nothing else is needed.
     ///
     /// # Errors
-    /// As for [`Survey::chain`].
+    /// Returns [`Damage`] as [`Survey::chain`] does.
     pub fn entries(&self, snapshot: SnapshotId) -> Result<impl Iterator<Item = &ManifestEntry>, Damage> {
         let links: Vec<&Manifest> = self.chain(snapshot)?.into_iter().map(AsRef::as_ref).collect();
         merged_entries(&links).map_err(|defect| defect.at(FileName::Manifest(snapshot.0), 0))
@@ -122,21 +124,21 @@ impl Survey {
         }
     }
 
-    /// The candidates that a recovery may start from (SPEC R1), best first: the newest snapshot, older ones,
-    /// the log's beginning, which is `None`. A snapshot that cannot be read is there as its damage; each is
-    /// merged when it is asked for.
+    /// Returns the candidates from which recovery may start (SPEC R1), best first: the newest snapshot, older
+    /// ones, and the log's beginning, which is `None`. An unreadable snapshot is returned as its damage. Each
+    /// snapshot is merged only when the iterator reaches it.
     pub fn candidates(&self) -> impl Iterator<Item = Result<Option<Arc<Manifest>>, Damage>> + '_ {
         self.named_candidates().map(|(_, candidate)| candidate)
     }
 
-    /// The same, with the number of each; also of one that cannot be read.
+    /// Returns the same candidates with their numbers, including those of unreadable snapshots.
     pub fn named_candidates(&self) -> impl Iterator<Item = Candidate> + '_ {
         let snapshots =
             self.links.keys().rev().map(|snapshot| (Some(*snapshot), self.snapshot(*snapshot).map(Some)));
         snapshots.chain(self.beginning().map(|beginning| (None, beginning)))
     }
 
-    /// The log's beginning as a candidate, unless it was recycled.
+    /// Returns the log's beginning as a candidate, unless it was recycled.
     pub(crate) fn beginning(&self) -> Option<Result<Option<Arc<Manifest>>, Damage>> {
         match (self.log.beginning(), self.log.break_of_line()) {
             (Some(_), _) => Some(Ok(None)),
@@ -148,17 +150,18 @@ impl Survey {
 /// Reads the STORE file.
 ///
 /// # Errors
-/// [`Damage`] if it is missing or unreadable.
+/// Returns [`Damage`] if it is missing or invalid.
 pub fn read_store(source: &dyn ReadAt) -> Result<StoreFile, Damage> {
     let bytes = read_whole(source, FileName::Store)?;
     StoreFile::decode(&bytes).map_err(|defect| defect.at(FileName::Store, 0))
 }
 
-/// Reads the links of all snapshots. `faster` may read one in which nothing is wrong; if it returns `None`,
-/// the link is read the ordinary way, which names the defect.
+/// Reads the links of all snapshots. `faster` may read an intact link; if it returns `None`, the link is read
+/// in the ordinary way, which determines the defect.
 ///
 /// # Errors
-/// [`Damage`] if their folder cannot be listed; [`Defect::Shortage`] of any of them.
+/// Returns [`Damage`] if the folder cannot be listed, or with [`Defect::Shortage`] if the system lacks a
+/// resource for any link.
 pub fn read_links(source: &dyn ReadAt, store: &StoreFile, faster: LinkReader<'_>) -> Result<Links, Damage> {
     let mut links = Links::new();
     let names = source
@@ -172,10 +175,10 @@ pub fn read_links(source: &dyn ReadAt, store: &StoreFile, faster: LinkReader<'_>
                 None => read_manifest(source, file, store),
             };
             match read {
-                // A link that could not be read now must not be taken for a damaged one: an older snapshot
-                // would take its place.
+                // A link that temporarily cannot be read must not be mistaken for a damaged one, or an older
+                // snapshot would replace it.
                 Err(damage @ Damage { defect: Defect::Shortage { .. }, .. }) => return Err(damage),
-                // A writer removed it after the folder was listed.
+                // A writer removed the link after the folder was listed.
                 Err(Damage { defect: Defect::Missing, .. }) => continue,
                 _ => {}
             }
@@ -185,11 +188,11 @@ pub fn read_links(source: &dyn ReadAt, store: &StoreFile, faster: LinkReader<'_>
     Ok(links)
 }
 
-/// Reads one link of a snapshot, or a table of the same form. A change alone is no state:
+/// Reads one link of a snapshot, or a table of the same form. A change alone is not a state;
 /// [`Survey::snapshot`] follows the chain.
 ///
 /// # Errors
-/// [`Damage`] if neither copy is whole, or it is another store's or another file's.
+/// Returns [`Damage`] if neither copy is valid, or if it belongs to another store or another file.
 pub fn read_manifest(
     source: &dyn ReadAt,
     file: FileName,
@@ -203,7 +206,7 @@ pub fn read_manifest(
     Ok((manifest, health))
 }
 
-/// Refuses another store's or another file's manifest (SPEC M8).
+/// Checks that a manifest belongs to this store and this file (SPEC M8).
 fn check_file(manifest: &Manifest, file: FileName, store: &StoreFile) -> Result<(), Damage> {
     if manifest.store != store.store {
         return Err(Defect::Foreign.at(file, 0));
@@ -224,8 +227,9 @@ fn check_file(manifest: &Manifest, file: FileName, store: &StoreFile) -> Result<
     Ok(())
 }
 
-/// The manifest of a file of two equal copies, as nearly every one is. Only one piece of the second copy is
-/// held at a time. `None` if anything is not as it should be: then reading the whole file gives the defect.
+/// Reads a manifest whose two copies are equal, as those of nearly all files are. Holds only one piece of the
+/// second copy at a time. Returns `None` if anything is wrong; reading the whole file then determines the
+/// defect.
 fn read_copies(source: &dyn ReadAt, file: FileName) -> Option<(Manifest, CopyHealth)> {
     let len = source.len(file).ok()??;
     let mut header = [0; ManifestHeaderRaw::LEN];

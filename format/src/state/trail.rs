@@ -1,17 +1,16 @@
-//! Single pages of a state, without loading all of it: the locations of the operations that make a page
-//! from its base.
+//! Access to single pages of a state without loading all of it, through the locations of the operations that
+//! make each page from its base.
 //!
-//! [`Survey::resolve`] walks the log once and keeps only the table. [`Trails::follow`] does the same, and
-//! also notes for each page the locations of its operations: 56 bytes each, and as much for every mebibyte
-//! that one writes. Then [`Trails::load`] reads a page's base and its own operations, and nothing of other
-//! pages.
+//! [`Survey::resolve`] walks the log once and keeps only the table. [`Trails::follow`] does the same and also
+//! records the locations of each page's operations: 56 bytes per operation, and per MiB of a long write.
+//! [`Trails::load`] then reads a page's base and operations, and nothing of other pages.
 //!
-//! Of a long page any window can be had without the rest: [`Trails::prove`] proves its image once, and
-//! [`Trails::window`] reads what the window has of it, and those operations that reach there. An operation
-//! that sets elements here and there is read for each window between its first and its last one.
+//! Any window of a long page can be read without the rest. [`Trails::prove`] proves its image once;
+//! [`Trails::window`] reads the window's part of the image and the operations that reach into the window. An
+//! operation on scattered elements is read for each window between its first and its last element.
 //!
-//! A place keeps the checksum of the bytes that the walk proved there. A later read, while a writer recycles
-//! segments, gets these bytes or an error.
+//! A location includes the checksum of the bytes that the walk proved there. If a writer recycles segments
+//! meanwhile, a later read returns exactly these bytes or an error.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -34,27 +33,27 @@ use crate::state::replay::{ResolvedState, Resolver};
 use crate::state::survey::Survey;
 use crate::state::window::{PageWindow, load_base, load_window};
 
-/// More bytes of one write have several locations, so that a window of the page reads no more of them than it
-/// has.
+/// Maximum number of bytes of a write per location. Longer writes are split, so that reading a window of the
+/// page reads little more of them than the window contains.
 const WRITTEN_AT_ONCE: usize = 1 << 20;
 
-/// Where an operation lies in the log, or a part of the bytes that one writes.
+/// The location of an operation in the log, or of a part of the bytes of a write.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OpLocation {
     segment: u64,
-    /// From the segment's start.
+    /// Offset in bytes from the start of the segment.
     offset: u64,
     pub lsn: Lsn,
-    /// The bytes of its page that it can change.
+    /// Range of the page's bytes that it can change.
     from: u64,
     to: u64,
     len: u32,
     crc: u32,
-    /// Whether there lie bytes which go to `from`, and not an operation.
+    /// Whether the location contains only bytes to write at `from`, rather than an encoded operation.
     is_part: bool,
 }
 
-/// Where operations lie that were cut out of the payload of a frame.
+/// The payload of a frame whose operations are located.
 struct FramePart<'p> {
     header: &'p FrameHeader,
     payload: &'p [u8],
@@ -79,14 +78,14 @@ impl FramePart<'_> {
 }
 
 impl OpLocation {
-    /// The place of the operation `index` of a batch whose payload was checked.
+    /// Locates operation `index` of a batch whose payload was checked.
     pub fn new(header: &FrameHeader, payload: &[u8], ops: &[OpAt<'_>], index: usize) -> Self {
         let start = ops[index].body_at - OP_HEADER_LEN;
         let end = ops.get(index + 1).map_or(payload.len(), |next| next.body_at - OP_HEADER_LEN);
         FramePart { header, payload }.place(start..end, reach(&ops[index].op), false)
     }
 
-    /// As [`OpLocation::new`], but a long write has several, one behind the other.
+    /// Locates an operation like [`OpLocation::new`], but splits a long write into several locations.
     fn parts<'p>(
         header: &'p FrameHeader,
         payload: &'p [u8],
@@ -110,15 +109,15 @@ impl OpLocation {
         whole.into_iter().chain(parts)
     }
 
-    /// Whether it can change bytes of a window of its page.
+    /// Returns true if it can change bytes of a window of its page.
     pub fn reaches(&self, window: &Range<u64>) -> bool {
         self.from < window.end && window.start < self.to
     }
 
-    /// Reads what lies there, and applies it to its page.
+    /// Reads the operation, and applies it to its page.
     ///
     /// # Errors
-    /// [`Damage`] if it is not what was checked.
+    /// Returns [`Damage`] if the bytes are not those that were checked.
     pub fn apply(&self, source: &dyn ReadAt, page: PageId, target: &mut PageWindow) -> Result<(), Damage> {
         let bytes = self.read(source)?;
         if self.is_part {
@@ -129,7 +128,7 @@ impl OpLocation {
         Ok(())
     }
 
-    /// Notes the bytes of the page that it writes.
+    /// Records the bytes of the page that it writes.
     fn note_in(&self, source: &dyn ReadAt, coverage: &mut Coverage) -> Result<(), Damage> {
         if self.is_part {
             coverage.write(self.from..self.to);
@@ -143,7 +142,7 @@ impl OpLocation {
     /// Reads the operation's bytes, for [`decode_single`].
     ///
     /// # Errors
-    /// [`Damage`] if they are not those that were checked.
+    /// Returns [`Damage`] if they are not those that were checked.
     pub fn read(&self, source: &dyn ReadAt) -> Result<Vec<u8>, Damage> {
         let file = FileName::Segment(self.segment);
         let bytes =
@@ -152,14 +151,14 @@ impl OpLocation {
         Ok(bytes)
     }
 
-    /// A defect of this operation.
+    /// Locates a defect at this operation.
     pub fn at(&self, defect: Defect) -> Damage {
         defect.at_lsn(FileName::Segment(self.segment), self.offset, self.lsn)
     }
 }
 
-/// The bytes of its page that an operation can change. One that makes the page anew, longer or shorter counts
-/// everywhere: it says how long the page is by then.
+/// Returns the range of the page's bytes that an operation can change. A create, resize or delete reaches
+/// everywhere, because it determines the length of the page.
 pub(crate) fn reach(op: &Op<'_>) -> Range<u64> {
     match (op, op.range()) {
         (Op::Scatter { width, base, indices, .. }, Some((_, len))) => {
@@ -174,7 +173,7 @@ pub(crate) fn reach(op: &Op<'_>) -> Range<u64> {
     }
 }
 
-/// A page of which any window can be had: its image, if it is made from one, was proven.
+/// A page whose base is proven, so that any window of it can be read.
 #[derive(Clone, Debug)]
 pub struct ProvenPage {
     page: PageId,
@@ -183,7 +182,7 @@ pub struct ProvenPage {
 }
 
 impl ProvenPage {
-    /// Proves what a page is made from: an image of `base_len` bytes, or as many zeros.
+    /// Proves the base of a page: an image of `base_len` bytes, or zeros.
     pub(crate) fn prove(
         source: &dyn ReadAt,
         page: PageId,
@@ -194,7 +193,7 @@ impl ProvenPage {
         Ok(Self { page, base_len, image })
     }
 
-    /// A window of it, with these operations on top.
+    /// Reads a window of the page, with these operations applied.
     pub(crate) fn window(
         &self,
         source: &dyn ReadAt,
@@ -209,8 +208,8 @@ impl ProvenPage {
     }
 }
 
-/// One page with the operations on top of what it is made from, noted by a walk of the caller's own: for a
-/// page that is too long to be put together in memory.
+/// A proven base and the operations on top of it, recorded by the caller's own walk, for a page too long for
+/// memory.
 #[derive(Debug)]
 pub struct PageTrail {
     proven: ProvenPage,
@@ -218,18 +217,19 @@ pub struct PageTrail {
 }
 
 impl PageTrail {
-    /// Proves what the page is made from.
+    /// Proves the base of the page.
     ///
     /// # Errors
-    /// [`Damage`] in its image, or there is no memory.
+    /// Returns [`Damage`] in its image, or if there is no memory.
     pub fn prove(source: &dyn ReadAt, page: PageId, base: &Base) -> Result<Self, Damage> {
         Ok(Self { proven: ProvenPage::prove(source, page, base.image, base.len)?, locations: Vec::new() })
     }
 
-    /// Notes operation `index` of a batch whose payload was checked: it is on this page, and after its base.
+    /// Records operation `index` of a batch whose payload was checked. It must apply to this page and follow
+    /// its base.
     ///
     /// # Errors
-    /// [`Defect::Memory`].
+    /// Returns [`Defect::Memory`] if there is no memory for the location.
     pub fn note(
         &mut self,
         header: &FrameHeader,
@@ -240,11 +240,12 @@ impl PageTrail {
         note(&mut self.locations, header, payload, ops, index)
     }
 
-    /// A window of the page as it is after these operations, which ends where the page does or before.
+    /// Reads a window of the page as it is after the recorded operations. The window must not extend past the
+    /// end of the page.
     ///
     /// # Errors
-    /// [`Damage`] that was not there when the page was proven and its operations noted, or there is no
-    /// memory.
+    /// Returns [`Damage`] that occurred after the page was proven and its operations recorded, or if there is
+    /// no memory.
     pub fn window(&self, source: &dyn ReadAt, window: &Range<u64>) -> Result<Vec<u8>, Damage> {
         self.proven.window(source, &self.locations, window)
     }
@@ -266,7 +267,7 @@ fn note(
     Ok(())
 }
 
-/// The operations that a page's bytes need on top of its base, for all pages of a state.
+/// The locations of the operations on top of the bases, for all pages of a state.
 #[derive(Debug, Default)]
 pub struct Trails {
     pages: HashMap<PageId, Vec<OpLocation>>,
@@ -274,11 +275,11 @@ pub struct Trails {
 }
 
 impl Trails {
-    /// Follows the log as [`Survey::resolve`] does, and notes where each page's operations lie. After an
-    /// error [`Trails::point`] says how far it came.
+    /// Follows the log like [`Survey::resolve`], and records the locations of each page's operations. After
+    /// an error, [`Trails::point`] returns the point reached.
     ///
     /// # Errors
-    /// As for [`Survey::resolve`].
+    /// Returns [`Damage`] as [`Survey::resolve`] does, or if there is no memory for a location.
     pub fn follow(
         &mut self,
         survey: &Survey,
@@ -293,7 +294,7 @@ impl Trails {
             self.note(resolver, frame, ops)
                 .map_err(|defect| defect.at_lsn(FileName::Segment(header.segment), header.offset, header.lsn))
         })?;
-        // A page that was made anew on the way, by a restore or a create, needs nothing from before.
+        // A page re-created on the way, by a restore or a create, needs no earlier operations.
         let resolved = &resolution.resolved;
         self.pages.retain(|page, locations| {
             locations.retain(|location| resolved.applies(*page, location.lsn));
@@ -317,26 +318,27 @@ impl Trails {
         Ok(())
     }
 
-    /// The end of the last batch that was followed, whether or not the walk ended well.
+    /// Returns the end of the last batch followed, whether or not the walk succeeded.
     #[must_use]
     pub fn point(&self) -> LogPoint {
         self.point
     }
 
-    /// The image that holds exactly a page's bytes, if there is one.
+    /// Returns the image that contains exactly a page's bytes, if there is one.
     #[must_use]
     pub fn exact_image(&self, resolved: &ResolvedState, page: PageId) -> Option<ImageRef> {
         let base = resolved.bases.get(page).filter(|_| !self.pages.contains_key(&page))?;
         base.image
     }
 
-    /// Puts the bytes of one page together.
+    /// Loads the bytes of one page.
     ///
     /// # Errors
-    /// [`Damage`] in its image or one of its operations; [`Defect::Memory`] if there is no room for it.
+    /// Returns [`Damage`] in its image or one of its operations, or with [`Defect::Memory`] if there is no
+    /// memory for it.
     ///
     /// # Panics
-    /// If the page is not in the state's table.
+    /// Panics if the page is not in the state's table.
     pub fn load(
         &self,
         source: &dyn ReadAt,
@@ -359,14 +361,14 @@ impl Trails {
         Ok(whole.into_bytes())
     }
 
-    /// Proves what a page is made from, so that its bytes can be had window by window. Its operations were
-    /// proven where they were noted.
+    /// Proves the base of a page, so that the page can be read by windows. Its operations were proven when
+    /// they were recorded.
     ///
     /// # Errors
-    /// [`Damage`] in its image.
+    /// Returns [`Damage`] in its image.
     ///
     /// # Panics
-    /// If the page is not in the state's table.
+    /// Panics if the page is not in the state's table.
     pub fn prove(
         &self,
         source: &dyn ReadAt,
@@ -383,11 +385,11 @@ impl Trails {
         })
     }
 
-    /// Whether batches wrote all of a page since its image, so that no byte of the image is left in it.
-    /// Operations that cannot be read any more hide nothing.
+    /// Returns true if batches have overwritten every byte of a page's image. Operations that can no longer
+    /// be read hide nothing.
     ///
     /// # Panics
-    /// If the page is not in the state's table.
+    /// Panics if the page is not in the state's table.
     #[must_use]
     pub fn hides_image(&self, source: &dyn ReadAt, resolved: &ResolvedState, page: PageId) -> bool {
         let base = resolved.bases.get(page).expect("a page of the table");
@@ -397,11 +399,11 @@ impl Trails {
         noted.is_ok() && coverage.is_whole()
     }
 
-    /// The bytes of a window of a page, which ends where the page does in this state or before.
+    /// Reads a window of a page. It must not extend past the end of the page in this state.
     ///
     /// # Errors
-    /// [`Damage`] in its image, which held when it was proven, or in one of its operations;
-    /// [`Defect::Memory`] if there is no room for it.
+    /// Returns [`Damage`] in its image that occurred after it was proven, or in one of its operations, or
+    /// with [`Defect::Memory`] if there is no memory for it.
     pub fn window(
         &self,
         source: &dyn ReadAt,

@@ -1,5 +1,5 @@
-//! A page as the table holds it: half the size of a [`PageInfo`], because each table of an open store has one
-//! a page.
+//! Compact table entries of pages. An entry is half the size of a [`PageInfo`], because every table of an
+//! open store has one per page.
 
 use std::sync::Arc;
 
@@ -9,22 +9,22 @@ use crate::value::SharedMetadata;
 
 use super::{PageInfo, Refusal};
 
-/// The table's entry of a page, without its id: its place in the table gives that.
+/// The table's entry of a page. It omits the id, which its position in the table determines.
 #[derive(Clone, Debug)]
 pub struct PageEntry {
-    /// The page's version.
+    /// The version of the page.
     pub epoch: Epoch,
-    /// The batch that changed the page last, or moved it.
+    /// The batch that last changed or moved the page.
     pub lsn: Lsn,
     shape: PageShape,
 }
 
-/// All that a table says of a page besides its numbers: length, place, key and metadata.
+/// The properties of a page other than its epoch and Lsn: length, place, key and metadata.
 #[derive(Clone, Debug)]
 pub struct PageShape {
-    /// The length, and where that cannot reach the place.
+    /// Length in the low bits, place in the high bits.
     len_and_place: u64,
-    /// The parts that few pages have.
+    /// Key and metadata, which few pages have.
     named: Option<Arc<NamedEntry>>,
 }
 
@@ -34,7 +34,7 @@ struct NamedEntry {
     metadata: SharedMetadata,
 }
 
-/// The length takes the bits below this one, the place those from there on.
+/// Lowest bit of the place. The length uses the bits below it.
 const PLACE_BIT: u32 = u64::BITS - u16::BITS;
 const _: () = assert!(PAGE_LEN_MAX < 1 << PLACE_BIT);
 const _: () = assert!(size_of::<PageEntry>() == 32);
@@ -45,20 +45,20 @@ fn pack(len: u64, place: Place) -> u64 {
 }
 
 impl PageShape {
-    /// The page's length in bytes.
+    /// Returns the length of the page in bytes.
     #[must_use]
     #[expect(clippy::len_without_is_empty, reason = "a page of no bytes is as good as any other")]
     pub fn len(&self) -> u64 {
         self.len_and_place & ((1 << PLACE_BIT) - 1)
     }
 
-    /// The page's place.
+    /// Returns the place of the page.
     #[must_use]
     pub fn place(&self) -> Place {
         Place::from_bits((self.len_and_place >> PLACE_BIT) as u16).expect("packed from a place")
     }
 
-    /// The user's name for the page.
+    /// Returns the user's key for the page.
     #[must_use]
     pub fn key(&self) -> Option<&Key> {
         self.named.as_ref()?.key.as_ref()
@@ -68,15 +68,16 @@ impl PageShape {
         self.named.as_ref().map(|named| named.metadata.clone()).unwrap_or_default()
     }
 
-    /// The page as a [`PageInfo`], with these numbers.
+    /// Returns the page as a [`PageInfo`], with this epoch and Lsn.
     #[must_use]
     pub fn info(&self, page: PageId, epoch: Epoch, lsn: Lsn) -> PageInfo {
         let (key, metadata) = (self.key().cloned(), self.metadata());
         PageInfo { page, key, len: self.len(), epoch, lsn, place: self.place(), metadata }
     }
 
-    /// Becomes a newer shape of the same page, with the same key. Parts that both share are left alone:
-    /// others share them too, and their reference counts are dear to change if several threads do it at once.
+    /// Updates to a newer shape of the same page with the same key. Parts that both share are not replaced:
+    /// other owners share them as well, and changing their reference counts from several threads at once is
+    /// expensive.
     pub fn become_newer(&mut self, newer: &PageInfo) {
         self.len_and_place = pack(newer.len, newer.place);
         let is_same = match &self.named {
@@ -88,8 +89,8 @@ impl PageShape {
         }
     }
 
-    /// Whether a newer state of the page differs by its numbers and its place alone, as far as that is known
-    /// without a look at the metadata.
+    /// Returns true if a newer state of the page is known to differ only in its epoch, Lsn and place, without
+    /// a comparison of the metadata's contents.
     #[must_use]
     pub fn is_same_but_place(&self, newer: &PageInfo) -> bool {
         let is_same = match &self.named {
@@ -109,7 +110,7 @@ impl From<&PageInfo> for PageShape {
     }
 }
 
-/// A shape without named parts equals one whose name and metadata are empty.
+/// A shape without named parts equals one with an empty name and empty metadata.
 impl PartialEq for PageShape {
     fn eq(&self, other: &Self) -> bool {
         self.len_and_place == other.len_and_place
@@ -119,44 +120,44 @@ impl PartialEq for PageShape {
 }
 
 impl PageEntry {
-    /// The page's length in bytes.
+    /// Returns the length of the page in bytes.
     #[must_use]
     #[expect(clippy::len_without_is_empty, reason = "a page of no bytes is as good as any other")]
     pub fn len(&self) -> u64 {
         self.shape.len()
     }
 
-    /// The page's place.
+    /// Returns the place of the page.
     #[must_use]
     pub fn place(&self) -> Place {
         self.shape.place()
     }
 
-    /// The user's name for the page.
+    /// Returns the user's key for the page.
     #[must_use]
     pub fn key(&self) -> Option<&Key> {
         self.shape.key()
     }
 
-    /// All that it says besides the numbers.
+    /// Returns the properties other than epoch and Lsn.
     #[must_use]
     pub fn shape(&self) -> &PageShape {
         &self.shape
     }
 
-    /// The page as a [`PageInfo`].
+    /// Returns the page as a [`PageInfo`].
     #[must_use]
     pub fn info(&self, page: PageId) -> PageInfo {
         self.shape.info(page, self.epoch, self.lsn)
     }
 
-    /// Becomes a newer state of the same page, with the same key.
+    /// Updates to a newer state of the same page with the same key.
     pub(super) fn become_newer(&mut self, newer: &PageInfo) {
         (self.epoch, self.lsn) = (newer.epoch, newer.lsn);
         self.shape.become_newer(newer);
     }
 
-    /// The range of a change of bytes must lie within the page.
+    /// Checks that a changed range lies within the page.
     pub(super) fn check_range(&self, page: PageId, offset: u64, len: u64) -> Result<(), Refusal> {
         check_range(page, self.len(), offset, len)
     }
@@ -174,7 +175,7 @@ impl PartialEq for PageEntry {
     }
 }
 
-/// The range of a change of bytes must lie within its page.
+/// Checks that a changed range lies within a page of length `page_len`.
 pub(super) fn check_range(page: PageId, page_len: u64, offset: u64, len: u64) -> Result<(), Refusal> {
     match offset.checked_add(len) {
         Some(end) if end <= page_len => Ok(()),
@@ -216,7 +217,7 @@ mod tests {
                 let info = PageInfo { len, place, epoch, lsn, ..info.clone() };
                 let entry = PageEntry::from(&info);
                 assert_eq!((entry.info(info.page), entry.len()), (info.clone(), len));
-                // It becomes the state that it was made from, whatever it was before.
+                // Updating produces this state from any earlier one.
                 for metadata in [named(None, None), named(None, Some("other"))].map(|info| info.metadata) {
                     let before = PageInfo { metadata, len: 5, place: Place::Host, ..info.clone() };
                     let mut newer = PageEntry::from(&before);

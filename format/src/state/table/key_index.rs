@@ -1,24 +1,26 @@
-//! The pages by their keys. A hash map that grows takes memory for twice as many keys at once. Where a batch
-//! that is logged is installed, a refusal would come too late. So there are many maps, and each stays short.
+//! The index from keys to pages, sharded over many small maps.
+//!
+//! A hash map that grows temporarily needs memory for twice as many keys. When a logged batch is installed,
+//! it is too late to report a lack of memory, so every map must stay small.
 
 use std::collections::HashMap;
 
 use crate::ids::{Key, PageId};
 
-/// The number of maps. Each takes less than 64 KiB of memory up to half a million keys, and less than a
-/// mebibyte up to ten million.
+/// Number of maps. Each takes less than 64 KiB with up to half a million keys in total, and less than 1 MiB
+/// with up to ten million.
 const SHARDS: usize = 512;
 
-/// The pages by their keys.
+/// A map from keys to pages.
 #[derive(Clone, Debug, Default)]
 pub(super) struct KeyIndex {
-    /// None at all before the first key.
+    /// Empty until the first key is inserted.
     shards: Vec<HashMap<Key, PageId>>,
 }
 
 impl KeyIndex {
     fn shard(key: &Key) -> usize {
-        // A map hashes the key once more, so this sum is a quick one.
+        // The map hashes the key again, so a fast hash is sufficient here.
         crc32fast::hash(key.as_bytes()) as usize % SHARDS
     }
 
@@ -51,7 +53,7 @@ impl KeyIndex {
     }
 }
 
-/// The map that has a key makes no difference.
+/// Compares contents, however they are distributed over the maps.
 impl PartialEq for KeyIndex {
     fn eq(&self, other: &Self) -> bool {
         let mut pairs = self.shards.iter().flatten();

@@ -1,8 +1,8 @@
-//! The page table, and what a batch does to it.
+//! The page table, and the effect of batches on it.
 //!
-//! One pure function, [`PageTable::plan`], says what a batch changes or why it cannot. Commits validate
-//! with it, the applier installs what it returned, recovery and `rebuild` replay through it: there is no
-//! second opinion on what a batch means.
+//! One pure function, [`PageTable::plan`], determines what a batch changes or why it cannot be applied.
+//! Commits validate with it, the applier installs its result, and recovery and `rebuild` replay through it,
+//! so a batch has only one interpretation.
 
 mod entry;
 mod key_index;
@@ -22,19 +22,19 @@ use crate::state::by_id::ById;
 use crate::state::page_changes::{PageChange, PageChanges};
 use crate::value::{Metadata, SharedMetadata};
 
-/// The properties of a page besides its bytes.
+/// The properties of a page except its bytes.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct PageInfo {
     /// The page's id.
     pub page: PageId,
-    /// The user's name for it.
+    /// The user's key for the page.
     pub key: Option<Key>,
-    /// Its length in bytes.
+    /// The length of the page in bytes.
     pub len: u64,
-    /// The page's version.
+    /// The version of the page.
     pub epoch: Epoch,
-    /// The batch that changed it last, or moved it.
+    /// The batch that last changed or moved the page.
     pub lsn: Lsn,
     /// The page's place.
     pub place: Place,
@@ -43,7 +43,7 @@ pub struct PageInfo {
 }
 
 impl PageInfo {
-    /// A page as an image or a create describes it.
+    /// Creates the description of a page without a key or metadata.
     #[must_use]
     pub fn new(page: PageId, len: u64, place: Place) -> Self {
         Self {
@@ -58,11 +58,11 @@ impl PageInfo {
     }
 }
 
-/// All pages, the root, and the numbers that never go back.
+/// All pages, the root, and the counters that never decrease.
 #[derive(Clone, Debug, Default)]
 pub struct PageTable {
     pages: ById<PageId, PageEntry>,
-    /// Whether pages are flagged when they change.
+    /// Whether changed pages are flagged.
     is_watched: bool,
     keys: KeyIndex,
     root: Arc<Metadata>,
@@ -71,7 +71,7 @@ pub struct PageTable {
     lsn: Lsn,
 }
 
-/// Which pages are watched is no part of the state.
+/// Compares states only: flags of changed pages are not part of the state.
 impl PartialEq for PageTable {
     fn eq(&self, other: &Self) -> bool {
         let numbers = |table: &Self| (table.next_page, table.epoch_high, table.lsn);
@@ -83,16 +83,17 @@ impl PartialEq for PageTable {
 }
 
 impl PageTable {
-    /// An empty table.
+    /// Creates an empty table.
     #[must_use]
     pub fn new() -> Self {
         Self { next_page: 1, ..Self::default() }
     }
 
-    /// A table as a manifest describes it. Keys are indexed later, by [`PageTable::index_keys`].
+    /// Creates a table from the contents of a manifest. Keys are not indexed yet; see
+    /// [`PageTable::index_keys`].
     ///
     /// # Panics
-    /// If a page is longer, or its place's number higher, than the format allows.
+    /// Panics if a page's length or the ordinal of its place exceeds the limits of the format.
     #[must_use]
     pub fn from_parts(
         pages: impl IntoIterator<Item = PageInfo>,
@@ -110,7 +111,7 @@ impl PageTable {
         Self { pages, is_watched: false, keys: KeyIndex::default(), root, next_page, epoch_high, lsn }
     }
 
-    /// This table with the pages of another one, whose ids are all above its own.
+    /// Appends the pages of another table, whose ids must all be above those in this one.
     #[must_use]
     pub(crate) fn joined(mut self, behind: Self) -> Self {
         self.pages.absorb(behind.pages);
@@ -119,82 +120,81 @@ impl PageTable {
         self
     }
 
-    /// Looks up a page.
+    /// Returns the properties of a page.
     #[must_use]
     pub fn get(&self, page: PageId) -> Option<PageInfo> {
         Some(self.pages.get(page)?.info(page))
     }
 
-    /// Looks up a page as the table holds it: neither key nor metadata is copied.
+    /// Returns a page as stored in the table, without copying its key or metadata.
     #[must_use]
     pub fn entry(&self, page: PageId) -> Option<&PageEntry> {
         self.pages.get(page)
     }
 
-    /// The page that has a key.
+    /// Returns the page that has a key.
     #[must_use]
     pub fn get_key(&self, key: &Key) -> Option<PageInfo> {
         self.keys.get(key).and_then(|page| self.get(*page))
     }
 
-    /// All pages, in the order of their ids.
+    /// Returns all pages, in the order of their ids.
     pub fn pages(&self) -> impl ExactSizeIterator<Item = PageInfo> {
         self.pages.iter().map(|(page, entry)| entry.info(page))
     }
 
-    /// All pages as the table holds them, in the order of their ids.
+    /// Returns all pages as stored in the table, in the order of their ids.
     pub fn entries(&self) -> impl ExactSizeIterator<Item = (PageId, &PageEntry)> {
         self.pages.iter()
     }
 
-    /// Places and lengths of all pages, in the order of their ids: the parts that take memory, without the
-    /// rest.
+    /// Returns the places and lengths of all pages, in the order of their ids.
     pub fn lens(&self) -> impl ExactSizeIterator<Item = (PageId, Place, u64)> {
         self.pages.iter().map(|(page, entry)| (page, entry.place(), entry.len()))
     }
 
-    /// The same of these two pages, and of those between them.
+    /// Returns the places and lengths of the pages from `first` to `last`, inclusive.
     pub fn lens_between(&self, first: PageId, last: PageId) -> impl Iterator<Item = (PageId, Place, u64)> {
         self.pages.range(first, last).map(|(page, entry)| (page, entry.place(), entry.len()))
     }
 
-    /// The batches that changed or moved all pages last, in the order of the pages' ids.
+    /// Returns the batch that last changed or moved each page, in the order of the pages' ids.
     pub fn lsns(&self) -> impl ExactSizeIterator<Item = (PageId, Lsn)> {
         self.pages.iter().map(|(page, entry)| (page, entry.lsn))
     }
 
-    /// The root's metadata.
+    /// Returns the root's metadata.
     #[must_use]
     pub fn root(&self) -> &Arc<Metadata> {
         &self.root
     }
 
-    /// The next page id; all ids below it are used.
+    /// Returns the next page id to assign; all lower ids have been assigned.
     #[must_use]
     pub fn next_page(&self) -> u64 {
         self.next_page
     }
 
-    /// The highest epoch that any page ever had.
+    /// Returns the highest epoch that any page ever had.
     #[must_use]
     pub fn epoch_high(&self) -> Epoch {
         self.epoch_high
     }
 
-    /// The last batch installed.
+    /// Returns the last batch installed.
     #[must_use]
     pub fn lsn(&self) -> Lsn {
         self.lsn
     }
 
-    /// Makes a plan real. Keys follow, so that a table that serves lookups stays indexed.
+    /// Applies a plan. The key index is updated as well, so a table that serves lookups stays indexed.
     pub fn install(&mut self, changes: &Changes) {
         for (page, state) in changes.pages() {
             if self.is_watched {
                 self.pages.flag(*page);
             }
             let Some(info) = state else {
-                // A key may already be another page's: freed and given again in one batch.
+                // The key may already belong to another page, if the batch freed it and assigned it again.
                 if let Some(entry) = self.pages.remove(*page)
                     && let Some(key) = entry.key()
                     && self.keys.get(key) == Some(page)
@@ -206,7 +206,7 @@ impl PageTable {
             self.epoch_high = self.epoch_high.max(info.epoch);
             match self.pages.get_mut(*page) {
                 Some(old) if old.key() == info.key.as_ref() => old.become_newer(info),
-                // A new page. A log that another program wrote may create a page that is there.
+                // A new page. In a log from another program, a create may also name an existing page.
                 _ => {
                     self.pages.insert(*page, PageEntry::from(info));
                     if let Some(key) = &info.key {
@@ -222,13 +222,15 @@ impl PageTable {
         self.lsn = self.lsn.max(changes.lsn);
     }
 
-    /// As [`PageTable::plan`] and [`PageTable::install`], for a batch that changes bytes and nothing else, as
-    /// nearly all batches of a long log do: it works on the pages in place. In a profile of the replay of
-    /// 256-byte deltas, copies of their states, and the map of those copies, took an eighth of all time.
-    /// `None`, with nothing done, if the batch does more. No page has a batch as late as this one.
+    /// Plans and installs a batch that only changes bytes, as nearly all batches of a long log do. It updates
+    /// pages in place; in a profile of the replay of 256-byte deltas, copies of page states and the map of
+    /// these copies took an eighth of the total time.
+    ///
+    /// Returns `None`, with nothing changed, if the batch does more. No page may already include this batch
+    /// or a later one.
     ///
     /// # Errors
-    /// A [`Refusal`]; nothing is changed.
+    /// Returns a [`Refusal`], with nothing changed.
     pub(crate) fn change_bytes(&mut self, lsn: Lsn, ops: &[OpAt<'_>]) -> Option<Result<(), Refusal>> {
         if ops.iter().any(|at| at.op.byte_change().is_none()) {
             return None;
@@ -247,7 +249,7 @@ impl PageTable {
                 self.pages.flag(page);
             }
             let entry = self.pages.get_mut(page).expect("it was there just now");
-            // Once a batch.
+            // The epoch rises once per batch.
             if entry.lsn < lsn {
                 entry.lsn = lsn;
                 entry.epoch.0 += 1;
@@ -258,8 +260,9 @@ impl PageTable {
         Some(Ok(()))
     }
 
-    /// As [`change_bytes`](Self::change_bytes), of many batches at once, none of which the table has. Returns
-    /// whether each of them can follow the one before; if not, nothing is changed.
+    /// Applies the summary of many batches, with the same result as [`change_bytes`](Self::change_bytes) for
+    /// each. Returns false, with nothing changed, if the table already includes one of them or one cannot
+    /// follow the state before it.
     pub(crate) fn change_pages(&mut self, changes: &PageChanges) -> bool {
         let fits = |change: &PageChange| {
             self.pages.get(change.page).is_some_and(|entry| {
@@ -283,10 +286,11 @@ impl PageTable {
         do_follow
     }
 
-    /// Replaces pages and root by those of an earlier state; the numbers that never go back stay.
+    /// Replaces the pages and the root by those of an earlier state. Counters that never decrease keep their
+    /// values.
     ///
     /// # Panics
-    /// As for [`PageTable::from_parts`].
+    /// Panics as [`PageTable::from_parts`] does.
     pub fn replace(&mut self, lsn: Lsn, pages: impl IntoIterator<Item = PageInfo>, root: Arc<Metadata>) {
         let new = Self::from_parts(pages, root, self.next_page, self.epoch_high, lsn);
         let mut before = std::mem::replace(self, new);
@@ -297,31 +301,31 @@ impl PageTable {
         }
     }
 
-    /// Begins to note which pages [`PageTable::install`] and [`PageTable::replace`] change. These pages count
-    /// as changed already.
+    /// Starts to track which pages [`PageTable::install`] and [`PageTable::replace`] change. The pages in
+    /// `changed` count as changed from the start.
     pub fn watch(&mut self, changed: impl IntoIterator<Item = PageId>) {
         self.is_watched = true;
         changed.into_iter().for_each(|page| self.pages.flag(page));
     }
 
-    /// The pages that changed, or are gone, and were not settled since; ascending. None if the table is not
-    /// watched.
+    /// Returns the pages that were changed or deleted and not settled since, in ascending order. The list is
+    /// empty if changes are not tracked.
     ///
     /// # Errors
-    /// [`Defect::Memory`].
+    /// Returns [`Defect::Memory`] if there is no memory for the list.
     pub fn changed(&mut self) -> Result<Vec<PageId>, Defect> {
         self.pages.flagged()
     }
 
-    /// Forgets that these pages changed: the caller knows them as they are now.
+    /// Clears the changed state of these pages, once the caller knows their current state.
     pub fn settle(&mut self, pages: impl IntoIterator<Item = PageId>) {
         pages.into_iter().for_each(|page| self.pages.unflag(page));
     }
 
-    /// Indexes the keys of the final state.
+    /// Builds the key index of the final state.
     ///
     /// # Errors
-    /// [`Refusal::KeyTaken`] if two pages have the same key.
+    /// Returns [`Refusal::KeyTaken`] if two pages have the same key.
     pub fn index_keys(&mut self) -> Result<(), Refusal> {
         self.keys.clear();
         for (page, entry) in self.pages.iter() {

@@ -1,4 +1,5 @@
-//! The plan of a batch: one pure function says what the batch changes in a page table, or why it cannot.
+//! Plans of batches: a pure function determines what a batch changes in a page table, or why it cannot be
+//! applied.
 
 use std::cmp::Ordering;
 use std::collections::{HashMap, HashSet};
@@ -17,26 +18,27 @@ use crate::value::{Metadata, encode_metadata};
 /// The changes of one batch: the final state of every page that it touches.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Changes {
-    /// The batch's number.
+    /// The Lsn of the batch.
     pub lsn: Lsn,
-    /// Inline if it is one page, as most often. A committer's thread makes these and the applier drops them.
-    /// If one thread frees memory that another allocated, both wait for the allocator's lock.
+    /// Stored inline for a single page, the most common case. A committing thread creates these and the
+    /// applier drops them; freeing memory that another thread allocated would make both wait for the
+    /// allocator's lock.
     pages: SmallVec<[(PageId, Option<PageInfo>); 1]>,
-    /// The root, if it changed.
+    /// The new root, if it changed.
     pub root: Option<Arc<Metadata>>,
     /// One past the highest page id created.
     pub(super) next_page: u64,
 }
 
 impl Changes {
-    /// The pages touched, in the order of their first mention; `None` is a page that is gone.
+    /// Returns the touched pages in the order of their first mention; `None` for a deleted page.
     #[must_use]
     pub fn pages(&self) -> &[(PageId, Option<PageInfo>)] {
         &self.pages
     }
 }
 
-/// Why a batch cannot follow a state. Nothing was changed.
+/// The reason that a batch cannot be applied to a state. Nothing was changed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Refusal {
@@ -46,56 +48,56 @@ pub enum Refusal {
     /// A create names a page that exists, or that the batch deleted.
     #[error("page {0} exists")]
     PageExists(PageId),
-    /// A range does not lie within its page.
+    /// A range exceeds its page.
     #[error("bytes {offset}..+{len} are outside page {page} of {page_len} bytes")]
     OutOfBounds {
         /// The page's id.
         page: PageId,
         /// The first byte of the range.
         offset: u64,
-        /// Number of bytes.
+        /// The length of the range in bytes.
         len: u64,
-        /// The page's length.
+        /// The length of the page in bytes.
         page_len: u64,
     },
     /// Another page has the key.
     #[error("key {key} is page {holder}'s")]
     KeyTaken {
-        /// The key asked for.
+        /// The requested key.
         key: Key,
-        /// The page that holds it.
+        /// The page that has it.
         holder: PageId,
     },
-    /// A length is over its limit.
+    /// A value exceeds its limit.
     #[error("{what} is {found}, over the limit of {limit}")]
     Limit {
         /// The value that is too large.
         what: &'static str,
-        /// The size found.
+        /// The value found.
         found: u64,
         /// The limit exceeded.
         limit: u64,
     },
-    /// An image is not all that a batch does to the bytes of its page.
+    /// A batch with an image of a page changes the bytes of the page in another way as well.
     #[error("an image of page {0} comes with other changes of its bytes")]
     ImageNotAlone(PageId),
-    /// An image is not as long as its page.
+    /// The length of an image differs from that of its page.
     #[error("an image of {len} bytes for page {page} of {page_len} bytes")]
     ImageLen {
         /// The page's id.
         page: PageId,
-        /// The image's length.
+        /// The length of the image in bytes.
         len: u64,
-        /// The page's length.
+        /// The length of the page in bytes.
         page_len: u64,
     },
-    /// A restore is not an operation on this table: it replaces it.
+    /// A restore replaces the whole table, so it cannot be planned as an operation on it.
     #[error("a restore stands alone in its batch")]
     Restore,
-    /// There is no memory to say what the batch changes.
+    /// There is no memory for the plan.
     #[error("there is no memory for {needed} bytes")]
     Memory {
-        /// Bytes that were asked for.
+        /// Bytes requested.
         needed: u64,
     },
 }
@@ -109,18 +111,18 @@ impl From<Refusal> for Defect {
     }
 }
 
-/// What it takes to have room for `count` items more of this type.
+/// Returns the refusal for a failed reservation of `count` items of this type.
 fn no_memory<T>(count: usize) -> Refusal {
     Refusal::Memory { needed: (count.saturating_mul(size_of::<T>())) as u64 }
 }
 
-/// Which rules a plan checks.
+/// The rules that a plan checks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PlanMode {
-    /// A new batch: everything.
+    /// All rules, for a new batch.
     Commit,
-    /// A batch from the log, over images caught at different times: keys are checked on the final state
-    /// only, by [`PageTable::index_keys`].
+    /// The rules for a batch from the log, replayed over images captured at different times.
+    /// [`PageTable::index_keys`] checks keys on the final state only.
     Replay,
 }
 
@@ -128,44 +130,45 @@ pub enum PlanMode {
 struct Overlay<'a> {
     table: &'a PageTable,
     lsn: Lsn,
-    /// The pages' states so far, in the order of their first mention; `None` is a page that is gone. They are
-    /// what the plan returns: copied at its end, the pages of a long batch would be fresh memory once more.
+    /// Current states of the pages, in the order of their first mention; `None` for a deleted page. The plan
+    /// returns this list as is: copying it at the end would allocate memory for all pages of a long batch
+    /// again.
     pages: SmallVec<[(PageId, Option<PageInfo>); 1]>,
-    /// What the batch did to each of them.
+    /// Effects of the batch on each of these pages.
     marks: SmallVec<[PageMark; 8]>,
-    /// Whether the ids of the pages rise. Then a page is found by halving. Long batches mostly go through
-    /// their pages in order, and hashing each page took a third of such a batch's plan.
+    /// Whether the page ids ascend, so that a page can be found by binary search. Long batches usually visit
+    /// their pages in order, and hashing each page took a third of the time to plan such a batch.
     is_rising: bool,
-    /// The index of each page among them. It is kept only if they are many and their ids do not rise: most
-    /// batches touch one page or two.
+    /// Index of each page in the list. Used only if there are many pages and their ids do not ascend; most
+    /// batches touch one or two pages.
     index: HashMap<PageId, usize>,
 }
 
-/// Up to this number of touched pages are searched one by one.
+/// Maximum number of touched pages that are searched linearly.
 const UNINDEXED_MAX: usize = 8;
 
-/// What a batch did to a page so far.
+/// The effect of a batch on a page so far.
 #[derive(Clone, Copy)]
 struct PageMark {
     content: Content,
-    /// Whether this batch has raised its epoch already.
+    /// Whether this batch has already raised the page's epoch.
     is_raised: bool,
 }
 
 /// The effect of a batch on a page's bytes so far.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Content {
-    /// At most its length changed.
+    /// At most the length has changed.
     Kept,
     Changed,
-    /// An image takes their place: nothing else of the batch may.
+    /// An image replaces the bytes, which excludes any other change.
     Image,
 }
 
 impl Overlay<'_> {
     fn position(&self, page: PageId) -> Option<usize> {
         if self.is_rising {
-            // Most often the page is the last one, or comes after it.
+            // Usually the page is the last one, or comes after it.
             let last = self.pages.len().checked_sub(1)?;
             match self.pages[last].0.cmp(&page) {
                 Ordering::Less => None,
@@ -179,12 +182,12 @@ impl Overlay<'_> {
         }
     }
 
-    /// A page that was touched, if it is there.
+    /// Returns a touched page, if it exists.
     fn get(&self, page: PageId) -> Option<&PageInfo> {
         self.pages[self.position(page)?].1.as_ref()
     }
 
-    /// Creates or deletes a page.
+    /// Sets the state of a created or deleted page.
     fn set(&mut self, page: PageId, state: Option<PageInfo>) -> Result<(), Refusal> {
         let mark = PageMark { content: Content::Kept, is_raised: true };
         match self.position(page) {
@@ -202,7 +205,7 @@ impl Overlay<'_> {
         self.pages.push((page, state));
         self.marks.push(mark);
         if !self.is_rising && self.pages.len() > UNINDEXED_MAX {
-            // Pages that came while the ids rose, or were few, are not in the index yet.
+            // Pages added while the ids ascended or the pages were few are not in the index yet.
             let missing = self.pages.iter().enumerate().skip(self.index.len());
             let refused = |_| no_memory::<(PageId, usize)>(2 * at);
             self.index.try_reserve(missing.len()).map_err(refused)?;
@@ -211,13 +214,14 @@ impl Overlay<'_> {
         Ok(at)
     }
 
-    /// The state of the page at an index, unless it is gone.
+    /// Returns the state of the page at an index, unless it was deleted.
     fn state(&mut self, at: usize) -> Result<&mut PageInfo, Refusal> {
         let (page, state) = &mut self.pages[at];
         state.as_mut().ok_or(Refusal::UnknownPage(*page))
     }
 
-    /// The index of a page that moves: this batch is its last change, and its epoch stays.
+    /// Touches a page that moves, and returns its index. The batch becomes the page's Lsn, but its epoch is
+    /// unchanged.
     fn touch_place(&mut self, page: PageId) -> Result<usize, Refusal> {
         if let Some(at) = self.position(page) {
             return Ok(at);
@@ -227,7 +231,7 @@ impl Overlay<'_> {
         self.push(page, Some(info), PageMark { content: Content::Kept, is_raised: false })
     }
 
-    /// The index of a page that changes: its epoch rises once a batch.
+    /// Touches a page that changes, and returns its index. Its epoch rises once per batch.
     fn touch(&mut self, page: PageId) -> Result<usize, Refusal> {
         let at = self.touch_place(page)?;
         let is_raised = std::mem::replace(&mut self.marks[at].is_raised, true);
@@ -238,13 +242,14 @@ impl Overlay<'_> {
         Ok(at)
     }
 
-    /// The page's state for changing it.
+    /// Touches a page that changes, and returns its state for modification.
     fn touch_info(&mut self, page: PageId) -> Result<&mut PageInfo, Refusal> {
         let at = self.touch(page)?;
         self.state(at)
     }
 
-    /// The page for changing its bytes from `Kept` or `Changed` to `content`.
+    /// Touches a page whose bytes change, and returns its state. Fails if an image is combined with other
+    /// changes.
     fn touch_content(&mut self, page: PageId, content: Content) -> Result<&mut PageInfo, Refusal> {
         let at = self.touch(page)?;
         let before = &mut self.marks[at].content;
@@ -257,7 +262,7 @@ impl Overlay<'_> {
         self.state(at)
     }
 
-    /// Has an image take the place of the page's bytes.
+    /// Touches a page whose bytes an image replaces.
     fn touch_image(&mut self, page: PageId, len: u64) -> Result<(), Refusal> {
         let page_len = self.touch_content(page, Content::Image)?.len;
         if len == page_len { Ok(()) } else { Err(Refusal::ImageLen { page, len, page_len }) }
@@ -270,10 +275,10 @@ impl Overlay<'_> {
 }
 
 impl PageTable {
-    /// The changes of a batch with number `lsn` (SPEC R2).
+    /// Plans the changes of a batch with number `lsn` (SPEC R2).
     ///
     /// # Errors
-    /// A [`Refusal`], with the operation's index; nothing is changed.
+    /// Returns a [`Refusal`] and the index of the refused operation. Nothing is changed.
     pub fn plan<'a>(
         &self,
         lsn: Lsn,
@@ -284,10 +289,10 @@ impl PageTable {
         let mut overlay = Overlay { table: self, lsn, pages, marks, is_rising: true, index };
         let mut root: Option<Arc<Metadata>> = None;
         let mut next_page = self.next_page;
-        // Keys given and freed by this batch, in its order.
+        // Keys assigned and freed by this batch, in order.
         let mut keys_new: HashMap<Key, PageId> = HashMap::new();
         let mut keys_freed: HashSet<Key> = HashSet::new();
-        // Sizes are checked once, at the end: entries set and removed in one batch cost one encoding.
+        // Sizes are checked once at the end, so setting and removing many entries costs one encoding.
         let mut metadata_grown: Vec<(usize, PageId)> = Vec::new();
         let mut root_grown: Option<usize> = None;
 
@@ -297,9 +302,9 @@ impl PageTable {
                     Op::Create { page, len, place, key, metadata } => {
                         check_page_len(*len)?;
                         check_place(*place)?;
-                        // Nor does an id come back in the batch that deletes its page. A reader that starts a
-                        // page from its create has all of this batch to apply, and would apply the old page's
-                        // changes to the new one.
+                        // An id is not reused even in the batch that deletes its page. A reader that starts a
+                        // page at its create applies all of this batch to it, including the old page's
+                        // changes.
                         let is_used = overlay.position(*page).is_some() || self.pages.get(*page).is_some();
                         if is_used {
                             return Err(Refusal::PageExists(*page));
@@ -405,7 +410,7 @@ fn check_place(place: Place) -> Result<(), Refusal> {
     }
 }
 
-/// The epoch after this one.
+/// Returns the next epoch, after checking the limit.
 pub(super) fn next_epoch(epoch: Epoch) -> Result<Epoch, Refusal> {
     check_number("page's epoch", epoch.0.saturating_add(1), NUMBER_MAX)?;
     Ok(Epoch(epoch.0 + 1))

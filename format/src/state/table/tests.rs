@@ -1,11 +1,11 @@
-//! Compares the fast way for batches that change bytes alone with the general one.
+//! Compares the fast path for batches that only change bytes with the general one.
 
 use super::*;
 use crate::frame::{FrameHeader, FrameKind};
 use crate::ids::{Incarnation, StoreId, Width};
 use crate::op::{Indices, Op, PayloadWriter, decode_payload};
 
-/// Numbers that a seed leads to.
+/// A deterministic source of random numbers.
 struct Random(u64);
 
 impl Random {
@@ -18,7 +18,7 @@ impl Random {
 const BYTES: [u8; 60] = [7; 60];
 const INDICES: [u8; 8] = [0, 0, 0, 0, 9, 0, 0, 0];
 
-/// An operation on one of the pages from 1 to 9, mostly one that fits a page of 100 bytes.
+/// Returns an operation on one of the pages 1 to 9, which usually fits a page of 100 bytes.
 fn draw(random: &mut Random) -> Op<'static> {
     let page = PageId(1 + random.below(9));
     let offset = random.below(45);
@@ -42,7 +42,7 @@ fn changes_of_bytes_alone_are_what_any_batch_would_make_of_them() {
     let (mut table, mut expected) = (new(), new());
     let (mut refused, mut changed) = (0, 0);
     for lsn in (1..4000).map(Lsn) {
-        // Two times in three too few for one to be on a page that is not there, or past its page's end.
+        // In about two of three cases, too few operations for one to name a missing page or exceed its page.
         let count = random.below(4) * random.below(4);
         let ops: Vec<OpAt<'_>> = (0..count).map(|_| OpAt { op: draw(&mut random), body_at: 0 }).collect();
         let plan = expected.plan(lsn, &ops, PlanMode::Replay).map_err(|(_, refusal)| refusal);
@@ -60,7 +60,7 @@ fn changes_of_bytes_alone_are_what_any_batch_would_make_of_them() {
     assert!(changed > 300 && refused > 300, "{changed} changed, {refused} refused");
 }
 
-/// The batches of these payloads, as a log has them, from this number on.
+/// Returns the frame headers of batches with these payloads, numbered from `first` on.
 fn frames(first: u64, payloads: &[Vec<u8>]) -> Vec<FrameHeader> {
     let header = |(payload, lsn): (&Vec<u8>, u64)| FrameHeader {
         kind: FrameKind::Batch,
@@ -78,7 +78,7 @@ fn frames(first: u64, payloads: &[Vec<u8>]) -> Vec<FrameHeader> {
     payloads.iter().zip(first..).map(header).collect()
 }
 
-/// What [`PageTable::change_bytes`] makes of each batch, up to one that it refuses.
+/// Applies each batch with [`PageTable::change_bytes`], up to one that is rejected.
 fn followed(mut table: PageTable, first: u64, payloads: &[Vec<u8>]) -> Result<PageTable, Refusal> {
     for (payload, lsn) in payloads.iter().zip(first..) {
         table.change_bytes(Lsn(lsn), &decode_payload(payload).unwrap()).expect("bytes alone")?;
@@ -97,7 +97,7 @@ fn batches_that_are_summed_up_make_what_each_of_them_would() {
             .map(|_| {
                 let mut payload = PayloadWriter::on(Vec::new());
                 for _ in 0..1 + random.below(4) {
-                    // Now and then one that is on a page that is not there, or past its page's end.
+                    // Occasionally name a missing page, or exceed the page.
                     let pages = if random.below(300) == 0 { 9 } else { 8 };
                     let page = PageId(1 + random.below(pages));
                     let offset_end = if random.below(300) == 0 { 80 } else { 40 };
@@ -120,7 +120,7 @@ fn batches_that_are_summed_up_make_what_each_of_them_would() {
             Ok(expected) => {
                 assert!(table.change_pages(&summed) && table == expected, "round {round}");
                 changed += 1;
-                // What the table has it does not take again.
+                // Changes already in the table are not applied again.
                 assert!(!table.change_pages(&summed) && table == expected, "round {round}");
             }
             Err(_) => {
@@ -197,7 +197,8 @@ fn what_does_more_than_change_bytes_is_left_alone() {
     }
 }
 
-/// A page that was not found again would be listed twice, and its epoch would rise from the old one twice.
+/// If a page were not found again, it would be listed twice, and its epoch would be raised from the old one
+/// twice.
 #[test]
 fn a_page_is_found_again_in_any_order_of_a_batch_s_pages() {
     let mut random = Random(7);
@@ -208,7 +209,7 @@ fn a_page_is_found_again_in_any_order_of_a_batch_s_pages() {
         let falling = rising.iter().rev().copied().collect();
         let mut shuffled = rising.clone();
         (1..count).for_each(|at| shuffled.swap(at as usize, random.below(at + 1) as usize));
-        // Rises up to the middle, then goes back to its start.
+        // Rises up to the middle, then continues from the start.
         let late_fall = rising.iter().map(|page| (page + count / 2) % count + 1).collect();
         for order in [&rising, &falling, &shuffled, &late_fall] {
             for again in [&rising, &falling, &shuffled] {

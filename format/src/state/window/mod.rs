@@ -1,4 +1,4 @@
-//! A page on its way to a state, of which only those bytes are kept that are wanted of the state.
+//! Windows of pages: the wanted bytes of a page while operations are applied to it.
 
 use std::ops::Range;
 
@@ -10,11 +10,11 @@ use crate::op::Op;
 use crate::state::apply::{apply_clipped, assert_fits, part_len};
 use crate::state::bases::Base;
 
-/// The bytes of a window of a page while operations make a state of it: never more than it has there in the
-/// end.
+/// The bytes of a window of a page while operations are applied. Never holds more bytes than the window
+/// contains in the final state.
 ///
-/// No operation reads a page's bytes. So what lies outside of the window never shows, however long the page
-/// is on its way: memory is asked for once, and for no more than the window (I10).
+/// No operation reads a page's bytes, so bytes outside the window never affect it, however long the page is
+/// at intermediate steps. Memory is allocated once, for no more than the window (I10).
 ///
 /// ```
 /// use remanent_format::PageId;
@@ -31,21 +31,23 @@ use crate::state::bases::Base;
 #[derive(Clone, Debug)]
 pub struct PageWindow {
     bytes: Vec<u8>,
-    /// The page's length by now, in bytes; `bytes` are as many of it as are kept.
+    /// Current length of the page in bytes. `bytes` holds the part of the page inside the window.
     page_len: u64,
     window: Range<u64>,
 }
 
 impl PageWindow {
-    /// A window, which ends where the page does in the end or before, of a page that has `page_len` bytes
-    /// now. `bytes` are those from the window's start on, all that the page has or at least the window's.
-    /// Applying what follows asks for no more memory.
+    /// Creates a window of a page with a current length of `page_len`. The window must not extend past the
+    /// final length of the page.
+    ///
+    /// `bytes` starts at the start of the window and contains at least the part of the page inside the
+    /// window; bytes after it are dropped. Applying operations allocates no more memory.
     ///
     /// # Errors
-    /// [`Defect::Memory`].
+    /// Returns [`Defect::Memory`] if there is no memory for the window.
     ///
     /// # Panics
-    /// If there are fewer bytes, or more than the page has.
+    /// Panics if `bytes` is shorter than that or extends past the end of the page.
     pub fn new(mut bytes: Vec<u8>, page_len: u64, window: Range<u64>) -> Result<Self, Defect> {
         let given = bytes.len();
         let (least, most) = (part_len(page_len, &window), page_len.saturating_sub(window.start) as usize);
@@ -61,7 +63,7 @@ impl PageWindow {
     /// Applies an operation as [`crate::state::apply::apply`] does to a whole page.
     ///
     /// # Panics
-    /// If the operation does not fit the page, as long as it is by now.
+    /// Panics if the operation does not fit the current length of the page.
     pub fn apply(&mut self, op: &Op<'_>) {
         assert_fits(op, self.page_len);
         match op {
@@ -72,19 +74,19 @@ impl PageWindow {
         apply_clipped(op, &mut self.bytes, &self.window);
     }
 
-    /// The page's length by now, in bytes.
+    /// Returns the current length of the page in bytes.
     #[must_use]
     pub fn page_len(&self) -> u64 {
         self.page_len
     }
 
-    /// The window's bytes, as far as the page goes by now.
+    /// Returns the bytes of the window, up to the current end of the page.
     #[must_use]
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }
 
-    /// The bytes of the window.
+    /// Returns the bytes of the window, up to the current end of the page.
     #[must_use]
     pub fn into_bytes(self) -> Vec<u8> {
         self.bytes
@@ -94,11 +96,11 @@ impl PageWindow {
 #[cfg(test)]
 mod tests;
 
-/// What a page is made from that is `final_len` bytes long in the end: its image is proven whole, and no more
-/// of it is kept than that.
+/// Loads the base of a page whose final length is `final_len`. The whole image is proven, and up to
+/// `final_len` bytes are kept.
 ///
 /// # Errors
-/// [`Damage`] in its image, or there is no memory.
+/// Returns [`Damage`] in the image, or if there is no memory.
 pub fn load_base(source: &dyn ReadAt, base: &Base, final_len: u64) -> Result<PageWindow, Damage> {
     let (file, offset) =
         base.image.map_or((FileName::Store, 0), |image| (FileName::Pages(image.file), image.offset));
@@ -110,11 +112,11 @@ pub fn load_base(source: &dyn ReadAt, base: &Base, final_len: u64) -> Result<Pag
     PageWindow::new(bytes, base.len, 0..final_len).map_err(at)
 }
 
-/// A window of what a page is made from, `base_len` bytes, whose image, if it has one, was proven whole: no
-/// more of it is read than that takes.
+/// Loads a window of a base of `base_len` bytes. The image, if any, was already proven, so only the bytes
+/// needed are read.
 ///
 /// # Errors
-/// [`Damage`] in the image, which held when it was proven, or there is no memory.
+/// Returns [`Damage`] in the image that occurred after it was proven, or if there is no memory.
 pub fn load_window(
     source: &dyn ReadAt,
     base_len: u64,
@@ -124,7 +126,7 @@ pub fn load_window(
     let (file, offset) = image.map_or((FileName::Store, 0), ProvenImage::location);
     let at = |defect: Defect| defect.at(file, offset);
     let mut bytes = zeros(part_len(base_len, &window) as u64).map_err(at)?;
-    // A page that has become longer since may have a window that begins where its image has ended.
+    // If the page was extended later, its window may start after the end of the image.
     if let Some(image) = image.filter(|_| !bytes.is_empty()) {
         image.read(source, window.start, &mut bytes)?;
     }

@@ -1,4 +1,4 @@
-//! The head of a page against the whole page, cut at its end.
+//! Compares the head of a page with the whole page, truncated.
 
 use super::{PageWindow, load_window};
 use crate::defect::Defect;
@@ -12,10 +12,10 @@ use crate::state::trail::reach;
 use crate::value::Metadata;
 
 const PAGE: PageId = PageId(1);
-/// The longest that a page becomes here.
+/// Maximum length of a page in these tests.
 const PAGE_LEN_MAX: u64 = 200;
 
-/// Numbers that a seed leads to.
+/// A deterministic source of random numbers.
 struct Random(u64);
 
 impl Random {
@@ -29,7 +29,7 @@ impl Random {
     }
 }
 
-/// Adds an operation that fits a page of `len` bytes. Returns the page's length after it.
+/// Appends an operation that fits a page of `len` bytes. Returns the length of the page after it.
 fn draw(random: &mut Random, ops: &mut PayloadWriter, len: u64) -> u64 {
     let width = Width::from_bytes(1 << random.below(5)).unwrap();
     let element = width.bytes() as u64;
@@ -78,7 +78,7 @@ fn draw(random: &mut Random, ops: &mut PayloadWriter, len: u64) -> u64 {
     len
 }
 
-/// Whether an element of the operation lies on both sides of byte `end`.
+/// Returns true if an element of the operation spans byte `end`.
 fn straddles(op: &Op<'_>, end: u64) -> bool {
     let lies_across = |start: u64, len: u64| start < end && end < start + len;
     match op {
@@ -135,7 +135,7 @@ fn the_head_of_a_page_is_the_whole_page_cut_at_its_end() {
             let differs = |at: &usize| before.get(*at) != whole.get(*at) && !reach.contains(&(*at as u64));
             let outside = (0..before.len().max(whole.len())).find(differs);
             assert_eq!(outside, None, "seed {seed}: {:?} reaches further than {reach:?}", at.op);
-            // At every moment, not only at the end.
+            // Compare after every operation, not only at the end.
             let kept = whole.len().min(final_len as usize);
             assert_eq!(head.bytes(), &whole[..kept], "seed {seed}: {:?}", at.op);
             assert_eq!(head.page_len(), whole.len() as u64, "seed {seed}: {:?}", at.op);
@@ -170,7 +170,7 @@ fn what_does_not_fit_the_page_by_now_is_a_bug_however_long_its_head() {
     head.apply(&Op::Write { page: PAGE, offset: 4, bytes: &[1; 2] });
 }
 
-/// A file of images with one payload, which lies where the first may.
+/// An image file with one payload, at the lowest possible offset.
 struct OnePayload(Vec<u8>);
 
 impl ReadAt for OnePayload {
@@ -191,7 +191,7 @@ impl ReadAt for OnePayload {
 
 const IMAGE_AT: u64 = 4096;
 
-/// A page may have become longer since: then a window may begin where its image has ended.
+/// If a page was extended later, a window may start after the end of its image.
 #[test]
 fn a_window_has_what_the_image_has_of_it_and_nothing_after_its_end() {
     let content = [1, 2, 3, 4, 5];
