@@ -1,4 +1,4 @@
-//! Memory of two kinds: the memory where pages lie, and the host memory that lanes copy through.
+//! Two kinds of memory: the page memory, and the host memory through which lanes copy.
 
 pub mod arena;
 pub mod staging;

@@ -1,10 +1,10 @@
-//! A pool of staging. Making staging is dear: a GPU pins it, and pinning runs at 1.5 GB/s. So returned
-//! staging is kept for the next taker, up to a limit.
+//! A pool of staging. Allocating staging is expensive: a GPU pins it, at 1.5 GB/s. The pool therefore keeps
+//! returned staging for reuse, up to a limit.
 //!
-//! Staging comes in classes, so that the next taker can use what one gives back. The classes are powers of
-//! two, with three more between long ones: otherwise a request just beyond a power of two would take as much
-//! again. A taker sees a [`StagingBuf`] of exactly the length asked for. Lists take the [`Staging`] inside,
-//! and their commands name ranges of it.
+//! Staging is allocated in size classes, so that returned staging fits later requests. The classes are powers
+//! of two, with three more between long ones: otherwise a request just beyond a power of two would take twice
+//! its length. A request returns a [`StagingBuf`] of exactly the requested length. Lists take the [`Staging`]
+//! inside, and their commands name ranges of it.
 
 use std::collections::BTreeMap;
 use std::ops::{Deref, DerefMut};
@@ -21,20 +21,20 @@ use crate::device::sums::{changed_on_the_way, sum_each, sums_in, sums_len};
 use crate::device::{Command, CommandList, Device, Lane, Span, Staging, StagingSpan};
 use crate::error::{Error, Result};
 
-/// The smallest class: the payloads of small batches fit. Classes of 4 KiB were slower: the system zeroes
-/// each page of memory when it is first touched.
+/// The smallest class, which fits the payloads of small batches. A smallest class of 4 KiB was slower,
+/// because the system zeroes each page of memory on first access.
 const CLASS_LEN_MIN: usize = 512;
-/// From here on there are four classes to each doubling.
+/// The length from which there are four classes per doubling.
 const LONG_CLASS_LEN: usize = 1 << 20;
-/// The largest class, as long as all the idle staging that a store keeps. Longer staging is made to measure
-/// and not kept. That includes staging for the chunk of a page of 64 MiB, which has a head besides: a class
-/// for it would be freed whenever it came back.
+/// The largest class, as long as all idle staging that a store keeps. Longer staging is allocated with its
+/// exact length and not kept. This includes staging for the chunk of a 64 MiB page, which also has a header:
+/// staging of a class for it would be freed on every return.
 const CLASS_LEN_MAX: usize = 64 << 20;
 
-/// Idle staging of one device. Shared by threads.
+/// Idle staging of one device, shared by threads.
 ///
-/// The limit is on idle staging. Staging in use is bounded by its users: a limit there would make a taker
-/// wait for another, which may be waiting for the first.
+/// The limit applies to idle staging only. Staging in use is limited by its users: a limit on it would make
+/// one user wait for another, which may be waiting for the first.
 pub struct StagingPool {
     device: Arc<dyn Device>,
     idle_bytes_max: usize,
@@ -47,15 +47,15 @@ struct IdleStagings {
     classes: BTreeMap<usize, Vec<Staging>>,
 }
 
-/// Staging of exactly the length that was asked for. Its content is unspecified until written.
+/// Staging of exactly the requested length. Its contents are unspecified until written.
 #[derive(Debug)]
 pub struct StagingBuf {
     staging: Staging,
     len: usize,
 }
 
-/// Bytes that grow at their end, in staging as long as they fit into it: they are copied once. Bytes that
-/// are longer than the pool would keep, or turn out to be, are in ordinary memory.
+/// Bytes that grow at their end, kept in staging while they fit, so that they are copied only once. Bytes
+/// that are, or become, longer than the pool would keep are in ordinary memory.
 #[derive(Debug)]
 pub struct GrowingStaging(GrowthState);
 
@@ -65,7 +65,7 @@ enum GrowthState {
         staging: Staging,
         len: usize,
     },
-    /// More bytes than the pool would keep, in memory that holds zeros: those are appended by counting.
+    /// More bytes than the pool would keep, in zeroed memory: appending zeros only increases the length.
     Zeroed {
         bytes: Vec<u8>,
         len: usize,
@@ -76,24 +76,24 @@ enum GrowthState {
     },
 }
 
-/// Bytes that have stopped growing.
+/// Bytes that no longer grow.
 #[derive(Debug)]
 pub enum GrownBytes {
-    /// In staging: lists can name them.
+    /// In staging, which lists can name.
     Staged(StagingBuf),
     /// In ordinary memory, for bytes that no list names.
     Plain(Vec<u8>),
 }
 
 impl StagingPool {
-    /// An empty pool that keeps at most `idle_bytes_max` bytes.
+    /// Creates an empty pool that keeps at most `idle_bytes_max` bytes.
     #[must_use]
     pub fn new(device: Arc<dyn Device>, idle_bytes_max: usize) -> Self {
         Self { device, idle_bytes_max, idle: OwnLine::default() }
     }
 
-    /// Staging of `len` bytes. Reused staging holds the bytes of its last user: zeroing it would cost a pass
-    /// over bytes that every user overwrites before it reads them.
+    /// Returns staging of `len` bytes. Reused staging contains the bytes of its last user: zeroing it would
+    /// cost a pass over bytes that every user overwrites before reading them.
     ///
     /// # Errors
     /// `OutOfMemory`, a device error.
@@ -107,15 +107,15 @@ impl StagingPool {
         Ok(StagingBuf { staging, len })
     }
 
-    /// Staging for about `len` bytes that are to come. Staging that the pool would not keep is not made
-    /// before it is known to be needed; ordinary memory has room for the bytes until then.
+    /// Returns a buffer for about `len` bytes. Staging that the pool would not keep is allocated only when it
+    /// is known to be needed; until then the bytes are in ordinary memory.
     ///
-    /// Few bytes come to ordinary memory, too. Another thread read the staging last: whatever is read back
-    /// from it, such as for a checksum, waits for the lines of its memory to come from that core. A commit of
-    /// 256 bytes took a twentieth longer for that than for the copy.
+    /// A buffer for few bytes is in ordinary memory, too. Another thread read the staging last, so reading
+    /// the bytes back, for example for a checksum, waits for the cache lines to arrive from that core. With
+    /// this wait, a commit of 256 bytes took a twentieth longer than with a copy.
     ///
     /// # Errors
-    /// As for [`take`](Self::take).
+    /// Same as [`take`](Self::take).
     pub fn take_growing(&self, len: usize) -> Result<GrowingStaging> {
         Ok(GrowingStaging(match class_of(len) {
             Some(CLASS_LEN_MIN) => {
@@ -131,10 +131,10 @@ impl StagingPool {
         }))
     }
 
-    /// The staging of bytes that have stopped growing.
+    /// Returns the bytes that have stopped growing, in staging.
     ///
     /// # Errors
-    /// As for [`take`](Self::take).
+    /// Same as [`take`](Self::take).
     pub fn grown(&self, growing: GrowingStaging) -> Result<StagingBuf> {
         match self.grown_plain(growing) {
             GrownBytes::Staged(staged) => Ok(staged),
@@ -146,7 +146,7 @@ impl StagingPool {
         }
     }
 
-    /// Bytes that have stopped growing, where they are.
+    /// Returns the bytes that have stopped growing, without moving them.
     pub fn grown_plain(&self, growing: GrowingStaging) -> GrownBytes {
         match growing.0 {
             GrowthState::Staged { staging, len } => GrownBytes::Staged(StagingBuf { staging, len }),
@@ -161,36 +161,38 @@ impl StagingPool {
         }
     }
 
-    /// Takes back bytes that have grown.
+    /// Returns grown bytes to the pool.
     pub fn give_grown(&self, grown: GrownBytes) {
         if let GrownBytes::Staged(staged) = grown {
             self.give(staged.into_staging());
         }
     }
 
-    /// Has a list sum these ranges after the commands that it has, into staging that is added as its last.
+    /// Appends a command to a list that checksums these ranges into new staging, which becomes the list's
+    /// last.
     ///
     /// # Errors
-    /// As for [`take`](Self::take); then the list is as it was.
+    /// Same as [`take`](Self::take). The list is then unchanged.
     pub fn add_sums(&self, list: &mut CommandList, ranges: Vec<Span>) -> Result<()> {
         let sums = self.take(sums_len(ranges.len()))?;
         push(&mut list.commands, sum_each(ranges, list.staging.len()))?;
         push(&mut list.staging, sums.into_staging())
     }
 
-    /// Copies bytes to device memory, and waits until they are there. Where they cross a bus, the device sums
-    /// what arrived (I12). A bit that turned over once must not fail the caller: they are sent twice then.
+    /// Copies bytes to device memory and waits until they have arrived. If they cross a bus, the device
+    /// checksums the bytes that arrived (I12). A single flipped bit must not fail the caller, so the bytes
+    /// are sent a second time on a mismatch.
     ///
     /// # Errors
-    /// `OutOfMemory`; a device error, also where other bytes arrived, twice.
+    /// `OutOfMemory`; a device error, also if wrong bytes arrived twice.
     pub fn upload(&self, lane: Lane, target: Span, bytes: &[u8]) -> Result<()> {
         self.upload_each(lane, &[(target, bytes)])
     }
 
-    /// As [`upload`](Self::upload), for several ranges of memory by one list of commands.
+    /// Copies bytes to several ranges with one list of commands, as [`upload`](Self::upload) does for one.
     ///
     /// # Errors
-    /// Those of [`upload`](Self::upload).
+    /// Same as [`upload`](Self::upload).
     pub fn upload_each(&self, lane: Lane, parts: &[(Span, &[u8])]) -> Result<()> {
         let once = || {
             let mut staged = self.take(parts.iter().map(|(_, bytes)| bytes.len()).sum())?;
@@ -218,12 +220,12 @@ impl StagingPool {
         if once()? || once()? { Ok(()) } else { Err(changed_on_the_way(&*self.device, "pages")) }
     }
 
-    /// Copies bytes of device memory to the host, and waits for them. Where they cross a bus, the device sums
-    /// what it sends (I12). A bit that turned over once must not fail the caller: they are sent twice then.
-    /// No list may write to them meanwhile.
+    /// Copies bytes of device memory to the host and waits for them. If they cross a bus, the device
+    /// checksums the bytes that it sends (I12). A single flipped bit must not fail the caller, so the bytes
+    /// are sent a second time on a mismatch. No list may write to them during the call.
     ///
     /// # Errors
-    /// `OutOfMemory`; a device error, also where other bytes arrived, twice.
+    /// `OutOfMemory`; a device error, also if wrong bytes arrived twice.
     pub fn download(&self, lane: Lane, source: Span, out: &mut [u8]) -> Result<()> {
         let mut once = || {
             let target = StagingSpan { index: 0, offset: 0, len: out.len() };
@@ -243,10 +245,10 @@ impl StagingPool {
         if once()? || once()? { Ok(()) } else { Err(changed_on_the_way(&*self.device, "bytes of a page")) }
     }
 
-    /// The first `len` bytes of a staging; another one if it is shorter.
+    /// Returns the first `len` bytes of a staging, or another staging if it is shorter.
     ///
     /// # Errors
-    /// As for [`take`](Self::take).
+    /// Same as [`take`](Self::take).
     pub fn shorten(&self, staged: StagingBuf, len: usize) -> Result<StagingBuf> {
         let staging = staged.into_staging();
         if len <= staging.len() {
@@ -256,16 +258,16 @@ impl StagingPool {
         self.take(len)
     }
 
-    /// Takes back staging. Beyond the limit, staging is freed from the class that holds most idle bytes
-    /// first, so that a class out of use does not fill the pool for good.
+    /// Returns staging to the pool. If the limit is exceeded, staging is freed from the class with the most
+    /// idle bytes first, so that a class that is no longer used does not fill the pool permanently.
     pub fn give(&self, staging: Staging) {
         self.give_all([staging]);
     }
 
-    /// Takes back several stagings at one go, such as a finished list returns them.
+    /// Returns several stagings to the pool together, for example those of a finished list.
     pub fn give_all(&self, staging: impl IntoIterator<Item = Staging>) {
-        // Sorted before the lock is taken, and freed after it is let go, so that takers wait for neither:
-        // unpinning takes a while.
+        // Sorted before the lock is taken and freed after it is released, so that other threads wait for
+        // neither: unpinning takes time.
         let mut freed = Vec::new();
         let mut given = IdleStagings::default();
         for staging in staging {
@@ -283,14 +285,14 @@ impl StagingPool {
         drop(idle);
     }
 
-    /// Frees all idle staging, and returns how many bytes that was.
+    /// Frees all idle staging, and returns the number of bytes freed.
     pub fn trim(&self) -> usize {
-        // Freed after the lock is let go: unpinning takes a while.
+        // Freed after the lock is released: unpinning takes time.
         let idle = std::mem::take(&mut *self.idle.lock());
         idle.bytes
     }
 
-    /// The bytes of idle staging.
+    /// Returns the bytes of idle staging.
     #[must_use]
     pub fn idle_bytes(&self) -> usize {
         self.idle.lock().bytes
@@ -323,13 +325,13 @@ impl IdleStagings {
 }
 
 impl GrowingStaging {
-    /// Whether these are more bytes than the pool would keep in staging.
+    /// Returns whether the bytes are more than the pool would keep in staging.
     #[must_use]
     pub fn is_long(&self) -> bool {
         class_of(self.byte_len()).is_none()
     }
 
-    /// Sees to it that `count` more bytes fit. After an error there are no bytes any more.
+    /// Ensures that `count` more bytes fit. After an error the buffer is empty.
     fn make_room(&mut self, count: usize) -> Result<&mut GrowthState, Defect> {
         let is_full = match &self.0 {
             GrowthState::Staged { staging, len } => count > staging.len() - len,
@@ -425,7 +427,7 @@ impl Deref for GrownBytes {
 }
 
 impl StagingBuf {
-    /// The first `len` bytes of a staging, such as a finished list returns it.
+    /// Wraps the first `len` bytes of a staging, for example one that a finished list returned.
     ///
     /// # Panics
     /// If the staging is shorter.
@@ -435,7 +437,7 @@ impl StagingBuf {
         Self { staging, len }
     }
 
-    /// The staging, for a list or to be given back. It is at least as long as was asked for.
+    /// Returns the staging, for use in a list or to return it to the pool. It may be longer than requested.
     #[must_use]
     pub fn into_staging(self) -> Staging {
         self.staging
@@ -467,7 +469,7 @@ impl AsMut<[u8]> for StagingBuf {
     }
 }
 
-/// The length of the class from which staging of `len` bytes comes; `None` if it is made to measure.
+/// Returns the length of the class for staging of `len` bytes; `None` if the staging gets its exact length.
 fn class_of(len: usize) -> Option<usize> {
     let step = if len > LONG_CLASS_LEN { len.next_power_of_two() / 8 } else { len.next_power_of_two() };
     (len <= CLASS_LEN_MAX).then(|| len.next_multiple_of(step).max(CLASS_LEN_MIN))
@@ -533,14 +535,15 @@ mod tests {
             pool.give(staging.into_staging());
             assert!(pool.idle_bytes() <= 16 << 10);
         }
-        // After 4 + 4 + 4 KiB and 8 more, one of 4 KiB went. With the second 8 KiB, one of those went.
+        // After 4 + 4 + 4 KiB and 8 KiB more, one of 4 KiB was freed. With the second 8 KiB, one of those was
+        // freed.
         assert_eq!(pool.idle_bytes(), 16 << 10);
         pool.give(pool.device.staging(32 << 10).unwrap());
         assert_eq!(pool.idle_bytes(), 16 << 10, "larger than the limit: not kept");
         assert_eq!((pool.trim(), pool.idle_bytes(), pool.trim()), (16 << 10, 0, 0));
     }
 
-    /// The staging holds the bytes of its last user, and bytes that grow in it must not be those.
+    /// The staging contains the bytes of its last user, which must not appear in bytes that grow in it.
     #[test]
     fn grown_bytes_are_the_same_in_staging_and_beyond() {
         let pool = pool(1 << 20);
@@ -551,7 +554,7 @@ mod tests {
             (600, [10, 20, 994], true),
             (5000, [4096, 4096, 1], false),
             (CLASS_LEN_MAX + 1, [1, 2, 3], false),
-            // More than was expected.
+            // More than expected.
             (CLASS_LEN_MAX + 1, [1, CLASS_LEN_MAX, 3], false),
         ] {
             pool.trim();
@@ -571,8 +574,8 @@ mod tests {
             let mut expected = [vec![1; lens[0]], vec![0; lens[1]], vec![3; lens[2]]].concat();
             expected.iter_mut().take(1).for_each(|first| *first = 7);
             assert!(*grown == expected, "{lens:?}");
-            // The pool keeps no staging as long as the longest class: its address may be another memory's by
-            // now.
+            // The pool keeps no staging as long as the longest class, so its address may now belong to other
+            // memory.
             if about <= CLASS_LEN_MAX {
                 assert_eq!(grown.as_ptr() == at, is_staged, "{lens:?}");
             }

@@ -243,7 +243,7 @@ impl CudaDevice {
         if page.len == 0 || page.is_adopted {
             return ended;
         }
-        // SAFETY: `into_raw` took this block apart for this id, which is no longer in use.
+        // SAFETY: the block was converted to this raw address for an id that was retired just before.
         unsafe { self.memory(page.kind).block(page.address, page.len) }.free()?;
         ended
     }
@@ -389,8 +389,8 @@ impl Device for CudaDevice {
             let [page, ..] = alike else { continue };
             if page.len > 0 && !page.is_adopted && page.kind != Kind::Managed {
                 let addresses: Vec<u64> = alike.iter().map(|page| page.address).collect();
-                // SAFETY: `allocate` or `allocate_all` took these blocks apart for ids that are no longer in
-                // use; all have this kind and length.
+                // SAFETY: the blocks were converted to these raw addresses for ids that were retired just
+                // before; all have this kind and length.
                 unsafe {
                     self.memory(page.kind).free_all(&addresses, page.len, &mut |index, error| {
                         failed(first + index, error);

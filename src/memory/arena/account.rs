@@ -1,6 +1,6 @@
-//! The account of one place: how much of its budget is used, and for what.
+//! The account of one place: how much of its budget is used, and for which purposes.
 //!
-//! Threads that allocate at the same time meet in these numbers only, so no lock is held for a page.
+//! Threads that allocate concurrently share only these counters, so an allocation takes no lock.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,27 +9,27 @@ use remanent_format::Place;
 
 use crate::error::{Error, Result};
 
-/// The purpose that page memory is allocated for.
+/// The purpose for which page memory is allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Purpose {
     /// A page's own bytes.
     Page,
-    /// The memory to which a page moves that is changed while it is leased.
+    /// The memory to which a leased page moves when it is changed.
     Relocation,
-    /// A page as it was, for an exact snapshot.
+    /// The old contents of a page, for an exact snapshot.
     Aside,
     /// Memory for a caller's kernels: bytes that a batch takes, working copies, shadows.
     Caller,
-    /// Memory in which a commit is put together on the device before it is logged.
+    /// Memory in which a commit is assembled on the device before it is logged.
     Stage,
-    /// Memory in which a snapshot gathers pages, or a long read its bytes, on their way to the host; the
-    /// marks of a comparison.
+    /// Memory into which a snapshot gathers pages, or a long read its bytes, before they are copied to the
+    /// host; also the bits of a comparison.
     Gather,
-    /// A page in memory of the caller's, which is beside the budget: it is the caller's own, or counted for
-    /// [`Purpose::Caller`] already.
+    /// A page in caller-owned memory, which is outside the budget: it belongs to the caller, or is already
+    /// counted for [`Purpose::Caller`].
     Lent,
-    /// The memory of an image file that the device copies to. It gives way to every other purpose.
+    /// The memory of an image file to which the device copies. It yields to every other purpose.
     Image,
 }
 
@@ -51,36 +51,36 @@ impl Purpose {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PlaceUsage {
-    /// Bytes of pages.
+    /// Allocated bytes, without lent memory.
     pub allocated_bytes: u64,
     /// Bytes given up that a lane may still use.
     pub retired_bytes: u64,
-    /// Bytes claimed for allocations that are being made.
+    /// Bytes claimed for allocations in progress.
     pub claimed_bytes: u64,
-    /// The most bytes that allocated and retired have been together since the peak was last reset.
+    /// The highest total of allocated and retired bytes since the peak was last reset.
     pub peak_bytes: u64,
-    /// Number of pages, those of length 0 included.
+    /// Number of allocations and lent memories, including those of length 0.
     pub count: u64,
-    /// Allocated bytes by their purpose.
+    /// Allocated and lent bytes, by purpose.
     by_purpose: [u64; Purpose::ALL.len()],
 }
 
 impl PlaceUsage {
-    /// Bytes that count against the budget.
+    /// Returns the bytes that count against the budget.
     #[must_use]
     pub fn used(&self) -> u64 {
         self.allocated_bytes + self.retired_bytes + self.claimed_bytes
     }
 
-    /// Bytes allocated for this purpose. Bytes stay counted for the purpose that they were allocated for
-    /// until they are given up.
+    /// Returns the bytes allocated for this purpose. Bytes stay counted for the purpose for which they were
+    /// allocated until they are given up or handed to a caller.
     #[must_use]
     pub fn bytes_for(&self, purpose: Purpose) -> u64 {
         self.by_purpose[purpose as usize]
     }
 }
 
-/// How much room a place has, looked at without a lock.
+/// The free budget of a place, read without a lock.
 #[derive(Clone, Debug)]
 pub struct PlaceRoom(Arc<Account>);
 
@@ -89,22 +89,22 @@ impl PlaceRoom {
         Self(account)
     }
 
-    /// The limit of the place in bytes; `u64::MAX` if it has none.
+    /// Returns the limit of the place in bytes; `u64::MAX` if it has none.
     pub fn budget(&self) -> u64 {
         self.0.budget
     }
 
-    /// Bytes that are free, or will be once the lanes have come as far as they were told to.
+    /// Returns the bytes that are free, or will be once the lanes have done their queued work.
     pub fn free_soon(&self) -> u64 {
-        // What is released in between is not counted twice: retired bytes are read first.
+        // Retired bytes are read first: bytes released in between may count as free twice, but never as used.
         let retired = self.0.retired.load(Ordering::Acquire);
         let used = self.0.used.load(Ordering::Relaxed).saturating_sub(retired);
         self.0.budget.saturating_sub(used)
     }
 }
 
-/// A place's budget and its use. Bytes are claimed before the device is asked, so that threads which allocate
-/// at the same time cannot exceed the budget together.
+/// A place's budget and its use. Bytes are claimed before the device is called, so that concurrent threads
+/// cannot exceed the budget together.
 #[derive(Debug)]
 pub(super) struct Account {
     place: Place,
@@ -133,10 +133,10 @@ impl Account {
         }
     }
 
-    /// Takes bytes out of the budget.
+    /// Claims bytes of the budget.
     ///
     /// # Errors
-    /// `OverBudget`, with nothing taken.
+    /// `OverBudget`, with nothing claimed.
     pub fn claim(&self, len: u64) -> Result<()> {
         let within = |used: u64| used.checked_add(len).filter(|sum| *sum <= self.budget); // I10
         let claimed = self.used.fetch_update(Ordering::Acquire, Ordering::Relaxed, within);
@@ -145,7 +145,7 @@ impl Account {
         claimed.map(drop).map_err(over)
     }
 
-    /// Puts claimed bytes back that were not allocated.
+    /// Returns claimed bytes that were not allocated.
     pub fn unclaim(&self, len: u64) {
         self.used.fetch_sub(len, Ordering::Relaxed);
     }
@@ -158,13 +158,13 @@ impl Account {
         self.by_purpose[purpose as usize].fetch_add(len, Ordering::Relaxed);
     }
 
-    /// Counts bytes of a page as a caller's from now on.
+    /// Counts a page's bytes for [`Purpose::Caller`] from now on.
     pub fn handed_out(&self, purpose: Purpose, len: u64) {
         self.by_purpose[purpose as usize].fetch_sub(len, Ordering::Relaxed);
         self.by_purpose[Purpose::Caller as usize].fetch_add(len, Ordering::Relaxed);
     }
 
-    /// Counts bytes that a caller lent to a page. They are not of the budget.
+    /// Counts bytes that a caller lent to a page. They do not use the budget.
     pub fn lent(&self, len: u64) {
         self.count.fetch_add(1, Ordering::Relaxed);
         self.by_purpose[Purpose::Lent as usize].fetch_add(len, Ordering::Relaxed);
@@ -185,33 +185,34 @@ impl Account {
 
     /// Counts retired bytes as released.
     pub fn released(&self, len: u64) {
-        // In this order: a thread that claims these bytes finds them not taken any more, so that the peak
-        // never exceeds the budget. A thread that finds them not retired any more finds them not used either.
+        // The order matters. A thread that claims these bytes no longer sees them as taken, so the peak never
+        // exceeds the budget. A thread that no longer sees them as retired no longer sees them as used
+        // either.
         self.taken.fetch_sub(len, Ordering::Relaxed);
         self.used.fetch_sub(len, Ordering::Release);
         self.retired.fetch_sub(len, Ordering::Release);
     }
 
-    /// Whether this number of bytes would fit if nothing were retired.
+    /// Returns whether this number of bytes would fit if no memory were retired.
     pub fn fits_without_retired(&self, len: u64) -> bool {
-        // The two numbers are of different moments, the retired bytes of the earlier one: what is released in
-        // between makes the answer yes. The caller claims afterwards, and that answer is certain.
+        // The two counters are read at different moments, retired bytes first, so bytes released in between
+        // make the result `true`. The caller then claims the bytes, and that result is exact.
         let retired = self.retired.load(Ordering::Acquire);
         let used = self.used.load(Ordering::Relaxed).saturating_sub(retired);
         used.checked_add(len).is_some_and(|sum| sum <= self.budget)
     }
 
-    /// Bytes of the budget that are left.
+    /// Returns the bytes of the budget that are left.
     pub fn available(&self) -> u64 {
         self.budget - self.used.load(Ordering::Relaxed)
     }
 
-    /// Lets the peak begin anew, at what is taken now.
+    /// Resets the peak to the bytes currently taken.
     pub fn reset_peak(&self) {
         self.peak.store(self.taken.load(Ordering::Relaxed), Ordering::Relaxed);
     }
 
-    /// The account as it is; numbers that change meanwhile may be of different moments.
+    /// Returns the current use. Counters that change during the call may be from different moments.
     pub fn usage(&self) -> PlaceUsage {
         let [used, taken, retired, peak, count] =
             [&self.used, &self.taken, &self.retired, &self.peak, &self.count]

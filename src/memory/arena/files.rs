@@ -1,9 +1,9 @@
-//! Memory of files that the device copies to: registered within the budget of pinned memory, and given up for
-//! any other use of it.
+//! Memory of files to which the device copies, registered within the budget of pinned memory, and given up
+//! for any other use of that budget.
 //!
-//! A file's memory goes in this order: lists that name it have passed their fences, the device lets go of it,
-//! the mapping ends. Only then may the file be cut or removed. Where it is not known that the last list has
-//! ended, the memory stays with the device, which ends it with itself.
+//! File memory is released in this order: the lists that name it pass their fences, the device unregisters
+//! it, the mapping ends. Only then may the file be truncated or removed. If it is unknown whether the last
+//! list has ended, the memory stays registered until the device is dropped.
 
 use std::ops::Range;
 use std::sync::{Arc, Weak};
@@ -22,15 +22,15 @@ use crate::disk::DiskFile;
 use crate::error::{Error, Result};
 use crate::memory::staging::StagingPool;
 
-/// The files that are registered.
+/// The registered files.
 #[derive(Default)]
 pub(super) struct RegisteredFiles {
     files: Mutex<Vec<Weak<RegisteredFile>>>,
-    /// Whether the device has refused a file: it would refuse the next one, too.
+    /// Whether the device has rejected a file, because it would reject the next one too.
     is_refused: AtomicBool,
 }
 
-/// A file whose memory the device copies to, until it is dropped or given up.
+/// A file to whose memory the device copies, until it is dropped or given up.
 pub(crate) struct RegisteredFile {
     arena: Arc<Arena>,
     staging: Arc<StagingPool>,
@@ -39,18 +39,18 @@ pub(crate) struct RegisteredFile {
 }
 
 struct FileState {
-    /// The device's name for it; `None` once it is given up.
+    /// The device's id for the memory; `None` once it is given up.
     memory: Option<MemoryId>,
-    /// Writers that use it now.
+    /// The number of current writers.
     users: usize,
-    /// The last list of each lane that names it; 0 where there is none.
+    /// The last list of each lane that names the memory; 0 if there is none.
     last_uses: [Fence; FILE_LANES.len()],
-    /// Whether a list may have been queued that has no fence.
+    /// Whether a list without a fence may have been queued.
     is_end_unknown: bool,
 }
 
-/// A way between the device and a file. Each has a lane of its own: a copy that stood in a lane after a
-/// read-back would hold the queue of long copies.
+/// A direction of copies between the device and a file. Each has a lane of its own: a copy queued behind a
+/// read-back in the same lane would hold the queue of long copies.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum FileWay {
     To,
@@ -63,18 +63,19 @@ impl FileWay {
     }
 }
 
-/// The lanes of both ways.
+/// The lanes of both directions.
 const FILE_LANES: [Lane; 2] = [Lane::Drain, Lane::Load];
 
-/// The right to copy to a file's memory. While it lives the memory is not given up.
+/// The right to copy to a file's memory. The memory is not given up before it is dropped.
 pub(crate) struct FileTarget {
     file: Arc<RegisteredFile>,
     memory: MemoryId,
 }
 
 impl Arena {
-    /// Registers the memory of a file, if the file has any that a mapping shares, the device takes it, and
-    /// the budget of pinned memory has room for it. All else is no error: the bytes go by way of staging.
+    /// Registers the memory of a file if the file supports shared mappings, the device accepts it, and the
+    /// budget of pinned memory has room for it. Otherwise returns `None`, which is not an error: the bytes
+    /// are then copied through staging.
     pub(crate) fn register(
         self: &Arc<Self>,
         file: &dyn DiskFile,
@@ -102,7 +103,7 @@ impl Arena {
     ) -> Result<Option<Arc<RegisteredFile>>> {
         let Some(mapping) = file.memory()? else { return Ok(None) };
         let (len, account) = (mapping.byte_len(), self.account(Place::Pinned));
-        // Before the device is asked (I10).
+        // Claimed before the device is called (I10).
         account.claim(len)?;
         let memory = self.device.register(mapping).inspect_err(|_| account.unclaim(len))?;
         account.allocated(Purpose::Image, 1, len);
@@ -116,8 +117,8 @@ impl Arena {
         Ok(Some(registered))
     }
 
-    /// Gives up files that no writer uses, the oldest first, until `needed` bytes of pinned memory have come
-    /// back. Returns whether any have.
+    /// Gives up files without writers, oldest first, until `needed` bytes of pinned memory are free. Returns
+    /// whether any memory was freed.
     pub(super) fn give_up_files(&self, needed: u64) -> bool {
         let files: Vec<Arc<RegisteredFile>> =
             self.files.files.lock().iter().filter_map(Weak::upgrade).collect();
@@ -135,7 +136,7 @@ impl Arena {
 }
 
 impl RegisteredFile {
-    /// The right to copy to it; `None` once it is given up.
+    /// Returns the right to copy to the file, or `None` if it was given up.
     pub fn target(self: &Arc<Self>) -> Option<FileTarget> {
         let mut state = self.state.lock();
         let memory = state.memory?;
@@ -143,7 +144,7 @@ impl RegisteredFile {
         Some(FileTarget { file: self.clone(), memory })
     }
 
-    /// Whether a file of this length is registered as a whole, and not given up.
+    /// Returns whether a file of this length is registered completely and has not been given up.
     pub fn is_registered(&self, len: u64) -> bool {
         self.len == len && self.state.lock().memory.is_some()
     }
@@ -153,7 +154,7 @@ impl RegisteredFile {
         state.users == 0 && self.give_up(&mut state)
     }
 
-    /// Gives the memory up, under the lock: a writer that finds none may cut the file.
+    /// Gives up the memory under the lock: a writer that finds none may truncate the file.
     fn give_up(&self, state: &mut FileState) -> bool {
         let Some(memory) = state.memory.take() else { return false };
         let device = &self.arena.device;
@@ -181,23 +182,23 @@ impl Drop for RegisteredFile {
     fn drop(&mut self) {
         let mut state = self.state.lock();
         let state = &mut *state;
-        // No target is left: each of them holds the file.
+        // No target exists, because each of them holds the file.
         self.give_up(state);
     }
 }
 
 impl FileTarget {
-    /// Bytes of the file, from its start.
+    /// Returns the number of bytes of the file that the target covers, from its start.
     pub fn byte_len(&self) -> u64 {
         self.file.len
     }
 
-    /// A range of the file, for commands.
+    /// Returns a range of the file, for commands.
     pub fn part(&self, offset: u64, len: u64) -> Span {
         Span { memory: self.memory, offset, len }
     }
 
-    /// Submits a list that names the file, on the lane of its way, after the fence of another lane.
+    /// Submits a list that names the file on the lane of its direction, after the fence of another lane.
     ///
     /// # Errors
     /// A device error.
@@ -207,7 +208,7 @@ impl FileTarget {
         let queued = device.submit(way.lane(), list);
         let mut state = self.file.state.lock();
         match &queued {
-            // The device may have begun it, without a fence.
+            // The device may have started it without a fence.
             Err(_) => state.is_end_unknown = true,
             Ok(pending) => {
                 let last = &mut state.last_uses[way as usize];
@@ -217,10 +218,12 @@ impl FileTarget {
         queued
     }
 
-    /// Has the device sum what lies in the file: CRC-32 of each of these ranges, which ascend. Waits for it.
+    /// Computes the CRC-32 of each of these ascending ranges of the file on the device, and waits for the
+    /// results.
     ///
-    /// Where a bus is between, they are read over it to memory of `place`, if that is the device's own and
-    /// has room: a copy engine reads faster than kernels that sum bytes on the other side of a bus.
+    /// If there is a bus between device and file, the ranges are first copied over it to memory of `place`,
+    /// provided that this is the device's own memory and has room: a copy engine reads faster than kernels
+    /// that checksum bytes across a bus.
     ///
     /// # Errors
     /// A device error; `OutOfMemory`.
@@ -244,7 +247,8 @@ impl FileTarget {
         collected(sums.into_iter().map(Hasher::finalize))
     }
 
-    /// Adds the sums of parts of ranges, which lie within the length of a piece, to those of their ranges.
+    /// Adds the checksums of parts of ranges to those of the ranges. Together the parts span at most the
+    /// length of a piece.
     fn add_sums(&self, place: Place, parts: &[(Range<u64>, usize)], sums: &mut [Hasher]) -> Result<()> {
         let Some((start, end)) =
             parts.first().map(|first| first.0.start).zip(parts.last().map(|last| last.0.end))
@@ -272,7 +276,7 @@ impl FileTarget {
         let words = sum();
         match &words {
             Ok(_) => read_back.into_iter().try_for_each(|memory| arena.discard(memory))?,
-            // The copy may still be under way.
+            // The copy may still be in flight.
             Err(_) => read_back.into_iter().for_each(|memory| arena.retire(memory, last_use)),
         }
         let words = words?;
@@ -283,13 +287,14 @@ impl FileTarget {
         Ok(())
     }
 
-    /// The failure of a device that sent other bytes than lie in the file, or reads others than lie there.
+    /// Returns the error for a device that copied different bytes to the file, or read different bytes from
+    /// it.
     pub fn changed_on_the_way(&self) -> Error {
         changed_on_the_way(&*self.file.arena.device, "bytes of pages")
     }
 
-    /// Memory to which parts of the file are read back. Empty where kernels sum them as quickly in the file,
-    /// as without a bus between, and where there is no room.
+    /// Allocates memory into which parts of the file are read back. Empty if kernels checksum them equally
+    /// fast in the file, as without a bus in between, or if there is no room.
     fn read_back_memory(&self, place: Place, len: u64) -> Result<Vec<PageMemory>> {
         let arena = &self.file.arena;
         if !matches!(place, Place::Device(_)) || !arena.device.crosses_bus() {

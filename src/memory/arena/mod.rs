@@ -1,10 +1,10 @@
-//! Page memory: allocated within the budget, and given back only when no lane uses it.
+//! Page memory: allocated within the budget, and freed only when no lane uses it.
 //!
-//! The page table owns one [`PageMemory`] for each page. When a page goes or moves, its memory is retired
-//! with the fence of its last use and released once that fence has passed. Until then it counts against the
-//! budget (I10), for it is still there. Nothing here is on disk: recovery allocates anew.
+//! The page table owns one [`PageMemory`] for each page. When a page is deleted or moved, its memory is
+//! retired with the fence of its last use and released once that fence has passed. Until then it still exists
+//! and counts against the budget (I10). Nothing here is stored on disk: recovery allocates new memory.
 //!
-//! The device may keep released memory for itself: [`Device::trim`] gives it back.
+//! The device may cache released memory: [`Device::trim`] frees it.
 
 mod account;
 mod page_memory;
@@ -40,34 +40,34 @@ use crate::options::Budget;
 /// The lanes that never wait for a caller.
 const OWN_LANES: [Lane; 4] = [Lane::Apply, Lane::Drain, Lane::Stage, Lane::Load];
 
-/// The page memory of one device, under one budget. Shared by threads.
+/// The page memory of one device, under one budget, shared by threads.
 pub struct Arena {
     device: Arc<dyn Device>,
     budget: Budget,
     accounts: RwLock<BTreeMap<Place, Arc<Account>>>,
-    /// Retired memory by lane, in the order of retirement. An entry after one with a later fence waits for
-    /// it, which costs time and nothing else.
+    /// Retired memory by lane, in the order of retirement. An entry behind one with a later fence waits for
+    /// that fence, which costs only time.
     retired: [Mutex<Queue<RetiredMemory>>; Lane::ALL.len()],
     retired_count: AtomicUsize,
     /// The scratch in use, and the threads that wait for it.
     scratch: Mutex<ScratchMemory>,
     scratch_given_back: Condvar,
     /// Held while reaping a lane, so that a thread that asks how much memory is free waits until the release
-    /// is counted. There is one lock for each lane: a thread that waits for callers does not hold up threads
-    /// that reap the other lanes.
+    /// is counted. There is one lock for each lane, so that a thread that waits for callers does not delay
+    /// threads that reap the other lanes.
     reaping: [Mutex<()>; Lane::ALL.len()],
     /// Callers' memory in which pages live.
     lent: LentMemories,
-    /// Files that the device copies to.
+    /// Files to which the device copies.
     files: RegisteredFiles,
     link: Arc<MemoryLink>,
 }
 
-/// Memory of a page that is gone, for a caller.
+/// Memory of a deleted page, handed to a caller.
 pub enum HandedOut {
-    /// The caller's own, as it lent it.
+    /// Caller-owned memory, as the handle that the caller lent.
     Lent(DeviceBytes),
-    /// The store's, to be given back like any other.
+    /// The store's memory, to be returned like any other.
     Own(PageMemory),
 }
 
@@ -76,11 +76,11 @@ struct RetiredMemory {
     fence: Fence,
 }
 
-/// Memories that are released at once, so that the lists of them stay short.
+/// Allocations released per call, so that lists of them stay short.
 const RELEASED_AT_ONCE: usize = 1024;
 
 impl Arena {
-    /// An arena without pages.
+    /// Creates an arena without pages.
     #[must_use]
     pub fn new(device: Arc<dyn Device>, budget: Budget) -> Self {
         Self {
@@ -98,12 +98,12 @@ impl Arena {
         }
     }
 
-    /// Takes memory of the caller's for a page. It is beside the budget. Where a page gave up a part of it,
-    /// this waits until no lane uses that any more. No stream uses the memory, and no work of it is under
-    /// way.
+    /// Lends caller-owned memory to a page, outside the budget. If a page gave up a part of it, waits until
+    /// no lane uses that part any more. The caller ensures that no stream uses the memory and that no work on
+    /// it is in flight.
     ///
     /// # Errors
-    /// `MemoryInUse` if a page lives in a part of it, or gave it up just now; a device error.
+    /// `MemoryInUse` if a page lives in a part of it or has just given it up; a device error.
     pub fn lend(&self, page: PageId, bytes: &DeviceBytes) -> Result<PageMemory> {
         let memory = match bytes.lend(page)? {
             Some(memory) => memory,
@@ -120,9 +120,9 @@ impl Arena {
         Ok(PageMemory::new(memory, place, len, Purpose::Lent))
     }
 
-    /// Takes the memory of a page that is gone for a caller: no list names it any more. Memory that a caller
-    /// lent comes back as the handle that it lent; all other memory gets a name that no reader knows, and
-    /// stays counted.
+    /// Takes the memory of a deleted page for a caller. No list names the memory any more. Memory that a
+    /// caller lent is returned as the handle that the caller lent; all other memory gets a new id, unknown to
+    /// readers, and stays counted.
     ///
     /// # Errors
     /// A device error; the memory then stays counted.
@@ -146,49 +146,50 @@ impl Arena {
         }
     }
 
-    /// The link between the store and memory that callers have of it.
+    /// Returns the link between the store and the memory that callers hold from it.
     pub fn link(&self) -> &Arc<MemoryLink> {
         &self.link
     }
 
-    /// Drops the owner of memory that callers' streams used, after this fence, as
-    /// [`drop_let_go`](Self::drop_let_go) does.
+    /// Keeps the owner of memory that callers' streams used until this fence has passed;
+    /// [`drop_let_go`](Self::drop_let_go) then drops it.
     pub fn keep_until(&self, owner: MemoryOwner, fence: Fence) {
         self.lent.keep_until(owner, fence);
     }
 
-    /// Drops callers' memory in which no page lives any more. That may run a caller's code, so it is for
-    /// threads of callers, and for none that holds a lock.
+    /// Drops callers' memory in which no page lives any more. This may run a caller's code, so it must be
+    /// called on a caller's thread that holds no lock.
     pub fn drop_let_go(&self) {
         self.lent.drop_let_go(&*self.device);
     }
 
     #[cfg(test)]
-    /// Memory for a page, of unspecified content. A length of 0 costs nothing of the budget.
+    /// Allocates memory for a page, with unspecified contents. A length of 0 uses no budget.
     ///
-    /// Where only retired memory stands in the way, this waits for its fences rather than fail: whether
-    /// a batch fits must not depend on how far the lanes have come.
+    /// If only retired memory prevents the allocation, this waits for its fences instead of failing: whether
+    /// a batch fits must not depend on the progress of the lanes.
     ///
     /// # Errors
-    /// `OverBudget`, `OutOfMemory`, `PlaceUnavailable`, a device error. Nothing is allocated then.
+    /// `OverBudget`, `OutOfMemory`, `PlaceUnavailable`, a device error. On failure nothing is allocated.
     pub fn allocate(&self, purpose: Purpose, place: Place, len: u64) -> Result<PageMemory> {
         self.reserve(purpose, &[(place, len)])?.allocate(place, len)
     }
 
-    /// As [`allocate`](Self::allocate), for a thread that submits to the lanes. It waits only for lanes that
-    /// never wait for a caller. A caller's stream may stand still, and all batches would stand still with it.
+    /// Allocates memory like [`allocate`](Self::allocate), for a thread that submits to the lanes. It waits
+    /// only for lanes that never wait for a caller: otherwise a stalled caller's stream would stall all
+    /// batches.
     ///
     /// # Errors
-    /// As for [`allocate`](Self::allocate).
+    /// Same as [`allocate`](Self::allocate).
     pub fn allocate_for_lane(&self, purpose: Purpose, place: Place, len: u64) -> Result<PageMemory> {
         self.reserve_awaiting(&OWN_LANES, purpose, &[(place, len)])?.allocate(place, len)
     }
 
-    /// Memory for several pages, in their order: for all of them or none. The budget is checked on all of
-    /// them together before the first is allocated.
+    /// Allocates memory for several pages, in order, either for all of them or for none. The budget is
+    /// checked for all of them together before the first is allocated.
     ///
     /// # Errors
-    /// As for [`allocate`](Self::allocate); `OverBudget` tells the sum that they ask of a place.
+    /// Same as [`allocate`](Self::allocate). `OverBudget` states the total requested in a place.
     pub fn allocate_all(&self, purpose: Purpose, pages: &[(Place, u64)]) -> Result<Vec<PageMemory>> {
         let mut memory = Vec::new();
         make_room(&mut memory, pages.len())?;
@@ -199,12 +200,12 @@ impl Arena {
         Ok(memory)
     }
 
-    /// Puts by the bytes that these allocations take of the budget, each by its place and its length. Where
-    /// only retired memory stands in the way, this waits for its fences and asks once more.
+    /// Reserves the budget for these allocations, each with its place and its length. If only retired memory
+    /// prevents this, waits for its fences and tries once more.
     ///
     /// # Errors
-    /// `OverBudget` tells the sum that they ask of a place, and the bytes left there; a device error. Nothing
-    /// is put by then.
+    /// `OverBudget`, which states the total requested in a place and the bytes left there; a device error. On
+    /// failure nothing is reserved.
     pub fn reserve(&self, purpose: Purpose, pages: &[(Place, u64)]) -> Result<Reservation<'_>> {
         self.reserve_awaiting(&Lane::ALL, purpose, pages)
     }
@@ -221,8 +222,8 @@ impl Arena {
             let sum = sums.entry(*place).or_default();
             *sum = sum.saturating_add(*len);
         }
-        // Also where nothing is retired any more: another thread may have taken the last of it off the queue,
-        // and be releasing it just now. A batch that came in that moment was refused.
+        // Also if no memory is retired any more: another thread may have taken the last of it from the queue
+        // and be releasing it now. A batch that arrived at that moment used to be rejected.
         let claimed = match self.claim(awaited, purpose, &sums) {
             Err(Error::OverBudget { place, asked, .. })
                 if self.account(place).fits_without_retired(asked) =>
@@ -232,7 +233,8 @@ impl Arena {
             }
             claimed => claimed,
         };
-        // Files are registered only to be fast. Scratch is refused rather: it is for a snapshot to them.
+        // Files are registered only for speed. A request for scratch fails instead, because scratch is for a
+        // snapshot to these files.
         let claimed = match claimed {
             Err(Error::OverBudget { place: Place::Pinned, asked, available, .. })
                 if purpose != Purpose::Gather && self.give_up_files(asked.saturating_sub(available)) =>
@@ -258,12 +260,12 @@ impl Arena {
         }
     }
 
-    /// Gives memory back once `fence`, that of the last list that names it, has passed.
+    /// Releases memory once `fence`, that of the last list that names it, has passed.
     pub fn retire(&self, page: PageMemory, fence: Fence) {
         self.retire_all([page], fence);
     }
 
-    /// As [`retire`](Self::retire), for the memory of several pages.
+    /// Retires the memory of several pages, as [`retire`](Self::retire) does for one.
     pub fn retire_all(&self, pages: impl IntoIterator<Item = PageMemory>, fence: Fence) {
         let mut scratch = Vec::new();
         let mut sums = AccountSums::default();
@@ -281,7 +283,8 @@ impl Arena {
             self.retired_count.fetch_add(1, Ordering::AcqRel);
             queue.push_back(RetiredMemory { page, fence });
         }
-        // Counted as retired while no thread can take it off the queue, and count it as released.
+        // Counted as retired before another thread can take the memory from the queue and count it as
+        // released.
         sums.end(|place, sum| self.count_retired(place, sum));
         drop(queue);
         scratch.into_iter().for_each(|(place, len)| self.scratch_is_back(place, len));
@@ -291,11 +294,11 @@ impl Arena {
         self.account(place).retired(purpose, count, len);
     }
 
-    /// Gives back memory that no pending list names: no list ever named it, or the fences of all that did
+    /// Releases memory that no pending list names: no list ever named it, or the fences of all lists that did
     /// were waited for.
     ///
     /// # Errors
-    /// A device error; the memory then stays counted, for it is not known to be free.
+    /// A device error; the memory then stays counted, because it may not be free.
     pub fn discard(&self, mut page: PageMemory) -> Result<()> {
         page.given_back = true;
         let released = self.device.release(page.memory);
@@ -315,8 +318,9 @@ impl Arena {
         released
     }
 
-    /// As [`discard`](Self::discard), for callers that have an error to tell already, or none to tell it to.
-    /// What the device does not take back stays counted, and a warning says so.
+    /// Discards memory as [`discard`](Self::discard) does, for callers that already have an error to report
+    /// or cannot report one. Memory that the device fails to release stays counted and is logged with a
+    /// warning.
     pub fn discard_all(&self, memory: impl IntoIterator<Item = PageMemory>) {
         for page in memory {
             if let Err(error) = self.discard(page) {
@@ -325,8 +329,8 @@ impl Arena {
         }
     }
 
-    /// Releases retired memory whose fence has passed. Does not wait, neither for a fence nor for another
-    /// thread that reaps already.
+    /// Releases retired memory whose fence has passed. Waits neither for a fence nor for another thread that
+    /// is already reaping.
     ///
     /// # Errors
     /// A device error of a release.
@@ -360,37 +364,37 @@ impl Arena {
         Ok(())
     }
 
-    /// How much room a place has, from now on.
+    /// Returns a view of the free budget of a place that stays up to date.
     pub(crate) fn room(&self, place: Place) -> PlaceRoom {
         PlaceRoom::new(self.account(place))
     }
 
-    /// The limit of a place in bytes; `u64::MAX` if it has none.
+    /// Returns the limit of a place in bytes; `u64::MAX` if it has none.
     #[must_use]
     pub fn budget(&self, place: Place) -> u64 {
         self.budget.limit(place)
     }
 
-    /// Bytes of the budget that are left in a place, retired memory counted as used.
+    /// Returns the bytes of the budget that are left in a place. Retired memory counts as used.
     #[must_use]
     pub fn available(&self, place: Place) -> u64 {
         self.account(place).available()
     }
 
     #[cfg(test)]
-    /// The use of one place's budget.
+    /// Returns the use of one place's budget.
     #[must_use]
     pub fn usage(&self, place: Place) -> PlaceUsage {
         self.account(place).usage()
     }
 
-    /// The use of each place that memory was ever asked of.
+    /// Returns the use of each place from which memory was ever requested.
     #[must_use]
     pub fn usages(&self) -> BTreeMap<Place, PlaceUsage> {
         self.accounts.read().iter().map(|(place, account)| (*place, account.usage())).collect()
     }
 
-    /// Lets every place's peak begin anew, at what is in use now.
+    /// Resets every place's peak to the current use.
     pub fn reset_peaks(&self) {
         self.accounts.read().values().for_each(|account| account.reset_peak());
     }
@@ -407,8 +411,8 @@ impl Arena {
         self.retired[lane as usize].lock().front().map(|retired| retired.fence)
     }
 
-    /// Releases the retired memory of a lane that has come to this fence. The caller holds the lane's lock of
-    /// reaping.
+    /// Releases the retired memory of a lane that has reached this fence. The caller must hold the lane's
+    /// reaping lock.
     fn release_passed(&self, lane: Lane, reached: u64) -> Result<()> {
         loop {
             let mut passed = Vec::new();
@@ -428,7 +432,7 @@ impl Arena {
         }
     }
 
-    /// Gives back memory that nothing uses. What the device does not take back stays counted.
+    /// Releases memory that is no longer in use. Memory that the device fails to release stays counted.
     fn release(&self, mut pages: Vec<PageMemory>) -> Result<()> {
         let memory: Vec<_> = pages.iter().map(|page| (page.place(), page.memory)).collect();
         pages.iter_mut().for_each(|page| page.given_back = true);
@@ -450,7 +454,7 @@ impl Arena {
     }
 }
 
-/// What pages that follow each other have together, of one place and for one purpose.
+/// The total of consecutive pages with the same place and purpose.
 #[derive(Clone, Copy)]
 struct AccountSum {
     purpose: Purpose,
@@ -458,12 +462,12 @@ struct AccountSum {
     len: u64,
 }
 
-/// Sums over pages, so that an account need not be looked up for each of thousands.
+/// Totals over pages, so that an account is not looked up for each of thousands.
 #[derive(Default)]
 struct AccountSums(Option<(Place, AccountSum)>);
 
 impl AccountSums {
-    /// Adds a page. Where it is of another place or purpose, `told` hears of those before it.
+    /// Adds a page. If its place or purpose differs, calls `told` with the total of the pages before it.
     fn add(&mut self, page: &PageMemory, told: impl FnOnce(Place, AccountSum)) {
         let (place, purpose) = (page.place(), page.purpose);
         match &mut self.0 {
@@ -479,7 +483,7 @@ impl AccountSums {
         }
     }
 
-    /// Tells of the last pages.
+    /// Calls `told` with the total of the last pages.
     fn end(self, told: impl FnOnce(Place, AccountSum)) {
         if let Some((place, sum)) = self.0 {
             told(place, sum);

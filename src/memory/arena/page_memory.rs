@@ -5,15 +5,15 @@ use remanent_format::Place;
 use super::Purpose;
 use crate::device::{MemoryId, Span};
 
-/// The memory of one page. It is given back by [`retire`](super::Arena::retire) or
-/// [`discard`](super::Arena::discard) of its arena, never by being dropped: a drop cannot know which lane
+/// The memory of one page. It must be returned with [`retire`](super::Arena::retire) or
+/// [`discard`](super::Arena::discard) of its arena rather than dropped, because a drop cannot know which lane
 /// still uses it.
 #[derive(Debug)]
 pub struct PageMemory {
     pub(super) memory: MemoryId,
     pub(super) len: u64,
-    /// The place, as two numbers: so it fills the gap that alignment leaves, and there is one of these for
-    /// each page.
+    /// The place as two numbers, which fill the gap left by alignment: there is one of these values for each
+    /// page.
     pub(super) place_ordinal: u32,
     pub(super) place_kind: u8,
     pub(super) purpose: Purpose,
@@ -23,22 +23,22 @@ pub struct PageMemory {
 const _: () = assert!(size_of::<PageMemory>() == 24);
 
 impl PageMemory {
-    /// Memory that the device gave just now.
+    /// Wraps newly allocated memory of the device.
     pub(super) fn new(memory: MemoryId, place: Place, len: u64, purpose: Purpose) -> Self {
         let (place_kind, place_ordinal) = place.to_raw();
         Self { memory, len, place_ordinal, place_kind, purpose, given_back: false }
     }
 
-    /// The span of the whole page.
+    /// Returns the span of the whole page.
     #[must_use]
     pub fn span(&self) -> Span {
         Span { memory: self.memory, offset: 0, len: self.len }
     }
 
-    /// The span of `len` bytes from `offset` on.
+    /// Returns the span of `len` bytes at `offset`.
     ///
     /// # Panics
-    /// If they do not lie within the page: the caller checked that.
+    /// If the span exceeds the page; the caller must check this.
     #[must_use]
     pub fn part(&self, offset: u64, len: u64) -> Span {
         let within = offset.checked_add(len).is_some_and(|end| end <= self.len);
@@ -46,19 +46,20 @@ impl PageMemory {
         Span { memory: self.memory, offset, len }
     }
 
-    /// Whether it is a caller's. Then it holds whatever its last use left.
+    /// Returns whether the memory is lent by a caller. Such memory initially has the contents of its last
+    /// use.
     #[must_use]
     pub fn is_lent(&self) -> bool {
         self.purpose == Purpose::Lent
     }
 
-    /// The place where the memory lies.
+    /// Returns the place of the memory.
     #[must_use]
     pub fn place(&self) -> Place {
         Place::from_raw(self.place_kind, self.place_ordinal).expect("the numbers of a place")
     }
 
-    /// Its length in bytes.
+    /// Returns the length in bytes.
     #[must_use]
     pub fn byte_len(&self) -> u64 {
         self.len

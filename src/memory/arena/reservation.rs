@@ -1,4 +1,4 @@
-//! Bytes of the budget for allocations to come.
+//! Budget reserved for later allocations.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,26 +12,25 @@ use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::device::{Lane, MemoryId};
 use crate::error::{Error, Result};
 
-/// Bytes of the budget that are put by for allocations to come, so that these cannot fail half way for lack
-/// of budget. Bytes left when it is dropped are free again.
+/// Bytes of the budget reserved for later allocations, so that these cannot fail midway for lack of budget.
+/// Dropping it returns the unused bytes to the budget.
 pub struct Reservation<'a> {
     arena: &'a Arena,
     purpose: Purpose,
     left: Vec<(Arc<Account>, Place, AtomicU64)>,
-    /// The lanes whose retired memory is waited for where memory is short. With none, only free memory is
-    /// taken.
+    /// The lanes whose retired memory is waited for if memory is short. If empty, only free memory is used.
     awaited: &'static [Lane],
 }
 
 impl Arena {
-    /// Claims all or nothing.
+    /// Claims the bytes of all places, or none.
     pub(super) fn claim(
         &self,
         awaited: &'static [Lane],
         purpose: Purpose,
         sums: &BTreeMap<Place, u64>,
     ) -> Result<Reservation<'_>> {
-        // A reservation that is dropped on the way puts back the bytes it has.
+        // A reservation dropped because of an error returns its bytes.
         let mut reservation =
             Reservation { arena: self, purpose, left: Vec::with_capacity(sums.len()), awaited };
         for (place, sum) in sums {
@@ -44,12 +43,12 @@ impl Arena {
 }
 
 impl Reservation<'_> {
-    /// Memory for a page, of unspecified content, out of the bytes that were put by. If the device is full,
-    /// retired memory is released and the device is asked once more, except where nothing may be waited for.
-    /// Several threads may take from one reservation.
+    /// Allocates memory for a page, with unspecified contents, from the reserved bytes. If the device is out
+    /// of memory, releases retired memory and tries once more, unless no lane may be waited for. Several
+    /// threads may allocate from one reservation.
     ///
     /// # Errors
-    /// `OutOfMemory`, `PlaceUnavailable`, a device error. The bytes stay put by.
+    /// `OutOfMemory`, `PlaceUnavailable`, a device error. The bytes stay reserved.
     ///
     /// # Panics
     /// If fewer bytes are left for the place.
@@ -65,11 +64,12 @@ impl Reservation<'_> {
         Ok(PageMemory::new(memory, place, len, self.purpose))
     }
 
-    /// As [`allocate`](Self::allocate), for several pages, in their order; adds their memory to `memory`.
-    /// Without success, what was allocated by then. All that is left is for these pages.
+    /// Allocates memory for several pages, in order, as [`allocate`](Self::allocate) does, and appends it to
+    /// `memory`. On failure, `memory` contains the memory allocated before the failure. The whole remaining
+    /// reservation is for these pages.
     ///
     /// # Errors
-    /// As for [`allocate`](Self::allocate).
+    /// Same as [`allocate`](Self::allocate).
     pub(super) fn allocate_all(self, pages: &[(Place, u64)], memory: &mut Vec<PageMemory>) -> Result<()> {
         let Arena { device, .. } = self.arena;
         let mut made = Vec::new();

@@ -1,4 +1,4 @@
-//! Scratch: memory that snapshots gather into, and long reads. It gives way to all other memory.
+//! Scratch: memory into which snapshots and long reads gather bytes. It yields to all other memory.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -9,24 +9,24 @@ use super::{Arena, PageMemory, Purpose};
 use crate::device::Lane;
 use crate::error::{Error, Result};
 
-/// The lanes to wait for where nothing may be waited for, not even for memory that the device keeps back.
+/// The empty list of lanes, for allocations that must not wait, not even for memory that the device caches.
 const NO_LANES: [Lane; 0] = [];
 
-/// Scratch longer than this comes in pieces of this length, which a GPU cuts from blocks that all allocations
-/// share. A longer block would be one of its own, which serves no other length, and giving it back to the
-/// driver waits for all work of the GPU. So the memory that scratch leaves behind never exceeds its own
-/// limit.
+/// Scratch longer than this is allocated in pieces of this length, which a GPU cuts from blocks shared by all
+/// allocations. A longer piece would have a block of its own, which serves no other length and whose release
+/// to the driver waits for all work of the GPU. The memory left behind by scratch therefore never exceeds the
+/// limit on scratch.
 pub(super) const SCRATCH_PIECE_LEN: u64 = 16 << 20;
-/// The most scratch of a place. A longer read goes to the host in lane order, 20 ms for this length on an
-/// H200.
+/// The most scratch of a place. A longer read is copied to the host in lane order, which takes 20 ms for this
+/// length on an H200.
 pub(super) const SCRATCH_BYTES_MAX: u64 = 1 << 30;
-/// The longest wait for scratch. Scratch is on its way to the host, which takes milliseconds. If that never
-/// ends, the device has stopped, and the waiting thread learns it from its next call.
+/// The longest wait for scratch. Scratch in use is being copied to the host, which takes milliseconds. If
+/// that never ends, the device has stopped, and the next call of the waiting thread reports it.
 pub(super) const SCRATCH_WAIT_MAX: Duration = Duration::from_secs(10);
 
-/// Scratch that snapshots gather into, and long reads. It takes all the room there is, so it must not keep an
-/// allocation out. An allocation that would fit without it waits until it is given back, which never waits
-/// for a commit. No scratch is given out meanwhile.
+/// Scratch into which snapshots and long reads gather bytes. It may use all free memory, so it must not
+/// prevent other allocations. An allocation that would fit without scratch waits until scratch is freed,
+/// which never depends on a commit. No scratch is allocated during that wait.
 #[derive(Default)]
 pub(super) struct ScratchMemory {
     /// Claimed and allocated bytes of scratch.
@@ -35,19 +35,20 @@ pub(super) struct ScratchMemory {
 }
 
 impl Arena {
-    /// Whether this number of bytes would fit if nothing were retired, and nothing on its way to the host.
+    /// Returns whether this number of bytes would fit if no memory were retired and no scratch were in use.
     pub(super) fn fits_without_scratch(&self, place: Place, len: u64) -> bool {
         let scratch = self.scratch.lock().bytes.get(&place).copied();
         scratch.is_some_and(|scratch| self.account(place).fits_without_retired(len.saturating_sub(scratch)))
     }
 
-    /// Scratch for a snapshot or a read: at least `len` bytes, in pieces of [`SCRATCH_PIECE_LEN`] or in one
-    /// that is shorter. The caller submits to the lanes, so nothing is waited for: scratch is only the memory
-    /// that the budget and the device have at once. None is given out while an allocation waits for scratch.
+    /// Allocates scratch for a snapshot or a read: at least `len` bytes, in pieces of [`SCRATCH_PIECE_LEN`]
+    /// or in one shorter piece. The caller submits to the lanes, so this never waits: scratch uses only
+    /// memory that the budget and the device have immediately available. None is allocated while another
+    /// allocation waits for scratch.
     ///
     /// # Errors
-    /// `OverBudget`, also for more than [`SCRATCH_BYTES_MAX`] together; `OutOfMemory`, `PlaceUnavailable`, a
-    /// device error. Nothing is allocated then.
+    /// `OverBudget`, also if the total exceeds [`SCRATCH_BYTES_MAX`]; `OutOfMemory`, `PlaceUnavailable`, a
+    /// device error. On failure nothing is allocated.
     pub(super) fn allocate_scratch(&self, place: Place, len: u64) -> Result<Vec<PageMemory>> {
         if len == 0 {
             return Ok(Vec::new());
@@ -82,8 +83,8 @@ impl Arena {
         }
     }
 
-    /// Scratch as [`allocate_scratch`](Self::allocate_scratch) gives it; `None` without room for it. All that
-    /// wants scratch has another way then.
+    /// Allocates scratch like [`allocate_scratch`](Self::allocate_scratch), but returns `None` if there is no
+    /// room. Every user of scratch has an alternative.
     ///
     /// # Errors
     /// `PlaceUnavailable`, a device error.

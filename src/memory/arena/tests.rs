@@ -1,4 +1,4 @@
-//! Page memory on a device that runs nothing before it must.
+//! Tests of page memory on a device that defers all work as long as possible.
 
 use std::sync::Barrier;
 
@@ -12,13 +12,13 @@ use remanent_format::Width;
 
 const PLACE: Place = Place::Device(0);
 
-/// A device that runs nothing before it must, and an arena of 100 bytes on it.
+/// A device that defers all work as long as possible, and an arena of 100 bytes on it.
 fn late_arena() -> (Arc<dyn Device>, Arena) {
     let device: Arc<dyn Device> = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
     (device.clone(), Arena::new(device, Budget::default().with(PLACE, 100)))
 }
 
-/// A list that uses the page, and is not done yet.
+/// Submits a list that uses the page and is not done yet.
 fn use_page(device: &dyn Device, page: &PageMemory) -> Fence {
     let fill = Command::Fill { target: page.span(), pattern: [1; 16], width: Width::W1 };
     let list = CommandList { commands: vec![fill], staging: Vec::new() };
@@ -29,14 +29,15 @@ fn discard_all(arena: &Arena, pieces: Vec<PageMemory>) {
     pieces.into_iter().for_each(|piece| arena.discard(piece).unwrap());
 }
 
-/// Bytes allocated and retired, their peak, and the number of pages.
+/// Returns the allocated and the retired bytes, their peak, and the number of pages.
 fn usage(arena: &Arena) -> (u64, u64, u64, u64) {
     let usage = arena.usage(PLACE);
     assert_eq!(usage.used(), usage.allocated_bytes + usage.retired_bytes, "nothing stays claimed");
     (usage.allocated_bytes, usage.retired_bytes, usage.peak_bytes, usage.count)
 }
 
-/// The memory of many pages is given back at once: what the device does not take is not free, all else is.
+/// The memory of many pages is released at once: memory that the device fails to release is not free, all
+/// other memory is.
 #[test]
 fn memory_that_the_device_keeps_stays_counted_and_no_other() {
     let device = Arc::new(FaultyDevice::new(Arc::new(HostDevice::new())));
@@ -67,7 +68,7 @@ fn the_budget_holds_to_the_byte_and_says_what_is_left() {
     assert_eq!(usage(&arena), (60, 0, 60, 1));
     let rest = arena.allocate(Purpose::Page, PLACE, 40).unwrap();
     assert_eq!((arena.available(PLACE), usage(&arena)), (0, (100, 0, 100, 2)));
-    // Another place has its own budget, none in this case.
+    // Another place has its own budget, in this case none.
     let elsewhere = arena.allocate(Purpose::Page, Place::Host, 1000).unwrap();
     for page in [page, rest, elsewhere] {
         arena.discard(page).unwrap();
@@ -93,7 +94,7 @@ fn retired_memory_counts_until_its_fence_has_passed() {
     let page = arena.allocate(Purpose::Page, PLACE, 60).unwrap();
     let fence = use_page(&*device, &page);
     arena.retire(page, fence);
-    // The late device panics if the memory is released before the list ran.
+    // The late device panics if the memory is released before the list has run.
     arena.reap().unwrap();
     assert_eq!((arena.available(PLACE), usage(&arena)), (40, (0, 60, 60, 0)));
     device.wait(fence).unwrap();
@@ -153,7 +154,7 @@ fn a_submitter_does_not_wait_for_a_thread_that_waits_for_callers() {
     arena.discard(arena.allocate_for_lane(Purpose::Aside, PLACE, 50).unwrap()).unwrap();
 }
 
-/// Whether a batch fits must not depend on whether a snapshot is being taken.
+/// Whether a batch fits must not depend on whether a snapshot is in progress.
 #[test]
 fn scratch_is_waited_for_and_none_is_given_out_meanwhile() {
     let (_, arena) = late_arena();
@@ -175,7 +176,7 @@ fn scratch_is_waited_for_and_none_is_given_out_meanwhile() {
     discard_all(&arena, arena.allocate_scratch(PLACE, 100).unwrap());
 }
 
-/// The thread that asks submits to the lanes: nothing would be done while it waits.
+/// The requesting thread submits to the lanes, so no work would be done while it waits.
 #[test]
 fn scratch_is_what_there_is_at_once() {
     let (device, arena) = late_arena();
@@ -210,7 +211,7 @@ fn long_scratch_comes_in_pieces_of_one_length_and_there_is_a_limit() {
         let expected = Error::OverBudget { place: PLACE, asked: len, available, budget: u64::MAX };
         assert_eq!(refused.to_string(), expected.to_string());
     }
-    // The limit is a place's own.
+    // The limit applies to each place.
     discard_all(&arena, arena.allocate_scratch(Place::Host, SCRATCH_BYTES_MAX).unwrap());
     discard_all(&arena, some);
     assert_eq!(lens(SCRATCH_BYTES_MAX)[0], SCRATCH_PIECE_LEN);
@@ -234,7 +235,7 @@ fn a_full_device_is_reaped_and_asked_again() {
     let page = arena.allocate(Purpose::Page, PLACE, 60).unwrap();
     let fence = use_page(&*device, &page);
     arena.retire(page, fence);
-    // More than any address space holds: it fails the second time too, and nothing stays counted.
+    // More than any address space: the second attempt fails too, and nothing stays counted.
     let error = arena.allocate(Purpose::Page, PLACE, 1 << 60).unwrap_err();
     assert!(matches!(error, Error::OutOfMemory { place: PLACE, len } if len == 1 << 60), "{error}");
     assert_eq!(device.reached(Lane::Apply), fence.value);
@@ -248,7 +249,7 @@ fn a_dropped_arena_leaves_no_retired_memory_on_the_device() {
     let (memory, fence) = (page.span().memory, use_page(&*device, &page));
     arena.retire(page, fence);
     drop(arena);
-    // The late device would refuse a release that comes too early; this one comes in time.
+    // The late device would reject an early release; this one is in time.
     device.wait(fence).unwrap();
     let again = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| device.release(memory)));
     assert!(again.is_err(), "the arena had not released it");
@@ -330,8 +331,8 @@ fn use_is_told_by_purpose_and_peaks_begin_anew() {
     arena.discard(page).unwrap();
 }
 
-/// How many of the threads are refused is for the scheduler to say. Once they have ended, the whole budget is
-/// there for the next allocation, which waits for their lists.
+/// The scheduler decides how many of the threads fail. After they have ended, the whole budget is available
+/// to the next allocation, which waits for their lists.
 #[test]
 fn threads_never_exceed_the_budget_together() {
     let device: Arc<dyn Device> = Arc::new(HostDevice::new());
@@ -360,11 +361,11 @@ fn threads_never_exceed_the_budget_together() {
     arena.discard(whole).unwrap();
 }
 
-/// In each round one of the threads gives back a page as long as the budget, and all of them ask for a share
-/// of it while it is being released. Bytes that another thread is releasing do not count as used.
+/// In each round, one of the threads returns a page as long as the budget, and all of them request a share of
+/// it during the release. Bytes that another thread is releasing do not count as used.
 #[test]
 fn pages_that_fit_together_are_never_refused_while_another_thread_releases_memory() {
-    // So long that its release takes a while: the system takes its memory back at once.
+    // So long that its release takes time: the system reclaims its memory immediately.
     const BUDGET: u64 = 64 << 20;
     let device: Arc<dyn Device> = Arc::new(HostDevice::new());
     let arena = Arena::new(device.clone(), Budget::default().with(PLACE, BUDGET));
@@ -385,7 +386,7 @@ fn pages_that_fit_together_are_never_refused_while_another_thread_releases_memor
                     barrier.wait();
                     match allocated {
                         Ok(page) => arena.discard(page).unwrap(),
-                        // No panic: the others would wait at the barrier for ever.
+                        // No panic: the others would wait at the barrier forever.
                         Err(error) => refused.lock().push(format!("round {round}: {error}")),
                     }
                 }

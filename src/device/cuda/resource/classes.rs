@@ -1,18 +1,18 @@
-//! Lengths of blocks and of the slabs that they are cut from.
+//! Lengths of blocks and of the slabs from which they are cut.
 //!
-//! Lengths are rounded up to a class, four classes to each doubling, so at most a fifth of a block lies idle.
-//! The first slab of a class is small, each further one twice as long, up to a length that the pool sets.
-//! Blocks longer than the longest class are slabs of their own.
+//! Lengths are rounded up to a class, with four classes per doubling, so at most a fifth of a block is
+//! wasted. The first slab of a class is small, and each further one is twice as long, up to a length that the
+//! pool sets. Blocks longer than the longest class have slabs of their own.
 
-/// The smallest class: the bytes that a warp moves in one access, and then some.
+/// The smallest class: somewhat more than a warp moves in one access.
 const CLASS_LEN_MIN: u64 = 256;
 /// The longest class that shares slabs.
 const CLASS_LEN_MAX: u64 = 16 << 20;
-/// Slabs are multiples of this, as the driver's own are.
+/// Slab lengths are multiples of this, like the driver's own.
 const SLAB_LEN_MIN: u64 = 2 << 20;
-/// The longest slab of several blocks, unless a pool sets another.
+/// The longest slab of several blocks, unless a pool sets another length.
 pub(super) const SLAB_LEN_MAX: u64 = 64 << 20;
-/// Classes to each doubling.
+/// Classes per doubling.
 const STEPS: u64 = 4;
 
 /// Number of classes that share slabs.
@@ -21,19 +21,19 @@ pub(super) const CLASSES: usize = (STEPS * (CLASS_LEN_MAX / CLASS_LEN_MIN).ilog2
 /// The memory that serves a length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Class {
-    /// Blocks of the class of this number, cut from slabs.
+    /// Blocks of the class with this number, cut from slabs.
     Shared(usize),
-    /// A slab of its own, of this length.
+    /// A slab of its own, with this length.
     Alone(u64),
 }
 
 impl Class {
-    /// The class for `len` bytes; `None` beyond any machine's memory.
+    /// Returns the class for `len` bytes; `None` if the length exceeds any machine's memory.
     pub fn of(len: u64) -> Option<Self> {
         if len > CLASS_LEN_MAX {
             return len.checked_next_multiple_of(SLAB_LEN_MIN).map(Self::Alone);
         }
-        // Between one power of two and the next lie the steps; a class ends where its step does.
+        // The steps divide the interval between two powers of two; a class ends where its step ends.
         let last = len.max(CLASS_LEN_MIN) - 1;
         let doubling = u64::from(last.ilog2());
         let step = (last >> (doubling - u64::from(STEPS.ilog2()))) % STEPS;
@@ -41,7 +41,7 @@ impl Class {
         Some(Self::Shared(index as usize))
     }
 
-    /// Length of the class's blocks in bytes.
+    /// Returns the length of the class's blocks in bytes.
     pub fn block_len(self) -> u64 {
         match self {
             Self::Shared(index) => {
@@ -52,15 +52,15 @@ impl Class {
         }
     }
 
-    /// Length of the class's next slab in bytes when it has `count`: whole blocks, and at most one beyond
-    /// `longest`.
+    /// Returns the length in bytes of the class's next slab when it has `count` slabs: whole blocks, with at
+    /// most one block beyond `longest`.
     pub fn slab_len(self, count: usize, longest: u64) -> u64 {
         let block_len = self.block_len();
         if let Self::Alone(len) = self {
             return len;
         }
         let doubled = SLAB_LEN_MIN.max(block_len) << count.min(5);
-        // Whole blocks, and nothing after the last one that the driver would round up to in any case.
+        // Whole blocks, without a remainder after the last one that the driver would round up to anyway.
         doubled.min(longest).next_multiple_of(block_len)
     }
 }

@@ -1,4 +1,4 @@
-//! The sources at the bottom: the CUDA driver, and the host's own allocator where there is none.
+//! The base sources: the CUDA driver, and the host's own allocator for machines without one.
 
 use std::alloc::Layout;
 use std::ffi::c_void;
@@ -15,8 +15,8 @@ use crate::device::cuda::event::CudaEvent;
 use crate::device::cuda::stream;
 use crate::error::{Error, Result};
 
-/// `CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP`: for every GPU, at the same address. The host's
-/// caches stay on, because it reads downloaded bytes.
+/// `CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP`: for every GPU, at the same address. The host
+/// caches the memory, because it reads downloaded bytes.
 const HOST_FLAGS: u32 = 3;
 /// `CU_MEM_ATTACH_GLOBAL`: every stream may use it.
 const MANAGED_FLAGS: u32 = 1;
@@ -24,11 +24,11 @@ const MANAGED_FLAGS: u32 = 1;
 /// The kind of memory that holds the bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(in crate::device::cuda) enum Kind {
-    /// In the GPU's memory.
+    /// GPU memory.
     Device,
-    /// In host memory, pinned, at an address that the GPU knows too.
+    /// Pinned host memory, at an address that the GPU uses too.
     Pinned,
-    /// Wherever they were used last.
+    /// Managed memory, located where it was last used.
     Managed,
 }
 
@@ -37,20 +37,20 @@ impl Kind {
     pub const ALL: [Self; 3] = [Self::Device, Self::Pinned, Self::Managed];
 }
 
-/// Memory as the driver gives it. A call costs up to milliseconds, and giving memory back waits for all the
-/// GPU's work: put a [`Pool`](super::Pool) in front.
+/// Memory allocated by the driver. A call costs up to milliseconds, and freeing memory waits for all work of
+/// the GPU: put a [`Pool`](super::Pool) in front.
 pub struct DriverMemory {
     context: &'static Context,
     kind: Kind,
-    /// The stream for [`MemoryAccess`], made when it is first used.
+    /// The stream for [`MemoryAccess`], created on first use.
     stream: Mutex<Option<Stream>>,
 }
 
 impl DriverMemory {
-    /// The memory of the GPU with this number among those that the process sees.
+    /// Creates a source for the memory of the GPU with this number among those visible to the process.
     ///
     /// # Errors
-    /// `DeviceUnavailable` names the missing part.
+    /// `DeviceUnavailable`, which names the missing part.
     pub fn of(ordinal: u32) -> Result<Self> {
         let unavailable = |reason| Error::DeviceUnavailable { device: format!("cuda:{ordinal}"), reason };
         Ok(Self::new(Context::of(ordinal).map_err(unavailable)?, Kind::Device))
@@ -73,7 +73,7 @@ impl DriverMemory {
         Error::OutOfMemory { place, len }
     }
 
-    /// Queues a copy on a stream of its own and waits for it.
+    /// Queues a copy on a separate stream and waits for it.
     fn copy(&self, queue: impl FnOnce(&Stream) -> Result<()>) -> Result<()> {
         let mut stream = self.stream.lock();
         let stream = match &mut *stream {
@@ -85,7 +85,7 @@ impl DriverMemory {
     }
 }
 
-// SAFETY: the driver's own promise, in a context that has one address space with the host.
+// SAFETY: the driver's own promise, in a context that shares one address space with the host.
 unsafe impl MemoryResource for DriverMemory {
     fn allocate(&self, len: u64) -> Result<u64> {
         let Ok(bytes) = usize::try_from(len) else { return Err(self.out_of_memory(len)) };
@@ -105,7 +105,8 @@ unsafe impl MemoryResource for DriverMemory {
                 Ok(address as u64)
             }
             Kind::Managed => {
-                // Managed memory beyond the GPU's free memory can hang the GPU, so no more is asked for.
+                // Managed memory beyond the GPU's free memory can hang the GPU, so such a request is
+                // rejected.
                 let (mut free, mut total) = (0, 0);
                 // SAFETY: the context is current, the pointers are to live integers.
                 unsafe { entered.memory_info(&mut free, &mut total) }
@@ -123,10 +124,10 @@ unsafe impl MemoryResource for DriverMemory {
     }
 
     unsafe fn free(&self, address: u64, _len: u64) -> Result<()> {
-        // The memory is gone with its context.
+        // The memory no longer exists if its context is lost.
         let Ok(entered) = self.context.enter() else { return Ok(()) };
         match self.kind {
-            // SAFETY: the caller's promise: the driver gave it, and nothing uses it.
+            // SAFETY: the caller's promise: the driver allocated it, and nothing uses it.
             Kind::Device | Kind::Managed => unsafe { entered.free(address) },
             // SAFETY: the same.
             Kind::Pinned => unsafe { entered.free_host(address as *mut c_void) },
@@ -135,13 +136,14 @@ unsafe impl MemoryResource for DriverMemory {
     }
 }
 
-// SAFETY: copies in the context in which the memory was allocated, waited for before they return.
+// SAFETY: copies in the context in which the memory was allocated, waited for before the call returns.
 unsafe impl MemoryAccess for DriverMemory {
     unsafe fn write(&self, address: u64, bytes: &[u8]) -> Result<()> {
         self.copy(|stream| {
             let entered = self.context.enter()?;
             let source = bytes.as_ptr().cast::<c_void>();
-            // SAFETY: the caller's promise for the target; the source stays until the copy was waited for.
+            // SAFETY: the caller's promise for the target; the source stays valid until the copy was waited
+            // for.
             unsafe { entered.copy_to_device(address, source, bytes.len(), stream.raw()) }
                 .map_err(|code| self.context.fault(code))
         })
@@ -151,7 +153,8 @@ unsafe impl MemoryAccess for DriverMemory {
         self.copy(|stream| {
             let entered = self.context.enter()?;
             let target = bytes.as_mut_ptr().cast::<c_void>();
-            // SAFETY: the caller's promise for the source; the target stays until the copy was waited for.
+            // SAFETY: the caller's promise for the source; the target stays valid until the copy was waited
+            // for.
             unsafe { entered.copy_to_host(target, address, bytes.len(), stream.raw()) }
                 .map_err(|code| self.context.fault(code))
         })
@@ -170,8 +173,8 @@ impl StreamPoint for CudaEvent {
     }
 }
 
-/// The host's ordinary memory as a source: for trying out the wrappers of one where there is no GPU. No GPU
-/// can reach it.
+/// Ordinary host memory as a source, for trying the wrappers on a machine without a GPU. No GPU can access
+/// it.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct HostMemory;
 
@@ -181,8 +184,8 @@ impl HostMemory {
     }
 }
 
-// SAFETY: the allocator's own promise. For kernels it holds nowhere, which the type's description says; no
-// launch takes memory from here.
+// SAFETY: the allocator's own promise. No kernel can access the memory, as the type's documentation states;
+// no launch takes memory from this source.
 unsafe impl MemoryResource for HostMemory {
     fn allocate(&self, len: u64) -> Result<u64> {
         let out_of_memory = Error::OutOfMemory { place: Place::Host, len };
@@ -196,13 +199,13 @@ unsafe impl MemoryResource for HostMemory {
 
     unsafe fn free(&self, address: u64, len: u64) -> Result<()> {
         let layout = Self::layout(len).expect("a length that was allocated");
-        // SAFETY: the caller's promise: allocated above by this layout, and nothing uses it.
+        // SAFETY: the caller's promise: allocated above with this layout, and nothing uses it.
         unsafe { std::alloc::dealloc(address as *mut u8, layout) };
         Ok(())
     }
 }
 
-// SAFETY: the host reaches its own memory.
+// SAFETY: the host can access its own memory.
 unsafe impl MemoryAccess for HostMemory {
     unsafe fn write(&self, address: u64, bytes: &[u8]) -> Result<()> {
         // SAFETY: the caller's promise.

@@ -1,8 +1,9 @@
-//! A source that finds misuse. Each allocation lies between canaries, is filled with a poison when it is
-//! given and when it is freed, and is remembered until then.
+//! A source that detects misuse. Each allocation is placed between canaries, filled with poison when it is
+//! allocated and when it is freed, and recorded in between.
 //!
-//! It costs two copies and a wait a call. Put it in front of a [`Pool`](super::Pool): behind one it would
-//! guard slabs, and a page that writes into its neighbour stays within its slab.
+//! Each call makes at least three copies and waits for each of them. Put the guard in front of a
+//! [`Pool`](super::Pool): behind one, it would guard slabs, and a page that writes into its neighbor stays
+//! within its slab.
 
 use std::collections::BTreeMap;
 
@@ -11,42 +12,43 @@ use crate::base::sync::Mutex;
 use crate::device::MemoryStats;
 use crate::error::{Error, Result};
 
-/// Bytes of canary on either side.
+/// Length in bytes of each canary.
 const CANARY_LEN: u64 = ALIGN;
-/// The byte that canaries are made of.
+/// The byte that fills canaries.
 const CANARY: u8 = 0xC5;
-/// The byte that fills memory before it is first written, and after it is freed. As a float of any width it
-/// is a number that no computation expects.
+/// The byte that fills memory before it is first written and after it is freed. As a float of any width, it
+/// gives a value that no computation expects.
 const POISON: u8 = 0xDB;
 /// Poison is written in steps of this many bytes.
 const STEP: usize = 1 << 20;
 
-/// Reads and writes of the host's to a source's memory, wherever it lies.
+/// Reads and writes by the host of a source's memory, wherever the memory is.
 ///
 /// # Safety
-/// A write has been made, and a read is done, when the call returns.
+/// A write must be complete and a read must be done when the call returns.
 pub unsafe trait MemoryAccess {
-    /// Writes `bytes` from the address on.
+    /// Writes `bytes` at the address.
     ///
     /// # Errors
     /// A device error.
     ///
     /// # Safety
-    /// The range lies within memory of this source that is allocated, and nothing else uses it.
+    /// The range must be within allocated memory of this source, and nothing else may use it.
     unsafe fn write(&self, address: u64, bytes: &[u8]) -> Result<()>;
 
-    /// Reads from the address on.
+    /// Reads bytes at the address.
     ///
     /// # Errors
     /// A device error.
     ///
     /// # Safety
-    /// The range lies within memory of this source that is allocated, and no other code writes to it.
+    /// The range must be within allocated memory of this source, and no other code may write to it.
     unsafe fn read(&self, address: u64, bytes: &mut [u8]) -> Result<()>;
 }
 
-/// Finds writes beyond an allocation's ends, memory that is freed twice or by another length, and memory that
-/// is never freed. Memory that is not initialized or already freed is poisoned, so that a read of it shows.
+/// Detects writes beyond the ends of an allocation, memory that is freed twice or with another length, and
+/// memory that is never freed. Uninitialized and freed memory is poisoned, so that a read of it is
+/// noticeable.
 /// ```
 /// use remanent::device::cuda::resource::{GuardedMemory, HostMemory, MemoryAccess, MemoryResource, Pool};
 /// let memory = GuardedMemory::new(Pool::new(HostMemory), HostMemory);
@@ -67,13 +69,14 @@ pub struct GuardedMemory<R: MemoryResource, A: MemoryAccess> {
 }
 
 impl<R: MemoryResource, A: MemoryAccess> GuardedMemory<R, A> {
-    /// A guarded source, whose memory is looked at through `access`.
+    /// Wraps a source, whose memory is read and written through `access`.
     #[must_use]
     pub fn new(upstream: R, access: A) -> Self {
         Self { upstream, access, live: Mutex::default() }
     }
 
-    /// The allocations, as address and length: at the end, those that were never freed.
+    /// Returns the current allocations, as address and length. At the end, these are the allocations that
+    /// were never freed.
     #[must_use]
     pub fn live(&self) -> Vec<(u64, u64)> {
         self.live.lock().iter().map(|(address, len)| (*address, *len)).collect()
@@ -82,7 +85,7 @@ impl<R: MemoryResource, A: MemoryAccess> GuardedMemory<R, A> {
     /// Fills a range with one byte.
     ///
     /// # Safety
-    /// As for [`MemoryAccess::write`].
+    /// Same as [`MemoryAccess::write`].
     unsafe fn fill(&self, address: u64, len: u64, byte: u8) -> Result<()> {
         let bytes = vec![byte; STEP.min(len as usize)];
         for begin in (0..len).step_by(STEP) {
@@ -93,10 +96,10 @@ impl<R: MemoryResource, A: MemoryAccess> GuardedMemory<R, A> {
         Ok(())
     }
 
-    /// The first byte of a canary that is not what it was, if there is one.
+    /// Returns the index of the first byte of a canary that was overwritten, if any.
     ///
     /// # Safety
-    /// As for [`MemoryAccess::read`], for a canary's length.
+    /// Same as [`MemoryAccess::read`], for a canary's length.
     unsafe fn broken(&self, address: u64) -> Result<Option<usize>> {
         let mut canary = [0; CANARY_LEN as usize];
         // SAFETY: the caller's promise.
@@ -105,7 +108,7 @@ impl<R: MemoryResource, A: MemoryAccess> GuardedMemory<R, A> {
     }
 }
 
-/// The length of an allocation with its two canaries: its end need not be aligned.
+/// Returns the length of an allocation with its two canaries. The end of an allocation need not be aligned.
 fn outer_len(len: u64) -> Option<u64> {
     len.checked_add(2 * CANARY_LEN)
 }
@@ -114,8 +117,8 @@ fn misuse(reason: String) -> Error {
     Error::Device { reason: format!("misuse of memory: {reason}"), context_lost: false }
 }
 
-// SAFETY: the part between the canaries of memory of the source within. It begins at a multiple of `ALIGN`,
-// as a canary ends at one.
+// SAFETY: the part between the canaries of memory of the wrapped source. It begins at a multiple of `ALIGN`,
+// where a canary ends.
 unsafe impl<R: MemoryResource, A: MemoryAccess + Send + Sync + 'static> MemoryResource
     for GuardedMemory<R, A>
 {
@@ -126,18 +129,18 @@ unsafe impl<R: MemoryResource, A: MemoryAccess + Send + Sync + 'static> MemoryRe
         for (begin, len, byte) in
             [(outer, CANARY_LEN, CANARY), (address, len, POISON), (address + len, CANARY_LEN, CANARY)]
         {
-            // SAFETY: within what was allocated just now.
+            // SAFETY: within the memory allocated above.
             unsafe { self.fill(begin, len, byte) }?;
         }
         self.live.lock().insert(address, len);
         Ok(address)
     }
 
-    /// Frees an allocation, and fills it with poison.
+    /// Frees an allocation and fills it with poison.
     ///
     /// # Errors
-    /// A device error that names the misuse. Memory around which bytes were overwritten is not given back, so
-    /// that it can be looked at.
+    /// A device error that describes the misuse. Memory whose canaries were overwritten is not freed, so that
+    /// it can be inspected.
     unsafe fn free(&self, address: u64, len: u64) -> Result<()> {
         match self.live.lock().remove(&address) {
             Some(allocated) if allocated == len => {}
@@ -157,7 +160,8 @@ unsafe impl<R: MemoryResource, A: MemoryAccess + Send + Sync + 'static> MemoryRe
             let reason = format!("{len} bytes at {address:#x}: byte {byte} past the end was written");
             return Err(misuse(reason));
         }
-        // SAFETY: the caller has given it back, and the source within still counts it as ours.
+        // SAFETY: the caller has freed the memory, and the wrapped source still counts it as allocated by the
+        // guard.
         unsafe { self.fill(address, len, POISON) }?;
         let outer = outer_len(len).expect("a length that was allocated");
         // SAFETY: the address that `allocate` got, for the same length; the caller's promise for the rest.

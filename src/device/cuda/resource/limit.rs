@@ -1,4 +1,4 @@
-//! A source with a limit: the bytes that it holds from the source within never exceed it.
+//! A source with a limit on the bytes that it holds from the wrapped source.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -8,8 +8,8 @@ use super::MemoryResource;
 use crate::device::MemoryStats;
 use crate::error::{Error, Result};
 
-/// Holds a limit on the bytes taken from another source. Behind a [`Pool`](super::Pool) it bounds the
-/// driver's memory, slack included; a [`Budget`](crate::options::Budget) bounds the pages' own lengths.
+/// Limits the bytes taken from another source. Behind a [`Pool`](super::Pool), it limits the driver's memory,
+/// including slack; a [`Budget`](crate::options::Budget) limits the lengths of the pages themselves.
 ///
 /// ```
 /// use remanent::device::cuda::resource::{HostMemory, LimitedMemory, MemoryResource};
@@ -27,23 +27,23 @@ pub struct LimitedMemory<R: MemoryResource> {
 }
 
 impl<R: MemoryResource> LimitedMemory<R> {
-    /// A source that holds at most `bytes_max` bytes.
+    /// Wraps a source so that it holds at most `bytes_max` bytes.
     #[must_use]
     pub fn new(upstream: R, bytes_max: u64) -> Self {
         Self { upstream, bytes_max, bytes: AtomicU64::new(0) }
     }
 
-    /// The number of bytes held now.
+    /// Returns the number of bytes currently held.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.bytes.load(Ordering::Relaxed)
     }
 }
 
-// SAFETY: memory of the source within, passed on as it is.
+// SAFETY: memory of the wrapped source, passed through unchanged.
 unsafe impl<R: MemoryResource> MemoryResource for LimitedMemory<R> {
     fn allocate(&self, len: u64) -> Result<u64> {
-        // Claimed before the source is asked, so that threads together do not exceed the limit.
+        // Claimed before the source is called, so that concurrent threads do not exceed the limit together.
         let claim = |bytes: u64| bytes.checked_add(len).filter(|sum| *sum <= self.bytes_max);
         if self.bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, claim).is_err() {
             return Err(Error::OutOfMemory { place: Place::Device(0), len });
@@ -54,7 +54,7 @@ unsafe impl<R: MemoryResource> MemoryResource for LimitedMemory<R> {
     }
 
     unsafe fn free(&self, address: u64, len: u64) -> Result<()> {
-        // SAFETY: passed on.
+        // SAFETY: the caller's promise.
         unsafe { self.upstream.free(address, len) }?;
         self.bytes.fetch_sub(len, Ordering::Relaxed);
         Ok(())

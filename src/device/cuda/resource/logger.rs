@@ -1,26 +1,26 @@
-//! A source that reports each call: as an event, to any subscriber.
+//! A source that reports each call as a tracing event.
 
 use super::MemoryResource;
 use crate::device::MemoryStats;
 use crate::error::Result;
 
-/// Reports every allocation, every release and every refusal of another source as events of level trace;
-/// those that fail as warnings. Put it behind a [`Pool`](super::Pool) to see what the driver is asked for, in
-/// front of it to see what pages ask for.
+/// Reports every allocation and release of another source as an event of level trace, and every failure as a
+/// warning. Put it behind a [`Pool`](super::Pool) to observe requests to the driver, or in front of it to
+/// observe requests for pages.
 pub struct LoggedMemory<R: MemoryResource> {
     upstream: R,
     name: &'static str,
 }
 
 impl<R: MemoryResource> LoggedMemory<R> {
-    /// A source whose events carry this name.
+    /// Wraps a source, and adds this name to its events.
     #[must_use]
     pub fn new(upstream: R, name: &'static str) -> Self {
         Self { upstream, name }
     }
 }
 
-// SAFETY: memory of the source within, passed on as it is.
+// SAFETY: memory of the wrapped source, passed through unchanged.
 unsafe impl<R: MemoryResource> MemoryResource for LoggedMemory<R> {
     fn allocate(&self, len: u64) -> Result<u64> {
         let allocated = self.upstream.allocate(len);
@@ -32,7 +32,7 @@ unsafe impl<R: MemoryResource> MemoryResource for LoggedMemory<R> {
     }
 
     unsafe fn free(&self, address: u64, len: u64) -> Result<()> {
-        // SAFETY: passed on.
+        // SAFETY: the caller's promise.
         let freed = unsafe { self.upstream.free(address, len) };
         match &freed {
             Ok(()) => tracing::trace!(name = self.name, address, len, "memory freed"),

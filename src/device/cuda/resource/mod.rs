@@ -1,13 +1,13 @@
-//! Sources of a GPU's memory: one small trait, and the wrappers that can be put around it.
+//! Sources of a GPU's memory: one small trait, and wrappers for it.
 //!
-//! The driver is such a source ([`DriverMemory`]). An allocator of the caller's own can be another, so that a
-//! store and a framework share one pool instead of each holding back what the other lacks. The rest wrap a
-//! source, in any order: [`Pool`] cuts blocks of few lengths from long ones, [`CachingMemory`] blocks of any
-//! length, which it joins again, [`LimitedMemory`] holds a limit, [`LoggedMemory`] reports each call,
-//! [`GuardedMemory`] finds writes where none may be.
+//! The driver is one such source ([`DriverMemory`]). A caller's allocator can be another, so that a store and
+//! a framework share one pool and neither holds memory that the other lacks. The other types wrap a source,
+//! in any order: [`Pool`] divides long blocks into blocks of a few lengths, [`CachingMemory`] divides them
+//! into blocks of any length and joins free ones, [`LimitedMemory`] enforces a limit, [`LoggedMemory`]
+//! reports each call, and [`GuardedMemory`] detects invalid writes.
 //!
-//! No other one knows of fences: a caller frees memory once it has waited for the last use. [`CachingMemory`]
-//! takes it back before, where it is told the streams.
+//! Most sources know nothing about fences: a caller frees memory after waiting for its last use.
+//! [`CachingMemory`] accepts memory earlier if the caller names its streams.
 
 mod caching;
 mod classes;
@@ -32,28 +32,28 @@ pub(super) use self::pool::{SHARDS, own_shard};
 use crate::device::MemoryStats;
 use crate::error::{Error, Result};
 
-/// Every address is a multiple of this: four of the kernels' widest accesses, two of a GPU's sectors.
+/// The alignment of every address: four of the kernels' widest accesses, two of a GPU's sectors.
 pub const ALIGN: u64 = 64;
 
-/// A source of memory that a GPU can reach. Shared by threads.
+/// A source of memory that a GPU can access, shared by threads.
 ///
 /// # Safety
-/// From `allocate` until `free` the `len` bytes at the address belong to the caller alone, and the kernels of
-/// the device that the source is given to can read and write them; the host can too if the source is one of
-/// pinned or managed memory. Addresses are multiples of [`ALIGN`] and never 0.
+/// From `allocate` until `free`, the `len` bytes at the address must belong to the caller alone, and the
+/// kernels of the device that uses the source must be able to read and write them; the host too, if the
+/// source provides pinned or managed memory. Addresses must be multiples of [`ALIGN`] and never 0.
 pub unsafe trait MemoryResource: Send + Sync + 'static {
-    /// The address of `len` bytes, at least one, of unspecified content.
+    /// Allocates `len` bytes, at least one, with unspecified contents, and returns their address.
     ///
     /// # Errors
-    /// `OutOfMemory` if there are none left: the caller may give back idle memory and ask again. A device
+    /// `OutOfMemory` if the source is exhausted: the caller may free idle memory and try again. A device
     /// error.
     fn allocate(&self, len: u64) -> Result<u64>;
 
-    /// Allocates `count` times `len` bytes, as [`allocate`](Self::allocate) does, and adds the addresses to
-    /// `found`; without success, those of what was allocated by then.
+    /// Allocates `count` times `len` bytes, as [`allocate`](Self::allocate) does, and appends the addresses
+    /// to `found`. On failure, `found` contains the addresses allocated before the failure.
     ///
     /// # Errors
-    /// As for `allocate`.
+    /// Same as `allocate`.
     fn allocate_all(&self, len: u64, count: usize, found: &mut Vec<u64>) -> Result<()> {
         for _ in 0..count {
             found.push(self.allocate(len)?);
@@ -61,33 +61,33 @@ pub unsafe trait MemoryResource: Send + Sync + 'static {
         Ok(())
     }
 
-    /// Takes memory back from the caller.
+    /// Frees memory.
     ///
     /// # Errors
-    /// A device error; the memory is lost then.
+    /// A device error; the memory is then leaked.
     ///
     /// # Safety
-    /// This source gave the address, for this length, and has not got it back; nothing uses the memory any
-    /// more, on any stream.
+    /// The address must come from this source, for this length, and must not have been freed; nothing may use
+    /// the memory any more, on any stream.
     unsafe fn free(&self, address: u64, len: u64) -> Result<()>;
 
-    /// Takes memory of one length back, as [`free`](Self::free) does. Tells `failed` of the addresses at
-    /// which that failed, by their index.
+    /// Frees allocations of one length, as [`free`](Self::free) does. Calls `failed` with the index of each
+    /// address that could not be freed.
     ///
     /// # Safety
-    /// As for `free`, of each address.
+    /// Same as `free`, for each address.
     unsafe fn free_all(&self, addresses: &[u64], len: u64, failed: &mut dyn FnMut(usize, Error)) {
         for (index, address) in addresses.iter().enumerate() {
-            // SAFETY: passed on.
+            // SAFETY: the caller's promise.
             if let Err(error) = unsafe { self.free(*address, len) } {
                 failed(index, error);
             }
         }
     }
 
-    /// Gives unused memory back to its own source, and returns how many bytes that was. The driver waits for
-    /// all the GPU's work then, the caller's own included, so this is for shortages and for callers that ask
-    /// for it.
+    /// Returns unused memory to its own source, and returns the number of bytes. The driver then waits for
+    /// all work of the GPU, including the caller's own, so this is only for shortages and for callers that
+    /// request it.
     ///
     /// # Errors
     /// A device error.
@@ -95,13 +95,13 @@ pub unsafe trait MemoryResource: Send + Sync + 'static {
         Ok(0)
     }
 
-    /// The bytes asked for and the bytes held.
+    /// Returns the bytes requested and the bytes held.
     fn stats(&self) -> MemoryStats {
         MemoryStats::default()
     }
 }
 
-// SAFETY: the promise of the source within.
+// SAFETY: the promise of the wrapped source.
 unsafe impl<R: MemoryResource + ?Sized> MemoryResource for Arc<R> {
     fn allocate(&self, len: u64) -> Result<u64> {
         (**self).allocate(len)
@@ -112,12 +112,12 @@ unsafe impl<R: MemoryResource + ?Sized> MemoryResource for Arc<R> {
     }
 
     unsafe fn free(&self, address: u64, len: u64) -> Result<()> {
-        // SAFETY: passed on.
+        // SAFETY: the caller's promise.
         unsafe { (**self).free(address, len) }
     }
 
     unsafe fn free_all(&self, addresses: &[u64], len: u64, failed: &mut dyn FnMut(usize, Error)) {
-        // SAFETY: passed on.
+        // SAFETY: the caller's promise.
         unsafe { (**self).free_all(addresses, len, failed) }
     }
 

@@ -1,9 +1,9 @@
-//! Blocks cut from slabs: a driver's allocation costs up to milliseconds and giving one back stops the whole
-//! GPU, so both are rare.
+//! Blocks cut from slabs. A driver allocation costs up to milliseconds and freeing one stops the whole GPU,
+//! so both are rare.
 //!
-//! Free blocks lie in shards, and a thread has a shard of its own: threads that allocate at the same time
-//! take different locks. Where its own shard has nothing, a thread takes half of another's before it asks for
-//! a new slab, so that shards cost no memory. A free block stays with its class until
+//! Free blocks are kept in shards, and each thread has a shard of its own: threads that allocate concurrently
+//! take different locks. If its own shard is empty, a thread takes half of another shard before it requests a
+//! new slab, so that shards cost no memory. A free block stays with its class until
 //! [`trim`](MemoryResource::trim) is called.
 
 use std::cell::Cell;
@@ -17,11 +17,11 @@ use crate::base::sync::Mutex;
 use crate::device::MemoryStats;
 use crate::error::{Error, Result};
 
-/// The number of shards. More would only spread free blocks thinner over the threads that allocate at the
-/// same time.
+/// The number of shards. More would only spread free blocks more thinly over the threads that allocate
+/// concurrently.
 pub(in crate::device::cuda) const SHARDS: usize = 8;
 
-/// Size classes over another source.
+/// Serves blocks of a few size classes from slabs of another source.
 ///
 /// ```
 /// use remanent::device::cuda::resource::{HostMemory, MemoryResource, Pool};
@@ -38,7 +38,7 @@ pub struct Pool<R: MemoryResource> {
     upstream: R,
     slab_len_max: u64,
     shared: Vec<SharedClass>,
-    /// Free blocks that are slabs of their own, by length.
+    /// Free blocks that have slabs of their own, by length.
     alone: Mutex<BTreeMap<u64, Vec<u64>>>,
     counts: Counts,
 }
@@ -46,9 +46,9 @@ pub struct Pool<R: MemoryResource> {
 #[derive(Default)]
 struct SharedClass {
     slabs: Mutex<Vec<PoolSlab>>,
-    /// Addresses of free blocks. A thread holds one shard's lock at a time, but for trimming. Two
-    /// shards in one cache line would be one again: on 16 cores two threads took 275 ns for a pop and a push
-    /// that take one thread 44.
+    /// Addresses of free blocks. A thread holds one shard's lock at a time, except when trimming. Two shards
+    /// in one cache line would behave like one: on 16 cores, a pop and a push took two threads 275 ns instead
+    /// of 44 ns for one thread.
     shards: [OwnLine<Mutex<Vec<u64>>>; SHARDS],
 }
 
@@ -67,15 +67,15 @@ struct Counts {
 }
 
 impl<R: MemoryResource> Pool<R> {
-    /// A pool that holds nothing yet.
+    /// Creates an empty pool.
     #[must_use]
     pub fn new(upstream: R) -> Self {
         Self::with_slabs_up_to(SLAB_LEN_MAX, upstream)
     }
 
-    /// A pool that holds nothing yet, and whose slabs will be no longer than `slab_len_max` bytes, or than
-    /// the whole blocks that they take. It is for a source that costs by the byte rather than by the call,
-    /// and whose memory should not lie idle.
+    /// Creates an empty pool whose slabs are no longer than `slab_len_max` bytes, rounded up to whole blocks.
+    /// Use it for a source whose cost depends on bytes rather than on calls, and whose memory should not be
+    /// idle.
     #[must_use]
     pub fn with_slabs_up_to(slab_len_max: u64, upstream: R) -> Self {
         let shared = (0..CLASSES).map(|_| SharedClass::default()).collect();
@@ -89,8 +89,8 @@ impl<R: MemoryResource> Pool<R> {
         }
     }
 
-    /// Asks for a slab and takes its first block. No lock is held meanwhile: another thread may ask for a
-    /// slab too, which will be used.
+    /// Requests a slab and takes its first block. No lock is held during the request: another thread may also
+    /// request a slab, which will be used too.
     fn grow(&self, class: Class) -> Result<u64> {
         let Class::Shared(index) = class else {
             return self.slab(class.block_len());
@@ -106,7 +106,7 @@ impl<R: MemoryResource> Pool<R> {
             other => other?,
         };
         shared.slabs.lock().push(PoolSlab { address, len });
-        // Backwards, for the last one is taken first; and without the first, which is the caller's.
+        // Reversed, because the last one is taken first; without the first, which is returned.
         let blocks = (1..len / class.block_len()).rev().map(|block| address + block * class.block_len());
         shared.shards[own_shard()].lock().extend(blocks);
         Ok(address)
@@ -119,9 +119,9 @@ impl<R: MemoryResource> Pool<R> {
     }
 }
 
-// SAFETY: a block lies within a slab that the source within gave, or is one; blocks of a slab do not overlap,
-// and one that was handed out is in no shard until it is freed. Slabs begin at multiples of `ALIGN`, and so
-// do their blocks, for the lengths of all classes are multiples of it.
+// SAFETY: a block is within a slab that the wrapped source allocated, or is one; blocks of a slab do not
+// overlap, and an allocated block is in no shard until it is freed. Slabs begin at multiples of `ALIGN`, and
+// so do their blocks, because the lengths of all classes are multiples of it.
 unsafe impl<R: MemoryResource> MemoryResource for Pool<R> {
     fn allocate(&self, len: u64) -> Result<u64> {
         let out_of_memory = Error::OutOfMemory { place: remanent_format::Place::Device(0), len };
@@ -135,7 +135,7 @@ unsafe impl<R: MemoryResource> MemoryResource for Pool<R> {
         Ok(address)
     }
 
-    /// Takes as many blocks from each list as it has, under one lock.
+    /// Takes as many blocks as each list has, under one lock per list.
     fn allocate_all(&self, len: u64, count: usize, found: &mut Vec<u64>) -> Result<()> {
         let Some(class @ Class::Shared(index)) = Class::of(len) else {
             for _ in 0..count {
@@ -152,7 +152,7 @@ unsafe impl<R: MemoryResource> MemoryResource for Pool<R> {
             self.counts.used_bytes.fetch_add(taken as u64 * class.block_len(), Ordering::Relaxed);
             left -= taken;
             if left > 0 {
-                // This makes a slab, or finds what another thread freed meanwhile.
+                // Allocates a slab, or finds a block that another thread freed in between.
                 found.push(self.allocate(len)?);
                 left -= 1;
             }
@@ -174,7 +174,7 @@ unsafe impl<R: MemoryResource> MemoryResource for Pool<R> {
         let class = Class::of(len).expect("a length that was allocated");
         let Class::Shared(index) = class else {
             for (index, address) in addresses.iter().enumerate() {
-                // SAFETY: passed on.
+                // SAFETY: the caller's promise.
                 if let Err(error) = unsafe { self.free(*address, len) } {
                     failed(index, error);
                 }
@@ -183,7 +183,7 @@ unsafe impl<R: MemoryResource> MemoryResource for Pool<R> {
         };
         let bytes = addresses.len() as u64 * class.block_len();
         self.counts.used_bytes.fetch_sub(bytes, Ordering::Relaxed);
-        // Backwards, for the last one is taken first: pages that lay side by side will again.
+        // Reversed, because the last one is taken first: adjacent pages will then be adjacent again.
         self.shared[index].shards[own_shard()].lock().extend(addresses.iter().rev());
     }
 
@@ -195,10 +195,10 @@ unsafe impl<R: MemoryResource> MemoryResource for Pool<R> {
         }
         let mut trimmed = Ok(0);
         for PoolSlab { address, len } in empty {
-            // SAFETY: the source gave it, all its blocks are free, and it is in no list any more.
+            // SAFETY: the source allocated it, all its blocks are free, and it is in no list any more.
             let freed = unsafe { self.upstream.free(address, len) };
             self.counts.reserved_bytes.fetch_sub(len, Ordering::Relaxed);
-            // A slab that is not taken back keeps no other.
+            // A slab that cannot be freed does not prevent freeing the others.
             trimmed = trimmed.and_then(|bytes| freed.map(|()| bytes + len));
         }
         Ok(trimmed? + self.upstream.trim()?)
@@ -216,7 +216,7 @@ unsafe impl<R: MemoryResource> MemoryResource for Pool<R> {
 }
 
 impl<R: MemoryResource> Drop for Pool<R> {
-    /// Slabs with blocks that were never freed stay allocated: something may still use them.
+    /// Slabs with blocks that were never freed stay allocated, because they may still be in use.
     fn drop(&mut self) {
         if let Err(error) = self.trim() {
             tracing::warn!(%error, "memory could not be given back to the driver");
@@ -229,7 +229,8 @@ impl<R: MemoryResource> Drop for Pool<R> {
 }
 
 impl SharedClass {
-    /// Takes a free block: of the own shard, else of another shard, half of which moves over.
+    /// Takes a free block from the thread's own shard, or from another shard after moving half of it to the
+    /// own shard.
     fn take(&self) -> Option<u64> {
         let own = own_shard();
         if let Some(address) = self.shards[own].lock().pop() {
@@ -249,7 +250,7 @@ impl SharedClass {
         None
     }
 
-    /// Takes free blocks of the own shard, else of others, up to `count`.
+    /// Takes up to `count` free blocks, from the own shard first, then from others.
     fn take_up_to(&self, count: usize, found: &mut Vec<u64>) {
         let (own, end) = (own_shard(), found.len() + count);
         for shard in (0..SHARDS).map(|distance| (own + distance) % SHARDS) {
@@ -259,7 +260,7 @@ impl SharedClass {
         }
     }
 
-    /// Takes out the slabs whose blocks are all free.
+    /// Removes and returns the slabs whose blocks are all free.
     fn take_empty((index, class): (usize, &Self)) -> Vec<PoolSlab> {
         let block_len = Class::Shared(index).block_len();
         let mut slabs = class.slabs.lock();
@@ -288,7 +289,7 @@ impl SharedClass {
     }
 }
 
-/// The calling thread's shard: threads take turns when they first come.
+/// Returns the calling thread's shard. Shards are assigned in turn on first use.
 pub(in crate::device::cuda) fn own_shard() -> usize {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     thread_local!(static OWN: Cell<usize> = const { Cell::new(usize::MAX) });

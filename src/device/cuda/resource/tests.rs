@@ -1,11 +1,11 @@
-//! Sources of memory, over the host's: the wrappers need no GPU.
+//! Tests of the wrappers over host memory; they need no GPU.
 
 use std::sync::Arc;
 
 use super::*;
 use crate::error::Error;
 
-/// A pool that may take this number of bytes, and the count of the bytes it took.
+/// A pool that may take this number of bytes, and the limit that counts the bytes taken.
 fn pool(bytes_max: u64) -> (Arc<LimitedMemory<HostMemory>>, Pool<Arc<LimitedMemory<HostMemory>>>) {
     let limited = Arc::new(LimitedMemory::new(HostMemory, bytes_max));
     (limited.clone(), Pool::new(limited))
@@ -23,12 +23,12 @@ fn write(address: u64, bytes: &[u8]) {
 
 fn read(address: u64, len: usize) -> Vec<u8> {
     let mut bytes = vec![0; len];
-    // SAFETY: as for `write`.
+    // SAFETY: same as `write`.
     unsafe { HostMemory.read(address, &mut bytes) }.unwrap();
     bytes
 }
 
-/// A random number by SplitMix64.
+/// Returns a random number, by SplitMix64.
 fn next(state: &mut u64) -> u64 {
     *state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
     let z = (*state ^ (*state >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -40,7 +40,7 @@ fn next(state: &mut u64) -> u64 {
 fn slabs_are_no_longer_than_the_limit() {
     let pool = Pool::with_slabs_up_to(4 << 20, HostMemory);
     let taken: Vec<u64> = (0..20).map(|_| pool.allocate(2 << 20).unwrap()).collect();
-    // 2 MiB, and then 4 at a time: at most one block too many.
+    // 2 MiB, then 4 MiB at a time: at most one block too many.
     assert_eq!((pool.stats().used_bytes, pool.stats().reserved_bytes), (40 << 20, 42 << 20));
     let long = pool.allocate(9 << 20).unwrap();
     assert_eq!(pool.stats().reserved_bytes, (42 << 20) + (10 << 20), "a single block, of its class");
@@ -49,8 +49,8 @@ fn slabs_are_no_longer_than_the_limit() {
     assert_eq!(pool.trim().unwrap(), 52 << 20);
 }
 
-/// Many blocks at once are those that as many calls give: no two of them overlap, none is lost, and all
-/// counts are the same.
+/// Allocating many blocks in one call gives the same result as many calls: no two blocks overlap, none is
+/// lost, and all counts are the same.
 #[test]
 fn many_blocks_are_taken_and_given_back_at_once() {
     for len in [100_u64, 16 << 10, 20 << 20] {
@@ -58,16 +58,16 @@ fn many_blocks_are_taken_and_given_back_at_once() {
         let block_len = len.max(256).next_multiple_of(256);
         let mut found: Vec<u64> = vec![7];
         pool.allocate_all(len, 5, &mut found).unwrap();
-        // Freed by another thread, so they lie in another shard.
+        // Freed by another thread, so these blocks are in another shard.
         let freed = found.split_off(3);
         std::thread::scope(|scope| {
             let free_all = || {
-                // SAFETY: allocated just now, and nothing uses it.
+                // SAFETY: allocated above, and nothing uses it.
                 unsafe { pool.free_all(&freed, len, &mut |_, error| panic!("{error}")) };
             };
             scope.spawn(free_all).join().unwrap();
         });
-        // More than there is: what could be had is there.
+        // More than the pool can hold: the blocks allocated before the failure are returned.
         let refused = pool.allocate_all(len, 1 << 20, &mut found);
         assert!(matches!(refused, Err(Error::OutOfMemory { .. })), "{refused:?}");
         assert_eq!(found.remove(0), 7);
@@ -77,7 +77,7 @@ fn many_blocks_are_taken_and_given_back_at_once() {
         let mut sorted = found.clone();
         sorted.sort_unstable();
         assert!(sorted.windows(2).all(|pair| pair[0] + len <= pair[1]), "no two overlap");
-        // SAFETY: allocated just now, and nothing uses it.
+        // SAFETY: allocated above, and nothing uses it.
         unsafe { pool.free_all(&found, len, &mut |_, error| panic!("{error}")) };
         assert_eq!((pool.stats().used_bytes, pool.trim().unwrap()), (0, stats.reserved_bytes));
     }
@@ -90,7 +90,7 @@ fn a_million_allocations_leave_no_growth() {
     let mut live: Vec<(u64, u64)> = Vec::new();
     let mut after_a_tenth = 0;
     for cycle in 0..1_000_000_u32 {
-        // From a byte to 64 KiB, short ones more often; once in a while one that is a slab of its own.
+        // From one byte to 64 KiB, mostly short; occasionally one with a slab of its own.
         let power = next(&mut random) % 17;
         let len = if cycle % 10_000 == 0 { 20 << 20 } else { 1 + next(&mut random) % (1 << power) };
         live.push((pool.allocate(len).unwrap(), len));
@@ -168,7 +168,7 @@ fn only_empty_slabs_are_given_back() {
     freed.iter().for_each(|address| free(&pool, (*address, 256)).unwrap());
     write(*kept, &[7; 256]);
     assert_eq!((pool.trim().unwrap(), taken.bytes()), (2 << 20, 4 << 20));
-    // Free blocks of the slab that stayed are still of use, and none of the slab that went.
+    // Free blocks of the remaining slab are still usable, and none of the freed slab is.
     let left = (4 << 20) / 256 - 1;
     let mut again: Vec<u64> = (0..left).map(|_| pool.allocate(256).unwrap()).collect();
     assert_eq!((taken.bytes(), pool.stats().reserved_bytes), (4 << 20, 4 << 20));
@@ -194,7 +194,7 @@ fn a_shortage_is_met_by_a_shorter_slab_and_then_reported() {
     let used = pool.stats().used_bytes;
     assert_eq!(used, 4 << 20, "a failed allocation is not counted");
     all.into_iter().for_each(|address| free(&pool, (address, 1024)).unwrap());
-    // Idle memory of one class serves another once it was given back.
+    // Idle memory of one class serves another after a trim.
     assert!(pool.allocate(4 << 20).is_err());
     assert_eq!(pool.trim().unwrap(), 4 << 20);
     let long = pool.allocate(4 << 20).unwrap();
@@ -233,7 +233,7 @@ fn a_guard_poisons_memory_when_it_is_given_and_when_it_is_freed() {
         assert!(read(address, len as usize).iter().all(|byte| *byte == 0xDB), "{len} bytes, given");
         write(address, &vec![1; len as usize]);
         free(&memory, (address, len)).unwrap();
-        // The pool keeps it, so it can still be looked at.
+        // The pool keeps the memory, so the test can still read it.
         assert!(read(address, len as usize).iter().all(|byte| *byte == 0xDB), "{len} bytes, freed");
     }
     assert_eq!((memory.live(), memory.stats().used_bytes), (vec![], 0));

@@ -1,21 +1,20 @@
-//! The blocks of a cache: how they are found, split, joined and waited for. The cache's one lock is held
-//! around all of it.
+//! The blocks of a cache: search, split, join and wait. The cache's lock is held during each call.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use super::{CacheStats, StreamPoint};
 use crate::error::Result;
 
-/// Lengths are multiples of this.
+/// Block lengths are multiples of this.
 pub(super) const BLOCK_LEN_MIN: u64 = 512;
-/// The longest block that lies in a short segment.
+/// The longest block in a short segment.
 pub(super) const SHORT_LEN_MAX: u64 = 1 << 20;
 /// The length of a segment for short blocks.
 pub(super) const SHORT_SEGMENT_LEN: u64 = 2 << 20;
-/// A long free block is split where more than this is left.
+/// A long free block is split if more than this remains.
 const LONG_REST_MIN: u64 = 1 << 20;
 
-/// A free or used part of a segment. The blocks of a segment cover it without a gap.
+/// A free or used part of a segment. The blocks of a segment cover it without gaps.
 pub(super) struct Block {
     pub len: u64,
     pub segment: u64,
@@ -25,8 +24,8 @@ pub(super) struct Block {
 pub(super) enum BlockState {
     Used,
     Free,
-    /// Given back while work may still use it, and not yet past this number of points. If all that work is on
-    /// one stream, that stream may have it.
+    /// Freed while work may still use it, and waiting for this number of points. If all that work is on one
+    /// stream, that stream may get the block.
     Waiting {
         wait: u64,
         points_left: usize,
@@ -34,27 +33,27 @@ pub(super) enum BlockState {
     },
 }
 
-/// A point that a block waits for, unless it was handed out since.
+/// A point that a block waits for, unless the block has been allocated since.
 struct AwaitedPoint {
     point: Box<dyn StreamPoint>,
     address: u64,
-    /// The number of the wait: a block may wait again at the same address.
+    /// The number of the wait, because a block at the same address may wait again.
     wait: u64,
 }
 
 #[derive(Default)]
 pub(super) struct Cache {
-    /// The lengths of segments by their addresses.
+    /// The lengths of segments, by address.
     pub segments: BTreeMap<u64, u64>,
     pub blocks: BTreeMap<u64, Block>,
     /// Free blocks of short segments and of others, by length and address: the first one that is long enough
-    /// fits best.
+    /// is the best fit.
     pub free: [BTreeSet<(u64, u64)>; 2],
-    /// Addresses of the blocks that wait.
+    /// Addresses of the waiting blocks.
     pub waiting: BTreeSet<u64>,
-    /// Those that one stream may have, by its handle, their list, their length and their address.
+    /// Waiting blocks that one stream may get, as the stream's handle, the list, the length and the address.
     own: BTreeSet<(u64, usize, u64, u64)>,
-    /// Points by the stream's handle, in the order in which the stream comes past them.
+    /// Points by stream handle, in the order in which the stream passes them.
     points: BTreeMap<u64, VecDeque<AwaitedPoint>>,
     waits: u64,
     pub stats: CacheStats,
@@ -62,12 +61,12 @@ pub(super) struct Cache {
     pub misses: u64,
 }
 
-/// Which of the two lists a block of a segment of this length is in.
+/// Returns which of the two lists contains the blocks of a segment of this length.
 pub(super) fn list_of(segment_len: u64) -> usize {
     usize::from(segment_len > SHORT_SEGMENT_LEN)
 }
 
-/// Whether a free block is worth splitting where this is left of it.
+/// Returns whether a free block is worth splitting if this remains of it.
 fn is_worth_splitting(segment_len: u64, rest: u64) -> bool {
     if list_of(segment_len) == 0 { rest >= BLOCK_LEN_MIN } else { rest > LONG_REST_MIN }
 }
@@ -82,14 +81,14 @@ impl Cache {
         &mut self.free[list]
     }
 
-    /// The shortest free block that is long enough; of several, the one at the lowest address.
+    /// Returns the shortest free block that is long enough; of several, the one with the lowest address.
     pub fn best_fit(&self, len: u64) -> Option<u64> {
         let list = usize::from(len > SHORT_LEN_MAX);
         self.free[list].range((len, 0)..).next().map(|(_, address)| *address)
     }
 
-    /// A block that was given back on this stream alone, and that fits as it is: no part of it could be given
-    /// to another taker.
+    /// Returns a block that was freed on this stream only and fits without a split, because a remainder could
+    /// not be given to another user.
     pub fn own_waiting(&self, len: u64, stream: u64) -> Option<u64> {
         let list = usize::from(len > SHORT_LEN_MAX);
         let (.., found_len, address) =
@@ -106,7 +105,7 @@ impl Cache {
         self.stats.reserved_peak_bytes = self.stats.reserved_peak_bytes.max(self.stats.reserved_bytes);
     }
 
-    /// Hands out a block, cut to this length if the rest is worth it.
+    /// Allocates a block, split to this length if the remainder is worth it.
     pub fn hand_out(&mut self, address: u64, len: u64) {
         let (found_len, segment) = (self.blocks[&address].len, self.blocks[&address].segment);
         self.list(address).remove(&(found_len, address));
@@ -126,10 +125,10 @@ impl Cache {
         stats.allocated_peak_bytes = stats.allocated_peak_bytes.max(stats.allocated_bytes);
     }
 
-    /// Counts a block as given back.
+    /// Counts a block as freed.
     ///
     /// # Panics
-    /// If it is not in use, or is shorter than the length that it is given back with.
+    /// If it is not in use, or is shorter than the length with which it is freed.
     pub fn give(&mut self, address: u64, len: u64) {
         let block = self.blocks.get(&address).filter(|block| matches!(block.state, BlockState::Used));
         let block = block.expect("a block in use");
@@ -138,7 +137,7 @@ impl Cache {
         self.stats.allocated_bytes -= block.len;
     }
 
-    /// Has a block that was given back wait for points, each with its stream's handle.
+    /// Makes a freed block wait for points, each with its stream's handle.
     pub fn wait(&mut self, address: u64, points: Vec<(u64, Box<dyn StreamPoint>)>, only: Option<u64>) {
         self.waits += 1;
         let (wait, points_left) = (self.waits, points.len());
@@ -154,7 +153,7 @@ impl Cache {
         }
     }
 
-    /// Takes a block from those that wait, if it does.
+    /// Removes a block from the waiting blocks, if it is one.
     fn end_wait(&mut self, address: u64) {
         let block = &self.blocks[&address];
         if let BlockState::Waiting { only: Some(stream), .. } = block.state {
@@ -163,7 +162,7 @@ impl Cache {
         self.waiting.remove(&address);
     }
 
-    /// Makes a block free, and one with its free neighbours in the segment.
+    /// Frees a block and joins it with its free neighbors in the segment.
     pub fn join(&mut self, address: u64) {
         let Block { mut len, segment, .. } = self.blocks.remove(&address).expect("a block");
         let mut begin = address;
@@ -171,7 +170,7 @@ impl Cache {
         let after = self.blocks.range(address..).next().map(|(address, _)| *address);
         for neighbour in [before, after].into_iter().flatten() {
             let block = &self.blocks[&neighbour];
-            // The next segment of the source's may begin where this one ends: it is another allocation.
+            // The source's next segment may begin where this one ends, but it is another allocation.
             if block.segment == segment && matches!(block.state, BlockState::Free) {
                 let joined_len = block.len;
                 self.list(neighbour).remove(&(joined_len, neighbour));
@@ -183,8 +182,8 @@ impl Cache {
         self.list(begin).insert((len, begin));
     }
 
-    /// Makes those blocks free whose work is done by now. Of each stream only the first points are looked at,
-    /// up to one that the stream has not come past: a busy stream may have thousands.
+    /// Frees the waiting blocks whose work is done. For each stream, only the first points are checked, up to
+    /// the first one that has not passed, because a busy stream may have thousands.
     pub fn look_at_waiting(&mut self) -> Result<()> {
         let (mut done, mut looked) = (Vec::new(), Ok(()));
         for points in self.points.values_mut() {
@@ -216,7 +215,7 @@ impl Cache {
         looked
     }
 
-    /// Asserts that a stream may have just those blocks that wait for it alone.
+    /// Asserts that `own` lists exactly the blocks that wait for one stream only.
     #[cfg(test)]
     pub fn check_own(&self) {
         let of_stream = self.blocks.iter().filter_map(|(address, block)| match block.state {
@@ -228,7 +227,7 @@ impl Cache {
         assert_eq!(of_stream.collect::<BTreeSet<_>>(), self.own);
     }
 
-    /// Takes out the segments that are one free block.
+    /// Removes and returns the segments that consist of one free block.
     pub fn take_free_segments(&mut self) -> Vec<(u64, u64)> {
         let is_free = |(address, len): &(&u64, &u64)| {
             let block = &self.blocks[*address];

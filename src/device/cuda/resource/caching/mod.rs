@@ -1,16 +1,17 @@
-//! Blocks cut to measure from few segments, by the rules of PyTorch's allocator: lengths are rounded up to
-//! 512 bytes, short blocks share segments of 2 MiB and longer ones segments of 20 MiB, a free block is split
-//! for a shorter one, and free neighbours become one block again.
+//! Blocks of exact length cut from a few segments, by the rules of PyTorch's allocator: lengths are rounded
+//! up to 512 bytes, short blocks share segments of 2 MiB and longer ones segments of 20 MiB, a free block is
+//! split for a shorter request, and free neighbors are joined.
 //!
-//! [`Pool`](super::Pool) never joins blocks, so that freeing one takes no look at others: it is for pages, of
-//! which many have the same length. This is for lengths that vary, where blocks of one length would leave no
-//! room for another.
+//! [`Pool`](super::Pool) never joins blocks, so freeing a block does not examine others: it is intended for
+//! pages, many of which have the same length. This cache is for lengths that vary, where free blocks of one
+//! length would leave no room for another.
 //!
-//! A block is given back before the work that uses it is done, if its streams are named: the driver's events
-//! tell when it is. Until then only work on the same stream may have it, for that comes later in any case.
+//! A block can be freed before the work that uses it is done, if its streams are named: the driver's events
+//! report when the work is done. Until then only work on the same stream can get the block, because that work
+//! runs later anyway.
 //!
-//! One lock holds all of it. A segment is asked for while it is held, so that two threads do not both ask for
-//! one where one would do.
+//! One lock guards everything. It is also held while a segment is requested, so that two threads do not both
+//! request a segment when one would suffice.
 
 mod blocks;
 mod stats;
@@ -28,18 +29,18 @@ use crate::base::sync::Mutex;
 use crate::device::{MemoryStats, RawStream};
 use crate::error::{Error, Result};
 
-/// Blocks of this length and longer are segments of their own.
+/// The shortest block, in bytes, that has a segment of its own.
 const ALONE_LEN_MIN: u64 = 10 << 20;
-/// The length of a segment for the blocks between.
+/// The length of a segment for blocks that are neither short nor alone.
 const LONG_SEGMENT_LEN: u64 = 20 << 20;
-/// Segments of one block are multiples of this.
+/// The lengths of segments of one block are multiples of this.
 const SEGMENT_ROUND: u64 = 2 << 20;
-/// `CU_STREAM_PER_THREAD`: another stream for each thread, all with this handle.
+/// `CU_STREAM_PER_THREAD`: a different stream for each thread, all with this handle.
 const PER_THREAD: u64 = 2;
 
-/// Streams that tell when their work is done.
+/// Streams that report when their work is done.
 pub trait StreamPoints: Send + Sync + 'static {
-    /// The point at which the stream is now.
+    /// Records the current point of the stream.
     ///
     /// # Errors
     /// `StreamRefused`, a device error.
@@ -48,14 +49,14 @@ pub trait StreamPoints: Send + Sync + 'static {
 
 /// A point of a stream.
 pub trait StreamPoint: Send {
-    /// Whether all work before it is done.
+    /// Returns whether all work before the point is done.
     ///
     /// # Errors
     /// A device error.
     fn has_passed(&self) -> Result<bool>;
 }
 
-/// Blocks that are split and joined, over another source.
+/// Serves blocks of any length from segments of another source, splitting and joining them.
 ///
 /// ```
 /// use remanent::device::cuda::resource::{CachingMemory, HostMemory, MemoryResource};
@@ -76,36 +77,36 @@ pub struct CachingMemory<R: MemoryResource> {
 }
 
 impl<R: MemoryResource> CachingMemory<R> {
-    /// A cache that holds nothing yet, and knows no streams.
+    /// Creates an empty cache without stream support.
     #[must_use]
     pub fn new(upstream: R) -> Self {
         Self { upstream, points: None, state: Mutex::default() }
     }
 
-    /// A cache that holds nothing yet, whose blocks may be given back on streams.
+    /// Creates an empty cache whose blocks may be freed on streams.
     #[must_use]
     pub fn with_streams(upstream: R, points: Arc<dyn StreamPoints>) -> Self {
         Self { upstream, points: Some(points), state: Mutex::default() }
     }
 
-    /// As [`allocate`](MemoryResource::allocate), for work on this stream alone: it may also have a block
-    /// that was given back on this stream, before the work that uses it is done.
+    /// Allocates memory like [`allocate`](MemoryResource::allocate), but only for work on this stream. The
+    /// block may be one that was freed on this stream before the work that uses it is done.
     ///
     /// # Errors
-    /// As for `allocate`.
+    /// Same as `allocate`.
     pub fn allocate_on(&self, len: u64, stream: RawStream) -> Result<u64> {
         self.take(len, Some(stream))
     }
 
-    /// Takes back memory that work on these streams may still use, as far as it is there by now.
+    /// Frees memory that work already queued on these streams may still use.
     ///
     /// # Errors
-    /// [`Error::StreamRefused`], with nothing taken back, where the cache knows no streams or a graph is
-    /// being captured from one; a device error.
+    /// [`Error::StreamRefused`], with nothing freed, if the cache has no stream support or a graph is being
+    /// captured from a stream; a device error.
     ///
     /// # Safety
-    /// As for [`free`](MemoryResource::free), but for the work that is on these streams by now. A stream that
-    /// is destroyed has done that work before, or its handle does not come to
+    /// Same as [`free`](MemoryResource::free), except for work already queued on these streams. Before a
+    /// stream is destroyed, it must have done that work, or its handle must not be passed to
     /// [`allocate_on`](Self::allocate_on) again.
     pub unsafe fn free_on(&self, address: u64, len: u64, streams: &[RawStream]) -> Result<()> {
         let point = |stream: &RawStream| match &self.points {
@@ -130,7 +131,7 @@ impl<R: MemoryResource> CachingMemory<R> {
         Ok(())
     }
 
-    /// Counts and sizes as they are now.
+    /// Returns the current counts and sizes.
     #[must_use]
     pub fn cache_stats(&self) -> CacheStats {
         let state = self.state.lock();
@@ -145,7 +146,7 @@ impl<R: MemoryResource> CachingMemory<R> {
         }
     }
 
-    /// Lets the peaks begin anew, at what is in use and held now.
+    /// Resets the peaks to the current values.
     pub fn reset_peaks(&self) {
         let CacheStats { allocated_bytes, allocated_peak_bytes, reserved_bytes, reserved_peak_bytes, .. } =
             &mut self.state.lock().stats;
@@ -182,10 +183,10 @@ impl<R: MemoryResource> CachingMemory<R> {
     }
 }
 
-// SAFETY: a block lies within a segment that the source within gave; the blocks of a segment do not overlap,
-// and one that was handed out is neither free nor waiting until it is given back. One that waits is handed
-// out on the stream whose work uses it, and so after that work, or when its points have passed. Segments
-// begin at multiples of `ALIGN`, and so do their blocks, whose lengths are multiples of 512.
+// SAFETY: a block is within a segment that the wrapped source allocated; the blocks of a segment do not
+// overlap, and an allocated block is neither free nor waiting until it is freed. A waiting block is allocated
+// on the stream whose work uses it, and so after that work, or when its points have passed. Segments begin at
+// multiples of `ALIGN`, and so do their blocks, whose lengths are multiples of 512.
 unsafe impl<R: MemoryResource> MemoryResource for CachingMemory<R> {
     fn allocate(&self, len: u64) -> Result<u64> {
         self.take(len, None)
@@ -204,9 +205,9 @@ unsafe impl<R: MemoryResource> MemoryResource for CachingMemory<R> {
         };
         let mut trimmed = Ok(0);
         for (address, len) in free {
-            // SAFETY: the source gave it, it is one free block, and it is in no list any more.
+            // SAFETY: the source allocated it, it is one free block, and it is in no list any more.
             let freed = unsafe { self.upstream.free(address, len) };
-            // A segment that is not taken back keeps no other.
+            // A segment that cannot be freed does not prevent freeing the others.
             trimmed = trimmed.and_then(|bytes| freed.map(|()| bytes + len));
         }
         Ok(trimmed? + self.upstream.trim()?)
@@ -224,8 +225,8 @@ unsafe impl<R: MemoryResource> MemoryResource for CachingMemory<R> {
 }
 
 impl<R: MemoryResource> Drop for CachingMemory<R> {
-    /// Segments with blocks that were never given back, or whose work is not done, stay allocated: something
-    /// may still use them.
+    /// Segments with blocks that were never freed, or whose work is not done, stay allocated, because they
+    /// may still be in use.
     fn drop(&mut self) {
         if let Err(error) = self.trim() {
             tracing::warn!(%error, "memory could not be given back to the driver");

@@ -1,24 +1,24 @@
-//! Counts and sizes of a cache, and what they say of its fragmentation.
+//! Counts and sizes of a cache, and its fragmentation.
 
 /// Counts and sizes of a [`CachingMemory`](super::CachingMemory).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CacheStats {
-    /// Bytes of blocks in use, as they are handed out.
+    /// Bytes of blocks in use, after rounding.
     pub allocated_bytes: u64,
-    /// The most that it was since the peaks began.
+    /// The highest value of `allocated_bytes` since the peaks were reset.
     pub allocated_peak_bytes: u64,
     /// Bytes of segments.
     pub reserved_bytes: u64,
-    /// The most that it was since the peaks began.
+    /// The highest value of `reserved_bytes` since the peaks were reset.
     pub reserved_peak_bytes: u64,
     /// Segments held from the source.
     pub segments: u64,
     /// Blocks in use.
     pub blocks: u64,
-    /// Blocks that any taker may have.
+    /// Free blocks, which any request may get.
     pub free_blocks: u64,
-    /// Blocks that were given back, and that work on a stream may still use.
+    /// Freed blocks that work on a stream may still use.
     pub waiting_blocks: u64,
     /// Bytes of the free blocks.
     pub free_bytes: u64,
@@ -27,8 +27,8 @@ pub struct CacheStats {
 }
 
 impl CacheStats {
-    /// The share of the free bytes that lie in other blocks than the longest one: 0 where all that is free is
-    /// one block, towards 1 where it is in many.
+    /// Returns the fraction of free bytes outside the longest free block: 0 if all free bytes are in one
+    /// block, approaching 1 if they are spread over many.
     #[must_use]
     pub fn fragmentation(&self) -> f64 {
         if self.free_bytes == 0 {

@@ -1,4 +1,4 @@
-//! Tests of the cache: the rules of its blocks, and threads that share it.
+//! Tests of the cache: the rules for its blocks, and concurrent threads.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -11,7 +11,8 @@ const MIB: u64 = 1 << 20;
 
 type Limited = Arc<LimitedMemory<HostMemory>>;
 
-/// Streams whose work is done when a test says so: each stream's work up to a number.
+/// Streams whose work is done when a test finishes it. For each stream: the number of queued points and of
+/// passed ones.
 #[derive(Default)]
 struct Streams(Arc<Mutex<HashMap<RawStream, (u64, u64)>>>, Arc<AtomicU64>);
 
@@ -34,7 +35,7 @@ impl StreamPoint for Point {
 }
 
 impl Streams {
-    /// How often it was asked whether a point has passed.
+    /// Returns how often the streams were asked whether a point has passed.
     fn asked(&self) -> u64 {
         self.1.load(Ordering::Relaxed)
     }
@@ -54,11 +55,11 @@ fn cache() -> (Limited, Arc<Streams>, CachingMemory<Limited>) {
 }
 
 fn free(memory: &CachingMemory<Limited>, address: u64, len: u64, streams: &[RawStream]) {
-    // SAFETY: the tests give back what they allocated, and use none of it.
+    // SAFETY: the tests free what they allocated, and use none of it afterwards.
     unsafe { memory.free_on(address, len, streams) }.unwrap();
 }
 
-/// What must hold of a cache at any time.
+/// Checks the invariants of a cache.
 fn check(memory: &CachingMemory<Limited>) {
     let state = memory.state.lock();
     let mut blocks = state.blocks.iter().peekable();
@@ -120,7 +121,7 @@ fn a_block_is_cut_from_the_shortest_that_fits_and_joined_again() {
     let blocks: Vec<u64> = (0..4).map(|_| memory.allocate(256 << 10).unwrap()).collect();
     free(&memory, blocks[0], 256 << 10, &[]);
     free(&memory, blocks[2], 256 << 10, &[]);
-    // Of two of one length the lower one, and not the rest of the segment.
+    // Of two blocks of the same length, the lower one, and not the rest of the segment.
     assert_eq!(memory.allocate(1000).unwrap(), blocks[0]);
     assert_eq!(memory.allocate(256 << 10).unwrap(), blocks[2]);
     let stats = memory.cache_stats();
@@ -138,8 +139,8 @@ fn a_block_is_cut_from_the_shortest_that_fits_and_joined_again() {
     assert_eq!(memory.cache_stats().allocated_peak_bytes, 0);
 }
 
-/// A block that work may still use goes to that work's stream at once, to others when the work is done,
-/// and its segment is not given back before.
+/// A block that work may still use is available to that work's stream immediately and to others when the work
+/// is done, and its segment is not freed before.
 #[test]
 fn a_block_waits_for_the_work_that_uses_it() {
     let (limited, streams, memory) = cache();
@@ -151,7 +152,7 @@ fn a_block_waits_for_the_work_that_uses_it() {
     assert!(!elsewhere.contains(&first));
     assert_eq!(memory.allocate_on(12 * MIB, one).unwrap(), first, "later on the same stream");
     check(&memory);
-    // Of two streams it is neither's before both are done.
+    // A block used by two streams is available to neither before both are done.
     free(&memory, first, 12 * MIB, &[one, other]);
     streams.finish(one);
     assert_ne!(memory.allocate_on(12 * MIB, one).unwrap(), first);
@@ -162,13 +163,14 @@ fn a_block_waits_for_the_work_that_uses_it() {
 
     let without = CachingMemory::new(limited);
     let address = without.allocate(1).unwrap();
-    // SAFETY: allocated just now, and nothing uses it.
+    // SAFETY: allocated above, and nothing uses it.
     let refused = unsafe { without.free_on(address, 1, &[one]) };
     assert!(matches!(refused, Err(Error::StreamRefused { stream: 7, .. })), "{refused:?}");
     free(&without, address, 1, &[]);
 }
 
-/// Each thread has another stream behind this handle: one's work does not come after another's.
+/// Each thread has a different stream behind this handle, so the work of one is not ordered after that of
+/// another.
 #[test]
 fn a_block_of_the_threads_own_stream_waits_for_its_event_on_any_thread() {
     let (_, streams, memory) = cache();
@@ -194,7 +196,7 @@ fn an_allocation_asks_for_one_point_of_a_busy_stream() {
         memory.allocate(600).unwrap();
     }
     assert_eq!(streams.asked(), 20);
-    // Handed out to its own stream, a block waits for nothing any more; given back again, for a later point.
+    // Once allocated on its own stream, a block no longer waits; freed again, it waits for a later point.
     let again: Vec<u64> = (0..100).map(|_| memory.allocate_on(600, one).unwrap()).collect();
     assert!(again.iter().all(|block| blocks.contains(block)) && streams.asked() <= 120);
     again[..50].iter().for_each(|block| free(&memory, *block, 600, &[one, other]));
@@ -202,7 +204,7 @@ fn an_allocation_asks_for_one_point_of_a_busy_stream() {
     check(&memory);
     let asked = streams.asked();
     memory.allocate(600).unwrap();
-    // 200 that still waited, 50 that wait again, and the first of the other stream's.
+    // 200 that still waited, 50 that wait again, and the first of the other stream.
     assert_eq!((streams.asked() - asked, memory.cache_stats().waiting_blocks), (251, 50));
     streams.finish(other);
     memory.allocate(600).unwrap();
@@ -210,8 +212,8 @@ fn an_allocation_asks_for_one_point_of_a_busy_stream() {
     assert_eq!(memory.cache_stats().waiting_blocks, 0);
 }
 
-/// Random histories: live blocks do not overlap, free neighbours are one block, a trim leaves no segment
-/// that is free, and all comes back in the end.
+/// Random histories: live blocks do not overlap, free neighbors are one block, a trim leaves no free segment,
+/// and everything is freed in the end.
 #[test]
 fn the_rules_hold_after_every_step_of_random_histories() {
     for seed in 0..40_u64 {
@@ -273,7 +275,7 @@ fn the_rules_hold_after_every_step_of_random_histories() {
     }
 }
 
-/// Threads take and give at the same time; none sees another's bytes.
+/// Threads allocate and free concurrently; none sees another's bytes.
 #[test]
 fn threads_never_share_bytes() {
     let (limited, _, memory) = cache();
@@ -285,7 +287,7 @@ fn threads_never_share_bytes() {
                 for round in 0..2000_u64 {
                     let len = 8 + thread * round % 3000;
                     let address = memory.allocate(len).unwrap();
-                    // SAFETY: the bytes are this thread's until it gives them back.
+                    // SAFETY: the bytes belong to this thread until it frees them.
                     unsafe { (address as *mut u64).write(thread) };
                     std::thread::yield_now();
                     // SAFETY: the same.
