@@ -1,64 +1,65 @@
-//! Group commit: which committers a sync serves, and whether the next sync waits for more of them.
+//! Group commit: decides which committers a sync serves, and whether the next sync waits for more of them.
 //!
-//! Threads that commit again and again fall into two halves. One half waits while the group of the other half
-//! is synced, so each thread waits for two syncs a commit. For short groups, a sync that serves both halves
-//! takes little longer than a sync that serves one. So the next sync begins only when the committers that the
-//! last one served are back with another commit.
+//! Threads that commit repeatedly split into two halves. One half waits while the group of the other half is
+//! synced, so each thread waits for two syncs per commit. For short groups, a sync that serves both halves
+//! takes little longer than one that serves a single half. So the next sync begins only when the committers
+//! that the last one served are back with another commit.
 //!
 //! Some of them may not come back. The log waits for them for at most half a sync, counted from the end of
-//! the last one. Where most of them did not come in that time, it does not wait at all for a while. `remanent
-//! bench commit --threads 8 --len 4KiB --ack durable` on 2 cores made 0.87 of the raw loop's commits without
-//! this wait and 1.00 with it.
+//! the last one. If most of them did not come in that time, it does not wait at all for a while. `remanent
+//! bench commit --threads 8 --len 4KiB --ack durable` on 2 cores reached 0.87 of the raw loop's commits
+//! without this wait and 1.00 with it.
 //!
-//! A long group takes the disk as long as its bytes need, and copying and checking the next group takes the
-//! processors as long. The disk is to write one half while the processors prepare the other. So no sync waits
-//! once it takes [`ENOUGH_BYTES`].
+//! A long group keeps the disk busy in proportion to its bytes, and copying and checksumming the next group
+//! takes CPU time in the same proportion. The disk should write one half while the CPUs prepare the other. So
+//! no sync waits once it covers [`ENOUGH_BYTES`].
 //!
-//! The log's lock guards this; nothing here waits. A crash here loses nothing: no caller was told that a
-//! batch is durable while it is counted here.
+//! This is guarded by the log's lock; nothing here blocks. A crash here loses nothing: a batch counted here
+//! was not yet acknowledged as durable.
 
 use std::time::Duration;
 
 use crate::base::sync::Instant;
 
-/// After it waited in vain again and again, the log begins up to this many syncs at once before it tries to
+/// The maximum number of syncs that begin immediately, after repeated waits in vain, before the log tries to
 /// wait again.
 const HASTE_MAX: u32 = 32;
 
-/// A group of this length waits for no further committer. Where the log waited for 8 threads that committed
-/// 64 KiB each, a write of six frames took 320 us and the disk was idle for 165 us before the next one. With
+/// A group of this length waits for no further committer. When the log waited for 8 threads that committed 64
+/// KiB each, a write of six frames took 320 us and the disk was idle for 165 us before the next one. With
 /// this bound a write takes four frames and 240 us, and the disk is idle for 40 us, as in the raw loop (0.80
 /// and 0.92 of its commits).
 const ENOUGH_BYTES: u64 = 128 << 10;
 
-/// The committers that wait for their batches to be durable, and how long the next sync waits for more of
-/// them.
+/// The committers that wait for their batches to become durable, and the time for which the next sync waits
+/// for more of them.
 pub(super) struct Waiters {
-    /// How many of them the sync under way serves.
+    /// Committers that the current sync serves.
     served_now: usize,
-    /// How many of them the next sync will serve.
+    /// Committers that the next sync will serve.
     served_next: usize,
-    /// How many the last sync served.
+    /// Committers that the last sync served.
     served_last: usize,
-    /// How many of those have not come back with another commit.
+    /// Committers among those that have not come back with another commit.
     away: usize,
-    /// Whether one of them wakes by itself, to begin the sync without the committers that are away.
+    /// Whether one of them will wake up by itself to begin the sync without the committers that are away.
     pub is_watched: bool,
-    /// When the last sync began, and when it ended.
+    /// The times at which the last sync began and ended.
     began: Instant,
     ended: Instant,
     /// How long the next sync waits for the committers that are away.
     patience: Duration,
-    /// How long the last sync took.
+    /// The duration of the last sync.
     took: Duration,
-    /// Syncs that are yet to begin at once, because waiting was in vain.
+    /// The number of syncs still to begin immediately because waiting was in vain.
     haste: u32,
-    /// How many they were in all; doubled each time, so that a load whose threads never return pays little.
+    /// The initial value of `haste`, doubled each time, so that a load whose threads never return pays
+    /// little.
     haste_len: u32,
 }
 
 impl Waiters {
-    /// No committer waits yet.
+    /// Creates the state without any waiting committer.
     pub fn new(now: Instant) -> Self {
         Self {
             served_now: 0,
@@ -75,34 +76,35 @@ impl Waiters {
         }
     }
 
-    /// Counts a committer whose batch the sync under way has taken.
+    /// Counts a committer whose batch is covered by the current sync.
     pub fn come_late(&mut self) {
         self.served_now += 1;
     }
 
-    /// Counts a committer whose batch the next sync will take.
+    /// Counts a committer whose batch the next sync will cover.
     pub fn come(&mut self) {
         self.served_next += 1;
-        // `away` is zero while a sync is under way, so a committer that comes then is not taken for one that
+        // `away` is zero during a sync, so a committer that arrives then is not mistaken for one that
         // returned.
         self.away = self.away.saturating_sub(1);
     }
 
-    /// Whether a committer waits that will begin the next sync.
+    /// Whether a committer is waiting that will begin the next sync.
     pub fn has_next(&self) -> bool {
         self.served_next > 0
     }
 
-    /// Until when the next sync waits for more, given the bytes that it takes by now; `None` if it may begin.
+    /// Returns the time until which the next sync waits for more, given the bytes that it covers so far;
+    /// `None` if it may begin.
     pub fn more_until(&self, bytes: u64, now: Instant) -> Option<Instant> {
         let until = self.ended + self.patience;
         (self.away > 0 && bytes < ENOUGH_BYTES && self.haste == 0 && now < until).then_some(until)
     }
 
-    /// Notes that a sync begins; it serves every committer that waits by now.
+    /// Records that a sync begins; it serves every committer that is waiting.
     pub fn begin(&mut self, now: Instant) {
-        // The wait was in vain only if it ran to its end. A sync that began early, because its group was long
-        // enough, says nothing of the committers that were away.
+        // The wait was in vain only if it ran to its end. A sync that began early because its group was long
+        // enough says nothing about the committers that were away.
         let waited = !self.patience.is_zero() && now >= self.ended + self.patience;
         if self.haste > 0 {
             self.haste -= 1;
@@ -112,19 +114,18 @@ impl Waiters {
             self.haste_len = (2 * self.haste_len).clamp(1, HASTE_MAX);
             self.haste = self.haste_len;
         }
-        // The committer that watched may wake only after this sync has ended. A flag left set would keep
-        // others from watching for the next one, and that sync would begin late.
+        // The committer that kept watch may wake only after this sync has ended. A stale flag would keep
+        // others from watching for the next sync, which would then begin late.
         self.is_watched = false;
         self.served_now += std::mem::take(&mut self.served_next);
         self.away = 0;
         self.began = now;
     }
 
-    /// Notes that the sync has ended; returns how many committers it served.
+    /// Records that the sync has ended; returns the number of committers it served.
     pub fn end(&mut self, now: Instant) -> usize {
         let took = now - self.began;
-        // A sync that took unusually long says nothing about the next one, so the shorter of the last two
-        // counts.
+        // An unusually long sync says nothing about the next one, so the shorter of the last two counts.
         self.patience = took.min(self.took) / 2;
         self.took = took;
         self.ended = now;
@@ -140,14 +141,14 @@ mod tests {
 
     const SYNC: Duration = Duration::from_micros(100);
 
-    /// The waiters, and the time that it is for them.
+    /// The waiters, with a simulated clock.
     struct Log {
         waiters: Waiters,
         now: Instant,
     }
 
     impl Log {
-        /// A log whose last two syncs served `count` threads each.
+        /// Creates a log whose last two syncs served `count` threads each.
         fn with(count: usize) -> Self {
             let now = Instant::now();
             let mut log = Self { waiters: Waiters::new(now), now };
@@ -168,12 +169,12 @@ mod tests {
             self.waiters.end(self.now)
         }
 
-        /// How long the next sync waits if no committer comes.
+        /// Returns how long the next sync waits if no committer comes.
         fn waits(&self) -> Duration {
             self.waits_with(0)
         }
 
-        /// How long it waits if it takes this many bytes.
+        /// Returns how long it waits if it covers this many bytes.
         fn waits_with(&self, bytes: u64) -> Duration {
             self.waiters.more_until(bytes, self.now).map_or(Duration::ZERO, |until| until - self.now)
         }
@@ -201,7 +202,7 @@ mod tests {
             [ENOUGH_BYTES - 1, ENOUGH_BYTES].map(|bytes| log.waits_with(bytes)),
             [SYNC / 2, Duration::ZERO]
         );
-        // That the log did not wait says nothing of the committers that are away.
+        // The absence of a wait says nothing about the committers that are away.
         log.sync(SYNC);
         assert_eq!(log.waits(), SYNC / 2);
     }
@@ -211,7 +212,7 @@ mod tests {
         let mut log = Log::with(4);
         log.come(4);
         log.waiters.begin(log.now);
-        // The other half, and one committer whose batch the sync has taken already.
+        // The other half, and one committer whose batch the sync has already covered.
         (0..3).for_each(|_| log.waiters.come());
         log.waiters.come_late();
         log.now += SYNC;
@@ -244,7 +245,7 @@ mod tests {
             let waits = log.waits();
             waited.push(waits > Duration::ZERO);
             log.now += waits;
-            // A sync still serves the others of the four: each time one that ends after they came.
+            // A sync still serves the other three: each time one that ends after they came.
             (0..3).for_each(|_| log.waiters.come_late());
             log.sync(SYNC);
         }

@@ -1,12 +1,12 @@
-//! The log's way to the disk: segment files, appending, and the threads that sync, seal and make empty
+//! Writing the log to disk: segment files, appending, and the threads that sync, seal and create empty
 //! segments.
 //!
-//! A frame that was appended survives the death of the process, unless the log is direct; a frame that was
-//! synced survives a power cut. A crash inside this folder loses no frame that a caller was told of, because
-//! each answer is given only after the write or sync that it names.
+//! An appended frame survives the death of the process, unless the log is direct; a synced frame survives a
+//! power cut. A crash inside this folder loses no acknowledged frame, because each acknowledgement follows
+//! the write or sync that it promises.
 //!
-//! Reading the log back is the format crate's work (`remanent_format::log`), so that a verifier uses the same
-//! rules as recovery.
+//! Reading the log back is done by the format crate (`remanent_format::log`), so that a verifier uses the
+//! same rules as recovery.
 
 pub(crate) mod segments;
 mod state;

@@ -1,8 +1,8 @@
-//! Where the log stands: the segment that takes frames, the empty ones after it, and the bytes that no sync
-//! has taken yet.
+//! The state of the log: the current segment, the empty ones after it, and the bytes not yet covered by a
+//! sync.
 //!
-//! One lock of [`super::writer::Log`] guards this. Nothing here waits or touches the disk, so a committer
-//! holds that lock for about as long as its frame takes to copy.
+//! It is guarded by one lock of [`super::writer::Log`]. Nothing here blocks or touches the disk, so a
+//! committer holds that lock for about as long as copying its frame takes.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -21,11 +21,11 @@ use crate::base::sync::Instant;
 use crate::disk::Window;
 use crate::error::Error;
 
-/// Number of empty segments that are kept ready after the current one. I8 demands one. The second one lets a
-/// roll find the segment that must exist after it, so that a frame does not wait until one is made.
+/// The number of empty segments kept ready after the current one. I8 requires one. With the second, a roll
+/// finds the required successor already made, so that no frame waits for it.
 pub(super) const EMPTY_COUNT: usize = 2;
 
-/// The log as an open leaves it: where the next frame goes.
+/// The log as an open leaves it, with the position of the next frame.
 pub(crate) struct LogStart {
     /// The point after the last batch.
     pub point: LogPoint,
@@ -33,7 +33,7 @@ pub(crate) struct LogStart {
     pub chain: u32,
     /// The offset at which the opening seal ends.
     pub offset: u64,
-    /// The opening segment, which takes frames first.
+    /// The opening segment, which receives frames first.
     pub current: SegmentFile,
     /// The empty segment after it.
     pub next: SegmentFile,
@@ -41,27 +41,26 @@ pub(crate) struct LogStart {
     pub verified: Vec<VerifiedSnapshot>,
 }
 
-/// A batch of a mapped log that comes this long after the one before is told to followers, because no system
-/// call of the log's does so. A follower looks often for longer than that, and at most 200 batches a second
-/// pay for it.
+/// A batch of a mapped log that comes this long after the previous one is announced to followers, because
+/// appending to a mapping makes no system call that would notify them. Followers poll for longer than that
+/// after a batch, and at most 200 batches per second pay for the announcement.
 pub(crate) const TELL_AFTER: Duration = Duration::from_millis(5);
 
-/// How long a check that no other writer has opened the store serves for more writes to the log. Another
-/// writer cannot use a segment of this one again so soon: before that it reads the log and syncs its opening.
-/// A check takes two system calls, more than a small frame does.
+/// How long a check that no other writer has opened the store remains valid for further writes to the log.
+/// Another writer cannot reuse one of this writer's segments that soon: it first reads the log and syncs its
+/// opening. A check takes two system calls, more than a small frame does.
 const CHECK_AFTER: Duration = Duration::from_millis(1);
 
-/// Bounds of [`LogState::sync_after_bytes`]. After a crash an open copies what no sync took, so the upper
-/// bound holds however long segments are.
+/// Bounds of [`LogState::sync_after_bytes`]. After a crash an open copies the bytes that no sync covered, so
+/// the upper bound holds however long segments are.
 const SYNC_AFTER_MIN: u64 = 128 << 10;
 const SYNC_AFTER_MAX: u64 = 8 << 20;
 
-/// Bounds of [`LogState::upcoming_len`]: something for a log that was idle, and no more than one long
-/// segment.
+/// Bounds of [`LogState::upcoming_len`]: a minimum for a log that was idle, and at most one long segment.
 const UPCOMING_MIN: u64 = 64 << 10;
 const UPCOMING_MAX: u64 = 16 << 20;
 
-/// What the log has done since it was opened.
+/// Counters of the log since it was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LogStats {
@@ -87,43 +86,42 @@ pub(super) struct LogState {
     /// Whether the next frame joins the group of the last one. A sync closes the group, because the last
     /// block of a synced group must not be written again (I5).
     pub group_open: bool,
-    /// Ranges that no sync has taken yet.
+    /// Ranges that no sync covers yet.
     pub dirty: Vec<DirtyRange>,
     pub dirty_bytes: u64,
     pub dirty_since: Option<Instant>,
-    /// When this writer was last found to be the newest one; `None` if that must be looked at again before
-    /// the next frame.
+    /// When this writer was last verified to be the newest one; `None` if it must be checked again before the
+    /// next frame.
     pub checked: Option<Instant>,
     /// Segments that the log has left, each with its last batch, until that batch is durable.
     pub left_behind: VecDeque<(u64, Lsn)>,
-    /// Number of seals that are synced. A snapshot counts as recorded only after its seal is among them (I7).
+    /// Number of synced seals. A snapshot counts as recorded only after its seal is among them (I7).
     pub seals_durable: u64,
-    /// Number of seals given up because the disk was full or the system short of something.
+    /// Number of seals given up because the disk was full or the system short of a resource.
     pub seals_refused: u64,
-    /// Why the last seal was given up.
+    /// The reason why the last seal was given up.
     pub seal_refusal: Option<Error>,
     pub durable: Lsn,
-    /// Whether a thread is syncing; another thread waits for it.
+    /// Whether a thread is syncing; other threads wait for it.
     pub syncing: bool,
-    /// The newest batch that the last sync began with. Batches after it wait for the next sync.
+    /// The newest batch that the last sync covers. Later batches wait for the next sync.
     pub sync_target: Lsn,
-    /// Number of syncs begun. Its parity chooses the condition variable that a committer waits at.
+    /// Number of syncs begun. Its parity selects the condition variable on which a committer waits.
     pub syncs_begun: usize,
     pub waiters: Waiters,
-    /// Whether the keeper sleeps until it is woken. If not, it looks again by itself before the next frame is
-    /// due, and an append saves a system call.
+    /// Whether the keeper sleeps until it is woken. If not, it checks again by itself before the next frame
+    /// is due, which saves an append the system call.
     pub keeper_asleep: bool,
-    /// Whether a task, or a thread with a time limit, waits for the next sync, which the keeper begins at
-    /// once then.
+    /// Whether a task, or a thread with a time limit, waits for the next sync, so that the keeper must begin
+    /// it immediately.
     pub sync_wanted: bool,
     /// Whether the last frame is a seal that covers everything before it.
     pub sealed: bool,
     pub seal_now: bool,
-    /// Whether a seal was given up that may take the reserve when the store closes.
+    /// Whether a seal was given up that may use the reserve when the store closes.
     pub seal_missed: bool,
     pub last_append: Instant,
-    /// When the newest batch was appended, of those since the log was opened, as far as
-    /// [`Self::ends_silence`] knows.
+    /// When the newest batch since the open was appended, as far as [`Self::ends_silence`] was called.
     last_batch: Option<Instant>,
     pub verified: Vec<VerifiedSnapshot>,
     pub grow_after: Option<Instant>,
@@ -131,18 +129,18 @@ pub(super) struct LogState {
     pub stop: bool,
     pub watch: GrowthWatch,
     pub stats: LogStats,
-    /// Bytes of the images that were written ahead of batches appended.
+    /// Bytes of the images that were written in advance for appended batches.
     pub ahead_bytes: u64,
 }
 
-/// A segment that takes frames, or will. Its file stays open through the window alone.
+/// A segment that receives frames, now or later. Only the window keeps its file open.
 pub(super) struct OpenSegment {
     pub number: u64,
     pub len: u64,
     pub window: Arc<dyn Window>,
 }
 
-/// A range of frames that were put and that no sync has taken yet.
+/// A range of stored frames that no sync covers yet.
 pub(super) struct DirtyRange {
     pub window: Arc<dyn Window>,
     pub from: u64,
@@ -156,25 +154,25 @@ pub(super) struct UpcomingRange {
     pub len: u64,
 }
 
-/// The answer to a request for room for a frame: what must be done before it is put.
+/// What must be done before a frame can be stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Room {
-    /// The frame has room now.
+    /// The frame fits now.
     Ready,
-    /// The frame has room in the next segment: [`LogState::roll`] goes on to it.
+    /// The frame fits in the next segment, which [`LogState::roll`] enters.
     NextSegment,
-    /// A segment must be made first, which takes syncs and no state lock.
+    /// A segment must be created first, which takes syncs and is done without the state lock.
     AfterGrowth,
-    /// This batch must be durable first, or a power cut would find more than two unsynced segments.
+    /// This batch must become durable first, or a power cut could find more than two unsynced segments.
     AfterSync(Lsn),
 }
 
 impl LogState {
-    /// Makes the state of a log that was just opened, to which nothing was appended yet.
+    /// Creates the state of a log that was just opened.
     pub fn new(start: LogStart) -> Self {
-        // I8: the empty segment after the opening is there, and the walk finds it by its number.
+        // I8: the empty segment after the opening exists, and the walk finds it by its number.
         assert!(start.next.number == start.current.number + 1);
-        // I5: no frame lies in the header block.
+        // I5: no frame is in the header block.
         assert!(start.offset >= SEGMENT_HEADER_BLOCK);
         let (current, next) = (live(start.current), live(start.next));
         let now = Instant::now();
@@ -215,23 +213,23 @@ impl LogState {
         }
     }
 
-    /// Whether the next write to the log must not rely on the last check that this writer is the newest one.
+    /// Whether the next write to the log needs a new check that this writer is the newest one.
     pub fn is_check_due(&self, now: Instant) -> bool {
         self.checked.is_none_or(|at| now - at >= CHECK_AFTER)
     }
 
-    /// Says where a frame of `frame_len` bytes has room. If it has none as yet, the caller does the thing
-    /// that the answer names, without this lock, and asks again.
+    /// Determines where a frame of `frame_len` bytes fits. If it does not fit yet, the caller does what the
+    /// result says, without this lock, and asks again.
     ///
-    /// Asking moves nothing. A log that went on to the next segment for a frame that was then refused had a
-    /// blank segment in its line; a longer frame went past it, and the next open took the hole for damage.
+    /// Asking changes nothing. When the log entered the next segment for a frame that was then refused, it
+    /// had a blank segment in its line; a longer frame skipped it, and the next open took the gap for damage.
     pub fn room_for(&self, frame_len: u64) -> Room {
         if self.next_offset() + frame_len <= self.current.len {
             return Room::Ready;
         }
         let long_enough = self.empty.front().is_some_and(|next| SEGMENT_HEADER_BLOCK + frame_len <= next.len);
-        // I8: the segment after the one that the log enters exists, synced, with its name. A reader takes a
-        // missing newest segment for damage, so its absence must never be ordinary.
+        // I8: the segment after the one that the log enters exists, synced, with its name. A reader treats a
+        // missing newest segment as damage, so its absence must never be normal.
         if !long_enough || self.empty.len() < EMPTY_COUNT {
             return Room::AfterGrowth;
         }
@@ -243,8 +241,8 @@ impl LogState {
         Room::NextSegment
     }
 
-    /// Goes on to the next segment, for a frame that is put there under the same lock. [`Self::room_for`] has
-    /// said [`Room::NextSegment`].
+    /// Enters the next segment, for a frame that is stored under the same lock. [`Self::room_for`] must have
+    /// returned [`Room::NextSegment`].
     pub fn roll(&mut self) {
         let _phase = phases::enter(Phase::SegmentRoll);
         if self.point.lsn > self.durable {
@@ -255,27 +253,27 @@ impl LogState {
         assert!(self.current.number == number_left + 1); // I3: the walk looks for the next frame there.
         assert!(!self.empty.is_empty()); // I8
         self.offset = SEGMENT_HEADER_BLOCK;
-        // A frame that joins a group lies directly after the one before, so the first frame of a segment
-        // starts one.
+        // A frame that joins a group directly follows the previous one, so the first frame of a segment
+        // starts a group.
         self.group_open = false;
-        // Another writer may have taken the segment for a spare: it was empty.
+        // Another writer may have taken the empty segment as a spare.
         self.checked = None;
         self.stats.rolls += 1;
     }
 
-    /// Whether a batch that was appended `now` is the first one in a while.
+    /// Whether a batch appended at `now` is the first one after a pause.
     pub fn ends_silence(&mut self, now: Instant) -> bool {
         let last = self.last_batch.replace(now);
         last.is_none_or(|last| last + TELL_AFTER <= now)
     }
 
-    /// How many bytes of frames may come until the keeper looks again. It is four times the bytes that no
-    /// sync has taken yet, because several syncs may pass until then, and a minimum where those are few.
+    /// Returns the number of bytes of frames to expect until the keeper checks again: four times the bytes
+    /// that no sync covers yet, because several syncs may pass until then, within fixed bounds.
     pub fn upcoming_len(&self) -> u64 {
         self.dirty_bytes.saturating_mul(4).clamp(UPCOMING_MIN, UPCOMING_MAX)
     }
 
-    /// The ranges that the next `len` bytes of frames will fill.
+    /// Returns the ranges that the next `len` bytes of frames will fill.
     pub fn upcoming(&self, len: u64) -> Vec<UpcomingRange> {
         let mut left = len;
         let here = (&self.current, self.offset);
@@ -288,25 +286,26 @@ impl LogState {
         upcoming.filter(|upcoming| upcoming.len > 0).collect()
     }
 
-    /// Until when the next sync waits for more; `None` if it may begin.
+    /// Returns the time until which the next sync waits for more; `None` if it may begin.
     pub fn more_until(&self) -> Option<Instant> {
         self.waiters.more_until(self.dirty_bytes, Instant::now())
     }
 
-    /// The keeper syncs at once when this many bytes are not synced yet. After a crash an open copies them,
-    /// and on a full disk it has only the reserve for that. Each segment of the reserve is as long as this
-    /// one.
+    /// Returns the number of unsynced bytes at which the keeper syncs immediately. After a crash an open
+    /// copies these bytes, and on a full disk it has only the reserve for them. Each segment of the reserve
+    /// is as long as this one.
     pub fn sync_after_bytes(&self) -> u64 {
         (self.current.len / 2).clamp(SYNC_AFTER_MIN, SYNC_AFTER_MAX)
     }
 
-    /// Bytes that a replay reads of the batches appended so far: frames, and the images that they name.
+    /// Returns the bytes that a replay reads for the batches appended so far: frames, and the images that
+    /// they name.
     pub fn replay_bytes(&self) -> u64 {
         self.stats.bytes + self.ahead_bytes
     }
 
-    /// Where the next frame begins: directly after the last one in an open group, otherwise on a new block
-    /// (I5).
+    /// Returns the offset of the next frame: directly after the last one in an open group, otherwise on a new
+    /// block (I5).
     pub fn next_offset(&self) -> u64 {
         align_up(self.offset, if self.group_open { FRAME_ALIGN } else { GROUP_ALIGN })
     }
@@ -318,10 +317,10 @@ pub(super) fn live(segment: SegmentFile) -> OpenSegment {
     OpenSegment { number, len, window }
 }
 
-/// A request of the watcher: the growth of the log that it waits for.
+/// A request of the watcher: the log growth that it waits for.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct GrowthWatch {
-    /// A batch, or a number of bytes of frames and of images written ahead: either is enough.
+    /// A batch, or a number of bytes of frames and of images written in advance: either suffices.
     pub(super) wanted: Option<(Lsn, u64)>,
     /// Whether the watcher was called before it could wait. Without this flag a call in that gap would be
     /// lost.
@@ -374,7 +373,7 @@ mod tests {
         }
     }
 
-    /// A frame may still be refused when its room is known: then the log is where it was.
+    /// A frame may still be refused after its room is determined: the log must then be unchanged.
     #[test]
     fn asking_for_room_leaves_the_log_where_it_is() {
         let mut state = opened();
@@ -395,7 +394,7 @@ mod tests {
         );
     }
 
-    /// A seal in between is no batch, and no follower is told of it.
+    /// A seal in between is not a batch, and followers are not notified of it.
     #[test]
     fn the_first_batch_and_those_after_a_silence_are_told() {
         let mut state = opened();

@@ -1,7 +1,7 @@
 //! The right to sync the log, which one thread has at a time.
 //!
-//! A sync makes a group durable, raises the mark, and wakes the threads that wait for it. A power
-//! cut in it loses at most batches that were not durable, and no caller was told that they were.
+//! A sync makes a group durable, raises the mark, and wakes the threads that wait for it. A power cut during
+//! a sync loses at most batches that were not durable or acknowledged as durable.
 
 use remanent_format::Lsn;
 
@@ -13,19 +13,19 @@ use crate::base::sync::Instant;
 use crate::base::sync::atomic::Ordering;
 use crate::error::{Error, Result};
 
-/// The right to sync, which one thread has at a time. Two syncs at once could end in the wrong order, and the
-/// mark would go back (I4).
+/// The right to sync, which one thread has at a time. Two concurrent syncs could end in the wrong order, and
+/// the mark would move back (I4).
 pub(super) struct SyncGuard<'a> {
     log: &'a Log,
     dirty: Vec<DirtyRange>,
-    /// The newest batch among the frames that are synced.
+    /// The newest batch among the frames being synced.
     target: Lsn,
-    /// Number of seals that were appended by then.
+    /// Number of seals appended by then.
     seals: u64,
 }
 
 impl<'a> SyncGuard<'a> {
-    /// Takes everything that was logged so far; frames logged from here on form the next group. `None` while
+    /// Takes everything that was logged so far; later frames form the next group. Returns `None` while
     /// another thread syncs.
     pub fn begin(log: &'a Log, state: &mut LogState) -> Option<Self> {
         if std::mem::replace(&mut state.syncing, true) {
@@ -45,8 +45,8 @@ impl<'a> SyncGuard<'a> {
     /// Makes the taken frames durable.
     ///
     /// # Errors
-    /// The system's error. The log has failed then, for good: the system may have dropped the bytes that it
-    /// could not write, and would report success next time.
+    /// I/O errors. The log has then failed permanently: the system may have dropped the bytes that it could
+    /// not write, and would report success next time.
     pub fn sync(self) -> Result<()> {
         self.make_durable().map_err(|error| self.log.fail(error))
     }
@@ -54,13 +54,13 @@ impl<'a> SyncGuard<'a> {
     fn make_durable(&self) -> Result<()> {
         let _phase = phases::enter(Phase::GroupSync);
         let _span = tracing::debug_span!("sync", lsn = self.target.0).entered();
-        // A sync of a direct log writes.
+        // Checked again because a sync of a direct log writes.
         self.log.check_writer_again()?;
         for range in &self.dirty {
             range.window.sync(range.from, range.to - range.from)?;
         }
-        // After the sync: another writer that opened the store since, and may not have read these frames, has
-        // announced itself by now. A frame that it did read is in its line, and may be acknowledged.
+        // After the sync: another writer that has opened the store since, and may not have read these frames,
+        // has announced itself by now. A frame that it did read is in its line, and may be acknowledged.
         self.log.pool.check_writer()?;
         // The mark advances only now: a frame that carried it earlier would turn a torn tail into damage
         // (I4).
@@ -70,7 +70,7 @@ impl<'a> SyncGuard<'a> {
         state.durable = self.target;
         state.checked = Some(Instant::now());
         if let Some(logged) = &self.log.logged {
-            // Under the lock, so that a caller that finds the batch durable finds it logged.
+            // Under the lock, so that a caller that finds the batch durable also finds it logged.
             logged.store(self.target.0, Ordering::Release);
         }
         state.seals_durable = self.seals;
@@ -83,19 +83,18 @@ impl<'a> SyncGuard<'a> {
 }
 
 impl Drop for SyncGuard<'_> {
-    /// Wakes every thread that waits for this sync: its batch is durable, or the log has failed, or it begins
-    /// the next sync.
+    /// Wakes every thread that waits for this sync: either its batch is durable, or the log has failed, or
+    /// the thread begins the next sync.
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.log.fail(Error::panicked("a thread that syncs the log"));
         }
-        // The right is given back before the threads are woken, so that the first of them can begin the next
+        // The right is returned before the threads are woken, so that the first of them can begin the next
         // sync.
         let mut state = self.log.state.lock();
         state.syncing = false;
         if std::mem::take(&mut state.keeper_asleep) {
-            // The keeper slept because there was nothing to sync and nothing to seal. There may be something
-            // by now.
+            // The keeper slept because there was nothing to sync or seal. That may have changed.
             self.log.work.notify_one();
         }
         let durable = state.durable;
@@ -105,10 +104,10 @@ impl Drop for SyncGuard<'_> {
         // The committers of the next sync first: one of them begins it while the others wake up.
         self.log.synced[(round + 1) % 2].notify_one();
         let synced = &self.log.synced[round % 2];
-        // One by one. After a call to all at once, each thread is woken by the one before it when that
+        // One by one. With a single broadcast, each thread is woken by the one before it when that thread
         // releases the lock, and 8 threads on 2 cores made a fifth fewer commits of 4 KiB.
         (0..served).for_each(|_| synced.notify_one());
-        // At most one more is left: it waits for the sync after the next and was called instead of another.
+        // At most one more is left: it waits for the sync after the next and was woken instead of another.
         synced.notify_all();
         self.log.progress.notify_all();
         self.log.wakers.wake(durable);

@@ -1,9 +1,9 @@
-//! The log's two threads: the keeper, which syncs and seals, and the maker, which makes empty segments.
+//! The log's two threads: the keeper, which syncs and seals, and the maker, which creates empty segments.
 //!
-//! They are two, because making a segment takes syncs of its own. A frame is synced at the latest
+//! They are separate because creating a segment takes syncs of its own. A frame is synced at most
 //! [`SYNC_AFTER`] after it was logged, and filling the reserve takes longer than that.
 //!
-//! A crash here loses at most frames that no caller was told are durable. A segment that was being made is a
+//! A crash here loses only frames that were not acknowledged as durable. A segment being created is a
 //! temporary file, which the next open removes.
 
 use std::time::Duration;
@@ -17,31 +17,31 @@ use super::writer::Log;
 use crate::base::sync::Instant;
 use crate::error::Result;
 
-/// A frame is synced at the latest this long after it was logged, if no committer waits for it earlier.
+/// The maximum delay from logging a frame to syncing it, if no committer waits for it earlier.
 const SYNC_AFTER: Duration = Duration::from_millis(10);
-/// A busy period ends when nothing was appended for this long; then a seal says that all of it is durable.
+/// A busy period ends when nothing was appended for this long; a seal then records that all of it is durable.
 const SEAL_AFTER: Duration = Duration::from_millis(10);
-/// How long the maker leaves a full disk alone, or a system that is short of something. Trying at once would
-/// only take processor time from the thread that frees space.
+/// How long the maker waits after a full disk or another shortage. Retrying immediately would only take CPU
+/// time from the thread that frees space.
 const GROW_AGAIN_AFTER: Duration = Duration::from_millis(500);
 
 impl Log {
-    /// The keeper's life: sync what is due, seal what is idle, until the log stops.
+    /// Runs the keeper: syncs when a sync is due and seals when the log is idle, until the log stops.
     pub fn keep(&self) {
         loop {
             match self.next_duty() {
                 Duty::Sync => {
-                    // Asked before the sync, which sets the bytes to zero that the answer follows from.
+                    // Read before the sync, which resets the byte count that the result depends on.
                     let len = self.state.lock().upcoming_len();
                     self.or_fail(Self::sync);
                     self.prefault(len);
-                    // After the sync that is due: on a busy disk bringing memory in may wait, too.
+                    // After the sync that is due, because on a busy disk prefaulting may wait, too.
                 }
                 Duty::Seal => self.or_fail(Self::seal),
                 Duty::Stop => break,
             }
         }
-        // The last wake-up: a thread that waits for progress must find that there will be none.
+        // The last wake-up: a thread that waits for progress must learn that there will be none.
         self.notify_all();
     }
 
@@ -57,8 +57,9 @@ impl Log {
         let mut state = self.state.lock();
         loop {
             if self.check().is_err() {
-                // The log has failed, so nothing more becomes durable. Waiting threads must hear of it: one
-                // that found the log sound just before the failure went to sleep since, under this lock.
+                // The log has failed, so nothing more becomes durable. Waiting threads must be notified: a
+                // thread that found the log sound just before the failure has gone to sleep since, under this
+                // lock.
                 if state.stop {
                     return Duty::Stop;
                 }
@@ -66,25 +67,24 @@ impl Log {
                 self.work.wait(&mut state);
                 continue;
             }
-            // Set again only before a sleep without an end. An append that finds it unset saves the system
-            // call of a wake-up.
+            // Set again only before an indefinite sleep. An append that finds it unset saves the system call
+            // of a wake-up.
             state.keeper_asleep = false;
             let now = Instant::now();
             let sync_at = state.dirty_since.map(|since| since + SYNC_AFTER);
-            // A seal that records a snapshot goes first: it waits for no pause, because a steady stream of
+            // A seal that records a snapshot comes first and waits for no pause, because a steady stream of
             // commits would keep the snapshot from ending.
             if state.seal_now {
                 return Duty::Seal;
             }
             let is_much = state.dirty_bytes >= state.sync_after_bytes();
-            // A committer that waits has begun its own sync; the clock is for batches without a waiting
-            // committer.
+            // A waiting committer begins its own sync; the clock is for batches without one.
             let due = state.stop || state.sync_wanted || is_much || sync_at.is_some_and(|at| at <= now);
             if !state.dirty.is_empty() && due {
                 return Duty::Sync;
             }
-            // I4: after a seal, marks cover everything that was acknowledged. Without it the last group of an
-            // idle log looks like a torn tail when its bytes rot.
+            // I4: after a seal, marks cover everything that was acknowledged. Without it, bit rot in the last
+            // group of an idle log would look like a torn tail.
             let unsealed = !state.sealed || (state.stop && state.seal_missed);
             let idle = state.dirty.is_empty() && !state.syncing && unsealed;
             let seal_at = idle.then(|| state.last_append + SEAL_AFTER);
@@ -106,9 +106,9 @@ impl Log {
         }
     }
 
-    /// Brings the memory of the next frames in, so that no committer waits for it. While a snapshot kept the
-    /// disk busy, a first store into a page took 2 to 4 ms at times, and 0.2 ms with this. A segment that is
-    /// recycled meanwhile loses nothing, because no byte is changed.
+    /// Prefaults the memory of the next frames, so that no committer waits for it. While a snapshot kept the
+    /// disk busy, a first store into a page took 2 to 4 ms at times, and 0.2 ms with this. If a segment is
+    /// recycled meanwhile nothing is lost, because no byte is changed.
     fn prefault(&self, len: u64) {
         let upcoming = self.state.lock().upcoming(len);
         for range in upcoming {
@@ -116,10 +116,10 @@ impl Log {
         }
     }
 
-    /// Makes durable everything that was logged so far.
+    /// Makes everything that was logged so far durable.
     fn sync(&self) -> Result<()> {
         let mut state = self.state.lock();
-        // Another thread's sync may have begun before the newest frame, so the keeper looks again after it.
+        // Another thread's sync may have begun before the newest frame, so the keeper checks again after it.
         while !state.dirty.is_empty() || state.syncing {
             self.check()?;
             match SyncGuard::begin(self, &mut state) {
@@ -135,12 +135,12 @@ impl Log {
 
     /// Appends a seal and syncs it.
     ///
-    /// The seal of an idle log says that everything is durable (I4). A batch that came in between goes first,
-    /// and the seal gets another turn. A seal that records snapshots cannot wait for a pause that may never
-    /// come: it says what is durable so far.
+    /// The seal of an idle log states that everything is durable (I4). A batch that arrived in between is
+    /// synced first, and the seal is retried later. A seal that records snapshots cannot wait for a pause
+    /// that may never come: it states what is durable so far.
     ///
-    /// A disk too full for a seal, or a shortage, costs the seal and nothing else. The batches before it are
-    /// durable; only the log does not say so yet.
+    /// If the disk is too full for a seal, or the system short of a resource, only the seal is lost. The
+    /// batches before it are durable; the log merely does not record that yet.
     fn seal(&self) -> Result<()> {
         loop {
             let mut state = self.state.lock();
@@ -148,7 +148,7 @@ impl Log {
             if !clean && !state.seal_now {
                 break;
             }
-            // Under the lock: a list that was recorded meanwhile is in this seal or the next one.
+            // Under the lock: a list that is recorded meanwhile is in this seal or the next one.
             let payload = encode_seal(&state.verified);
             match state.room_for(frame_len(payload.len() as u64)) {
                 room @ (Room::Ready | Room::NextSegment) => {
@@ -156,8 +156,8 @@ impl Log {
                         state.roll();
                     }
                     self.put(&mut state, FrameKind::Seal, &payload, crc32fast::hash(&payload), false)?;
-                    // A seal among unsynced frames covers only what is durable so far, so the log is not
-                    // sealed by it.
+                    // A seal among unsynced frames covers only what is durable so far, so it does not seal
+                    // the log.
                     state.sealed = clean;
                     state.seal_now = false;
                     state.seal_missed = false;
@@ -165,7 +165,7 @@ impl Log {
                     break;
                 }
                 Room::AfterGrowth => {
-                    // A seal that only ends a busy period leaves the reserve alone. Batches would follow it
+                    // A seal that only ends a busy period must not use the reserve. Batches would follow it
                     // into the segment that it took from there, and on a full disk slow commits used up the
                     // whole reserve that way.
                     let last = state.seal_now || state.stop;
@@ -174,7 +174,7 @@ impl Log {
                         Ok(_) => {}
                         Err(error) if error.is_passing() => {
                             let mut state = self.state.lock();
-                            // Given up until the next batch: the keeper would otherwise try again without a
+                            // Given up until the next batch: otherwise the keeper would retry without a
                             // pause.
                             state.sealed = true;
                             state.seal_missed = !last;
@@ -198,20 +198,20 @@ impl Log {
         self.sync()
     }
 
-    /// The maker's life: keep two empty segments ready and the reserve full, until the log stops.
+    /// Runs the maker: keeps two empty segments ready and the reserve full, until the log stops.
     pub fn keep_segments_ready(&self) {
         let mut state = self.state.lock();
         while !state.stop {
             let lacking = state.empty.len() < EMPTY_COUNT || !state.reserve_full;
             match state.grow_after {
-                // Nothing is made for a poisoned store: it takes no batch any more.
+                // Nothing is created for a poisoned store, which takes no more batches.
                 _ if !lacking || self.poison.check().is_err() => self.room.wait(&mut state),
                 Some(at) if at > Instant::now() => {
                     self.room.wait_until(&mut state, at);
                 }
                 _ => {
                     drop(state);
-                    // Space that is too little for a segment may be enough for the reserve.
+                    // Space that is too little for a segment may suffice for the reserve.
                     let grown = self.grow(&[], SpacePurpose::User);
                     let reserve_full = self.pool.add_to_reserve();
                     state = self.state.lock();
@@ -231,7 +231,7 @@ impl Log {
     }
 }
 
-/// The keeper's next work, chosen under the state lock and done without it.
+/// The keeper's next task, chosen under the state lock and performed without it.
 enum Duty {
     Sync,
     Seal,

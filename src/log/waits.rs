@@ -1,9 +1,9 @@
 //! Waiting until batches are logged, and until they are durable.
 //!
-//! The keeper ([`super::threads`]) syncs when a sync is due; a committer that waits syncs earlier if no other
+//! The keeper ([`super::threads`]) syncs when a sync is due; a waiting committer syncs earlier if no other
 //! thread does.
 //!
-//! The frames of a direct log lie in the process's own memory until a sync. So a batch there is `Logged` only
+//! The frames of a direct log are in the process's own memory until a sync. So a batch there is `Logged` only
 //! once it is `Durable` ([`Log::wait_logged`]).
 
 use remanent_format::Lsn;
@@ -17,20 +17,20 @@ use crate::error::Result;
 use crate::options::LogIo;
 
 impl Log {
-    /// Waits until batch `lsn`, which was appended, survives the death of the process.
+    /// Waits until the appended batch `lsn` survives the death of the process.
     pub fn wait_logged(&self, lsn: Lsn) -> Result<()> {
         match self.io {
-            // The kernel's page cache has the frame, and outlives the process.
+            // The frame is in the kernel's page cache, which outlives the process.
             LogIo::Mapped | LogIo::Buffered => Ok(()),
-            // The frame lies in the memory of the process until a sync takes it.
+            // The frame is in the memory of the process until a sync covers it.
             LogIo::Direct => self.wait_durable(lsn),
         }
     }
 
-    /// As [`wait_logged`](Self::wait_logged), for the applier.
+    /// Like [`wait_logged`](Self::wait_logged), for the applier.
     ///
-    /// No committer waits for the applier, and the copies that it makes take processor time from them. So
-    /// where a committer will sync, the applier leaves the sync to it, and is woken after all committers.
+    /// No committer waits for the applier, and its copies take CPU time from committers. So if a committer
+    /// will sync, the applier leaves the sync to it, and is woken after all committers.
     pub fn wait_logged_last(&self, lsn: Lsn) -> Result<()> {
         if self.io != LogIo::Direct {
             return Ok(());
@@ -38,7 +38,7 @@ impl Log {
         let mut state = self.state.lock();
         while state.durable < lsn {
             if state.syncing {
-                // Also where the log has failed meanwhile: a batch that this sync makes durable is visible to
+                // Also if the log has failed meanwhile: a batch that this sync makes durable is visible to
                 // readers, and must be applied.
                 self.progress.wait(&mut state);
                 continue;
@@ -55,18 +55,18 @@ impl Log {
         Ok(())
     }
 
-    /// Waits until batch `lsn`, which was appended, survives a power cut.
+    /// Waits until the appended batch `lsn` survives a power cut.
     ///
     /// If no sync is running, the caller syncs for every batch appended so far. Handing the sync to another
     /// thread would cost two more context switches: with 4 KiB commits of 8 threads on two cores, a mapped
-    /// log then made 0.27 of the raw loop's commits instead of 0.73. Where more committers are expected
-    /// ([`super::group_commit`]), the last one to come begins the sync.
+    /// log then reached 0.27 of the raw loop's commits instead of 0.73. If more committers are expected
+    /// ([`super::group_commit`]), the last one to arrive begins the sync.
     pub fn wait_durable(&self, lsn: Lsn) -> Result<()> {
         let mut state = self.state.lock();
         if state.durable >= lsn {
             return Ok(());
         }
-        // The sync under way took the bytes of batches up to its target; a later batch needs the next sync.
+        // The current sync covers batches up to its target; a later batch needs the next sync.
         if state.syncing && lsn <= state.sync_target {
             state.waiters.come_late();
         } else {
@@ -75,14 +75,14 @@ impl Log {
         while state.durable < lsn {
             // First in the loop: after a failure no sync will ever reach this batch.
             self.check()?;
-            // Anew in each turn: a sync that began meanwhile may have taken this batch.
+            // Recomputed in each iteration: a sync that began meanwhile may cover this batch.
             let round = state.syncs_begun + usize::from(lsn > state.sync_target);
             let synced = &self.synced[round % 2];
             if state.syncing {
                 synced.wait(&mut state);
                 continue;
             }
-            // One committer watches the clock for all that wait; a wake-up for each would be in vain.
+            // One committer watches the clock for all that wait; waking each of them would be useless.
             match state.more_until() {
                 None => state = self.sync_all(state)?,
                 Some(_) if state.waiters.is_watched => synced.wait(&mut state),
@@ -96,7 +96,7 @@ impl Log {
         Ok(())
     }
 
-    /// Whether batch `lsn` survives the death of the process. An error says that it never will.
+    /// Whether batch `lsn` survives the death of the process. An error means that it never will.
     pub fn is_logged(&self, lsn: Lsn) -> Result<bool> {
         match self.io {
             LogIo::Mapped | LogIo::Buffered => Ok(true),
@@ -104,7 +104,7 @@ impl Log {
         }
     }
 
-    /// Whether batch `lsn` survives a power cut. An error says that it never will.
+    /// Whether batch `lsn` survives a power cut. An error means that it never will.
     pub fn is_durable(&self, lsn: Lsn) -> Result<bool> {
         if self.durable() >= lsn {
             return Ok(true);
@@ -113,7 +113,7 @@ impl Log {
         Ok(false)
     }
 
-    /// As [`wait_logged`](Self::wait_logged), up to a time; whether the batch is logged then.
+    /// Like [`wait_logged`](Self::wait_logged), with a deadline. Returns whether the batch is logged.
     pub fn wait_logged_until(&self, lsn: Lsn, until: Instant) -> Result<bool> {
         match self.io {
             LogIo::Mapped | LogIo::Buffered => Ok(true),
@@ -121,8 +121,8 @@ impl Log {
         }
     }
 
-    /// As [`wait_durable`](Self::wait_durable), up to a time; whether the batch is durable then. The keeper
-    /// syncs: a sync cannot be given up halfway.
+    /// Like [`wait_durable`](Self::wait_durable), with a deadline. Returns whether the batch is durable. The
+    /// keeper syncs, because a sync cannot be abandoned halfway.
     pub fn wait_durable_until(&self, lsn: Lsn, until: Instant) -> Result<bool> {
         self.ask_for_sync();
         let mut state = self.state.lock();
@@ -135,7 +135,7 @@ impl Log {
         Ok(true)
     }
 
-    /// Lets the keeper make durable what was logged so far, at once and not when it is due.
+    /// Makes the keeper sync everything that was logged so far immediately, instead of when a sync is due.
     pub fn ask_for_sync(&self) {
         let mut state = self.state.lock();
         if !state.dirty.is_empty() {
@@ -145,9 +145,9 @@ impl Log {
         }
     }
 
-    /// Records these snapshots as verified in a seal, and waits until that seal is durable. Only then may
-    /// anything go that they replace (I7): a crash in between would leave an open without proof that they
-    /// hold.
+    /// Records these snapshots as verified in a seal, and waits until that seal is durable. Only then may the
+    /// files that they supersede be removed (I7): after a crash in between, an open would have no proof that
+    /// the snapshots are sound.
     pub fn record_verified(&self, verified: Vec<VerifiedSnapshot>) -> Result<()> {
         let mut state = self.state.lock();
         state.verified = verified;
@@ -156,8 +156,8 @@ impl Log {
         let (seals, refused) = (state.stats.seals, state.seals_refused);
         while state.seals_durable <= seals {
             self.check()?;
-            // A full disk costs the record, and the caller learns of it now: it keeps what it wanted to
-            // remove.
+            // A full disk costs the record, and the caller is notified now: it keeps the files that it wanted
+            // to remove.
             if state.seals_refused > refused
                 && let Some(refusal) = &state.seal_refusal
             {
@@ -170,8 +170,8 @@ impl Log {
         Ok(())
     }
 
-    /// As [`wait_durable`](Self::wait_durable), for the holder of the submission lock. It waits for no
-    /// further committer, because none can append before it gives the lock back.
+    /// Like [`wait_durable`](Self::wait_durable), for the holder of the submission lock. It waits for no
+    /// further committer, because none can append before the lock is released.
     pub(super) fn sync_up_to(&self, lsn: Lsn) -> Result<()> {
         let mut state = self.state.lock();
         while state.durable < lsn {
@@ -185,7 +185,7 @@ impl Log {
         Ok(())
     }
 
-    /// Makes durable everything that was logged so far, unless another thread is syncing.
+    /// Makes everything that was logged so far durable, unless another thread is syncing.
     fn sync_all<'a>(&'a self, mut state: MutexGuard<'a, LogState>) -> Result<MutexGuard<'a, LogState>> {
         // Without the lock: committers append the next group while this one is written.
         let Some(syncing) = SyncGuard::begin(self, &mut state) else { return Ok(state) };

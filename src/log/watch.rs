@@ -1,7 +1,7 @@
-//! Waiting for the log to grow, for the thread that takes snapshots in the background.
+//! Waiting for the log to grow, for the thread that takes background snapshots.
 //!
-//! The thread sleeps until an append reaches the growth that it asked for. A thread that looked again and
-//! again would wake a processor of an idle store, and would see a burst of commits late.
+//! The thread sleeps until an append reaches the growth that it asked for. A polling thread would wake a CPU
+//! of an idle store, and would notice a burst of commits late.
 
 use remanent_format::Lsn;
 
@@ -10,12 +10,12 @@ use super::writer::Log;
 use crate::base::sync::Instant;
 
 impl Log {
-    /// Waits until the log has batch `lsn`, or this many bytes since it was opened; until the time `until`,
-    /// if there is one; or until [`call_watcher`](Self::call_watcher). There is one watcher.
+    /// Waits until the log contains batch `lsn`, or this many bytes since it was opened; until the time
+    /// `until`, if given; or until [`call_watcher`](Self::call_watcher). There is only one watcher.
     pub fn watch(&self, lsn: Lsn, bytes: u64, until: Option<Instant>) {
         let mut state = self.state.lock();
-        // The request is entered before the log's growth is looked at, under one lock, so no append between
-        // the two is missed.
+        // The request is set before the log's growth is checked, under one lock, so no append between the two
+        // is missed.
         state.watch.wanted = Some((lsn, bytes));
         let is_over = |state: &LogState| {
             state.watch.called || state.watch.is_reached(state.point.lsn, state.replay_bytes())
@@ -33,7 +33,8 @@ impl Log {
         state.watch = GrowthWatch::default();
     }
 
-    /// The newest batch, and the bytes of frames and of images written ahead since the log was opened.
+    /// Returns the newest batch, and the bytes of frames and of images written in advance since the log was
+    /// opened.
     pub fn length(&self) -> (Lsn, u64) {
         let state = self.state.lock();
         (state.point.lsn, state.replay_bytes())

@@ -1,19 +1,19 @@
-//! Appending to the log. Waiting until it is durable is in `waits.rs`.
+//! Appending to the log. Waiting for durability is in `waits.rs`.
 //!
-//! A batch is `Logged` when [`Log::append`] returns: its frame and all before it are whole in the mapping or
-//! in the kernel's page cache, which outlive the process. The frames of a direct log lie in the process's own
-//! memory until a sync, so a batch there is `Logged` only once its group is synced.
+//! A batch is `Logged` when [`Log::append`] returns: its frame and all earlier ones are complete in the
+//! mapping or in the kernel's page cache, which outlive the process. The frames of a direct log are in the
+//! process's own memory until a sync, so a batch there is `Logged` only once its group is synced.
 //!
-//! The frames of one group follow each other. A sync closes the group, and the next frame starts on a new
-//! 4096-byte boundary, so that nothing synced is written again (I5): a power cut in the middle of such a
-//! write could take what was already durable.
+//! The frames of one group are contiguous. A sync closes the group, and the next frame starts on a new
+//! 4096-byte boundary, so that nothing synced is written again (I5): a power cut during such a write could
+//! destroy bytes that were already durable.
 //!
-//! A device or a snapshot may poison the store while the log is sound. Then no batch is taken any more, but
+//! A device or a snapshot may poison the store while the log is sound. Then no more batches are taken, but
 //! everything that was logged is still synced and sealed. Only a failure of the log's own writes and syncs
 //! ends that.
 //!
-//! Lock order: the store's submission lock, then `growth`, then `state`. The keeper takes no submission lock,
-//! so a committer that waits for a sync cannot block it.
+//! Lock order: the store's submission lock, then `growth`, then `state`. The keeper does not take the
+//! submission lock, so a committer that waits for a sync cannot block it.
 
 use std::sync::Arc;
 
@@ -43,35 +43,36 @@ pub(crate) struct Log {
     pub(super) io: LogIo,
     pub pool: Arc<SegmentPool>,
     pub(super) poison: Arc<Poison>,
-    /// Whether a frame could not be written or synced, or a segment not be made: nothing more becomes
-    /// durable. The store is poisoned before this is set, so that a thread which sees the flag finds the
-    /// reason.
+    /// Whether a frame could not be written or synced, or a segment could not be created: nothing more
+    /// becomes durable. The store is poisoned before this is set, so that a thread which sees the flag finds
+    /// the reason.
     pub(super) failed: AtomicBool,
     pub(super) state: OwnLine<Mutex<LogState>>,
-    /// The newest logged batch, where a batch is appended before it is logged: in a direct log.
+    /// The newest logged batch, in a direct log, where a batch is appended before it is logged.
     pub(super) logged: Option<Arc<AtomicU64>>,
-    /// Held while segments are made, which takes syncs; `state` stays free meanwhile, so that frames which
-    /// have room are appended.
+    /// Held while segments are created, which takes syncs; `state` stays free meanwhile, so that frames which
+    /// fit are appended.
     growth: Mutex<()>,
-    /// Tells the keeper that something is due.
+    /// Notifies the keeper that something is due.
     pub(super) work: Condvar,
-    /// Tells that `durable`, `seals_durable` or `failed` changed.
+    /// Notifies waiters that `durable`, `seals_durable` or `failed` changed.
     pub(super) progress: Condvar,
-    /// Tasks that wait for batches to be durable.
+    /// Tasks that wait for batches to become durable.
     pub(super) wakers: Wakers,
-    /// Tell committers that their batches are durable. In turn, one serves the committers of the sync under
-    /// way, the other those of the next sync. A committer of the next sync is woken before all others,
-    /// because it begins that sync. Where it was woken last, each of 8 threads waited for half a sync more.
+    /// Notify committers that their batches are durable. The two alternate: one serves the committers of the
+    /// current sync, the other those of the next sync. A committer of the next sync is woken before all
+    /// others, because it begins that sync. When it was woken last, each of 8 threads waited half a sync
+    /// longer.
     pub(super) synced: [Condvar; 2],
-    /// Tells the maker that something is to be made.
+    /// Notifies the maker that something must be created.
     pub(super) room: Condvar,
-    /// Tells the watcher that the log is as long as it waits for.
+    /// Notifies the watcher that the log has reached the requested growth.
     pub(super) grown: Condvar,
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
 impl Log {
-    /// Takes over the log where recovery left it, and starts the keeper and the maker.
+    /// Takes over the log as recovery left it, and starts the keeper and the maker.
     pub fn start(
         store: StoreId,
         io: LogIo,
@@ -101,7 +102,7 @@ impl Log {
             .spawn("remanent-keeper", Self::keep)
             .and_then(|()| log.spawn("remanent-maker", Self::keep_segments_ready));
         if started.is_err() {
-            // A thread that did start must not go on with a log that the caller never gets.
+            // A thread that did start must not continue with a log that the caller never gets.
             log.stop();
         }
         started.map(|()| log)
@@ -110,7 +111,7 @@ impl Log {
     fn spawn(self: &Arc<Self>, name: &str, life: impl FnOnce(&Self) + Send + 'static) -> Result<()> {
         let log = self.clone();
         let thread = threads::start(name, move || {
-            // A thread that panics poisons the store, so that no committer waits for it for ever.
+            // A thread that panics poisons the store, so that no committer waits for it forever.
             let _heard_of = LogThreadGuard(&log);
             life(&log);
         });
@@ -119,21 +120,20 @@ impl Log {
         Ok(())
     }
 
-    /// Appends a batch; it is `Logged` when this returns, unless the log is direct. Callers come one at a
-    /// time, in the order of their batches. If there is no space, nothing happened; any other failure
-    /// poisons.
+    /// Appends a batch, which is `Logged` on return unless the log is direct. Callers take turns, in the
+    /// order of their batches. A lack of space changes nothing; any other failure poisons.
     ///
-    /// Payload and checksum are in hand before the batch gets its Lsn (I1), so a failure to encode one leaves
-    /// no gap in the Lsns.
+    /// Payload and checksum exist before the batch gets its Lsn (I1), so a failure to encode one leaves no
+    /// gap in the Lsns.
     pub fn append(&self, payload: &[u8], payload_crc: u32, purpose: SpacePurpose) -> Result<LogPoint> {
         let _phase = phases::enter(Phase::Commit);
         let frame_len = frame_len(payload.len() as u64);
         let mut leaves_enough = false;
-        // The segment that was made with the payload in it.
+        // The segment that was created with the payload already in it.
         let mut made_with_it = None;
         let mut state = loop {
             let mut state = self.state.lock();
-            // Inside the loop: the store may have been poisoned while this thread made a segment or waited
+            // Inside the loop: the store may have been poisoned while this thread created a segment or waited
             // for a sync.
             self.poison.check()?;
             match state.room_for(frame_len) {
@@ -146,9 +146,9 @@ impl Log {
                         }
                         break state;
                     }
-                    // On a full disk the next open comes first: the log grows by a segment with each opening
-                    // that commits something. Looked at once, because a `hold` that found space leaves
-                    // filling the reserve to the maker.
+                    // On a full disk the next open has priority: the log grows by a segment with each opening
+                    // that commits something. Checked only once, because a `keep_back` that found space
+                    // leaves filling the reserve to the maker.
                     drop(state);
                     let kept = self.pool.keep_back(number, empty, purpose);
                     kept.map_err(|error| self.unless_passing(error))?;
@@ -169,12 +169,12 @@ impl Log {
         let point = self.put(&mut state, FrameKind::Batch, payload, payload_crc, is_there)?;
         let now = state.last_append;
         let is_to_tell = self.io == LogIo::Mapped && state.ends_silence(now);
-        // A wake-up is a system call, so the keeper is woken only out of a sleep without an end. A keeper
-        // that has yet to seal looks again in time for this frame.
+        // A wake-up is a system call, so the keeper is woken only out of an indefinite sleep. A keeper that
+        // has yet to seal checks again in time for this frame.
         if state.dirty_since.is_none() {
             state.dirty_since = Some(state.last_append);
         }
-        // Only the frame that crosses the bound wakes the keeper; the frames after it would call it in vain.
+        // Only the frame that crosses the bound wakes the keeper; later ones would wake it in vain.
         let much = state.sync_after_bytes();
         let is_much = state.dirty_bytes >= much && state.dirty_bytes - frame_len < much;
         if std::mem::take(&mut state.keeper_asleep) || is_much {
@@ -190,33 +190,32 @@ impl Log {
         Ok(point)
     }
 
-    /// The tasks that wait for batches to be durable.
+    /// Returns the tasks that wait for batches to become durable.
     pub fn wakers(&self) -> &Wakers {
         &self.wakers
     }
 
-    /// The newest logged batch; it only rises. `None` where each batch is logged once it is
-    /// appended.
+    /// Returns the newest logged batch, which only rises; `None` if each batch is logged once it is appended.
     pub fn logged_lsn(&self) -> Option<Arc<AtomicU64>> {
         self.logged.clone()
     }
 
-    /// The newest durable batch.
+    /// Returns the newest durable batch.
     pub fn durable(&self) -> Lsn {
         self.state.lock().durable
     }
 
-    /// The segment that takes frames.
+    /// Returns the number of the segment that receives frames.
     pub fn current_segment(&self) -> u64 {
         self.state.lock().current.number
     }
 
-    /// Counts of what the log has done since it was opened.
+    /// Returns the counters of the log since it was opened.
     pub fn stats(&self) -> LogStats {
         self.state.lock().stats
     }
 
-    /// Makes a small file of a spare, unless the next open needs it ([`SegmentPool::make_small`]).
+    /// Makes a small file from a spare, unless the next open needs the spare ([`SegmentPool::make_small`]).
     pub fn make_small(
         &self,
         temporary: FileName,
@@ -227,17 +226,17 @@ impl Log {
         self.pool.make_small(temporary, len, empty, purpose)
     }
 
-    /// Gives up a spare so that a small file finds space, unless the next open needs it. Returns whether it
-    /// did.
+    /// Releases a spare so that a small file finds space, unless the next open needs the spare. Returns
+    /// whether it did.
     pub fn release_one(&self, purpose: SpacePurpose) -> Result<bool> {
         let empty = self.state.lock().empty.len();
         self.pool.release_one(empty, purpose)
     }
 
-    /// Makes everything durable, seals, and ends the threads. Threads that were not started are no error,
-    /// because a start that failed half way calls this as well.
+    /// Makes everything durable, seals, and ends the threads. Tolerates threads that were not started,
+    /// because a failed start also calls this.
     pub fn stop(&self) {
-        // The keeper ends only after it has synced and sealed: marks cover all of a log that was closed (I4).
+        // The keeper ends only after it has synced and sealed: marks cover all of a closed log (I4).
         self.state.lock().stop = true;
         self.work.notify_one();
         self.room.notify_one();
@@ -248,9 +247,9 @@ impl Log {
         }
     }
 
-    /// Makes segments until two are ready, and the first of them is long enough for a frame with this
-    /// payload. Returns the number of a segment that holds the payload by now, for a frame that becomes its
-    /// first.
+    /// Creates segments until two are ready, and the first of them is long enough for a frame with this
+    /// payload. Returns the number of a segment that already contains the payload, for a frame that becomes
+    /// its first.
     pub(super) fn grow(&self, payload: &[u8], purpose: SpacePurpose) -> Result<Option<u64>> {
         let _one_maker = self.growth.lock();
         loop {
@@ -263,7 +262,7 @@ impl Log {
             }
             let made = self.pool.make(next, count, purpose);
             let made = made.map_err(|error| self.unless_passing(error))?;
-            // The lock was not held while the segment was made. Only a thread with `growth` appends to the
+            // The lock was not held while the segment was created. Only a thread with `growth` appends to the
             // list, so the number is still the next one.
             let mut state = self.state.lock();
             let last = state.empty.back().map_or(state.current.number, |last| last.number);
@@ -273,9 +272,9 @@ impl Log {
             state.reserve_full = false;
             self.room.notify_one();
         }
-        // The short segment leaves the list while it is replaced, so that no thread rolls into it: with fewer
-        // than two ready none does. A seal that the keeper had put there would be lost with the file that the
-        // rename replaces. The next open then found a broken chain under a mark and refused the store, in
+        // The short segment leaves the list while it is replaced, so that no thread rolls into it: none does
+        // with fewer than two ready. A seal that the keeper had put there would be lost with the file that
+        // the rename replaces. The next open then found a broken chain under a mark and refused the store, in
         // three of four runs of the kill suite.
         let short = {
             let mut state = self.state.lock();
@@ -290,7 +289,7 @@ impl Log {
                 .with_surplus(|| self.pool.make_long(short.number, payload, EMPTY_COUNT - 1, purpose));
             let (next, result) = match made {
                 Ok(long) => (live(long.segment), Ok(long.holds_payload.then_some(short.number))),
-                // Where the error passes, the rename did not happen: the short segment has its name still,
+                // If the error is transient, the rename did not happen: the short segment still has its name,
                 // and takes shorter frames.
                 Err(error) => (short, Err(self.unless_passing(error))),
             };
@@ -300,15 +299,15 @@ impl Log {
         Ok(None)
     }
 
-    /// Ends the log for an error in making a segment, unless the error passes. A full disk and a shortage
-    /// pass: the file that was built has no name yet, or is empty and is made once more. After any other
-    /// error the folder's state is not known.
+    /// Fails the log for an error in creating a segment, unless the error is transient. A full disk and a
+    /// shortage are transient: the file that was built has no name yet, or is empty and is created again.
+    /// After any other error the folder's state is unknown.
     fn unless_passing(&self, error: Error) -> Error {
         if error.is_passing() { error } else { self.fail(error) }
     }
 
-    /// Puts a frame where there is room for it, and advances the log's state by it. The caller has asked
-    /// [`LogState::room_for`] under the same lock. `is_there` says that the payload lies there already.
+    /// Stores a frame where it fits, and advances the log's state by it. The caller has checked
+    /// [`LogState::room_for`] under the same lock. `is_there` says that the payload is already in place.
     pub(super) fn put(
         &self,
         state: &mut LogState,
@@ -344,17 +343,18 @@ impl Log {
         assert!(!header.group_start || offset.is_multiple_of(GROUP_ALIGN)); // I5: in no synced block.
         assert!(header.end() <= state.current.len); // I3: a frame lies within its segment.
         let (bytes, chain) = header.encode();
-        // The payload first: a kill in between leaves no header, so no reader takes the payload for a frame.
+        // The payload first: if the process is killed in between, there is no header, so no reader takes the
+        // payload for a frame.
         let header_len = bytes.len() as u64;
         let window = &state.current.window;
         let payload_put = if is_there { Ok(()) } else { window.put(offset + header_len, payload) };
         let written = payload_put.and_then(|()| window.put(offset, &bytes));
-        // A failed put may have stored a part of the frame. The log ends here, because a second try would
-        // write over bytes in an unknown state.
+        // A failed put may have stored a part of the frame. The log ends here, because a retry would write
+        // over bytes in an unknown state.
         written.map_err(|error| self.fail(error))?;
 
         let end = header.end();
-        // Ranges of one segment join, so that a sync takes one call for each segment.
+        // Ranges of one segment are merged, so that a sync takes one call per segment.
         match state.dirty.last_mut() {
             Some(dirty) if Arc::ptr_eq(&dirty.window, window) => dirty.to = end,
             _ => state.dirty.push(DirtyRange { window: window.clone(), from: offset, to: end }),
@@ -365,11 +365,11 @@ impl Log {
         state.chain = chain;
         state.offset = end;
         state.last_append = now;
-        // Any frame, a seal as well, may have been the first of its segment, which needs another empty one.
+        // Any frame, including a seal, may have been the first of its segment, which needs another empty one.
         if state.empty.len() < EMPTY_COUNT {
             self.room.notify_one();
         }
-        // A seal takes no Lsn and moves no point: the next frame names its chain hash all the same.
+        // A seal takes no Lsn and does not move the point, but the next frame still names its chain hash.
         if kind == FrameKind::Batch {
             state.sealed = false;
             state.stats.batches += 1;
@@ -384,7 +384,7 @@ impl Log {
         Ok(state.point)
     }
 
-    /// Refuses a writer whose store another one has opened since, if it was not asked a moment ago.
+    /// Fails if another writer has opened the store since, unless that was checked a moment ago.
     pub(super) fn check_writer_again(&self) -> Result<()> {
         if self.state.lock().is_check_due(Instant::now()) { self.pool.check_writer() } else { Ok(()) }
     }
@@ -394,12 +394,12 @@ impl Log {
         if self.failed.load(Ordering::Acquire) { self.poison.check() } else { Ok(()) }
     }
 
-    /// Ends the log. Returns the error that every caller gets from now on, which may be an earlier one.
+    /// Fails the log. Returns the error that every caller gets from now on, which may be an earlier one.
     pub(super) fn fail(&self, error: Error) -> Error {
         let error = self.poison.set(error);
         self.failed.store(true, Ordering::Release);
         // A thread that found the log sound and is about to wait does so under the lock. By the time the
-        // keeper has looked, under the same lock, that thread waits, and the keeper wakes it.
+        // keeper has checked, under the same lock, that thread waits, and the keeper wakes it.
         self.work.notify_one();
         self.notify_all();
         error
@@ -415,8 +415,8 @@ impl Log {
     }
 }
 
-/// Watches one of the log's threads for as long as it lives. If the thread panics, the log fails, because no
-/// caller may wait for it.
+/// Guards one of the log's threads. If the thread panics, the log fails, because no caller may be left
+/// waiting for it.
 struct LogThreadGuard<'a>(&'a Log);
 
 impl Drop for LogThreadGuard<'_> {
