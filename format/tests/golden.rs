@@ -1,14 +1,14 @@
-//! The bytes of version 1, pinned. `golden/` holds one file for each structure and one for each kind of
-//! defect, with a text next to it that explains every byte, or the difference from the sound file.
+//! The pinned bytes of version 1. `golden/` contains one file for each structure and one for each kind of
+//! defect. A text file next to it explains every byte, or the difference from the valid file.
 //!
-//! The files are made by this test, and by nothing else:
+//! Only this test writes the files:
 //!
 //! ```text
 //! REMANENT_GOLDEN=write cargo test -p remanent-format --test golden
 //! ```
 //!
-//! A change that alters one of the old files is a change of the format: it needs a new version, or a
-//! feature bit, and a file of its own.
+//! A change that alters an existing file changes the format. It needs a new version or a feature bit, and a
+//! golden file of its own.
 
 #[path = "support/annotate.rs"]
 mod annotate;
@@ -39,7 +39,7 @@ use remanent_format::value::{decode_entry, decode_metadata, encode_entry, encode
 use remanent_format::{Defect, LogPoint};
 use samples::{BEFORE, CHUNK_AT, FRAME_AT, STORE, Sound, Structure, images_of, sound_files};
 
-/// Reads a structure as SPEC.md demands it, checksums and place included, and writes it again.
+/// Decodes a structure as SPEC.md requires, including checksums and position, and encodes it again.
 fn read_and_write(structure: Structure, bytes: &[u8]) -> Result<Vec<u8>, Defect> {
     match structure {
         Structure::Metadata => {
@@ -54,7 +54,7 @@ fn read_and_write(structure: Structure, bytes: &[u8]) -> Result<Vec<u8>, Defect>
         Structure::Frame => Ok(read_frame(bytes, &BEFORE, FRAME_AT.1)?.0),
         Structure::Groups => {
             let (mut out, mut point) = (Vec::new(), BEFORE);
-            // The next frame lies right after the last one, or else at the next boundary.
+            // The next frame is directly after the last one, or else at the next group boundary.
             while out.len() < bytes.len() {
                 let frame = read_frame(&bytes[out.len()..], &point, FRAME_AT.1 + out.len() as u64);
                 if frame.is_err() && out.len() % 4096 != 0 {
@@ -96,7 +96,7 @@ fn read_and_write(structure: Structure, bytes: &[u8]) -> Result<Vec<u8>, Defect>
     }
 }
 
-/// Reads the frame after a point, and writes it again; returns the point after it.
+/// Decodes the frame after a point and encodes it again. Returns it with the point after it.
 fn read_frame(bytes: &[u8], before: &LogPoint, offset: u64) -> Result<(Vec<u8>, LogPoint), Defect> {
     let (header, end) = UncheckedFrame::decode(bytes)?.follow(before, STORE, FRAME_AT.0, offset)?;
     let needed = FrameHeaderRaw::LEN + header.payload_len as usize;
@@ -122,7 +122,7 @@ fn folder(kind: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(kind)
 }
 
-/// All golden files as the code makes them; on request, the disk gets them first.
+/// Returns all golden files as the code produces them, and writes them to disk first if requested.
 fn files() -> &'static (Vec<Sound>, Vec<Damaged>) {
     static FILES: OnceLock<(Vec<Sound>, Vec<Damaged>)> = OnceLock::new();
     FILES.get_or_init(|| {
@@ -130,7 +130,7 @@ fn files() -> &'static (Vec<Sound>, Vec<Damaged>) {
         let damaged = damaged_files(&sound);
         if std::env::var_os("REMANENT_GOLDEN").is_some_and(|value| value == "write") {
             for kind in ["sound", "damaged"] {
-                // There is nothing to remove the first time.
+                // The folder does not exist the first time.
                 _ = std::fs::remove_dir_all(folder(kind));
                 std::fs::create_dir_all(folder(kind)).unwrap();
             }
@@ -146,7 +146,7 @@ fn write(kind: &str, name: &str, bytes: &[u8], text: &str) {
     std::fs::write(folder(kind).join(format!("{name}.txt")), text).unwrap();
 }
 
-/// Reads the file on disk, which must be the bytes that the code makes; so must its text.
+/// Reads the file on disk, and checks that it and its text equal those that the code produces.
 fn read(kind: &str, name: &str, bytes: &[u8], text: &str) -> Vec<u8> {
     let on_disk = std::fs::read(folder(kind).join(format!("{name}.bin"))).unwrap();
     assert!(on_disk == bytes, "{kind}/{name}.bin is not what the encoder makes");

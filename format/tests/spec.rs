@@ -1,4 +1,5 @@
-//! SPEC.md agrees with the code: every table of the page is read and compared with the constants.
+//! Tests that SPEC.md agrees with the code: every table of the page is parsed and compared with the
+//! constants.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -53,19 +54,19 @@ struct Row {
     meaning: String,
 }
 
-/// The cells of a table's line, without the marks of code.
+/// Returns the cells of a table row, without code markup.
 fn cells(line: &str) -> Vec<String> {
     line.trim().trim_matches('|').split('|').map(|cell| cell.trim().replace('`', "")).collect()
 }
 
-/// The rows of the first table after `heading`, without its head.
+/// Returns the rows of the first table after `heading`, without its header.
 fn table_after(heading: &str) -> Vec<Vec<String>> {
     let at = SPEC.find(heading).unwrap_or_else(|| panic!("SPEC.md says nothing of {heading:?}"));
     let lines = SPEC[at..].lines().skip_while(|line| !line.starts_with('|'));
     lines.take_while(|line| line.starts_with('|')).skip(2).map(cells).collect()
 }
 
-/// The structures of SPEC.md by name: length and rows.
+/// Returns the structures of SPEC.md by name, with length and rows.
 fn structures() -> BTreeMap<String, (usize, Vec<Row>)> {
     let mut found = BTreeMap::new();
     for heading in SPEC.lines().filter(|line| line.starts_with("#### ")) {
@@ -97,7 +98,7 @@ fn offset_tables_are_those_of_the_code() {
             layout.fields.iter().map(|field| (field.name, field.offset, field.size)).collect();
         assert_eq!(rows, fields, "{}", layout.name);
     }
-    // These three are no layouts of their own; the next tests read them.
+    // These three have no layout table; the next tests check them.
     let rest: Vec<_> = spec.keys().map(String::as_str).collect();
     assert_eq!(rest, ["Envelope", "Incarnation", "LogPoint"]);
 }
@@ -118,13 +119,13 @@ fn every_layout_in_the_sources_is_held_against_the_page() {
     assert_eq!(declared, held);
 }
 
-/// Every source file in a folder and in the folders inside it.
+/// Returns every source file in a folder and its subfolders.
 fn sources_in(folder: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     entries.flat_map(|path| if path.is_dir() { sources_in(&path) } else { vec![path] }).collect()
 }
 
-/// The place of each field of a composite, found by changing one field at a time.
+/// Checks the position of each field of a composite by changing one field at a time.
 fn check_composite<T: Field>(name: &str, zero: &T, changed: &[(&str, T)]) {
     let (len, rows) = &structures()[name];
     assert_eq!(*len, T::SIZE, "{name}");
@@ -311,7 +312,7 @@ fn operation_kinds_are_those_of_the_code() {
     }
 }
 
-/// Bytes that are filled in later have the same place as bytes that are known.
+/// Bytes filled in later have the same position as bytes known in advance.
 #[test]
 fn a_blank_write_is_a_write_of_zeros() {
     for len in [0, 1, 15, 16, 17, 5000] {
@@ -365,7 +366,7 @@ fn the_crc_is_the_one_that_the_page_names() {
     assert_eq!(crc32fast::hash(b"123456789"), 0xcbf4_3926);
 }
 
-/// The page's annotated bytes of STORE, of a segment and of a frame are those of the golden files.
+/// The annotated bytes of STORE, a segment and a frame in SPEC.md equal those of the golden files.
 #[test]
 fn annotated_examples_are_those_of_the_golden_files() {
     let golden = ["store", "segment-opening", "frame-batch"];
@@ -379,8 +380,8 @@ fn annotated_examples_are_those_of_the_golden_files() {
     }
 }
 
-/// The labels that the page gives, sorted: list items, rows of the verdicts, and W1, which stands inside a
-/// sentence.
+/// Returns the labels that SPEC.md defines, sorted: list items, rows of the table of verdicts, and W1, which
+/// is defined within a sentence.
 fn labels() -> Vec<String> {
     let given = |line: &str| {
         let label = line.strip_prefix("- **").and_then(|rest| rest.split_once("**")).map(|(label, _)| label);
@@ -399,7 +400,7 @@ fn is_label(text: &str) -> bool {
         && text.ends_with(|c: char| c.is_ascii_digit())
 }
 
-/// A label is given once, and every label that the page cites is one.
+/// SPEC.md defines each label once, and defines every label that it cites.
 #[test]
 fn labels_are_given_once() {
     let mut labels = labels();
@@ -413,7 +414,7 @@ fn labels_are_given_once() {
     assert_eq!(unknown, Vec::<&str>::new());
 }
 
-/// A comment in the sources cites every label, as `SPEC F6`, and cites no label that the page does not give.
+/// Comments in the sources cite every label, as in `SPEC F6`, and no label that SPEC.md does not define.
 #[test]
 fn the_code_that_checks_a_condition_cites_its_label() {
     let mut cited = BTreeSet::new();

@@ -1,4 +1,4 @@
-//! Whole stores, sound and damaged: the rules of SPEC.md under "reading the log" and "the state of a store",
+//! Whole stores, valid and damaged: the rules of SPEC.md under "reading the log" and "the state of a store",
 //! row by row.
 
 #[path = "support/maker.rs"]
@@ -184,13 +184,14 @@ fn frames_of_one_group_stand_or_fall_alone() {
     stray.frame_at(2)[5] = 1;
     resum(stray.frame_at(2));
     check("the second says that it starts a group", &stray, &Torn(1, 3));
-    // The frame after the break is found off a boundary too: the report says that it was cut.
+    // The frame after the break is found even if it does not start a group, so the report includes it in the
+    // cut.
     let mut torn = maker;
     torn.frame_at(2)[90] ^= 1;
     check("the second is torn", &torn, &Torn(1, 3));
 }
 
-/// If the start of a group is gone, frames inside the group still say what was durable.
+/// If the start of a group is lost, frames inside the group still testify to what was durable.
 #[test]
 fn a_frame_inside_of_a_group_testifies_alone() {
     let mut maker = Maker::new();
@@ -204,7 +205,7 @@ fn a_frame_inside_of_a_group_testifies_alone() {
     check("and what the frame behind it covers is damaged", &maker, &damage);
 }
 
-/// Most of segment 2 cannot be read for a while.
+/// A source in which most of segment 2 is temporarily unreadable.
 struct Sick {
     files: Files,
     is_sick: Cell<bool>,
@@ -271,7 +272,7 @@ fn an_incarnation_goes_on_where_its_predecessor_was_proven() {
     check("the copied tail is durable", &copied, &Refused("(lsn 3): payload checksum"));
 }
 
-/// Only the opening says where the incarnation before it ends, and that the batches it accepted are durable.
+/// Only the opening states where the previous incarnation ends, and that the batches it accepted are durable.
 #[test]
 fn an_opening_is_believed_by_itself() {
     let mut maker = four();
@@ -303,7 +304,8 @@ fn only_the_newest_incarnation_testifies() {
     let mut stale = maker.frame_at(2)[..80].to_vec();
     maker.reopen(2);
     maker.batch();
-    // A frame of the incarnation before, at its own place after the end, whose mark covers everything.
+    // A frame of the previous incarnation, at its own position after the end, with a mark that covers
+    // everything.
     let at = 12288_u64;
     stale[32..40].copy_from_slice(&3_u64.to_le_bytes());
     stale[40..48].copy_from_slice(&at.to_le_bytes());
@@ -323,7 +325,7 @@ fn an_attempt_that_never_became_real_changes_nothing() {
     let sound = four();
     let mut attempt = four();
     attempt.reopen(4);
-    // The attempt's opening segment is still under its temporary name; the further empty segment is there.
+    // The attempt's opening segment still has its temporary name. The other empty segment exists.
     let mut maker = sound;
     let opening = attempt.files.0[&FileName::Segment(3)].clone();
     maker.files.0.insert(FileName::Temporary(remanent_format::Folder::Log, 3), opening);
@@ -384,7 +386,7 @@ fn an_image_that_is_longer_than_its_page_in_the_end_is_proven_whole() {
         let contents = rebuild(&maker.files, &options).unwrap().contents;
         assert_eq!(contents[&PAGE], [2, 2, 2, 2, 2, 2, 0, 0, 0], "compressed: {compress}");
 
-        // Its last byte shows nowhere.
+        // The last byte of the image is not visible in the page.
         let stored_len = maker.image(7, ImagePurpose::Batch, 2).stored_len as usize;
         maker.files.0.get_mut(&FileName::Pages(7)).unwrap()[4096 + 128 + stored_len - 1] ^= 1;
 
@@ -402,7 +404,7 @@ fn archives_hold_whole_stores() {
     assert_eq!(Files::from_archive(&maker.files.to_archive()), maker.files);
 }
 
-/// The inputs of the fuzzer's target for whole stores start from these.
+/// Seeds for the fuzz target that reads whole stores.
 fn seeds() -> Vec<(&'static str, Vec<u8>)> {
     let mut snapshots = four();
     snapshots.snapshot(1, 2, 2, 2).snapshot(2, 3, 3, 4);

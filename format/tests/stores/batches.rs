@@ -1,4 +1,4 @@
-//! Batches: what one may say of a page, and where its page ends.
+//! Batches: the operations that a batch may combine for a page, and the resulting state of the page.
 
 use remanent_format::image::ImagePurpose;
 use remanent_format::op::Op;
@@ -28,7 +28,7 @@ fn a_batch_may_name_an_image_that_was_written_ahead() {
     check("a rotten one is named", &maker, &Refused("000000000000000c.pages at offset 4224: image checksum"));
 }
 
-/// Batch 3 only moves the page; batch 4 moves it and writes to it.
+/// Creates a store in which batch 3 only moves the page, and batch 4 moves it and writes to it.
 pub fn moved() -> Maker {
     let mut maker = Maker::new();
     maker.batch().batch();
@@ -42,7 +42,7 @@ pub fn moved() -> Maker {
     maker
 }
 
-/// Place, epoch and bytes of that page after a batch; the bytes are those that this batch wrote.
+/// Returns the place and epoch of that page after a batch, and the batch that wrote its bytes.
 fn moved_at(lsn: u64) -> (Place, Epoch, u64) {
     match lsn {
         1 | 2 => (Place::Host, Epoch(lsn), lsn),
@@ -52,7 +52,7 @@ fn moved_at(lsn: u64) -> (Place, Epoch, u64) {
     }
 }
 
-/// A snapshot of that store which caught the page after batch `caught`.
+/// Adds a snapshot that captured that page after batch `caught`.
 pub fn snapshot_of_moved(maker: &mut Maker, redo: u64, caught: u64, end: u64) {
     let (place, epoch, written) = moved_at(caught);
     let mut manifest = maker.manifest(1, redo, caught, end);

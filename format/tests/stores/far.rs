@@ -1,5 +1,5 @@
-//! Logs and images beyond 4 GiB: frames and payloads lie where 32 bits do not reach, in files of zeros that
-//! take no space here.
+//! Logs and images beyond 4 GiB: frames and payloads at offsets that exceed 32 bits, in sparse files that
+//! take no space.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -54,14 +54,14 @@ impl ReadAt for SparseFiles {
     }
 }
 
-/// Beyond what 32 bits reach, and a multiple of 4096.
+/// An offset that exceeds 32 bits, and a multiple of 4096.
 const FAR: u64 = (1 << 32) + (3 << 12);
 
-/// Batches 1 to 3, of which the last two lie far in segment 1, and a snapshot of batch 1 whose image lies far
-/// in its file. The last frame says that the one before it was durable.
+/// A store with batches 1 to 3, of which the last two are far into segment 1, and a snapshot of batch 1 whose
+/// image is far into its file. The last frame states that the one before it was durable.
 struct FarStore {
     files: SparseFiles,
-    /// The frames of batches 2 and 3.
+    /// Offsets of the frames of batches 2 and 3.
     frames: [u64; 2],
 }
 
@@ -80,8 +80,8 @@ fn far() -> FarStore {
         |segment, segment_len, opening| SegmentHeader { store: STORE, segment, segment_len, opening };
     let first = header(1, segment_len, Some(opening)).encode().to_vec();
     let mut segment = SparseFile { len: segment_len, pieces: [(0, first)].into() };
-    // As if four gibibytes of frames were there: the walk begins after them. An own frame near the start keeps
-    // the look for one short.
+    // The walk starts as if 4 GiB of frames came before. An own frame near the start of the segment keeps the
+    // search for one short.
     let redo = LogPoint { incarnation, lsn: Lsn(1), segment: 1, offset: FAR - 16, chain: 77 };
     let mut chain_prev = 0;
     let mut frame = |lsn: u64, durable: u64, op: Op<'_>, offset: u64| {
@@ -151,7 +151,7 @@ fn damage_beyond_four_gibibytes_is_found_where_it_lies() {
     assert_eq!(place(&flipped(log, frames[0], 90)), (log, frames[0]), "a batch under a mark");
     assert_eq!(found(&flipped(log, frames[1], 90)).unwrap().0, 2, "a torn tail");
     assert_eq!(place(&flipped(pages, FAR, 3)), (pages, FAR), "an image");
-    // Cut to what 32 bits say of its length.
+    // Truncate the file to the low 32 bits of its length.
     for (file, at) in [(log, 0), (pages, FAR)] {
         let mut cut = files.clone();
         let file_of = cut.0.get_mut(&file).unwrap();

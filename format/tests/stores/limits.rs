@@ -1,4 +1,4 @@
-//! Numbers: none is above `NUMBER_MAX`, wherever it stands, and none counts past it.
+//! Limits of numbers: none exceeds `NUMBER_MAX` in any structure, and none is counted past it.
 
 use remanent_format::frame::{UncheckedFrame, VerifiedSnapshot, decode_seal, encode_seal};
 use remanent_format::limits::{NUMBER_MAX, SEGMENT_LEN_MAX, SEGMENT_LEN_MIN};
@@ -97,8 +97,8 @@ fn no_file_of_a_store_has_a_number_above_the_highest() {
     assert_eq!(FileName::parse(Folder::Log, "ffffffffffffffff.log"), None);
 }
 
-/// A store that was created from the seed of a salvaged state has no incarnation before its first one, but
-/// batches.
+/// A store created from the seed of a salvaged state has no incarnation before its first one, but it has
+/// earlier batches, so its log does not begin with the empty store.
 #[test]
 fn a_store_that_begins_with_a_state_has_no_empty_beginning() {
     let with_predecessor = |predecessor: LogPoint| {
@@ -124,8 +124,8 @@ fn a_store_that_begins_with_a_state_has_no_empty_beginning() {
     }
 }
 
-/// A manifest's `redo` is where the walk begins: past its segment there is no next frame, and no walk would
-/// look for one.
+/// A manifest's `redo` is the start of the walk. Past the end of its segment there is no next frame, and a
+/// walk would not look for one.
 #[test]
 fn a_walk_begins_within_its_segment() {
     let publish = |change: fn(&mut Manifest)| {
@@ -133,7 +133,7 @@ fn a_walk_begins_within_its_segment() {
         let mut manifest = maker.manifest(1, 2, 2, 2);
         change(&mut manifest);
         maker.files.0.insert(FileName::Manifest(1), manifest.encode().unwrap_or_default());
-        // The log's beginning would stand in for it.
+        // Damage the start of the log, which would otherwise be used instead.
         let opening = maker.files.0.get_mut(&FileName::Segment(1)).unwrap();
         opening[4096..4096 + 80].fill(0);
         maker
@@ -181,7 +181,7 @@ fn an_epoch_and_a_page_id_do_not_count_past_the_highest_number() {
         let mut highest = at_epoch(NUMBER_MAX);
         assert_eq!(epoch_after(&highest), Ok(Epoch(NUMBER_MAX)));
         highest.batch_of(std::slice::from_ref(op), true);
-        // The log's beginning leads to another epoch: without it the snapshot is all there is.
+        // The log's beginning leads to another epoch. Without it, the snapshot is the only start.
         highest.files.0.get_mut(&FileName::Segment(1)).unwrap()[4096] ^= 1;
         assert!(epoch_after(&highest).is_err_and(|damage| damage.contains("epoch")), "{op:?}");
     }
@@ -200,7 +200,7 @@ fn an_epoch_and_a_page_id_do_not_count_past_the_highest_number() {
     assert!(rebuilt(&past).unwrap_err().contains("page id"));
 }
 
-/// A frame beyond the end that may testify gives a durable mark, as every frame of the order does.
+/// A frame beyond the end that may testify provides a durable mark, like every frame in order.
 #[test]
 fn testimony_moves_the_proven_end_of_the_log() {
     let mut maker = Maker::new();

@@ -1,4 +1,4 @@
-//! Salvage of damaged stores: the pages that it takes, and those that it leaves.
+//! Salvage of damaged stores: the pages that are salvaged, and those that are not.
 
 use remanent_format::manifest::{Manifest, ManifestKind};
 use remanent_format::op::Op;
@@ -18,7 +18,7 @@ fn all(salvage: &Salvage<'_>, bytes: &FoundBytes, len: u64) -> Vec<u8> {
     salvage.window(bytes, 0..len).unwrap()
 }
 
-/// The guards of a salvage, one by one: bytes that look like a batch, or like a version, and never were one.
+/// Salvage ignores bytes that look like a batch or a version but never were one.
 #[test]
 fn a_salvage_takes_nothing_that_never_was() {
     let salvaged = |maker: &Maker| {
@@ -31,7 +31,7 @@ fn a_salvage_takes_nothing_that_never_was() {
     };
     assert_eq!(salvaged(&four()), 4);
 
-    // A batch after the end that the next incarnation gives is cut, and follows its predecessor all the same.
+    // A batch after the end stated by the next incarnation was cut, although it follows its predecessor.
     let mut cut = four();
     let mut longer = cut.clone();
     longer.batch();
@@ -42,7 +42,7 @@ fn a_salvage_takes_nothing_that_never_was() {
     segment(&mut cut, number)[at..][..frame.len()].copy_from_slice(&frame);
     assert_eq!(salvaged(&cut), 4);
 
-    // A frame that follows nothing, and is under no mark.
+    // A frame that follows no other frame and is under no mark.
     let mut stray = four();
     stray.frame_at(4)[72] ^= 1;
     resum(stray.frame_at(4));
@@ -52,7 +52,7 @@ fn a_salvage_takes_nothing_that_never_was() {
     resum(stray.frame_at(4));
     assert_eq!(salvaged(&stray), 3);
 
-    // The table of a restore that never came gives the next batch's number to an older content.
+    // The table of a restore that was never committed assigns the next batch's number to older content.
     let mut maker = four();
     maker.batch();
     let mut table = Manifest { kind: ManifestKind::Table, ..maker.manifest(9, 2, 2, 5) };
@@ -61,8 +61,8 @@ fn a_salvage_takes_nothing_that_never_was() {
     assert_eq!(salvaged(&maker), 5);
 }
 
-/// A snapshot needs a batch that is lost, and so does the log's beginning. The snapshot's version of the page
-/// is proven, but no structure names the state.
+/// A snapshot needs a lost batch, and so does the log's beginning. The snapshot's version of the page is
+/// provable, but no structure determines the state.
 #[test]
 fn nothing_is_exact_where_no_state_is_known() {
     let mut maker = four();
@@ -77,7 +77,7 @@ fn nothing_is_exact_where_no_state_is_known() {
     assert_eq!((version.lsn, all(&salvage, &bytes, version.len)), (Lsn(3), content(3)));
 }
 
-/// Memory is asked for the final length of a version. A page that was longer before is not lost for that.
+/// Memory is needed only for the final length of a version, so a page that was longer before is not lost.
 #[test]
 fn a_page_that_was_long_on_its_way_is_salvaged() {
     let long = |len| Op::Resize { page: PAGE, len };
@@ -101,14 +101,14 @@ fn a_page_that_was_long_on_its_way_is_salvaged() {
     let (found, bytes) = find(&maker);
     assert!(matches!(&found, PageRemains::Exact(_)) && bytes == expected, "{found:?}: {bytes:?}");
 
-    // The newest version needs a file that is gone; the one before was long on its way, too.
+    // The newest version needs a missing file. The version before was temporarily long as well.
     maker.batch_of(&[long(64)], true).batch_with_image(7);
     maker.files.0.remove(&FileName::Pages(7));
     let (found, bytes) = find(&maker);
     let PageRemains::Older { version, .. } = &found else { panic!("{found:?}") };
     assert_eq!((version.lsn, bytes.len(), &bytes[..9]), (Lsn(8), 64, &expected[..]));
 
-    // It is the version asked for that must not be too long.
+    // The limit applies to the requested version.
     let mut maker = four();
     maker.batch_of(&[long((1 << 20) + 1)], true);
     let (found, bytes) = find(&maker);

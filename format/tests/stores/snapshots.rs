@@ -1,4 +1,4 @@
-//! Snapshots and restores lead to the same state from wherever replay starts, and to none that is wrong.
+//! Snapshots and restores lead to the same state wherever replay starts, and never to a wrong one.
 
 use std::io;
 
@@ -28,7 +28,7 @@ fn snapshots_lead_to_the_same_state_from_wherever_they_start() {
         check(why, &with, &Clean(5));
         let found = rebuilt(&with).unwrap();
         assert_eq!(found.base, Some(SnapshotId(1)), "{why}");
-        // The snapshot is all that is needed: the log before `redo` may be gone.
+        // The snapshot is sufficient: the log before `redo` may be lost.
         segment(&mut with, 1)[4096..8192].fill(0);
         check(why, &with, &Clean(5));
     }
@@ -148,7 +148,7 @@ fn damage_to_a_snapshot_costs_time_and_not_data() {
     }
 }
 
-/// Makes snapshot `number` a change that follows `previous`, whose checksum is off by `error`.
+/// Turns snapshot `number` into a change that follows `previous`, whose checksum is off by `error`.
 fn change(maker: &mut Maker, number: u64, previous: u64, error: u32) {
     let previous_crc = manifest_crc(maker, previous) + error;
     let kind = ManifestKind::Change { previous: SnapshotId(previous), previous_crc };
@@ -191,7 +191,7 @@ fn the_last_seal_names_the_verified_snapshots() {
 
 #[test]
 fn pages_deleted_while_a_snapshot_was_taken_stay_deleted() {
-    // Page 2 is created by batch 5, changed by 6 and gone with 7; it was never caught.
+    // Batch 5 creates page 2, batch 6 changes it, and batch 7 deletes it. It was never captured.
     let page = PageId(2);
     let mut maker = four();
     let create = Op::Create { page, len: 8, place: Place::Host, key: None, metadata: Metadata::new() };
@@ -202,7 +202,7 @@ fn pages_deleted_while_a_snapshot_was_taken_stay_deleted() {
 
     let mut without = maker.clone();
     without.publish(FileName::Manifest(1), &manifest);
-    // From the log's beginning the state can be had all the same; the snapshot alone cannot lead to it.
+    // The state can still be computed from the log's beginning, but not from the snapshot.
     let found = rebuilt(&without).unwrap();
     assert_eq!(found.base, None);
     assert!(found.passed_over[0].to_string().contains("there is no page 2"), "{:?}", found.passed_over);
@@ -216,8 +216,8 @@ fn pages_deleted_while_a_snapshot_was_taken_stay_deleted() {
     assert_eq!(found.contents[&PAGE], content(4));
 }
 
-/// A snapshot that begins where the one before does, and says only which pages are gone since. Page 1 goes
-/// with batch 8; page 2 is changed by batch 6 and goes with 7, while the first one was taken.
+/// A snapshot that starts where the previous one does and only records which pages were deleted since. Batch
+/// 8 deletes page 1. Batch 6 changes page 2, and batch 7 deletes it, while the first snapshot is taken.
 #[test]
 fn a_thin_change_begins_where_the_link_before_does() {
     let other = PageId(2);
@@ -244,7 +244,7 @@ fn a_thin_change_begins_where_the_link_before_does() {
     let found_with = |manifest: &Manifest| {
         let mut maker = maker.clone();
         maker.publish(FileName::Manifest(2), manifest);
-        // The snapshot whose place it took is a link alone.
+        // The previous snapshot is now only a link.
         maker.files.0.remove(&FileName::Pages(1));
         rebuilt(&maker)
     };
@@ -254,7 +254,7 @@ fn a_thin_change_begins_where_the_link_before_does() {
     assert_eq!((found.table.pages().len(), found.table.lsn()), (0, Lsn(9)));
     assert_eq!(found.table.next_page(), 3);
 
-    // If it forgets the tombstone of page 2, or is not thin but goes back, the one before is used.
+    // If it omits the tombstone of page 2, or is not thin but goes back, the previous snapshot is used.
     for (why, wrong) in [
         ("there is no page 2", thin(vec![gone])),
         ("end of the link before is 7, over the limit of 6", Manifest { end: Lsn(6), ..thin(vec![]) }),
@@ -320,15 +320,15 @@ fn a_state_is_rebuilt_from_compressed_images() {
     maker.snapshot(1, 3, 3, 4);
     let rebuilt = rebuild(&maker.files, &RebuildOptions { base: Some(SnapshotId(1)), ..Default::default() });
     assert_eq!(rebuilt.unwrap().contents[&PAGE], content(4));
-    // One bit of the payload, whatever is in it.
+    // Flip one bit of the payload.
     maker.files.0.get_mut(&FileName::Pages(1)).unwrap()[4096 + 128 + 9] ^= 1;
     let rebuilt = rebuild(&maker.files, &RebuildOptions { base: Some(SnapshotId(1)), ..Default::default() });
     let damage = rebuilt.unwrap_err().to_string();
     assert!(damage.contains("image checksum is"), "{damage}");
 }
 
-/// The log's last seal keeps the log after snapshot 2 and, of snapshot 1, its own end. All segments are still
-/// there, so nothing but the seal tells.
+/// The log's last seal keeps the log after snapshot 2, and of snapshot 1 only its own end. All segments still
+/// exist, so only the seal determines this.
 #[test]
 fn a_rebuild_starts_nowhere_below_the_floor() {
     let mut maker = four();
@@ -350,7 +350,7 @@ fn a_rebuild_starts_nowhere_below_the_floor() {
             (Err(damage), None) => assert!(damage.contains("missing"), "{why}: {damage}"),
             (found, _) => panic!("{why}: {found:?}"),
         };
-    // Before there is a floor, replay starts wherever the log is.
+    // Without a floor, replay starts wherever the log exists.
     for (base, until) in [(Some(1), None), (Some(1), Some(3)), (None, Some(1))] {
         check(&maker, "no floor", base, until, Some(until.unwrap_or(4)));
     }
@@ -362,7 +362,7 @@ fn a_rebuild_starts_nowhere_below_the_floor() {
     check(&maker, "from snapshot 1 to batch 3", Some(1), Some(3), None);
     check(&maker, "batch 3", None, Some(3), None);
     check(&maker, "batch 1, from the log's beginning", None, Some(1), None);
-    // Without the floor's snapshot nothing is left to start from, though the whole log is there.
+    // Without the floor's snapshot there is no start, although the whole log exists.
     maker.files.0.remove(&FileName::Manifest(2));
     check(&maker, "the floor's snapshot is lost", None, None, None);
 }

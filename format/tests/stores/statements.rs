@@ -1,5 +1,5 @@
-//! Statements of SPEC.md that no structure shows by itself: each with variants of a store that tell it from
-//! its neighbors.
+//! Statements of SPEC.md that no single structure shows, each with variants of a store that distinguish it
+//! from similar rules.
 
 use std::cell::Cell;
 use std::io;
@@ -24,7 +24,7 @@ fn entry(snapshot: u64, log_kept: bool) -> VerifiedSnapshot {
     VerifiedSnapshot { snapshot: SnapshotId(snapshot), manifest_crc: 7, log_kept }
 }
 
-/// Bytes at the place after the last frame that are no readable header, but have fields of one.
+/// Bytes after the last frame that are not a readable header but match some of its fields.
 #[test]
 fn a_trace_is_told_by_number_and_segment() {
     let mut base = four();
@@ -57,7 +57,7 @@ fn a_trace_is_told_by_number_and_segment() {
     }
 }
 
-/// A store whose fifth batch is a restore that names this table.
+/// Creates a store whose fifth batch is a restore that names this table.
 fn restored(change: impl FnOnce(&mut Manifest)) -> Maker {
     let mut maker = four();
     let mut table =
@@ -92,7 +92,7 @@ fn a_table_fits_its_restore_or_is_refused() {
         let found = lsn(&restored(change)).unwrap_err();
         assert!(found.contains(expected), "{why}: {found}");
     }
-    // A redo over its limit makes the table invalid, though it is not used.
+    // A redo above its limit makes the table invalid, although it is not used.
     let mut maker = restored(|_| {});
     let bytes = maker.files.0.get_mut(&FileName::Table(9)).unwrap();
     let half = bytes.len() / 2;
@@ -136,12 +136,12 @@ fn the_first_of_two_entries_for_a_snapshot_counts() {
         let expected = if first { Role::Start } else { Role::OwnEnd };
         assert_eq!(reach(&maker).role(SnapshotId(1)), expected);
     }
-    // The second one does not flag the snapshot, so that no floor is recorded.
+    // The second entry does not count, so no snapshot is flagged and no floor is recorded.
     maker.seal(&[entry(1, false), entry(2, false), entry(2, true)]);
     assert_eq!(reach(&maker).role(SnapshotId(1)), Role::Start);
 }
 
-/// Each row of the page's table, with stores that differ in the columns alone.
+/// Tests each row of SPEC.md's table with stores that differ only in the columns.
 #[test]
 fn roles_of_snapshots_are_those_of_the_page() {
     let at = SPEC.find("| the seal flags |").expect("the table of roles");
@@ -160,7 +160,8 @@ fn roles_of_snapshots_are_those_of_the_page() {
                 if !flags_some && in_seal == "with bit 0" || is_newest && in_seal != "none" {
                     continue;
                 }
-                // Snapshot 5 is looked at; 3 is another one, in whose redo's segment the log ends.
+                // The tested snapshot is 5 or 2. Snapshot 3 is another one, and the log ends in the segment
+                // of its redo.
                 let mut maker = four();
                 maker.sync();
                 let number = if is_newest { 5 } else { 2 };
@@ -209,14 +210,14 @@ fn roles_of_snapshots_are_those_of_the_page() {
     assert!(asked.iter().all(|count| *count > 0), "{asked:?}");
 }
 
-/// Without the newest seal the one before it counts, and all that is valid by it.
+/// Without the newest seal, the previous one counts, with everything that is valid by it.
 #[test]
 fn a_torn_tail_may_take_the_newest_seal() {
     let mut maker = four();
     maker.snapshot(1, 2, 2, 2).sync().seal(&[entry(1, true)]);
     maker.snapshot(2, 3, 3, 4).seal(&[entry(2, true)]);
     assert_eq!(reach(&maker).role(SnapshotId(1)), Role::Link);
-    // The last frame of the log.
+    // Find the last frame of the log.
     let last = {
         let bytes = segment(&mut maker, 3);
         (0..bytes.len()).step_by(4096).rev().find(|at| bytes[*at..].starts_with(b"RMFR")).unwrap()
@@ -225,7 +226,7 @@ fn a_torn_tail_may_take_the_newest_seal() {
     let found = reach(&maker);
     assert_eq!([1, 2].map(|id| found.role(SnapshotId(id))), [Role::Start, Role::Start]);
     check("the state stands", &maker, &Torn(4, 5));
-    // The seal that is left names a snapshot that may be removed by now.
+    // The remaining seal names a snapshot that may have been removed since.
     maker.files.0.remove(&FileName::Manifest(1));
     assert_eq!(rebuilt(&maker).unwrap().base, Some(SnapshotId(2)));
 }
@@ -241,7 +242,7 @@ fn an_incarnation_counts_though_its_opening_is_recycled() {
     maker.batch();
     maker.files.0.remove(&FileName::Segment(1));
     check("that of the one before", &maker, &Clean(5));
-    // From there the line goes on no further.
+    // The line ends there.
     let mut older = maker;
     older.reopen(5);
     older.batch();
@@ -267,7 +268,7 @@ fn of_two_openings_of_one_incarnation_the_lower_counts() {
     check("the log begins in the lower one", &maker, &Clean(4));
 }
 
-/// Files of another store, or under a number that is not theirs.
+/// Files of another store, or with a number that is not theirs.
 #[test]
 fn alien_files_are_invalid_and_not_passed_over() {
     let other = StoreId([1; 16]);
@@ -300,7 +301,7 @@ fn alien_files_are_invalid_and_not_passed_over() {
     assert!(found.contains("0000000000000009.table at offset 0: belongs to another store"), "{found}");
 }
 
-/// The first sector of segment 3 after its header cannot be read.
+/// A source in which the first sector of segment 3 after its header is unreadable.
 struct Unreadable {
     files: Files,
     reads: Cell<usize>,
@@ -324,7 +325,7 @@ impl ReadAt for Unreadable {
     }
 }
 
-/// A frame that is torn at the first location says nothing of the others.
+/// A torn frame at the first location says nothing about the others.
 #[test]
 fn an_unreadable_location_is_corruption_beside_a_torn_frame() {
     for is_torn in [false, true] {

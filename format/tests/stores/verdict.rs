@@ -1,4 +1,4 @@
-//! The expected results of reading a store, and the store of four batches that most rows begin with.
+//! Expected results of reading a store, and the store of four batches that most tests start from.
 
 use remanent_format::state::rebuild::{RebuildOptions, RebuiltStore, rebuild};
 use remanent_format::{Epoch, FileName, Lsn};
@@ -8,11 +8,12 @@ use crate::maker::{Maker, PAGE, content, root};
 /// The expected result of reading a store.
 #[derive(Debug)]
 pub enum Verdict {
-    /// The state at this Lsn; nothing was cut.
+    /// The state at this Lsn, with nothing cut.
     Clean(u64),
-    /// The state at this Lsn; the cut begins with the batch after it and was seen up to the second.
+    /// The state at the first Lsn; the cut starts with the next batch, and the second Lsn is the last batch
+    /// seen in it.
     Torn(u64, u64),
-    /// Refused; the damage reads so.
+    /// An error whose damage contains this text.
     Refused(&'static str),
 }
 pub use Verdict::{Clean, Refused, Torn};
@@ -44,7 +45,8 @@ pub fn check(why: &str, maker: &Maker, verdict: &Verdict) {
     }
 }
 
-/// Four batches in four groups of two segments; the first two are under a mark, the last two are not.
+/// Creates a store of four batches, in four groups and two segments. A mark covers the first two batches
+/// only.
 pub fn four() -> Maker {
     let mut maker = Maker::new();
     maker.batch().batch().sync();
@@ -52,7 +54,7 @@ pub fn four() -> Maker {
     maker
 }
 
-/// Makes a frame's own checksum fit.
+/// Recomputes the checksum of a frame's header.
 pub fn resum(frame: &mut [u8]) {
     let crc = crc32fast::hash(&frame[..76]);
     frame[76..80].copy_from_slice(&crc.to_le_bytes());

@@ -1,5 +1,5 @@
 //! The judge's verdict on hand-made stores: states between snapshots, pages that no longer need their image,
-//! and the number of bytes that are read for it.
+//! and the number of bytes read for the verdict.
 
 use std::cell::Cell;
 use std::io;
@@ -29,13 +29,14 @@ fn judged(source: &dyn ReadAt) -> Verdict {
     judge(&Survey::read(source).unwrap(), source, &mut ImageProofs::new(source))
 }
 
-/// The first state of each gap, with its last.
+/// Returns the first and the last state of each gap.
 fn gaps(verdict: &Verdict) -> Vec<(u64, u64)> {
     let gaps = verdict.starts.iter().flat_map(|start| &start.gaps);
     gaps.map(|gap| (gap.first.0, gap.last.0)).collect()
 }
 
-/// Snapshot 1 ends at batch 1, snapshot 2 at batch 4; both are starts.
+/// Creates a store with snapshot 1, which ends at batch 1, and snapshot 2, which ends at batch 4. Both are
+/// starts.
 fn two_starts() -> Maker {
     let mut maker = Maker::new();
     maker.batch().batch_with_image(7).batch_with_image(8).batch().batch().sync();
@@ -84,7 +85,7 @@ fn a_table_and_its_images_are_proven_at_their_restore() {
     }
 }
 
-/// As long as no seal flags a snapshot, the log is kept from its beginning.
+/// If no seal flags a snapshot, the log is kept from its beginning.
 #[test]
 fn a_lost_beginning_of_the_log_is_reported() {
     let with = |log_kept, features: Features| {
@@ -107,7 +108,7 @@ fn a_lost_beginning_of_the_log_is_reported() {
     assert_eq!(with(false, Features::default()), None, "it may have been recycled before there was a floor");
 }
 
-/// A page on disk with a snapshot of batch 2, and batches that write over all of it or not.
+/// Creates a store with a page on disk, a snapshot of batch 2, and batches with these writes.
 fn on_disk(writes: &[(u64, usize)]) -> Maker {
     let mut maker = Maker::new();
     maker.batch().batch().sync();
@@ -150,7 +151,7 @@ fn a_page_that_was_written_whole_needs_no_image() {
     }
 }
 
-/// The place that counts is that of the state which is reached.
+/// The place in the resulting state counts.
 #[test]
 fn a_place_is_that_of_the_state_reached() {
     let moved = |from: Place, to: Place| {
@@ -162,7 +163,7 @@ fn a_place_is_that_of_the_state_reached() {
         let seal = [entry(&maker, 1, true)];
         maker.seal(&seal).batch_of(&[Op::Move { page: PAGE, place: to }], true);
         maker.files.0.get_mut(&FileName::Pages(1)).unwrap()[4096 + 128] ^= 1;
-        // Only the snapshot is left to start from.
+        // The snapshot is the only remaining start.
         segment(&mut maker, 1)[4096] ^= 1;
         judged(&maker.files).opens_from
     };
@@ -170,7 +171,7 @@ fn a_place_is_that_of_the_state_reached() {
     assert_eq!(moved(Place::Disk, Place::Host), None, "it is not any more");
 }
 
-/// Files, and the bytes that were read of them.
+/// Counts the bytes read from files.
 struct Counted {
     files: Files,
     bytes: Cell<u64>,
@@ -191,7 +192,7 @@ impl ReadAt for Counted {
     }
 }
 
-/// A store with this many snapshots, one after each batch, which share the page's image.
+/// Creates a store with `count` snapshots, one after each batch, which share the page's image.
 fn snapshots(count: u64, change: fn(&mut Maker)) -> Maker {
     let mut maker = Maker::new();
     maker.batch();
@@ -207,7 +208,7 @@ fn snapshots(count: u64, change: fn(&mut Maker)) -> Maker {
     maker
 }
 
-/// Twice the snapshots, and twice the log, are at most a little more than twice the reads.
+/// Doubling the snapshots and the log at most slightly more than doubles the reads.
 #[test]
 fn shared_damage_is_read_once_and_not_by_each_snapshot() {
     type Look = fn(&dyn ReadAt);
@@ -262,8 +263,8 @@ fn a_second_walk_reaches_the_batch_before_the_damage() {
     assert_eq!(trails.point().lsn, Lsn(1));
 }
 
-/// A snapshot of which one copy is good is used, one of which none is good is not; what then is refused, and
-/// what is not, depends on where the log begins.
+/// A snapshot with one valid copy is used, and one with none is not. Whether the store is then rejected
+/// depends on where the log begins.
 #[test]
 fn an_unreadable_snapshot_before_the_logs_beginning_is_refused() {
     for name in [None, Some("kept".to_owned())] {
@@ -277,7 +278,7 @@ fn an_unreadable_snapshot_before_the_logs_beginning_is_refused() {
             for copy in (0..2).filter(|copy| copies_bad >> copy & 1 == 1) {
                 bytes[copy * half + 300] ^= 1;
             }
-            // The snapshot's redo lies in segment 2.
+            // The snapshot's redo is in segment 2.
             for number in 1..=trim {
                 maker.files.0.remove(&FileName::Segment(number));
             }

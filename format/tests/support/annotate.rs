@@ -1,10 +1,10 @@
-//! Bytes with a comment on each: the text next to a golden file.
+//! Annotated bytes: the text next to a golden file.
 
 use std::fmt::Write;
 
 use remanent_format::layout::{Field, LayoutTable};
 
-/// Bytes that are being explained from the first to the last.
+/// Bytes that are annotated from first to last.
 pub struct Annotate<'a> {
     bytes: &'a [u8],
     at: usize,
@@ -22,7 +22,7 @@ impl<'a> Annotate<'a> {
         self
     }
 
-    /// The next `len` bytes, in lines of eight; long runs of zeros are told, not shown.
+    /// Annotates the next `len` bytes in lines of eight. Long runs of zeros are described, not shown.
     pub fn part(&mut self, len: usize, comment: &str) -> &mut Self {
         let part = &self.bytes[self.at..self.at + len];
         if len > 32 && part.iter().all(|&byte| byte == 0) {
@@ -38,13 +38,13 @@ impl<'a> Annotate<'a> {
         self
     }
 
-    /// Zeros up to a multiple of `align`.
+    /// Annotates zeros up to a multiple of `align`.
     pub fn pad(&mut self, align: usize, comment: &str) -> &mut Self {
         let len = self.at.next_multiple_of(align) - self.at;
         if len > 0 { self.part(len, comment) } else { self }
     }
 
-    /// The fields of a structure; numbers are told in decimal.
+    /// Annotates the fields of a structure, with numbers in decimal.
     pub fn layout(&mut self, table: &LayoutTable) -> &mut Self {
         self.head(&format!("{}, {} bytes", table.name, table.len));
         for field in table.fields {
@@ -59,20 +59,20 @@ impl<'a> Annotate<'a> {
         self
     }
 
-    /// The number in the next `size` bytes.
+    /// Returns the number in the next `size` bytes.
     pub fn peek(&self, size: usize) -> u64 {
         let mut raw = [0; 8];
         raw[..size].copy_from_slice(&self.bytes[self.at..self.at + size]);
         u64::get(&raw)
     }
 
-    /// An envelope with a map in it.
+    /// Annotates an envelope that contains a map.
     pub fn metadata(&mut self) -> &mut Self {
         self.envelope("metadata");
         self.map("  ")
     }
 
-    /// An envelope with one named value in it.
+    /// Annotates an envelope that contains one named value.
     pub fn entry(&mut self) -> &mut Self {
         self.envelope("entry");
         self.named("  ")
@@ -116,7 +116,7 @@ impl<'a> Annotate<'a> {
         }
     }
 
-    /// A length in 8 bytes, then that number of bytes.
+    /// Annotates a length in 8 bytes, then that number of bytes.
     fn text(&mut self, comment: &str) -> &mut Self {
         let len = self.peek(8) as usize;
         self.part(8, &format!("{comment}length {len}"));
@@ -126,19 +126,19 @@ impl<'a> Annotate<'a> {
         if len > 0 { self.part(len, &format!("{indent}{text}")) } else { self }
     }
 
-    /// The text, once every byte is explained.
+    /// Returns the text, after checking that every byte is annotated.
     pub fn finish(&mut self) -> String {
         assert_eq!(self.at, self.bytes.len(), "bytes without a comment");
         std::mem::take(&mut self.text)
     }
 }
 
-/// Whether a number is a checksum or a chain hash: its decimal says nothing.
+/// Returns true if a number is a checksum or a chain hash, whose decimal form is not informative.
 fn is_hash(name: &str) -> bool {
     name.contains("crc") || name.contains("chain")
 }
 
-/// The difference between a sound file and a damaged one.
+/// Describes the differences between a valid file and a damaged one.
 pub fn difference(title: &str, sound: &[u8], damaged: &[u8]) -> String {
     let mut text = format!("{title}\n");
     if sound.len() != damaged.len() {

@@ -1,4 +1,4 @@
-//! One file for each kind of defect: a sound file, and the change that is made to it.
+//! One file for each kind of defect: a valid file, and the change applied to it.
 
 use crate::annotate::difference;
 use crate::samples::{Sound, Structure};
@@ -12,13 +12,13 @@ pub struct Damaged {
     pub defect: &'static str,
 }
 
-/// Puts the checksum of the bytes before it at `crc_at`.
+/// Writes the checksum of the bytes before `crc_at` at `crc_at`.
 fn resum(bytes: &mut [u8], from: usize, crc_at: usize) {
     let crc = crc32fast::hash(&bytes[from..crc_at]);
     bytes[crc_at..crc_at + 4].copy_from_slice(&crc.to_le_bytes());
 }
 
-/// Applies a change to an envelope's encoding; length and checksum are made to fit.
+/// Changes the encoding in an envelope and updates its length and checksum.
 fn in_envelope(bytes: &mut Vec<u8>, change: impl FnOnce(&mut Vec<u8>)) {
     let mut content = bytes.split_off(8);
     change(&mut content);
@@ -27,7 +27,7 @@ fn in_envelope(bytes: &mut Vec<u8>, change: impl FnOnce(&mut Vec<u8>)) {
     bytes.append(&mut content);
 }
 
-/// Applies a change to a frame's payload; lengths and checksums are made to fit.
+/// Changes the payload of a frame and updates its lengths and checksums.
 fn in_payload(bytes: &mut Vec<u8>, change: impl FnOnce(&mut Vec<u8>)) {
     let len = u32::from_le_bytes(bytes[64..68].try_into().unwrap()) as usize;
     let mut payload = bytes[80..80 + len].to_vec();
@@ -40,7 +40,7 @@ fn in_payload(bytes: &mut Vec<u8>, change: impl FnOnce(&mut Vec<u8>)) {
     resum(bytes, 0, 76);
 }
 
-/// Applies a change to the body of both copies of a manifest; checksums are made to fit.
+/// Changes the body of both copies of a manifest and updates their checksums.
 fn in_copies(bytes: &mut [u8], change: impl Fn(&mut [u8])) {
     let half = bytes.len() / 2;
     for at in [0, half] {
@@ -53,7 +53,7 @@ fn in_copies(bytes: &mut [u8], change: impl Fn(&mut [u8])) {
     }
 }
 
-/// Applies a change to a chunk; checksums are made to fit.
+/// Changes a chunk and updates its checksums.
 fn in_chunk(bytes: &mut [u8], change: impl FnOnce(&mut [u8])) {
     let chunk = &mut bytes[4096..];
     change(chunk);
@@ -62,8 +62,8 @@ fn in_chunk(bytes: &mut [u8], change: impl FnOnce(&mut [u8])) {
     resum(chunk, 0, 60);
 }
 
-/// Applies a change to the compressed payload of a chunk, whose image header is the second one; checksums of
-/// the stored bytes are made to fit.
+/// Changes the compressed payload of a chunk, whose image header is the second one, and updates the checksums
+/// of the stored bytes.
 fn in_frames(bytes: &mut [u8], change: impl FnOnce(&mut [u8])) {
     in_chunk(bytes, |chunk| {
         let offset = u64::from_le_bytes(chunk[128 + 40..128 + 48].try_into().unwrap()) as usize - 4096;
@@ -74,7 +74,7 @@ fn in_frames(bytes: &mut [u8], change: impl FnOnce(&mut [u8])) {
     });
 }
 
-/// One fault: name, sound file, the change, and the defect's text.
+/// A fault: its name, the valid file, the change, and the text of the defect.
 type Fault = (&'static str, &'static str, fn(&mut Vec<u8>), &'static str);
 
 #[rustfmt::skip]
@@ -120,7 +120,7 @@ const FAULTS: &[Fault] = &[
     ("segment-opens-nothing", "segment-opening", |b| { b[48] = 0; resum(b, 0, 124) }, "incarnation is 0"),
     ("segment-own-predecessor", "segment-opening", |b| { b[56] = 3; resum(b, 0, 124) }, "predecessor's incarnation is 3"),
     ("segment-accepted", "segment-opening", |b| { b[92] = 39; resum(b, 0, 124) }, "accepted lsn is 39"),
-    // Frames: not readable.
+    // Frames that are not readable.
     ("frame-cut", "frame-batch", |b| b.truncate(79), "cut short: 80 bytes needed, 79 there"),
     ("frame-payload-cut", "frame-batch", |b| b.truncate(200), "cut short: "),
     ("frame-magic", "frame-batch", |b| b[0] = 0, "not a frame"),
@@ -129,7 +129,7 @@ const FAULTS: &[Fault] = &[
     ("frame-flags", "frame-batch", |b| { b[5] = 2; resum(b, 0, 76) }, "frame flags is 2, over the limit of 1"),
     ("frame-reserved", "frame-batch", |b| { b[6] = 1; resum(b, 0, 76) }, "reserved frame bytes is 1"),
     ("frame-limit", "frame-batch", |b| { b[67] = 0x80; resum(b, 0, 76) }, "payload length is "),
-    // Frames: readable, but not valid in the order of the log.
+    // Frames that are readable but not valid in the order of the log.
     ("frame-foreign", "frame-batch", |b| { b[16] ^= 1; resum(b, 0, 76) }, "belongs to another store"),
     ("frame-misdirected-segment", "frame-batch", |b| { b[32] = 8; resum(b, 0, 76) }, "frame's segment is 8, expected 7"),
     ("frame-misdirected-offset", "frame-batch", |b| { b[41] = 0x30; resum(b, 0, 76) }, "frame's offset is 12288, expected 8192"),
@@ -141,7 +141,7 @@ const FAULTS: &[Fault] = &[
     ("frame-payload-checksum", "frame-batch", |b| b[80] ^= 1, "payload checksum is 0x"),
     ("seal-length", "frame-seal", |b| in_payload(b, |p| p.truncate(24)), "seal length is 24"),
     ("seal-reserved", "frame-seal", |b| in_payload(b, |p| p[12] = 2), "unknown flags of a seal's entry is 2"),
-    // Payloads, under sound checksums.
+    // Payloads with valid checksums.
     ("payload-count", "frame-batch", |b| in_payload(b, |p| p[0] = 13), "cut short: "),
     ("payload-count-endless", "frame-batch", |b| in_payload(b, |p| p[3] = 1), "operation count is "),
     ("payload-left-over", "frame-batch", |b| in_payload(b, |p| p.extend_from_slice(&[0; 16])), "bytes after the last operation is 16"),
@@ -203,7 +203,7 @@ const FAULTS: &[Fault] = &[
     ("image-offset", "images", |b| in_chunk(b, |c| c[64 + 40] += 16), "image offset is 4304, expected 4288"),
     ("image-stored-length", "images", |b| in_chunk(b, |c| c[64 + 32] = 16), "stored length of a raw image is 16, expected 17"),
     ("image-page", "images", |b| in_chunk(b, |c| c[64] = 0), "page or epoch of an image of a known batch is 0"),
-    // Manifests: the same fault in both copies.
+    // Manifests, with the same fault in both copies.
     ("manifest-cut", "manifest-base", |b| b.truncate(300), "cut short: "),
     ("manifest-magic", "manifest-base", |b| { b[0] = 0; b[4096] = 0 }, "not a manifest"),
     ("manifest-checksum", "manifest-base", |b| { b[56] ^= 1; b[4096 + 56] ^= 1 }, "manifest header checksum is 0x"),

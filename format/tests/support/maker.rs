@@ -1,7 +1,7 @@
-//! Makes the files of a small store, frame by frame, as SPEC.md says that a writer does.
+//! Creates the files of a small store, frame by frame, as SPEC.md requires of writers.
 //!
-//! Batch 1 creates a page of 64 bytes with the key `p`; batch *n* writes eight bytes of value *n* at its
-//! start and sets the root's entry `n`. So the state at any Lsn is known without another model.
+//! Batch 1 creates a page of 64 bytes with the key `p`. Batch *n* writes eight bytes of value *n* at its
+//! start and sets the root's entry `n`. The state at any Lsn is therefore known without another model.
 
 use std::sync::Arc;
 
@@ -27,19 +27,19 @@ pub const PAGE_LEN: usize = 64;
 #[derive(Clone)]
 struct Batch {
     payload: Vec<u8>,
-    /// The place of its frame.
+    /// The location of its frame.
     at: LogPoint,
     /// The point at its end.
     end: LogPoint,
 }
 
-/// A store that is being written.
+/// A store under construction.
 #[derive(Clone)]
 pub struct Maker {
     pub files: Files,
     /// The point after the last frame.
     point: LogPoint,
-    /// The mark that the next frames claim to be durable.
+    /// The durable mark in subsequent frames.
     durable: Lsn,
     batches: Vec<Batch>,
     /// Whether images are compressed.
@@ -47,7 +47,7 @@ pub struct Maker {
 }
 
 impl Maker {
-    /// A new store: the first incarnation, nothing but its seal.
+    /// Creates a store that consists of the first incarnation and its seal.
     pub fn new() -> Self {
         let mut maker = Self {
             files: Files::default(),
@@ -136,12 +136,12 @@ impl Maker {
         }
     }
 
-    /// The next batch, at the start of a group.
+    /// Appends the next batch at the start of a group.
     pub fn batch(&mut self) -> &mut Self {
         self.batch_of(&self.next_ops(), true)
     }
 
-    /// The next batch, right after the last frame.
+    /// Appends the next batch directly after the last frame.
     pub fn batch_in_group(&mut self) -> &mut Self {
         self.batch_of(&self.next_ops(), false)
     }
@@ -167,47 +167,47 @@ impl Maker {
         vec![change, root]
     }
 
-    /// A seal in a group of its own.
+    /// Appends a seal in a group of its own.
     pub fn seal(&mut self, verified: &[VerifiedSnapshot]) -> &mut Self {
         self.frame(FrameKind::Seal, &encode_seal(verified), true);
         self
     }
 
-    /// A seal with this payload, whatever it is.
+    /// Appends a seal with an arbitrary payload.
     pub fn seal_of(&mut self, payload: &[u8]) -> &mut Self {
         self.frame(FrameKind::Seal, payload, true);
         self
     }
 
-    /// From here on, frames claim that all before them is durable.
+    /// Makes subsequent frames state that everything before them is durable.
     pub fn sync(&mut self) -> &mut Self {
         self.durable = self.point.lsn;
         self
     }
 
-    /// The last batch.
+    /// Returns the number of the last batch.
     pub fn last(&self) -> u64 {
         self.point.lsn.0
     }
 
-    /// The place of a batch's frame: segment and offset.
+    /// Returns the segment and offset of a batch's frame.
     pub fn at(&self, lsn: u64) -> (u64, usize) {
         let batch = self.batches.iter().find(|batch| batch.end.lsn == Lsn(lsn)).expect("a batch");
         (batch.at.segment, batch.at.offset as usize)
     }
 
-    /// The bytes of the segment, from the batch's frame on.
+    /// Returns the bytes of the segment from the batch's frame on.
     pub fn frame_at(&mut self, lsn: u64) -> &mut [u8] {
         let (segment, offset) = self.at(lsn);
         &mut self.files.0.get_mut(&FileName::Segment(segment)).expect("a segment")[offset..]
     }
 
-    /// The point at a batch's end.
+    /// Returns the point at a batch's end.
     pub fn end(&self, lsn: u64) -> LogPoint {
         self.batches.iter().find(|batch| batch.end.lsn == Lsn(lsn)).expect("a batch").end
     }
 
-    /// Writes image file `number`: the page as batch `lsn` leaves it.
+    /// Writes image file `number` with the page as batch `lsn` leaves it.
     pub fn image(&mut self, number: u64, purpose: ImagePurpose, lsn: u64) -> ImageRef {
         let content = content(lsn);
         let frames = frames::runs(&[(content[0], 8), (0, PAGE_LEN - 8)]);
@@ -227,7 +227,7 @@ impl Maker {
         chunk.images[0].image
     }
 
-    /// The next batch, whose bytes lie in image file `number`.
+    /// Appends the next batch, with its bytes in image file `number`.
     pub fn batch_with_image(&mut self, number: u64) -> &mut Self {
         let lsn = self.point.lsn.0 + 1;
         let image = self.image(number, ImagePurpose::Batch, lsn);
@@ -236,7 +236,8 @@ impl Maker {
         self.batch_of(&ops, true)
     }
 
-    /// A manifest of this number that names the page as batch `caught` left it, with its image file made.
+    /// Creates a manifest with this number, which names the page as batch `caught` left it, and its image
+    /// file.
     pub fn manifest(&mut self, number: u64, redo: u64, caught: u64, end: u64) -> Manifest {
         let image = self.image(number, ImagePurpose::Snapshot, caught);
         let entry = ManifestEntry {
@@ -274,7 +275,7 @@ impl Maker {
         self
     }
 
-    /// Writes a manifest, and gives its header checksum.
+    /// Writes a manifest, and returns its header checksum.
     pub fn publish(&mut self, file: FileName, manifest: &Manifest) -> u32 {
         let bytes = manifest.encode().unwrap();
         let crc = u32::from_le_bytes(bytes[252..256].try_into().unwrap());
@@ -293,7 +294,7 @@ const WORDS: [[u8; 8]; 64] = {
     words
 };
 
-/// The page's bytes as batch `lsn` leaves them.
+/// Returns the page's bytes as batch `lsn` leaves them.
 pub fn content(lsn: u64) -> Vec<u8> {
     let mut content = vec![0; PAGE_LEN];
     if lsn > 1 {
@@ -302,7 +303,7 @@ pub fn content(lsn: u64) -> Vec<u8> {
     content
 }
 
-/// The root as batch `lsn` leaves it.
+/// Returns the root as batch `lsn` leaves it.
 pub fn root(lsn: u64) -> Arc<Metadata> {
     Arc::new([("n".to_owned(), Value::from(lsn))].into())
 }

@@ -1,4 +1,4 @@
-//! The content of the golden files: each structure of the format once, and each of its forms.
+//! Content of the golden files: every structure of the format, in each of its forms.
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ use remanent_format::{
 use crate::explain::explain;
 use crate::frames;
 
-/// The structure in a golden file, and so the way to read it.
+/// The structure in a golden file, which determines how it is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Structure {
     Metadata,
@@ -33,7 +33,7 @@ pub enum Structure {
     Manifest,
 }
 
-/// A file without a fault.
+/// A valid file.
 pub struct Sound {
     pub name: &'static str,
     pub structure: Structure,
@@ -44,12 +44,12 @@ pub struct Sound {
 pub const STORE: StoreId = StoreId(*b"sixteen bytes id");
 const INCARNATION: Incarnation = Incarnation { number: 3, random: 0x5eed_1234 };
 
-/// The point after which the frames of the golden files lie.
+/// The point that precedes the frames of the golden files.
 pub const BEFORE: LogPoint =
     LogPoint { incarnation: INCARNATION, lsn: Lsn(41), segment: 7, offset: 8000, chain: 0x0102_0304 };
-/// The place of these frames: segment and offset.
+/// The segment and offset of these frames.
 pub const FRAME_AT: (u64, u64) = (7, 8192);
-/// The image file, and the chunk's offset in it.
+/// The number of the image file, and the offset of the chunk in it.
 pub const CHUNK_AT: (u64, u64) = (2, 4096);
 
 fn metadata() -> Metadata {
@@ -134,12 +134,12 @@ pub fn payload(ops: &[Op<'_>]) -> Vec<u8> {
     writer.finish()
 }
 
-/// A whole frame, as it lies after [`BEFORE`].
+/// Encodes a whole frame at its position after [`BEFORE`].
 fn frame(kind: FrameKind, payload: &[u8]) -> Vec<u8> {
     frame_after(&BEFORE, FRAME_AT.1, true, kind, payload).0
 }
 
-/// A whole frame at an offset of the same segment, and the point after it.
+/// Encodes a whole frame at an offset of the same segment, and returns it with the point after it.
 fn frame_after(
     before: &LogPoint,
     offset: u64,
@@ -168,7 +168,7 @@ fn frame_after(
     (bytes, LogPoint { lsn, segment: header.segment, offset: header.end(), chain, ..*before })
 }
 
-/// Two groups: two batches that one sync made durable, then a seal.
+/// Encodes two groups: two batches made durable by one sync, then a seal.
 fn groups() -> Vec<u8> {
     let note = |text| payload(&[Op::Note { text }]);
     let mut bytes = Vec::new();
@@ -201,7 +201,7 @@ pub fn contents() -> [Vec<u8>; 2] {
     [b"seventeen bytes, ".to_vec(), (0..48).collect()]
 }
 
-/// An image file of one chunk, whole.
+/// Encodes a whole image file of one chunk.
 fn images() -> Vec<u8> {
     let new = |page, content: &Vec<u8>| NewImage {
         page: PageId(page),
@@ -216,12 +216,12 @@ fn images() -> Vec<u8> {
     images_of(&chunk, &[first, second])
 }
 
-/// The second page is 64 times 9 and 100 times 0.
+/// Returns the contents of two pages. The second page is 64 bytes of 9 and 100 bytes of 0.
 pub fn compressed_contents() -> [Vec<u8>; 2] {
     [contents()[0].clone(), frames::runs(&[(9, 64), (0, 100)])]
 }
 
-/// An image file of one chunk, with one image compressed.
+/// Encodes an image file of one chunk with one compressed image.
 fn compressed_images() -> Vec<u8> {
     let [first, second] = compressed_contents();
     let page = [vec![9; 64], vec![0; 100]].concat();
@@ -251,7 +251,7 @@ pub fn images_of(chunk: &Chunk, contents: &[Vec<u8>]) -> Vec<u8> {
     bytes
 }
 
-/// Two pieces of a page of 4096 bytes, which its image has as they are.
+/// Encodes an overlay with two pieces over an uncompressed image of a page of 4096 bytes.
 fn overlay() -> Vec<u8> {
     let base = ImageRef {
         file: 1,
@@ -267,7 +267,7 @@ fn overlay() -> Vec<u8> {
     bytes
 }
 
-/// A base whose first page has an overlay for its image.
+/// Returns a base in which the image of the first page is an overlay.
 fn overlaid() -> Manifest {
     let mut manifest = manifest(ManifestKind::Base);
     let entry = &mut manifest.entries[0];
