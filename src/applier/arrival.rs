@@ -1,10 +1,10 @@
-//! Long writes are proven where they arrive (I12).
+//! Proves that long writes arrived intact (I12).
 //!
-//! The log has a batch's bytes with their checksum, and the host sends them to the device from memory of its
-//! own. What arrives is summed by the device in the same list, many writes by one command, but before a later
-//! write changes the same bytes. Until the sums are there, no batch of the list is told as applied, and no
-//! turn runs. So no read, no snapshot and no ticket has bytes that changed on the way, and the next open
-//! makes them anew from the log.
+//! The log contains a batch's bytes with their checksum, and the host sends the bytes to the device from its
+//! own memory. The device sums what arrives in the same list, many writes with one command, but before a
+//! later write changes the same bytes. Until the sums are back, no batch of the list is reported as applied,
+//! and no turn runs. So no read, snapshot or ticket ever includes bytes that changed in transit, and the next
+//! open rebuilds them from the log.
 
 use remanent_format::op::Op;
 
@@ -14,47 +14,47 @@ use crate::device::{Command, Device, Span, Staging, StagingSpan};
 use crate::error::Result;
 use crate::memory::staging::{StagingBuf, StagingPool};
 
-/// The sums that the long writes of a batch must have where they arrive. They are made before the batch is
-/// logged: after that, memory for them could not be refused any more.
+/// The sums that the long writes of a batch must have on arrival. They are computed before the batch is
+/// logged: afterwards, a refusal of memory for them would come too late.
 pub(crate) struct ArrivalSums {
-    /// CRC-32 of the bytes of each write, in the order of the operations.
+    /// The CRC-32 of the bytes of each write, in the order of the operations.
     pub sums: Vec<u32>,
-    /// Where the device's sums come back.
+    /// The staging that receives the device's sums.
     pub staging: StagingBuf,
 }
 
-/// Sums that a list brings back.
+/// The expected sums of a list's writes.
 pub(crate) struct ArrivalProof {
-    /// The list's staging that they come back in.
+    /// The index of the list's staging that receives the sums.
     index: usize,
-    /// The sums that they must be.
+    /// The expected sums.
     sums: Vec<u32>,
-    /// How many of their writes are in the list so far.
+    /// The number of their writes that are in the list so far.
     asked: usize,
 }
 
-/// Long writes that are in a list, and whose sums are not yet.
+/// Long writes that are in a list and not summed yet.
 #[derive(Default)]
 pub(crate) struct UnsummedWrites(Vec<UnsummedWrite>);
 
 struct UnsummedWrite {
     source: Span,
-    /// Where its sum comes back.
+    /// The location that receives the sum.
     target: StagingSpan,
 }
 
-/// The most writes that are summed together: each later operation of the list is held against all of them.
+/// The most writes that are summed together: each later operation of the list is checked against all of them.
 const SUMMED_TOGETHER_MAX: usize = 128;
 
-/// Whether the operation's bytes are proven where they arrive. Masked and scattered elements change a part of
-/// what lies there: a sum of that says nothing about what arrived.
+/// Returns whether the operation's bytes are proven on arrival. Masked and scattered elements change only a
+/// part of their range, so its sum would not show whether they arrived intact.
 pub(crate) fn is_proven(op: &Op<'_>) -> bool {
     let is_dense = matches!(op, Op::Write { .. } | Op::Image { .. });
     is_dense && op.range().is_some_and(|(_, len)| len >= PROVEN_LEN_MIN)
 }
 
 impl ArrivalSums {
-    /// Sums the long writes among these operations; `None` if there are none.
+    /// Sums the long writes among these operations. Returns `None` if there are none.
     ///
     /// # Errors
     /// `OutOfMemory`, a device error.
@@ -76,12 +76,12 @@ impl ArrivalSums {
 }
 
 impl ArrivalProof {
-    /// A proof by these sums, which come back in the list's staging `index`.
+    /// Makes a proof with these sums, which are returned in the list's staging `index`.
     pub fn new(index: usize, sums: Vec<u32>) -> Self {
         Self { index, sums, asked: 0 }
     }
 
-    /// Where the sum of the list's next long write comes back.
+    /// Returns the location that receives the sum of the list's next long write.
     pub fn next_sum(&mut self) -> StagingSpan {
         let offset = sums_len(self.asked);
         self.asked += 1;
@@ -89,22 +89,22 @@ impl ArrivalProof {
         StagingSpan { index: self.index, offset, len: sums_len(1) }
     }
 
-    /// The list's staging in which the sums come back.
+    /// Returns the index of the list's staging that receives the sums.
     pub fn index(&self) -> usize {
         self.index
     }
 
-    /// Takes the list's staging for one that is `count` places further back.
+    /// Moves the proof to the list's staging `count` places later.
     pub fn shift(&mut self, count: usize) {
         self.index += count;
     }
 
-    /// Fails if something arrived that was not sent. `returned` is the list's staging.
+    /// Fails if bytes arrived that differ from those sent. `returned` is the list's staging.
     ///
     /// # Errors
     /// A device error.
     pub fn check(&self, returned: &[Staging], device: &dyn Device) -> Result<()> {
-        assert!(self.asked == self.sums.len()); // I12: no long write went without its sum.
+        assert!(self.asked == self.sums.len()); // I12: no long write was sent without its sum.
         let of_device = &returned[self.index][..sums_len(self.sums.len())];
         let holds = sums_in(of_device).eq(self.sums.iter().copied());
         if holds { Ok(()) } else { Err(changed_on_the_way(device, "bytes of a batch")) }
@@ -112,24 +112,24 @@ impl ArrivalProof {
 }
 
 impl UnsummedWrites {
-    /// Takes a long write, which the list has by now. Returns whether they are to be summed now.
+    /// Adds a long write that is already in the list. Returns whether all of them are to be summed now.
     pub fn push(&mut self, source: Span, target: StagingSpan) -> bool {
         self.0.push(UnsummedWrite { source, target });
         self.0.len() >= SUMMED_TOGETHER_MAX
     }
 
-    /// Whether one of them wrote to the range.
+    /// Returns whether one of the writes overlaps the range.
     pub fn any_in(&self, range: Span) -> bool {
         self.0.iter().any(|write| write.source.overlaps(range))
     }
 
-    /// How many commands [`commands`](Self::commands) gives at most.
+    /// Returns the most commands that [`commands`](Self::commands) can return.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// The commands that sum all of them: one for those whose sums lie one after the other. A device makes
-    /// all of them at once, because they follow each other.
+    /// Returns the commands that sum all writes, with one command for writes whose sums are adjacent. A
+    /// device runs all of them at once, because they are consecutive.
     pub fn commands(&mut self) -> impl Iterator<Item = Command> {
         let writes = std::mem::take(&mut self.0);
         let mut commands: Vec<(Vec<Span>, StagingSpan)> = Vec::new();

@@ -1,9 +1,9 @@
-//! A long page on its way into a snapshot. It is gathered piece by piece while batches go on, and its bytes
-//! stay those of one moment.
+//! A long page that a snapshot gathers piece by piece while batches continue. Its bytes remain those of one
+//! moment.
 //!
-//! Just before a batch writes to a part that is not gathered yet, this part is copied aside on the device. If
-//! the copies would take too much memory, or the page goes to other memory, its bytes of that moment are
-//! lost, and the snapshot begins with the page anew. No batch waits or fails for it.
+//! Just before a batch writes to a part that is not gathered yet, that part is copied aside on the device. If
+//! the copies would take too much memory, or if the page moves to other memory, its bytes as of that moment
+//! are lost, and the snapshot starts over with the page. No batch waits or fails because of this.
 
 use std::collections::BTreeMap;
 
@@ -14,24 +14,24 @@ use crate::device::{CommandList, Fence, MemoryId, Span};
 use crate::error::Result;
 use crate::memory::arena::{Arena, PageMemory, Purpose};
 
-/// Length of the parts that are kept aside, each as a whole.
+/// The length of the parts that are kept aside, each as a whole.
 const PART_LEN: u64 = 64 << 10;
-/// The most bytes that are kept aside of one page.
+/// The most bytes of one page that are kept aside.
 const ASIDE_BYTES_MAX: u64 = 64 << 20;
 
 /// A page that is gathered piece by piece.
 pub(crate) struct Catch {
     info: PageInfo,
     memory: MemoryId,
-    /// The snapshot has gathered the page up to this offset.
+    /// The offset up to which the snapshot has gathered the page.
     gathered: u64,
-    /// Parts that batches have written to since, as they were before, by the number of the part.
+    /// Copies of the parts that batches have written to since, by part number.
     asides: BTreeMap<u64, PageMemory>,
     is_lost: bool,
 }
 
 impl Catch {
-    /// Keeps this range of the page aside: a batch is about to write to it.
+    /// Keeps this range of the page aside, before a batch writes to it.
     pub fn before_write(
         &mut self,
         (offset, len): (u64, u64),
@@ -60,14 +60,14 @@ impl Catch {
         }
     }
 
-    /// Gives up the page's bytes of that moment.
+    /// Gives up the page's bytes as of that moment.
     pub fn lose(&mut self) {
         self.is_lost = true;
     }
 }
 
 impl Turn<'_> {
-    /// Begins to catch a page as it is now.
+    /// Starts to catch a page in its current state.
     pub fn begin_catch(&mut self, info: PageInfo) {
         let memory = self.applied.memory[info.page].span().memory;
         let page = info.page;
@@ -76,8 +76,8 @@ impl Turn<'_> {
         assert!(before.is_none(), "a page is caught once at a time");
     }
 
-    /// The spans that hold a range of the page as it was when its catch began, each with its offset in the
-    /// range. `None` if these bytes are lost.
+    /// Returns the spans that hold a range of the page as of the start of its catch, each with its offset in
+    /// the range. Returns `None` if these bytes are lost.
     pub fn caught(&self, page: PageId, from: u64, to: u64) -> Option<Vec<(Span, u64)>> {
         let catch = self.applied.catches.get(&page).filter(|catch| !catch.is_lost)?;
         let memory = self.applied.memory.get(page)?;
@@ -99,7 +99,7 @@ impl Turn<'_> {
         Some(sources)
     }
 
-    /// Notes that the page is gathered up to `up_to`. The parts kept aside before that offset are last used
+    /// Records that the page is gathered up to `up_to`. The parts kept aside before that offset are last used
     /// before this fence.
     pub fn gathered(&mut self, page: PageId, up_to: u64, fence: Fence) {
         let Some(catch) = self.applied.catches.get_mut(&page) else { return };

@@ -1,11 +1,12 @@
-//! What each applied batch changed, for callers in this process: caches and mirrors of pages.
+//! Streams that report the changes of each applied batch to callers in this process, such as caches and
+//! mirrors of pages.
 //!
-//! A stream has a queue, which the applier fills and the caller empties. The applier never waits for a
-//! caller: a batch that finds the queue full is left out, and so are all batches after it until the caller
-//! has heard of the gap. While there is no stream, a batch costs the applier one load.
+//! A stream has a queue, which the applier fills and the caller drains. The applier never waits for a caller:
+//! a batch that finds the queue full is omitted, and so are all later batches until the caller has received
+//! notice of the gap. While there is no stream, a batch costs the applier one load.
 //!
-//! The streams of a process end with it, and a follower hears of the same batches across processes: so a
-//! crash loses nothing.
+//! Streams end with the process; a follower can receive the same batches across processes. So a crash loses
+//! nothing.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -23,11 +24,11 @@ use crate::base::sync::atomic::{AtomicUsize, Ordering};
 use crate::base::sync::{Condvar, Instant, Mutex};
 use crate::error::{Error, Result};
 
-/// Changes that a queue holds before batches are left out. Each batch, page and range counts; one takes up to
-/// some 100 bytes.
+/// Changes that a queue holds before batches are omitted. Each batch, page and range counts as one change,
+/// and takes up to some 100 bytes.
 const QUEUED_MAX: usize = 64 << 10;
 
-/// What one batch changed.
+/// The changes of one batch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct AppliedBatch {
@@ -35,68 +36,68 @@ pub struct AppliedBatch {
     pub lsn: Lsn,
     /// The pages that it changed, in the order of their ids.
     pub pages: Vec<AppliedPage>,
-    /// Whether it changed the root.
+    /// Whether the batch changed the root.
     pub root_changed: bool,
 }
 
-/// What one batch changed of a page.
+/// The changes of one batch to one page.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct AppliedPage {
-    /// The page that it changed.
+    /// The page that was changed.
     pub page: PageId,
-    /// Its version after the batch; the last one of a page that is deleted.
+    /// The page's version after the batch, or its last version if the page was deleted.
     pub epoch: Epoch,
-    /// The changes; none where the batch names the page and leaves it as it was.
+    /// The changes; empty if the batch names the page but leaves it unchanged.
     pub changes: Vec<AppliedChange>,
 }
 
-/// A kind of change of a page.
+/// A kind of change to a page.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum AppliedChange {
-    /// The page is new. All its bytes are, so no ranges are told.
+    /// The page was created. No ranges are reported, since all of its bytes are new.
     Created,
-    /// The page is gone.
+    /// The page was deleted.
     Deleted,
-    /// The page is this long now. Bytes beyond its earlier length are zeros unless they were written, too.
+    /// The page has a new length. Bytes beyond its earlier length are zeros, unless the batch wrote them.
     Resized {
-        /// Its length in bytes.
+        /// The new length in bytes.
         len: u64,
     },
-    /// The page lives in this place now.
+    /// The page moved to another place.
     Moved {
-        /// The place that it went to.
+        /// The new place.
         place: Place,
     },
-    /// Bytes were written. The ranges ascend and neither overlap nor touch; of single elements the range is
-    /// told in which they lie.
+    /// Bytes were written. The ranges ascend and neither overlap nor touch. Single elements are reported as
+    /// one range that contains them.
     Written {
-        /// Ranges of the page as it is after the batch.
+        /// Byte ranges of the page as of after the batch.
         ranges: Vec<Range<u64>>,
     },
     /// Entries of the metadata were set or removed.
     Metadata,
 }
 
-/// What a stream tells.
+/// An event of a [`ChangeStream`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ChangeEvent {
     /// A batch was applied.
     Applied(Arc<AppliedBatch>),
-    /// The batch `from`, and those up to the next one that is told, are not told: the caller did not keep up,
-    /// there was no memory for it, or it was a restore, which replaces all pages. Pages must be looked at
-    /// anew.
+    /// Batches were omitted, from `from` up to the next batch that is reported. The caller did not keep up,
+    /// there was no memory to report the batch, or it was a restore, which replaces all pages. Read all pages
+    /// again.
     Lagged {
-        /// The first batch that is not told.
+        /// The first batch that is omitted.
         from: Lsn,
     },
 }
 
-/// A stream of what applied batches change, in their order: each of them, or a [`ChangeEvent::Lagged`] that
-/// says from where on some are left out.
+/// A stream of the changes that applied batches make, in batch order. It reports every batch, or a
+/// [`ChangeEvent::Lagged`] where batches are omitted. Made by [`Store::changes`].
 ///
-/// Made by [`Store::changes`]. As an iterator it waits for the next event, and ends when no more will come.
+/// As an iterator, it waits for the next event, and ends when there will be no more.
 ///
 /// [`Store::changes`]: crate::Store::changes
 pub struct ChangeStream {
@@ -107,7 +108,7 @@ pub struct ChangeStream {
 /// The streams of a store.
 #[derive(Default)]
 pub(crate) struct ChangeFeed {
-    /// How many there are, so that a batch that none is told of costs one load.
+    /// The number of streams, so that a batch costs one load if there are none.
     count: AtomicUsize,
     queues: Mutex<Vec<Arc<ChangeQueue>>>,
 }
@@ -123,7 +124,7 @@ struct QueueState {
     batches: VecDeque<Arc<AppliedBatch>>,
     /// The number of changes in the batches.
     count: usize,
-    /// The first batch that was left out, until the caller has heard of it.
+    /// The first batch that was omitted, until the caller has received notice of it.
     lagged: Option<Lsn>,
     is_over: bool,
 }
@@ -137,13 +138,13 @@ pub(super) struct WrittenRanges {
 }
 
 impl WrittenRanges {
-    /// Notes one operation of the batch.
+    /// Records one operation of the batch.
     pub fn note(&mut self, op: &Op<'_>) {
         let Some(page) = op.page() else { return };
         let noted = match (op, op.range()) {
             (_, Some((_, 0))) => Ok(()),
             (_, Some((offset, len))) => push(self.ranges.entry(page).or_default(), offset..offset + len),
-            // A page that is cut and extended again may be as long as before, with other bytes.
+            // A page that is truncated and extended again may have its old length, but other bytes.
             (Op::Resize { len, .. }, _) => push(self.ranges.entry(page).or_default(), *len..u64::MAX),
             (Op::SetMetadata { .. } | Op::RemoveMetadata { .. }, _) => push(&mut self.metadata, page),
             _ => Ok(()),
@@ -151,13 +152,13 @@ impl WrittenRanges {
         self.no_memory |= noted.is_err();
     }
 
-    /// The ranges of a page that has this length after the batch.
+    /// Returns the ranges written to a page that has this length after the batch.
     fn of(&mut self, page: PageId, len: u64) -> Result<Vec<Range<u64>>> {
         let mut written = self.ranges.remove(&page).unwrap_or_default();
         written.sort_unstable_by_key(|range| range.start);
         let mut merged: Vec<Range<u64>> = Vec::new();
         for range in written {
-            // Another operation may have cut the page.
+            // Another operation may have truncated the page.
             let range = range.start..range.end.min(len);
             match merged.last_mut().filter(|last| range.start <= last.end) {
                 Some(last) => last.end = last.end.max(range.end),
@@ -170,8 +171,8 @@ impl WrittenRanges {
 }
 
 impl AppliedBatch {
-    /// What a batch changes of the pages of a table, in which it is not installed yet. An error is the batch
-    /// of which there is no memory to tell.
+    /// Collects the changes of a batch to the pages of a table in which it is not installed yet. If there is
+    /// no memory for them, the error is the batch's number.
     pub(super) fn of(changes: &Changes, before: &PageTable, mut written: WrittenRanges) -> Result<Self, Lsn> {
         Self::try_of(changes, before, &mut written).ok().filter(|_| !written.no_memory).ok_or(changes.lsn)
     }
@@ -188,7 +189,7 @@ impl AppliedBatch {
         Ok(Self { lsn: changes.lsn, pages, root_changed: changes.root.is_some() })
     }
 
-    /// The number of changes that it takes of a queue.
+    /// Returns how many changes the batch counts as in a queue.
     fn count(&self) -> usize {
         let ranges = |change: &AppliedChange| match change {
             AppliedChange::Written { ranges } => ranges.len(),
@@ -200,7 +201,7 @@ impl AppliedBatch {
 }
 
 impl AppliedPage {
-    /// What becomes of a page; `None` if it came and went in the same batch.
+    /// Returns the changes to a page, or `None` if the same batch creates and deletes it.
     fn of(
         page: PageId,
         before: Option<&PageInfo>,
@@ -240,13 +241,13 @@ impl AppliedPage {
 }
 
 impl ChangeFeed {
-    /// Whether there is any stream.
+    /// Returns whether there is any stream.
     pub fn is_watched(&self) -> bool {
-        // Relaxed: a stream is added by a turn of the applier, the thread that asks.
+        // Relaxed, because a stream is added by a turn of the applier, which is the calling thread.
         self.count.load(Ordering::Relaxed) > 0
     }
 
-    /// Adds a stream, on the applier's thread: it is told of every batch after this turn.
+    /// Adds a stream, on the applier's thread. It reports every batch after this turn.
     fn add(&self, queue: Arc<ChangeQueue>) {
         let mut queues = self.queues.lock();
         queues.push(queue);
@@ -259,13 +260,13 @@ impl ChangeFeed {
         self.count.store(queues.len(), Ordering::Relaxed);
     }
 
-    /// Tells all streams of a batch, or that it is left out.
+    /// Reports a batch to all streams, or that it is omitted.
     pub fn tell(&self, told: Result<AppliedBatch, Lsn>) {
         let told = told.map(Arc::new);
         self.queues.lock().iter().for_each(|queue| queue.push(&told));
     }
 
-    /// Says that no more batches will be applied.
+    /// Ends all streams: no more batches will be applied.
     pub fn end(&self) {
         let queues = {
             let mut queues = self.queues.lock();
@@ -283,7 +284,7 @@ impl ChangeQueue {
     fn push(&self, told: &Result<Arc<AppliedBatch>, Lsn>) {
         let mut state = self.state.lock();
         match told {
-            // After a gap the caller hears of it first: an event that came before would hide it.
+            // The caller receives notice of a gap before any later event, which would hide the gap.
             _ if state.lagged.is_some() => return,
             Ok(batch) if state.count + batch.count() <= QUEUED_MAX => {
                 state.count += batch.count();
@@ -296,7 +297,7 @@ impl ChangeQueue {
         self.more.notify_one();
     }
 
-    /// The next event; `None` if none came until then. `Err` says that none will.
+    /// Returns the next event, or `None` if there is none by `until`. `Err` means that there will be no more.
     fn next(&self, until: Option<Instant>) -> Result<Option<ChangeEvent>, ()> {
         let mut state = self.state.lock();
         loop {
@@ -313,7 +314,7 @@ impl ChangeQueue {
             match until {
                 None => self.more.wait(&mut state),
                 Some(until) => {
-                    // A last look: the event may have come just as the time was over.
+                    // Checked again, because the event may have arrived just as the time expired.
                     if self.more.wait_until(&mut state, until).timed_out()
                         && state.batches.is_empty()
                         && state.lagged.is_none()
@@ -328,7 +329,7 @@ impl ChangeQueue {
 }
 
 impl ChangeStream {
-    /// Begins a stream with the batch after those that are handed to the applier so far.
+    /// Begins a stream after the batches handed to the applier so far.
     pub(crate) fn begin(applier: &Arc<Applier>) -> Result<Self> {
         let queue = Arc::new(ChangeQueue::default());
         let (added, feed) = (queue.clone(), applier.changes().clone());
@@ -340,19 +341,20 @@ impl ChangeStream {
         Ok(Self { feed: ForkGuard::new((applier.clone(), queue)), begin })
     }
 
-    /// The batch after which the stream begins: all later ones are told.
+    /// Returns the batch after which the stream begins.
     #[must_use]
     pub fn begin_lsn(&self) -> Lsn {
         self.begin
     }
 
-    /// The next event; `None` if none comes within `timeout`. With a timeout of zero it waits for nothing.
+    /// Returns the next event, or `None` if there is none within `timeout`. With a timeout of zero, it never
+    /// waits.
     ///
     /// # Errors
-    /// [`Error::Closed`] or [`Error::Poisoned`] once no more events will come; [`Error::Forked`].
+    /// [`Error::Closed`] or [`Error::Poisoned`] once there will be no more events; [`Error::Forked`].
     pub fn next_timeout(&mut self, timeout: Duration) -> Result<Option<ChangeEvent>> {
         let (applier, queue) = self.feed.check()?;
-        // A time that the clock cannot tell is for ever.
+        // A deadline that the clock cannot represent never arrives.
         let until = Instant::now().checked_add(timeout);
         queue.next(until).or_else(|()| applier.poison.check().and(Err(Error::Closed)))
     }
@@ -392,7 +394,7 @@ mod tests {
         Ok(AppliedBatch { lsn: Lsn(lsn), pages: vec![page], root_changed: false })
     }
 
-    /// The events of a queue as far as there are any: a batch's number, or that of a gap below 0.
+    /// Returns up to `count` events of a queue: the number of a batch, or the negated number of a gap.
     fn events(queue: &ChangeQueue, count: usize) -> Vec<i64> {
         let number = |event: ChangeEvent| match event {
             ChangeEvent::Applied(batch) => batch.lsn.0 as i64,
@@ -402,8 +404,8 @@ mod tests {
         std::iter::from_fn(next).take(count).collect()
     }
 
-    /// A gap is told where it is: after the batches before it, and before the batches after it. Nothing that
-    /// comes before the caller has heard of it is told.
+    /// A gap is reported in its place: after the batches before it, and before those after it. Batches that
+    /// arrive before the caller has received notice are omitted too.
     #[test]
     fn a_gap_is_told_in_its_place_and_once() {
         let (feed, queue) = (ChangeFeed::default(), Arc::new(ChangeQueue::default()));
@@ -419,7 +421,7 @@ mod tests {
         feed.tell(Err(Lsn(6)));
         assert_eq!(events(&queue, 9), [5, -6]);
         assert_eq!(queue.state.lock().count, 0);
-        // As full as may be, and one more.
+        // Exactly full, and one more.
         feed.tell(batch(7, QUEUED_MAX - 2));
         feed.tell(batch(8, 0));
         assert_eq!(events(&queue, 9), [7, -8]);

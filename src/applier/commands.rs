@@ -1,6 +1,6 @@
-//! From a batch's operations to a device's commands.
+//! Translates a batch's operations to a device's commands.
 //!
-//! Only operations on bytes become commands. The effect of an operation on the table is the format crate's.
+//! Only operations on bytes become commands. The format crate defines what an operation does to the table.
 
 use std::collections::BTreeMap;
 
@@ -14,33 +14,33 @@ use crate::error::Result;
 use crate::memory::arena::PageMemory;
 use crate::memory::staging::{StagingBuf, StagingPool};
 
-/// A command list under construction. Pieces of consecutive operations become one command, so that a
+/// A command list under construction. The pieces of consecutive operations become one command, so that a
 /// device can apply many deltas in one launch.
 #[derive(Default)]
 pub(crate) struct ListBuilder {
     list: CommandList,
-    /// Staging aside for operations of the payload that is handed over next.
+    /// Staging for the asides of the next payload's operations.
     asides: Vec<StagingBuf>,
     payload_bytes: usize,
-    /// The sums of long writes, a proof for each batch that has some.
+    /// The sums of long writes, with one proof for each batch that has any.
     proofs: Vec<ArrivalProof>,
     /// The long writes that the list does not sum yet.
     unsummed: UnsummedWrites,
-    /// The commands that are copies from page memory to page memory.
+    /// The number of commands that copy page memory to page memory.
     copies: usize,
 }
 
-/// The place of a batch's payload in a list's staging.
+/// The location of a batch's payload in a list's staging.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PayloadAt {
-    /// Index into the list's staging.
+    /// The index in the list's staging.
     pub index: usize,
-    /// The payload's first byte in that staging.
+    /// The offset of the payload's first byte in that staging.
     pub offset: usize,
 }
 
-/// Memory for the list of a batch with many operations. It is taken before the batch is logged: after that, a
-/// refusal would come too late. A list of fewer operations asks for short memory only.
+/// Memory for the list of a batch with many operations. It is allocated before the batch is logged, since a
+/// refusal afterwards would come too late. A list of fewer operations needs only short allocations.
 #[derive(Default)]
 pub(crate) struct ListRoom {
     commands: Vec<Command>,
@@ -48,17 +48,18 @@ pub(crate) struct ListRoom {
     asides: Vec<StagingBuf>,
 }
 
-/// Operations of a batch that needs no room of its own, and commands of a list that takes no further batch.
+/// The most operations of a batch that needs no memory of its own, and the commands at which a list takes no
+/// further batch.
 const SHORT_LIST: usize = 128;
-/// Copies between pages after which a list is submitted, though its batch has more of them: the device copies
-/// while the host prepares the next.
+/// Copies between pages after which a list is submitted, even if its batch has more of them: the device
+/// copies while the host prepares the next list.
 const COPIES_MAX: usize = if cfg!(shuttle) { 1 } else { 4096 };
-/// Stagings of a list that takes no further batch.
+/// Stagings at which a list takes no further batch.
 const STAGINGS_MAX: usize = 1024;
 
 impl ListRoom {
-    /// Room for what these operations may become: a copy for a cut, a copy to a relocation or to new memory,
-    /// zeros or a delta, and its sum.
+    /// Allocates memory for the most commands that these operations can become: a copy for a cut, a copy to a
+    /// relocation or to new memory, zeros or a delta, and its sum.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -74,18 +75,18 @@ impl ListRoom {
         Ok(room)
     }
 
-    /// Whether the batch needs no room of its own.
+    /// Returns whether the batch needs no memory of its own.
     pub fn is_empty(&self) -> bool {
         self.commands.capacity() == 0
     }
 }
 
-/// How many of these operations are proven where they arrive.
+/// Returns how many of these operations are proven on arrival.
 fn proven_count(ops: &[OpAt<'_>]) -> usize {
     ops.iter().filter(|at| is_proven(&at.op)).count()
 }
 
-/// Whether the operation's bytes lie in the payload in a form that a device cannot read.
+/// Returns whether the payload holds the operation's bytes in a form that a device cannot read.
 pub(crate) fn needs_aside(op: &Op<'_>) -> bool {
     match op {
         Op::Scatter { indices, .. } => indices.is_gap_coded() && !indices.is_empty(),
@@ -94,16 +95,16 @@ pub(crate) fn needs_aside(op: &Op<'_>) -> bool {
     }
 }
 
-/// Whether the applier takes nothing but the payload for these operations, unless they give pages memory or
-/// change leased ones.
+/// Returns whether the applier needs only the payload for these operations, unless they allocate page memory
+/// or change leased pages.
 pub(crate) fn is_payload_enough(ops: &[OpAt<'_>], crosses_bus: bool) -> bool {
     let takes_more = |op: &Op<'_>| needs_aside(op) || (crosses_bus && is_proven(op));
     ops.len() <= SHORT_LIST && !ops.iter().any(|at| takes_more(&at.op))
 }
 
-/// Stages the operation's bytes as a device reads them, if the payload does not hold them like that. The
-/// log's gaps between indices become indices of four bytes; the elements follow. The bytes of an image are
-/// those of its page in `whole`.
+/// Stages the operation's bytes in the form that a device reads, if the payload holds another form. Gap-coded
+/// indices become indices of four bytes, followed by the elements. The bytes of an image are those of its
+/// page in `whole`.
 ///
 /// # Errors
 /// `OutOfMemory`, a device error.
@@ -132,21 +133,21 @@ pub(crate) fn stage_aside(
 }
 
 impl ListBuilder {
-    /// Whether the list has room for another batch, which brought this.
+    /// Returns whether the list can take another batch, which brought this room.
     pub fn has_room(&self, room: &ListRoom) -> bool {
         let is_short = self.list.commands.len() + self.unsummed.len() <= SHORT_LIST
             && self.list.staging.len() <= STAGINGS_MAX;
         room.is_empty() && is_short
     }
 
-    /// Begins an empty list in memory that a batch brought.
+    /// Begins an empty list in the memory that a batch brought.
     pub fn begin_in(&mut self, room: ListRoom) {
         assert!(self.is_empty());
         let ListRoom { commands, staging, asides } = room;
         *self = Self { list: CommandList { commands, staging }, asides, ..Self::default() };
     }
 
-    /// Makes room for a delta for each of these operations, and its sum.
+    /// Allocates room for a delta for each of these operations, and its sum.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -156,8 +157,8 @@ impl ListBuilder {
         make_room(&mut self.list.staging, self.asides.capacity() + 1)
     }
 
-    /// Adds the operations of the same payload that another builder has, after its own. Neither has handed a
-    /// payload over.
+    /// Appends the operations of another builder for the same payload. Neither builder may have taken a
+    /// payload yet.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -173,11 +174,11 @@ impl ListBuilder {
         let before = self.asides.len();
         self.list.commands.extend(list.commands.into_iter().map(|mut command| {
             match &mut command {
-                // Nothing is moved, and hundreds of thousands of pieces need not be looked at.
+                // No index changes, so hundreds of thousands of pieces need not be visited.
                 _ if before == 0 => {}
                 Command::Apply { pieces } => {
                     for piece in pieces {
-                        // 0 is the payload, which both share.
+                        // Index 0 is the payload, which both share.
                         if let Payload::Staging { index: index @ 1.., .. } = &mut piece.payload {
                             *index += before;
                         }
@@ -194,19 +195,19 @@ impl ListBuilder {
         Ok(())
     }
 
-    /// The index of the staging that is handed over next. Operations name it by this index.
+    /// Returns the index of the staging that is handed over next. Operations refer to it by this index.
     pub fn payload_index(&self) -> usize {
         self.list.staging.len()
     }
 
-    /// Takes the sums of the long writes among the operations that follow, up to the next payload.
+    /// Takes the sums of the long writes among the following operations, up to the next payload.
     pub fn prove(&mut self, sums: ArrivalSums) {
         self.asides.push(sums.staging);
         let index = self.payload_index() + self.asides.len();
         self.proofs.push(ArrivalProof::new(index, sums.sums));
     }
 
-    /// Hands over the staging of a payload, or of several, once their operations are added.
+    /// Takes the staging of a payload, after the operations of one or more batches in it were added.
     pub fn payload(&mut self, payload: StagingBuf) {
         for staged in std::iter::once(payload).chain(self.asides.drain(..)) {
             self.payload_bytes += staged.len();
@@ -214,23 +215,24 @@ impl ListBuilder {
         }
     }
 
-    /// The number of bytes in all payloads handed over.
+    /// Returns the number of bytes in all payloads taken.
     pub fn payload_bytes(&self) -> usize {
         self.payload_bytes
     }
 
-    /// Whether there is nothing to do and nothing to give back.
+    /// Returns whether there are no commands and no staging.
     pub fn is_empty(&self) -> bool {
         self.list.commands.is_empty() && self.list.staging.is_empty() && self.asides.is_empty()
     }
 
-    /// Takes the commands so far as a list of their own, once they are many copies and nothing else, neither
-    /// of which needs staging. `None`, too, where there is no memory for that: then they stay.
+    /// Takes the commands so far as a separate list, once they are many copies and nothing else; copies need
+    /// no staging. Returns `None` if that is not the case, or if there is no memory for the list; the
+    /// commands then stay.
     pub fn take_copies(&mut self) -> Option<CommandList> {
         let commands = &mut self.list.commands;
         let is_due =
             self.copies >= COPIES_MAX && self.copies == commands.len() && self.list.staging.is_empty();
-        // Copied out: the room is for the commands that follow.
+        // The commands are moved out, so that their room remains for the following commands.
         let mut taken = Vec::new();
         if !is_due || taken.try_reserve_exact(commands.len()).is_err() {
             return None;
@@ -240,15 +242,15 @@ impl ListBuilder {
         Some(CommandList { commands: taken, staging: Vec::new() })
     }
 
-    /// Takes the list, and the sums that it brings back. The builder is empty again.
+    /// Takes the list, and the sums that it returns. The builder is then empty.
     pub fn take(&mut self) -> (CommandList, Vec<ArrivalProof>) {
         self.sum_writes();
         let Self { list, proofs, .. } = std::mem::take(self);
         (list, proofs)
     }
 
-    /// Adds the operation's change to the bytes of its page; adds nothing if the operation is not about
-    /// bytes. The operation lies in `payload`; `aside` is what [`stage_aside`] made of it.
+    /// Adds the operation's change to the bytes of its page, if it changes any. The operation is in
+    /// `payload`; `aside` is the result of [`stage_aside`].
     pub fn data(
         &mut self,
         at: &OpAt<'_>,
@@ -286,8 +288,8 @@ impl ListBuilder {
             _ => return,
         };
         let piece = Piece { target, payload: staged, kind };
-        // Of the payload that is handed over next: the sums of an earlier one come back in staging that the
-        // list has already.
+        // Only a proof of the next payload: the sums of an earlier one are returned in staging that the list
+        // already has.
         let handed_over = self.list.staging.len();
         let proof = self.proofs.last_mut().filter(|proof| proof.index() >= handed_over && is_proven(&at.op));
         let sum = proof.map(ArrivalProof::next_sum);
@@ -295,26 +297,27 @@ impl ListBuilder {
         self.piece(piece);
         if let Some(sum) = sum {
             let is_due = self.unsummed.push(target, sum);
-            // A caller's memory may be lent again, under another name.
+            // A caller's memory may be lent again, under another id.
             if is_due || memory.is_lent() {
                 self.sum_writes();
             }
         }
     }
 
-    /// Has long writes summed whose bytes the next command changes: a sum is of its own write.
+    /// Adds the sums of all long writes if the next command changes bytes of one: each sum must be of its own
+    /// write.
     fn sum_before(&mut self, target: Span) {
         if self.unsummed.any_in(target) {
             self.sum_writes();
         }
     }
 
-    /// Has all long writes summed that are not yet.
+    /// Adds the sums of all long writes that are not summed yet.
     fn sum_writes(&mut self) {
         self.list.commands.extend(self.unsummed.commands());
     }
 
-    /// Adds zeroing a range.
+    /// Adds a command that zeroes a range.
     pub fn zero(&mut self, target: Span) {
         if target.len > 0 {
             self.sum_before(target);
@@ -322,7 +325,7 @@ impl ListBuilder {
         }
     }
 
-    /// As [`zero`](Self::zero), for a list that no batch made room for.
+    /// Like [`zero`](Self::zero), for a list for which no batch allocated room.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -342,7 +345,8 @@ impl ListBuilder {
     }
 
     fn piece(&mut self, piece: Piece) {
-        // Where memory is refused for more pieces, they go on in another command: the batch is logged.
+        // If memory for another piece is refused, the piece starts a new command: the batch is logged, so
+        // this must not fail.
         if let Some(Command::Apply { pieces }) = self.list.commands.last_mut()
             && pieces.try_reserve(1).is_ok()
         {

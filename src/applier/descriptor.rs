@@ -1,28 +1,30 @@
-//! Descriptions of pages' memory, for transports that register it.
+//! Descriptions of page memory, for transports that register it.
 
 use remanent_format::{Epoch, PageId, PageInfo, Place, StoreId};
 
 use crate::device::{Device, MemoryId};
 use crate::error::{Error, Result};
 
-/// The kind of memory that a page's bytes lie in, by the words that transports have for it.
+/// The kind of memory that holds a page's bytes, in the terms of transports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum MemoryKind {
-    /// Memory of a GPU.
+    /// GPU memory.
     Device,
-    /// Memory of the host that is registered with the GPU's driver, and so stays in physical memory.
+    /// Host memory that is registered with the GPU's driver, and therefore page-locked.
     Pinned,
-    /// Ordinary memory of the host.
+    /// Ordinary host memory.
     Host,
     /// Memory that host and GPU share by page faults.
     Unified,
 }
 
-/// Where a page's bytes lie in this process, for a transport that is to read them there: NIXL, UCX, verbs.
+/// The location of a page's bytes in this process, for a transport that reads them there, such as NIXL, UCX
+/// or verbs.
 ///
-/// The address holds as long as the [`Lease`](crate::Lease) or [`Pin`](crate::Pin) that it is of: end the
-/// registration first. Transports only read: what they wrote would not be logged.
+/// The address is valid for the lifetime of the [`Lease`](crate::Lease) or [`Pin`](crate::Pin) that made this
+/// description: end the registration first. Transports may only read, because their writes would not be
+/// logged.
 ///
 /// ```no_run
 /// # fn register(address: u64, len: u64, gpu: Option<u32>) {}
@@ -38,19 +40,19 @@ pub enum MemoryKind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoryDescriptor {
-    /// The address of the first byte. A GPU's kernels and this process's transports use the same one.
+    /// The address of the first byte, both for GPU kernels and for transports of this process.
     pub address: u64,
     /// The page's length in bytes.
     pub len: u64,
     /// The kind of memory.
     pub kind: MemoryKind,
-    /// The GPU that the memory is of, or is registered with, by its CUDA ordinal in this process.
+    /// The CUDA ordinal, in this process, of the GPU that owns the memory or with which it is registered.
     pub gpu: Option<u32>,
     /// The id of the store.
     pub store: StoreId,
     /// The id of the page.
     pub page: PageId,
-    /// The version of a leased page, and of a pinned one the version that it had when it was pinned.
+    /// The version of a leased page; for a pinned page, its version when it was pinned.
     pub epoch: Epoch,
 }
 
@@ -58,7 +60,7 @@ impl MemoryDescriptor {
     /// Describes a page's memory.
     ///
     /// # Errors
-    /// `PlaceUnavailable` where the memory has no address that lasts, as that of a device of the host alone.
+    /// `PlaceUnavailable` if the memory has no permanent address, as on a host-only device.
     pub(crate) fn of(device: &dyn Device, memory: MemoryId, store: StoreId, info: &PageInfo) -> Result<Self> {
         let kind = match info.place {
             Place::Device(_) => MemoryKind::Device,
@@ -77,8 +79,8 @@ impl MemoryDescriptor {
         Ok(Self { address, len, kind, gpu: device.gpu_of(memory), store, page, epoch })
     }
 
-    /// The description as a JSON object, for another process or language. Numbers are decimal, the store's id
-    /// is its text.
+    /// Returns the description as a JSON object, for another process or language. Numbers are decimal; the
+    /// store's id is a string.
     #[must_use]
     pub fn to_json(&self) -> String {
         let Self { address, len, kind, gpu, store, page, epoch } = self;

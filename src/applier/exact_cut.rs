@@ -1,5 +1,4 @@
-//! The exact cut: pages stay as they were after one batch, for a snapshot to gather, while later batches go
-//! on.
+//! The exact cut: keeps pages as of one batch for a snapshot to gather, while later batches continue.
 //!
 //! Nothing is copied at the moment of the cut. Just before a batch changes a page that is not gathered yet,
 //! the page is copied aside on the device. A page that is deleted or moved leaves its memory to the cut. If
@@ -16,28 +15,28 @@ use crate::error::{Error, Result};
 use crate::images::disk_pages::DiskPage;
 use crate::memory::arena::{Arena, PageMemory, Purpose};
 
-/// Pages as they were after one batch.
+/// Pages as of one batch.
 pub(crate) struct ExactCut {
     /// Pages that have not changed since the cut.
     untouched: BTreeSet<PageId>,
     /// Pages that have changed since, as they were at the cut.
     aside: BTreeMap<PageId, (PageInfo, PageMemory)>,
-    /// The same, of pages on disk.
+    /// The same, for pages on disk.
     on_disk: BTreeMap<PageId, (PageInfo, DiskPage)>,
-    /// Copies in use by a list that is not submitted yet.
+    /// Copies that a list uses which is not submitted yet.
     used: Vec<PageMemory>,
-    /// Why not all pages could be kept.
+    /// Why some page could not be kept.
     failed: Option<Error>,
 }
 
 impl ExactCut {
-    /// Keeps these pages as they are now.
+    /// Keeps these pages in their current state.
     pub fn new(pages: impl IntoIterator<Item = PageId>) -> Self {
         let untouched = set_of(pages);
         Self { untouched, aside: BTreeMap::new(), on_disk: BTreeMap::new(), used: Vec::new(), failed: None }
     }
 
-    /// Keeps a page that is about to be changed where it lies.
+    /// Keeps a page that is about to be changed in place.
     pub fn before_change(
         &mut self,
         info: &PageInfo,
@@ -56,13 +55,13 @@ impl ExactCut {
             Err(error) => {
                 tracing::warn!(%error, page = %info.page, "no room to keep a page for an exact snapshot");
                 self.failed = Some(error);
-                // The snapshot fails anyway: keeping more pages would only take memory.
+                // The snapshot fails anyway, so keeping more pages would only waste memory.
                 self.untouched.clear();
             }
         }
     }
 
-    /// Keeps the memory that a page is about to give up. The memory comes back if the page need not be kept.
+    /// Keeps the memory that a page is about to leave. Returns the memory if the page need not be kept.
     pub fn before_removal(&mut self, info: &PageInfo, memory: PageMemory) -> Option<PageMemory> {
         if !self.untouched.remove(&info.page) {
             return Some(memory);
@@ -71,18 +70,18 @@ impl ExactCut {
         None
     }
 
-    /// Keeps a page on disk that is about to be changed, or to go.
+    /// Keeps a page on disk that is about to be changed or removed.
     pub fn before_change_on_disk(&mut self, info: &PageInfo, page: &DiskPage) {
         if self.untouched.remove(&info.page) {
             self.on_disk.insert(info.page, (info.clone(), page.clone()));
         }
     }
 
-    /// Takes a page on disk that is gathered now, as it was at the cut; `None` if it has not changed since,
+    /// Takes a page on disk for gathering, as it was at the cut. Returns `None` if it has not changed since,
     /// or was not on disk then.
     ///
     /// # Errors
-    /// The error that kept some page from being kept.
+    /// The error that prevented some page from being kept.
     pub fn take_on_disk(&mut self, page: PageId) -> Result<Option<(PageInfo, DiskPage)>> {
         match &self.failed {
             Some(error) => Err(error.clone()),
@@ -90,11 +89,11 @@ impl ExactCut {
         }
     }
 
-    /// Takes a page that is gathered now: as it was at the cut, or `None` if it has not changed since. The
-    /// cut does not keep it any longer.
+    /// Takes a page for gathering, as it was at the cut. Returns `None` if it has not changed since. The cut
+    /// no longer keeps the page.
     ///
     /// # Errors
-    /// The error that kept some page from being kept.
+    /// The error that prevented some page from being kept.
     pub fn take(&mut self, page: PageId) -> Result<Option<(PageInfo, &PageMemory)>> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
@@ -108,10 +107,10 @@ impl ExactCut {
         Ok(self.used.last().map(|memory| (info, memory)))
     }
 
-    /// As [`take`](Self::take), for a page that is gathered later.
+    /// Like [`take`](Self::take), for a page that is gathered later: the cut still keeps it.
     ///
     /// # Errors
-    /// As for `take`.
+    /// Same as `take`.
     pub fn look(&self, page: PageId) -> Result<Option<(PageInfo, &PageMemory)>> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
@@ -119,14 +118,14 @@ impl ExactCut {
         Ok(self.aside.get(&page).map(|(info, memory)| (info.clone(), memory)))
     }
 
-    /// Gives back the copies that were taken; their last use ends with this fence.
+    /// Frees the copies that were taken. Their last use ends with this fence.
     pub fn retire_used(&mut self, arena: &Arena, fence: Fence) {
         for memory in self.used.drain(..) {
             arena.retire(memory, fence);
         }
     }
 
-    /// Gives back all copies. No use of them comes after this fence.
+    /// Frees all copies. None of them is used after this fence.
     pub fn retire(mut self, arena: &Arena, fence: Fence) {
         self.retire_used(arena, fence);
         for (_, (_, memory)) in self.aside {

@@ -1,5 +1,5 @@
-//! New memory of a batch that holds its page's bytes before the batch is logged. The applier leaves it as it
-//! is. A crash loses all memory, and replay fills it anew.
+//! New memory of a batch that already holds its page's bytes before the batch is logged. The applier leaves
+//! it unchanged. A crash loses all memory, and replay fills it again.
 
 use remanent_format::PageId;
 
@@ -7,17 +7,18 @@ use crate::base::allocation::push;
 use crate::device::MemoryId;
 use crate::error::Result;
 
-/// The memory of a batch that is filled, by page. A page may get several in one batch, of which some are.
+/// The filled memory of a batch, by page. A page may get several pieces of memory in one batch, of which some
+/// are filled.
 #[derive(Debug, Default)]
 pub(crate) struct FilledMemory {
-    /// Those with the bytes that an image of the batch gives the page, in ascending order.
+    /// Memory with the bytes of the batch's image of the page, in ascending order.
     images: Vec<(PageId, MemoryId)>,
-    /// Those with the bytes that the page has before the batch, in ascending order.
+    /// Memory with the page's bytes as of before the batch, in ascending order.
     moved: Vec<(PageId, MemoryId)>,
 }
 
 impl FilledMemory {
-    /// Memory that holds an image's bytes.
+    /// Adds memory that holds an image's bytes.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -25,7 +26,7 @@ impl FilledMemory {
         add(&mut self.images, memory)
     }
 
-    /// Memory that holds a page's bytes as they are before the batch.
+    /// Adds memory that holds a page's bytes as of before the batch.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -33,18 +34,18 @@ impl FilledMemory {
         add(&mut self.moved, memory)
     }
 
-    /// Whether memory that goes to a page holds the bytes that the page is to have.
+    /// Returns whether new memory of a page already holds the bytes that the page is to have.
     pub fn has(&self, page: PageId, memory: MemoryId) -> bool {
         self.has_image(page, memory) || self.moved.binary_search(&(page, memory)).is_ok()
     }
 
-    /// Whether the page's memory holds the bytes that the batch's image gives the page.
+    /// Returns whether the page's memory holds the bytes of the batch's image of the page.
     pub fn has_image(&self, page: PageId, memory: MemoryId) -> bool {
         self.images.binary_search(&(page, memory)).is_ok()
     }
 
-    /// Whether some memory holds the bytes that the batch's image gives the page. A batch has one image of a
-    /// page at most.
+    /// Returns whether any memory holds the bytes of the batch's image of the page. A batch has at most one
+    /// image of a page.
     pub fn has_image_of(&self, page: PageId) -> bool {
         let at = self.images.partition_point(|(of, _)| *of < page);
         self.images.get(at).is_some_and(|(of, _)| *of == page)

@@ -1,7 +1,7 @@
-//! The way of a page's memory to the caller that released the page.
+//! Passes a page's memory to the caller that released the page.
 //!
-//! The applier leaves it here when the batch that deletes the page is in the lane. A caller that does not
-//! come for it says so, and it goes back to the arena. A crash loses all memory.
+//! The applier leaves the memory here when the batch that deletes the page is in the lane. If the caller no
+//! longer waits for it, the memory returns to the arena. A crash loses all memory.
 
 use remanent_format::PageId;
 
@@ -9,7 +9,7 @@ use crate::base::sync::Mutex;
 use crate::device::Fence;
 use crate::memory::arena::PageMemory;
 
-/// A place for the memory of one page, which a batch deletes.
+/// The receiver for the memory of one page, which a batch deletes.
 #[derive(Debug)]
 pub(crate) struct Handover {
     pub page: PageId,
@@ -18,21 +18,22 @@ pub(crate) struct Handover {
 
 #[derive(Debug)]
 enum HandoverState {
-    /// The applier has not come to the batch.
+    /// The applier has not reached the batch.
     Waiting,
     /// The memory, and the fence of its last use.
     Given(PageMemory, Fence),
-    /// No caller waits for it, or it was taken.
+    /// No caller waits for the memory, or it was taken.
     Over,
 }
 
 impl Handover {
-    /// A place for the memory of this page.
+    /// Makes a receiver for the memory of this page.
     pub fn new(page: PageId) -> Self {
         Self { page, state: Mutex::new(HandoverState::Waiting) }
     }
 
-    /// Leaves the memory, whose last use ends with the fence. It comes back if no caller waits for it.
+    /// Leaves the memory, whose last use ends with the fence. Returns it as an error if no caller waits for
+    /// it.
     pub fn give(&self, memory: PageMemory, fence: Fence) -> Result<(), PageMemory> {
         let mut state = self.state.lock();
         match *state {
@@ -44,7 +45,7 @@ impl Handover {
         }
     }
 
-    /// Takes the memory, if it is there. After this none is left here any more.
+    /// Takes the memory, if it is available. No memory can be left here afterwards.
     pub fn take(&self) -> Option<(PageMemory, Fence)> {
         match std::mem::replace(&mut *self.state.lock(), HandoverState::Over) {
             HandoverState::Given(memory, fence) => Some((memory, fence)),

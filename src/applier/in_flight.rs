@@ -1,8 +1,8 @@
-//! Lists that are under way, and batches of which nothing is told yet.
+//! Lists in flight, and batches that are not reported yet.
 //!
-//! The thread submits list after list, and does not wait for what it need not. A list that brings long writes
-//! is proven when it is done (I12). Until then neither its batches nor any after them are told as applied,
-//! and no turn runs.
+//! The thread submits list after list, and waits only when it must. A list with long writes is proven when it
+//! is done (I12). Until then, neither its batches nor any later ones are reported as applied, and no turn
+//! runs.
 
 use std::collections::VecDeque;
 
@@ -13,7 +13,7 @@ use super::changes::AppliedBatch;
 use crate::device::{Device, Pending, Staging};
 use crate::error::Result;
 
-/// Lists under way, and what is to be told of them, both in the order of the lane.
+/// Lists in flight, and the batches to report, both in the order of the lane.
 #[derive(Default)]
 pub(super) struct InFlight {
     lists: VecDeque<SubmittedList>,
@@ -22,48 +22,48 @@ pub(super) struct InFlight {
 
 struct SubmittedList {
     pending: Pending,
-    /// The sums of its long writes.
+    /// The sums of the list's long writes.
     proofs: Vec<ArrivalProof>,
 }
 
 /// Batches that are in the lane.
 pub(super) struct UntoldBatches {
-    /// The newest of them.
+    /// The newest of the batches.
     pub applied: Lsn,
     /// The value of a fence after their lists.
     pub fence: u64,
-    /// What they changed, for streams; the batch alone where there was no memory for that.
+    /// Their changes, for streams; only a batch's number if there was no memory for its changes.
     pub changes: Vec<Result<AppliedBatch, Lsn>>,
 }
 
 impl InFlight {
-    /// Takes a list that was submitted just now.
+    /// Adds a list that was just submitted.
     pub fn push(&mut self, pending: Pending, proofs: Vec<ArrivalProof>) {
         self.lists.push_back(SubmittedList { pending, proofs });
     }
 
-    /// Takes batches whose lists were taken.
+    /// Adds batches whose lists were added.
     pub fn note(&mut self, batches: UntoldBatches) {
         self.untold.push_back(batches);
     }
 
-    /// How many lists are under way.
+    /// Returns how many lists are in flight.
     pub fn len(&self) -> usize {
         self.lists.len()
     }
 
-    /// Whether a list under way is to be proven.
+    /// Returns whether a list in flight remains to be proven.
     pub fn is_unproven(&self) -> bool {
         self.lists.iter().any(|list| !list.proofs.is_empty())
     }
 
-    /// The fence of the oldest list.
+    /// Returns the fence value of the oldest list.
     pub fn oldest(&self) -> Option<u64> {
         self.lists.front().map(|list| list.pending.fence().value)
     }
 
-    /// Waits for the oldest list and proves it. Returns its staging, and whether it holds; `None` if there is
-    /// no list.
+    /// Waits for the oldest list and proves it. Returns its staging and the result of the proof, or `None` if
+    /// there is no list.
     ///
     /// # Errors
     /// A device error.
@@ -74,7 +74,7 @@ impl InFlight {
         Ok(Some((staging, proven)))
     }
 
-    /// The next batches that may be told: no list up to theirs is still to be proven.
+    /// Returns the next batches that may be reported: no list up to theirs remains to be proven.
     pub fn next_told(&mut self) -> Option<UntoldBatches> {
         let unproven = self.lists.iter().find(|list| !list.proofs.is_empty());
         let bound = unproven.map_or(u64::MAX, |list| list.pending.fence().value);

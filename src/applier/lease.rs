@@ -1,7 +1,7 @@
-//! A lease: the right to read a page where it lies, for a while.
+//! Leases: temporary rights to read a page in place.
 //!
-//! A lease shows the page as it was after one batch. Later batches do not wait for the lease, and it does not
-//! see them: the page moves to other memory when the first of them changes it. A crash ends all leases.
+//! A lease shows the page as of one batch. Later batches neither wait for the lease nor show up in it: the
+//! page moves to other memory when the first of them changes it. A crash ends all leases.
 
 use std::marker::PhantomData;
 use std::sync::{Arc, OnceLock};
@@ -15,19 +15,19 @@ use crate::base::sync::Mutex;
 use crate::device::{Device, Fence, MemoryId, PageBytes, RawStream};
 use crate::error::{Error, Result};
 
-/// The right to read a page where it lies: at an address on the device, or as a slice of host memory.
+/// The right to read a page in place: at an address on the device, or as a slice of host memory. Made by
+/// [`Store::lease`].
 ///
-/// The bytes stay what they were when the lease began. Batches that change the page meanwhile are committed
-/// as ever. The first of them moves the page to other memory, and the budget must have room for that. From
-/// then on the lease's address is that of an older version: compare [`Lease::epoch`] with that of
-/// [`Store::page`].
+/// The bytes do not change while the lease is held. Batches that change the page still commit; the first of
+/// them moves the page to other memory, for which the budget must have room. From then on, the lease's
+/// address holds an old version: compare [`Lease::epoch`] with that of [`Store::page`].
 ///
-/// A lease belongs to the value that holds it, not to a thread. Tasks that share a worker thread lease and
-/// commit as they would on threads of their own, and the holder itself may change the page.
+/// A lease belongs to the value that holds it and not to a thread. Tasks that share a worker thread can lease
+/// and commit as if they had separate threads, and the holder of a lease may itself change the page.
 ///
-/// Kernels that read the page run on streams of the caller's that were named to [`Lease::on`]. They never
-/// write to it: their writes would not be logged. The lease ends when it is dropped. Work that is on those
-/// streams by then may still read the page.
+/// Kernels that read the page must run on streams that were passed to [`Lease::on`]. They must not write to
+/// the page, because their writes would not be logged. The lease ends when it is dropped; work that is
+/// already on those streams may still read the page.
 ///
 /// ```
 /// use remanent::{DeviceChoice, Options, Place, Store};
@@ -47,13 +47,14 @@ use crate::error::{Error, Result};
 /// # Ok::<(), remanent::Error>(())
 /// ```
 ///
+/// [`Store::lease`]: crate::Store::lease
 /// [`Store::page`]: crate::Store::page
 pub struct Lease<'s> {
     info: PageInfo,
     lsn: Lsn,
     id: LeaseId,
     memory: MemoryId,
-    /// The page is what the lease shows once this fence has passed.
+    /// The page has the leased version once this fence has passed.
     ready: Fence,
     streams: Mutex<Vec<RawStream>>,
     bytes: OnceLock<Option<PageBytes>>,
@@ -68,7 +69,8 @@ pub struct Lease<'s> {
 }
 
 impl<'s> Lease<'s> {
-    /// Leases a page as it is after every batch handed to the applier so far. The lease has begun already.
+    /// Leases a page as of every batch handed to the applier so far. The lease has already begun in the
+    /// table.
     pub(crate) fn take(
         applier: &Applier,
         leases: &Arc<Leases>,
@@ -103,56 +105,56 @@ impl<'s> Lease<'s> {
         })
     }
 
-    /// The page as it was when the lease began: length, metadata, place.
+    /// Returns the page's information as of the start of the lease: length, metadata, place.
     #[must_use]
     pub fn info(&self) -> &PageInfo {
         &self.info
     }
 
-    /// The version of the page that is leased.
+    /// Returns the leased version of the page.
     #[must_use]
     pub fn epoch(&self) -> Epoch {
         self.info.epoch
     }
 
-    /// The newest batch whose changes the page's bytes include.
+    /// Returns the batch as of which the page was leased.
     #[must_use]
     pub fn lsn(&self) -> Lsn {
         self.lsn
     }
 
-    /// The page's length in bytes.
+    /// Returns the page's length in bytes.
     #[must_use]
     pub fn byte_len(&self) -> u64 {
         self.info.len
     }
 
-    /// The address at which kernels find the page's bytes, once a stream was named to [`Lease::on`]. It stays
-    /// the same as long as the lease. `None` where pages live in memory of the host alone, for a page of
-    /// length 0, and in a forked child.
+    /// Returns the address at which kernels can read the page's bytes, after their stream was passed to
+    /// [`Lease::on`]. The address is constant for the lifetime of the lease. Returns `None` if pages live in
+    /// host memory only, for a page of length 0, and in a forked child.
     #[must_use]
     pub fn address(&self) -> Option<u64> {
         self.opener.check().ok()?;
         self.device.address(self.memory)
     }
 
-    /// Describes the page's memory, for a transport that registers it. Waits until batches that are under way
-    /// are applied: the transport knows no stream.
+    /// Returns a description of the page's memory, for a transport that registers it. Waits until batches in
+    /// flight are applied, because the transport uses no stream.
     ///
     /// # Errors
-    /// [`Error::PlaceUnavailable`] where [`Lease::address`] has none; [`Error::Forked`]; a device error.
+    /// [`Error::PlaceUnavailable`] if [`Lease::address`] returns `None`; [`Error::Forked`]; a device error.
     pub fn descriptor(&self) -> Result<MemoryDescriptor> {
         self.opener.check()?;
         self.device.wait(self.ready)?;
         MemoryDescriptor::of(&*self.device, self.memory, self.store, &self.info)
     }
 
-    /// Lets work that is put on the caller's stream from now on read the page. The stream waits on the device
-    /// for batches that are still under way; the host does not wait. May be called for several streams.
+    /// Permits work that is enqueued on `stream` from now on to read the page. The stream waits on the device
+    /// for batches in flight; the host does not wait. This may be called for several streams.
     ///
     /// # Errors
-    /// [`Error::StreamRefused`] if a graph is being captured from the stream, if it is another device's, or
-    /// if pages live in host memory; [`Error::Forked`]; a device error.
+    /// [`Error::StreamRefused`] if a graph is being captured from the stream, if the stream belongs to
+    /// another device, or if pages live in host memory; [`Error::Forked`]; a device error.
     pub fn on(&self, stream: RawStream) -> Result<&Self> {
         self.opener.check()?;
         let mut streams = self.streams.lock();
@@ -163,12 +165,12 @@ impl<'s> Lease<'s> {
         Ok(self)
     }
 
-    /// The page's bytes, where they lie. Waits until batches that are under way are applied.
+    /// Returns the page's bytes in place. Waits until batches in flight are applied.
     ///
-    /// There is no slice where pages are on a GPU, in whatever place: Rust cannot vouch for a slice that a
-    /// GPU's kernels may write to. The bytes of a page in host memory, pinned or managed, are at the lease's
-    /// address for the host as for the GPU, and stay what they are. A caller that vouches for its own kernels
-    /// reads them there once this method has waited.
+    /// A store on a GPU returns no slice for any place, because Rust cannot guarantee a slice that the GPU's
+    /// kernels may write to. The bytes of a page in pinned or unified memory are then at [`Lease::address`],
+    /// for the host and the GPU alike, and do not change. A caller that can guarantee the behavior of its own
+    /// kernels may read them there once this method has waited.
     ///
     /// # Errors
     /// [`Error::PlaceUnavailable`] if there is no such slice; [`Error::Forked`]; a device error.
@@ -190,19 +192,19 @@ impl<'s> Lease<'s> {
         }
     }
 
-    /// Ends the lease, as dropping it does, and reports whether that went well.
+    /// Ends the lease like a drop, and returns any error.
     ///
     /// # Errors
-    /// [`Error::StreamRefused`] if a graph is being captured from one of its streams now; a device error. The
-    /// page's memory then stays leased until the store is closed. [`Error::Forked`]: the parent's lease goes
-    /// on.
+    /// [`Error::StreamRefused`] if a graph is being captured from one of the lease's streams; a device error.
+    /// In both cases the page's memory stays leased until the store is closed. [`Error::Forked`] in a forked
+    /// child; the parent's lease continues.
     pub fn end(mut self) -> Result<()> {
         self.opener.check()?;
         self.end_now()
     }
 
     fn end_now(&mut self) -> Result<()> {
-        // A lease that is dropped in a forked child is still the parent's.
+        // A lease that is dropped in a forked child still belongs to the parent.
         if std::mem::replace(&mut self.is_over, true) || !self.opener.is_current() {
             return Ok(());
         }

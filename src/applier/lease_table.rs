@@ -1,18 +1,17 @@
-//! Page memory that callers use, and until when.
+//! Page memory that callers use, and when they are done with it.
 //!
-//! Memory that is leased is never written to. A batch that changes a leased page brings memory along, to
-//! which the page is copied first; callers see the page as it was. So no batch ever waits for a lease, and a
-//! batch that finds no room for the copy fails before it is logged.
+//! Leased memory is never written. A batch that changes a leased page brings memory to which the page is
+//! copied first, and callers continue to see the old version. So no batch ever waits for a lease, and a batch
+//! without room for the copy fails before it is logged.
 //!
 //! - A lease begins under the submission lock. Every batch logged before is handed to the applier before the
-//!   lease's own turn, and every later one knows of it.
-//! - A lease ends on the streams it was used on. The lane [`Lane::Callers`] waits for them, and its next
-//!   fence says when they are done. A stream may be as slow as it likes: until that fence has passed the
+//!   lease's own turn, and every later batch knows the lease.
+//! - A lease ends on the streams on which it was used. The lane [`Lane::Callers`] waits for them, and its
+//!   next fence shows when they are done. A stream may be arbitrarily slow: until that fence has passed, the
 //!   memory counts as leased, and no other lane waits.
-//! - A pinned page is never leased, nor a leased one pinned. It keeps its memory, and an operation that would
-//!   give it other memory is refused before it is logged.
-//! - Memory that its page gave up meanwhile is released after the last lease, and after the store's own last
-//!   use of it.
+//! - A pinned page cannot be leased, nor a leased page pinned. It keeps its memory, and an operation that
+//!   would move it to other memory is refused before it is logged.
+//! - Memory that its page has left is freed after the last lease, and after the store's own last use of it.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -31,12 +30,12 @@ pub(crate) struct Leases {
     device: Arc<dyn Device>,
     arena: Arc<Arena>,
     poison: Arc<Poison>,
-    /// The number of leased pages. Batches ask for it without a lock where there are no leases.
+    /// The number of leased pages. Batches read it without a lock if there are no leases.
     leased_pages: AtomicUsize,
     state: Mutex<LeaseState>,
 }
 
-/// The name of a lease among those of its page.
+/// The id of a lease among those of its page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct LeaseId(u64);
 
@@ -44,15 +43,15 @@ pub(crate) struct LeaseId(u64);
 struct LeaseState {
     begun: u64,
     pages: HashMap<PageId, Vec<Record>>,
-    /// Pages that stay where they are, and the number of pins on each.
+    /// Pages that must stay in place, with the number of pins on each.
     pins: HashMap<PageId, usize>,
-    /// Memory that its page gave up while it was leased, and the fence of its last use by the store.
+    /// Memory that its page left while it was leased, and the fence of the store's last use of it.
     given_up: Vec<(PageMemory, Fence)>,
 }
 
 struct Record {
     id: LeaseId,
-    /// The memory that is leased; unknown until the applier has run the lease's turn.
+    /// The leased memory; unknown until the applier has run the lease's turn.
     memory: Option<MemoryId>,
     /// Whether the page has left that memory, so that it may be changed again.
     is_old: bool,
@@ -61,15 +60,15 @@ struct Record {
 }
 
 impl Leases {
-    /// A table without any lease.
+    /// Makes a table without leases.
     pub fn new(device: Arc<dyn Device>, arena: Arc<Arena>, poison: Arc<Poison>) -> Self {
         Self { device, arena, poison, leased_pages: AtomicUsize::new(0), state: Mutex::default() }
     }
 
-    /// Lets later work of a caller's stream run after `fence` has passed.
+    /// Makes later work of a caller's stream wait until `fence` has passed.
     ///
     /// # Errors
-    /// `StreamRefused`; a device error poisons.
+    /// `StreamRefused`; a device error, which poisons the store.
     pub fn signal(&self, stream: RawStream, fence: Fence) -> Result<()> {
         let signalled = self.device.signal_external(stream, fence);
         signalled.map_err(|error| self.poison.set_by_device(error))
@@ -78,14 +77,14 @@ impl Leases {
     /// Begins a lease. The caller holds the submission lock.
     ///
     /// # Errors
-    /// `Leased`: the page is pinned, and could not move when it is changed.
+    /// `Leased` if the page is pinned, since it could not move when it is changed.
     pub fn begin(&self, page: PageId) -> Result<LeaseId> {
         let reached = self.device.reached(Lane::Callers);
         let mut state = self.state.lock();
         if state.pins.contains_key(&page) {
             return Err(Error::Leased { page });
         }
-        // No batch ever looks at a page that is only read, so its ended leases are removed here.
+        // No batch ever checks a page that is only read, so its ended leases are removed here.
         state.remove(page, |record| record.ended.is_some_and(|value| value <= reached));
         state.begun += 1;
         let id = LeaseId(state.begun);
@@ -99,7 +98,7 @@ impl Leases {
     /// submission lock.
     ///
     /// # Errors
-    /// `Leased`: the page would move when it is changed.
+    /// `Leased` if the page is leased, since it would move when it is changed.
     pub fn pin(&self, page: PageId) -> Result<()> {
         if !self.leased([page]).is_empty() {
             return Err(Error::Leased { page });
@@ -108,7 +107,7 @@ impl Leases {
         Ok(())
     }
 
-    /// Takes one pin of the page back.
+    /// Removes one pin from the page.
     pub fn unpin(&self, page: PageId) {
         let mut state = self.state.lock();
         let pins = state.pins.get_mut(&page).expect("a page that was pinned and not unpinned");
@@ -118,14 +117,13 @@ impl Leases {
         }
     }
 
-    /// Whether callers use the page's memory, or rely on its address.
+    /// Returns whether callers use the page's memory, or rely on its address.
     pub fn is_used(&self, page: PageId) -> bool {
         let is_pinned = self.state.lock().pins.contains_key(&page);
         is_pinned || !self.leased([page]).is_empty()
     }
 
-    /// Refuses pages that are pinned: they would not stay where they are. The caller holds the submission
-    /// lock.
+    /// Refuses pages that are pinned, since they must stay in place. The caller holds the submission lock.
     ///
     /// # Errors
     /// `Leased` for the first of them.
@@ -142,7 +140,7 @@ impl Leases {
         pinned.map_or(Ok(()), |page| Err(Error::Leased { page }))
     }
 
-    /// Refuses a page that a lease shows. The caller holds the submission lock.
+    /// Refuses a page with an open lease. The caller holds the submission lock.
     ///
     /// # Errors
     /// `Leased`.
@@ -152,7 +150,7 @@ impl Leases {
         if records.any(|record| record.ended.is_none()) { Err(Error::Leased { page }) } else { Ok(()) }
     }
 
-    /// Waits for the streams of this page's leases that have ended.
+    /// Waits for the streams of this page's ended leases.
     ///
     /// # Errors
     /// A device error.
@@ -162,12 +160,12 @@ impl Leases {
         ended.map_or(Ok(()), |value| self.device.wait(Fence { lane: Lane::Callers, value }))
     }
 
-    /// Tells the memory that the lease is about: the page's own, between two batches.
+    /// Sets the memory of a lease: the page's own, between two batches.
     pub fn name(&self, page: PageId, id: LeaseId, memory: MemoryId) {
         self.state.lock().record(page, id).memory = Some(memory);
     }
 
-    /// Takes back a lease that came to nothing.
+    /// Removes a lease that could not be taken.
     pub fn cancel(&self, page: PageId, id: LeaseId) {
         let mut state = self.state.lock();
         state.remove(page, |record| record.id == id);
@@ -178,7 +176,7 @@ impl Leases {
         self.leased_pages.store(state.pages.len(), Ordering::Release);
     }
 
-    /// Whether nothing is leased. The holder of the submission lock sees every lease that has begun.
+    /// Returns whether nothing is leased. The holder of the submission lock sees every lease that has begun.
     fn is_unused(&self) -> bool {
         self.leased_pages.load(Ordering::Acquire) == 0
     }
@@ -186,8 +184,8 @@ impl Leases {
     /// Ends a lease that was used on these streams.
     ///
     /// # Errors
-    /// `StreamRefused`; a device error poisons. It is not known then when the lease's memory is free, so it
-    /// stays leased.
+    /// `StreamRefused`; a device error, which poisons the store. It is then unknown when the memory is free,
+    /// so it stays leased.
     pub fn end(&self, page: PageId, id: LeaseId, streams: &[RawStream]) -> Result<()> {
         self.end_on(page, id, streams).map_err(|error| self.poison.set_by_device(error))
     }
@@ -196,7 +194,7 @@ impl Leases {
         if streams.is_empty() {
             self.cancel(page, id);
         } else {
-            // Another lease that ends meanwhile only makes this fence come later.
+            // If another lease ends concurrently, this fence only comes later.
             streams.iter().try_for_each(|stream| self.device.wait_external(Lane::Callers, *stream))?;
             let fence = self.device.submit(Lane::Callers, CommandList::default())?.fence();
             self.state.lock().record(page, id).ended = Some(fence.value);
@@ -204,7 +202,8 @@ impl Leases {
         self.release_free()
     }
 
-    /// The pages among these whose memory callers use. A batch that changes one brings a relocation for it.
+    /// Returns those of the pages whose memory callers use. A batch that changes one brings a relocation for
+    /// it.
     pub fn leased(&self, pages: impl IntoIterator<Item = PageId>) -> Vec<PageId> {
         if self.is_unused() {
             return Vec::new();
@@ -224,7 +223,7 @@ impl Leases {
         leased
     }
 
-    /// Notes that a page is about to leave this memory, or to be changed in it. Returns whether callers use
+    /// Records that a page is about to leave this memory, or to be changed in it. Returns whether callers use
     /// that memory.
     pub fn leave(&self, page: PageId, memory: MemoryId) -> bool {
         if self.leased([page]).is_empty() {
@@ -240,8 +239,8 @@ impl Leases {
         is_used
     }
 
-    /// Refuses while any lease is open or any page pinned, and waits for the streams of leases that have
-    /// ended. The caller holds the submission lock, so that none begins.
+    /// Fails while any lease is open or any page is pinned; otherwise waits for the streams of ended leases.
+    /// The caller holds the submission lock, so no lease can begin.
     ///
     /// # Errors
     /// `Leased`, a device error.
@@ -257,7 +256,7 @@ impl Leases {
         self.wait_ended()
     }
 
-    /// Takes memory that its page has given up. The store's own last use of it ends with `fence`.
+    /// Takes memory that its page has left. The store's own last use of it ends with `fence`.
     pub fn give_up(&self, memory: PageMemory, fence: Fence) {
         self.state.lock().given_up.push((memory, fence));
         if let Err(error) = self.release_free() {
@@ -266,7 +265,7 @@ impl Leases {
         }
     }
 
-    /// Waits for the streams of all leases that have ended.
+    /// Waits for the streams of all ended leases.
     ///
     /// # Errors
     /// A device error.
@@ -275,7 +274,7 @@ impl Leases {
         ended.map_or(Ok(()), |value| self.device.wait(Fence { lane: Lane::Callers, value }))
     }
 
-    /// Retires memory that pages gave up and that no open lease names.
+    /// Frees memory that pages have left and that no open lease names.
     fn release_free(&self) -> Result<()> {
         let mut state = self.state.lock();
         let LeaseState { pages, given_up, .. } = &mut *state;
@@ -292,7 +291,7 @@ impl Leases {
         for (_, fence) in &free {
             self.device.after(Lane::Callers, *fence)?;
         }
-        // This fence comes after the streams of every lease that has ended, too.
+        // This fence also follows the streams of every ended lease.
         let fence = self.device.submit(Lane::Callers, CommandList::default())?.fence();
         for (memory, _) in free {
             self.arena.retire(memory, fence);
@@ -333,7 +332,7 @@ mod tests {
             let id = leases.begin(page).unwrap();
             leases.name(page, id, MemoryId(1));
             leases.end(page, id, &[stream]).unwrap();
-            // The stream's work is done, so the lease is not in use any more.
+            // The stream's work is done, so the lease no longer counts.
             leases.wait_ended().unwrap();
             assert_eq!(leases.state.lock().pages[&page].len(), 1);
         }

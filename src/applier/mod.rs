@@ -1,12 +1,12 @@
-//! The applier: the one thread that submits to the apply lane, in the order of the log.
+//! The applier: the only thread that submits to the apply lane, in log order.
 //!
-//! Committers hand it batches that are `Logged` (I1). It takes all queued batches as one list, so that many
-//! commits become one launch. Work that must see commits in order, such as reads and a snapshot's gathers,
-//! runs as a *turn* between batches, on this thread.
+//! Committers hand it batches that are `Logged` (I1). The applier combines all queued batches into one list,
+//! so many commits become one launch. Work that must see commits in order, such as reads and a snapshot's
+//! gathers, runs on this thread as a *turn* between batches.
 //!
-//! A list that the device did not take, or did not finish, is lost. With it goes the only way to the pages'
-//! bytes: memory no longer holds what the table says. The store is poisoned, no later list goes out and
-//! nothing is read any more. The log still has every batch.
+//! A list that the device did not accept or did not complete is lost, and memory no longer matches the table.
+//! Since memory is the only way to the pages' bytes, the store is poisoned: no later list is submitted and
+//! nothing is read. The log still contains every batch.
 
 pub(crate) mod lease;
 pub(crate) mod pin;
@@ -68,11 +68,11 @@ use crate::base::poison::Poison;
 use crate::base::wakers::Wakers;
 use crate::memory::staging::{GrownBytes, StagingBuf, StagingPool};
 
-/// A list is submitted when its payloads reach this number of bytes.
+/// Payload bytes at which a list is submitted.
 const LIST_BYTES: usize = 256 << 10;
 
-/// Images of pages that a batch takes to disk, each with the page's bytes as they are before the batch, in
-/// the order of the pages' ids.
+/// Images of the pages that a batch moves to disk, each with the page's bytes as of before the batch, in
+/// ascending order of page id.
 pub(crate) type NewDiskImages = Vec<(PageId, Option<Arc<DiskImage>>)>;
 
 /// A logged batch on its way to the device.
@@ -83,15 +83,15 @@ pub(crate) struct ApplyWork {
     pub payload: GrownBytes,
     /// The batch's changes to the table.
     pub changes: Changes,
-    /// What else applying it takes, if anything.
+    /// What else applying the batch takes, if anything.
     pub provision: Option<Box<Provision>>,
 }
 
-/// Pages as the lane sees them: after every list submitted so far.
+/// The state of the pages in the lane: after every list submitted so far.
 pub(crate) struct AppliedState {
     /// The table of all pages.
     pub table: PageTable,
-    /// The bytes of all pages that are loaded.
+    /// The memory of all loaded pages.
     pub memory: ById<PageId, PageMemory>,
     /// The pages of [`Place::Disk`], which have no memory.
     pub on_disk: DiskPageTable,
@@ -101,17 +101,17 @@ pub(crate) struct AppliedState {
     pub point: LogPoint,
     /// Pages deleted since a snapshot began to watch, each with the batch that deleted it.
     pub deleted: Option<BTreeMap<PageId, Lsn>>,
-    /// Pages that an exact snapshot has yet to gather.
+    /// Pages that an exact snapshot has not gathered yet.
     pub cut: Option<ExactCut>,
     /// Pages that a snapshot has gathered in part.
     pub catches: HashMap<PageId, Catch>,
 }
 
 impl AppliedState {
-    /// The memory of a loaded page.
+    /// Returns the memory of a loaded page.
     ///
     /// # Errors
-    /// `PlaceUnavailable` if the page is on disk, and has none.
+    /// `PlaceUnavailable` if the page is on disk and has no memory.
     pub fn memory_of(&self, page: PageId) -> Result<&PageMemory> {
         if self.on_disk.contains(page) {
             let reason = "a page on disk has no memory: move it to another place first";
@@ -120,8 +120,7 @@ impl AppliedState {
         Ok(&self.memory[page])
     }
 
-    /// Gives back the memory of all pages, of a store that does not open after all. No list names it any
-    /// more.
+    /// Frees the memory of all pages after a failed open. No list names it any more.
     pub fn give_back(self, arena: &Arena) {
         let loaded = self.memory.into_items().map(|(_, memory)| memory);
         arena.discard_all(loaded.chain(self.unloaded.take_memory()));
@@ -136,26 +135,26 @@ pub(crate) struct ApplierParts {
     pub staging: Arc<StagingPool>,
     pub poison: Arc<Poison>,
     pub leases: Arc<Leases>,
-    /// The pages as readers see them: it is told where their bytes are.
+    /// The pages as readers see them. The applier reports where their bytes are.
     pub versions: Arc<Versions>,
     /// The parts that pages on disk share.
     pub disk_pages: Arc<DiskPages>,
 }
 
-/// The things that a turn may use: the state between two batches, and the lane.
+/// What a turn may use: the state between two batches, and the lane.
 pub(crate) struct Turn<'a> {
     /// The state between two batches.
     pub applied: &'a mut AppliedState,
     /// The allocator of page memory.
     pub arena: &'a Arc<Arena>,
-    /// The pages as readers see them: to be told where a page's bytes are now.
+    /// The pages as readers see them, to be updated when a page's bytes move.
     pub versions: &'a Versions,
     device: &'a dyn Device,
     lost: &'a mut Option<Error>,
 }
 
 impl Turn<'_> {
-    /// Queues a list after every batch so far.
+    /// Submits a list after every batch so far.
     ///
     /// # Errors
     /// A device error; the error with which the pages' bytes were lost.
@@ -164,7 +163,7 @@ impl Turn<'_> {
         self.device.submit(Lane::Apply, list)
     }
 
-    /// Fails if memory is not what the table says: a page may have none at all.
+    /// Fails if memory does not match the table. A page may then have no memory at all.
     ///
     /// # Errors
     /// The error with which the pages' bytes were lost.
@@ -172,12 +171,13 @@ impl Turn<'_> {
         self.lost.as_ref().map_or(Ok(()), |error| Err(error.clone()))
     }
 
-    /// Whether kernels reach this memory: not where it is the host's alone, nor where it is of length 0.
+    /// Returns whether kernels can reach this memory. They cannot reach memory of the host alone, or memory
+    /// of length 0.
     pub fn is_reached_by_kernels(&self, span: Span) -> bool {
         self.device.address(span.memory).is_some()
     }
 
-    /// Says that memory is not what the table says, for this reason. Nothing is read from it any more.
+    /// Records that memory no longer matches the table because of `error`. Nothing is read from it any more.
     pub fn lose(&mut self, error: &Error) {
         self.lost.get_or_insert_with(|| error.clone());
     }
@@ -195,7 +195,7 @@ pub(crate) struct Applier {
     applied: OwnLine<AtomicU64>,
     poison: Arc<Poison>,
     unloaded: Arc<UnloadedSet>,
-    /// The streams that are told what batches changed.
+    /// The streams that report the changes of batches.
     changes: Arc<ChangeFeed>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
@@ -205,7 +205,7 @@ struct ApplierProgress {
     applied: Lsn,
     /// The value of a fence after that list.
     fence: u64,
-    /// Whether no later batch will be applied; the store is poisoned then.
+    /// Whether no later batch will be applied. The store is then poisoned.
     lost: bool,
 }
 
@@ -233,7 +233,7 @@ impl Applier {
             thread: Mutex::new(None),
         });
         let arena = parts.arena.clone();
-        // Where the thread is not started, the pages are still here to be given back.
+        // If the thread cannot be started, the pages are still available here to be freed.
         let handed = Arc::new(Mutex::new(Some(applied)));
         let thread = threads::start("remanent-apply", {
             let (shared, handed) = (applier.clone(), handed.clone());
@@ -253,19 +253,20 @@ impl Applier {
         Ok(applier)
     }
 
-    /// The pages that are not loaded yet. A caller waits for them before its turn looks for their memory.
+    /// Returns the pages that are not loaded yet. A caller waits for a page here before its turn looks up the
+    /// page's memory.
     pub fn unloaded(&self) -> &Arc<UnloadedSet> {
         &self.unloaded
     }
 
-    /// The streams that are told what batches changed.
+    /// Returns the streams that report the changes of batches.
     pub fn changes(&self) -> &Arc<ChangeFeed> {
         &self.changes
     }
 
-    /// Hands over a batch; all its pages are loaded. Called in the order of the log. Waits where too much is
-    /// queued; the applier takes no lock of the caller's. `show` makes the batch visible, and waits for
-    /// nothing: a turn that is queued after it comes after the batch.
+    /// Hands over a batch whose pages are all loaded. Called in log order. Waits while too much is queued;
+    /// the applier takes no lock of the caller, so this cannot deadlock. `show` makes the batch visible and
+    /// must not wait: any turn that is queued after it also comes after the batch.
     pub fn push(&self, work: ApplyWork, show: impl FnOnce()) {
         self.requests.push(work, show);
     }
@@ -285,16 +286,16 @@ impl Applier {
     ) -> impl FnOnce() -> Result<T> {
         let (sender, receiver) = mpsc::sync_channel(1);
         let turn = Box::new(move |state: &mut Turn<'_>| {
-            // A send fails when no caller waits for the result any more.
+            // The send fails if no caller waits for the result any more.
             let _receiver_gone = sender.send(turn(state));
         });
         self.requests.turn(turn);
         move || receiver.recv().unwrap_or_else(|_| self.poison.check().and(Err(Error::Closed)))
     }
 
-    /// A page's information and a range of its bytes, as of the batch returned with them. `len_known` is the
-    /// range's length as far as the caller knows. A long range leaves a GPU on a lane of its own, so that
-    /// deltas go on meanwhile.
+    /// Returns a page's information and a range of its bytes, both as of the returned batch. `len_known` is
+    /// the caller's estimate of the range's length. A long range leaves a GPU on a separate lane, so that
+    /// deltas continue.
     pub fn read(
         &self,
         device: &dyn Device,
@@ -307,10 +308,10 @@ impl Applier {
         Ok((info, lsn, caught.finish(device)?))
     }
 
-    /// As [`read`](Self::read), with sums on both sides of the bus: for bytes that go to the log.
+    /// Like [`read`](Self::read), with sums on both sides of the bus, for bytes that are logged.
     ///
     /// # Errors
-    /// As for `read`.
+    /// Same as `read`.
     pub fn read_proven(
         &self,
         device: &dyn Device,
@@ -329,7 +330,7 @@ impl Applier {
         once()?.ok_or_else(|| changed_on_the_way(device, "bytes of a page"))
     }
 
-    /// Catches a range of a page as it is after all batches so far.
+    /// Catches a range of a page as of all batches so far.
     fn read_by(
         &self,
         staging: &Arc<StagingPool>,
@@ -356,7 +357,7 @@ impl Applier {
             }
             let source = turn.applied.memory[page].part(offset, len);
             let sums = is_summed.then_some(&pool);
-            // From host memory the bytes come as soon as they would be copied aside.
+            // From host memory, the bytes arrive as soon as they would be copied aside.
             let is_far = matches!(info.place, Place::Device(_)) && turn.is_reached_by_kernels(source);
             let drain = if is_far && len > SHORT_COPY_LEN_MAX {
                 turn.drain(info.place, vec![(source, 0)], len, staged, 0, sums)?
@@ -384,7 +385,7 @@ impl Applier {
         Ok(Fence { lane: Lane::Apply, value: progress.fence })
     }
 
-    /// As [`wait_applied`](Self::wait_applied), up to a time; whether it is in the lane then.
+    /// Like [`wait_applied`](Self::wait_applied), until a deadline. Returns whether the batch is in the lane.
     pub fn wait_applied_until(&self, lsn: Lsn, until: Instant) -> Result<bool> {
         self.hurry(lsn);
         let mut progress = self.progress.lock();
@@ -399,7 +400,7 @@ impl Applier {
         Ok(true)
     }
 
-    /// Whether batch `lsn` is in the lane. An error says that it never will be.
+    /// Returns whether batch `lsn` is in the lane. An error means that it never will be.
     pub fn is_applied(&self, lsn: Lsn) -> Result<bool> {
         let progress = self.progress.lock();
         if progress.applied < lsn && progress.lost {
@@ -408,24 +409,24 @@ impl Applier {
         Ok(progress.applied >= lsn)
     }
 
-    /// Lets the thread take batch `lsn` now, and not when enough has gathered.
+    /// Makes the thread take batch `lsn` now instead of waiting for more batches.
     pub fn hurry(&self, lsn: Lsn) {
         if !self.has_applied(lsn) {
             self.requests.hurry(lsn);
         }
     }
 
-    /// The tasks that wait for batches to be in the lane.
+    /// Returns the tasks that wait for batches to be in the lane.
     pub fn wakers(&self) -> &Wakers {
         &self.wakers
     }
 
-    /// The newest batch in the lane.
+    /// Returns the newest batch in the lane.
     pub fn applied(&self) -> Lsn {
         self.progress.lock().applied
     }
 
-    /// Ends the thread when the queue is empty, and waits for it.
+    /// Ends the thread once the queue is empty, and waits for it.
     pub fn stop(&self) {
         self.requests.stop();
         let thread = self.thread.lock().take();
@@ -436,14 +437,14 @@ impl Applier {
         }
     }
 
-    /// Whether batch `lsn` is in the lane, and no bytes that memory should hold were lost.
+    /// Returns whether batch `lsn` is in the lane, and no bytes in memory were lost.
     pub fn has_applied(&self, lsn: Lsn) -> bool {
         let applied = self.applied.load(Ordering::Acquire);
         applied > 0 && applied >= lsn.0
     }
 
-    /// Changes the progress and wakes its waiters. The change is made under the lock: a waiter that has just
-    /// looked and is about to wait must not miss it.
+    /// Changes the progress and wakes its waiters. The change is made under the lock, so that a waiter
+    /// between its check and its wait does not miss it.
     fn progress(&self, change: impl FnOnce(&mut ApplierProgress)) {
         let mut progress = self.progress.lock();
         change(&mut progress);
@@ -456,7 +457,8 @@ impl Applier {
     }
 }
 
-/// A guard that lives as long as the thread. If the thread panics, its waiters must not wait for ever.
+/// A guard that lives as long as the thread. If the thread panics, it wakes the waiters, which would
+/// otherwise wait forever.
 struct ApplierGuard(Arc<Applier>);
 
 impl Drop for ApplierGuard {
@@ -470,16 +472,16 @@ impl Drop for ApplierGuard {
     }
 }
 
-/// A range of a page as it was after some batch.
+/// A range of a page as of some batch.
 enum CaughtRange {
-    /// On its way from memory.
+    /// In flight from memory.
     InMemory(Drain),
-    /// Yet to be read from disk, from an offset on, into staging as long as the range.
+    /// To be read from disk: the page, the offset, and staging as long as the range.
     OnDisk(DiskPage, u64, StagingBuf),
 }
 
 impl CaughtRange {
-    /// Waits for the bytes. Not for the applier's thread.
+    /// Waits for the bytes. Must not be called on the applier's thread.
     fn finish(self, device: &dyn Device) -> Result<StagingBuf> {
         match self {
             CaughtRange::InMemory(drain) => Ok(drain.finish(device)?.bytes),
@@ -487,7 +489,7 @@ impl CaughtRange {
         }
     }
 
-    /// As [`finish`](Self::finish); `None` if the bytes changed on their way.
+    /// Like [`finish`](Self::finish); returns `None` if the bytes changed in transit.
     fn finish_once(self, device: &dyn Device) -> Result<Option<StagingBuf>> {
         match self {
             CaughtRange::InMemory(drain) => Ok(drain.finish_once(device)?.map(|drained| drained.bytes)),

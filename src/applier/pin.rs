@@ -1,7 +1,7 @@
-//! A pin: the promise that a page stays where it is, while batches go on changing it.
+//! Pins: guarantees that a page stays in place while batches change it.
 //!
-//! A lease shows one version, and so the page moves when it is changed. A pin is the reverse: one address,
-//! which always holds the newest version. A crash ends all pins.
+//! A lease shows one version, so the page moves when it is changed. A pin is the reverse: one address, which
+//! always holds the newest version. A crash ends all pins.
 
 use std::sync::Arc;
 
@@ -13,17 +13,16 @@ use crate::base::process::ForkGuard;
 use crate::device::{Device, MemoryId, RawStream};
 use crate::error::{Error, Result};
 
-/// The promise that a page keeps its address. A captured CUDA graph needs it, and so does a framework that
-/// holds pointers to weights.
+/// A guarantee that a page keeps its address, as needed by a captured CUDA graph, or by a framework that
+/// holds pointers to weights. Made by [`Store::pin`](crate::Store::pin).
 ///
-/// Batches that change the page change it there, without room for a copy. An operation that would take the
-/// page elsewhere is refused with [`Error::Leased`]: resizing, moving and deleting it, restoring the store,
-/// and a [`Lease`](crate::Lease) of it, because the lease would need another address for the version that it
-/// shows.
+/// Batches that change the page change it in place and need no room for a copy. Operations that would move
+/// the page fail with [`Error::Leased`]: resizing, moving and deleting it, restoring the store, and taking a
+/// [`Lease`](crate::Lease) of it, which would need another address for the version that it shows.
 ///
-/// A batch does not wait for kernels that read the page, and they may see parts of it: a caller that commits
-/// to a pinned page lets its readers finish before. Readers see the batches submitted before a call of
-/// [`Pin::on`]. They must not write: their writes would not be logged.
+/// A batch does not wait for kernels that read the page, and they may see a partly applied batch. Before
+/// committing to a pinned page, wait until its readers are done. After [`Pin::on`], readers see every batch
+/// submitted before that call. Kernels must not write to the page, because their writes would not be logged.
 ///
 /// ```
 /// use remanent::{DeviceChoice, Error, Options, Place, Store};
@@ -48,11 +47,11 @@ pub struct Pin<'s> {
     info: PageInfo,
     memory: MemoryId,
     store: PinSource<'s>,
-    /// The pin itself. A process that was forked from this one has no pins.
+    /// The pin itself. A forked process has no pins.
     pinned: ForkGuard<PinGuard>,
 }
 
-/// The parts of a store that pins are made with.
+/// The parts of a store that a pin needs.
 pub(crate) struct PinSource<'s> {
     pub applier: &'s Applier,
     pub leases: &'s Arc<Leases>,
@@ -68,10 +67,10 @@ struct PinGuard {
 }
 
 impl<'s> Pin<'s> {
-    /// Takes a page that was pinned just now. It is unpinned if this fails.
+    /// Makes a pin of a page that was just pinned in the table. The page is unpinned if this fails.
     pub(crate) fn take(store: PinSource<'s>, page: PageId) -> Result<Self> {
         let pinned = ForkGuard::new(PinGuard { page, leases: store.leases.clone() });
-        // A turn comes after every batch that could still have moved the page.
+        // A turn runs after every batch that could still have moved the page.
         let (info, memory) = store.applier.turn(move |turn| {
             turn.intact()?;
             let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;
@@ -80,42 +79,43 @@ impl<'s> Pin<'s> {
         Ok(Self { info, memory, store, pinned })
     }
 
-    /// The page that is pinned.
+    /// Returns the pinned page.
     #[must_use]
     pub fn page(&self) -> PageId {
         self.info.page
     }
 
-    /// The page's length in bytes, which stays the same.
+    /// Returns the page's length in bytes, which does not change.
     #[must_use]
     pub fn byte_len(&self) -> u64 {
         self.info.len
     }
 
-    /// The address at which kernels find the page's bytes. It stays the same as long as the pin. `None` where
-    /// pages live in memory of the host alone, for a page of length 0, and in a forked child.
+    /// Returns the address at which kernels can access the page's bytes. The address is constant for the
+    /// lifetime of the pin. Returns `None` if pages live in host memory only, for a page of length 0, and in
+    /// a forked child.
     #[must_use]
     pub fn address(&self) -> Option<u64> {
         self.pinned.check().ok()?;
         self.store.device.address(self.memory)
     }
 
-    /// Describes the page's memory, for a transport that registers it.
+    /// Returns a description of the page's memory, for a transport that registers it.
     ///
     /// # Errors
-    /// [`Error::PlaceUnavailable`] where [`Pin::address`] has none; [`Error::Forked`].
+    /// [`Error::PlaceUnavailable`] if [`Pin::address`] returns `None`; [`Error::Forked`].
     pub fn descriptor(&self) -> Result<MemoryDescriptor> {
         self.pinned.check()?;
         MemoryDescriptor::of(&**self.store.device, self.memory, self.store.id, &self.info)
     }
 
-    /// Lets work that is put on the caller's stream from now on see every batch submitted before the call.
-    /// The stream waits on the device for batches that are still under way; the host does not wait.
+    /// Makes `stream` wait on the device for every batch submitted before this call, so that work enqueued on
+    /// it from now on sees them. The host does not wait.
     ///
     /// # Errors
-    /// [`Error::StreamRefused`] if a graph is being captured from the stream, if it is another device's, or
-    /// if pages live in host memory; [`Error::Poisoned`] if the device failed, now or with a batch before;
-    /// [`Error::Forked`].
+    /// [`Error::StreamRefused`] if a graph is being captured from the stream, if the stream belongs to
+    /// another device, or if pages live in host memory; [`Error::Poisoned`] if the device has failed, now or
+    /// in an earlier batch; [`Error::Forked`].
     pub fn on(&self, stream: RawStream) -> Result<&Self> {
         self.pinned.check()?;
         let ready = self.store.applier.turn(|turn| Ok(turn.submit(Default::default())?.fence()))?;

@@ -1,6 +1,6 @@
-//! What applying a batch takes besides its payload: memory for pages, staging, images.
+//! What applying a batch takes besides its payload: page memory, staging, images.
 //!
-//! All of it is there before the batch is logged. After that, a lack of memory would come too late: the
+//! All of it is acquired before the batch is logged. Afterwards, a lack of memory would come too late: the
 //! applier cannot refuse what is in the log (I10).
 
 use std::collections::VecDeque;
@@ -16,33 +16,34 @@ use crate::images::disk_pages::PendingClaim;
 use crate::memory::arena::{Arena, PageMemory};
 use crate::memory::staging::{StagingBuf, StagingPool};
 
-/// What the applier takes for a batch besides its payload. A batch that only writes to pages in memory takes
+/// What the applier needs for a batch besides its payload. A batch that only writes to pages in memory needs
 /// nothing.
 #[derive(Default)]
 pub(crate) struct Provision {
-    /// Memory for the batch's creates and resizes, and for its moves to another place, in their order.
+    /// Memory for the batch's creates, resizes and moves to another place, in their order.
     pub memory: VecDeque<PageMemory>,
-    /// The part of that memory that holds its page's bytes already.
+    /// The part of that memory that already holds its page's bytes.
     pub filled: FilledMemory,
-    /// The images of the pages that it takes to disk; an empty page has none.
+    /// The images of the pages that the batch moves to disk. An empty page has none.
     pub to_disk: NewDiskImages,
-    /// Room for what it writes to pages on disk, until it has.
+    /// Room for what the batch writes to pages on disk, held until it has been written.
     pub pending: Option<PendingClaim>,
-    /// Memory for the pages that it changes while they are leased; each moves there first, so that a lease
-    /// goes on showing the bytes that it showed.
+    /// Memory for the leased pages that the batch changes. Each page moves there first, so that its leases
+    /// still show the old bytes.
     pub relocations: Vec<(PageId, PageMemory)>,
-    /// Staging that [`stage_aside`](super::stage_aside) made of its operations, in their order.
+    /// The staging that [`stage_aside`](super::stage_aside) made for the operations, in their order.
     pub asides: VecDeque<StagingBuf>,
-    /// The sums of its long writes, where a device can tell whether they arrived.
+    /// The sums of long writes, if the device can check whether they arrived intact.
     pub sums: Option<ArrivalSums>,
-    /// Memory for its list.
+    /// Memory for the batch's list.
     pub room: ListRoom,
-    /// Where the memory of a page goes that it deletes; without it, back to the arena.
+    /// The receiver for the memory of a page that the batch deletes. Without it, the memory returns to the
+    /// arena.
     pub handover: Option<Arc<Handover>>,
 }
 
 impl Provision {
-    /// Gives back what a batch brought that is not applied. No list names its memory.
+    /// Releases the resources of a batch that is not applied. No list names its memory.
     pub fn give_back(self, staging: &StagingPool, arena: &Arena) {
         for staged in self.asides.into_iter().chain(self.sums.map(|sums| sums.staging)) {
             staging.give(staged.into_staging());

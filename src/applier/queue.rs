@@ -1,8 +1,8 @@
-//! Requests to the applier, in order, and when its thread is woken for them.
+//! The queue of requests to the applier, and when its thread is woken for them.
 //!
-//! Committers push and do not wake the thread: its clock does, soon enough for any request without a waiter.
-//! A turn, a batch with a waiter and a whole list are urgent. A crash here loses nothing: queued batches are
-//! logged.
+//! Committers push without waking the thread: its timer wakes it soon enough for any request without a
+//! waiter. A turn, a batch with a waiter, and enough bytes for a list are urgent. A crash here loses nothing,
+//! since queued batches are logged.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -12,18 +12,18 @@ use remanent_format::Lsn;
 use super::{ApplyWork, LIST_BYTES, Turn};
 use crate::base::sync::{Condvar, Instant, Mutex, MutexGuard};
 
-/// The time for which the applier lets batches gather that have no waiter. So the clock wakes it and not the
-/// committers: a wake-up is a system call, and costs as much as all the rest of a small commit.
+/// How long the applier collects batches that have no waiter. The timer wakes it instead of the committers,
+/// because a wake-up is a system call that costs as much as the rest of a small commit.
 const NAP: Duration = Duration::from_micros(200);
-/// Bytes of payloads in the queue before a committer waits for the applier: they are held in memory until it
+/// Payload bytes in the queue before a committer waits for the applier: they are held in memory until it
 /// takes them.
 const QUEUED_BYTES_MAX: usize = 64 << 20;
-/// A queue that has grown beyond room for this number of requests is not used again.
+/// A queue with room for more than this number of requests is not reused.
 const REQUESTS_KEPT: usize = 4 << 10;
 
 pub(super) type TurnFn = Box<dyn FnOnce(&mut Turn<'_>) + Send>;
 
-/// Batches are in no box: one thread would make the boxes and another one drop them.
+/// Batches are not boxed: one thread would allocate the boxes and another one free them.
 pub(super) enum Request {
     Batch(ApplyWork),
     Turn(TurnFn),
@@ -42,24 +42,24 @@ struct RequestQueue {
     requests: VecDeque<Request>,
     /// Bytes of the payloads in the queue.
     payload_bytes: usize,
-    /// Whether the queue is to be taken at once: it has a waiter, or it is a whole list.
+    /// Whether the queue is to be taken immediately, because it has a waiter or enough bytes for a list.
     is_urgent: bool,
-    /// The newest batch that any caller has waited for. It may have yet to come.
+    /// The newest batch that any caller has waited for. It may not be queued yet.
     awaited: Lsn,
     /// Whether the thread runs, naps or sleeps.
     rest: ApplierRest,
     stop: bool,
-    /// Whether the thread is gone: requests are not taken any more.
+    /// Whether the thread has ended, so that requests are no longer taken.
     ended: bool,
 }
 
 /// Whether the applier's thread must be woken.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 enum ApplierRest {
-    /// The thread looks at the queue before it rests again.
+    /// The thread checks the queue before it rests again.
     #[default]
     Awake,
-    /// The thread wakes by itself, in time for any request without a waiter.
+    /// The thread wakes on its own, in time for any request without a waiter.
     Nap,
     /// The thread waits to be woken.
     Sleep,
@@ -70,8 +70,8 @@ impl Requests {
         Self { queue: Mutex::default(), wake: Condvar::new(), taken: Condvar::new() }
     }
 
-    /// Queues a batch. Waits where too much is queued. What `show` does no thread sees that then finds the
-    /// queue without the batch.
+    /// Queues a batch. Waits while too much is queued. `show` runs under the queue lock: a thread that
+    /// observes its effects also finds the batch in the queue.
     pub fn push(&self, work: ApplyWork, show: impl FnOnce()) {
         let mut queue = self.queue.lock();
         while queue.payload_bytes >= QUEUED_BYTES_MAX && !queue.ended {
@@ -83,7 +83,7 @@ impl Requests {
         self.request(queue, Request::Batch(work), is_urgent);
     }
 
-    /// Whether nothing is queued.
+    /// Returns whether nothing is queued.
     pub fn is_empty(&self) -> bool {
         self.queue.lock().requests.is_empty()
     }
@@ -93,7 +93,7 @@ impl Requests {
         self.request(self.queue.lock(), Request::Turn(turn), true);
     }
 
-    /// Has [`take`](Self::take) end when the queue is empty.
+    /// Makes [`take`](Self::take) return `false` once the queue is empty.
     pub fn stop(&self) {
         let mut queue = self.queue.lock();
         queue.stop = true;
@@ -101,7 +101,7 @@ impl Requests {
         self.wake_for(queue);
     }
 
-    /// Notes that the thread is gone.
+    /// Records that the thread has ended.
     pub fn end(&self) {
         let mut queue = self.queue.lock();
         queue.ended = true;
@@ -111,7 +111,7 @@ impl Requests {
 
     fn request(&self, mut queue: MutexGuard<'_, RequestQueue>, request: Request, is_urgent: bool) {
         if queue.ended {
-            // Dropping a turn tells its waiter.
+            // Dropping a turn notifies its waiter.
             return;
         }
         queue.requests.push_back(request);
@@ -119,18 +119,18 @@ impl Requests {
         self.wake_for(queue);
     }
 
-    /// Notes that a caller waits for this batch.
+    /// Records that a caller waits for this batch.
     pub fn hurry(&self, lsn: Lsn) {
         let mut queue = self.queue.lock();
         queue.awaited = queue.awaited.max(lsn);
-        // A batch that is not in the queue any more is being worked on.
+        // A batch that is no longer in the queue is already being processed.
         if !queue.requests.is_empty() {
             queue.is_urgent = true;
             self.wake_for(queue);
         }
     }
 
-    /// Wakes the thread if it would not look at the queue in time.
+    /// Wakes the thread if it would not check the queue in time.
     fn wake_for(&self, mut queue: MutexGuard<'_, RequestQueue>) {
         let must_wake = match queue.rest {
             ApplierRest::Awake => false,
@@ -138,23 +138,23 @@ impl Requests {
             ApplierRest::Sleep => true,
         };
         if must_wake {
-            // One call is enough, however many requests come before the thread runs.
+            // One wake-up is enough, however many requests arrive before the thread runs.
             queue.rest = ApplierRest::Awake;
             drop(queue);
             self.wake.notify_one();
         }
     }
 
-    /// Takes all requests, in exchange for an empty queue; false when there is nothing left and the store
-    /// closes. The two queues change places again and again: a new one would grow under the committers' lock
-    /// each time.
+    /// Takes all requests in exchange for an empty queue. Returns `false` if nothing is left and the store is
+    /// closing. The two queues are swapped repeatedly, because a new one would grow under the committers'
+    /// lock each time.
     pub fn take(&self, requests: &mut VecDeque<Request>) -> bool {
         if requests.capacity() > REQUESTS_KEPT {
             *requests = VecDeque::new();
         }
         let mut queue = self.queue.lock();
         let is_over = |queue: &RequestQueue| queue.is_urgent || queue.stop;
-        // Batches gather first. If none comes within the nap, the thread sleeps until it is woken.
+        // Batches collect first. If none arrives within the nap, the thread sleeps until it is woken.
         let nap_end = Instant::now() + NAP;
         let mut is_nap_over = false;
         while !is_over(&queue) && (!is_nap_over || queue.requests.is_empty()) {

@@ -1,13 +1,14 @@
-//! Pages' bytes on their way to the host, past the lane of deltas.
+//! Transfers pages' bytes to the host without delaying the lane of deltas.
 //!
-//! A long copy to the host takes milliseconds, and the deltas queued after it wait meanwhile. So in lane
-//! order the bytes are only copied aside on the device, which takes 30 µs for 64 MiB on an H200. From there
-//! they go to the host on a lane of their own. Where the budget leaves no room for the copies, the bytes go
-//! to the host in lane order. Deltas then wait for longer, but a store that fills its budget still has its
-//! reads and its snapshots.
+//! A long transfer to the host takes milliseconds, and deltas queued after it would wait. So in lane order
+//! the bytes are only copied aside on the device, which takes 30 µs for 64 MiB on an H200. From there they
+//! are transferred to the host on a separate lane. If the budget leaves no room for the copies, the bytes are
+//! transferred in lane order. Deltas then wait longer, but a store that fills its budget can still be read
+//! and snapshotted.
 //!
-//! The caller brings the staging for the bytes, made before the turn. A GPU pins 1.5 GB/s, so a long
-//! staging takes seconds, and neither deltas nor other users of the room for copies may wait for that.
+//! The caller supplies the staging for the bytes, and allocates it before the turn. A GPU pins 1.5 GB/s, so
+//! allocating long staging takes seconds, for which neither deltas nor other users of the room for copies may
+//! wait.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -23,72 +24,72 @@ use crate::error::Result;
 use crate::memory::arena::{Arena, FileTarget, FileWay, PageMemory};
 use crate::memory::staging::{StagingBuf, StagingPool};
 
-/// Bytes that were caught between two batches, to be brought to the host.
+/// Bytes that were caught between two batches, to be transferred to the host.
 pub(crate) struct Drain {
     /// The length of the staging, in bytes.
     len: usize,
     copies: CopySource,
-    /// What to hold against each other where the bytes are summed.
+    /// The sums to compare, if the bytes are summed.
     summed: Option<SummedCopies>,
 }
 
-/// The place of the caught bytes.
+/// The location of the caught bytes.
 enum CopySource {
-    /// In copies on the device, which go to this host memory, after its first bytes.
+    /// In copies on the device, which are transferred to this host memory, after its first bytes.
     Aside(AsideBuffer, StagingBuf, u64),
-    /// On their way to the host.
+    /// In flight to the host.
     UnderWay(Pending),
 }
 
 /// Copies of bytes on the device.
 struct AsideBuffer {
-    /// The copies, one after the other.
+    /// The copies, one after another.
     pieces: Vec<PageMemory>,
     /// The copies are complete once this fence has passed.
     caught: Fence,
     arena: Arc<Arena>,
 }
 
-/// Bytes that were caught between two batches, whose way from the device is yet to be chosen.
+/// Bytes that were caught between two batches and whose destination is not chosen yet.
 pub(crate) enum Caught {
     /// They were copied aside.
     Aside(CopiesAside),
-    /// There was no room aside, so they go to staging in lane order.
+    /// There was no room for copies, so they are transferred to staging in lane order.
     Staged(Drain),
 }
 
 /// Ranges of pages that were copied aside.
 pub(crate) struct CopiesAside {
     aside: AsideBuffer,
-    /// Where the first copy goes in a chunk, and where the last one ends.
+    /// The offsets in a chunk at which the first copy begins and the last one ends.
     chunk_range: Range<u64>,
     summed: SummedCopies,
 }
 
-/// The ranges that are summed, in their order: each is a source, or a part of one where sources are divided.
+/// The ranges that are summed, in order. Each is a source, or a part of one if sources are divided.
 struct SummedCopies {
-    /// The copy on the device.
+    /// The copies on the device.
     spans: Vec<Span>,
-    /// Whether the device sums what it sends, beside the host: the bytes cross a bus.
+    /// Whether the device sums what it sends, in addition to the host, because the bytes cross a bus.
     cross_bus: bool,
-    /// Where the bytes arrive: a range of the staging, and the number of its source.
+    /// Where the bytes arrive: a range of the staging, and the index of its source.
     arrivals: Vec<(Range<usize>, usize)>,
-    /// How many sources there are.
+    /// The number of sources.
     sources: usize,
     pool: Arc<StagingPool>,
 }
 
 /// Bytes that arrived at the host.
 pub(crate) struct Drained {
-    /// The bytes, each source at its place.
+    /// The bytes, each source at its offset.
     pub bytes: StagingBuf,
-    /// CRC-32 of each source, in their order, if they were asked for. Where the bytes crossed a bus, the
-    /// device's sums of what it sent are the same.
+    /// The CRC-32 of each source, in order, if sums were requested. If the bytes crossed a bus, the device's
+    /// sums of what it sent are equal.
     pub sums: Vec<Hasher>,
 }
 
 impl Drained {
-    /// CRC-32 of all sources, one after the other.
+    /// Returns the CRC-32 of all sources, one after another.
     pub fn sum(&self) -> u32 {
         let mut whole = Hasher::new();
         self.sums.iter().for_each(|sum| whole.combine(sum));
@@ -97,12 +98,12 @@ impl Drained {
 }
 
 impl Turn<'_> {
-    /// Catches ranges of pages as they are now, each for its offset among `len` bytes; bytes that no range
-    /// covers are unspecified. The ranges are copied aside in `place`, and go from there to `staged`, after
-    /// its first `from` bytes.
+    /// Catches the current contents of ranges of pages, each for its offset among `len` bytes; bytes that no
+    /// range covers are unspecified. The ranges are copied aside in `place`, and transferred from there to
+    /// `staged`, after its first `from` bytes.
     ///
-    /// With a pool for the sums, each range is summed where it lies and where it arrives. The copy aside is
-    /// summed, and not the page, so that deltas do not wait for it.
+    /// If `sums` is given, each range is summed on the device and where it arrives. The copy aside is summed
+    /// and not the page, so that deltas do not wait for it.
     ///
     /// # Errors
     /// A device error; the error with which the pages' bytes were lost; `OutOfMemory`.
@@ -124,10 +125,11 @@ impl Turn<'_> {
         Ok(Drain { len: staged.len(), copies: CopySource::Aside(aside, staged, from), summed })
     }
 
-    /// As [`drain`](Self::drain), without copies on the device: deltas wait until all bytes are at the host.
+    /// Like [`drain`](Self::drain), without copies on the device: deltas wait until all bytes are at the
+    /// host.
     ///
     /// # Errors
-    /// As for `drain`.
+    /// Same as `drain`.
     pub fn drain_in_order(
         &self,
         sources: Vec<(Span, u64)>,
@@ -139,12 +141,13 @@ impl Turn<'_> {
         self.download(sources, staged, from, sums)
     }
 
-    /// As [`drain`](Self::drain), for a chunk of `chunk_len` bytes that goes to a place which is yet to be
-    /// found: the ranges are only copied aside. Where there is no room aside they go to staging as long as
-    /// the chunk, which is made here: the applier waits for that, and for their way in lane order.
+    /// Like [`drain`](Self::drain), for a chunk of `chunk_len` bytes whose destination is not known yet: the
+    /// ranges are only copied aside. If there is no room for copies, they are transferred to staging of the
+    /// chunk's length, which is allocated here: the applier waits for that, and for the transfer in lane
+    /// order.
     ///
     /// # Errors
-    /// As for `drain`.
+    /// Same as `drain`.
     pub fn catch(
         &self,
         place: Place,
@@ -212,7 +215,7 @@ impl Turn<'_> {
 }
 
 impl Drain {
-    /// The fence after the last use of the pages.
+    /// Returns the fence after the last use of the pages.
     pub fn fence(&self) -> Fence {
         match &self.copies {
             CopySource::Aside(aside, ..) => aside.caught,
@@ -220,24 +223,24 @@ impl Drain {
         }
     }
 
-    /// Waits until the bytes are at the host, and sums them if that was asked for. Not for the applier's
+    /// Waits until the bytes are at the host, and sums them if requested. Must not be called on the applier's
     /// thread.
     ///
     /// # Errors
-    /// A device error, also where the bytes are not those that the device sent.
+    /// A device error, also if the bytes differ from those that the device sent.
     pub fn finish(self, device: &dyn Device) -> Result<Drained> {
         self.finish_once(device)?.ok_or_else(|| changed_on_the_way(device, "bytes of pages"))
     }
 
-    /// As [`finish`](Self::finish), for a caller that can catch the bytes once more: `None` if they changed
-    /// on their way. Bytes that were copied aside were brought twice by then.
+    /// Like [`finish`](Self::finish), for a caller that can catch the bytes again: returns `None` if they
+    /// changed in transit. Bytes that were copied aside have then been transferred twice.
     ///
     /// # Errors
     /// A device error.
     pub fn finish_once(self, device: &dyn Device) -> Result<Option<Drained>> {
         let Self { len, copies, summed } = self;
         match copies {
-            // The pages may have changed since: only the caller knows whether it may ask again.
+            // The pages may have changed since: only the caller knows whether it may catch them again.
             CopySource::UnderWay(pending) => arrived(device, pending, len, &summed),
             CopySource::Aside(aside, staging, from) => aside.finish(device, staging, from, &summed),
         }
@@ -245,7 +248,7 @@ impl Drain {
 }
 
 impl Caught {
-    /// The fence after the last use of the pages.
+    /// Returns the fence after the last use of the pages.
     pub fn fence(&self) -> Fence {
         match self {
             Caught::Aside(copies) => copies.aside.caught,
@@ -255,13 +258,13 @@ impl Caught {
 }
 
 impl CopiesAside {
-    /// Gives the copies up.
+    /// Releases the copies.
     pub fn give_up(self) {
         let AsideBuffer { pieces, caught, arena } = self.aside;
         pieces.into_iter().for_each(|piece| arena.retire(piece, caught));
     }
 
-    /// Brings the copies to staging as long as the chunk, as a [`Drain`] does.
+    /// Transfers the copies to staging of the chunk's length, like a [`Drain`].
     pub fn drain_to(self, staging: StagingBuf) -> Drain {
         let Self { aside, chunk_range, summed } = self;
         let len = staging.len();
@@ -269,12 +272,13 @@ impl CopiesAside {
         Drain { len, copies, summed: Some(summed) }
     }
 
-    /// Has the device copy them to a file's memory, for a chunk that begins at `offset` there. `gaps` are the
-    /// ranges of the chunk that are to be zeros, between and after the copies. Waits until the device has
-    /// sent them, and returns CRC-32 of each source, which the device makes of the copies (I12). What arrived
-    /// is held against it when the snapshot is verified. Not for the applier's thread.
+    /// Has the device copy the bytes to a file's memory, for a chunk that begins at `offset` there. `gaps`
+    /// are the ranges of the chunk between and after the copies, which are set to zero. Waits until the
+    /// device has sent everything, and returns the CRC-32 of each source, which the device computes from the
+    /// copies (I12). The bytes that arrived are compared with it when the snapshot is verified. Must not be
+    /// called on the applier's thread.
     ///
-    /// The sums are another lane's work: made between two copies, they took an eighth of a snapshot's time.
+    /// The sums run in another lane: between two copies, they took an eighth of a snapshot's time.
     ///
     /// # Errors
     /// A device error; `OutOfMemory`.
@@ -344,8 +348,7 @@ impl AsideBuffer {
         let len = staging.len();
         let drained = match drain(staging) {
             Ok(Some(drained)) => Ok(Some(drained)),
-            // The copies are still there, so they are brought once more: a bit that turned over once must
-            // not stop a store.
+            // The copies still exist, so they are transferred again: one flipped bit must not stop a store.
             Ok(None) => {
                 tracing::warn!(device = device.label(), "bytes changed on their way to the host: once more");
                 let pool = &summed.as_ref().expect("sums that differ").pool;
@@ -368,13 +371,13 @@ impl SummedCopies {
         Self { spans: Vec::new(), cross_bus, arrivals: Vec::new(), sources, pool }
     }
 
-    /// Adds a range: its bytes on the device, their place in the staging, and the source that they are of.
+    /// Adds a range: its bytes on the device, their offset in the staging, and their source.
     fn add(&mut self, span: Span, at: usize, source: usize) -> Result<()> {
         push(&mut self.spans, span)?;
         push(&mut self.arrivals, (at..at + span.len as usize, source))
     }
 
-    /// Sums what arrived; `None` if the device's sums are others (I12).
+    /// Sums what arrived. Returns `None` if the device's sums differ (I12).
     fn check(&self, bytes: &[u8], of_device: Option<&[u8]>) -> Result<Option<Vec<Hasher>>> {
         let sums = self.arrivals.iter().map(|(range, _)| crc32fast::hash(&bytes[range.clone()]));
         let sums = collected(sums)?;
@@ -384,7 +387,8 @@ impl SummedCopies {
         self.by_source(sums.into_iter()).map(Some)
     }
 
-    /// The sums of the sources, of those of the ranges: a source that was divided is the sum of its parts.
+    /// Combines the sums of the ranges into those of the sources. The sum of a divided source is that of its
+    /// parts.
     fn by_source(&self, of_ranges: impl Iterator<Item = u32>) -> Result<Vec<Hasher>> {
         let mut sums = collected((0..self.sources).map(|_| Hasher::new()))?;
         for ((range, source), sum) in self.arrivals.iter().zip(of_ranges) {
@@ -394,7 +398,7 @@ impl SummedCopies {
     }
 }
 
-/// The commands that copy sources aside. A source that lies across the end of a piece is divided there.
+/// Returns the commands that copy sources aside. A source that crosses the end of a piece is divided there.
 fn divide(
     pieces: &[PageMemory],
     sources: Vec<(Span, u64)>,
@@ -420,7 +424,7 @@ fn divide(
     Ok(pieces.iter().zip(parts).map(gather).collect())
 }
 
-/// Adds the sums of what the list copies, in staging of their own.
+/// Adds the sums of what the list copies, with separate staging.
 fn with_sums(mut list: CommandList, summed: &Option<SummedCopies>) -> Result<CommandList> {
     if let Some(SummedCopies { spans, cross_bus: true, pool, .. }) = summed
         && !spans.is_empty()
@@ -430,8 +434,8 @@ fn with_sums(mut list: CommandList, summed: &Option<SummedCopies>) -> Result<Com
     Ok(list)
 }
 
-/// Waits for a list that brings bytes to its first staging, and checks them; `None` if they changed on their
-/// way.
+/// Waits for a list that transfers bytes to its first staging, and checks them. Returns `None` if they
+/// changed in transit.
 fn arrived(
     device: &dyn Device,
     pending: Pending,

@@ -1,12 +1,12 @@
-//! Reads of many ranges at once, which no thread waits for: one thread of the store sees them to their end.
+//! Reads of many ranges at once that do not block the caller. One thread of the store completes them.
 //!
-//! 1. The caller's ranges become one turn of the applier. There all of them are caught as of one batch, and
-//!    are on their way to the host.
-//! 2. The thread waits until the bytes are there, read by read in the order of the turns, and tells the
+//! 1. The caller's ranges become one turn of the applier, which catches all of them as of one batch and
+//!    starts their transfer to the host.
+//! 2. The thread waits until the bytes arrive, read by read in the order of the turns, and notifies the
 //!    handles.
 //!
-//! The thread is started by the first such read. Bytes of reads that are under way or still held by a caller
-//! are bounded together: pinned memory is dear, and a caller that forgets a handle must not take all of it.
+//! The first such read starts the thread. The bytes of reads in flight or still held by a caller are limited
+//! in total: pinned memory is expensive, and a caller that forgets a handle must not exhaust it.
 //!
 //! Nothing is written, so a crash loses nothing.
 
@@ -30,13 +30,13 @@ use crate::error::{Error, Result};
 use crate::images::disk_pages::DiskPage;
 use crate::memory::staging::{StagingBuf, StagingPool};
 
-/// Bytes of reads that are under way, or held by callers, at a time.
+/// The most bytes of reads that are in flight or held by callers at a time.
 pub(crate) const READ_BYTES_MAX: u64 = 256 << 20;
 
-/// Ranges of pages, each from its first byte to the one after its last.
+/// Ranges of pages in bytes.
 pub(crate) type PageRanges = Vec<(PageId, Range<u64>)>;
 
-/// The thread that sees reads to their end, and the reads that it has yet to see to.
+/// The thread that completes reads, and its queue.
 pub(crate) struct Reads {
     applier: Arc<Applier>,
     device: Arc<dyn Device>,
@@ -51,7 +51,7 @@ pub(crate) struct Reads {
 struct ReadQueue {
     state: Mutex<QueueState>,
     more: Condvar,
-    /// Bytes of reads that are under way or held.
+    /// Bytes of reads that are in flight or held.
     bytes: AtomicU64,
 }
 
@@ -61,7 +61,7 @@ struct QueueState {
     is_over: bool,
 }
 
-/// A read whose bytes are on their way.
+/// A read whose bytes are in flight.
 struct CaughtRead {
     lsn: Lsn,
     drain: Drain,
@@ -69,22 +69,22 @@ struct CaughtRead {
     open: OpenRead,
 }
 
-/// A range that is yet to be read from disk.
+/// A range that has to be read from disk.
 pub(super) struct DiskRead {
     page: DiskPage,
     range: Range<u64>,
-    /// Where it goes among the bytes of the read.
+    /// Its offset among the bytes of the read.
     at: usize,
 }
 
-/// The store's half of a read. Dropped without an outcome, it says that the store is closed.
+/// The store's half of a read. If it is dropped without an outcome, the read fails with `Closed`.
 struct OpenRead {
     state: Arc<ReadState>,
     reserved: Option<ReservedBytes>,
     poison: Arc<Poison>,
 }
 
-/// The outcome of a read, once there is one, and the waiters for it.
+/// The outcome of a read, if any, and the waiters for it.
 #[derive(Default)]
 pub(crate) struct ReadState {
     slot: Mutex<ReadSlot>,
@@ -106,7 +106,7 @@ pub(crate) struct ReadOutcome {
     _reserved: Option<ReservedBytes>,
 }
 
-/// A part of [`READ_BYTES_MAX`].
+/// A share of [`READ_BYTES_MAX`].
 struct ReservedBytes {
     queue: Arc<ReadQueue>,
     len: u64,
@@ -119,7 +119,7 @@ impl Drop for ReservedBytes {
 }
 
 impl ReadOutcome {
-    /// The bytes of all ranges, one after the other.
+    /// Returns the bytes of all ranges, one after another.
     pub fn bytes(&self) -> &[u8] {
         self.staged.as_deref().unwrap_or_default()
     }
@@ -134,7 +134,7 @@ impl Drop for ReadOutcome {
 }
 
 impl Reads {
-    /// Reads are taken from now on; no thread is started yet.
+    /// Makes a reader. The first read starts its thread.
     pub fn new(
         applier: Arc<Applier>,
         device: Arc<dyn Device>,
@@ -144,12 +144,12 @@ impl Reads {
         Self { applier, device, staging, poison, shared: Arc::default(), thread: Mutex::new(None) }
     }
 
-    /// Begins a read. All its pages are as of one batch, at least as of every one handed to the applier so
-    /// far. Waits only for pages that are not loaded.
+    /// Begins a read. All its pages are as of one batch, which includes at least every batch handed to the
+    /// applier so far. Waits only for pages that are not loaded.
     ///
     /// # Errors
-    /// `OutOfMemory` for more than is left of [`READ_BYTES_MAX`], with what was asked; `Damaged` for a page
-    /// that cannot be loaded; a device error. What is wrong with a range is the read's outcome.
+    /// `OutOfMemory`, with the requested length, if it exceeds what is left of [`READ_BYTES_MAX`]; `Damaged`
+    /// for a page that cannot be loaded; a device error. Errors in the ranges are part of the read's outcome.
     pub fn begin(&self, ranges: PageRanges) -> Result<Arc<ReadState>> {
         let len = ranges.iter().fold(0, |sum: u64, (_, range)| sum.saturating_add(len_of(range)));
         let reserved = self.reserve(len)?;
@@ -159,7 +159,7 @@ impl Reads {
         let state = Arc::new(ReadState::default());
         let open = OpenRead { state: state.clone(), reserved: Some(reserved), poison: self.poison.clone() };
         let shared = self.shared.clone();
-        // Not waited for: the turn hands the read to the thread.
+        // The result is not awaited: the turn passes the read to the thread.
         let _waits = self.applier.queue_turn(move |turn| {
             match catch(turn, &ranges, len, staged, None) {
                 Ok((lsn, drain, on_disk)) => shared.push(CaughtRead { lsn, drain, on_disk, open }),
@@ -182,7 +182,7 @@ impl Reads {
         }
     }
 
-    /// Starts the thread, unless it runs.
+    /// Starts the thread, unless it is running.
     fn start(&self) -> Result<()> {
         let mut thread = self.thread.lock();
         if thread.is_none() {
@@ -196,10 +196,10 @@ impl Reads {
 }
 
 impl Drop for Reads {
-    /// Sees all reads to their end: the memory that their bytes were copied aside to belongs to the arena.
+    /// Completes all reads: the memory to which their bytes were copied aside belongs to the arena.
     fn drop(&mut self) {
         let Some(thread) = self.thread.lock().take() else { return };
-        // After the turns of all reads. Where the applier is gone, so are they.
+        // After the turns of all reads. If the applier has ended, so have they.
         let _gone = self.applier.turn(|_| Ok(()));
         self.shared.state.lock().is_over = true;
         self.shared.more.notify_all();
@@ -212,7 +212,7 @@ impl Drop for Reads {
 impl ReadQueue {
     fn push(&self, read: CaughtRead) {
         let mut state = self.state.lock();
-        // A read that is refused here is dropped after the lock is let go.
+        // A read that is refused here is dropped after the lock is released.
         if state.is_over {
             drop(state);
             return drop(read);
@@ -222,7 +222,7 @@ impl ReadQueue {
     }
 
     fn run(&self, device: &dyn Device, staging: &Arc<StagingPool>) {
-        // A panic must leave no read waiting: those in the queue are dropped, and so are later ones.
+        // A panic must leave no read waiting: it drops those in the queue, and later ones are dropped too.
         let _end_guard = QueueGuard(self);
         while let Some(CaughtRead { lsn, drain, on_disk, mut open }) = self.next() {
             let drained = drain.finish(device).map_err(|error| open.poison.set_by_device(error));
@@ -242,7 +242,7 @@ impl ReadQueue {
         }
     }
 
-    /// The next read; `None` when there is none and none will come.
+    /// Returns the next read, or `None` once there will be none.
     fn next(&self) -> Option<CaughtRead> {
         let mut state = self.state.lock();
         loop {
@@ -271,8 +271,8 @@ impl Drop for QueueGuard<'_> {
 }
 
 impl OpenRead {
-    /// Gives back what the outcome does not hold, and then tells it: a caller that hears of a failure may ask
-    /// for as much again.
+    /// Releases what the outcome does not hold, and then publishes the outcome: a caller that receives an
+    /// error may immediately request as much again.
     fn finish(mut self, outcome: Result<ReadOutcome>) {
         self.reserved = None;
         self.state.finish(outcome);
@@ -298,18 +298,18 @@ impl ReadState {
             slot.waker.take()
         };
         self.done.notify_all();
-        // Outside of the lock: an executor may poll the task right here.
+        // Outside the lock, because an executor may poll the task during this call.
         if let Some(waker) = waker {
             waker.wake();
         }
     }
 
-    /// Whether there is an outcome.
+    /// Returns whether there is an outcome.
     pub fn is_done(&self) -> bool {
         self.slot.lock().is_done
     }
 
-    /// Waits for the outcome, up to a time where there is one; whether it is there.
+    /// Waits for the outcome, at most until `until` if it is given. Returns whether there is an outcome.
     pub fn wait(&self, until: Option<Instant>) -> bool {
         let mut slot = self.slot.lock();
         while !slot.is_done {
@@ -325,12 +325,12 @@ impl ReadState {
         true
     }
 
-    /// Takes the outcome; `None` if it is not there, or was taken.
+    /// Takes the outcome. Returns `None` if there is none yet, or if it was already taken.
     pub fn take(&self) -> Option<Result<ReadOutcome>> {
         self.slot.lock().outcome.take()
     }
 
-    /// As [`take`](Self::take), for a task, which is woken when the outcome is there.
+    /// Like [`take`](Self::take), for a task, which is woken when the outcome is available.
     pub fn poll(&self, context: &Context<'_>) -> Poll<Result<ReadOutcome>> {
         let mut slot = self.slot.lock();
         if slot.is_done {
@@ -351,8 +351,8 @@ impl std::fmt::Debug for ReadState {
     }
 }
 
-/// Catches all ranges as of the turn, one after the other in `staged`. With a pool for the sums, they are
-/// summed on both sides of the bus.
+/// Catches all ranges as of the turn, one after another in `staged`. If `sums` is given, they are summed on
+/// both sides of the bus.
 pub(super) fn catch(
     turn: &Turn<'_>,
     ranges: &[(PageId, Range<u64>)],
@@ -389,7 +389,8 @@ pub(super) fn catch(
         at += source.len;
     }
     let lsn = turn.applied.point.lsn;
-    // Of one GPU and long: gathered there first, so that deltas go on while the bytes come to the host.
+    // Long ranges of one GPU are gathered there first, so that deltas continue during the transfer to the
+    // host.
     let drain = match places[..] {
         [Some(place)] if len > SHORT_COPY_LEN_MAX => turn.drain(place, sources, len, staged, 0, sums)?,
         _ => turn.drain_in_order(sources, staged, 0, sums)?,
@@ -401,7 +402,7 @@ pub(super) fn len_of(range: &Range<u64>) -> u64 {
     range.end.saturating_sub(range.start)
 }
 
-/// The refusal of a read of this many bytes.
+/// Returns the error for a read of this many bytes.
 fn refused(len: u64) -> Error {
     Error::OutOfMemory { place: Place::Pinned, len }
 }

@@ -1,13 +1,13 @@
-//! Pages that are still on disk only: an open that does not wait for them leaves them unloaded.
+//! Pages that are still only on disk, because the open did not wait for them.
 //!
 //! An unloaded page has its memory and its entry in the table, but the applier has none of its bytes. A
-//! caller that needs the page asks here first, and waits. The loader takes pages that were asked for before
-//! others, and then goes on with those that follow them in the files: a caller that goes through its pages in
-//! their order finds the next ones loaded. A loaded page never becomes unloaded again. So a caller that has
-//! waited for a page goes on without looking again. And the applier never waits for the disk: the callers
-//! that hand over its batches and turns have waited for their pages.
+//! caller that needs the page requests it here first, and waits. The loader takes requested pages before
+//! others, and then continues with those that follow them in the files: a caller that reads its pages in
+//! order finds the next ones loaded. A loaded page never becomes unloaded again, so a caller that has waited
+//! for a page need not check again. The applier never waits for the disk, because the callers that hand over
+//! batches and turns have waited for their pages.
 //!
-//! A page that cannot be loaded stays unloaded. Every caller that asks for it gets the error.
+//! A page that cannot be loaded stays unloaded, and every caller that requests it gets the error.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -23,24 +23,24 @@ use crate::base::sync::{Condvar, Instant, Mutex};
 use crate::error::{Error, Result};
 use crate::memory::arena::PageMemory;
 
-/// Pages that are taken together at most: what their loader lists of them is short, too.
+/// The most pages that are taken together, which also bounds the loader's lists.
 const TAKEN_MAX: usize = 2048;
-/// Pages that are taken together where memory for a longer list is refused.
+/// Pages that are taken together if memory for a longer list is refused.
 const TAKEN_MIN: usize = 256;
 
-/// A page that is to be loaded.
+/// A page to load.
 pub(crate) struct UnloadedPage {
     pub page: PageId,
-    /// The image that holds exactly the page's bytes.
+    /// The image that contains exactly the page's bytes.
     pub image: ImageRef,
-    /// The memory that its bytes go to; as long as the page.
+    /// The memory for its bytes, as long as the page.
     pub memory: PageMemory,
 }
 
 /// The unloaded pages of a store. Shared by callers that need them and the threads that load them.
 #[derive(Default)]
 pub(crate) struct UnloadedSet {
-    /// The number of pages that are not loaded: a caller that reads 0 needs no lock.
+    /// The number of pages that are not loaded. A caller that reads 0 needs no lock.
     left: AtomicUsize,
     state: Mutex<LoadStates>,
     /// Signalled when a page is loaded, or never will be.
@@ -49,39 +49,39 @@ pub(crate) struct UnloadedSet {
 
 #[derive(Default)]
 struct LoadStates {
-    /// The pages in the order of their files; `None` where a page was taken to be loaded.
+    /// The pages in the order of their files; `None` for a page that was taken.
     waiting: Vec<Option<UnloadedPage>>,
-    /// For each index, the first one from there on at which a page waits, or one on the way to it. The last
-    /// stands for none.
+    /// For each index, the first index from there on with a waiting page, or an index on the path to it. The
+    /// last entry stands for none.
     following: Vec<usize>,
-    /// Where loading goes on: after the pages that were taken last.
+    /// The index at which loading continues: after the pages that were taken last.
     next: usize,
     /// Pages that are neither loaded nor failed, by their index in `waiting`.
     indices: ById<PageId, usize>,
     /// The bytes of those pages.
     bytes: u64,
-    /// Pages that are taken first, by their index in `waiting`.
+    /// Requested pages, which are taken first, by their index in `waiting`.
     asked: Queue<usize>,
     failed: BTreeMap<PageId, Error>,
-    /// Memory of the pages that are not loaded any more.
+    /// Memory of the pages that will not be loaded.
     given_up: Queue<PageMemory>,
-    /// Why no more pages are loaded, once that is so.
+    /// Why no more pages are loaded, once that is the case.
     over: Option<Error>,
 }
 
 impl LoadStates {
-    /// Has these pages taken before others.
+    /// Requests these pages, which are then taken before others.
     fn ask(&mut self, pages: &[PageId]) {
         let Self { waiting, indices, asked, .. } = self;
         let wanted = pages.iter().filter_map(|page| indices.get(*page)).filter(|at| waiting[**at].is_some());
         wanted.for_each(|at| asked.push_back(*at));
     }
 
-    /// The first index from `at` on at which a page waits.
+    /// Returns the first index from `at` on with a waiting page.
     fn waiting_from(&mut self, mut at: usize) -> Option<usize> {
         let Self { waiting, following, .. } = self;
         while following[at] != at {
-            // The next call has half the way.
+            // Halves the path for the next call.
             following[at] = following[following[at]];
             at = following[at];
         }
@@ -90,13 +90,13 @@ impl LoadStates {
 }
 
 impl UnloadedSet {
-    /// The set of these pages, all unloaded.
+    /// Makes a set of these pages, all unloaded.
     ///
     /// # Errors
     /// `OutOfMemory`, with the pages.
     pub fn new(pages: Vec<UnloadedPage>) -> Result<Self, (Error, Vec<UnloadedPage>)> {
         let bytes = pages.iter().map(|unloaded| unloaded.memory.byte_len()).sum();
-        // All memory first: a page that is dropped does not give its own back.
+        // All allocations come first: a page that is dropped does not free its memory.
         let (mut files, mut waiting, mut following) = match Self::room_for(&pages) {
             Ok(room) => room,
             Err(error) => return Err((error, pages)),
@@ -104,7 +104,7 @@ impl UnloadedSet {
         for unloaded in pages {
             files.get_mut(&unloaded.image.file).expect("counted before").push(unloaded);
         }
-        // Mostly they lie in this order already.
+        // They are usually in this order already.
         files.values_mut().for_each(|of_file| of_file.sort_unstable_by_key(|unloaded| unloaded.image.offset));
         waiting.extend(files.into_values().flatten().map(Some));
         following.extend(0..=waiting.len());
@@ -118,7 +118,7 @@ impl UnloadedSet {
         Ok(Self { left: AtomicUsize::new(state.indices.len()), state: Mutex::new(state), ..Self::default() })
     }
 
-    /// Room for the pages of each file, and for all of them.
+    /// Allocates lists for the pages of each file, and for all of them.
     #[expect(clippy::type_complexity, reason = "three lists, named where they are used")]
     fn room_for(
         pages: &[UnloadedPage],
@@ -134,13 +134,13 @@ impl UnloadedSet {
         Ok((files, waiting, following))
     }
 
-    /// Whether any page is not loaded.
+    /// Returns whether any page is not loaded.
     pub fn is_any(&self) -> bool {
-        // Acquire: a caller that finds a page loaded finds its memory with the applier.
+        // Acquire: a caller that finds a page loaded also finds its memory with the applier.
         self.left.load(Ordering::Acquire) > 0
     }
 
-    /// The number of pages that are yet to be loaded, and their bytes.
+    /// Returns the number of pages that remain to be loaded, and their bytes.
     pub fn left(&self) -> (u64, u64) {
         let state = self.state.lock();
         (state.indices.len() as u64, state.bytes)
@@ -149,7 +149,7 @@ impl UnloadedSet {
     /// Waits until these pages are loaded. They are loaded before others, in this order.
     ///
     /// # Errors
-    /// The error that keeps one of them from being loaded; `Closed`.
+    /// The error that prevents one of them from being loaded; `Closed`.
     pub fn wait(&self, pages: impl IntoIterator<Item = PageId>) -> Result<()> {
         if !self.is_any() {
             return Ok(());
@@ -174,7 +174,7 @@ impl UnloadedSet {
     /// Waits until all pages are loaded.
     ///
     /// # Errors
-    /// As for [`wait`](Self::wait), once all other pages are loaded.
+    /// Same as [`wait`](Self::wait), once all other pages are loaded.
     pub fn wait_all(&self) -> Result<()> {
         let mut state = self.state.lock();
         while !state.indices.is_empty() {
@@ -186,17 +186,17 @@ impl UnloadedSet {
         state.failed.values().next().map_or(Ok(()), |error| Err(error.clone()))
     }
 
-    /// Takes pages to load, neighbours in one file. A page that was asked for comes first, with the pages
-    /// within `asked_bytes_max` from there on; otherwise, within `bytes_max`, those that follow the ones
-    /// taken last, and after the last of all the first ones. A longer page comes alone. None when there is
-    /// nothing left to take.
+    /// Takes pages to load, which are adjacent in one file. A requested page comes first, with the pages
+    /// within `asked_bytes_max` after it. Otherwise the pages that follow the ones taken last come next,
+    /// within `bytes_max`; after the last page, the first ones follow. A longer page is taken alone. Returns
+    /// `None` if there is nothing left to take.
     pub fn take(&self, asked_bytes_max: u64, bytes_max: u64) -> Option<Vec<UnloadedPage>> {
         let mut state = self.state.lock();
         if state.over.is_some() {
             return None;
         }
         let LoadStates { waiting, asked, .. } = &mut *state;
-        // A page that was asked for twice is taken once.
+        // A page that was requested twice is taken once.
         let is_waiting = |at: &usize| waiting[*at].is_some();
         let (first, bytes_max) = match std::iter::from_fn(|| asked.pop_front()).find(is_waiting) {
             Some(at) => (at, asked_bytes_max),
@@ -215,7 +215,7 @@ impl UnloadedSet {
         let belong = waiting[first..].iter().take_while(|at| at.as_ref().is_some_and(belongs));
         let count = belong.take(TAKEN_MAX).count();
         let mut taken = Vec::new();
-        // Where there is no memory for all of them, the others come later.
+        // If there is no memory for all of them, the others are taken later.
         let count = if taken.try_reserve_exact(count).is_ok() { count } else { count.min(TAKEN_MIN) };
         taken.extend(waiting[first..first + count].iter_mut().filter_map(Option::take));
         *next = first + count;
@@ -223,7 +223,7 @@ impl UnloadedSet {
         Some(taken)
     }
 
-    /// Notes that the applier has these pages now, each with its length in bytes.
+    /// Records that the applier now has these pages, each given with its length in bytes.
     pub fn loaded(&self, pages: impl IntoIterator<Item = (PageId, u64)>) {
         let mut state = self.state.lock();
         for (page, len) in pages {
@@ -238,7 +238,7 @@ impl UnloadedSet {
         self.changed.notify_all();
     }
 
-    /// Notes that a page that was taken cannot be loaded.
+    /// Records that a taken page cannot be loaded.
     pub fn fail(&self, unloaded: UnloadedPage, error: Error) {
         let mut state = self.state.lock();
         state.indices.remove(unloaded.page);
@@ -248,13 +248,13 @@ impl UnloadedSet {
         self.changed.notify_all();
     }
 
-    /// Ends the loading, for this reason. Callers that wait for unloaded pages get the error.
+    /// Stops loading because of `error`, which callers that wait for unloaded pages receive.
     pub fn end(&self, error: Error) {
         self.state.lock().over.get_or_insert(error);
         self.changed.notify_all();
     }
 
-    /// Waits for this time. Returns at once, with `true`, when no page is loaded any more.
+    /// Waits for this time. Returns `true` immediately once loading has stopped.
     pub fn is_over_within(&self, time: Duration) -> bool {
         let until = Instant::now() + time;
         let mut state = self.state.lock();
@@ -264,13 +264,13 @@ impl UnloadedSet {
         state.over.is_some()
     }
 
-    /// Leaves pages that were taken on disk: no page is loaded any more.
+    /// Returns taken pages after loading has stopped. They stay on disk.
     pub fn give_up(&self, pages: Vec<UnloadedPage>) {
         let mut state = self.state.lock();
         pages.into_iter().for_each(|unloaded| state.given_up.push_back(unloaded.memory));
     }
 
-    /// The memory of all pages that were not loaded.
+    /// Returns the memory of all pages that were not loaded.
     pub fn take_memory(&self) -> impl Iterator<Item = PageMemory> + use<> {
         let mut state = self.state.lock();
         let waiting = std::mem::take(&mut state.waiting).into_iter().flatten();
@@ -293,7 +293,7 @@ mod tests {
 
     const LEN: u64 = 4096;
 
-    /// Pages 0 to 9 of 4 KiB, five to a file, handed over in another order.
+    /// Pages 0 to 9 of 4 KiB, five per file, handed over in another order.
     fn ten(arena: &Arena) -> UnloadedSet {
         let unloaded = |number: u64| UnloadedPage {
             page: PageId(number),
@@ -320,7 +320,7 @@ mod tests {
         taken.iter().map(|unloaded| unloaded.page.0).collect()
     }
 
-    /// As a loader does that meets no error.
+    /// Loads pages like a loader that meets no error.
     fn load(unloaded: &UnloadedSet, arena: &Arena, taken: Vec<UnloadedPage>) {
         unloaded.loaded(taken.iter().map(|unloaded| (unloaded.page, unloaded.memory.byte_len())));
         taken.into_iter().try_for_each(|unloaded| arena.discard(unloaded.memory)).unwrap();
@@ -340,15 +340,15 @@ mod tests {
         };
         take(&[], &[0, 1]);
         take(&[6], &[6, 7]);
-        // A loaded page, an unknown one and one asked for twice are passed over, and no run goes on in the
-        // next file.
+        // A loaded page, an unknown one and one requested twice are skipped, and no run continues in the next
+        // file.
         take(&[1, 99, 4, 4], &[4]);
         take(&[], &[5]);
-        // After the last page of all the first one comes.
+        // The first page follows the last.
         take(&[9], &[9]);
         take(&[], &[2, 3]);
-        // A page that was asked for and came as a neighbour is not looked for again, nor is any when all are
-        // loaded.
+        // A requested page that was taken as a neighbour is not taken again, and nothing is taken once all
+        // are loaded.
         take(&[8, 9], &[8]);
         assert!(unloaded.take(LEN, LEN).is_none() && !unloaded.is_any());
         assert_eq!(unloaded.left(), (0, 0));
@@ -380,7 +380,7 @@ mod tests {
         let failed = unloaded.take(LEN, LEN).unwrap().pop().unwrap();
         let damage = Error::from(Defect::Missing.at(FileName::Pages(0), 0));
         unloaded.fail(failed, damage);
-        // A page that cannot be loaded concerns no caller of another page, until all are waited for.
+        // A page that cannot be loaded concerns no caller of another page, except one that waits for all.
         assert!(matches!(unloaded.wait([PageId(0)]), Err(Error::Damaged(_))));
         let in_hand = unloaded.take(LEN, 2 * LEN).unwrap();
         assert_eq!(numbers(&in_hand), [1, 2]);
@@ -396,7 +396,7 @@ mod tests {
             }
         });
         assert!(unloaded.take(LEN, LEN).is_none(), "no page is loaded any more");
-        // A page that was in hand may be loaded all the same.
+        // A page that was already taken may still be loaded.
         load(&unloaded, &arena, in_hand);
         unloaded.wait([PageId(2)]).unwrap();
         assert_eq!((unloaded.left(), unloaded.is_any()), ((7, 7 * LEN), true));

@@ -1,5 +1,5 @@
-//! Reads of many pages of which each must be of one version: for bytes that go to disk before the batch that
-//! takes the pages there.
+//! Reads of many pages that must each be at one version. They supply the bytes that are written to disk
+//! before the batch that moves the pages there.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,22 +14,22 @@ use crate::device::sums::changed_on_the_way;
 use crate::error::Result;
 use crate::memory::staging::{StagingBuf, StagingPool};
 
-/// A range of a page in memory, as long as the page is of one version.
+/// A range of a page in memory, valid while the page is at one version.
 #[derive(Clone)]
 pub(crate) struct VersionRange {
     pub page: PageId,
     /// The batch that made the version.
     pub lsn: Lsn,
-    /// Bytes of the page.
+    /// The byte range of the page.
     pub range: Range<u64>,
 }
 
 impl Applier {
-    /// The bytes of all ranges, one after the other, by one turn, with sums on both sides of the bus. `None`
-    /// if one of the pages is of another version by now, or on disk.
+    /// Reads the bytes of all ranges, one after another, in one turn and with sums on both sides of the bus.
+    /// Returns `None` if one of the pages is at another version by now, or on disk.
     ///
     /// # Errors
-    /// `OutOfMemory`; a device error, also where other bytes arrived, twice.
+    /// `OutOfMemory`; a device error, also if the bytes changed in transit twice.
     pub fn read_versions(
         &self,
         device: &dyn Device,

@@ -1,5 +1,5 @@
-//! The applier's thread. Batches become lists, and lists go into the lane. Memory that a list uses last is
-//! given back after it.
+//! The applier's thread. It turns batches into lists and submits them to the lane. Memory that a list is the
+//! last to use is freed after that list.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -26,7 +26,7 @@ use crate::versions::{PageWalk, Versions};
 /// Lists in flight before the applier waits for the oldest.
 const IN_FLIGHT_MAX: usize = 32;
 
-/// The state that only the applier's thread touches.
+/// The state that only the applier's thread uses.
 pub(super) struct Worker {
     shared: Arc<Applier>,
     device: Arc<dyn Device>,
@@ -38,24 +38,24 @@ pub(super) struct Worker {
     wait_logged: Box<dyn Fn(Lsn) -> Result<()> + Send>,
     applied: AppliedState,
     list: ListBuilder,
-    /// Memory that the list under construction uses last.
+    /// Memory that the list under construction is the last to use.
     retiring: Queue<PageMemory>,
-    /// The same, of memory that callers use too.
+    /// The same, for memory that callers use too.
     given_up: Queue<PageMemory>,
-    /// The same, of memory that goes to a caller.
+    /// The same, for memory that is handed to a caller.
     handed_over: Vec<(Arc<Handover>, PageMemory)>,
-    /// What the batches of the list under construction changed, for streams; the batch alone where there was
-    /// no memory for that. Empty while there is no stream.
+    /// The changes of the batches in the list under construction, for streams; only the batch's number if
+    /// there was no memory for its changes. Empty while there is no stream.
     told: Vec<Result<AppliedBatch, Lsn>>,
     in_flight: InFlight,
     /// The value of the newest list's fence.
     fence: u64,
-    /// Why memory is not what the table says, if it is not.
+    /// Why memory does not match the table, if it does not.
     lost: Option<Error>,
 }
 
 impl Worker {
-    /// A worker with nothing under way.
+    /// Makes a worker with nothing in flight.
     pub fn new(
         shared: Arc<Applier>,
         parts: ApplierParts,
@@ -108,7 +108,7 @@ impl Worker {
                     }
                     Request::Turn(turn) => {
                         self.flush();
-                        // A turn looks at pages, or has them read.
+                        // A turn inspects pages or starts reads of them.
                         self.prove_all();
                         let was_lost = self.lost.is_some();
                         turn(&mut Turn {
@@ -118,7 +118,7 @@ impl Worker {
                             device: &*self.device,
                             lost: &mut self.lost,
                         });
-                        // A caller that waits for bytes that the turn lost is told.
+                        // A caller that waits for bytes that the turn lost is notified.
                         if let Some(error) = self.lost.clone().filter(|_| !was_lost) {
                             self.lose(error);
                         }
@@ -130,8 +130,9 @@ impl Worker {
         while self.in_flight.len() > 0 {
             self.finish_oldest();
         }
-        // Lists of other threads, reads and gathers, may be under way too. A list after all of them tells
-        // when they are done. If it fails, they may still run, and the memory that they name is left to them.
+        // Lists of other threads, such as reads and gathers, may be in flight too. The end of one more list
+        // shows that all of them are done. If it fails, they may still run, and the memory that they name is
+        // not freed.
         let last = self.device.submit(Lane::Apply, CommandList::default());
         let last = last.and_then(|pending| pending.finish(&*self.device));
         match last.and_then(|_| self.leases.wait_ended()) {
@@ -140,18 +141,19 @@ impl Worker {
         }
     }
 
-    /// Takes what is queued, or waits for it; `false` if there will be nothing more.
+    /// Takes what is queued, or waits for it. Returns `false` once there will be nothing more.
     fn next(&mut self, requests: &mut VecDeque<Request>) -> bool {
-        // No other thread looks whether a list is done. While there is more to do, the next list does.
+        // No other thread checks whether a list is done. If there is more to do, submitting the next list
+        // does.
         if self.in_flight.is_unproven() && self.shared.requests.is_empty() {
             self.prove_all();
         }
         self.shared.requests.take(requests)
     }
 
-    /// Gives up a batch that the log lost: no reader sees it, and the logged batches go on being read.
+    /// Discards a batch that the log lost. No reader sees it, and the logged batches can still be read.
     fn refuse(&mut self, work: ApplyWork) {
-        // Logged batches go first: a caller that waits for one of them must not hear of a loss.
+        // Logged batches are finished first: a caller that waits for one of them must not receive this error.
         self.flush();
         self.prove_all();
         self.shared.progress(|progress| progress.lost = true);
@@ -162,7 +164,7 @@ impl Worker {
         }
     }
 
-    /// Adds a batch to the list and installs its changes to the table.
+    /// Adds a batch to the list and installs its changes in the table.
     fn batch(&mut self, work: ApplyWork) {
         let ApplyWork { point, payload, changes, provision } = work;
         let provision = provision.map_or_else(Provision::default, |provision| *provision);
@@ -174,14 +176,14 @@ impl Worker {
             self.flush();
             self.list.begin_in(room);
         }
-        assert!(point.lsn == self.applied.point.lsn.next()); // I3: in the order of the log, without a hole.
+        assert!(point.lsn == self.applied.point.lsn.next()); // I3: in log order, without a gap.
         let in_list = PayloadAt { index: self.list.payload_index(), offset: 0 };
         if let Some(sums) = sums {
             self.list.prove(sums);
         }
         let all_versions = self.versions.clone();
         let mut versions = all_versions.walk();
-        // One by one: the batch is logged, and memory for all of them may be refused.
+        // One by one: the batch is logged, and memory for a list of all operations could be refused.
         let apply = |at: OpAt<'_>| {
             if let Some(ranges) = &mut ranges {
                 ranges.note(&at.op);
@@ -218,7 +220,7 @@ impl Worker {
                 Op::Move { page, place } => {
                     let here = self.applied.memory.get(page).expect("planned on a page that exists").place();
                     if here == place {
-                        // The page's Lsn changes all the same: a cut keeps the page with the old one.
+                        // The page's Lsn changes nevertheless, so a cut keeps the page with the old one.
                         self.before_change(page, &mut relocations);
                     } else {
                         let new = memory.pop_front().expect("one for each move to another place");
@@ -270,11 +272,12 @@ impl Worker {
             }
         };
         each_op(&payload, apply).expect("decoded before it was logged");
-        // What it wrote to pages on disk is counted there by now.
+        // What the batch wrote to pages on disk is now counted there.
         drop(pending);
         match payload {
             GrownBytes::Staged(staged) => self.list.payload(staged),
-            // No operation on a page in memory has bytes in it, so none has an aside or a proof either.
+            // No operation on a page in memory has bytes in this payload, so none has an aside or a proof
+            // either.
             GrownBytes::Plain(_) => {}
         }
         if let Some(ranges) = ranges {
@@ -284,10 +287,10 @@ impl Worker {
         self.applied.point = point;
     }
 
-    /// Changes a page on disk, of which a cut keeps a copy first.
+    /// Changes a page on disk, after a cut has kept a copy if it needs one.
     fn change_on_disk(&mut self, page: PageId, change: impl FnOnce(&mut DiskPage)) {
         let AppliedState { table, on_disk, cut, .. } = &mut self.applied;
-        // The cut keeps the page as it was before this batch: the table still says so.
+        // The cut keeps the page as of before this batch, which is still the state of the table.
         if let Some(cut) = cut
             && let Some(info) = table.get(page)
         {
@@ -296,7 +299,7 @@ impl Worker {
         on_disk.change(page, change).expect("planned on a page that exists");
     }
 
-    /// Takes a page to disk. An image has its bytes by now.
+    /// Moves a page to disk. An image already has its bytes.
     fn move_to_disk(&mut self, page: PageId, images: &NewDiskImages) {
         if self.applied.on_disk.contains(page) {
             return self.change_on_disk(page, |_| {});
@@ -309,14 +312,14 @@ impl Worker {
         self.applied.on_disk.insert(page, self.disk_pages.page(image.clone()));
     }
 
-    /// Whether the page's memory holds the bytes that an image of the batch gives it.
+    /// Returns whether the page's memory holds the bytes that an image of the batch gives it.
     fn holds_image(&self, page: PageId, filled: &FilledMemory) -> bool {
         let memory = self.applied.memory.get(page).expect("planned on a page that exists");
         filled.has_image(page, memory.span().memory)
     }
 
-    /// Takes a page to new memory, shortened or extended by zeros to its length. Memory that is filled stays
-    /// as it is.
+    /// Moves a page to new memory, truncated or extended with zeros to the new length. Memory that is already
+    /// filled is unchanged.
     fn replace(&mut self, versions: &mut PageWalk<'_>, page: PageId, new: PageMemory, is_filled: bool) {
         if !is_filled {
             let old = self.applied.memory.get(page).expect("planned on a page that exists");
@@ -331,21 +334,21 @@ impl Worker {
         versions.moved(page, memory);
     }
 
-    /// Fills new memory with zeros from `from` on, unless it holds them already. A caller's memory may hold
-    /// anything, wherever it lies. Writing gigabytes of zeros would hold up every batch and every read after
-    /// this one.
+    /// Fills new memory with zeros starting at `from`, unless it already contains zeros. A caller's memory
+    /// may contain anything, wherever it is. Writing gigabytes of zeros would delay every later batch and
+    /// read.
     fn zero(&mut self, new: &PageMemory, from: u64) {
         if new.is_lent() || !self.device.allocates_zeros(new.place(), new.byte_len()) {
             self.list.zero(new.part(from, new.byte_len() - from));
         }
     }
 
-    /// Prepares a page for a change where it lies. A page that a cut keeps is copied aside, and a page that
+    /// Prepares a page for a change in place. A page that a cut keeps is copied aside, and a page that
     /// callers use moves to its relocation memory.
     fn before_change(&mut self, page: PageId, relocations: &mut Vec<(PageId, PageMemory)>) {
         let AppliedState { table, memory, cut, catches, .. } = &mut self.applied;
         let Some(current) = memory.get(page) else { return };
-        // The cut keeps the page as it was before this batch: the table still says so.
+        // The cut keeps the page as of before this batch, which is still the state of the table.
         if let Some(cut) = cut
             && let Some(info) = table.get(page)
         {
@@ -363,12 +366,12 @@ impl Worker {
                 self.given_up.push_back(old);
             }
         } else {
-            // Another batch has moved the page already, or the caller's work is done.
+            // Another batch has already moved the page, or the caller's work is done.
             self.arena.discard_all([relocation]);
         }
     }
 
-    /// Prepares a range of a page for a write: the part that a snapshot has yet to gather is kept aside.
+    /// Prepares a range of a page for a write: any part that a snapshot has not gathered yet is kept aside.
     fn before_write(&mut self, page: PageId, range: Option<(u64, u64)>) {
         let AppliedState { memory, catches, .. } = &mut self.applied;
         if catches.is_empty() {
@@ -379,7 +382,7 @@ impl Worker {
         }
     }
 
-    /// Takes memory that its page gave up. The memory goes to a cut, to callers, or back to the arena.
+    /// Takes memory that its page has left. It goes to a cut, to callers, or back to the arena.
     fn give_up(&mut self, page: PageId, old: PageMemory) {
         let AppliedState { table, cut, catches, .. } = &mut self.applied;
         if let Some(catch) = catches.get_mut(&page) {
@@ -402,8 +405,8 @@ impl Worker {
         }
     }
 
-    /// Takes memory of a deleted page that goes to a caller, after the list under construction. No lease is
-    /// open on it. A cut gets a copy: it would keep the memory for as long as its snapshot takes.
+    /// Hands the memory of a deleted page to a caller, after the list under construction. The page is not
+    /// leased. A cut gets a copy, since it would keep the memory itself for as long as its snapshot takes.
     fn hand_over(&mut self, old: PageMemory, handover: &Arc<Handover>) {
         let page = handover.page;
         let AppliedState { table, cut, catches, .. } = &mut self.applied;
@@ -417,8 +420,9 @@ impl Worker {
         self.handed_over.push((handover.clone(), old));
     }
 
-    /// Submits copies of a batch that moves many pages before it is applied as a whole. Nothing is told of it
-    /// until its last list is in the lane, and the memory that pages gave up goes with that one.
+    /// Submits the copies of a batch that moves many pages before the batch is complete. Nothing is reported
+    /// about the batch until its last list is in the lane, and the memory that its pages left is freed after
+    /// that list.
     fn submit_copies(&mut self) {
         if self.lost.is_some() {
             return;
@@ -436,9 +440,9 @@ impl Worker {
         }
     }
 
-    /// Submits the list. From here on every later list sees its batches.
+    /// Submits the list. Every later list sees its batches.
     fn flush(&mut self) {
-        // Memory that pages gave up goes with a list, though that has nothing to do.
+        // Memory that pages left needs a list, even one without commands.
         let gives_up = !(self.retiring.is_empty() && self.given_up.is_empty() && self.handed_over.is_empty());
         if gives_up || !self.list.is_empty() {
             let (list, proofs) = self.list.take();
@@ -473,19 +477,20 @@ impl Worker {
         }
     }
 
-    /// Tells of the batches that are applied, as far as their bytes are proven (I12).
+    /// Reports the batches that are applied and whose bytes are proven (I12).
     fn tell(&mut self) {
         if self.lost.is_some() {
             return;
         }
         while let Some(UntoldBatches { applied, fence, changes }) = self.in_flight.next_told() {
             self.shared.progress(|progress| (progress.applied, progress.fence) = (applied, fence));
-            // After that: a caller that hears of a batch may ask at once whether it is applied.
+            // After the progress: a caller that is notified of a batch may immediately check that it is
+            // applied.
             changes.into_iter().for_each(|told| self.shared.changes().tell(told));
         }
     }
 
-    /// Waits until no list under way is to be proven.
+    /// Waits until no list in flight remains to be proven.
     fn prove_all(&mut self) {
         while self.in_flight.is_unproven() {
             self.finish_oldest();
@@ -508,7 +513,7 @@ impl Worker {
         }
     }
 
-    /// Notes that a list is lost.
+    /// Records that a list is lost.
     fn lose(&mut self, error: Error) {
         let error = self.shared.poison.set(error);
         self.lost.get_or_insert(error);

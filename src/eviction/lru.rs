@@ -1,4 +1,4 @@
-//! The least recently used page leaves first.
+//! Least recently used: evicts the page that has not been used for the longest time.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -6,14 +6,14 @@ use remanent_format::PageId;
 
 use super::EvictionPolicy;
 
-/// Pages in the order of their last use; the one that was not used for longest leaves first.
+/// An eviction policy that evicts the least recently used page first.
 #[derive(Debug, Default)]
 pub struct Lru {
     /// The pages by the time of their last use.
     pub(super) by_use: BTreeMap<u64, PageId>,
     /// The time of each page's last use.
     pub(super) uses: HashMap<PageId, u64>,
-    /// Counts uses: the time now.
+    /// The current time, as a count of uses.
     now: u64,
 }
 

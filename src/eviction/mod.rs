@@ -1,8 +1,8 @@
-//! Policies: which page leaves a place that is full.
+//! Eviction policies, which choose the page that leaves a full place.
 //!
-//! A policy knows the pages of one place. It hears which came, which were used and which left, and is asked
-//! for one decision: which page leaves next. It knows nothing of the store, so that the same policy can be
-//! measured over a trace alone.
+//! A policy knows the pages of one place. It is notified of arrivals, uses and departures, and makes one
+//! decision: which page is evicted next. It knows nothing about the store, so the same policy can be measured
+//! on a trace.
 
 mod lru;
 mod s3_fifo;
@@ -14,10 +14,11 @@ use remanent_format::PageId;
 pub use lru::Lru;
 pub use s3_fifo::S3Fifo;
 
-/// The decision which page leaves a place.
+/// A policy that chooses which page is evicted from a place.
 ///
-/// A store has one for each place of its [`Tiers`](crate::Tiers) but the last, and tells it of the pages
-/// there, in the order of batches; uses come with some delay, and some of very many uses are left out.
+/// A store has one policy for each place of its [`Tiers`](crate::Tiers) except the last, and notifies it of
+/// the pages there in batch order. Uses are reported with some delay, and some are omitted if there are very
+/// many.
 ///
 /// ```
 /// use remanent::{EvictionPolicy, Lru, PageId};
@@ -30,16 +31,16 @@ pub use s3_fifo::S3Fifo;
 /// assert_eq!(policy.victim(), None);
 /// ```
 pub trait EvictionPolicy: Send {
-    /// A page came that the policy does not know. `len` is its length in bytes.
+    /// Called when a page arrives that the policy does not know. `len` is its length in bytes.
     fn arrived(&mut self, page: PageId, len: u64);
 
-    /// A page was read or changed. Nothing happens if the policy does not know it.
+    /// Called when a page is read or changed. Ignored if the policy does not know the page.
     fn used(&mut self, page: PageId);
 
-    /// A page is gone, or lives elsewhere. Nothing happens if the policy does not know it.
+    /// Called when a page is deleted or moved elsewhere. Ignored if the policy does not know the page.
     fn left(&mut self, page: PageId);
 
-    /// Chooses the page that leaves next and forgets it; `None` if there is none. A page that cannot leave,
-    /// because a caller uses its memory, arrives again.
+    /// Chooses the next page to evict and forgets it. Returns `None` if there are no pages. A page that
+    /// cannot be evicted because a caller uses its memory arrives again.
     fn victim(&mut self) -> Option<PageId>;
 }

@@ -1,9 +1,9 @@
-//! S3-FIFO: three queues and no order of use.
+//! S3-FIFO: eviction with three queues and without an order of use.
 //!
-//! A page begins in a small queue, with a tenth of the bytes. At its end a page that was used since goes on
-//! to the main queue, and any other one leaves, so that a scan passes through without driving out what is
-//! used again. Ids of pages that left so are remembered: one that comes back soon begins in the main queue.
-//! There a page that was used goes round once more for each use, up to three.
+//! A page begins in a small queue, which has a tenth of the bytes. At its end, a page that was used since its
+//! arrival moves to the main queue, and any other page is evicted, so a scan passes through without evicting
+//! pages that are used repeatedly. The ids of pages evicted there are remembered; one that soon returns
+//! begins in the main queue. A used page is reinserted into the main queue once per use, up to three times.
 //!
 //! After Yang, Zhang, Qiu, Yue and Rashmi, "FIFO queues are all you need for cache eviction" (SOSP 2023).
 
@@ -13,18 +13,18 @@ use remanent_format::PageId;
 
 use super::EvictionPolicy;
 
-/// The part of the bytes that the small queue has, one in this number.
+/// The small queue has one part in this number of the bytes.
 const SMALL_SHARE: u64 = 10;
-/// The most uses that count.
+/// The most uses that are counted.
 const USES_MAX: u8 = 3;
-/// Uses in the small queue from which on a page goes on to the main queue. Bringing a page to where it is
-/// used counts as its arrival, and so one more use is enough.
+/// Uses after which a page moves from the small queue to the main queue. Bringing a page to the place where
+/// it is used counts as its arrival, so one more use is enough.
 const USES_TO_STAY: u8 = 1;
-/// Entries of pages that left may stay in a queue up to this number, beyond one for each page that is there.
+/// The most entries of evicted pages that a queue keeps in excess of one for each resident page.
 pub(super) const STALE_MAX: usize = 64;
 
-/// Pages in three first-in-first-out queues. It keeps what is used again and again apart from what is used
-/// once, which a scan of many pages does not change.
+/// An eviction policy with three first-in-first-out queues. It keeps pages that are used repeatedly apart
+/// from pages that are used once, so a scan of many pages does not evict the former.
 #[derive(Debug, Default)]
 pub struct S3Fifo {
     pub(super) pages: HashMap<PageId, Resident>,
@@ -35,26 +35,26 @@ pub struct S3Fifo {
     arrivals: u64,
 }
 
-/// A page that is there.
+/// A page that is in the place.
 #[derive(Debug)]
 pub(super) struct Resident {
     pub len: u64,
     uses: u8,
     in_main: bool,
-    /// The number of its arrival. An entry of a queue with another number is of an earlier one.
+    /// The number of the page's arrival. A queue entry with another number belongs to an earlier arrival.
     arrival: u64,
 }
 
-/// A queue of pages. Those that left stay in it as entries that nothing refers to.
+/// A queue of pages. Pages that left remain in it as stale entries.
 #[derive(Debug, Default)]
 pub(super) struct Fifo {
     pub entries: VecDeque<(PageId, u64)>,
-    /// Pages in it, and their bytes.
+    /// The number of pages in the queue, and their bytes.
     pub count: usize,
     pub bytes: u64,
 }
 
-/// Pages that left the small queue, the newest last.
+/// Pages evicted from the small queue, newest last.
 #[derive(Debug, Default)]
 pub(super) struct Ghosts {
     pub order: VecDeque<PageId>,
@@ -75,7 +75,7 @@ impl Fifo {
 }
 
 impl Ghosts {
-    /// Remembers a page, and no more pages than `limit`.
+    /// Remembers a page, and at most `limit` pages in total.
     fn remember(&mut self, page: PageId, limit: usize) {
         if self.known.insert(page) {
             self.order.push_back(page);
@@ -86,7 +86,8 @@ impl Ghosts {
         }
     }
 
-    /// Whether the page is remembered. It is forgotten; its place in the order stays until its turn comes.
+    /// Returns whether the page is remembered, and forgets it. Its entry in the order remains until it
+    /// reaches the front.
     fn recall(&mut self, page: PageId) -> bool {
         self.known.remove(&page)
     }
@@ -97,7 +98,7 @@ impl S3Fifo {
         if in_main { &mut self.main } else { &mut self.small }
     }
 
-    /// The next page of a queue that is still there, taken out of it.
+    /// Removes and returns the next page of a queue that is still resident.
     fn next_of(&mut self, in_main: bool) -> Option<(PageId, Resident)> {
         loop {
             let (page, arrival) = self.queue(in_main).entries.pop_front()?;
@@ -116,7 +117,7 @@ impl S3Fifo {
         self.pages.insert(page, resident);
     }
 
-    /// The page that leaves the small queue; those that were used go to the main queue on the way.
+    /// Returns the page to evict from the small queue, after moving used pages to the main queue.
     fn victim_of_small(&mut self) -> Option<PageId> {
         loop {
             let (page, resident) = self.next_of(false)?;
@@ -129,7 +130,7 @@ impl S3Fifo {
         }
     }
 
-    /// The page that leaves the main queue; those that were used go round.
+    /// Returns the page to evict from the main queue, after reinserting used pages.
     fn victim_of_main(&mut self) -> Option<PageId> {
         loop {
             let (page, resident) = self.next_of(true)?;
@@ -140,7 +141,7 @@ impl S3Fifo {
         }
     }
 
-    /// Takes out entries of pages that left, where there are too many of them.
+    /// Removes stale entries if there are too many.
     fn tidy(&mut self, in_main: bool) {
         let queue = if in_main { &mut self.main } else { &mut self.small };
         if queue.entries.len() > 2 * queue.count + STALE_MAX {

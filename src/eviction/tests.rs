@@ -1,11 +1,11 @@
-//! Both policies against slow ones, and the scan that S3-FIFO is for.
+//! Compares LRU with a simple model, and checks the bookkeeping and scan resistance of S3-FIFO.
 
 use super::s3_fifo::STALE_MAX;
 use super::*;
 
 const LEN: u64 = 100;
 
-/// A generator of numbers that is the same in each run.
+/// Returns a generator of the same numbers in each run.
 fn numbers(mut seed: u64) -> impl FnMut(u64) -> u64 {
     move |limit| {
         seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -13,7 +13,7 @@ fn numbers(mut seed: u64) -> impl FnMut(u64) -> u64 {
     }
 }
 
-/// The least recently used page by a list in the order of use.
+/// A model of LRU: a list in the order of use.
 #[derive(Default)]
 struct ListLru(Vec<PageId>);
 
@@ -63,7 +63,7 @@ fn the_least_recently_used_page_leaves_first() {
     }
 }
 
-/// Whatever happens, every page that is there leaves once, and none that is not.
+/// Every resident page is evicted exactly once, and no other page is.
 #[test]
 fn each_page_of_three_queues_leaves_once() {
     let mut next = numbers(11);
@@ -91,7 +91,7 @@ fn each_page_of_three_queues_leaves_once() {
         assert_eq!(policy.small.count + policy.main.count, there.len());
         let bytes: u64 = policy.pages.values().map(|page| page.len).sum();
         assert_eq!(policy.small.bytes + policy.main.bytes, bytes);
-        // Neither entries of pages that left nor remembered ids grow with the life of a store.
+        // Neither stale entries nor remembered ids grow with the lifetime of a store.
         assert!(policy.small.entries.len() + policy.main.entries.len() <= 2 * there.len() + 3 * STALE_MAX);
         assert!(policy.ghosts.order.len() <= 61);
     }
@@ -101,7 +101,7 @@ fn each_page_of_three_queues_leaves_once() {
     assert!(there.is_empty());
 }
 
-/// Hits of a cache of `capacity` pages over a list of requests.
+/// Returns the hits of a cache of `capacity` pages for a sequence of requests.
 fn hits(policy: &mut dyn EvictionPolicy, capacity: usize, requests: impl Iterator<Item = u64>) -> usize {
     let mut there = std::collections::HashSet::new();
     let mut hits = 0;
@@ -123,7 +123,7 @@ fn hits(policy: &mut dyn EvictionPolicy, capacity: usize, requests: impl Iterato
 
 #[test]
 fn a_scan_drives_out_what_is_used_again_with_lru_and_not_with_s3_fifo() {
-    // Ten rounds over 50 pages that are used again and again, each followed by 200 pages that never are.
+    // Ten rounds over 50 pages that are used repeatedly, each followed by 200 pages that are used once.
     let requests = || {
         (0..10u64).flat_map(|round| {
             let hot = (0..3).flat_map(|_| 0..50);
