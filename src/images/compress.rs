@@ -1,5 +1,5 @@
-//! Which images are compressed: those for which a quick test says that it pays. Several threads compress
-//! them.
+//! Chooses the images to compress, by a quick test of whether compression pays, and compresses them with
+//! several threads.
 
 use std::convert::Infallible;
 use std::ops::Range;
@@ -12,27 +12,28 @@ use crate::base::parallel;
 use crate::error::Result;
 use crate::options::Compression;
 
-/// Zstd's fastest ordinary level: with a disk of 1 to 3 GB/s a snapshot would wait for anything slower.
+/// Zstd's fastest regular level: with a disk of 1 to 3 GB/s a snapshot would wait for anything slower.
 const LEVEL: i32 = 1;
 /// An image is stored compressed if that saves at least this many percent of its bytes.
 const SAVED_PERCENT_MIN: u64 = 12;
-/// A shorter page is stored as it is: images start on 16-byte boundaries, and each decompression has its
-/// price.
+/// A shorter page is stored uncompressed: images start on 16-byte boundaries, and each decompression has a
+/// cost.
 const LEN_MIN: usize = 256;
-/// A page of at least this length is compressed whole only if samples of it say that it pays.
+/// A page of at least this length is compressed whole only if samples of it show that it pays.
 const SAMPLED_LEN_MIN: usize = 256 << 10;
 /// The number of samples of such a page, and their length.
 const SAMPLES: u64 = 4;
 const SAMPLE_LEN: usize = 16 << 10;
-/// Pieces that are compressed together, so that the list of their frames is short.
+/// The number of pieces compressed together, which keeps the list of their frames short.
 const PIECES_AT_ONCE: usize = 1024;
-/// Bytes below which one thread is enough: starting another costs as much as compressing some 50 KiB.
+/// The number of bytes below which one thread suffices: starting another costs as much as compressing about
+/// 50 KiB.
 const PARALLEL_LEN_MIN: usize = 256 << 10;
 const THREADS_MAX: usize = 8;
 
 const _: () = assert!(SAMPLES as usize * SAMPLE_LEN < SAMPLED_LEN_MIN && SAMPLE_LEN <= COMPRESSED_PIECE_LEN);
 
-/// Compresses each page that is worth it, by up to `threads_max` threads; `None` for the others.
+/// Compresses each page that is worth it, with up to `threads_max` threads. The others are `None`.
 ///
 /// # Errors
 /// `OutOfMemory`.
@@ -56,7 +57,7 @@ pub(super) fn compress(
     }
     for of_page in frames.chunk_by(|a, b| a.0.0 == b.0.0) {
         let index = of_page[0].0.0;
-        // A page that could not be compressed is stored as it is, which is always right.
+        // A page that could not be compressed is stored uncompressed, which is always valid.
         let lens = of_page.iter().map(|(_, frame)| Some(frame.as_ref()?.len()));
         let Some(len) = lens.sum::<Option<usize>>() else { continue };
         let mut whole = Vec::new();
@@ -68,13 +69,13 @@ pub(super) fn compress(
     Ok(images)
 }
 
-/// Whether `stored_len` bytes are few enough in place of the page's.
+/// Whether storing `stored_len` bytes instead of `page_len` saves enough.
 pub(super) fn pays(page_len: u64, stored_len: u64) -> bool {
     stored_len
         <= page_len / 100 * (100 - SAVED_PERCENT_MIN) + page_len % 100 * (100 - SAVED_PERCENT_MIN) / 100
 }
 
-/// Whether it is worth compressing the whole page, by a quick test.
+/// Tests quickly whether it is worth compressing the whole page.
 fn pays_by_samples(page: &[u8]) -> bool {
     if page.len() < SAMPLED_LEN_MIN {
         return page.len() >= LEN_MIN;
@@ -85,14 +86,14 @@ fn pays_by_samples(page: &[u8]) -> bool {
     pays_by_samples_of(&samples)
 }
 
-/// The ranges of the samples of a page that is long enough for them.
+/// Returns the ranges of the samples of a page that is long enough for them.
 pub(super) fn sample_ranges(page_len: u64) -> impl Iterator<Item = Range<u64>> {
     let len = (SAMPLE_LEN as u64).min(page_len);
     let apart = (page_len - len) / (SAMPLES - 1);
     (0..SAMPLES).map(move |sample| sample * apart..sample * apart + len)
 }
 
-/// Whether these samples say that it is worth compressing the whole page.
+/// Whether these samples show that it is worth compressing the whole page.
 pub(super) fn pays_by_samples_of(samples: &[impl AsRef<[u8]>]) -> bool {
     let samples: Vec<&[u8]> = samples.iter().map(AsRef::as_ref).collect();
     let whole: Vec<(usize, Range<usize>)> =
@@ -102,7 +103,7 @@ pub(super) fn pays_by_samples_of(samples: &[impl AsRef<[u8]>]) -> bool {
     frames.is_some_and(|frames| pays(bytes, frames.iter().map(|frame| frame.len() as u64).sum()))
 }
 
-/// Compresses each piece to a frame, in their order; `None` where zstd has no memory.
+/// Compresses each piece to a frame, in order; `None` if zstd runs out of memory.
 pub(super) fn compress_pieces(
     pages: &[&[u8]],
     pieces: &[(usize, Range<usize>)],
@@ -132,7 +133,7 @@ pub(super) fn compress_pieces(
 mod tests {
     use super::*;
 
-    /// Bytes in no order, so that nothing can be saved.
+    /// Returns incompressible bytes.
     fn noise(len: usize) -> Vec<u8> {
         let mut state = 0x9e37_79b9_7f4a_7c15_u64;
         let next = |_| {
@@ -148,7 +149,7 @@ mod tests {
     fn only_what_it_pays_for_is_compressed() {
         let mut half = noise(1 << 20);
         half[1 << 19..].fill(0);
-        // One sample of four is zeros, so all of it is tried, and it does not pay.
+        // One sample of four is zeros, so the whole page is tried, and does not pay.
         let mut end = noise(4 << 20);
         end[(4 << 20) - SAMPLE_LEN..].fill(0);
         let pages = [

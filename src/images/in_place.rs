@@ -1,14 +1,14 @@
-//! Chunks of images that a device copies to the file's own memory: only head and place of a chunk are made
-//! here.
+//! Image chunks that a device copies to the file's own memory: the host only reserves the chunk's space and
+//! writes its head.
 //!
-//! 1. **Place**: a chunk takes its place after all others, as long as it will be.
-//! 2. **Copy**: the device copies the images there, and sums what it sends (`snapshot/in_place.rs`).
-//! 3. **Head**: with the sums in hand, the host writes the chunk's head before the images.
-//! 4. **Verify**, once the snapshot is published: the device sums what lies there (I7, I12). The copies that
-//!    it sent are gone by then: other bytes in the file are for the next open, which starts from the snapshot
-//!    before.
+//! 1. **Reserve**: a chunk reserves space of its final length after all others.
+//! 2. **Copy**: the device copies the images there, and checksums what it sends (`snapshot/in_place.rs`).
+//! 3. **Head**: with the sums, the host writes the chunk's head before the images.
+//! 4. **Verify**, once the snapshot is published: the device checksums the bytes in the file (I7, I12). The
+//!    copies that it sent are freed by then: if the file has other bytes, the next open starts from the
+//!    previous snapshot.
 //!
-//! A crash in 1 to 3 leaves an image file that nothing names, and in it chunks without heads.
+//! A crash in steps 1 to 3 leaves an image file that nothing names, with chunks that have no heads.
 
 use remanent_format::image::{Chunk, ImageHeader, ImageRef};
 use remanent_format::{FileName, PageInfo, Place};
@@ -20,13 +20,13 @@ use crate::error::{Error, Result};
 use crate::memory::arena::FileTarget;
 
 impl ImageWriter {
-    /// The file's memory, if a device copies to it.
+    /// Returns the file's memory, if a device copies to it.
     pub fn target(&self) -> Option<&FileTarget> {
         self.target.as_ref()
     }
 
-    /// Takes a place for a chunk of this length; `None` where the file's memory does not reach that far. A
-    /// place that is taken and not used stays without a head, and no reader looks there.
+    /// Reserves space for a chunk of this length. Returns `None` if the file's memory does not extend that
+    /// far. Reserved but unused space stays without a head, and no reader looks there.
     pub fn take_place(&self, chunk_len: u64) -> Option<u64> {
         let reach = self.target.as_ref()?.byte_len();
         let _no_other_appends = self.tail.lock();
@@ -37,9 +37,9 @@ impl ImageWriter {
         Some(offset)
     }
 
-    /// Writes the head of a chunk whose images lie in their place, each with the CRC-32 that the device made
-    /// of it. `from` is the place from which it copied them; `None` if it did not copy all of them: the host
-    /// reads those back. Returns the references in the order of the pages.
+    /// Writes the head of a chunk whose images are in place, each with the CRC-32 that the device computed.
+    /// `from` is the place that the device copied them from; with `None` the device did not copy all of them,
+    /// and the host reads them back. Returns the references in page order.
     pub fn finish_in_place(
         &self,
         offset: u64,
@@ -50,7 +50,7 @@ impl ImageWriter {
         let images = collected(pages.iter().map(|(info, sum)| new_image(info, *sum, None)))?;
         let chunk = Chunk::plan(self.number, offset, &images)
             .map_err(|defect| Error::from(defect.at(FileName::Pages(self.number), offset)))?;
-        // I7: a longer one would reach into the next chunk, which another thread wrote.
+        // I7: a longer chunk would extend into the next one, which another thread wrote.
         assert!(chunk.len == chunk_len, "a chunk that is not as long as its place");
         let head = self.encode_head(&chunk)?;
         self.growing
@@ -63,15 +63,15 @@ impl ImageWriter {
         Ok(references)
     }
 
-    /// Writes bytes of a chunk that no device copies to its place.
+    /// Writes bytes of a chunk that no device copies.
     pub fn write_between(&self, at: u64, bytes: &[u8]) -> Result<()> {
         let end = at + bytes.len() as u64;
         self.growing.write_at(at, bytes).map_err(|error| no_space(self.number, end, error))
     }
 
-    /// Checks a chunk whose images a device copied to their place: the host reads its head back, and the
-    /// device its images (I7). A bit that turns over on that way must not stop a store, so they are read
-    /// twice if need be.
+    /// Checks a chunk whose images a device copied into place: the host reads its head back, and the device
+    /// its images (I7). A transient bit flip during that must not stop a store, so they are read twice if
+    /// needed.
     pub(super) fn verify_in_place(&self, chunk: &Chunk, from: Place) -> Result<()> {
         let len = Chunk::head_len(chunk.images.len() as u64);
         let no_memory = || Error::OutOfMemory { place: Place::Host, len };

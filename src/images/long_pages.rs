@@ -1,9 +1,8 @@
-//! The image of a long page, which is written piece by piece: memory is held for one piece, however long the
-//! page is.
+//! Images of long pages, written piece by piece: only one piece is held in memory, however long the page is.
 //!
 //! The length of the image is known only when its last piece is compressed. So nothing else is appended to
-//! the file meanwhile, and the head of the image's chunk, which states the length, is written last. A writer
-//! that gives up leaves bytes that no head describes: the next chunk is written over them, or no reader ever
+//! the file meanwhile, and the head of the image's chunk, which states the length, is written last. An
+//! abandoned image leaves bytes that no head describes: the next chunk overwrites them, or no reader ever
 //! looks there.
 //!
 //! A crash here leaves an image file that nothing names, as with any other chunk.
@@ -21,34 +20,34 @@ use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 use crate::options::Compression;
 
-/// Bytes of a page that are held at once; also the length of the longest page that is held whole.
+/// Bytes of a page that are held at a time; also the maximum length of a page that is held whole.
 pub(crate) const PIECE_BYTES: u64 = 4 << 20;
 
-/// Takes the bytes of one range of a page, with their CRC-32.
+/// Receives the bytes of one range of a page, with their CRC-32.
 pub(crate) type Sink<'s> = &'s mut dyn FnMut(&[u8], u32) -> Result<()>;
 
 /// Whether a source may be asked for the same bytes again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ReadPass {
-    /// The bytes may be asked for again: a sample, or a piece that is stored as it is if compression does not
-    /// pay.
+    /// The bytes may be requested again: this is a sample, or a piece that is stored uncompressed if
+    /// compression does not pay.
     First,
-    /// Neither these bytes nor any before them are asked for again.
+    /// Neither these bytes nor any before them are requested again.
     Last,
 }
 
-/// Hands the bytes of a range of a page to a sink; `false` if there are none any more.
+/// Passes the bytes of a range of a page to a sink. Returns `false` if they no longer exist.
 pub(crate) type PieceSource<'s, E = Error> =
     &'s mut dyn FnMut(Range<u64>, ReadPass, Sink<'_>) -> Result<bool, E>;
 
-/// The ranges of a page's pieces.
+/// Returns the ranges of a page's pieces.
 fn pieces(len: u64, piece_len: u64) -> impl Iterator<Item = Range<u64>> {
     (0..len).step_by(piece_len as usize).map(move |from| from..len.min(from.saturating_add(piece_len)))
 }
 
 impl ImageWriter {
-    /// Writes one page, not an empty one, as a chunk of its own. `None` if the source had no bytes any more:
-    /// then no image was written.
+    /// Writes one non-empty page as a separate chunk. Returns `None`, without having written an image, if the
+    /// source no longer had the bytes.
     pub fn write_long<E: From<Error>>(
         &self,
         info: &PageInfo,
@@ -78,7 +77,7 @@ impl ImageWriter {
         self.stream_as_it_is(info, piece_len, source)
     }
 
-    /// As [`write_long`](Self::write_long), for a page that is in memory.
+    /// Like [`write_long`](Self::write_long), for a page that is in memory.
     pub(super) fn write_long_page(&self, info: &PageInfo, bytes: &[u8]) -> Result<ImageRef> {
         assert!(info.len == bytes.len() as u64);
         let mut source = |range: Range<u64>, _: ReadPass, sink: Sink<'_>| {
@@ -89,7 +88,7 @@ impl ImageWriter {
         Ok(written.expect("the bytes are at hand"))
     }
 
-    /// As [`write_long`](Self::write_long), for bytes of any length that are stored as they are.
+    /// Like [`write_long`](Self::write_long), for bytes of any length that are stored uncompressed.
     pub fn write_as_it_is<E: From<Error>>(
         &self,
         info: &PageInfo,
@@ -141,7 +140,7 @@ impl ImageWriter {
                 let parts: Vec<(usize, Range<usize>)> =
                     starts.map(|from| (0, from..bytes.len().min(from + COMPRESSED_PIECE_LEN))).collect();
                 for frame in compress_pieces(&[bytes], &parts, self.threads_max) {
-                    // A page that could not be compressed is stored as it is, which is always right.
+                    // A page that could not be compressed is stored uncompressed, which is always valid.
                     let Some(frame) = frame else {
                         pays_so_far = false;
                         return Ok(());
@@ -200,8 +199,8 @@ impl ImageWriter {
 /// The outcome of writing an image piece by piece.
 enum Streamed {
     Image(ImageRef),
-    /// The source had no bytes any more.
+    /// The source no longer had the bytes.
     Gone,
-    /// Compressed, the image would take nearly as much as the page.
+    /// Compressed, the image would take nearly as much space as the page.
     DoesNotPay,
 }

@@ -1,7 +1,7 @@
 //! Writing image files: pages' bytes in chunks, appended and synced before anything names them.
 //!
-//! A crash here loses nothing: an image file that no manifest, no table and no batch names means nothing, and
-//! the next open removes it.
+//! A crash here loses nothing: an image file that no manifest, no table and no batch names has no meaning,
+//! and the next open removes it.
 
 pub(crate) mod disk_pages;
 pub(crate) mod numbers;
@@ -40,18 +40,18 @@ use crate::options::{Compression, ImageIo};
 
 /// A chunk is written when its images reach this many bytes; a longer page has a chunk of its own.
 pub(crate) const CHUNK_BYTES: u64 = 2 << 20;
-/// The most images of one chunk: a bound for stores of tiny pages.
+/// The maximum number of images in a chunk, as a bound for stores of tiny pages.
 const CHUNK_IMAGES: usize = 4096;
 const _: () = assert!(CHUNK_IMAGES <= CHUNK_IMAGES_MAX as usize);
-/// Threads that make chunks, or read them back. One checksums and copies more slowly than a disk writes; four
-/// were faster than every disk that was measured.
+/// The maximum number of threads that make chunks, or read them back. One thread checksums and copies more
+/// slowly than a disk writes; four were faster than every disk that was measured.
 pub(crate) const THREADS_MAX: usize = 4;
-/// The largest number of files that a snapshot writes.
+/// The maximum number of files that a snapshot writes.
 pub(crate) const IMAGE_FILES_MAX: u64 = THREADS_MAX as u64;
-/// The most bytes of pages on their way into chunks at once, unless a single page is longer.
+/// The maximum bytes of pages in flight to chunks, unless a single page is longer.
 const IN_FLIGHT_BYTES: u64 = 32 << 20;
 
-/// Sorts pages into chunks of at most `bytes_max` bytes, in their order.
+/// Divides pages into chunks of at most `bytes_max` bytes, in order. A longer page gets a chunk of its own.
 ///
 /// # Errors
 /// `OutOfMemory`.
@@ -66,7 +66,7 @@ pub(crate) fn chunks<T>(pages: &[T], bytes_max: u64, len: impl Fn(&T) -> u64) ->
     Ok(chunks)
 }
 
-/// How many images with these lengths in bytes go into the next chunk: at least one, if there is one.
+/// Returns how many images with these lengths in bytes fit in the next chunk: at least one, if there is one.
 fn next_chunk(bytes_max: u64, lens: impl IntoIterator<Item = u64>) -> usize {
     let mut bytes = 0;
     let fits = lens.into_iter().take(CHUNK_IMAGES).take_while(|len| {
@@ -77,7 +77,7 @@ fn next_chunk(bytes_max: u64, lens: impl IntoIterator<Item = u64>) -> usize {
     fits.count()
 }
 
-/// How many threads make chunks, given the bytes of the longest one.
+/// Returns the number of threads that make chunks, given the bytes of the longest one.
 pub(crate) fn chunk_threads(longest: u64) -> usize {
     let fit = IN_FLIGHT_BYTES / longest.max(CHUNK_BYTES);
     parallel::threads((fit as usize).clamp(1, THREADS_MAX))
@@ -94,49 +94,49 @@ pub(crate) struct ImageOptions {
 }
 
 impl ImageOptions {
-    /// Whether a device copies images to the files' own memory, where a file system has such. Compression is
-    /// the host's work.
+    /// Whether a device copies images to the files' own memory, if the file system supports that. Compression
+    /// is done by the host and excludes it.
     pub fn is_in_place(&self) -> bool {
         self.io == ImageIo::Mapped && self.compression == Compression::Off
     }
 }
 
-/// Appends images to one file, which is new or was a spare. Threads share it: each thread writes its own
-/// chunks, which lie in the file in the order in which they were ready.
+/// Appends images to one file, which is new or was a spare. Threads share it: each one writes its own chunks,
+/// which are in the file in the order in which they were ready.
 pub(crate) struct ImageWriter {
     disk: Arc<dyn Disk>,
     store: StoreId,
     compression: Compression,
-    /// The most threads that compress a chunk, or read chunks back.
+    /// The maximum number of threads that compress a chunk, or read chunks back.
     threads_max: usize,
     number: u64,
     /// The file, for reads once it is synced.
     file: Arc<dyn DiskFile>,
-    /// The same file, as it is written.
+    /// The same file, for writing.
     growing: GrowingFile,
     written: Mutex<WrittenChunks>,
-    /// Held while a chunk takes its place after all others, and while a chunk of yet unknown length is
+    /// Held while a chunk reserves its space after all others, and while a chunk of yet unknown length is
     /// appended. Taken before `written`.
     tail: Mutex<()>,
     /// The file's memory, if a device copies to it.
     target: Option<FileTarget>,
-    /// Buffers in which chunks are put together. Memory that has been touched is written to faster than new
+    /// Buffers in which chunks are assembled. Memory that was touched before is faster to write to than new
     /// memory.
     areas: Mutex<Vec<Vec<u8>>>,
 }
 
 struct WrittenChunks {
-    /// Where the next chunk begins.
+    /// The offset of the next chunk.
     end: u64,
     chunks: Vec<Chunk>,
-    /// The chunks whose images a device copied to their place, by their offsets, and where it copied them
+    /// The chunks whose images a device copied into place, by offset, with the place that it copied them
     /// from.
     placed: BTreeMap<u64, Place>,
 }
 
 impl ImageWriter {
-    /// Begins image file `number`. No space is a clean failure, here and in the calls that follow: a caller
-    /// that gets it abandons the file.
+    /// Creates image file `number`. A lack of space is a clean failure, here and in later calls: the caller
+    /// then abandons the file.
     pub fn create(
         disk: Arc<dyn Disk>,
         store: StoreId,
@@ -150,7 +150,7 @@ impl ImageWriter {
         Self::over(disk, store, number, new, None, purpose, options)
     }
 
-    /// Begins image file `number` over a spare, which has its name durably (I13). With a target, a device
+    /// Starts image file `number` over a spare, which durably has its name (I13). With a target, a device
     /// writes to its memory.
     fn over(
         disk: Arc<dyn Disk>,
@@ -162,7 +162,7 @@ impl ImageWriter {
         options: ImageOptions,
     ) -> Result<Self> {
         let ReusedFile { file, space_len, .. } = reused;
-        // Zeros fill the block, because a spare's has an older header's bytes.
+        // The block is padded with zeros, because a spare contains the bytes of an older header.
         let mut block = ImageFileHeader { store, file: number, purpose }.encode().to_vec();
         block.resize(IMAGE_HEADER_BLOCK as usize, 0);
         let none = WrittenChunks { end: IMAGE_HEADER_BLOCK, chunks: Vec::new(), placed: BTreeMap::new() };
@@ -195,9 +195,9 @@ impl ImageWriter {
         }
     }
 
-    /// Writes pages, none of them empty, chunk by chunk: `read` fills a slice with a page's bytes from an
-    /// offset on. No more than a chunk of them is held at a time, and of a long page a piece, which may be
-    /// asked for twice. The references come back in the same order.
+    /// Writes non-empty pages chunk by chunk. `read` fills a slice with a page's bytes from an offset on. No
+    /// more than one chunk is held at a time or, of a long page, one piece, which may be requested twice.
+    /// Returns the references in the same order.
     pub fn write_pages<E: From<Error>>(
         &self,
         pages: &[PageInfo],
@@ -242,16 +242,16 @@ impl ImageWriter {
         Ok(self.write_chunk(&images)?)
     }
 
-    /// Writes one chunk of images; the references come back in the same order.
+    /// Writes one chunk of images, and returns the references in the same order.
     pub fn write_chunk(&self, pages: &[(&PageInfo, &[u8])]) -> Result<Vec<ImageRef>> {
         let sums = collected(pages.iter().map(|(_, bytes)| crc32fast::hash(bytes)))?;
         self.write_frames(pages, &sums, &self.compress(pages)?)
     }
 
-    /// As [`write_chunk`](Self::write_chunk), for pages that lie in `staged` where the chunk has its
-    /// payloads, each with the CRC-32 of its bytes. The first page lies after the room for the head, and each
-    /// other one on a boundary of 16 bytes after the one before. Unless some of them are compressed, `staged`
-    /// becomes the chunk and is written as it lies, without a copy.
+    /// Like [`write_chunk`](Self::write_chunk), for pages that are in `staged` at the positions of the
+    /// chunk's payloads, each with the CRC-32 of its bytes. The first page follows the room for the head;
+    /// each other one starts on a 16-byte boundary after the previous one. Unless some of them are
+    /// compressed, `staged` becomes the chunk and is written without a copy.
     pub fn write_staged(
         &self,
         pages: &[(&PageInfo, usize, u32)],
@@ -281,7 +281,7 @@ impl ImageWriter {
         self.write(chunk, staged)
     }
 
-    /// Writes one chunk of images that are stored as they are.
+    /// Writes one chunk of images, all stored uncompressed.
     pub fn write_uncompressed(&self, pages: &[(&PageInfo, &[u8])]) -> Result<Vec<ImageRef>> {
         let sums = collected(pages.iter().map(|(_, bytes)| crc32fast::hash(bytes)))?;
         self.write_frames(pages, &sums, &collected(pages.iter().map(|_| None))?)
@@ -296,7 +296,7 @@ impl ImageWriter {
         compress(self.compression, &pages, self.threads_max)
     }
 
-    /// Writes one chunk of images with these sums, some of which are compressed.
+    /// Writes one chunk of images with these checksums, some of which are compressed.
     fn write_frames(
         &self,
         pages: &[(&PageInfo, &[u8])],
@@ -335,19 +335,19 @@ impl ImageWriter {
         Ok(references)
     }
 
-    /// Takes the room for a chunk after all others.
+    /// Reserves space for a chunk after all others.
     fn append_chunk(&self, images: &[NewImage]) -> Result<Chunk> {
         let _no_other_appends = self.tail.lock();
         let mut written = self.written.lock();
         let chunk = Chunk::plan(self.number, written.end, images)
             .map_err(|defect| Error::from(defect.at(FileName::Pages(self.number), written.end)))?;
-        // I7: chunks of several threads never share bytes, or one would overwrite what another wrote.
+        // I7: chunks of several threads must not share bytes, or one would overwrite what another wrote.
         assert!(chunk.offset >= written.end);
         written.end += chunk.len;
         Ok(chunk)
     }
 
-    /// Bytes that were written so far or are being written.
+    /// Returns the bytes that were written so far or are being written.
     pub fn byte_len(&self) -> u64 {
         self.written.lock().end
     }
@@ -358,18 +358,18 @@ impl ImageWriter {
         self.disk.sync_folder(Folder::Pages)
     }
 
-    /// Makes the file durable, but not its name. Nothing is written to it after that.
+    /// Makes the file durable, but not its name. Nothing may be written to it afterwards.
     fn sync_bytes(&self) -> Result<()> {
         let len = self.byte_len();
         self.growing.finish(len).map_err(|error| match error {
-            // Its space was there before: the file system did not keep its word.
+            // Its space was already allocated: the file system broke its promise.
             Error::Io { action: "sync", .. } if !self.growing.gets_space_at_sync() => error,
             error => no_space(self.number, len, error),
         })
     }
 
-    /// Reads everything back past the cache and checks it (I7). What a device copied to the file's memory is
-    /// read back by the device.
+    /// Reads everything back past the cache and checks it (I7). The device reads back the images that it
+    /// copied to the file's memory.
     pub fn verify(&self) -> Result<()> {
         let WrittenChunks { chunks, placed, .. } = &*self.written.lock();
         let is_long = |chunk: &Chunk| chunk.images.iter().any(|image| image.len > PIECE_BYTES);
@@ -400,8 +400,8 @@ impl ImageWriter {
         self.check_head(chunk, bytes)?;
         for ImageHeader { image, len, .. } in &chunk.images {
             let at = (image.offset - chunk.offset) as usize;
-            // A snapshot that was verified licenses recycling of the log that could replace the image, so a
-            // checksum is not enough here: the page must come out of the image.
+            // A verified snapshot permits recycling of the log that could replace the image, so a checksum is
+            // not enough here: the image must decode to the page.
             image
                 .check_content(&bytes[at..at + image.stored_len as usize], *len)
                 .map_err(|defect| defect.at(file, image.offset))?;
@@ -409,7 +409,7 @@ impl ImageWriter {
         Ok(())
     }
 
-    /// Refuses a chunk's first bytes if they are not its header and its table.
+    /// Checks that a chunk's first bytes are its header and its table.
     fn check_head(&self, chunk: &Chunk, bytes: &[u8]) -> Result<()> {
         let damaged = |defect: Defect| Error::from(defect.at(FileName::Pages(self.number), chunk.offset));
         let header = ChunkHeader::decode(bytes).map_err(damaged)?;
@@ -430,21 +430,21 @@ impl ImageWriter {
 }
 
 /// Describes a page that becomes an image, with the CRC-32 of its bytes; `frames` is its compressed form, if
-/// there is one.
+/// any.
 fn new_image(info: &PageInfo, crc: u32, frames: Option<&[u8]>) -> NewImage {
     let compressed =
         frames.map(|frames| CompressedBytes { len: frames.len() as u64, crc: crc32fast::hash(frames) });
     NewImage { page: info.page, epoch: info.epoch, lsn: info.lsn, len: info.len, crc, compressed }
 }
 
-/// Makes a buffer `len` bytes long, if there is memory for it.
+/// Resizes a buffer to `len` bytes, allocating fallibly.
 pub(crate) fn resize(bytes: &mut Vec<u8>, len: u64) -> Result<()> {
     make_room(bytes, (len as usize).saturating_sub(bytes.len()))?;
     bytes.resize(len as usize, 0);
     Ok(())
 }
 
-/// Turns a lack of space into a clean failure: where images are made, nothing names them yet.
+/// Turns a lack of space into a clean failure: while images are written, nothing names them yet.
 fn no_space(number: u64, needed: u64, error: Error) -> Error {
     if error.is_no_space() { Error::disk_full(FileName::Pages(number), needed) } else { error }
 }

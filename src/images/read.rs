@@ -1,5 +1,5 @@
-//! Reading many images: in the order of their files, neighbours in one read. Otherwise a store of tiny pages
-//! would ask the medium once for each page.
+//! Reading many images in file order, with neighbors in one read. Otherwise a store of tiny pages would read
+//! the medium once per page.
 
 use std::borrow::{Borrow, Cow};
 use std::collections::BTreeMap;
@@ -17,15 +17,15 @@ use crate::base::parallel;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 
-/// The longest run in bytes, unless its only image is longer. With the rest of its first and its last block
-/// that is 4 MiB, the length of a staging buffer.
+/// The maximum length of a run in bytes, unless its only image is longer. With the rest of its first and last
+/// blocks that is 4 MiB, the length of a staging buffer.
 pub(crate) const RUN_BYTES: u64 = (4 << 20) - 2 * GROUP_ALIGN;
 
-/// The longest gap between two images of a run. A disk reads that many bytes in the time of another request.
+/// The maximum gap between two images of a run. A disk reads that many bytes in the time of another request.
 const GAP_BYTES: u64 = 64 << 10;
 
-/// Bytes that are read and summed at once. They fit the second-level cache of a processor, and a disk is as
-/// fast as with more.
+/// Bytes that are read and checksummed at a time. They fit in a CPU's L2 cache, and a disk is as fast as with
+/// more.
 pub(crate) const SUMMED_AT_ONCE: usize = 512 << 10;
 
 /// A request to read one image.
@@ -38,14 +38,14 @@ pub(crate) struct ImageRequest {
 }
 
 impl ImageRequest {
-    /// Whether the page is read piece by piece: its bytes are too many to hold at once, however short its
-    /// image is, or they are of an overlay and its base.
+    /// Whether the page is read piece by piece: it is too long to hold at once, however short its image is,
+    /// or its image is an overlay over a base.
     pub fn is_long(&self) -> bool {
         self.len > RUN_BYTES || !self.image.is_whole()
     }
 }
 
-/// The read requests for those of these pages that have an image.
+/// Returns the read requests for those of these pages that have an image.
 pub(crate) fn wanted(
     pages: impl IntoIterator<Item = impl Borrow<PageInfo>>,
     images: &BTreeMap<PageId, ImageRef>,
@@ -56,13 +56,13 @@ pub(crate) fn wanted(
     pages.into_iter().filter_map(move |info| image(info.borrow()))
 }
 
-/// Images that are neighbours in one file, or nearly, so that one read gets them.
+/// Images that are close enough together in one file to be read at once.
 pub(crate) struct ImageRun<'a> {
-    /// The requests, at least one, in the order of the file.
+    /// The requests, at least one, in file order.
     images: &'a [ImageRequest],
 }
 
-/// Sorts images into runs. A long image is a run of its own.
+/// Groups images into runs. A long image is a run of its own.
 pub(crate) fn runs(wanted: &mut [ImageRequest]) -> impl Iterator<Item = ImageRun<'_>> {
     wanted.sort_unstable_by_key(|wanted| (wanted.image.file, wanted.image.offset));
     let same_run = |first: &ImageRef, reached: u64, image: &ImageRef| {
@@ -88,28 +88,28 @@ pub(crate) fn runs(wanted: &mut [ImageRequest]) -> impl Iterator<Item = ImageRun
 }
 
 impl<'a> ImageRun<'a> {
-    /// How many images the run has.
+    /// Returns the number of images in the run.
     pub fn count(&self) -> u64 {
         self.images.len() as u64
     }
 
-    /// The page of the run's first image.
+    /// Returns the page of the run's first image.
     pub fn first_page(&self) -> PageId {
         self.images[0].page
     }
 
-    /// Bytes of the run's images, as they are stored: those of bases of overlays, too.
+    /// Returns the stored bytes of the run's images, including the bases of overlays.
     pub fn bytes(&self) -> u64 {
         self.images.iter().flat_map(|wanted| wanted.image.files()).map(|(_, stored_len)| stored_len).sum()
     }
 
-    /// The run's image, if it has only one.
+    /// Returns the run's image, if it has only one.
     pub fn only(&self) -> Option<&'a ImageRequest> {
         if let [only] = self.images { Some(only) } else { None }
     }
 
-    /// The images of the run that do not hold, each with its damage. A run that cannot be read at once is
-    /// read image by image, and an image that is longer than a run piece by piece.
+    /// Returns the damaged images of the run, each with its damage. A run that cannot be read at once is read
+    /// image by image, and an image that is longer than a run piece by piece.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -127,21 +127,21 @@ impl<'a> ImageRun<'a> {
         }
     }
 
-    /// Reads the run into memory that `take` gives. Memory is not asked for where the file ends too early.
+    /// Reads the run into memory from `take`. No memory is taken if the file ends too early.
     pub fn read<B: DerefMut<Target = [u8]>>(
         &self,
         source: &DiskSource,
         take: impl FnOnce(usize) -> Result<B>,
     ) -> Result<FilePiece<B>> {
         let first = &self.images[0].image;
-        // Where images overlap, which only a forged manifest says, the last one may not end last.
+        // Where images overlap, as only in a forged manifest, the last one may not end last.
         let ends = self.images.iter().map(|wanted| wanted.image.offset + wanted.image.stored_len);
         FilePiece::read(source, first.file, first.offset..ends.max().expect("at least one"), take)
     }
 
-    /// The pages in the piece that [`ImageRun::read`] returned, each with its stored place in that memory.
-    /// They are proven by now if the host sums; a compressed image always is, since its bytes are proven
-    /// before they are decompressed (I9).
+    /// Returns the pages in the piece that [`ImageRun::read`] returned, each with the offset of its stored
+    /// bytes there. They are proven by now if the host sums; a compressed image always is, because its bytes
+    /// are proven before they are decompressed (I9).
     pub fn pages<'b, B: DerefMut<Target = [u8]>>(
         &self,
         read: &'b FilePiece<B>,
@@ -161,26 +161,26 @@ impl<'a> ImageRun<'a> {
     }
 }
 
-/// The side that holds an image's bytes against its checksum.
+/// The side that checks an image's bytes against its checksum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SummedBy {
-    /// The host, before a byte goes on.
+    /// The host, before any byte is passed on.
     Host,
-    /// The device that the bytes go to, when they are there.
+    /// The device that the bytes are copied to, after their arrival.
     Device,
 }
 
-/// A piece of an image file in memory. It has whole blocks, where the file has them, so that a direct read
-/// fills it without a copy.
+/// A piece of an image file in memory. It consists of whole blocks, as far as the file has them, so that a
+/// direct read fills it without a copy.
 pub(crate) struct FilePiece<B> {
     /// The piece's offset in the file.
     pub start: u64,
-    /// The bytes that lie there.
+    /// The bytes of the piece.
     pub bytes: B,
 }
 
 impl<B: DerefMut<Target = [u8]>> FilePiece<B> {
-    /// Reads the blocks that hold `range` into memory that `take` gives.
+    /// Reads the blocks that contain `range` into memory from `take`.
     pub fn read(
         source: &DiskSource,
         file: u64,
@@ -190,9 +190,8 @@ impl<B: DerefMut<Target = [u8]>> FilePiece<B> {
         Self::read_by(source, file, range, take, usize::MAX, |_| {})
     }
 
-    /// As [`read`](Self::read), with the CRC-32 of `range`. The sum is made while the processor still has in
-    /// its cache the bytes that were just read. From the page cache, reading with sums is an eighth faster
-    /// that way.
+    /// Like [`read`](Self::read), and also computes the CRC-32 of `range`, while the bytes just read are
+    /// still in the CPU's cache. From the page cache, this makes reading with sums an eighth faster.
     pub fn read_summed(
         source: &DiskSource,
         file: u64,
@@ -209,7 +208,7 @@ impl<B: DerefMut<Target = [u8]>> FilePiece<B> {
         Ok((piece, sum.finalize()))
     }
 
-    /// Reads `at_once` bytes at a time, and shows them to `each`.
+    /// Reads `at_once` bytes at a time, and passes them to `each`.
     fn read_by(
         source: &DiskSource,
         file: u64,
@@ -239,12 +238,12 @@ impl<B: DerefMut<Target = [u8]>> FilePiece<B> {
     }
 }
 
-/// Aligned memory of the host's.
+/// Allocates aligned host memory.
 fn aligned(len: usize) -> Result<AlignedBuf> {
     AlignedBuf::try_new(len).ok_or(Error::OutOfMemory { place: Place::Host, len: len as u64 })
 }
 
-/// Proves images by reading all of them, by several threads.
+/// Proves images by reading all of them with several threads.
 ///
 /// # Errors
 /// [`crate::Error::Damaged`].
@@ -253,8 +252,8 @@ pub(crate) fn prove(source: &DiskSource, wanted: impl IntoIterator<Item = ImageR
     damaged.into_iter().next().map_or(Ok(()), |(_, damage)| Err(damage.into()))
 }
 
-/// The images that do not hold, each with its damage. Up to `threads_max` threads read them; one that is
-/// longer than a run is read piece by piece.
+/// Returns the damaged images, each with its damage. Up to `threads_max` threads read them; an image longer
+/// than a run is read piece by piece.
 ///
 /// # Errors
 /// `OutOfMemory`.
@@ -294,7 +293,7 @@ mod tests {
             block - 1..block + 1,
             100..SUMMED_AT_ONCE,
             block + 7..block + SUMMED_AT_ONCE + 5,
-            // The range ends, or begins, at a boundary of the blocks that are read at once.
+            // The range ends, or begins, at a boundary of the blocks that are read at a time.
             3 * block..3 * block + SUMMED_AT_ONCE,
             SUMMED_AT_ONCE - 1..len - 1,
         ] {
@@ -306,7 +305,7 @@ mod tests {
         }
     }
 
-    /// Only a forged manifest names images that overlap. Each is judged by what its entry says, and no byte
+    /// Only a forged manifest names overlapping images. Each is judged by what its entry says, and no byte
     /// past its end is read.
     #[test]
     fn images_may_lie_in_each_other() {

@@ -1,13 +1,13 @@
-//! Images that are written ahead of their batch, which then only names them.
+//! Images that are written before their batch, which then only names them.
 //!
-//! 1. The files get their numbers, and are kept from now on whatever else is removed.
-//! 2. Images are written and synced, and the files' names with them: a frame must never name a file that a
-//!    crash takes away (I7 for batches).
-//! 3. The batch is logged. From here on the files stay while replay may start before the batch.
+//! 1. The files get their numbers, and are protected from removal from then on.
+//! 2. The images, and the files' names, are written and synced: a frame must never name a file that a crash
+//!    takes away (I7 for batches).
+//! 3. The batch is logged. From here on the files are kept while replay may start before the batch.
 //!
-//! A batch that is refused, or finds no space, takes its files with it. Where it is unknown whether the frame
-//! is in the log, they are left, because recovery may find the frame. A crash before 3 leaves files that no
-//! frame names; the next open finds that no replayed frame names them.
+//! A batch that is refused, or finds no space, removes its files. If it is unknown whether the frame is in
+//! the log, they are left, because recovery may find the frame. A crash before step 3 leaves files that no
+//! frame names; the next open detects this during replay.
 
 use std::ops::Range;
 
@@ -31,8 +31,7 @@ pub(crate) struct AheadImages<'a> {
 }
 
 impl<'a> AheadImages<'a> {
-    /// Writes pages, none of them empty, to files of their own, and makes them durable. A lack of space is a
-    /// clean failure.
+    /// Writes non-empty pages to new files, and makes them durable. A lack of space is a clean failure.
     pub fn write(
         files: &'a ImageFiles,
         store: StoreId,
@@ -45,12 +44,12 @@ impl<'a> AheadImages<'a> {
         Self::make(files, store, options, count, |writers| writers.write_all(&pages))
     }
 
-    /// As [`write`](Self::write), for pages of these lengths that `read` gives piece by piece, each to one of
-    /// several threads, which has equipment of its own for that. Of a long page no more than a piece is held
-    /// at a time.
+    /// Like [`write`](Self::write), for pages of these lengths that `read` provides piece by piece. Each page
+    /// is read by one of several threads, using that thread's own value from `equip`. Of a long page, only
+    /// one piece is held at a time.
     ///
     /// # Errors
-    /// What `read` fails with, too: also a clean failure.
+    /// Any error of `read` is also a clean failure.
     pub fn write_read<W>(
         files: &'a ImageFiles,
         store: StoreId,
@@ -72,7 +71,7 @@ impl<'a> AheadImages<'a> {
         write: impl FnOnce(&ImageWriters) -> Result<Vec<ImageRef>>,
     ) -> Result<Self> {
         let _phase = phases::enter(Phase::WriteAhead);
-        // 1. From here on the numbers are taken, whatever becomes of the files.
+        // 1. From here on the numbers are used up, whatever happens to the files.
         let numbers = files.begin_for_batch(count);
         let writers = ImageWriters::create_ahead(files, store, numbers.clone(), options);
         let writers = writers.inspect_err(|_| numbers.clone().for_each(|file| files.forget(file)))?;
@@ -83,25 +82,25 @@ impl<'a> AheadImages<'a> {
         Ok(ahead)
     }
 
-    /// The images, in the order of the pages.
+    /// Returns the images, in page order.
     pub fn images(&self) -> &[ImageRef] {
         &self.images
     }
 
-    /// 3. Notes that batch `lsn` is logged: the files stay.
+    /// 3. Records that batch `lsn` is logged: the files are kept.
     pub fn logged(mut self, lsn: Lsn) {
         self.is_refused = false;
         self.numbers.clone().for_each(|file| self.files.logged(file, lsn));
     }
 
-    /// Leaves the files, because the batch may be logged or not. The next open finds out.
+    /// Leaves the files, because it is unknown whether the batch is logged. The next open decides.
     pub fn leave(&mut self) {
         self.is_refused = false;
     }
 }
 
 /// Describes a page to the image writer. Neither epoch nor Lsn is known before the batch is logged, and an
-/// image does not state its place.
+/// image does not record its place.
 fn info(page: PageId, len: u64) -> PageInfo {
     PageInfo::new(page, len, Place::Host)
 }

@@ -1,9 +1,9 @@
 //! Several image files that are written at the same time, for one snapshot or one batch.
 //!
-//! The kernel lets one thread at a time write to a file through its cache. Four threads that append to one
-//! file of tmpfs write no more than one thread does: 2.7 GB/s on 2 cores, against 5.7 with a file for each of
-//! two threads. So each thread that writes has a file to itself meanwhile. Writing through a mapping or past
-//! the cache gained less or nothing.
+//! The kernel allows one thread at a time to write to a file through its cache. Four threads that append to
+//! one file on tmpfs write no more than one thread does: 2.7 GB/s on 2 cores, against 5.7 with one file for
+//! each of two threads. So each writing thread has a file to itself meanwhile. Writing through a mapping or
+//! past the cache gained less or nothing.
 //!
 //! A crash here leaves image files that nothing names.
 
@@ -24,21 +24,22 @@ use crate::disk::image_spares::{ImageSpares, ReusedFile};
 use crate::error::{Error, Result};
 use crate::memory::arena::{FileTarget, RegisteredFile};
 
-/// The number of chunks that are worth another file, with its name and its sync. Without it a store would
-/// have many small files: beyond a number of files, snapshots write the shortest ones again.
+/// The number of chunks that justifies another file, with its name and its sync. Without this limit a store
+/// would have many small files: beyond a number of files, snapshots rewrite some of them.
 const CHUNKS_MIN: u64 = 8;
 
-/// A file that is written in place may be longer than its images by one byte in this many, and by this many.
+/// The excess length that a file written in place may have over its images: one byte in `TAIL_SHARE`, plus
+/// `TAIL_MIN`.
 const TAIL_SHARE: u64 = 4;
 const TAIL_MIN: u64 = 64 << 10;
 
-/// How many files are written at the same time for this many bytes, in chunks of `chunk_len`.
+/// Returns the number of files to write concurrently for this many bytes, in chunks of `chunk_len`.
 pub(crate) fn file_count(bytes: u64, chunk_len: u64, threads: usize) -> u64 {
     (bytes / (CHUNKS_MIN * chunk_len)).clamp(1, threads as u64)
 }
 
-/// How many files are written at the same time ahead of a batch that writes pages of these lengths: none of
-/// them stays empty.
+/// Returns the number of files to write concurrently for a batch with pages of these lengths, so that no file
+/// stays empty.
 pub(super) fn ahead_file_count<P>(pages: &[P], len: impl Fn(&P) -> u64) -> Result<u64> {
     let bytes = pages.iter().map(&len).sum();
     let chunks = chunks(pages, CHUNK_BYTES, len)?.len() as u64;
@@ -50,16 +51,17 @@ pub(crate) struct ImageWriters {
     disk: Arc<dyn Disk>,
     spares: Arc<ImageSpares>,
     files: Vec<ImageWriter>,
-    /// How many of the files were spares.
+    /// The number of files that were spares.
     reused: usize,
-    /// For each file, how many threads append to it, and which of all chunks was its last one.
+    /// For each file, the number of threads that append to it, and the sequence number of its last chunk
+    /// among all chunks.
     uses: Mutex<Vec<(usize, u64)>>,
 }
 
 impl ImageWriters {
-    /// Begins the image files of these numbers, of a snapshot that writes about `len` bytes. Up to
-    /// `threads_max` threads compress a chunk, or read chunks back. No space is a clean failure, here and in
-    /// the calls that follow: a caller that gets it abandons the files.
+    /// Starts the image files with these numbers, for a snapshot that writes about `len` bytes. Up to
+    /// `threads_max` threads compress a chunk, or read chunks back. A lack of space is a clean failure, here
+    /// and in later calls: the caller then abandons the files.
     pub fn create(
         image_files: &ImageFiles,
         store: StoreId,
@@ -77,7 +79,7 @@ impl ImageWriters {
         Ok(writers)
     }
 
-    /// Begins the image files of these numbers, for a batch. No space is a clean failure, as for
+    /// Starts the image files with these numbers, for a batch. A lack of space is a clean failure, as for
     /// [`create`](Self::create).
     pub fn create_ahead(
         image_files: &ImageFiles,
@@ -99,14 +101,14 @@ impl ImageWriters {
         Ok(writers)
     }
 
-    /// Writers without files yet.
+    /// Creates writers without files yet.
     fn none(image_files: &ImageFiles, numbers: &Range<u64>) -> Self {
         let uses = Mutex::new(numbers.clone().map(|_| (0, 0)).collect());
         let (disk, spares) = (image_files.disk().clone(), image_files.spares().clone());
         Self { disk, spares, files: Vec::new(), reused: 0, uses }
     }
 
-    /// Begins each file over a spare, if there is one of about its length.
+    /// Starts each file over a spare if one of about its length exists.
     fn begin_files(
         &mut self,
         store: StoreId,
@@ -137,8 +139,8 @@ impl ImageWriters {
         Ok(())
     }
 
-    /// The memory of a spare, if a device may copy to it. A file that is written in place keeps its length,
-    /// so a spare that is much too long is let go of, and cut.
+    /// Returns the memory of a spare, if a device may copy to it. A file written in place keeps its length,
+    /// so a spare that is much too long is unregistered and will be truncated.
     fn target(&self, number: u64, reused: &mut ReusedFile, file_len: u64) -> Option<FileTarget> {
         let kept = reused.kept_ready.take()?;
         let target = kept.downcast::<RegisteredFile>().ok().and_then(|file| file.target());
@@ -155,13 +157,13 @@ impl ImageWriters {
         self.files.iter().any(|file| file.target().is_some())
     }
 
-    /// How many of the files were begun over spares.
+    /// Returns the number of files that were started over spares.
     pub fn reused_count(&self) -> u64 {
         self.reused as u64
     }
 
-    /// Appends a chunk to a file to which no other thread appends, if there is one, and of these to the file
-    /// that has waited longest. So as many chunks as there are files leave none of them empty.
+    /// Appends a chunk to the file with the fewest appending threads and, among those, to the one that has
+    /// waited longest. So as many chunks as there are files leave none of them empty.
     pub fn append<T>(&self, append: impl FnOnce(&ImageWriter) -> T) -> T {
         let file = {
             let mut uses = self.uses.lock();
@@ -175,8 +177,8 @@ impl ImageWriters {
         appended
     }
 
-    /// Writes pages that are in memory, none of them empty, by several threads. The references come back in
-    /// the same order.
+    /// Writes non-empty pages that are in memory, with several threads. Returns the references in the same
+    /// order.
     pub fn write_all(&self, pages: &[(PageInfo, &[u8])]) -> Result<Vec<ImageRef>> {
         let write = |(): &mut (), file: &ImageWriter, chunk: &[(PageInfo, &[u8])]| match chunk {
             [(info, bytes)] if info.len > PIECE_BYTES => Ok(vec![file.write_long_page(info, bytes)?]),
@@ -185,8 +187,9 @@ impl ImageWriters {
         self.write_chunks(pages, |(info, _)| info.len, || (), write)
     }
 
-    /// As [`write_all`](Self::write_all), for pages whose bytes `read` fills slices with: of a chunk, or of a
-    /// piece of a long page. Each page is read by one thread, which has equipment of its own for it.
+    /// Like [`write_all`](Self::write_all), for pages whose bytes `read` provides: a chunk's pages, or a
+    /// piece of a long page at a time. Each page is read by one thread, using that thread's own value from
+    /// `equip`.
     pub fn write_read<W>(
         &self,
         pages: &[PageInfo],
@@ -217,13 +220,13 @@ impl ImageWriters {
         Ok(references)
     }
 
-    /// Bytes that were written so far or are being written.
+    /// Returns the bytes that were written so far or are being written.
     pub fn byte_len(&self) -> u64 {
         self.files.iter().map(ImageWriter::byte_len).sum()
     }
 
-    /// Makes the files and their names durable (I7). All are synced at once, so that a file system's journal
-    /// is written once. A lack of space for one of them is a clean failure only if no other one failed in
+    /// Makes the files and their names durable (I7). All are synced concurrently, so that a file system's
+    /// journal is written once. A lack of space for one of them is a clean failure only if no other failed in
     /// another way.
     pub fn sync(&self) -> Result<()> {
         let count = self.files.len();
@@ -245,7 +248,7 @@ impl ImageWriters {
     /// Removes the unfinished files.
     pub fn abandon(self) {
         for mut file in self.files {
-            // Its space comes back only once no mapping has it any more.
+            // The file's space is freed only once no mapping refers to it.
             file.target = None;
             self.spares.let_go(file.number);
             file.abandon();

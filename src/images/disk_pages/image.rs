@@ -14,20 +14,21 @@ use crate::disk::source::DiskSource;
 use crate::error::Result;
 use crate::images::read::ImageRequest;
 
-/// The longest page that is read whole. To note what its pieces sum to would be to read it twice.
+/// The maximum length of a page that is read whole. Recording the sums of its pieces would mean reading it
+/// twice.
 const WHOLE_LEN_MAX: u64 = 1 << 20;
 
-/// An image of a page on disk. Its files stay while this exists.
+/// An image of a page on disk. Its files are kept while this exists.
 pub(crate) struct DiskImage {
     image: ImageRef,
     /// The page's length in the image, in bytes.
     len: u64,
     disk: Arc<dyn Disk>,
-    /// Whether it was read back past the cache, so that a snapshot may name it (I7).
+    /// Whether the image was read back past the cache, so that a snapshot may name it (I7).
     is_proven: bool,
-    /// What the pieces of a long page sum to, once it was read.
+    /// The sums of a long page's pieces, once it was read.
     pieces: Mutex<Option<Arc<ProvenImage>>>,
-    /// The same of the image before it, over which it may lie as an overlay.
+    /// The sums of the previous image, over which this one may be an overlay.
     base: Option<Arc<ProvenImage>>,
     _files: Vec<FileUse>,
 }
@@ -45,36 +46,36 @@ impl DiskImage {
         Arc::new(Self { image, len, disk, is_proven, pieces: Mutex::new(None), base, _files: files })
     }
 
-    /// What manifests say of it.
+    /// Returns the image's reference, as in manifests.
     pub fn image(&self) -> &ImageRef {
         &self.image
     }
 
-    /// Whether it was read back past the cache.
+    /// Whether the image was read back past the cache.
     pub fn is_proven(&self) -> bool {
         self.is_proven
     }
 
-    /// The page's length in the image, in bytes.
+    /// Returns the page's length in the image, in bytes.
     pub fn page_len(&self) -> u64 {
         self.len
     }
 
-    /// A request to read the image, whose page this is.
+    /// Returns a request to read the image as that of `page`.
     pub fn request(&self, page: PageId) -> ImageRequest {
         ImageRequest { page, len: self.len, image: self.image }
     }
 
-    /// Reads bytes of the page, all of them proven. The first read of a part of a long page reads all of it;
-    /// later ones read the pieces that hold what is asked for.
+    /// Reads bytes of the page, all of them proven. The first partial read of a long page reads all of it;
+    /// later ones read only the pieces that contain the requested bytes.
     ///
     /// # Errors
-    /// `Damaged`, if the medium holds other bytes, too; no memory.
+    /// `Damaged` if the medium has wrong bytes, too; `OutOfMemory`.
     pub fn read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
-        // Each read opens the file anew: a file that was kept open would keep its space when it is removed.
+        // Each read reopens the file: a file kept open would keep its space after it is removed.
         let cached = DiskSource::new(self.disk.clone());
         match self.read_from(&cached, offset, out) {
-            // The cached copy alone may be damaged: the medium decides.
+            // Only the cached copy may be damaged: the medium decides.
             Err(_) => Ok(self.read_from(&DiskSource::past_cache(self.disk.clone()), offset, out)?),
             Ok(()) => Ok(()),
         }
@@ -92,14 +93,14 @@ impl DiskImage {
         self.pieces(source)?.read(source, offset, out)
     }
 
-    /// The image, proven whole. That of a long page is kept.
+    /// Returns the image, proven as a whole. The result is cached for a long page.
     fn pieces(&self, source: &DiskSource) -> Result<Arc<ProvenImage>, Damage> {
         let prove =
             || ProvenImage::prove_over(source, &self.image, self.len, self.base.as_ref()).map(Arc::new);
         if self.len <= WHOLE_LEN_MAX {
             return prove();
         }
-        // Held while it is read: two readers that come at once read it once.
+        // Held during the read, so that two concurrent readers read the image once.
         let mut pieces = self.pieces.lock();
         match &*pieces {
             Some(pieces) => Ok(pieces.clone()),
@@ -107,7 +108,7 @@ impl DiskImage {
         }
     }
 
-    /// The image, proven whole: what lies over what, if it is an overlay.
+    /// Proves the whole image, including its base if it is an overlay.
     ///
     /// # Errors
     /// As for [`read`](Self::read).

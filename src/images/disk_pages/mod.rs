@@ -1,16 +1,17 @@
-//! Pages of [`Place::Disk`](remanent_format::Place::Disk): pages that have no memory.
+//! Pages of [`Place::Disk`](remanent_format::Place::Disk): pages without memory.
 //!
-//! The newest bytes of such a page are those of an image, and over them what batches have written since. The
-//! image is the newest one there is of the page: a snapshot's, or one that was written ahead of a batch. What
-//! was written since is held in host memory, block by block, until a snapshot writes a new image.
+//! The newest bytes of such a page are those of an image, overlaid with what batches have written since. The
+//! image is the newest one of the page: from a snapshot, or written in advance of a batch. Later writes are
+//! held in host memory, block by block, until a snapshot writes a new image.
 //!
-//! Nothing here is on disk, so a crash loses nothing: an open finds the image by the newest snapshot and the
-//! log, and replays the log over it.
+//! Nothing here is on disk, so a crash loses nothing: an open finds the image through the newest snapshot and
+//! the log, and replays the log over it.
 //!
-//! An image may be an overlay over an older one, of a page of which little changed (`overlay.rs`).
+//! An image may be an overlay over an older one, for a page of which little changed (`overlay.rs`).
 //!
-//! A file in which such an image lies stays as long as the image is used, whatever else needs it. So neither
-//! a page nor a reader that has caught one finds its bytes gone, or written over by another snapshot (I13).
+//! A file with such an image is kept as long as the image is used, whether or not anything else needs it. So
+//! neither a page nor a reader that has captured one can find its bytes missing, or overwritten by another
+//! snapshot (I13).
 
 mod image;
 mod overlay;
@@ -37,28 +38,30 @@ use crate::disk::Disk;
 use crate::error::{Error, Result};
 
 /// Bytes of host memory for what batches have written to pages on disk since their images, unless the budget
-/// of [`Place::Disk`] says another number.
+/// of [`Place::Disk`] sets another number.
 const PENDING_BYTES_MAX: u64 = 128 << 20;
-/// How long a committer waits for room before it looks again. What makes room is a snapshot, which takes
+/// How long a committer waits for room before it checks again. Room comes from a snapshot, which takes
 /// longer.
 const LOOK_AGAIN: Duration = Duration::from_millis(5);
 
-/// The parts that all pages on disk of a store share.
+/// The state shared by all pages on disk of a store.
 pub(crate) struct DiskPages {
     disk: Arc<dyn Disk>,
     uses: Arc<FileUses>,
     counts: Arc<DiskCounts>,
     pending: Arc<PendingBytes>,
     pending_max: u64,
-    /// Whether there is, or was, a page on disk: without one, committers look for none.
+    /// Whether a page on disk exists, or ever existed since the open: otherwise committers need not look for
+    /// any.
     is_any: AtomicBool,
-    /// Committers that wait for room.
+    /// The number of committers that wait for room.
     waiting: AtomicUsize,
-    /// Why the last snapshot could not read a page, if so: none makes room until the page is mended.
+    /// The reason why the last snapshot could not read a page, if any: no snapshot makes room until the page
+    /// is rewritten or deleted.
     unreadable: Mutex<Option<Error>>,
 }
 
-/// How many images of pages on disk lie in each image file.
+/// The number of images of pages on disk in each image file.
 #[derive(Default)]
 struct FileUses(Mutex<BTreeMap<u64, usize>>);
 
@@ -66,27 +69,27 @@ struct FileUses(Mutex<BTreeMap<u64, usize>>);
 #[derive(Default)]
 struct PendingBytes {
     bytes: AtomicU64,
-    /// Bytes of batches that the applier has not come to. It adds theirs to the others before it gives this
-    /// up, so that a reader under the lock misses none.
+    /// Bytes of batches that the applier has not reached. It adds their bytes to `bytes` before it drops the
+    /// claim, so that a reader under the lock misses none.
     claimed: Mutex<u64>,
     fell: Condvar,
 }
 
-/// Room for what a batch writes to pages on disk, from its check until the applier has written it. Without it
-/// all batches would find the room that there was before the applier came to the first of them.
+/// Room for what a batch writes to pages on disk, held from its check until the applier has written it.
+/// Otherwise all batches would see the room that existed before the applier reached the first of them.
 #[derive(Debug)]
 pub(crate) struct PendingClaim {
     pending: Arc<PendingBytes>,
     bytes: u64,
 }
 
-/// Bytes of host memory that may be pending by this budget of [`Place::Disk`].
+/// Returns the bytes of host memory that may be pending under this budget of [`Place::Disk`].
 pub(crate) fn pending_max(budget: u64) -> u64 {
     if budget == u64::MAX { PENDING_BYTES_MAX } else { budget }
 }
 
 impl DiskPages {
-    /// The shared parts for a store on this disk. `budget` is the budget of [`Place::Disk`] in bytes.
+    /// Creates the shared state for a store on this disk. `budget` is the budget of [`Place::Disk`] in bytes.
     pub fn new(disk: Arc<dyn Disk>, budget: u64) -> Self {
         Self {
             disk,
@@ -100,19 +103,19 @@ impl DiskPages {
         }
     }
 
-    /// An image of a page of length `len`. Its files stay until the last one to hold the image drops it. The
-    /// caller knows that they are there, and stay until this returns.
+    /// Returns an image of a page of length `len`. Its files are kept until the last holder drops the image.
+    /// The caller must ensure that they exist, and are kept until this returns.
     pub fn image(&self, image: ImageRef, len: u64) -> Arc<DiskImage> {
         DiskImage::new(self.disk.clone(), self.files_of(&image), (image, len), false, None)
     }
 
-    /// As [`image`](Self::image), of an image that was read back past the cache.
+    /// Like [`image`](Self::image), for an image that was read back past the cache.
     pub fn proven_image(&self, image: ImageRef, len: u64) -> Arc<DiskImage> {
         DiskImage::new(self.disk.clone(), self.files_of(&image), (image, len), true, None)
     }
 
-    /// As [`proven_image`](Self::proven_image), of an image that takes the place of `before`. What is known
-    /// of that is known of this one, if this is an overlay of it.
+    /// Like [`proven_image`](Self::proven_image), for an image that replaces `before`. If it is an overlay
+    /// over the same base, it inherits what is known of the base.
     pub fn image_after(&self, image: ImageRef, len: u64, before: Option<&DiskImage>) -> Arc<DiskImage> {
         DiskImage::new(self.disk.clone(), self.files_of(&image), (image, len), true, before)
     }
@@ -121,37 +124,36 @@ impl DiskPages {
         image.files().map(|(file, _)| FileUse::of(&self.uses, file)).collect()
     }
 
-    /// A page of `len` zeros.
+    /// Creates a page of `len` zeros.
     pub fn zeros(&self, len: u64) -> DiskPage {
         DiskPage::new(None, len, self.pending.clone())
     }
 
-    /// A page with an image's bytes; an empty page has none.
+    /// Creates a page with an image's bytes, or an empty page.
     pub fn page(&self, image: Option<Arc<DiskImage>>) -> DiskPage {
         let len = image.as_ref().map_or(0, |image| image.page_len());
         DiskPage::new(image, len, self.pending.clone())
     }
 
-    /// The table of these pages, which [`usage`](Self::usage) counts from now on. A store has one.
+    /// Creates the table of these pages, which [`usage`](Self::usage) counts from now on. A store has one.
     pub fn table(&self, pages: ById<PageId, DiskPage>) -> DiskPageTable {
         DiskPageTable::new(pages, self.counts.clone())
     }
 
-    /// How many pages the table has, and their bytes.
+    /// Returns the number of pages in the table, and their bytes.
     pub fn usage(&self) -> DiskUsage {
         self.counts.usage()
     }
 
-    /// Notes the places of pages that there are from now on. The caller holds the submission lock, or is
-    /// alone.
+    /// Records the places of new pages. The caller holds the submission lock, or is the only thread.
     pub fn note(&self, places: impl IntoIterator<Item = Place>) {
         if !self.is_any() && places.into_iter().any(|place| place == Place::Disk) {
             self.is_any.store(true, Ordering::Relaxed);
         }
     }
 
-    /// Whether there is, or was, a page on disk. A caller that does not hold the submission lock may learn of
-    /// the first one late.
+    /// Whether a page on disk exists, or ever existed since the open. A caller that does not hold the
+    /// submission lock may see the first one late.
     pub fn is_any(&self) -> bool {
         self.is_any.load(Ordering::Relaxed)
     }
@@ -161,47 +163,47 @@ impl DiskPages {
         self.uses.0.lock().contains_key(&file)
     }
 
-    /// Bytes of host memory that hold what batches have written.
+    /// Returns the bytes of host memory that hold what batches have written.
     pub fn pending_bytes(&self) -> u64 {
         self.pending.bytes.load(Ordering::Relaxed)
     }
 
-    /// Whether a snapshot is due, so that what is pending goes to images: half of what may be pending is, or
-    /// a committer waits for room that only a snapshot makes.
+    /// Whether a snapshot is due to move pending bytes to images: half of the limit is pending, or a
+    /// committer waits for room that only a snapshot makes.
     pub fn is_snapshot_due(&self) -> bool {
         let pending = self.pending_bytes();
         pending >= self.pending_max / 2 || (pending > 0 && self.waiting.load(Ordering::Relaxed) > 0)
     }
 
-    /// Notes whether a snapshot could read all pages. One that could not makes no room, nor does the next one
-    /// until its page is written anew or deleted: committers are told, instead of waiting.
+    /// Records whether a snapshot could read all pages. If it could not, it makes no room, nor does the next
+    /// one until the page is rewritten or deleted: committers get the error instead of waiting.
     pub fn note_unreadable(&self, reason: Option<&Error>) {
         *self.unreadable.lock() = reason.cloned();
         self.pending.fell.notify_all();
     }
 
-    /// Bytes that may be pending beside those that are or will be.
+    /// Returns the bytes that may become pending in addition to those that are pending or claimed.
     pub fn room(&self) -> u64 {
         let claimed = self.pending.claimed.lock();
         self.pending_max.saturating_sub(self.pending_bytes().saturating_add(*claimed))
     }
 
-    /// Bytes that may be pending.
+    /// Returns the maximum number of pending bytes.
     pub fn pending_max(&self) -> u64 {
         self.pending_max
     }
 
-    /// Claims `needed` bytes, however many are pending: for a caller that cannot wait.
+    /// Claims `needed` bytes regardless of the limit, for a caller that cannot wait.
     pub fn claim(&self, needed: u64) -> PendingClaim {
         self.pending.claim(needed, u64::MAX).expect("all claims fit")
     }
 
-    /// Claims `needed` bytes, and waits until as many more may be pending. `is_coming` is asked whether a
-    /// snapshot will make room; it says so to the thread that takes it.
+    /// Claims `needed` bytes, waiting until they fit within the limit. `is_coming` returns whether a snapshot
+    /// will make room, and notifies the thread that takes it.
     ///
     /// # Errors
-    /// `OverBudget` if there never will be as much room, or no snapshot comes; `Damaged` if snapshots fail at
-    /// a page that cannot be read; what `is_coming` fails with.
+    /// `OverBudget` if there can never be enough room, or no snapshot is coming; `Damaged` if snapshots fail
+    /// at an unreadable page; any error of `is_coming`.
     pub fn wait_for_room(&self, needed: u64, is_coming: impl Fn() -> Result<bool>) -> Result<PendingClaim> {
         let full = |available: u64| Error::OverBudget {
             place: Place::Disk,
@@ -218,7 +220,7 @@ impl DiskPages {
                 Ok(claim) => return Ok(claim),
                 Err(pending) => pending,
             };
-            // Before the thread that takes snapshots is called: it looks whether one is due.
+            // Before notifying the thread that takes snapshots, which checks whether one is due.
             waits.get_or_insert_with(|| Waiting::new(&self.waiting));
             let unreadable = self.unreadable.lock().clone();
             unreadable.map_or(Ok(()), Err)?;
@@ -231,7 +233,7 @@ impl DiskPages {
     }
 }
 
-/// A committer that waits, counted as long as this lives.
+/// A waiting committer, counted while this exists.
 struct Waiting<'w>(&'w AtomicUsize);
 
 impl<'w> Waiting<'w> {
@@ -256,10 +258,10 @@ impl PendingBytes {
         self.bytes.fetch_sub(bytes, Ordering::Relaxed);
     }
 
-    /// Claims bytes if all that is pending and claimed is at most `max` with them.
+    /// Claims bytes if all pending and claimed bytes together are at most `max`.
     ///
     /// # Errors
-    /// What is pending and claimed without them.
+    /// The number of bytes already pending and claimed.
     fn claim(self: &Arc<Self>, bytes: u64, max: u64) -> Result<PendingClaim, u64> {
         let mut claimed = self.claimed.lock();
         let before = self.bytes.load(Ordering::Relaxed).saturating_add(*claimed);
@@ -278,7 +280,7 @@ impl Drop for PendingClaim {
     }
 }
 
-/// A use of an image file, which keeps it.
+/// A use of an image file, which keeps the file.
 struct FileUse {
     uses: Arc<FileUses>,
     file: u64,

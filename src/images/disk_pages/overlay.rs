@@ -1,8 +1,8 @@
-//! New overlays: what changed of a page on disk, to be written over the image that it has.
+//! New overlays: the changes of a page on disk, to be written over the page's image.
 //!
-//! An overlay holds all that differs from its base, which is an image of the whole page: the pieces of the
-//! overlay before it, and what batches have written since. Once that is too much of the page, the page is
-//! written whole, and begins anew.
+//! An overlay contains everything that differs from its base, which is an image of the whole page: the pieces
+//! of the previous overlay, and what batches have written since. Once that is too large a part of the page,
+//! the page is written whole again.
 
 use std::ops::Range;
 
@@ -14,30 +14,30 @@ use crate::base::allocation::push;
 use crate::error::{Error, Result};
 use crate::images::resize;
 
-/// Of a page of which more than one byte in this many differs from the base, a whole image is written.
+/// A whole image is written if more than one byte in this many differs from the base.
 const OVERLAY_SHARE: u64 = 8;
-/// Pieces with no more bytes between them are one: a row of the table takes 16.
+/// Pieces with at most this many bytes between them are merged: a row of the table takes 16.
 const GAP_BYTES: u64 = 64;
-/// A reader holds a table of the pieces. It is short beside the page: there is one piece for each 2 KiB of
-/// the page at most, or a few.
+/// Limits the table of pieces that a reader holds relative to the page: at most one piece per 2 KiB of the
+/// page, or `PIECES_FREE` if that is more.
 const PIECE_SHARE: u64 = 2 << 10;
 const PIECES_FREE: u64 = 64;
 
-/// An overlay that is to be written: all that its payload has.
+/// An overlay to be written, from which its payload is read.
 pub(crate) struct NewOverlay<'p> {
     page: &'p DiskPage,
     overlay: Overlay,
     head: Vec<u8>,
     /// CRC-32 of the page's bytes.
     sum: u32,
-    /// Bytes of the page from the place that was read last.
+    /// The bytes of the page around the position read last.
     window: Window,
 }
 
 struct Window {
     at: u64,
     bytes: Vec<u8>,
-    /// Bytes that are looked at together: as many as the image proves at once.
+    /// The number of bytes processed together: as many as the image proves at once.
     len: u64,
 }
 
@@ -46,8 +46,8 @@ impl Window {
         Self { at: 0, bytes: Vec::new(), len }
     }
 
-    /// Takes the place for bytes of a page of length `len`, in which `offset` lies: where they begin, and
-    /// room for them.
+    /// Moves to the window that contains `offset`, in a page of length `len`. Returns the window's offset,
+    /// and room for its bytes.
     fn go_to(&mut self, offset: u64, len: u64) -> Result<(u64, &mut [u8])> {
         self.at = offset - offset % self.len;
         resize(&mut self.bytes, self.len.min(len - self.at))?;
@@ -64,14 +64,14 @@ impl Window {
 }
 
 impl DiskPage {
-    /// The overlay that holds what differs from the image of the whole page; `None` if there is no such
-    /// image, or too much differs. Not for the applier's thread.
+    /// Returns the overlay of everything that differs from the image of the whole page. Returns `None` if
+    /// there is no such image, or too much differs. Must not run on the applier's thread.
     ///
     /// # Errors
-    /// `Damaged`; no memory.
+    /// `Damaged`; `OutOfMemory`.
     pub fn overlay(&self) -> Result<Option<NewOverlay<'_>>> {
         let (Some(image), len) = (self.image_below(), self.byte_len()) else { return Ok(None) };
-        // A whole image from which nothing differs is written whole, to another file.
+        // A whole image without differences is written whole, to another file.
         if image.image().is_whole() && self.written().next().is_none() {
             return Ok(None);
         }
@@ -79,7 +79,8 @@ impl DiskPage {
         if is_too_much(self.written().map(|run| run.end - run.start).sum()) {
             return Ok(None);
         }
-        // I7: what the overlay before has must not be lost, so its table is proven before it is believed.
+        // I7: the contents of the previous overlay must not be lost, so its table is proven before it is
+        // trusted.
         let proven = image.prove()?;
         let before = proven.overlay().map_or(&[][..], Overlay::pieces);
         let pieces = joined(before, self.written())?;
@@ -95,8 +96,8 @@ impl DiskPage {
         Ok(Some(NewOverlay { page: self, overlay, head, sum, window: Window::new(proven.window_len()) }))
     }
 
-    /// CRC-32 of the page's bytes; `before` is that of its image. Of that, only bytes near those that changed
-    /// are read.
+    /// Returns the CRC-32 of the page's bytes; `before` is that of its image. Reads only the image's bytes
+    /// near those that changed.
     fn sum_by_changes(&self, before: u32, mut window: Window) -> Result<u32> {
         let (image, len) = (self.image_below().expect("asked before"), self.byte_len());
         let mut sum = before;
@@ -116,12 +117,12 @@ impl DiskPage {
     }
 }
 
-/// The most pieces that an overlay of a page of this length has.
+/// Returns the maximum number of pieces in an overlay of a page of this length.
 fn pieces_max(len: u64) -> u64 {
     PIECES_FREE.max(len / PIECE_SHARE)
 }
 
-/// Ranges that ascend, together with others that do, where neighbours are one.
+/// Merges two ascending sequences of ranges, joining neighbors.
 fn joined(before: &[Range<u64>], written: impl Iterator<Item = Range<u64>>) -> Result<Vec<Range<u64>>> {
     let mut pieces: Vec<Range<u64>> = Vec::new();
     let (mut before, mut written) = (before.iter().cloned().peekable(), written.peekable());
@@ -140,7 +141,7 @@ fn joined(before: &[Range<u64>], written: impl Iterator<Item = Range<u64>>) -> R
 }
 
 impl NewOverlay<'_> {
-    /// The payload as a page without a number: the image writer knows nothing else.
+    /// Returns the payload as a page without an id, the form that the image writer needs.
     pub fn payload(&self) -> PageInfo {
         PageInfo::new(PageId(0), self.overlay.stored_len(), Place::Disk)
     }
@@ -148,7 +149,7 @@ impl NewOverlay<'_> {
     /// Reads bytes of the payload.
     ///
     /// # Errors
-    /// `Damaged`; no memory.
+    /// `Damaged`; `OutOfMemory`.
     pub fn read(&mut self, offset: u64, out: &mut [u8]) -> Result<()> {
         let of_head = self.head.len().saturating_sub(offset as usize).min(out.len());
         let (head, rest) = out.split_at_mut(of_head);
@@ -175,7 +176,7 @@ impl NewOverlay<'_> {
         Ok(())
     }
 
-    /// The page's image, once the payload is written as `payload`.
+    /// Returns the page's image, once the payload is written as `payload`.
     pub fn image(&self, payload: &ImageRef) -> ImageRef {
         self.overlay.reference(payload, self.sum)
     }

@@ -15,36 +15,37 @@ use crate::device::{Lane, Span};
 use crate::error::Result;
 use crate::memory::staging::StagingPool;
 
-/// Bytes of a page that are held together. Of a page in which single elements changed, each takes one block:
-/// with blocks of 4 KiB, one changed element in a thousand took as much memory as the page.
+/// The unit in which written bytes of a page are held. In a page with scattered single-element writes, each
+/// element takes one block: with blocks of 4 KiB, one changed element in a thousand took as much memory as
+/// the page.
 pub(super) const BLOCK_LEN: usize = 512;
 const WORDS: usize = BLOCK_LEN / 64;
-/// Bytes of a page that are read at a time, to go through all of them.
+/// Bytes read at a time when a whole page is processed.
 const READ_AT_ONCE: u64 = 4 << 20;
 
-/// A page on disk as of one batch. A copy of it is what the page was then, whatever batches come later: it
-/// shares the blocks that have not changed since.
+/// A page on disk as of one batch. A clone keeps that state whatever batches come later: it shares the blocks
+/// that have not changed since.
 #[derive(Clone, Debug)]
 pub(crate) struct DiskPage {
     len: u64,
     image: Option<Arc<DiskImage>>,
-    /// Bytes of the image that are the page's, from its first one on. Those after it are zeros: the page was
-    /// shortened, or is longer than its image.
+    /// The leading bytes of the image that belong to the page. Bytes after them are zeros, because the page
+    /// was shortened or is longer than its image.
     image_len: u64,
-    /// The blocks that batches wrote to, by their place in the page.
+    /// The blocks that batches wrote to, by block number.
     blocks: BTreeMap<u64, Arc<Block>>,
     lineage: Lineage,
     pending: Arc<PendingBytes>,
 }
 
-/// What tells whether a copy of a page is an earlier state of it.
+/// Identifies whether a clone of a page is an earlier state of it.
 #[derive(Clone, Copy, Debug)]
 struct Lineage {
-    /// A number that changes when the page is resized, or made of another image by a batch.
+    /// A number that changes when the page is resized, or replaced by another image in a batch.
     number: u64,
-    /// How often it was written to since.
+    /// The number of writes since then.
     writes: u64,
-    /// The writes that its image holds.
+    /// The number of those writes that the image contains.
     in_image: u64,
 }
 
@@ -52,7 +53,7 @@ impl Lineage {
     fn new() -> Self {
         /// Numbers of this process: no two lineages share one.
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        // Only that they differ counts.
+        // Only uniqueness matters.
         Self { number: NEXT.fetch_add(1, Ordering::Relaxed), writes: 0, in_image: 0 }
     }
 }
@@ -60,21 +61,21 @@ impl Lineage {
 /// Bytes that batches wrote.
 struct Block {
     bytes: [u8; BLOCK_LEN],
-    /// A bit for each byte that was written.
+    /// One bit for each byte that was written.
     written: [u64; WORDS],
     pending: Arc<PendingBytes>,
 }
 
-/// Bytes of host memory that a block takes, with its counts and its entry in the map.
+/// Bytes of host memory per block, including its counts and its entry in the map.
 const BLOCK_BYTES: u64 = size_of::<Block>() as u64 + 48;
 
-/// Blocks in which `len` bytes from `offset` on lie.
+/// Returns the number of blocks that overlap `len` bytes from `offset` on.
 fn blocks(offset: u64, len: u64) -> u64 {
     let end = offset.saturating_add(len).div_ceil(BLOCK_LEN as u64);
     if len == 0 { 0 } else { end - offset / BLOCK_LEN as u64 }
 }
 
-/// Bytes that may be pending after an operation, at most.
+/// Returns the maximum number of bytes that an operation may make pending.
 pub(crate) fn pending_bytes_of(op: &Op<'_>) -> u64 {
     let (offset, len) = op.range().unwrap_or_default();
     match op {
@@ -84,31 +85,31 @@ pub(crate) fn pending_bytes_of(op: &Op<'_>) -> u64 {
     }
 }
 
-/// Bytes that may be pending after a write of `len` bytes from `offset` on, at most.
+/// Returns the maximum number of bytes that a write of `len` bytes from `offset` on may make pending.
 pub(crate) fn pending_bytes_of_write(offset: u64, len: u64) -> u64 {
     blocks(offset, len).saturating_mul(BLOCK_BYTES)
 }
 
-/// Bytes that may be pending after writes of `count` elements in a range of `len` bytes from `offset` on, at
-/// most.
+/// Returns the maximum number of bytes that writes of `count` elements may make pending, in a range of `len`
+/// bytes from `offset` on.
 pub(crate) fn pending_bytes_of_elements(count: u64, offset: u64, len: u64) -> u64 {
-    // Each element lies in two blocks at most.
+    // Each element overlaps at most two blocks.
     blocks(offset, len).min(count.saturating_mul(2)).saturating_mul(BLOCK_BYTES)
 }
 
 impl DiskPage {
-    /// A page of an image's bytes, or of `len` zeros.
+    /// Creates a page of an image's bytes, or of `len` zeros.
     pub(super) fn new(image: Option<Arc<DiskImage>>, len: u64, pending: Arc<PendingBytes>) -> Self {
         let image_len = image.as_ref().map_or(0, |image| image.page_len());
         Self { len, image, image_len, blocks: BTreeMap::new(), lineage: Lineage::new(), pending }
     }
 
-    /// The page's length in bytes.
+    /// Returns the page's length in bytes.
     pub fn byte_len(&self) -> u64 {
         self.len
     }
 
-    /// Applies an operation that a batch makes to the page. One that names an image is the caller's.
+    /// Applies a batch's operation to the page. The caller handles operations that name an image.
     pub fn apply(&mut self, op: &Op<'_>) {
         match op {
             Op::Resize { len, .. } => self.resize(*len),
@@ -126,7 +127,7 @@ impl DiskPage {
             let (number, within) = (at / BLOCK_LEN as u64, at as usize % BLOCK_LEN);
             let (here, after) = rest.split_at(rest.len().min(BLOCK_LEN - within));
             let new = || Arc::new(Block::new(self.pending.clone()));
-            // A copy of the page that a snapshot or a reader has keeps the block as it was.
+            // The copy of a snapshot or a reader keeps the block as it was.
             Arc::make_mut(self.blocks.entry(number).or_insert_with(new)).write(within, here);
             at += here.len() as u64;
             rest = after;
@@ -138,7 +139,7 @@ impl DiskPage {
         if len < self.len {
             self.image_len = self.image_len.min(len);
             let (last, within) = (len / BLOCK_LEN as u64, len as usize % BLOCK_LEN);
-            // What lay after the end must not come back when the page is extended again.
+            // Bytes after the end must not reappear when the page is extended again.
             self.blocks.split_off(&(last + u64::from(within > 0)));
             if within > 0
                 && let Some(block) = self.blocks.get_mut(&last)
@@ -149,47 +150,47 @@ impl DiskPage {
         self.len = len;
     }
 
-    /// The page's image, if all of its bytes, and no others, are the page's.
+    /// Returns the page's image if the page consists of exactly its bytes.
     pub fn only_image(&self) -> Option<&Arc<DiskImage>> {
         self.image_below().filter(|_| self.blocks.is_empty())
     }
 
-    /// The page's image, if it is as long as the page: all that differs from it is in the blocks.
+    /// Returns the page's image if it is as long as the page, so that all differences are in the blocks.
     pub(super) fn image_below(&self) -> Option<&Arc<DiskImage>> {
         let is_as_long = |image: &&Arc<DiskImage>| self.image_len == self.len && image.page_len() == self.len;
         self.image.as_ref().filter(is_as_long)
     }
 
-    /// The image from which it is read.
+    /// Returns the image that the page is read from.
     pub fn image(&self) -> Option<&Arc<DiskImage>> {
         self.image.as_ref()
     }
 
-    /// About how many bytes the next image of it takes, if that may be an overlay.
+    /// Estimates the bytes of the page's next image, if that may be an overlay.
     pub fn next_image_bytes(&self) -> u64 {
         let changed = self.blocks.len() as u64 * BLOCK_LEN as u64;
         let before = match self.image.as_ref().map(|image| image.image()) {
             Some(image) if !image.is_whole() => image.stored_len,
-            // Without any change it is to be written whole.
+            // Without changes the page is written whole.
             _ if changed == 0 => self.len,
             _ => 0,
         };
         (before + changed).min(self.len)
     }
 
-    /// The ranges of the page that batches wrote since its image, in their order.
+    /// Returns the ranges of the page that batches wrote since its image, in order.
     pub(super) fn written(&self) -> impl Iterator<Item = Range<u64>> {
         self.blocks.iter().flat_map(|(number, block)| block.written_at(number * BLOCK_LEN as u64))
     }
 
-    /// Puts what batches wrote over bytes of the image, which begin at `offset`.
+    /// Overwrites bytes of the image, which begin at `offset`, with what batches wrote.
     pub(super) fn lay_over(&self, offset: u64, bytes: &mut [u8]) {
         for (number, block) in self.blocks_in(&(offset..offset + bytes.len() as u64)) {
             block.copy_to(number * BLOCK_LEN as u64, bytes, offset);
         }
     }
 
-    /// The page with the blocks alone that hold these bytes of it: to read them from.
+    /// Returns the page with only the blocks that overlap these bytes, to read the bytes from.
     pub fn part(&self, bytes: &Range<u64>) -> Self {
         let blocks = self.blocks_in(bytes).map(|(number, block)| (number, block.clone())).collect();
         let Self { len, image_len, lineage, .. } = *self;
@@ -203,10 +204,10 @@ impl DiskPage {
         self.blocks.range(numbers).map(|(number, block)| (*number, block))
     }
 
-    /// Reads bytes of the page. Not for the applier's thread: it waits for the disk.
+    /// Reads bytes of the page. Must not run on the applier's thread, because it waits for the disk.
     ///
     /// # Errors
-    /// `Damaged`; no memory.
+    /// `Damaged`; `OutOfMemory`.
     pub fn read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         let end = offset + out.len() as u64;
         assert!(end <= self.len, "the caller knows the page's length");
@@ -225,7 +226,7 @@ impl DiskPage {
         Ok(())
     }
 
-    /// Copies bytes of the page, from `offset` on, to memory of the device. Not for the applier's thread.
+    /// Copies bytes of the page, from `offset` on, to device memory. Must not run on the applier's thread.
     ///
     /// # Errors
     /// As for [`read`](Self::read); a device error.
@@ -242,7 +243,7 @@ impl DiskPage {
         Ok(())
     }
 
-    /// CRC-32 of the page's bytes. Not for the applier's thread.
+    /// Returns the CRC-32 of the page's bytes. Must not run on the applier's thread.
     ///
     /// # Errors
     /// As for [`read`](Self::read).
@@ -259,7 +260,7 @@ impl DiskPage {
         Ok(sum.finalize())
     }
 
-    /// Whether batches wrote all of these bytes, so that none of the image's shows.
+    /// Whether batches wrote all of these bytes, so that none of the image's is visible.
     fn is_written(&self, bytes: Range<u64>) -> bool {
         let mut next = bytes.start;
         for (number, block) in self.blocks_in(&bytes) {
@@ -273,12 +274,12 @@ impl DiskPage {
         next == bytes.end
     }
 
-    /// Takes the image that was made of `gathered`, an earlier copy of this page. What batches wrote since
-    /// stays pending.
+    /// Switches to the image that was made from `gathered`, an earlier clone of this page. Later writes stay
+    /// pending.
     ///
-    /// A page that was resized since, or is made of another image, stays as it is: the next snapshot makes an
-    /// image of it. So does one whose image holds more than the copy does: dropping blocks once more, by an
-    /// older copy, would lose writes that lie in neither.
+    /// A page that was resized since, or is made of another image, is unchanged: the next snapshot makes an
+    /// image of it. So is a page whose image contains more than the clone: dropping blocks again, based on an
+    /// older clone, would lose writes that are in neither.
     pub fn rebase(&mut self, gathered: &Self, image: Option<Arc<DiskImage>>) {
         let (now, then) = (self.lineage, gathered.lineage);
         if now.number != then.number || now.in_image > then.writes {
@@ -308,7 +309,7 @@ impl Block {
         each_word(range, |word, bits| self.written[word] &= !bits);
     }
 
-    /// The runs of bytes that were written, as ranges of the page: the block begins at `start`.
+    /// Returns the runs of bytes that were written, as ranges of the page; the block begins at `start`.
     fn written_at(&self, start: u64) -> impl Iterator<Item = Range<u64>> {
         let mut at = 0;
         std::iter::from_fn(move || {
@@ -332,8 +333,7 @@ impl Block {
         has_all
     }
 
-    /// Copies the bytes that were written to `out`, which begins at `offset` of the page. The block begins at
-    /// `start`.
+    /// Copies the written bytes to `out`, which begins at `offset` of the page. The block begins at `start`.
     fn copy_to(&self, start: u64, out: &mut [u8], offset: u64) {
         let from = offset.saturating_sub(start).min(BLOCK_LEN as u64) as usize;
         let to = (offset + out.len() as u64).saturating_sub(start).min(BLOCK_LEN as u64) as usize;
@@ -380,7 +380,7 @@ impl std::fmt::Debug for PendingBytes {
     }
 }
 
-/// Calls `each` with the words that hold a range of bits, and with those bits of each.
+/// Calls `each` with the words that contain a range of bits, and a mask of those bits.
 fn each_word(bits: Range<usize>, mut each: impl FnMut(usize, u64)) {
     let mut at = bits.start;
     while at < bits.end {

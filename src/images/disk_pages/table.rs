@@ -1,4 +1,4 @@
-//! The pages on disk, by their ids, and how many bytes they have together.
+//! The table of pages on disk by id, with their total size.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -9,25 +9,25 @@ use remanent_format::state::by_id::ById;
 
 use super::page::DiskPage;
 
-/// Pages of [`Place::Disk`](remanent_format::Place::Disk), which have no memory.
+/// Number and size of the pages in [`Place::Disk`](remanent_format::Place::Disk), which have no memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DiskUsage {
-    /// Number of pages, those of length 0 included.
+    /// Number of pages, including those of length 0.
     pub pages: u64,
-    /// Their lengths together.
+    /// Sum of their lengths.
     pub bytes: u64,
 }
 
-/// How many pages there are, and their bytes, for threads that do not hold the table. The two numbers may be
-/// of different moments.
+/// Number and bytes of the pages, for threads that do not hold the table. The two values may be of different
+/// moments.
 #[derive(Debug, Default)]
 pub(super) struct DiskCounts {
     pages: AtomicU64,
     bytes: AtomicU64,
 }
 
-/// The table of pages on disk. All changes go by its methods, which count.
+/// The table of pages on disk. All changes go through its methods, which keep the counts.
 #[derive(Debug)]
 pub(crate) struct DiskPageTable {
     pages: ById<PageId, DiskPage>,
@@ -41,14 +41,14 @@ impl DiskCounts {
 }
 
 impl DiskPageTable {
-    /// A table of these pages. The counts are of no other one.
+    /// Creates a table of these pages. The counts must belong to no other table.
     pub(super) fn new(pages: ById<PageId, DiskPage>, counts: Arc<DiskCounts>) -> Self {
         counts.pages.store(pages.len() as u64, Ordering::Relaxed);
         counts.bytes.store(pages.values().map(DiskPage::byte_len).sum(), Ordering::Relaxed);
         Self { pages, counts }
     }
 
-    /// Puts a page there, or in the place of the one that has its id.
+    /// Inserts a page, replacing one with the same id.
     pub fn insert(&mut self, page: PageId, new: DiskPage) {
         self.counts.pages.fetch_add(1, Ordering::Relaxed);
         self.counts.bytes.fetch_add(new.byte_len(), Ordering::Relaxed);
@@ -57,14 +57,14 @@ impl DiskPageTable {
         }
     }
 
-    /// Takes a page out, if it is there.
+    /// Removes a page if it exists.
     pub fn remove(&mut self, page: PageId) {
         if let Some(old) = self.pages.remove(page) {
             self.left(&old);
         }
     }
 
-    /// Takes out all pages but those that are wanted.
+    /// Removes all pages except the wanted ones.
     pub fn retain(&mut self, wanted: impl Fn(PageId) -> bool) {
         let counts = &self.counts;
         self.pages.retain(|page, old| {
@@ -77,7 +77,7 @@ impl DiskPageTable {
         });
     }
 
-    /// Changes a page where it is; `None` if it is not there.
+    /// Changes a page in place. Returns `None` if it does not exist.
     pub fn change<T>(&mut self, page: PageId, change: impl FnOnce(&mut DiskPage) -> T) -> Option<T> {
         let changed = self.pages.get_mut(page)?;
         let before = changed.byte_len();

@@ -10,10 +10,10 @@ use super::*;
 use crate::testing::sim_disk::SimDisk;
 
 const PAGE: PageId = PageId(1);
-/// A page of several blocks, whose last one is not whole.
+/// A page of several blocks, the last of which is partial.
 const LEN: usize = 3 * 4096 + 100;
 
-/// One change of a page, of which `seed` makes the bytes.
+/// One change to a page, whose bytes are derived from `seed`.
 #[derive(Clone, Debug)]
 enum Change {
     Write {
@@ -39,9 +39,9 @@ enum Change {
     Resize {
         len: usize,
     },
-    /// A copy is taken: an image is made of it.
+    /// A copy is taken, from which an image is made.
     Gather,
-    /// The image of the oldest copy is there.
+    /// The image of the oldest copy is finished.
     Rebase,
 }
 
@@ -65,7 +65,7 @@ fn drawn(seed: u8, len: usize) -> Vec<u8> {
     (0..len).map(|at| seed ^ (at as u8).wrapping_mul(31) ^ (at >> 8) as u8).collect()
 }
 
-/// A disk with image files, each of which is one page's bytes.
+/// A disk with image files, each of which contains the bytes of one page.
 struct Images {
     disk: Arc<SimDisk>,
     pages: DiskPages,
@@ -92,7 +92,7 @@ impl Images {
         Some(self.pages.image(image, stored_len))
     }
 
-    /// The image that a snapshot makes of a copy: an overlay where little changed.
+    /// Makes the image that a snapshot makes of a copy: an overlay if little changed.
     fn gather(&mut self, copy: &DiskPage, bytes: &[u8]) -> Option<Arc<DiskImage>> {
         let Some(mut new) = copy.overlay().unwrap() else { return self.write(bytes) };
         let len = new.payload().len;
@@ -118,8 +118,8 @@ fn read_all(page: &DiskPage) -> Vec<u8> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
 
-    /// A page on disk is what the plainest code makes of its operations; copies stay what they were; images
-    /// that come late, out of order or never change nothing but the memory that is held.
+    /// A page on disk equals what the simplest code makes of its operations; copies never change; images that
+    /// arrive late, out of order or never change nothing but the memory that is held.
     #[test]
     fn a_page_is_what_operations_make_of_it(
         changes in prop::collection::vec(change(), 1..40),
@@ -204,7 +204,8 @@ proptest! {
     }
 }
 
-/// Memory goes by the blocks that are held, and a file is in use as long as anything is read from it.
+/// Memory is proportional to the blocks that are held, and a file is in use as long as anything is read from
+/// it.
 #[test]
 fn memory_and_files_are_counted() {
     let mut images = Images::new();
@@ -230,7 +231,7 @@ fn memory_and_files_are_counted() {
     assert_eq!(read_all(&page), [0; 3]);
 }
 
-/// A committer waits as long as a snapshot comes, and is refused where none does, or none could help.
+/// A committer waits as long as a snapshot is coming. It is refused if none is, or none could help.
 #[test]
 fn room_is_waited_for_where_it_comes() {
     let disk: Arc<SimDisk> = Arc::new(SimDisk::new());
@@ -249,7 +250,7 @@ fn room_is_waited_for_where_it_comes() {
     over(21 << 10, true);
     let failed = pages.wait_for_room(8 << 10, || Err(Error::Closed)).unwrap_err();
     assert!(matches!(failed, Error::Closed));
-    // One that waits makes a snapshot due, however little is pending.
+    // A waiting committer makes a snapshot due, however little is pending.
     let short = DiskPages::new(Arc::new(SimDisk::new()), 64 << 10);
     let mut little = short.zeros(1 << 20);
     little.apply(&Op::Write { page: PAGE, offset: 0, bytes: &[1] });
@@ -263,7 +264,7 @@ fn room_is_waited_for_where_it_comes() {
     });
 }
 
-/// Where no snapshot can be taken, because a page cannot be read, a committer is told so.
+/// If no snapshot can be taken because a page cannot be read, the committer gets that error.
 #[test]
 fn nothing_waits_for_a_snapshot_that_cannot_be_taken() {
     let pages = DiskPages::new(Arc::new(SimDisk::new()), 8 << 10);
@@ -271,7 +272,7 @@ fn nothing_waits_for_a_snapshot_that_cannot_be_taken() {
     pages.note_unreadable(Some(&Error::from(damage)));
     drop(pages.wait_for_room(4 << 10, || panic!("there is room")).unwrap());
     let _held = pages.wait_for_room(8 << 10, || Ok(true)).unwrap();
-    // No longer than a while, if it waits.
+    // Limits the duration of a wait.
     let is_coming = || {
         let left = Cell::new(100);
         move || Ok(left.replace(left.get() - 1) > 0)
@@ -290,7 +291,7 @@ fn nothing_waits_for_a_snapshot_that_cannot_be_taken() {
     });
 }
 
-/// Batches are logged much faster than they are applied: what waits for the applier counts.
+/// Batches are logged much faster than they are applied: claims that wait for the applier count.
 #[test]
 fn a_claim_counts_until_it_is_given_up() {
     let pages = DiskPages::new(Arc::new(SimDisk::new()), 16 << 10);
@@ -310,7 +311,7 @@ fn a_claim_counts_until_it_is_given_up() {
     drop(pages.wait_for_room(16 << 10, || Ok(false)).unwrap());
 }
 
-/// Of a page of which little changed there is an overlay, again and again; of another one there is none.
+/// A page of which little changed gets an overlay, repeatedly; any other page gets none.
 #[test]
 fn an_overlay_has_what_changed_since_the_whole_image() {
     let mut images = Images::new();
@@ -325,11 +326,11 @@ fn an_overlay_has_what_changed_since_the_whole_image() {
     assert!(page.overlay().unwrap().is_none(), "nothing changed");
     for (at, len, stored) in [
         (5, 100, 64 + 16 + 100),
-        // Near enough to be one piece with it.
+        // Close enough to be one piece with it.
         (160, 10, 64 + 16 + 165),
-        // In another block, and across the border of two.
+        // In another block, and across the boundary of two.
         (8100, 200, 64 + 2 * 16 + 165 + 200),
-        // Over what was there.
+        // Over an earlier change.
         (8150, 50, 64 + 2 * 16 + 165 + 200),
         (0, 5, 64 + 2 * 16 + 170 + 200),
     ] {
@@ -339,7 +340,7 @@ fn an_overlay_has_what_changed_since_the_whole_image() {
         let image = images.gather(&copy, &plain);
         assert!(image.as_ref().is_some_and(|image| !image.image().is_whole()));
         page.rebase(&copy, image);
-        // It can be written to another file as it is.
+        // It can be written to another file unchanged.
         assert_eq!(page.overlay().unwrap().map(|new| new.payload().len), Some(stored), "{at}");
         assert!(read_all(&page) == plain, "{at}");
         assert!(images.pages.uses_file(1), "the base");
