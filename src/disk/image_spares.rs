@@ -1,23 +1,23 @@
-//! Spare image files: nothing needs them any more, and the next images are written over their bytes (I13).
+//! Spare image files: no longer needed, and overwritten by the next images (I13).
 //!
-//! A new file costs more than its bytes: the file system finds space for it, and the kernel fills each of its
-//! pages with zeros before it is written. A file that is written again has both.
+//! A new file costs more than its bytes: the file system allocates space for it, and the kernel zeroes each
+//! of its pages before it is written. A reused file already has both.
 //!
-//! A spare is `pages/<n>.spare`, under the number that it had. It lies in the folder of images, because a
-//! rename within one folder is atomic, and one sync makes it durable. Of a rename to another folder a power
-//! cut may keep both names, and the older one would lead to the bytes of the newer file.
+//! A spare is `pages/<n>.spare`, under the number that it had. It is in the folder of images, because a
+//! rename within one folder is atomic, and one sync makes it durable. After a rename to another folder, a
+//! power cut may keep both names, and the older one would lead to the bytes of the newer file.
 //!
-//! 1. **Rename** a file that is free, and **sync** the folder. Written over before that, the old name could
-//!    come back with a power cut, and a reader that still looks for it would find other bytes.
-//! 2. **Judge** the spare. Only now: a fork links files by their names, and this one has lost the name.
+//! 1. **Rename** a free file, and **sync** the folder. If the file were overwritten before that, a power cut
+//!    could bring the old name back, and a reader that still uses it would find other bytes.
+//! 2. **Check** the spare. Only now: a fork links files by name, and this one has lost its name.
 //! 3. **Rename** it to its new name, and **sync** the folder.
-//! 4. **Write** header and chunks, as to a new file. The heads of chunks carry the file's number. Written
-//!    before 3 was synced, they could stay in a spare whose new name a power cut took. The number would be
-//!    given again, and the old chunks would look like new ones.
+//! 4. **Write** header and chunks, as for a new file. The heads of chunks contain the file's number. If they
+//!    were written before the sync of step 3, they could remain in a spare whose new name a power cut took.
+//!    The number would be assigned again, and the old chunks would look like new ones.
 //!
 //! A crash leaves the file under one of its names, and nothing names it: a manifest does so only after
-//! header, chunks and name are synced. After a crash in 4 the header may be the old one; no image depends on
-//! it.
+//! header, chunks and name are synced. After a crash in step 4 the header may be the old one; no image
+//! depends on it.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -31,24 +31,25 @@ use super::{Disk, DiskFile};
 use crate::base::sync::Mutex;
 use crate::error::{Error, Result};
 
-/// The most spares that are kept. A snapshot writes up to four files at a time.
+/// The maximum number of spares that are kept. A snapshot writes up to four files at a time.
 const FILES_MAX: usize = 8;
-/// A spare is written again only if it is at most this many times as long as the images for it: the rest of
-/// it is cut off, and its space is lost for a longer file.
+/// A spare is reused only if it is at most this many times as long as the images for it: the rest is
+/// truncated, and its space is lost for a longer file.
 const LONGER_MAX: u64 = 2;
 
 /// The spare image files of an open store.
 pub(crate) struct ImageSpares {
     disk: Arc<dyn Disk>,
     store: StoreId,
-    /// The spares, from the shortest to the longest.
+    /// The spares, in ascending order of length.
     files: Mutex<Vec<ImageSpare>>,
-    /// What keeps files ready for the next images, by the files' numbers: those of spares, and of files that
-    /// were spares and are image files again. A file is let go of before it is removed or cut.
+    /// The resources that keep files ready for the next images, by file number: those of spares, and of
+    /// spares that became image files again. A file's resource is dropped before the file is removed or
+    /// truncated.
     kept_ready: Mutex<BTreeMap<u64, KeptReady>>,
 }
 
-/// Keeps a file ready for the next images. What that is, is not known here; dropping it ends it.
+/// An opaque resource that keeps a file ready for the next images until it is dropped.
 pub(crate) type KeptReady = Arc<dyn Any + Send + Sync>;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,17 +58,17 @@ struct ImageSpare {
     len: u64,
 }
 
-/// A spare that has its new name. Its bytes are old ones.
+/// A spare under its new name, with its old bytes.
 pub(crate) struct ReusedFile {
     pub file: Arc<dyn DiskFile>,
-    /// How many bytes have their space.
+    /// The number of bytes whose space is allocated.
     pub space_len: u64,
-    /// What keeps the file ready, if anything does.
+    /// The resource that keeps the file ready, if any.
     pub kept_ready: Option<KeptReady>,
 }
 
 impl ImageSpares {
-    /// Lists the spares of earlier runs. None of them is touched: an open that is refused changes nothing.
+    /// Lists the spares of earlier runs. None of them is touched: a refused open changes nothing.
     pub fn open(disk: Arc<dyn Disk>, store: StoreId) -> Result<Self> {
         let mut files = Vec::new();
         for name in disk.list(Folder::Pages)? {
@@ -79,24 +80,24 @@ impl ImageSpares {
         Ok(Self { disk, store, files: Mutex::new(files), kept_ready: Mutex::default() })
     }
 
-    /// No spares: for a store that is only looked at, or just made.
+    /// Creates an empty set, for a store that is only read, or was just created.
     pub fn none(disk: Arc<dyn Disk>, store: StoreId) -> Self {
         Self { disk, store, files: Mutex::default(), kept_ready: Mutex::default() }
     }
 
-    /// Whether there are none.
+    /// Whether there are no spares.
     pub fn is_empty(&self) -> bool {
         self.files.lock().is_empty()
     }
 
-    /// Keeps of these image files, which are free, as many as fit into `bytes_max` with the spares that are
-    /// there, and removes the rest; `files` are numbers and lengths. Spares that do not fit any more go, too.
-    /// `is_changed` says whether other files went from the folder. When this returns, it is synced if any
-    /// did.
+    /// Keeps as many of these free image files as spares as fit into `bytes_max` together with the existing
+    /// spares, and removes the rest, including existing spares that no longer fit. `free` contains numbers
+    /// and lengths. `is_changed` says whether other files were removed from the folder. Syncs the folder if
+    /// anything in it changed.
     pub fn recycle(&self, free: &[(u64, u64)], bytes_max: u64, is_changed: bool) -> Result<()> {
         let mut files = self.files.lock();
         let count = files.len();
-        // The longest first: these cost most to make anew.
+        // The longest first, which would cost most to create again.
         let mut all: Vec<(ImageSpare, bool)> = files.iter().map(|spare| (*spare, true)).collect();
         all.extend(free.iter().map(|(number, len)| (ImageSpare { number: *number, len: *len }, false)));
         all.sort_by_key(|(spare, _)| std::cmp::Reverse(spare.len));
@@ -109,7 +110,7 @@ impl ImageSpares {
                 // 1.
                 (true, false) => match self.disk.rename(name, FileName::ImageSpare(spare.number)) {
                     Ok(()) => {}
-                    // XFS may have no block for the new name; the file's space comes back all the same.
+                    // XFS may have no block for the new name; removing the file still frees its space.
                     Err(error) if error.is_no_space() => {
                         self.remove(name, spare.number)?;
                         continue;
@@ -133,7 +134,7 @@ impl ImageSpares {
             let name = FileName::ImageSpare(spare.number);
             match self.disk.open(name, false).and_then(|file| self.is_usable(&*file)) {
                 Ok(false) => self.remove(name, spare.number)?,
-                // Where the system is short of something, it is judged when it is taken.
+                // If a resource is short, the spare is checked when it is used.
                 Err(error) if !error.is_passing() => return Err(error),
                 Ok(true) | Err(_) => insert(&mut files, *spare),
             }
@@ -141,8 +142,8 @@ impl ImageSpares {
         Ok(())
     }
 
-    /// Takes spares of about `len` bytes each, as far as there are any, and gives them the names of image
-    /// files of these numbers, durably. One sync of the folder does for all.
+    /// Takes spares of about `len` bytes each, as far as there are any, and durably renames them to image
+    /// files with these numbers. One sync of the folder covers all.
     pub fn reuse(&self, numbers: Range<u64>, len: u64) -> Result<BTreeMap<u64, ReusedFile>> {
         let mut reused = BTreeMap::new();
         for number in numbers {
@@ -164,13 +165,13 @@ impl ImageSpares {
         }
     }
 
-    /// Takes a spare of about `len` bytes and gives it the name of image file `number`; `None` if no spare
-    /// suits.
+    /// Takes a spare of about `len` bytes and renames it to image file `number`. Returns `None` if no spare
+    /// is suitable.
     fn rename(&self, number: u64, len: u64) -> Result<Option<ReusedFile>> {
         while let Some(spare) = self.take(len) {
             let name = FileName::ImageSpare(spare.number);
             let opened = self.disk.open(name, false);
-            // A crash may have struck before it was judged, and a program may have linked it since.
+            // A crash may have occurred before the spare was checked, and a program may have linked it since.
             let judged = opened.and_then(|file| self.is_usable(&*file));
             if !judged.inspect_err(|_| insert(&mut self.files.lock(), spare))? {
                 self.remove(name, spare.number)?;
@@ -180,7 +181,7 @@ impl ImageSpares {
             let target = FileName::Pages(number);
             match self.disk.rename(name, target) {
                 Ok(()) => {}
-                // The file is still the spare that the list said.
+                // The file is still the spare in the list.
                 Err(error) if error.is_no_space() => {
                     insert(&mut self.files.lock(), spare);
                     return Ok(None);
@@ -192,15 +193,15 @@ impl ImageSpares {
                 let kept = kept_ready.remove(&spare.number);
                 kept.inspect(|kept| _ = kept_ready.insert(number, kept.clone()))
             };
-            // By its new name, for errors that name it.
+            // Opened by its new name, so that errors report that name.
             let file = self.disk.open(target, true).inspect_err(|_| self.forget([number].iter()))?;
             return Ok(Some(ReusedFile { file, space_len: spare.len, kept_ready }));
         }
         Ok(None)
     }
 
-    /// Removes all spares for their space; returns whether there were any. The removals are not durable at
-    /// once: a crash may bring spares back, which costs only their space.
+    /// Removes all spares for their space; returns whether there were any. The removals are not durable
+    /// immediately: a crash may bring spares back, which costs only their space.
     pub fn release(&self) -> Result<bool> {
         let mut files = self.files.lock();
         let had_any = !files.is_empty();
@@ -211,9 +212,9 @@ impl ImageSpares {
         Ok(had_any)
     }
 
-    /// Has `keep` keep each spare ready for the next images, as far as it can, the longest first; `is_ready`
-    /// says whether one is, for all of its length. Slow: no lock is held, and a spare that goes meanwhile is
-    /// let go of.
+    /// Calls `keep` to make each spare ready for the next images, as far as possible, the longest first;
+    /// `is_ready` returns whether a spare already is, for all of its length. This is slow and holds no lock:
+    /// if a spare is removed meanwhile, its new resource is dropped.
     pub fn keep_ready(
         &self,
         is_ready: impl Fn(&KeptReady, u64) -> bool,
@@ -225,7 +226,7 @@ impl ImageSpares {
                 Some(kept) if is_ready(kept, len) => continue,
                 _ => {}
             }
-            // Ended outside of the lock, and before the file is mapped anew.
+            // Dropped outside the lock, and before the file is mapped again.
             let stale = self.kept_ready.lock().remove(&number);
             drop(stale);
             let opened = self.disk.open(FileName::ImageSpare(number), true);
@@ -237,9 +238,10 @@ impl ImageSpares {
         }
     }
 
-    /// Lets go of a file of this number, if it is kept ready: it is removed or cut next.
+    /// Drops the resource that keeps the file with this number ready, before the file is removed or
+    /// truncated.
     pub fn let_go(&self, number: u64) {
-        // Ended after the lock is let go: it takes a while.
+        // Dropped outside the lock, because that takes a while.
         let kept = self.kept_ready.lock().remove(&number);
         drop(kept);
     }
@@ -249,8 +251,8 @@ impl ImageSpares {
         self.disk.remove(name)
     }
 
-    /// Runs `make`; where it finds no space for its files, gives up the spares and runs it once more. A
-    /// `make` that fails for lack of space must have changed nothing.
+    /// Runs `make`. If its files find no space, removes the spares and runs it once more. A `make` that fails
+    /// for lack of space must have changed nothing.
     pub fn give_way<T>(&self, mut make: impl FnMut() -> Result<T>) -> Result<T> {
         match make() {
             Err(Error::DiskFull { .. }) if self.release()? => make(),
@@ -266,8 +268,8 @@ impl ImageSpares {
         (files[at].len <= len.saturating_mul(LONGER_MAX)).then(|| files.remove(at))
     }
 
-    /// Whether a file may be written over. A fork has a second name for it; a file of an ancestor's may be
-    /// read by readers that hold nothing here; a hole would turn a full disk into SIGBUS.
+    /// Whether a file may be overwritten. A second name may belong to a fork; an ancestor's file may be read
+    /// by readers that hold nothing here; a hole would turn a full disk into SIGBUS.
     fn is_usable(&self, file: &dyn DiskFile) -> Result<bool> {
         if !file.has_one_name()? || !file.is_without_holes()? {
             return Ok(false);
@@ -279,14 +281,14 @@ impl ImageSpares {
         match file.read_at(0, &mut bytes) {
             Ok(()) => {}
             Err(error) if error.is_shortage() => return Err(error),
-            // Where the medium cannot be read, nothing is to be written either.
+            // If the medium cannot be read, nothing should be written there either.
             Err(_) => return Ok(false),
         }
         Ok(ImageFileHeader::decode(&bytes).is_ok_and(|header| header.store == self.store))
     }
 }
 
-/// Puts a spare in its place by length.
+/// Inserts a spare by length.
 fn insert(files: &mut Vec<ImageSpare>, spare: ImageSpare) {
     let at = files.partition_point(|other| other.len <= spare.len);
     files.insert(at, spare);

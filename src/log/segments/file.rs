@@ -11,11 +11,10 @@ use crate::disk::{DiskFile, Window};
 use crate::error::{Error, Result};
 use crate::options::LogIo;
 
-/// The bytes by which a folder grows for a name that it has no room for. XFS refuses a rename where they are
-/// not free.
+/// The bytes by which a folder grows for a name that does not fit. XFS refuses a rename if they are not free.
 const FOLDER_BLOCK: u64 = 4096;
 
-/// A segment file that is wholly written, and the window through which frames go to it.
+/// A fully written segment file, and the window through which frames are written to it.
 pub(crate) struct SegmentFile {
     pub number: u64,
     pub len: u64,
@@ -24,8 +23,9 @@ pub(crate) struct SegmentFile {
 }
 
 impl SegmentFile {
-    /// Maps a segment, before it gets its name. If the window were refused after the rename, the log would go
-    /// on with the segment that this one has replaced, and its frames would lie in a file without a name.
+    /// Opens a segment's window before the segment gets its name. If the window were refused after the
+    /// rename, the log would continue with the segment that this one has replaced, and its frames would be in
+    /// a file without a name.
     pub(super) fn new(number: u64, len: u64, file: Arc<dyn DiskFile>, io: LogIo) -> Result<Self> {
         let window = Arc::from(file.window(io)?);
         Ok(Self { number, len, file, window })
@@ -38,7 +38,7 @@ impl SegmentPool {
     }
 
     /// Writes a whole segment under a temporary name, and syncs it. A lack of space is a clean failure.
-    /// `content` is what it holds besides its header, and where.
+    /// `content` holds the offset and the bytes of everything but the header.
     pub(super) fn build(
         &self,
         number: u64,
@@ -48,9 +48,9 @@ impl SegmentPool {
     ) -> Result<Arc<dyn DiskFile>> {
         assert!(len.is_multiple_of(GROUP_ALIGN)); // I5: the last group of a segment ends on a block, too.
         let (at, bytes) = content;
-        // I3: a frame lies within its segment.
+        // I3: a frame is within its segment.
         assert!(at >= SEGMENT_HEADER_BLOCK && at + bytes.len() as u64 <= len);
-        // Image files that wait to be written again are a convenience; segments are not.
+        // Spare image files are a convenience; segments are not.
         self.image_spares.give_way(|| self.build_once(number, len, opening, content))
     }
 
@@ -67,19 +67,19 @@ impl SegmentPool {
             front.resize(at as usize, 0);
             file.write_at(0, &front)?;
             file.write_at(at, bytes)?;
-            // Every byte is written before the file is mapped: a hole would turn a full disk into SIGBUS. The
-            // size alone (`ftruncate`) would make one.
+            // Every byte is written before the file is mapped: a hole, as `ftruncate` would make, would turn
+            // a full disk into SIGBUS.
             let end = at + bytes.len() as u64;
-            // Of a direct log's segment the zeros go past the page cache too: over zeros in the cache, 256
-            // KiB took 212 to 252 us to write instead of 189 to 215.
+            // In a direct log, the zeros also bypass the page cache: over cached zeros, 256 KiB took 212 to
+            // 252 us to write instead of 189 to 215.
             file.write_zeros(end, len, self.io)?;
             file.sync()?;
             Ok(file)
         })
     }
 
-    /// Makes a file and writes a segment to it. A file that was made and not wholly written is removed, so
-    /// that a full disk does not lose its space to it.
+    /// Creates a file and writes a segment to it. If writing fails, the file is removed, so that a full disk
+    /// does not lose its space.
     pub(super) fn written<T>(
         &self,
         number: u64,
@@ -88,7 +88,7 @@ impl SegmentPool {
         write: impl FnOnce(T) -> Result<Arc<dyn DiskFile>>,
     ) -> Result<Arc<dyn DiskFile>> {
         let temporary = FileName::Temporary(Folder::Log, number);
-        // Only of a file that was made: a `make` that failed left none, and its removal would fail as well.
+        // Only for a file that was created: a failed `make` left none, and removing it would fail too.
         let remove = |_: &Error| self.remove_unfinished(temporary);
         make(temporary).and_then(|made| write(made).inspect_err(remove)).map_err(|error| {
             if error.is_no_space() { Error::disk_full(FileName::Segment(number), len) } else { error }
@@ -110,15 +110,16 @@ impl SegmentPool {
         })
     }
 
-    /// Gives a file that is wholly written and synced its name as a segment, durably. Without the folder's
-    /// sync a power cut could take the name and leave frames in the segment before it (I8).
+    /// Durably renames a fully written and synced file to its segment name. Without the folder's sync, a
+    /// power cut could undo the rename and leave frames in the segment before it (I8).
     pub(super) fn publish(&self, source: FileName, number: u64) -> Result<()> {
         self.rename(source, FileName::Segment(number))?;
         self.disk.sync_folder(Folder::Log)
     }
 }
 
-/// The header block of a segment. Zeros fill it, because the block of a spare has an older header's bytes.
+/// Returns the header block of a segment, padded with zeros because the block of a spare contains the bytes
+/// of an older header.
 pub(super) fn header_block(header: &SegmentHeader) -> Vec<u8> {
     let mut block = header.encode().to_vec();
     block.resize(SEGMENT_HEADER_BLOCK as usize, 0);

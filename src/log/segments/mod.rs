@@ -42,51 +42,51 @@ use crate::disk::image_spares::ImageSpares;
 use crate::error::{Error, Result};
 use crate::options::LogIo;
 
-/// The log's next segment is made of a spare only if the spare is at most this many times as long as it
-/// needs.
+/// The log's next segment is made from a spare only if the spare is at most this many times as long as
+/// needed.
 const LONGER_MAX: u64 = 8;
 
-/// Short spares that wait for opens, beyond the reserve; an open takes two of them.
+/// Short spares that are kept for opens beyond the reserve; an open uses two of them.
 const FIRST_SPARES_MAX: usize = 4;
 
-/// Where the payload of a segment's first frame begins.
+/// The offset of the payload of a segment's first frame.
 const FIRST_PAYLOAD_AT: u64 = SEGMENT_HEADER_BLOCK + FRAME_HEADER_LEN;
 
-/// What a new segment holds besides its header, if it is empty.
+/// The content of an empty segment after its header.
 const NOTHING: (u64, &[u8]) = (SEGMENT_HEADER_BLOCK, &[]);
 
-/// A segment without a frame that was made for a long one.
+/// A segment without frames that was created for a long one.
 pub(crate) struct LongSegment {
     pub segment: SegmentFile,
-    /// Whether the frame's payload lies where it belongs if the frame is the segment's first.
+    /// Whether the frame's payload is already at its position, provided that the frame is the segment's
+    /// first.
     pub holds_payload: bool,
 }
 
-/// Makes segments and takes them back.
+/// Creates segments and takes them back.
 ///
 /// The first segments of an opening are short. Each later one is twice as long as the one before, up to the
-/// usual length. So the space that a store takes follows from the bytes that it logs. Growth begins anew with
-/// each opening, because no state on disk says how far it had come; six steps lead to 16 MiB.
+/// usual length, so that the space that a store takes is proportional to the bytes that it logs. Growth
+/// restarts with each opening, because no state on disk records how far it had come; six steps reach 16 MiB.
 pub(crate) struct SegmentPool {
     disk: Arc<dyn Disk>,
     store: StoreId,
     rules: SegmentRules,
-    /// How segments will be written; a direct window wants its zeros on the medium, a mapped one in small
+    /// How segments will be written: a direct window needs its zeros on the medium, a mapped one in small
     /// pages.
     io: LogIo,
-    /// Held while files are made, so that two makers never take the same spare.
+    /// Held while files are created, so that two threads never use the same spare.
     spares: Mutex<Spares>,
-    /// How many spares there are, for a check before each batch that takes no lock.
+    /// The number of spares, for a lock-free check before each batch.
     count: Arc<AtomicUsize>,
-    /// Spare image files, which give way to the log on a full disk.
+    /// Spare image files, which are released for the log on a full disk.
     image_spares: Arc<ImageSpares>,
 }
 
 impl SegmentPool {
-    /// Makes a pool with the spares of earlier runs. It removes spares that are longer than segments are now.
-    /// It also removes spares that were copied with holes, because a hole in a mapped file turns a full disk
-    /// into SIGBUS, and spares that have a second name, because a copy of the directory that was made of hard
-    /// links reads them.
+    /// Creates a pool with the spares of earlier runs. Removes spares that are longer than segments are now.
+    /// Also removes spares that were copied with holes, because a hole in a mapped file turns a full disk
+    /// into SIGBUS, and spares with a second name, because a hard-linked copy of the directory reads them.
     pub fn new(
         disk: Arc<dyn Disk>,
         store: StoreId,
@@ -99,8 +99,8 @@ impl SegmentPool {
             if let Some(FileName::Spare(number)) = FileName::parse(Folder::Log, &name) {
                 let spare = disk.open(FileName::Spare(number), false)?;
                 let len = spare.len()?;
-                // A length that this build would not make: a later walk must find groups on whole blocks
-                // (I9).
+                // A length that this build would not make is rejected: a later walk must find groups on whole
+                // blocks (I9).
                 let is_usable =
                     (SEGMENT_LEN_MIN..=rules.len).contains(&len) && len.is_multiple_of(GROUP_ALIGN);
                 if is_usable && spare.is_without_holes()? && spare.has_one_name()? {
@@ -125,8 +125,8 @@ impl SegmentPool {
         Ok(Self { disk, store, rules, io, spares: Mutex::new(spares), count, image_spares })
     }
 
-    /// How much space is free, as far as the system says. Only a hint: another process may take the space at
-    /// any moment, so every caller also handles a write that finds none.
+    /// Returns the free space, as far as the system reports it. Only a hint: another process may take the
+    /// space at any moment, so every caller also handles a failed write.
     fn free_bytes(&self) -> u64 {
         self.disk
             .free_bytes()
@@ -137,12 +137,12 @@ impl SegmentPool {
             .unwrap_or(u64::MAX)
     }
 
-    /// Refuses a writer whose store another one has opened since.
+    /// Fails if another writer has opened the store since.
     pub fn check_writer(&self) -> Result<()> {
         self.disk.check_writer()
     }
 
-    /// Spare image files, which give way to the log.
+    /// Returns the spare image files, which are released for the log.
     pub fn image_spares(&self) -> &Arc<ImageSpares> {
         &self.image_spares
     }
@@ -151,17 +151,16 @@ impl SegmentPool {
         FIRST_LEN.min(self.rules.len)
     }
 
-    /// Makes the empty segment `number`; file and name are durable when this returns.
+    /// Creates the empty segment `number`; file and name are durable on return.
     ///
-    /// `empty` is the number of segments of the log that are empty.
+    /// `empty` is the number of empty segments of the log.
     pub fn make(&self, number: u64, empty: usize, purpose: SpacePurpose) -> Result<SegmentFile> {
         let _phase = phases::enter(Phase::SegmentRoll);
         let mut spares = self.spares.lock();
         let wanted = if purpose == SpacePurpose::Open { self.first_len() } else { spares.next_len };
         let at_hand = match purpose {
             SpacePurpose::Open => {
-                // Zeros and syncs of two new segments were a third of the time that a small store took to
-                // open.
+                // Zeros and syncs of two new segments took a third of the time of opening a small store.
                 let at = spares.kept_for_opens();
                 spares.files.get(at).is_some_and(|spare| spare.len <= wanted).then_some(at)
             }
@@ -180,7 +179,7 @@ impl SegmentPool {
             None => self.make_for(number, wanted, purpose),
         };
         let made = match made {
-            // As short as segments are: a spare of any length will do for a seal or for a few deletes.
+            // As short as a segment may be: a spare of any length suffices for a seal or for a few deletes.
             Err(Error::DiskFull { .. }) if self.may_take(&spares, empty, purpose) => {
                 self.make_of_reserve(&mut spares, number, SEGMENT_LEN_MIN)?
             }
@@ -208,13 +207,13 @@ impl SegmentPool {
     fn make_anew(&self, number: u64, len: u64, content: (u64, &[u8])) -> Result<SegmentFile> {
         let file = self.build(number, len, None, content)?;
         let temporary = FileName::Temporary(Folder::Log, number);
-        // Window first, name second (see `SegmentFile::new`). A failure of either takes the file with it.
+        // Window first, name second (see `SegmentFile::new`). If either fails, the file is removed.
         let segment = SegmentFile::new(number, len, file, self.io);
         let segment = segment.and_then(|segment| self.publish(temporary, number).map(|()| segment));
         segment.inspect_err(|_| self.remove_unfinished(temporary))
     }
 
-    /// Makes segment `number` of a spare: header, sync, name, folder, in this order, so that a segment is
+    /// Makes segment `number` from a spare: header, sync, name, folder, in this order, so that a segment is
     /// never seen with an old header. A crash in between leaves a spare, which recovery does not read. Its
     /// stale frames name another position and prove nothing (I3).
     fn make_of_spare(&self, spares: &mut Spares, at: usize, number: u64) -> Result<SegmentFile> {
@@ -224,16 +223,17 @@ impl SegmentPool {
         file.sync()?;
         let segment = SegmentFile::new(number, len, file, self.io)?;
         self.publish(FileName::Spare(spare), number)?;
-        // Only now: after a failed rename the file is still the spare that the list says.
+        // Only now: after a failed rename the file is still the spare in the list.
         spares.take(at);
         Ok(segment)
     }
 
-    /// Makes a segment of at least `needed` bytes of the reserve. Where there is no space for its name,
-    /// another spare gives way. The last spare gives way to a segment that is shorter than it.
+    /// Makes a segment of at least `needed` bytes from the reserve. If there is no space for its name,
+    /// another spare is removed. If that is the last spare, a new segment that is shorter than it takes its
+    /// space.
     fn make_of_reserve(&self, spares: &mut Spares, number: u64, needed: u64) -> Result<SegmentFile> {
         loop {
-            // The long spares first, except one: the next open may have to copy that length of batches.
+            // The long spares first, except one: the next open may have to copy batches of that length.
             let kept = spares.kept_for_opens();
             let from = if kept + 1 < spares.files.len() { kept } else { 0 };
             let fits = |at: &usize| spares.files[*at].len >= needed;
@@ -242,7 +242,7 @@ impl SegmentPool {
             };
             match self.make_of_spare(spares, at, number) {
                 Err(Error::DiskFull { .. }) => {
-                    // XFS needs a block to make the folder longer; a removed spare gives it one.
+                    // XFS needs a block to extend the folder; a removed spare frees one.
                     let other = (0..spares.files.len()).rev().find(|other| *other != at);
                     self.give_up(spares, other.unwrap_or(at))?;
                 }
@@ -251,12 +251,12 @@ impl SegmentPool {
         }
     }
 
-    /// Makes a segment with room for the frame of `payload`, which replaces the empty segment `number` by a
-    /// rename. The caller made sure that the segment after it exists (I8).
+    /// Creates a segment with room for the frame of `payload`, which replaces the empty segment `number` by a
+    /// rename. The caller has ensured that the segment after it exists (I8).
     ///
-    /// A segment that is too long to be used again holds the payload from the start: its bytes are written
-    /// once, instead of zeros and then those. Without a header they are no frame (I3). The window of a direct
-    /// log would write them once more.
+    /// A segment that is too long to be reused contains the payload from the start: its bytes are written
+    /// once, instead of zeros first. Without a header they are not a frame (I3). The window of a direct log
+    /// would write them a second time.
     pub fn make_long(
         &self,
         number: u64,
@@ -268,7 +268,7 @@ impl SegmentPool {
         let mut spares = self.spares.lock();
         let needed = SEGMENT_HEADER_BLOCK + frame_len(payload.len() as u64);
         let needed = needed.next_multiple_of(GROUP_ALIGN);
-        // More frames of this length will probably come, so the segment has room for more than one.
+        // More frames of this length are likely, so the segment has room for more than one.
         let wanted = needed.next_power_of_two().saturating_mul(2).clamp(spares.next_len, self.rules.len);
         let len = needed.max(wanted);
         let holds_payload = len > self.rules.len && self.io != LogIo::Direct;
@@ -285,14 +285,13 @@ impl SegmentPool {
         Ok(long)
     }
 
-    /// Takes back segments that nothing needs any more: as spares as far as more of them are useful,
-    /// otherwise they are removed. Oldest first, so that a crash leaves no gap among those that are needed
-    /// (I8).
+    /// Takes back unneeded segments: as spares while more of those are useful, otherwise they are removed.
+    /// Oldest first, so that a crash leaves no gap among the needed ones (I8).
     ///
-    /// Enough spares are useful that a log which grows from snapshot to snapshot makes no new segment. A new
-    /// segment costs as many bytes of zeros as it will hold of frames, and the frames wait for them. With a
-    /// single spare beyond the reserve, 8 threads that each committed 64 KiB durably waited for segments half
-    /// of their time.
+    /// Enough spares are kept that a log which grows from snapshot to snapshot creates no new segment. A new
+    /// segment costs as many bytes of zeros as it will contain frames, and the frames wait for them. With a
+    /// single spare beyond the reserve, 8 threads that each committed 64 KiB durably spent half of their time
+    /// waiting for segments.
     pub fn recycle(&self, numbers: &[u64]) -> Result<()> {
         if numbers.is_empty() {
             return Ok(());
@@ -307,8 +306,8 @@ impl SegmentPool {
                 let spare = spares.next_number();
                 match self.rename(segment, FileName::Spare(spare)) {
                     Ok(()) => spares.add(Spare { number: spare, len }),
-                    // On a full XFS there may be no block for the new name; the space comes back all the
-                    // same.
+                    // On a full XFS there may be no block for the new name; removing the segment still frees
+                    // its space.
                     Err(Error::DiskFull { .. }) => self.disk.remove(segment)?,
                     Err(error) => return Err(error),
                 }
@@ -321,16 +320,17 @@ impl SegmentPool {
 
     /// Whether a segment of this length is useful as a spare.
     fn is_wanted(&self, spares: &Spares, len: u64) -> bool {
-        // A segment that was made long for one frame is no spare: the pool of the next run would remove it.
+        // A segment that was made long for one frame is never a spare: the pool of the next run would remove
+        // it.
         let SegmentRules { len: len_max, spare_bytes, .. } = self.rules;
         if len > len_max || !len.is_multiple_of(GROUP_ALIGN) {
             return false;
         }
-        // What is kept back comes first: without it a full disk refuses batches.
+        // Spares that are kept back come first: without them a full disk refuses batches.
         if spares.files.len() < self.rules.reserve || spares.lacking() > 0 && len <= FIRST_LEN {
             return true;
         }
-        // A few short segments wait for the next opens. A log that has grown takes longer ones.
+        // A few short segments are kept for the next opens. A log that has grown uses longer ones.
         let short = spares.files.iter().filter(|spare| spare.len <= FIRST_LEN).count();
         if len <= FIRST_LEN && FIRST_LEN < len_max && short >= self.rules.kept_back() + FIRST_SPARES_MAX {
             return false;
@@ -339,7 +339,7 @@ impl SegmentPool {
         spare_bytes > 0 && (surplus == 0 || surplus + len <= spare_bytes)
     }
 
-    /// Wakes the followers of the log: a batch came to segment `number` by stores into a mapping.
+    /// Notifies the followers of the log that a batch was stored in segment `number` through a mapping.
     pub fn tell_followers(&self, number: u64) {
         self.disk.tell_watchers(FileName::Segment(number));
     }

@@ -1,8 +1,8 @@
-//! Space kept back for a full disk: which purposes may take it, and how it is filled and given up.
+//! Space kept back for a full disk: the purposes that may use it, and how it is filled and released.
 //!
-//! The order of claims is: the next open, then seals, then deletes, then other batches. Random lives on a
-//! simulated full disk came to a store that could not be opened any more within forty steps, before spares
-//! were kept for opens (`docs/decisions.md`).
+//! The order of claims is: the next open, then seals, then deletes, then other batches. Before spares were
+//! kept for opens, random histories on a simulated full disk reached a store that could not be opened any
+//! more within forty steps (`docs/decisions.md`).
 
 use std::io::ErrorKind;
 use std::sync::Arc;
@@ -16,63 +16,63 @@ use super::{NOTHING, SegmentPool};
 use crate::disk::DiskFile;
 use crate::error::{Error, Result};
 
-/// The purpose of a request for space. The reserve of a full disk is for purposes that free space or end a
+/// The purpose of a request for space. On a full disk, the reserve is for purposes that free space or end a
 /// log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SpacePurpose {
-    /// A batch of the user's that does more than delete pages.
+    /// A batch that does more than delete pages.
     User,
     /// A batch that only deletes, so that a full disk can be emptied.
     Delete,
-    /// A seal that ends the log, or records the snapshots that are verified.
+    /// A seal that ends the log, or records the verified snapshots.
     Seal,
-    /// An open. It takes spares before it makes a segment; the maker fills the reserve again later.
+    /// An open. It uses spares before it creates a segment; the maker refills the reserve later.
     Open,
 }
 
 impl SpacePurpose {
-    /// How many segments must be left, spares and empty ones of the log together, when this has been written.
+    /// Returns how many segments must remain after this write, counting spares and the log's empty segments.
     /// The log itself has at least one of them.
     fn leaves(self) -> usize {
         match self {
-            // The spares are kept for opens, so an open may take the last one.
+            // The spares are kept for opens, so an open may use the last one.
             SpacePurpose::Open => 0,
-            // The manifest of a snapshot that gives space back may take the one that is held for it.
+            // The manifest of a snapshot that frees space may use the spare held for it.
             SpacePurpose::Seal => KEPT_FOR_OPENS - 1,
             SpacePurpose::Delete => KEPT_FOR_OPENS + 1,
             // Two more than a delete leaves: the user must be able to delete on a disk that refuses other
-            // batches, also after the next open, in which a spare may give way for a name.
+            // batches, even after the next open, which may have to remove a spare for a name.
             SpacePurpose::User => KEPT_FOR_OPENS + 3,
         }
     }
 }
 
 impl SegmentPool {
-    /// Whether this purpose may take a spare that is kept back and still leave what an open needs.
+    /// Whether this purpose may use a spare that is kept back and still leave enough for an open.
     pub(super) fn may_take(&self, spares: &Spares, empty: usize, purpose: SpacePurpose) -> bool {
         purpose == SpacePurpose::Open || purpose != SpacePurpose::User && self.is_left(spares, empty, purpose)
     }
 
-    /// Whether enough for an open is left when one spare is gone.
+    /// Whether enough for an open remains with one spare less.
     fn is_left(&self, spares: &Spares, empty: usize, purpose: SpacePurpose) -> bool {
         self.rules.reserve == 0 || spares.files.len() + empty > purpose.leaves()
     }
 
-    /// Whether a frame may be written while `empty` segments of the log are empty, and the store can still be
-    /// opened again afterwards. One comparison a batch, without a lock.
+    /// Whether a frame may be written while `empty` segments of the log are empty, so that the store can
+    /// still be opened afterwards. One comparison per batch, without a lock.
     pub fn leaves_enough(&self, empty: usize, purpose: SpacePurpose) -> bool {
         self.rules.reserve == 0 || self.count.load(Ordering::Acquire) + empty >= purpose.leaves()
     }
 
-    /// Makes sure of [`leaves_enough`](Self::leaves_enough) where that is possible. Where the disk has space,
-    /// the maker fills the reserve soon, and no frame waits for it.
+    /// Establishes [`leaves_enough`](Self::leaves_enough) if possible. If the disk has space, the maker fills
+    /// the reserve soon, and no frame waits for it.
     ///
     /// # Errors
     /// [`Error::DiskFull`] with nothing changed.
     pub fn keep_back(&self, number: u64, empty: usize, purpose: SpacePurpose) -> Result<()> {
         while !self.leaves_enough(empty, purpose) {
             let needed = self.lacking_bytes();
-            // There is space, so this frame waits for no file: the maker brings the reserve up.
+            // There is space, so this frame need not wait for a file: the maker fills the reserve.
             if self.free_bytes() >= needed {
                 break;
             }
@@ -90,9 +90,8 @@ impl SegmentPool {
         Ok(())
     }
 
-    /// Refuses a segment for a user's batch where the disk has too little space for it and for the missing
-    /// reserve. Space that comes back belongs to the reserve first; otherwise an open that follows finds
-    /// none.
+    /// Refuses a segment for a user's batch if the disk has too little space for it and for the missing
+    /// reserve. Freed space belongs to the reserve first; otherwise a later open finds none.
     pub(super) fn leave_the_reserve(&self, spares: &Spares, number: u64, len: u64) -> Result<()> {
         let lacking = spares.lacking() as u64;
         if lacking == 0 {
@@ -105,20 +104,20 @@ impl SegmentPool {
         Ok(())
     }
 
-    /// About how many bytes fill the reserve and the spares kept for opens. Doubled, because other files take
-    /// space at the same time.
+    /// Estimates the bytes that fill the reserve and the spares kept for opens. Doubled, because other files
+    /// take space at the same time.
     fn lacking_bytes(&self) -> u64 {
         let lacking = self.rules.kept_back().saturating_sub(self.count.load(Ordering::Acquire)) as u64;
         2 * lacking * self.first_len()
     }
 
-    /// Adds one spare to the reserve if it lacks one; returns whether it is full. One at a time, because a
-    /// committer that needs a segment meanwhile, or a `close`, waits for one file only.
+    /// Adds one spare if the reserve needs one, and returns whether the reserve is full. One at a time,
+    /// because a committer that needs a segment meanwhile, or a `close`, then waits for only one file.
     pub fn add_to_reserve(&self) -> Result<bool> {
         let mut spares = self.spares.lock();
         if !spares.is_full() {
-            // Two empty segments follow the one in use. While segments grow, half of the next one is twice
-            // that length.
+            // Two empty segments follow the current one. While segments grow, half of the next length is
+            // twice the current one's.
             let is_grown = spares.next_len == self.rules.len;
             let mut len = match spares.lacks_long() {
                 false => SEGMENT_LEN_MIN,
@@ -138,15 +137,14 @@ impl SegmentPool {
                     }
                 }
             }
-            // A spare without a durable name would be lost with a power cut, and with it the promise that the
+            // A spare without a durable name would be lost in a power cut, and with it the guarantee that the
             // next open finds it.
             let temporary = FileName::Temporary(Folder::Log, number);
             self.rename(temporary, FileName::Spare(number))
                 .inspect_err(|_| self.remove_unfinished(temporary))?;
             self.disk.sync_folder(Folder::Log)?;
             spares.add(Spare { number, len });
-            // The new spare takes the place of a short one. Short ones stay for the next open, as far as they
-            // may.
+            // The new spare replaces a short one. Short ones are kept for the next open, within the limit.
             let is_too_much = spares.are_too_many();
             let is_old =
                 |spare: &Spare| spare.len < spares.reserve_len() && (spare.len > FIRST_LEN || is_too_much);
@@ -160,8 +158,8 @@ impl SegmentPool {
         Ok(spares.is_full())
     }
 
-    /// Fills the reserve as far as there is space. Space that comes back to a full disk belongs to the
-    /// reserve first: another writer that takes it may leave the next open none.
+    /// Fills the reserve as far as there is space. On a full disk, freed space belongs to the reserve first:
+    /// another writer that takes it may leave none for the next open.
     pub fn fill(&self) -> Result<()> {
         loop {
             // On a disk with space the maker does this, and no caller waits for it.
@@ -177,8 +175,8 @@ impl SegmentPool {
         }
     }
 
-    /// Runs `make`; where it finds no space for its files, gives up the spares beyond the reserve and runs it
-    /// once more. A `make` that fails for lack of space must have changed nothing.
+    /// Runs `make`. If its files find no space, releases the spares beyond the reserve and runs it once more.
+    /// A `make` that fails for lack of space must have changed nothing.
     pub fn with_surplus<T>(&self, mut make: impl FnMut() -> Result<T>) -> Result<T> {
         match make() {
             Err(Error::DiskFull { .. }) if self.release_surplus()? => make(),
@@ -186,25 +184,26 @@ impl SegmentPool {
         }
     }
 
-    /// Gives up the spares that are not kept back, and those of images. Returns whether there were any.
+    /// Releases the spares that are not kept back, and those of images. Returns whether there were any.
     pub fn release_surplus(&self) -> Result<bool> {
         let had_images = self.image_spares.release()?;
         let mut spares = self.spares.lock();
         let (kept, reserve) = (spares.kept_for_opens(), spares.reserve());
         let beyond = (kept.min(reserve.start)..reserve.start).chain(reserve.end..spares.files.len());
         let had_any = beyond.clone().count() > 0;
-        // From the last one on, so that the indices of the others stay valid.
+        // From the last one on, so that the other indices stay valid.
         for at in beyond.rev() {
             self.give_up(&mut spares, at)?;
         }
         Ok(had_any || had_images)
     }
 
-    /// Makes the small file `temporary`, of `len` bytes, of a spare, if one can be spared while `empty`
-    /// segments of the log are empty. Its bytes are old ones of the log. `None` if no spare can be had.
+    /// Makes the small file `temporary`, of `len` bytes, from a spare, if one can be spared while `empty`
+    /// segments of the log are empty. The file contains old bytes of the log. Returns `None` if no spare is
+    /// available.
     ///
-    /// A rename needs less space than a new file. XFS makes none, however short, where fewer than 188 KiB are
-    /// free (Linux 6.18): it puts by the space for 64 inodes and for the blocks that lead to them.
+    /// A rename needs less space than a new file. XFS creates none, however short, if fewer than 188 KiB are
+    /// free (Linux 6.18): it sets aside space for 64 inodes and for the blocks that lead to them.
     ///
     /// A crash leaves the spare, or a file under a temporary name, which the next open removes.
     pub fn make_small(
@@ -216,7 +215,7 @@ impl SegmentPool {
     ) -> Result<Option<Arc<dyn DiskFile>>> {
         let mut spares = self.spares.lock();
         loop {
-            // The longest one: the space of its other bytes comes back.
+            // The longest one, to free the space of its other bytes.
             let longest = spares.files.len().checked_sub(1).filter(|at| spares.files[*at].len >= len);
             let longest = longest.filter(|_| self.is_left(&spares, empty, purpose));
             let Some(at) = longest else { return Ok(None) };
@@ -225,18 +224,18 @@ impl SegmentPool {
                     spares.take(at);
                     break;
                 }
-                // XFS needs a block to make the folder longer; a removed spare gives it one.
+                // XFS needs a block to extend the folder; a removed spare frees one.
                 Err(Error::DiskFull { .. }) if at > 0 => self.give_up(&mut spares, at - 1)?,
                 Err(Error::DiskFull { .. }) => return Ok(None),
-                // The log's folder may be a mount of its own.
+                // The log's folder may be a separate mount.
                 Err(Error::Io { source, .. }) if source.kind() == ErrorKind::CrossesDevices => {
                     return Ok(None);
                 }
                 Err(error) => return Err(error),
             }
         }
-        // The file is no spare any more, durably, before it is written to. Otherwise a power cut could leave
-        // it both names, and the log's frames would go into a manifest.
+        // The file must durably stop being a spare before it is written to. Otherwise a power cut could leave
+        // it both names, and frames of the log would be written to a manifest.
         let made = self.disk.sync_folder(Folder::Log).and_then(|()| {
             let file = self.disk.open(temporary, true)?;
             file.cut(len)?;
@@ -245,8 +244,8 @@ impl SegmentPool {
         made.inspect_err(|_| self.remove_unfinished(temporary))
     }
 
-    /// Gives up one spare so that a small file finds space, if one can be spared while `empty` segments of
-    /// the log are empty. Returns whether it did.
+    /// Removes one spare so that a small file finds space, if one can be spared while `empty` segments of the
+    /// log are empty. Returns whether anything was removed.
     pub fn release_one(&self, empty: usize, purpose: SpacePurpose) -> Result<bool> {
         if self.image_spares.release()? {
             return Ok(true);
@@ -255,8 +254,8 @@ impl SegmentPool {
         if leaves { self.release_reserve() } else { Ok(false) }
     }
 
-    /// Gives up one spare, whatever it is held for, because an open must find space. Returns whether there
-    /// was one.
+    /// Removes one spare, regardless of what it is held for, because an open must find space. Returns whether
+    /// there was one.
     pub fn release_reserve(&self) -> Result<bool> {
         if self.image_spares.release()? {
             return Ok(true);
@@ -268,8 +267,8 @@ impl SegmentPool {
         }
     }
 
-    /// Removes a spare for its space. The removal is not durable at once: a crash may bring the spare back,
-    /// which costs only its space.
+    /// Removes a spare for its space. The removal is not durable immediately: a crash may bring the spare
+    /// back, which costs only its space.
     pub(super) fn give_up(&self, spares: &mut Spares, at: usize) -> Result<()> {
         let spare = spares.take(at);
         self.disk.remove(FileName::Spare(spare.number))
