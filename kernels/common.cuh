@@ -1,11 +1,11 @@
-// The rows that kernels and host agree on, and the few functions that every kernel builds on. The host's half
-// is `src/device/cuda/abi.rs`, which says what each field means; a test compares the two.
+// The rows shared by kernels and host, and the few functions that every kernel uses. The host's declarations
+// are in `src/device/cuda/abi.rs`, which documents each field; a test compares the two.
 //
-// All rows are multiples of eight bytes without holes, so that both compilers lay them out alike. The asserts
-// here and in the host's half fail the build where they do not. Addresses are the device's own, as numbers.
+// All rows are multiples of eight bytes without gaps, so that both compilers use the same layout. The asserts
+// here and on the host's side fail the build otherwise. Addresses are device addresses, as numbers.
 //
-// No headers are included, so that the offline compiler alone builds it; the tests compile the same files as
-// C++.
+// No headers are included, so that the offline compiler alone can build the kernels; the tests compile the
+// same files as C++.
 
 #pragma once
 
@@ -26,14 +26,14 @@ struct __align__(16) PieceRow {
 };
 static_assert(sizeof(PieceRow) == 48, "PieceRow");
 
-// Kinds of a piece. Kinds and flags are never stored: a launch is their whole life.
+// Kinds of a piece. Kinds and flags are never stored: they live only as long as a launch.
 constexpr u32 PIECE_DENSE = 0;
 constexpr u32 PIECE_MASKED = 1;
 constexpr u32 PIECE_SPARSE = 2;
 constexpr u32 PIECE_FILL = 3;
 constexpr u32 PIECE_PICK = 4;
 
-// Consecutive pieces, or a cut of one, for one warp or one block: the unit of ownership of `apply.cu`.
+// Consecutive pieces, or a section of one, for one warp or one block: the unit of ownership in `apply.cu`.
 struct PartRow {
     u32 piece_first;
     u32 piece_count;
@@ -42,11 +42,12 @@ struct PartRow {
 };
 static_assert(sizeof(PartRow) == 24, "PartRow");
 
-// Cuts of a masked piece lie at multiples of this number of elements. That is 16 bytes of the bitmap, and
-// whole vectors of sixteen bytes at every width, so two parts share neither.
+// Masked pieces are split at multiples of this number of elements. That is 16 bytes of the bitmap, and whole
+// 16-byte vectors at every width, so two parts share neither.
 constexpr u64 MASK_STEPS = 128;
 
-// One chunk of a source to sum up. Chunks are cut from the source's end, so that only the first is shorter.
+// One chunk of a source to checksum. Chunks are split from the source's end, so that only the first is
+// shorter.
 struct CrcRow {
     u64 source;
     u64 target;
@@ -55,13 +56,13 @@ struct CrcRow {
 };
 static_assert(sizeof(CrcRow) == 24, "CrcRow");
 
-// Marks of a source's first and last chunk: initial ones are added to the first, the result inverted after
-// the last.
+// Flags for a source's first and last chunk: the initial ones are added to the first, and the result is
+// inverted after the last.
 constexpr u32 CRC_FIRST = 1;
 constexpr u32 CRC_LAST = 2;
 constexpr u32 CRC_CHUNK_LEN = 8 << 10;
 
-// A source of several chunks, whose remainders become one checksum.
+// A source of several chunks, whose remainders are combined into one checksum.
 struct CombineRow {
     u64 remainders;
     u64 target;
@@ -70,7 +71,7 @@ struct CombineRow {
 };
 static_assert(sizeof(CombineRow) == 24, "CombineRow");
 
-// Two ranges, or cuts of longer ones, to compare.
+// Two ranges, or sections of longer ones, to compare.
 struct DiffRow {
     u64 left;
     u64 right;
@@ -80,7 +81,7 @@ struct DiffRow {
 };
 static_assert(sizeof(DiffRow) == 32, "DiffRow");
 
-// A bitmap, or a cut of one, whose set bits are counted and numbered.
+// A bitmap, or a section of one, whose set bits are counted and numbered.
 struct SelectRow {
     u64 bits;
     u64 target;
@@ -92,7 +93,7 @@ struct SelectRow {
 };
 static_assert(sizeof(SelectRow) == 40, "SelectRow");
 
-// The numbers of one bitmap's rows, to be summed up.
+// The counts of one bitmap's rows, to be summed.
 struct ScanRow {
     u64 numbers;
     u64 target;
@@ -101,7 +102,7 @@ struct ScanRow {
 };
 static_assert(sizeof(ScanRow) == 24, "ScanRow");
 
-// Indices, or a cut of a longer list, to be proven.
+// Indices, or a section of a longer list, to be checked.
 struct IndexRow {
     u64 indices;
     u64 seen;
@@ -111,7 +112,7 @@ struct IndexRow {
 };
 static_assert(sizeof(IndexRow) == 40, "IndexRow");
 
-// Chunks to digest, one after the other, and the key to do it with.
+// Consecutive chunks to digest, and the key.
 struct DigestRow {
     u64 source;
     u64 key;
@@ -124,31 +125,30 @@ static_assert(sizeof(DigestRow) == 32, "DigestRow");
 constexpr u32 DIGEST_CHUNK_LEN = 64 << 10;
 constexpr u32 DIGEST_KEY_LEN = 4384;
 
-// The verdict on indices, a sum of these.
+// The flags of the verdict on indices.
 constexpr u32 OUT_OF_BOUNDS = 1;
 constexpr u32 TWICE = 2;
 
 // The mask of all lanes of a warp. Every shuffle uses it, so every lane must reach every shuffle.
 constexpr u32 EVERYONE = ~0u;
 
-// Sixteen bytes, the widest access that a thread makes: with it a warp takes 512 bytes at a time.
+// Sixteen bytes, the widest access of a thread: a warp accesses 512 bytes at a time.
 struct __align__(16) Bytes16 {
     u32 word[4];
 };
 
-// An address of a row as a pointer.
+// Converts an address in a row to a pointer.
 template <typename T>
 __device__ __forceinline__ T *at(u64 address) {
     return reinterpret_cast<T *>(address);
 }
 
-// The smaller of two lengths.
+// Returns the smaller of two lengths.
 __device__ __forceinline__ u64 least(u64 one, u64 other) {
     return one < other ? one : other;
 }
 
-// Whether each of the addresses is a multiple of `to`, a power of two. An access off its boundary ends the
-// launch.
+// Returns whether both addresses are multiples of `to`, a power of two. A misaligned access ends the launch.
 __device__ __forceinline__ bool aligned(u64 one, u64 other, u64 to) {
     return ((one | other) & (to - 1)) == 0;
 }

@@ -1,40 +1,38 @@
-// The elements that differ between two ranges: one bit an element.
+// Finds the elements that differ between two ranges: one bit per element.
 //
-// Grid: a block of 256 threads a row. The launcher cuts long ranges into rows of up to 64 KiB, so that enough
-// blocks share them.
+// Grid: a block of 256 threads per row. The launcher splits long ranges into rows of up to 64 KiB, so that
+// enough blocks share them.
 //
-// Owner: each thread writes whole bytes of the bitmap, and rows share none. So no byte is read, changed and
-// written back, and no atomic is needed.
+// Owner: each thread writes whole bytes of the bitmap, and rows share none. No byte therefore needs a
+// read-modify-write or an atomic.
 //
-// Why the result is deterministic: each bit depends on its own element and on nothing else. Which elements
-// differ is numbered afterwards by the kernels of `select.cu`. An earlier kernel, which noted the first
-// difference, queued its threads at one atomic: 3.2 ms where all elements differ, 44 us after that was
-// mended.
+// Why the result is deterministic: each bit depends only on its own element. The kernels of `select.cu`
+// number the differing elements afterwards. An earlier kernel, which recorded the first difference,
+// serialized its threads at one atomic: 3.2 ms if all elements differed, 44 us after the fix.
 //
-// Checked before: all ranges lie within their memory; lengths are whole elements; rows but the last of a
-// range end after a multiple of eight elements.
+// Checked before: all ranges are within their memory; lengths are whole elements; all rows of a range except
+// the last end at a multiple of eight elements.
 //
-// Bytes moved: both ranges are read once, with four vectors of sixteen bytes of each a thread under way at a
-// time, and the bitmap is written. On an H200, with 1 % changed, that reaches 92 % of a kernel that only
-// reads. Ranges that are not on boundaries of sixteen bytes are read by elements. The bitmap lies in the
-// GPU's own memory and is copied to the host: bits stored one by one over the bus took longer than the
-// comparison.
+// Bytes moved: both ranges are read once, with four vectors of sixteen bytes of each range per thread in
+// flight, and the bitmap is written. On an H200, with 1 % changed, this reaches 92 % of a kernel that only
+// reads. Ranges that are not aligned to sixteen bytes are read by elements. The bitmap is in the GPU's own
+// memory and is copied to the host: storing bits one by one over the bus took longer than the comparison.
 
 #include "common.cuh"
 
 constexpr u32 THREADS = 256;
 
-// One bit for each of the four bytes, 1 where it is not 0.
+// Returns one bit for each of the four bytes, 1 if the byte is not 0.
 __device__ __forceinline__ u32 bytes_set(u32 word) {
     // Adding 0x7f to a byte's lower seven bits carries into its highest bit if one of them is set, and never
     // further.
     const u32 high = (word | ((word & 0x7f7f7f7fu) + 0x7f7f7f7fu)) & 0x80808080u;
-    // Bits 0, 8, 16 and 24 go to 24, 25, 26 and 27; no other product lands there.
+    // Moves bits 0, 8, 16 and 24 to 24, 25, 26 and 27, where no other partial product lands.
     return (high >> 7) * 0x01020408u >> 24 & 15;
 }
 
-// One bit for each element of a vector, 1 where the two differ. Lowest bit first, as in every bitmap of the
-// format.
+// Returns one bit for each element of a vector, 1 if the elements differ. Lowest bit first, as in every
+// bitmap of the format.
 template <u32 WIDTH>
 __device__ __forceinline__ u32 differing(const Bytes16 &left, const Bytes16 &right) {
     u32 word[4], bits = 0;
@@ -66,7 +64,8 @@ __device__ __forceinline__ u32 differing(const Bytes16 &left, const Bytes16 &rig
     }
 }
 
-// Whether one element differs, at any alignment: by single bytes, as a wider load may be refused.
+// Returns whether an element differs, at any alignment: compares single bytes, because the device rejects
+// misaligned wider loads.
 template <u32 WIDTH>
 __device__ __forceinline__ bool element_differs(const u8 *left, const u8 *right) {
     u32 different = 0;
@@ -77,10 +76,10 @@ __device__ __forceinline__ bool element_differs(const u8 *left, const u8 *right)
     return different != 0;
 }
 
-// Writes the bits of one vector a lane. Lanes that share a byte send their bits to the first of them, which
-// writes the byte: a byte of the bitmap has one writer.
+// Writes the bits of one vector per lane. Lanes that share a byte send their bits to the first of them, which
+// writes the byte, so each byte of the bitmap has one writer.
 //
-// The whole warp takes part in the shuffles, also lanes past `vectors`, whose bits are 0.
+// The whole warp takes part in the shuffles, including lanes beyond `vectors`, whose bits are 0.
 template <u32 WIDTH>
 __device__ __forceinline__ void write_bits(u8 *bitmap, u64 vector, u64 vectors, u32 bits) {
     constexpr u32 ELEMENTS = 16 / WIDTH;
@@ -92,7 +91,7 @@ __device__ __forceinline__ void write_bits(u8 *bitmap, u64 vector, u64 vectors, 
         }
         return;
     }
-    // Each round doubles how many bits the first lane of a byte has gathered.
+    // Each round doubles the number of bits that the first lane of a byte has gathered.
 #pragma unroll
     for (u32 have = ELEMENTS; have < 8; have *= 2) {
         bits |= __shfl_down_sync(EVERYONE, bits, have / ELEMENTS) << have;
@@ -103,9 +102,9 @@ __device__ __forceinline__ void write_bits(u8 *bitmap, u64 vector, u64 vectors, 
     }
 }
 
-// Bytes `first` and later of the bitmap, element by element; a thread fills whole bytes.
+// Writes byte `first` and all later bytes of the bitmap, element by element; a thread fills whole bytes.
 //
-// Bits past the last element stay 0, so the bitmap's last byte is the same whatever lay there before.
+// Bits beyond the last element are 0, so the bitmap's last byte does not depend on its old contents.
 template <u32 WIDTH>
 __device__ void diff_elements(const u8 *left, const u8 *right, u8 *bitmap, u64 first, u64 count) {
     for (u64 byte = first + threadIdx.x; 8 * byte < count; byte += THREADS) {
@@ -118,7 +117,7 @@ __device__ void diff_elements(const u8 *left, const u8 *right, u8 *bitmap, u64 f
     }
 }
 
-// The bits of one row: whole vectors where both ranges lie on boundaries, the rest by elements.
+// Writes the bits of one row: whole vectors if both ranges are aligned, the rest by elements.
 template <u32 WIDTH>
 __device__ void diff_range(const DiffRow &row) {
     const u8 *left = at<u8>(row.left), *right = at<u8>(row.right);
@@ -128,15 +127,15 @@ __device__ void diff_range(const DiffRow &row) {
         diff_elements<WIDTH>(left, right, bitmap, 0, count);
         return;
     }
-    // Vectors that fill whole bytes of the bitmap; at most seven elements or fifteen bytes are left.
+    // Vectors that fill whole bytes of the bitmap; at most seven elements or fifteen bytes remain.
     const u64 vectors = count / 8 * 8 * WIDTH / 16;
     const Bytes16 *lefts = at<Bytes16>(row.left), *rights = at<Bytes16>(row.right);
     constexpr u32 AT_ONCE = 4;
-    // The bound is the same for the whole block, so that every lane comes to the shuffles in `write_bits`.
+    // The bound is the same for the whole block, so that every lane reaches the shuffles in `write_bits`.
     for (u64 begin = 0; begin < vectors; begin += AT_ONCE * THREADS) {
         u32 bits[AT_ONCE];
         Bytes16 one[AT_ONCE], other[AT_ONCE];
-        // All loads first: eight vectors of a thread are under way before the first comparison.
+        // All loads first: a thread has eight vectors in flight before the first comparison.
 #pragma unroll
         for (u32 k = 0; k < AT_ONCE; k++) {
             const u64 vector = begin + k * THREADS + threadIdx.x;
@@ -155,7 +154,7 @@ __device__ void diff_range(const DiffRow &row) {
     diff_elements<WIDTH>(left, right, bitmap, vectors * 16 / WIDTH / 8, count);
 }
 
-// A block a row. The width is a template argument, so that comparing a vector takes no loop over its
+// A block per row. The width is a template argument, so that comparing a vector needs no loop over its
 // elements.
 extern "C" __global__ void __launch_bounds__(256) diff(const DiffRow *rows, u32 row_count) {
     const DiffRow row = rows[blockIdx.x];

@@ -1,39 +1,38 @@
-// Digests of chunks: sixteen bytes under a key that is drawn at random, so that two contents of a chunk have
-// one digest with a probability below 2^-100, whatever they are. `src/device/digests.rs` says what is
-// computed, and why that holds.
+// Computes digests of chunks: sixteen bytes under a random key, so that any two contents of a chunk have the
+// same digest with a probability below 2^-100. `src/device/digests.rs` contains the definition and the proof.
 //
-// A chunk is 4096 vectors of sixteen bytes, 256 columns of sixteen. Thread t takes column t: vectors t,
-// t + 256, t + 512 and so on, in two sums of products (NH), which need 34 words of key that are the same for
-// all threads. Then the block adds the columns' sums as the coefficients of two polynomials modulo 2^61 - 1,
-// for which each thread has its power of the key ready. So no thread talks to another one before its sixteen
-// vectors are done.
+// A chunk is 4096 vectors of sixteen bytes: 256 columns of sixteen vectors. Thread t processes column t:
+// vectors t, t + 256, t + 512 and so on, in two sums of products (NH), which need 34 key words shared by all
+// threads. The block then adds the columns' sums as the coefficients of two polynomials modulo 2^61 - 1, for
+// which each thread has a precomputed power in the key. No thread communicates with another one before its
+// sixteen vectors are done.
 //
-// Grid: a block of 256 threads for each row, which it takes chunk by chunk.
+// Grid: a block of 256 threads for each row, which it processes chunk by chunk.
 //
 // Owner: the first thread of a block writes the digests of its row. No other thread writes.
 //
 // Why the result is deterministic: sums modulo 2^128 and modulo 2^61 - 1 are the same in any order.
 //
-// Checked before: the range lies within its memory; the key is whole, and key and digests begin at multiples
-// of 8.
+// Checked before: the range is within its memory; the key is complete; key and digests are aligned to 8
+// bytes.
 //
-// Bytes moved: each byte of the range is read once, by loads of sixteen bytes where it begins on such a
-// boundary and by single bytes otherwise. Each block reads the 4.4 KiB of the key, which the caches hold. An
-// H100 digests at the rate at which a kernel reads: 3.17 TB/s of rows of one chunk, 3.08 TB/s of rows of
+// Bytes moved: each byte of the range is read once, with loads of sixteen bytes if the range is aligned to
+// them and of single bytes otherwise. Each block reads the 4.4 KiB of the key, which the caches hold. An H100
+// digests at the rate at which a kernel reads: 3.17 TB/s with rows of one chunk, 3.08 TB/s with rows of
 // eight.
 
 #include "common.cuh"
 
 constexpr u32 THREADS = 256;
 constexpr u32 WARPS = THREADS / 32;
-// Vectors of a column.
+// Vectors per column.
 constexpr u32 DEPTH = DIGEST_CHUNK_LEN / 16 / THREADS;
-// Vectors of a thread that are under way at a time: loads first, sums after them.
+// Vectors that a thread has in flight at a time: first the loads, then the sums.
 constexpr u32 AT_ONCE = 8;
 constexpr u32 PASSES = 2;
 constexpr u64 PRIME = (1ull << 61) - 1;
 
-// The key as it lies in memory.
+// The key's layout in memory.
 struct DigestKey {
     // Pass n begins at word 2 n.
     u64 words[2 * DEPTH + 2 * (PASSES - 1)];
@@ -57,19 +56,19 @@ struct Sum128 {
     }
 };
 
-// A number below 2^62 that is the same modulo 2^61 - 1.
+// Reduces a number to one below 2^62 that is congruent modulo 2^61 - 1.
 __device__ __forceinline__ u64 folded(u64 number) {
     return (number & PRIME) + (number >> 61);
 }
 
-// The product modulo 2^61 - 1, below 2^62. The factors are below 2^62.
+// Returns the product modulo 2^61 - 1, below 2^62. Both factors must be below 2^62.
 __device__ __forceinline__ u64 times(u64 one, u64 other) {
     const u64 low = one * other, high = __umul64hi(one, other);
     // Below 2^61 and 2^63.
     return folded((low & PRIME) + (low >> 61 | high << 3));
 }
 
-// The coefficients of a column: its sum in limbs of sixty bits, times the column's power.
+// Returns a column's contribution: its sum in limbs of sixty bits as coefficients, times the column's power.
 __device__ __forceinline__ u64 column(const Sum128 &sum, u64 point, u64 power) {
     constexpr u64 LIMB = (1ull << 60) - 1;
     const u64 limbs[3] = {sum.low & LIMB, (sum.low >> 60 | sum.high << 4) & LIMB, sum.high >> 56};
@@ -77,7 +76,7 @@ __device__ __forceinline__ u64 column(const Sum128 &sum, u64 point, u64 power) {
     return times(folded(times(inner, point) + limbs[0]), power);
 }
 
-// The sum of one number of each lane, modulo 2^61 - 1, in lane 0.
+// Returns the sum of one number of each lane, modulo 2^61 - 1, in lane 0.
 __device__ __forceinline__ u64 over_warp(u64 number) {
     for (u32 distance = 16; distance > 0; distance /= 2) {
         const u32 low = __shfl_down_sync(EVERYONE, u32(number), distance);
@@ -87,7 +86,8 @@ __device__ __forceinline__ u64 over_warp(u64 number) {
     return number;
 }
 
-// A vector of a range that may begin at any address and end within the vector: zeros follow it.
+// Loads a vector of a range that may begin at any address and end within the vector, which is padded with
+// zeros.
 __device__ __forceinline__ Bytes16 load_bytes(const u8 *bytes, u64 begin, u64 len) {
     Bytes16 vector = {};
 #pragma unroll
@@ -109,7 +109,7 @@ __device__ __forceinline__ void add_vector(Sum128 (&found)[PASSES], const u64 *w
     }
 }
 
-// Digests one chunk, by the whole block.
+// Digests one chunk with the whole block.
 __device__ __forceinline__ void digest_chunk(const u8 *chunk, u32 len, const DigestKey &key, const u64 *words,
                                              u64 (&sums)[PASSES][WARPS], u64 *target) {
     const u32 thread = threadIdx.x;
@@ -118,7 +118,7 @@ __device__ __forceinline__ void digest_chunk(const u8 *chunk, u32 len, const Dig
     const Bytes16 *vectors = reinterpret_cast<const Bytes16 *>(chunk);
     for (u32 first = 0; first * THREADS + thread < whole; first += AT_ONCE) {
         Bytes16 loaded[AT_ONCE];
-        // All loads first: eight vectors of a thread are under way before the first product.
+        // All loads first: a thread has eight vectors in flight before the first product.
 #pragma unroll
         for (u32 k = 0; k < AT_ONCE; k++) {
             const u32 vector = (first + k) * THREADS + thread;
@@ -133,7 +133,7 @@ __device__ __forceinline__ void digest_chunk(const u8 *chunk, u32 len, const Dig
             }
         }
     }
-    // What does not begin on a boundary, and the end of what does.
+    // The misaligned vectors, and the end of aligned ones.
     const u32 count = (len + 15) / 16;
     for (u32 vector = whole / THREADS * THREADS + thread; vector < count; vector += THREADS) {
         if (vector >= whole) {
@@ -150,7 +150,7 @@ __device__ __forceinline__ void digest_chunk(const u8 *chunk, u32 len, const Dig
     __syncthreads();
     if (thread == 0) {
         for (u32 pass = 0; pass < PASSES; pass++) {
-            // The length is the constant of the polynomial.
+            // The length is the constant term of the polynomial.
             u64 sum = len;
             for (u32 warp = 0; warp < WARPS; warp++) {
                 sum = folded(sum + sums[pass][warp]);
@@ -159,7 +159,7 @@ __device__ __forceinline__ void digest_chunk(const u8 *chunk, u32 len, const Dig
             target[pass] = sum >= PRIME ? sum - PRIME : sum;
         }
     }
-    // The sums are the next chunk's from here on.
+    // From here on, the next chunk uses the sums.
     __syncthreads();
 }
 

@@ -1,21 +1,21 @@
-// The numbers of the bits that are set in bitmaps, rising: `select_count`, `select_scan` and `select_emit`,
-// one after the other in a stream.
+// Writes the indices of the set bits of bitmaps in rising order: `select_count`, `select_scan` and
+// `select_emit`, run one after the other in a stream.
 //
 // A capture needs the indices of changed elements. Before these kernels, the host fetched a bit for every
 // element: 75 MB for 1.2 GB of 16-bit elements, of which 1 % had changed. Now the shorter of the two, bitmap
-// or indices, goes to the host.
+// or indices, is copied to the host.
 //
-// Grid: a block of 256 threads a row; in `select_scan` a block a bitmap. The launcher cuts long bitmaps into
-// rows of up to 8 KiB.
+// Grid: a block of 256 threads per row; in `select_scan`, a block per bitmap. The launcher splits long
+// bitmaps into rows of up to 8 KiB.
 //
-// Owner: each row has one number. `select_count` makes it the number of the row's set bits, and `select_scan`
-// the number of set bits in the rows before it. From there on each thread writes the indices of its own word.
-// Every place is known before anything is written.
+// Owner: each row has one number. `select_count` sets it to the number of the row's set bits, and
+// `select_scan` replaces it with the number of set bits in the rows before it. Each thread then writes the
+// indices of its own word. Every position is known before anything is written.
 //
-// Why the result is deterministic: a place follows from the bits before it, never from an atomic counter. It
-// does not matter which block runs first.
+// Why the result is deterministic: a position depends only on the bits before it, never on an atomic counter,
+// so the order of blocks does not matter.
 //
-// Checked before: bitmaps and numbers lie within their memory; numbers are on boundaries of four bytes.
+// Checked before: bitmaps and indices are within their memory; indices are aligned to four bytes.
 //
 // Bytes moved: the bitmap is read twice, and four bytes are written for each set bit.
 
@@ -24,8 +24,8 @@
 constexpr u32 THREADS = 256;
 constexpr u32 WARPS = THREADS / 32;
 
-// Thirty-two bits at any alignment; bits past the bitmap's end are 0. No byte past the end is read: the
-// bitmap may end with its memory.
+// Returns 32 bits at any alignment; bits beyond the bitmap's end are 0. No byte beyond the end is read,
+// because the memory may end there.
 __device__ __forceinline__ u32 word_at(const u8 *bits, u32 begin, u32 len) {
     const u8 *from = bits + begin;
     if (begin + 4 <= len && ((u64)from & 3) == 0) {
@@ -41,16 +41,16 @@ __device__ __forceinline__ u32 word_at(const u8 *bits, u32 begin, u32 len) {
     return word;
 }
 
-// A sum over the block: over the threads before this one, and over all.
+// A sum over the threads before this one, and over the whole block.
 struct Sum {
     u32 before;
     u32 all;
 };
 
-// Sums up over the block. Every thread of the block comes here, and `sum_of_warp` is shared by them.
+// Sums a value over the block. Every thread of the block must call this with the same shared `sum_of_warp`.
 //
-// A warp sums up by shuffles in five steps. The sums of the eight warps then go through shared memory, where
-// each thread adds up those before its own.
+// A warp sums with shuffles in five steps. The sums of the eight warps are then exchanged in shared memory,
+// where each thread adds those before its own.
 __device__ __forceinline__ Sum sum_over_block(u32 own, u32 *sum_of_warp) {
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     u32 up_to = own;
@@ -59,7 +59,7 @@ __device__ __forceinline__ Sum sum_over_block(u32 own, u32 *sum_of_warp) {
         const u32 other = __shfl_up_sync(EVERYONE, up_to, distance);
         up_to += lane >= distance ? other : 0;
     }
-    // A thread that still reads the sums of the round before does so first.
+    // Threads that still read the sums of the previous round finish first.
     __syncthreads();
     if (lane == 31) {
         sum_of_warp[warp] = up_to;
@@ -74,8 +74,8 @@ __device__ __forceinline__ Sum sum_over_block(u32 own, u32 *sum_of_warp) {
     return sum;
 }
 
-// The number of set bits of each row. It goes to a place of its own, so that blocks need not wait for each
-// other.
+// Counts the set bits of each row. Each count has a position of its own, so that blocks need not wait for
+// each other.
 extern "C" __global__ void __launch_bounds__(256) select_count(const SelectRow *rows, u32 row_count) {
     __shared__ u32 sum_of_warp[WARPS];
     const SelectRow row = rows[blockIdx.x];
@@ -89,15 +89,16 @@ extern "C" __global__ void __launch_bounds__(256) select_count(const SelectRow *
     }
 }
 
-// From the number of set bits in each row to the number before it, and the bitmap's total to `target`.
+// Replaces the number of set bits in each row with the number before it, and writes the bitmap's total to
+// `target`.
 //
-// One block works through a bitmap, 256 rows a round: with rows of 8 KiB a round covers 2 MiB of bits. So a
-// scan over several blocks, which would have to wait for each other, is not needed.
+// One block processes a bitmap, 256 rows per round: with rows of 8 KiB, a round covers 2 MiB of bits. A scan
+// over several blocks, which would have to wait for each other, is therefore unnecessary.
 extern "C" __global__ void __launch_bounds__(256) select_scan(const ScanRow *rows, u32 row_count) {
     __shared__ u32 sum_of_warp[WARPS];
     const ScanRow row = rows[blockIdx.x];
     u32 *numbers = at<u32>(row.numbers);
-    // Set bits in all rounds before; the same in every thread, as every thread adds the same sums.
+    // Set bits in all previous rounds, the same in every thread, because every thread adds the same sums.
     u32 before = 0;
     for (u32 begin = 0; begin < row.count; begin += THREADS) {
         const u32 i = begin + threadIdx.x;
@@ -112,13 +113,14 @@ extern "C" __global__ void __launch_bounds__(256) select_scan(const ScanRow *row
     }
 }
 
-// The indices of the set bits of each row, from the row's place on.
+// Writes the indices of the set bits of each row, starting at the row's position.
 extern "C" __global__ void __launch_bounds__(256) select_emit(const SelectRow *rows, u32 row_count) {
     __shared__ u32 sum_of_warp[WARPS];
     const SelectRow row = rows[blockIdx.x];
     u32 *target = at<u32>(row.target);
     u32 before = *at<u32>(row.before);
-    // If no room is left nothing is written. The whole block sees it alike, so no thread misses the barriers.
+    // If no space is left, nothing is written. The condition is the same for the whole block, so no thread
+    // misses a barrier.
     for (u32 begin = 0; begin < row.len && before < row.room; begin += 4 * THREADS) {
         const u32 own_begin = begin + 4 * threadIdx.x;
         u32 word = word_at(at<u8>(row.bits), own_begin, row.len);

@@ -1,17 +1,17 @@
-// Proves indices that only the device has seen: below the range's end, and no two alike.
+// Checks indices that only the device has seen: all must be below the end of the range and different.
 //
-// Grid: a block a row. The launcher cuts long lists into rows of up to 16,384 indices; rows of one list share
-// bits and verdict.
+// Grid: a block per row. The launcher splits long lists into rows of up to 16,384 indices; rows of one list
+// share bits and verdict.
 //
 // Owner: bits of `seen` and of the verdict are only ever set, so their final value is the same in any order.
-// Which of two equal indices is the second one depends on the order, and is not told.
+// The order decides which of two equal indices is the second one, but this is not reported.
 //
-// Why atomics are right here: the kernel gives a verdict and no bytes of a page. The host refuses the batch
-// by it, before anything is logged.
+// Why atomics are correct here: the kernel produces a verdict and no bytes of a page. The host uses it to
+// reject the batch before anything is logged.
 //
-// Checked before: the list lies within its memory; `seen` has a bit for each element, all 0.
+// Checked before: the list is within its memory; `seen` has a bit for each element, all 0.
 //
-// Bytes moved: four an index, and for each a word of `seen` read and written.
+// Bytes moved: four per index, and for each a word of `seen` read and written.
 
 #include "common.cuh"
 
@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(256) validate(const IndexRow *rows,
     u32 verdict = 0;
     for (u64 i = threadIdx.x; i < row.count; i += THREADS) {
         const u32 index = indices[i];
-        // An index out of bounds has no bit in `seen`: setting one would write outside of it.
+        // An index out of bounds has no bit in `seen`: setting one would write beyond its end.
         if (index >= row.bound) {
             verdict |= OUT_OF_BOUNDS;
             continue;
@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(256) validate(const IndexRow *rows,
             verdict |= TWICE;
         }
     }
-    // Nearly every thread has nothing to tell, so the verdict of a sound list is never contended.
+    // Almost no thread sets a flag, so there is no contention for the verdict of a valid list.
     if (verdict != 0) {
         atomicOr(at<u32>(row.target), verdict);
     }
