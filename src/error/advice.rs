@@ -1,4 +1,4 @@
-//! The remedy of each error in words: what the caller does or gives instead.
+//! The remedy of each error in words.
 
 use std::borrow::Cow;
 
@@ -6,7 +6,7 @@ use super::remedy::remedy_of_poisoned;
 use super::{Error, LayoutError, Remedy};
 
 impl Error {
-    /// The remedy in words, as an instruction to the caller.
+    /// Returns the remedy as an instruction to the caller.
     ///
     /// ```
     /// use remanent::{Error, PageId};
@@ -74,7 +74,7 @@ impl Error {
         }
     }
 
-    /// The advice for errors whose values it does not depend on.
+    /// Returns the advice for errors whose values do not affect it.
     fn fixed_advice(&self) -> &'static str {
         match self {
             Error::UnknownPage { .. } => {
@@ -110,7 +110,7 @@ impl Error {
     }
 }
 
-/// The advice for failures of the system, whose text has the details.
+/// Returns the advice for system failures, whose messages contain the details.
 fn advice_of(remedy: Remedy) -> &'static str {
     match remedy {
         Remedy::Retry => "close files, threads or processes that are not needed, then try again",
@@ -119,12 +119,12 @@ fn advice_of(remedy: Remedy) -> &'static str {
         Remedy::NewProcess => "open the store in a new process",
         Remedy::StartOver => "start over from the newest snapshot",
         Remedy::Inspect => "run `remanent verify`, which lists all damage and what can be saved",
-        // The variants with this remedy have advice of their own.
+        // The variants with these remedies have their own advice.
         Remedy::ChangeCall | Remedy::Reopen => "close the store, if it is open, and open it again",
     }
 }
 
-/// The advice for a store that stopped for this reason.
+/// Returns the advice for a store that was stopped by `cause`.
 pub(super) fn advice_of_poisoned(cause: &Error) -> &'static str {
     advice_of(remedy_of_poisoned(cause))
 }

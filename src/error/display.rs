@@ -1,4 +1,4 @@
-//! Parts of the errors' messages that may be missing.
+//! Optional parts of error messages.
 
 use std::fmt;
 
@@ -6,7 +6,8 @@ use remanent_format::{Lsn, SnapshotId};
 
 use crate::layout::BlockLayout;
 
-/// The end of a message on a state that is out of reach: single states that are not.
+/// Returns the end of the message for a state outside the retained range: older states that are still
+/// available.
 pub(super) fn single_states(below: &[Lsn]) -> String {
     let batches: Vec<String> = below.iter().map(Lsn::to_string).collect();
     match batches.len() {
@@ -16,7 +17,7 @@ pub(super) fn single_states(below: &[Lsn]) -> String {
     }
 }
 
-/// Shows an offset that may be unknown.
+/// Displays an offset, if known.
 pub(super) struct OffsetDisplay(pub Option<u64>);
 
 impl fmt::Display for OffsetDisplay {
@@ -25,7 +26,7 @@ impl fmt::Display for OffsetDisplay {
     }
 }
 
-/// Shows the name that was probably meant.
+/// Displays the suggested name, if any.
 pub(super) struct NearestDisplay<'a>(pub Option<&'a str>);
 
 impl fmt::Display for NearestDisplay<'_> {
@@ -34,7 +35,7 @@ impl fmt::Display for NearestDisplay<'_> {
     }
 }
 
-/// Shows the store that a file is of.
+/// Displays the store that contains a file, if known.
 pub(super) struct StoreDisplay<'a>(pub Option<&'a str>);
 
 impl fmt::Display for StoreDisplay<'_> {
@@ -43,7 +44,7 @@ impl fmt::Display for StoreDisplay<'_> {
     }
 }
 
-/// Shows where a store lies.
+/// Displays the directory of a store, if known.
 pub(super) struct PathDisplay<'a>(pub Option<&'a str>);
 
 impl fmt::Display for PathDisplay<'_> {
@@ -52,7 +53,7 @@ impl fmt::Display for PathDisplay<'_> {
     }
 }
 
-/// Shows a size that may be unknown.
+/// Displays a size, unless it is unknown (`u64::MAX`).
 pub(super) struct Size(pub u64);
 
 impl fmt::Display for Size {
@@ -61,7 +62,7 @@ impl fmt::Display for Size {
     }
 }
 
-/// Shows a snapshot to start from.
+/// Displays the snapshot to start from, if any.
 pub(super) struct StartFrom(pub Option<SnapshotId>);
 
 impl fmt::Display for StartFrom {
@@ -70,7 +71,7 @@ impl fmt::Display for StartFrom {
     }
 }
 
-/// Shows what is left of an incarnation.
+/// Displays the last surviving batch of an incarnation, if known.
 pub(super) struct Survived(pub Option<Lsn>);
 
 impl fmt::Display for Survived {
@@ -79,7 +80,7 @@ impl fmt::Display for Survived {
     }
 }
 
-/// Shows a layout fingerprint: as the block layout that it is, or else its bytes.
+/// Displays a layout fingerprint: as its block layout if it is one, otherwise as bytes.
 pub(super) struct Fingerprint<'a>(pub Option<&'a [u8; 32]>);
 
 impl fmt::Display for Fingerprint<'_> {

@@ -1,10 +1,11 @@
-//! The known name that was probably meant by a name that does not exist.
+//! A suggestion for a misspelled name.
 
-/// The longest name that is compared: the work grows with the square of it.
+/// The maximum length of compared names; the cost grows with the square of the length.
 const LEN_MAX: usize = 256;
 
-/// Returns the name of `known` that is most like `wanted`: one that ends with it after a separator, such as
-/// `model/bias` for `bias`, or else the one with the fewest changed letters, up to a third of them.
+/// Returns the name in `known` most similar to `wanted`: a name that ends with `wanted` after a separator,
+/// such as `model/bias` for `bias`, or else the one with the smallest edit distance, up to a third of the
+/// letters.
 ///
 /// ```
 /// # use remanent::nearest;
@@ -28,7 +29,7 @@ pub fn nearest<'n>(wanted: &str, known: impl IntoIterator<Item = &'n str>) -> Op
     costs.min_by_key(|(cost, _)| *cost).map(|(_, name)| name)
 }
 
-/// The letters to insert, remove, replace or swap with their neighbor that turn one text into the other.
+/// Returns the edit distance between two texts: insertions, deletions, replacements and swaps of neighbors.
 fn edits(left: &[char], right: &str) -> usize {
     let right: Vec<char> = right.chars().collect();
     let mut rows = [vec![0; right.len() + 1], vec![0; right.len() + 1], (0..=right.len()).collect()];

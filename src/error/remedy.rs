@@ -1,4 +1,4 @@
-//! The kind of remedy of each error, and the errors that pass by themselves. `advice` has the words.
+//! The kind of remedy for each error, and which errors are transient. The module `advice` contains the texts.
 
 use std::io;
 
@@ -6,32 +6,33 @@ use remanent_format::SHORTAGES;
 
 use super::Error;
 
-/// The kind of remedy against an [`Error`]; [`Error::advice`] says how.
+/// The kind of remedy for an [`Error`]; [`Error::advice`] describes it in words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Remedy {
-    /// The call cannot succeed as it is; [`Error::advice`] says what to give instead. Nothing happened.
+    /// The call cannot succeed with these arguments; [`Error::advice`] states what to change. The call had no
+    /// effect.
     ChangeCall,
-    /// Another change came first, another caller has it, or the system was short of open files, memory
-    /// or threads: try again. Nothing happened.
+    /// Try again: another change was made first, another caller holds the object, or the system was short of
+    /// open files, memory or threads. The call had no effect.
     Retry,
-    /// Make room, then try again. Nothing happened.
+    /// Free some space, then try again. The call had no effect.
     FreeSpace,
-    /// The system refuses what the error names: permit it, make what is missing, or name another place.
-    /// Nothing happened.
+    /// The system denies access to the named object: grant it, create what is missing, or use another path.
+    /// The call had no effect.
     Permit,
-    /// Close and open the store again; what was acknowledged is there.
+    /// Close the store and open it again; acknowledged batches are recovered.
     Reopen,
-    /// Start a new process and open the store there: this one's device context is lost.
+    /// Open the store in a new process, because the device context of this one is lost.
     NewProcess,
-    /// Forget what was read so far, and start from the newest snapshot.
+    /// Discard what was read so far and start from the newest snapshot.
     StartOver,
-    /// A person must look: `remanent verify` says what is damaged. Nothing was changed.
+    /// The damage needs inspection: `remanent verify` lists it. Nothing was changed.
     Inspect,
 }
 
 impl Error {
-    /// The kind of remedy that helps.
+    /// Returns the kind of remedy.
     #[must_use]
     pub fn remedy(&self) -> Remedy {
         match self {
@@ -86,9 +87,9 @@ impl Error {
         }
     }
 
-    /// Whether the system was short of something that passes: open files, memory, threads. Nothing was done
-    /// then, and the same call may succeed later. A failed sync is none of these, whatever the system said:
-    /// it may have dropped what it could not write.
+    /// Returns whether the system was temporarily short of open files, memory or threads. The call had no
+    /// effect, and may succeed later. A failed sync is never a shortage, whatever its error code: the system
+    /// may have dropped the data that it could not write.
     #[must_use]
     pub(crate) fn is_shortage(&self) -> bool {
         match self {
@@ -103,15 +104,15 @@ impl Error {
         }
     }
 
-    /// Whether the failure leaves everything as it was where something is made anew: no space,
-    /// no memory, a source of the caller's that fails, or a [shortage](Self::is_shortage).
+    /// Returns whether a failure to create something left everything unchanged: no space, no memory, a
+    /// failing caller-supplied source, or a [shortage](Self::is_shortage).
     #[must_use]
     pub(crate) fn is_passing(&self) -> bool {
         matches!(self, Error::DiskFull { .. } | Error::OutOfMemory { .. } | Error::SourceFailed { .. })
             || self.is_shortage()
     }
 
-    /// Whether the file system said that there is no space left.
+    /// Returns whether the file system reported that no space is left.
     #[must_use]
     pub(crate) fn is_no_space(&self) -> bool {
         match self {
@@ -124,8 +125,8 @@ impl Error {
     }
 }
 
-/// What helps a store that stopped for this reason. What helped the failed call, such as free space, helps
-/// the open that must follow, which says so where it is needed.
+/// Returns the remedy for a store that was stopped by `cause`. A remedy for the failed call, such as freeing
+/// space, is left to the open that must follow; it reports it if needed.
 pub(super) fn remedy_of_poisoned(cause: &Error) -> Remedy {
     match cause.remedy() {
         remedy @ (Remedy::NewProcess | Remedy::Inspect) => remedy,
@@ -133,7 +134,7 @@ pub(super) fn remedy_of_poisoned(cause: &Error) -> Remedy {
     }
 }
 
-/// Whether the system refuses this to every caller until rights, names or media are changed.
+/// Returns whether the system denies this to every caller until permissions, names or media change.
 fn is_the_systems(error: &io::Error) -> bool {
     use io::ErrorKind as Kind;
     matches!(

@@ -1,4 +1,4 @@
-//! Byte limits a place, checked before anything is allocated (I10).
+//! Byte limits for places, checked before anything is allocated (I10).
 
 use std::collections::BTreeMap;
 
@@ -6,11 +6,11 @@ use remanent_format::Place;
 
 use crate::error::{Error, Result};
 
-/// Limits in bytes, one per place. A place that is not named is unlimited, but for [`Place::Disk`].
+/// Memory limits in bytes, one per place. A place without a limit is unbounded, except [`Place::Disk`].
 ///
-/// Pages on disk have no memory. The limit of [`Place::Disk`] is for the host memory that holds what batches
-/// have written to such pages since their newest images: 128 MiB if it is not named. At half of it a snapshot
-/// is due. At all of it a commit that writes to such pages waits for the snapshot; it is refused where no
+/// Pages on disk have no memory. The limit of [`Place::Disk`] applies to the host memory that holds what
+/// batches wrote to such pages since their newest images. Default: 128 MiB. At half the limit, a snapshot is
+/// triggered. At the full limit, a commit that writes to such pages waits for the snapshot, or fails if no
 /// thread takes snapshots.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Budget {
@@ -18,21 +18,20 @@ pub struct Budget {
 }
 
 impl Budget {
-    /// The budget with `bytes` as the limit of `place`.
+    /// Sets the limit of `place` to `bytes`.
     #[must_use]
     pub fn with(mut self, place: Place, bytes: u64) -> Self {
         self.limits.insert(place, bytes);
         self
     }
 
-    /// The limit of a place in bytes; `u64::MAX` if it has none.
+    /// Returns the limit of a place in bytes; `u64::MAX` if none is set.
     #[must_use]
     pub fn limit(&self, place: Place) -> u64 {
         self.limits.get(&place).copied().unwrap_or(u64::MAX)
     }
 
-    /// Refuses pages, each by its place and its length in bytes, that together take more than there may be
-    /// (I10).
+    /// Returns an error if the given pages (place and length in bytes) exceed the limit of any place (I10).
     pub(crate) fn check(&self, pages: impl IntoIterator<Item = (Place, u64)>) -> Result<()> {
         let mut wanted: BTreeMap<Place, u64> = BTreeMap::new();
         for (place, len) in pages {

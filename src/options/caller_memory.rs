@@ -1,14 +1,14 @@
-//! Memory of the caller's own: where it lies, and the value that keeps it.
+//! Caller-owned memory and the value that keeps it alive.
 //!
-//! It lies here, below the devices that adopt it, because an open may be told of it.
+//! This module is below the devices that adopt the memory because options can also name it.
 
 use std::any::Any;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Memory of the caller's own, such as a tensor's, for a device to adopt. The code that makes one, by
-/// `CallerMemory::from_cuda` or [`CallerMemory::from_host`], vouches for it.
+/// Caller-owned memory, such as a tensor's, that a device can adopt. The code that creates the value with
+/// `CallerMemory::from_cuda` or [`CallerMemory::from_host`] guarantees that the memory is valid.
 #[derive(Clone)]
 pub struct CallerMemory {
     pub(crate) address: u64,
@@ -16,21 +16,21 @@ pub struct CallerMemory {
     pub(crate) owner: Arc<dyn Any + Send + Sync>,
 }
 
-/// Memory on the host that something else owns, such as an array of another library's.
+/// Host memory owned by another object, such as an array of another library.
 ///
-/// The store looks at the bytes, and changes them, within the calls that say so; the owner leaves them alone
-/// meanwhile, or a call takes some of both.
+/// The store reads and writes the bytes only within calls that document it. If the owner changes the bytes
+/// during such a call, the result is a mixture of old and new bytes.
 pub trait HostMemory: Send + Sync {
-    /// Length in bytes. It never changes.
+    /// Returns the length in bytes, which never changes.
     fn byte_len(&self) -> u64;
 
-    /// A range of the bytes, to read.
+    /// Returns a range of the bytes for reading.
     ///
     /// # Panics
-    /// If they do not lie in the memory.
+    /// If the range is out of bounds.
     fn bytes(&self, range: Range<usize>) -> &[u8];
 
-    /// A range of the bytes, to write.
+    /// Returns a range of the bytes for writing.
     ///
     /// # Panics
     /// As for [`bytes`](Self::bytes).
@@ -38,19 +38,19 @@ pub trait HostMemory: Send + Sync {
 }
 
 impl CallerMemory {
-    /// The address of the first byte; 0 for memory that only the host device finds.
+    /// Returns the address of the first byte; 0 for memory that only the host device can access.
     #[must_use]
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// Length in bytes.
+    /// Returns the length in bytes.
     #[must_use]
     pub fn byte_len(&self) -> u64 {
         self.len
     }
 
-    /// The value that keeps the memory.
+    /// Returns the value that keeps the memory alive.
     pub(crate) fn owner(&self) -> Arc<dyn Any + Send + Sync> {
         self.owner.clone()
     }

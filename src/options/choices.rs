@@ -1,36 +1,36 @@
-//! Options that are one of a few: acknowledgement, log, images, device, creation, loading, compression.
+//! Options with a fixed set of values.
 
 use std::fmt;
 use std::str::FromStr;
 
 use crate::error::{Error, Result};
 
-/// What an acknowledgement promises. `Durable` includes `Logged`; a batch is `Applied` only once it is
+/// The promise of an acknowledgement. `Durable` includes `Logged`; a batch is `Applied` only after it is
 /// logged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Ack {
-    /// Later reads and kernels on the store's lanes see the batch. Survives what `Logged` does.
+    /// Later reads and kernels on the store's lanes observe the batch. Survives what `Logged` survives.
     Applied,
-    /// Survives the death of the process at any instruction.
+    /// The batch survives the death of the process at any instruction.
     #[default]
     Logged,
-    /// Survives a power cut. On a file system in memory, such as tmpfs, it is no more than `Logged`: nothing
-    /// there survives a power cut.
+    /// The batch survives a power cut. On an in-memory file system such as tmpfs this is the same as
+    /// `Logged`, because its files do not survive a power cut.
     Durable,
 }
 
-/// How the log reaches the disk. All ways write the same bytes.
+/// How the log is written to disk. All variants write the same bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum LogIo {
-    /// Stores into a shared mapping, `msync`. No system call a commit. Needs a file system that
-    /// overwrites in place.
+    /// Stores into a shared mapping, made durable by `msync`. A commit needs no system call. Requires a file
+    /// system that overwrites in place.
     Mapped,
-    /// `pwrite` and `fdatasync`, for every other file system.
+    /// `pwrite` and `fdatasync`. Works on every file system.
     Buffered,
-    /// One write past the page cache for each group of frames (`O_DIRECT`, `O_DSYNC`). A batch is `Logged`
-    /// only when it is `Durable`, and not applied before.
+    /// One write per group of frames, bypassing the page cache (`O_DIRECT`, `O_DSYNC`). A batch becomes
+    /// `Logged` only when it is `Durable`, and is not applied before.
     Direct,
 }
 
@@ -44,27 +44,28 @@ impl fmt::Display for LogIo {
     }
 }
 
-/// How image files reach the disk. All ways write the same bytes.
+/// How image files are written to disk. All variants write the same bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ImageIo {
-    /// Stores into a shared mapping of space that was made before. Needs a file system that overwrites in
-    /// place. Slower than the other ways where files are new.
+    /// Stores into a shared mapping of preallocated space. Requires a file system that overwrites in place.
+    /// Slower than the other variants for new files.
     ///
-    /// On tmpfs, with [`Compression::Off`], the device copies pages straight to image files that are written
-    /// again, and the host touches none of their bytes: the files' memory is registered with the device, as
-    /// far as the budget of [`Place::Pinned`] goes. The device reads them back when the snapshot is verified.
+    /// On tmpfs with [`Compression::Off`], the device copies pages directly into reused image files without
+    /// the host touching their bytes: the files' memory is registered with the device, as far as the budget
+    /// of [`Place::Pinned`] allows. The device reads the bytes back when the snapshot is verified.
     /// [`SnapshotStats::bytes_in_place`] counts these bytes.
     ///
     /// [`Place::Pinned`]: crate::Place::Pinned
     /// [`SnapshotStats::bytes_in_place`]: crate::SnapshotStats::bytes_in_place
     Mapped,
-    /// `pwrite` and `fdatasync`. On every file system.
+    /// `pwrite` and `fdatasync`. Works on every file system.
     #[default]
     Buffered,
-    /// Writes past the page cache (`O_DIRECT`), so that a snapshot leaves in the cache what other programs
-    /// have there. An open that follows finds nothing of the images in the cache. The fastest way to a disk
-    /// that was measured (`docs/measurements.md`); in a file system in memory it is no other than `Buffered`.
+    /// Writes that bypass the page cache (`O_DIRECT`), so a snapshot does not evict the cached data of other
+    /// programs. The next open reads the images from disk, because none of them are cached. The fastest way
+    /// to write to a disk in our measurements (`docs/measurements.md`); on an in-memory file system it is
+    /// identical to `Buffered`.
     Direct,
 }
 
@@ -78,17 +79,17 @@ impl fmt::Display for ImageIo {
     }
 }
 
-/// Which device holds the pages.
+/// The device that holds the pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum DeviceChoice {
-    /// The first GPU if this build and this machine have one, else the host. [`RecoveryReport::device`] says
-    /// which it is, and why not a GPU.
+    /// The first GPU if both the build and the machine support one, otherwise the host.
+    /// [`RecoveryReport::device`] states which was chosen and, if it is the host, why no GPU is used.
     ///
     /// [`RecoveryReport::device`]: crate::RecoveryReport::device
     #[default]
     Auto,
-    /// The GPU with this number among those that the process sees; no other will do.
+    /// The GPU with this ordinal among those visible to the process. The open fails if it is unavailable.
     Cuda(u32),
     /// Ordinary host memory.
     Host,
@@ -107,7 +108,7 @@ impl fmt::Display for DeviceChoice {
 impl FromStr for DeviceChoice {
     type Err = Error;
 
-    /// `auto`, `host`, or `cuda:` and a number.
+    /// Parses `auto`, `host`, or `cuda:` followed by a number.
     ///
     /// ```
     /// use remanent::DeviceChoice;
@@ -131,36 +132,37 @@ impl FromStr for DeviceChoice {
     }
 }
 
-/// What to do where there is no store yet.
+/// What an open does if the directory contains no store.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Create {
-    /// Create one, but only where no foreign file lies.
+    /// Creates a store if the directory is missing or contains no other files.
     #[default]
     IfEmpty,
-    /// Fail with an error.
+    /// Fails with [`Error::NoStore`].
     Never,
 }
 
-/// When an open brings pages into memory.
+/// When an open loads pages into memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum PageLoad {
-    /// All of them, before it returns.
+    /// Loads all pages before the open returns.
     #[default]
     Eager,
-    /// Those that the log changed before it returns, the others in the background, and first those that are
-    /// asked for.
+    /// Loads the pages that the log changed before the open returns and the others in the background,
+    /// requested pages first.
     OnDemand,
 }
 
-/// Whether snapshots compress the images of pages.
+/// Whether snapshots compress page images.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Compression {
-    /// Images stay uncompressed.
+    /// Images are stored uncompressed.
     Off,
-    /// Each page for itself, with zstd at its first level, if a quick test says that it saves at least 12 %.
+    /// Each page is compressed separately with zstd level 1, if a quick estimate predicts a saving of at
+    /// least 12 %.
     #[default]
     Zstd,
 }

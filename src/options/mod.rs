@@ -1,4 +1,4 @@
-//! How a store is opened.
+//! Options of a store.
 
 mod choices;
 mod budget;
@@ -23,14 +23,7 @@ pub use self::snapshot::SnapshotOptions;
 pub use self::tiers::Tiers;
 use crate::error::{Error, Result};
 
-/// How a store is opened. Every option has a default.
-///
-/// ```
-/// use remanent::{Ack, Options, Store};
-/// let store = Store::temporary(Options::default().ack(Ack::Durable).segment_len(1 << 20))?;
-/// # drop(store);
-/// # Ok::<(), remanent::Error>(())
-/// ```
+/// Options for opening a store. Every option has a default.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Options {
@@ -92,31 +85,31 @@ impl Default for Options {
 }
 
 impl Options {
-    /// What to do where there is no store yet. Default: [`Create::IfEmpty`].
+    /// Sets whether opening a directory without a store creates one. Default: [`Create::IfEmpty`].
     #[must_use]
     pub fn create(mut self, create: Create) -> Self {
         self.create = create;
         self
     }
 
-    /// What `commit` waits for. Default: [`Ack::Logged`].
+    /// Sets the acknowledgement that `commit` waits for. Default: [`Ack::Logged`].
     #[must_use]
     pub fn ack(mut self, ack: Ack) -> Self {
         self.ack = ack;
         self
     }
 
-    /// How the log reaches the disk. Default: mapped; direct where commits wait for a sync
-    /// ([`Ack::Durable`]); buffered where the file system allows neither.
+    /// Sets how the log is written to disk. Default: mapped, or direct if commits wait for a sync
+    /// ([`Ack::Durable`]); buffered if the file system supports neither.
     #[must_use]
     pub fn log_io(mut self, io: LogIo) -> Self {
         self.log_io = Some(io);
         self
     }
 
-    /// How images of pages reach the disk: those of snapshots, and those that are written ahead of a batch.
-    /// Images are read however they were written. Default: [`ImageIo::Buffered`]. A way that the file system
-    /// of the images does not know is refused with [`Error::InvalidOption`].
+    /// Sets how image files are written: those of snapshots and those written in advance of a batch. Images
+    /// can be read regardless of how they were written. Default: [`ImageIo::Buffered`]. The open fails with
+    /// [`Error::InvalidOption`] if the images' file system does not support the chosen way.
     ///
     /// ```
     /// use remanent::{ImageIo, Options, Store};
@@ -131,17 +124,17 @@ impl Options {
         self
     }
 
-    /// Which device holds the pages. Default: [`DeviceChoice::Auto`].
+    /// Sets the device that holds the pages. Default: [`DeviceChoice::Auto`].
     #[must_use]
     pub fn device(mut self, device: DeviceChoice) -> Self {
         self.device = device;
         self
     }
 
-    /// Binds slots: pages in [`Place::Device`] number *n* live on the *n*-th of these, pages in every other
-    /// place on the first. Slots are bound anew at each open, so a store may go on with fewer devices, more,
-    /// or others; a page whose slot has none is refused with [`Error::PlaceUnavailable`]. Default: none, so
-    /// that all slots are the one device of [`Options::device`].
+    /// Binds device slots: pages in [`Place::Device`] number *n* live on the *n*-th device of this list,
+    /// pages in all other places on the first. Slots are bound at each open, so a store can be reopened with
+    /// fewer, more or different devices; if a page's slot has no device, the open fails with
+    /// [`Error::PlaceUnavailable`]. Default: an empty list, which binds every slot to [`Options::device`].
     ///
     /// ```
     /// use remanent::{DeviceChoice, Options, Place, Store};
@@ -162,45 +155,46 @@ impl Options {
         self
     }
 
-    /// The length up to which log segments grow, in bytes, a multiple of 4096 of at least 16 KiB. Default: 16
-    /// MiB. Every open begins with segments of 256 KiB, and each later one is twice as long as the one
-    /// before: what an open takes from the disk follows from what it commits. Segments that snapshots make
-    /// superfluous wait to be used again, see [`spare_bytes`](Self::spare_bytes).
+    /// Sets the maximum length of a log segment in bytes: a multiple of 4096, at least 16 KiB. Default: 16
+    /// MiB. Every open starts with segments of 256 KiB, and each later segment is twice as long as the one
+    /// before, so disk usage follows the amount of committed data. Segments that a snapshot makes obsolete
+    /// are reused, see [`spare_bytes`](Self::spare_bytes).
     #[must_use]
     pub fn segment_len(mut self, bytes: u64) -> Self {
         self.segment_len = bytes;
         self
     }
 
-    /// Space held back for deletes when the disk is full, in bytes, rounded up to whole segments of
-    /// [`segment_len`](Self::segment_len). While the log's segments are shorter than that, so are those of
-    /// the reserve. Default: two segments.
+    /// Sets the disk space reserved for deletes when the disk is full, in bytes, rounded up to whole segments
+    /// of [`segment_len`](Self::segment_len). As long as the log's segments are shorter than that, so are
+    /// those of the reserve. Default: two segments.
     ///
-    /// A thread of the store makes the reserve after the open, and again after the batches that lengthened
-    /// the log. A disk that others fill in those milliseconds has less of it.
+    /// A background thread allocates the reserve after the open, and again after batches that extended the
+    /// log. If other programs fill the disk in those milliseconds, the reserve is smaller.
     ///
-    /// Batches that only delete find room for one in each 4 KiB of a segment but the first, if each is waited
-    /// for, and each may delete 100 pages. The last segment that they take has 16 KiB: with a reserve of two
-    /// segments of 256 KiB they are 66. A pause of 10 ms takes the room of one: the log is sealed then.
+    /// If each batch is waited for, a batch that only deletes takes 4 KiB of a segment, whose first 4 KiB
+    /// hold none, and can delete 100 pages. The last segment used for such batches has 16 KiB: a reserve of
+    /// two segments of 256 KiB has room for 66 of them. Each pause of 10 ms takes the room of one batch,
+    /// because the log is sealed then.
     ///
-    /// Beside the reserve five segments of at least 16 KiB are kept for opens, seals and manifests, unless
-    /// the reserve is 0. Where that is all that is left, and too little for the open after the next one,
-    /// every batch is refused with [`Error::DiskFull`] until space comes back: so the store can still be
-    /// opened.
+    /// In addition to the reserve, five segments of at least 16 KiB are kept for opens, seals and manifests,
+    /// unless the reserve is 0. When only these remain and they are too few for the open after the next one,
+    /// every batch fails with [`Error::DiskFull`] until space is available again, so that the store can still
+    /// be opened.
     #[must_use]
     pub fn reserve_bytes(mut self, bytes: u64) -> Self {
         self.reserve_bytes = Some(bytes);
         self
     }
 
-    /// Bytes of log segments that nothing needs any more and that wait to be used again, beyond the reserve:
-    /// a log that grows into them need not wait for new ones. They give way to whatever finds the disk full,
-    /// and to [`Store::prune`](crate::Store::prune). One stays in any case, unless this is 0. Default: a
-    /// hundredth of the file system, but no more than 512 MiB.
+    /// Sets how many bytes of obsolete log segments are kept for reuse, beyond the reserve. A log that grows
+    /// into them does not wait for new ones. They are removed when the disk is full and by
+    /// [`Store::prune`](crate::Store::prune). One segment is always kept, unless this is 0. Default: a
+    /// hundredth of the file system, but at most 512 MiB.
     ///
-    /// Image files that snapshots make superfluous wait as well, and the next snapshots write over them. With
-    /// the images that are kept they take at most twice the bytes that the kept snapshots name. They are not
-    /// counted here, and give way in the same way. If this is 0, none waits.
+    /// Obsolete image files are kept as well, and the next snapshots overwrite them. Kept and obsolete images
+    /// together take at most twice the bytes that the kept snapshots name. Obsolete images do not count
+    /// toward this limit, and are removed in the same situations. If this is 0, none are kept.
     ///
     /// ```
     /// use remanent::{Options, Store};
@@ -214,67 +208,69 @@ impl Options {
         self
     }
 
-    /// Byte limits a place. Default: none.
+    /// Sets byte limits for places. Default: none.
     #[must_use]
     pub fn budget(mut self, budget: Budget) -> Self {
         self.budget = budget;
         self
     }
 
-    /// An order of places: where one is full, pages that are not used go to the next one. Default: none, so
-    /// that a batch for which a place has no room is refused with [`Error::OverBudget`].
+    /// Sets an order of places: when one is full, unused pages are moved to the next. Default: none, so a
+    /// batch that does not fit in a place fails with [`Error::OverBudget`].
     #[must_use]
     pub fn tiers(mut self, tiers: Tiers) -> Self {
         self.tiers = Some(tiers);
         self
     }
 
-    /// The caller's own description of the store: given at creation it is kept, given later it must be
-    /// the same. At most 64 KiB. Default: not compared.
+    /// Sets an application-defined description of the store, of at most 64 KiB. It is stored at creation and
+    /// must be the same at every later open that gives one. Default: not compared.
     #[must_use]
     pub fn identity(mut self, identity: impl Into<Vec<u8>>) -> Self {
         self.identity = Some(identity.into());
         self
     }
 
-    /// A hash of everything that the meaning of the pages' bytes depends on: given at creation it is
-    /// kept, given later it must be the same. Default: not compared.
+    /// Sets a hash of everything that determines the meaning of the pages' bytes. It is stored at creation
+    /// and must be the same at every later open that gives one. Default: not compared.
     #[must_use]
     pub fn layout_fingerprint(mut self, fingerprint: [u8; 32]) -> Self {
         self.layout_fingerprint = Some(fingerprint);
         self
     }
 
-    /// Verified snapshots kept, with the log since the oldest of them; at least 1. With fewer than two a
-    /// damaged image cannot be replayed around. Default: 2.
+    /// Sets how many verified snapshots are kept, with the log since the oldest of them; at least 1. With
+    /// fewer than two, the store cannot recover from a damaged image by replaying the log from an older
+    /// snapshot. Default: 2.
     #[must_use]
     pub fn snapshots_kept(mut self, count: usize) -> Self {
         self.retention.snapshots_kept = count;
         self
     }
 
-    /// Snapshots that are younger than this are kept beyond [`Options::snapshots_kept`], with the log since
-    /// the oldest of them. A snapshot is as old as the oldest time that it or a later one names, so that a
-    /// clock that was fast for a while keeps nothing for longer; a time in the future is now. Default: zero.
+    /// Keeps snapshots younger than `age`, in addition to [`Options::snapshots_kept`], with the log since the
+    /// oldest of them. The age of a snapshot is computed from the oldest timestamp of it and all later ones,
+    /// so a clock that was temporarily fast does not extend retention; a timestamp in the future counts as
+    /// now. Default: zero.
     #[must_use]
     pub fn snapshots_kept_for(mut self, age: Duration) -> Self {
         self.retention.snapshots_kept_for = age;
         self
     }
 
-    /// Bytes of log kept at least, with the newest snapshot from which they can be replayed: any state in
-    /// them can be gone back to. What was written ahead of its batches is kept with them and not counted.
-    /// While the log is shorter, all of it is kept, from its beginning. Default: 0, no more than the
-    /// snapshots kept need.
+    /// Sets the minimum number of log bytes to keep, with the newest snapshot from which they can be
+    /// replayed: the store can return to any state in this range. Images that were written in advance of
+    /// these batches are also kept, and not counted. While the log is shorter, all of it is kept, from its
+    /// beginning. Default: 0, which keeps only the log that the kept snapshots need.
     #[must_use]
     pub fn log_kept(mut self, bytes: u64) -> Self {
         self.retention.log_kept = bytes;
         self
     }
 
-    /// How much of the past is kept: sets [`snapshots_kept`](Self::snapshots_kept),
-    /// [`snapshots_kept_for`](Self::snapshots_kept_for) and [`log_kept`](Self::log_kept) together. Names that
-    /// the rules give up are not looked at: [`Store::prune`](crate::Store::prune) gives up names.
+    /// Sets [`snapshots_kept`](Self::snapshots_kept), [`snapshots_kept_for`](Self::snapshots_kept_for) and
+    /// [`log_kept`](Self::log_kept) together. Ignores the names that `retention` gives up; use
+    /// [`Store::prune`](crate::Store::prune) to give up names.
     ///
     /// ```
     /// use remanent::{Options, Retention, Store};
@@ -290,18 +286,19 @@ impl Options {
         self
     }
 
-    /// Whether snapshots compress the images of pages. Images are read however they are stored. Default:
-    /// [`Compression::Zstd`]: pages of bf16 weights took 0.78 of their bytes and zeros none, bytes without
-    /// order stayed as they are, and a snapshot of 32 MiB took between half and twice its time without (two
-    /// busy cores). Off spends disk to save the processor.
+    /// Sets whether snapshots compress page images. Images can be read regardless of how they are stored.
+    /// Default: [`Compression::Zstd`]. In measurements, bf16 weights compressed to 0.78 of their size, zeros
+    /// to nothing, and random bytes were stored uncompressed; a snapshot of 32 MiB took between half and
+    /// twice the time of an uncompressed one (two busy cores). [`Compression::Off`] trades disk space for CPU
+    /// time.
     #[must_use]
     pub fn compression(mut self, compression: Compression) -> Self {
         self.compression = compression;
         self
     }
 
-    /// After how many bytes of pages a snapshot writes a chunk of images, so that a small store can have
-    /// several chunks, and several image files.
+    /// Sets the number of page bytes after which a snapshot writes a chunk of images, so that a small store
+    /// can have several chunks and several image files.
     #[doc(hidden)]
     #[must_use]
     pub fn chunk_len(mut self, bytes: u64) -> Self {
@@ -309,8 +306,8 @@ impl Options {
         self
     }
 
-    /// Bytes of the windows by which an open reads the log, so that a small log can have several. 0: one
-    /// thread reads it.
+    /// Sets the size in bytes of the windows in which an open reads the log, so that a small log can have
+    /// several windows. With 0, one thread reads the whole log.
     #[doc(hidden)]
     #[must_use]
     pub fn replay_window_len(mut self, bytes: u64) -> Self {
@@ -318,20 +315,20 @@ impl Options {
         self
     }
 
-    /// When an open brings pages into memory. Default: [`PageLoad::Eager`], all of them before it returns.
+    /// Sets when an open loads pages into memory. Default: [`PageLoad::Eager`], which loads all pages before
+    /// the open returns.
     ///
-    /// With [`PageLoad::OnDemand`] it returns when the page table is there, the memory of all pages is
-    /// allocated and those are loaded that the log changed since the newest snapshot. The others are
-    /// *unloaded*. They are loaded in the background, and whatever needs an unloaded page (a read, a lease, a
-    /// batch that names it) has it loaded first and waits for it. [`Store::unloaded_pages`] tells how many
-    /// are left, [`Store::wait_loaded`] waits for all of them.
+    /// With [`PageLoad::OnDemand`], the open returns when the page table is complete, memory for all pages is
+    /// allocated, and the pages that the log changed since the newest snapshot are loaded. The other pages
+    /// are *unloaded*. They are loaded in the background. A read, a lease or a batch that needs an unloaded
+    /// page causes it to be loaded next and waits for it. [`Store::unloaded_pages`] returns how many remain,
+    /// and [`Store::wait_loaded`] waits for all of them.
     ///
-    /// Pages stay unloaded only if the snapshot is recorded as verified; if a crash came before that, the
-    /// open loads all of them. While any page is unloaded, nothing is removed for a snapshot that is taken,
-    /// and [`Store::prune`] and a restore wait. An image that is found damaged is reported late: by
-    /// everything that needs its page, with [`Error::Damaged`], and by the store, which is poisoned, but goes
-    /// on being read. An eager open then finds all that it would have found, and passes over the snapshot if
-    /// it can.
+    /// Pages stay unloaded only if the snapshot is recorded as verified; if a crash prevented that, the open
+    /// loads all pages. While any page is unloaded, new snapshots remove nothing, and [`Store::prune`] and
+    /// restores wait. A damaged image is detected only when it is loaded: every call that needs its page then
+    /// fails with [`Error::Damaged`], and the store is poisoned but can still be read. The next eager open
+    /// detects all damage that it would have found before, and skips the snapshot if it can.
     ///
     /// ```
     /// use remanent::{Options, Place, PageLoad, Store};
@@ -348,7 +345,7 @@ impl Options {
     /// let store = Store::open(&path, Options::default().page_load(PageLoad::OnDemand))?;
     /// assert_eq!(store.recovered().unloaded_pages, 1);
     /// let mut bytes = [0; 4];
-    /// store.read(page, 0, &mut bytes)?; // loads the page, if nothing has yet
+    /// store.read(page, 0, &mut bytes)?; // loads the page if it is not loaded yet
     /// assert_eq!(&bytes, b"then");
     /// store.wait_loaded()?;
     /// assert_eq!(store.unloaded_pages().pages, 0);
@@ -364,35 +361,35 @@ impl Options {
         self
     }
 
-    /// A snapshot is taken in the background when the log has grown by this number of bytes since the last
-    /// one began, images that were written ahead of their batches included: replaying the log takes no longer
-    /// than that. `None`: not for this reason. Default: 256 MiB.
+    /// Takes a snapshot in the background when the log has grown by this many bytes since the last snapshot
+    /// began, including images written in advance of their batches. This bounds the amount of log to replay.
+    /// `None` disables this trigger. Default: 256 MiB.
     #[must_use]
     pub fn snapshot_log_bytes(mut self, bytes: impl Into<Option<u64>>) -> Self {
         self.snapshot_log_bytes = bytes.into();
         self
     }
 
-    /// A snapshot is taken in the background when this time has passed since the last one began, if there
-    /// was a commit meanwhile. `None`: not for this reason. Default: 60 seconds.
+    /// Takes a snapshot in the background when this much time has passed since the last one began, if a batch
+    /// was committed in between. `None` disables this trigger. Default: 60 seconds.
     #[must_use]
     pub fn snapshot_interval(mut self, interval: impl Into<Option<Duration>>) -> Self {
         self.snapshot_interval = interval.into();
         self
     }
 
-    /// How many bytes a second a snapshot taken in the background writes; one that the caller waits for goes
-    /// as fast as it can. Default: no limit. One thread does all of it, whatever the limit is: of the
-    /// processor a snapshot in the background takes one core.
+    /// Limits how many bytes per second a background snapshot writes; a snapshot that the caller waits for is
+    /// not limited. Default: no limit. Independent of this limit, a background snapshot runs on a single
+    /// thread and uses at most one core.
     #[must_use]
     pub fn snapshot_bytes_per_second(mut self, bytes: impl Into<Option<u64>>) -> Self {
         self.snapshot_bytes_per_second = bytes.into();
         self
     }
 
-    /// In the background the store reads what lies on disk, as [`Store::scrub`] does, when this time has
-    /// passed since it was opened or since the last time began: damage is found, and mended from memory,
-    /// while there is still a memory to mend it from. `None`: only when it is told to. Default: 24 hours.
+    /// Scrubs the store in the background, as [`Store::scrub`] does, when this much time has passed since the
+    /// open or since the last background scrub began. Damage is thus found while the page is still in memory
+    /// and can be repaired from there. `None` disables background scrubs. Default: 24 hours.
     ///
     /// [`Store::scrub`]: crate::Store::scrub
     #[must_use]
@@ -401,15 +398,15 @@ impl Options {
         self
     }
 
-    /// How many bytes a second are read at most for that in the background. Default: 64 MiB, at which 1 TiB
-    /// takes four hours and a half.
+    /// Limits how many bytes per second a background scrub reads. Default: 64 MiB, at which 1 TiB takes four
+    /// and a half hours.
     #[must_use]
     pub fn scrub_bytes_per_second(mut self, bytes: impl Into<Option<u64>>) -> Self {
         self.scrub_bytes_per_second = bytes.into();
         self
     }
 
-    /// Refuses values that cannot be used.
+    /// Rejects invalid values.
     pub(crate) fn check(&self) -> Result<()> {
         let invalid = |option, reason: String| Err(Error::InvalidOption { option, reason });
         if !(SEGMENT_LEN_MIN..=SEGMENT_LEN_MAX).contains(&self.segment_len)
@@ -439,7 +436,7 @@ impl Options {
         self.tiers.iter().try_for_each(|tiers| tiers.check(&self.budget))
     }
 
-    /// Whole segments of the reserve.
+    /// Returns the number of whole segments in the reserve.
     pub(crate) fn reserve_segments(&self) -> usize {
         let bytes = self.reserve_bytes.unwrap_or(2 * self.segment_len);
         usize::try_from(bytes.div_ceil(self.segment_len)).unwrap_or(usize::MAX)

@@ -1,4 +1,4 @@
-//! Which of the caller's memory an open puts pages into.
+//! Caller-owned memory into which an open loads pages.
 
 use std::fmt;
 use std::sync::Arc;
@@ -9,10 +9,10 @@ use super::{CallerMemory, Options};
 #[cfg(doc)]
 use crate::error::Error;
 
-/// The caller's answer for each page, as a function.
+/// A function that returns the memory for a page, or `None`.
 type PageMemoryFn = dyn Fn(&PageInfo) -> Option<CallerMemory> + Send + Sync;
 
-/// The function, shared by the clones of its options.
+/// A [`PageMemoryFn`], shared by clones of the options.
 #[derive(Clone)]
 pub(crate) struct PageMemorySource(pub Arc<PageMemoryFn>);
 
@@ -23,18 +23,21 @@ impl fmt::Debug for PageMemorySource {
 }
 
 impl Options {
-    /// Puts pages into memory that exists when the store is opened: so recovered weights land in a
-    /// framework's tensors, and are there once. The open asks `source` for each page that has bytes, on its
-    /// own thread, with the page as it is after the recovery: key, length, place, metadata. `None` leaves the
-    /// page to the store's own memory. A page lives in what it is given as after [`WriteBatch::create_in`].
+    /// Loads pages into memory that already exists when the store is opened, so that recovered weights are
+    /// written directly into a framework's tensors, without a second copy. The open calls `source` on its own
+    /// thread for each page with a length above 0, passing the page's state after recovery: key, length,
+    /// place, metadata. If `source` returns `None`, the store allocates the page's memory. A page in
+    /// caller-owned memory behaves as after [`WriteBatch::create_in`].
     ///
-    /// No work of the caller's is under way in the memory, and what lies there is not the page until the open
-    /// has returned; with [`PageLoad::OnDemand`](super::PageLoad::OnDemand), until the page is loaded. Where
-    /// an open fails it leaves anything there. One that passes over a damaged snapshot asks again.
+    /// The caller must have no work in flight on the memory. The memory does not contain the page until the
+    /// open has returned or, with [`PageLoad::OnDemand`](super::PageLoad::OnDemand), until the page is
+    /// loaded. If the open fails, the content of the memory is undefined. An open that skips a damaged
+    /// snapshot calls `source` again.
     ///
-    /// The open fails with [`Error::MemoryRefused`] if the memory has another length than the page, is in
-    /// another place, or is none that the device knows; with [`Error::MemoryInUse`] if two pages get parts in
-    /// common; with [`Error::Panicked`] if `source` panics.
+    /// The open fails with [`Error::MemoryRefused`] if the length of the memory differs from that of the
+    /// page, if the memory is in another place, or if the device does not know it; with
+    /// [`Error::MemoryInUse`] if the memory of two pages overlaps; and with [`Error::Panicked`] if `source`
+    /// panics.
     ///
     /// ```
     /// use std::sync::Arc;

@@ -1,12 +1,12 @@
-//! The rules that say how much of the past is kept.
+//! The rules for how much of the past is kept.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-/// Which snapshots are kept, and how much log. A snapshot is kept as long as one of these rules, its name or
-/// a reader wants it; nothing that a kept snapshot needs is ever removed. A snapshot that begins where the
-/// next one begins, and does not go as far, is kept for its name or a reader only: the next one stands in its
-/// place.
+/// Rules for which snapshots and how much log are kept. A snapshot is kept as long as one of these rules, its
+/// name or a reader requires it; nothing that a kept snapshot needs is ever removed. If the next snapshot has
+/// the same redo point and a later end, a snapshot is kept only for its name or a reader, because the next
+/// snapshot replaces it.
 ///
 /// ```
 /// use remanent::{Options, SnapshotOptions, Store};
@@ -30,16 +30,16 @@ use std::time::Duration;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Retention {
-    /// This number of the newest snapshots is kept, with the log since the oldest of them; at least 1.
+    /// The number of newest snapshots to keep, with the log since the oldest of them; at least 1.
     pub snapshots_kept: usize,
-    /// Snapshots that are younger than this are kept, with the log since.
+    /// Snapshots younger than this are kept, with the log since the oldest of them.
     pub snapshots_kept_for: Duration,
-    /// The newest snapshot with at least this many bytes of log after it is kept, with that log.
+    /// The minimum number of log bytes to keep, with the newest snapshot that precedes them.
     pub log_kept: u64,
-    /// Names that keep a snapshot no longer.
+    /// Names that no longer keep their snapshots.
     pub names_given_up: BTreeSet<String>,
-    /// If set, only the snapshots whose names are given up go, with the files that only they need. All other
-    /// snapshots stay, and all of the log.
+    /// Whether a prune removes only the snapshots in `names_given_up` and the files that only they need. All
+    /// other snapshots and the whole log are kept.
     pub names_only: bool,
 }
 
@@ -57,29 +57,29 @@ impl Default for Retention {
 }
 
 impl Retention {
-    /// Keeps another number of snapshots.
+    /// Sets the number of newest snapshots to keep.
     #[must_use]
     pub fn snapshots_kept(mut self, count: usize) -> Self {
         self.snapshots_kept = count;
         self
     }
 
-    /// Keeps snapshots up to another age.
+    /// Keeps snapshots younger than `age`.
     #[must_use]
     pub fn snapshots_kept_for(mut self, age: Duration) -> Self {
         self.snapshots_kept_for = age;
         self
     }
 
-    /// Keeps another length of log, in bytes.
+    /// Sets the minimum number of log bytes to keep.
     #[must_use]
     pub fn log_kept(mut self, bytes: u64) -> Self {
         self.log_kept = bytes;
         self
     }
 
-    /// Whether only the snapshots go whose names are given up, and no other rule is applied. The newest
-    /// snapshot stays in any case: the next one shares its images.
+    /// Sets whether a prune removes only the snapshots whose names are given up and applies no other rule.
+    /// The newest snapshot is kept in any case, because the next one shares its images.
     ///
     /// ```
     /// use remanent::{Options, SnapshotOptions, Store};
@@ -98,7 +98,7 @@ impl Retention {
         self
     }
 
-    /// Gives this name up: the snapshot that has it goes, unless something else keeps it.
+    /// Gives up `name`: its snapshot is removed unless something else keeps it.
     #[must_use]
     pub fn give_up(mut self, name: impl Into<String>) -> Self {
         self.names_given_up.insert(name.into());

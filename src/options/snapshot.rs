@@ -1,6 +1,6 @@
-//! What a caller asks of a snapshot.
+//! Options of a single snapshot.
 
-/// What is asked of one snapshot: a name, an exact state, how far the call waits.
+/// Options of one snapshot: a name, whether it is exact, and whether the call waits for verification.
 ///
 /// ```
 /// use remanent::{Options, Place, SnapshotOptions, Store};
@@ -24,36 +24,36 @@ pub struct SnapshotOptions {
 }
 
 impl SnapshotOptions {
-    /// A snapshot without a name, verified when the call returns: what
-    /// [`Store::snapshot`](crate::Store::snapshot) takes.
+    /// Returns the options that [`Store::snapshot`](crate::Store::snapshot) uses: no name, and verified when
+    /// the call returns.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// A name of 1 to 64 bytes, which keeps the snapshot until [`Store::prune`](crate::Store::prune) gives it
-    /// up. A snapshot with a name is always [exact](Self::exact), so that it needs no log.
+    /// Sets a name of 1 to 64 bytes, which keeps the snapshot until [`Store::prune`](crate::Store::prune)
+    /// gives the name up. A named snapshot is always [exact](Self::exact), so it needs no log.
     pub fn name(mut self, name: impl Into<String>) -> Self {
         self.name = Some(name.into());
         self
     }
 
-    /// The state of one moment: that of the newest batch submitted before the call, or of a later one. It
-    /// needs no log after it to stand for that state. Commits go on; a page that they change before it is
-    /// gathered is copied aside first, within the budget of its place.
+    /// Makes the snapshot the state after a single batch: the newest one submitted before the call, or a
+    /// later one. Such a snapshot needs no log to restore that state. Commits continue during the snapshot; a
+    /// page that changes before it is gathered is first copied, within the budget of its place.
     ///
-    /// That moment lasts as long as it takes to look at every page that may have changed, some 0.2 µs each:
-    /// batches are not applied meanwhile. A snapshot that is not exact looks at a thousand pages at a time,
-    /// and lets batches go on between.
+    /// To fix that state, batches are paused while every page that may have changed is examined, for about
+    /// 0.2 µs per page. A snapshot that is not exact examines a thousand pages at a time and applies batches
+    /// in between.
     pub fn exact(mut self) -> Self {
         self.exact = true;
         self
     }
 
-    /// The call returns when the snapshot is published: it is durable then, and what an open starts from. It
-    /// is read back in the background, and what it takes the place of stays until that is done.
-    /// [`Store::wait_verified`](crate::Store::wait_verified) waits for it, and so does closing the store. If
-    /// it has a name, so does the next snapshot, before that is published: an open starts from the newest
-    /// one, and knows of those before only what was read back.
+    /// Returns as soon as the snapshot is published: it is then durable, and the next open starts from it.
+    /// The snapshot is read back in the background, and what it replaces is kept until that is done.
+    /// [`Store::wait_verified`](crate::Store::wait_verified) and closing the store wait for it. If this
+    /// snapshot has a name, the next snapshot also waits for it before being published, because an open
+    /// starts from the newest snapshot and relies only on those older snapshots that were read back.
     ///
     /// ```
     /// use remanent::{Options, Place, SnapshotOptions, Store};

@@ -1,4 +1,4 @@
-//! The order of places through which pages that are not used go down.
+//! The order of places through which unused pages are demoted.
 
 use std::fmt;
 use std::sync::Arc;
@@ -9,23 +9,23 @@ use super::Budget;
 use crate::error::{Error, Result};
 use crate::eviction::{EvictionPolicy, Lru, S3Fifo};
 
-/// Makes the policy of a place.
+/// A function that creates the eviction policy of a place.
 type PolicyMaker = dyn Fn(Place) -> Box<dyn EvictionPolicy> + Send + Sync;
 
-/// Places in an order, the fastest first: where one is full, pages that are not used go to the next one.
+/// An order of places, fastest first: when one is full, unused pages are demoted to the next.
 ///
-/// Every place but the last has a limit in the [`Budget`]. A thread of the store keeps some of it free
-/// ([`free_part`](Self::free_part)), so that commits find room at once; a commit that finds none waits for
-/// that thread. Pages move by logged batches, as by [`WriteBatch::move_to`](crate::WriteBatch::move_to):
-/// after a crash each is where it was, or in the place before that. Pages that are leased, pinned or in a
-/// caller's memory stay.
+/// Every place but the last needs a limit in the [`Budget`]. A background thread keeps part of each limit
+/// free ([`free_part`](Self::free_part)) so that commits find room immediately; a commit that finds none
+/// waits for that thread. Pages are moved by logged batches, as with
+/// [`WriteBatch::move_to`](crate::WriteBatch::move_to): after a crash, a page is in its last place or the one
+/// before. Pages that are leased, pinned or in caller-owned memory are not moved.
 ///
-/// An open with less memory than the pages take, on a smaller machine for one, takes those down that were
-/// not changed for longest, before it loads any ([`RecoveryReport::lowered_pages`](crate::RecoveryReport)).
-/// Without tiers it is refused.
+/// If an open has less memory than the pages need, for example on a smaller machine, it demotes the pages
+/// that have been unchanged for longest before it loads any
+/// ([`RecoveryReport::lowered_pages`](crate::RecoveryReport)). Without tiers, such an open fails.
 ///
-/// Nothing moves up of its own accord: [`Store::ensure`](crate::Store::ensure) and
-/// [`Store::prefetch`](crate::Store::prefetch) bring pages to where they are needed.
+/// Pages are never promoted automatically: use [`Store::ensure`](crate::Store::ensure) and
+/// [`Store::prefetch`](crate::Store::prefetch).
 ///
 /// ```
 /// use remanent::{Budget, Options, Place, Store, Tiers};
@@ -33,7 +33,7 @@ type PolicyMaker = dyn Fn(Place) -> Box<dyn EvictionPolicy> + Send + Sync;
 ///     .budget(Budget::default().with(Place::Host, 64 << 10))
 ///     .tiers(Tiers::new([Place::Host, Place::Disk]));
 /// let store = Store::temporary(options)?;
-/// // Four times what the host has room for.
+/// // Four times the host's limit.
 /// for at in 0..64u8 {
 ///     store.put(&format!("block/{at}").as_str().try_into()?, [at; 4096], Place::Host)?;
 /// }
@@ -52,50 +52,50 @@ pub struct Tiers {
 }
 
 impl Tiers {
-    /// Places, the fastest first.
+    /// Creates tiers from `places`, fastest first.
     #[must_use]
     pub fn new(places: impl Into<Vec<Place>>) -> Self {
         Self { places: places.into(), free_part: 16, policy: Arc::new(|_| Box::<S3Fifo>::default()) }
     }
 
-    /// The part of each budget that is kept free, one in this number; pages begin to leave when less than
-    /// half of that is free. Default: 16.
+    /// Keeps one part in `part` of each budget free; eviction starts when less than half of that is free.
+    /// Default: 16.
     #[must_use]
     pub fn free_part(mut self, part: u32) -> Self {
         self.free_part = part;
         self
     }
 
-    /// Lets the page that was not used for longest leave first ([`Lru`]). Default: [`S3Fifo`].
+    /// Evicts the least recently used page first ([`Lru`]). Default: [`S3Fifo`].
     #[must_use]
     pub fn lru(self) -> Self {
         self.policy(|_| Box::<Lru>::default())
     }
 
-    /// Which page leaves a place, by a policy of the caller's own for each place.
+    /// Uses a custom eviction policy, created by `make` for each place.
     #[must_use]
     pub fn policy(mut self, make: impl Fn(Place) -> Box<dyn EvictionPolicy> + Send + Sync + 'static) -> Self {
         self.policy = Arc::new(make);
         self
     }
 
-    /// The places, the fastest first.
+    /// Returns the places, fastest first.
     #[must_use]
     pub fn places(&self) -> &[Place] {
         &self.places
     }
 
-    /// A new policy for a place.
+    /// Creates a policy for `place`.
     pub(crate) fn new_policy(&self, place: Place) -> Box<dyn EvictionPolicy> {
         (self.policy)(place)
     }
 
-    /// Bytes of a budget that are kept free.
+    /// Returns how many bytes of a budget are kept free.
     pub(crate) fn free_bytes(&self, budget: u64) -> u64 {
         budget / u64::from(self.free_part)
     }
 
-    /// Refuses an order that cannot be kept.
+    /// Rejects an unusable order.
     pub(super) fn check(&self, budget: &Budget) -> Result<()> {
         let invalid = |reason: String| Err(Error::InvalidOption { option: "tiers", reason });
         if self.places.len() < 2 {
