@@ -1,11 +1,11 @@
-//! The engine: the parts of an open store that all its roads share.
+//! The engine: the components that all parts of an open store share.
 //!
-//! Commits, reads, snapshots, restores, loads and tickets have types of their own. Each of them holds this
-//! one behind an `Arc`, so that all of them see the same disk, the same memory and the same poison, and a
-//! ticket counts one handle and not one for each part.
+//! Commits, reads, snapshots, restores, loads and tickets have their own types. Each holds this one in an
+//! `Arc`, so that all of them use the same disk, memory and poison, and a ticket counts one reference instead
+//! of one per component.
 //!
-//! Two of the parts have threads. The applier is started after the log and stopped before it: a batch is
-//! applied only once it is logged, and the applier waits at the log for that (I1).
+//! Two of the components have threads. The applier is started after the log and stopped before it: a batch is
+//! applied only after it is logged, and the applier waits on the log for that (I1).
 
 use std::sync::{Arc, Weak};
 
@@ -24,33 +24,33 @@ use crate::options::LogIo;
 use crate::versions::Versions;
 use crate::versions::uses::PageUses;
 
-/// The shared parts of an open store.
+/// The shared components of an open store.
 pub(crate) struct Engine {
     pub store: StoreId,
-    /// The directory that holds the files.
+    /// The directory with the store's files.
     pub disk: Arc<dyn Disk>,
-    /// The device that the pages lie on.
+    /// The device that holds the pages.
     pub device: Arc<dyn Device>,
-    /// What the device did since the store was opened.
+    /// Counters of device operations since the store was opened.
     pub counts: Arc<DeviceCounts>,
-    /// Page memory, within its budget.
+    /// Page memory, limited by the budget.
     pub arena: Arc<Arena>,
-    /// Host memory that lanes copy through.
+    /// Host memory through which lanes copy.
     pub staging: Arc<StagingPool>,
-    /// The parts that pages on disk share.
+    /// State shared by all pages on disk.
     pub disk_pages: Arc<DiskPages>,
     pub log: Arc<Log>,
-    /// The owner of the pages' bytes.
+    /// The thread that changes the pages' bytes.
     pub applier: Arc<Applier>,
-    /// Page memory that callers use.
+    /// The leases and pins of page memory.
     pub leases: Arc<Leases>,
-    /// Pages and root as lookups find them.
+    /// Pages and root as lookups see them.
     pub versions: Arc<Versions>,
-    /// Set by every failure after which it is unknown what lies on disk or in memory.
+    /// Set by every failure after which the state of disk or memory is unknown.
     pub poison: Arc<Poison>,
 }
 
-/// What recovery leaves for an engine to start from.
+/// The results of recovery from which an engine starts.
 pub(crate) struct EngineStart<'a> {
     pub store: StoreId,
     pub disk: Arc<dyn Disk>,
@@ -59,27 +59,27 @@ pub(crate) struct EngineStart<'a> {
     pub staging: Arc<StagingPool>,
     pub disk_pages: Arc<DiskPages>,
     pub log_io: LogIo,
-    /// The segments, to which recycled ones go.
+    /// The segments, including recycled ones.
     pub pool: Arc<SegmentPool>,
-    /// Where the log goes on.
+    /// The position at which the log continues.
     pub log: LogStart,
-    /// The payload of a batch that the pages have and the log does not: it is logged first.
+    /// The payload of a batch that is in the pages but not in the log: it is logged first.
     pub first_batch: Option<Vec<u8>>,
     /// The pages and their memory.
     pub applied: AppliedState,
     /// The same pages, as committers and readers see them.
     pub submitted: &'a PageTable,
-    /// What the device does.
+    /// Counters of device operations.
     pub counts: Arc<DeviceCounts>,
-    /// What policies hear of pages, where there are any.
+    /// The page uses reported to eviction policies, if there are any.
     pub uses: Option<Arc<PageUses>>,
 }
 
 impl Engine {
-    /// Starts the log and the applier. If one of them does not start, the pages' memory is given back.
+    /// Starts the log and the applier. If either fails to start, the pages' memory is freed.
     ///
     /// # Errors
-    /// What the disk says; [`Error::Thread`](crate::Error::Thread) where there is no thread.
+    /// Errors of the disk; [`Error::Thread`](crate::Error::Thread) if a thread cannot be started.
     pub fn start(start: EngineStart<'_>) -> Result<RunningEngine> {
         let EngineStart {
             store,
@@ -154,15 +154,15 @@ impl Engine {
     }
 }
 
-/// Logs a batch before the store can be used. It takes no more of a full disk than a batch of deletes: with
-/// pages in slower places the store opens, and can be emptied.
+/// Logs a batch before the store is opened to callers. On a full disk it may use the space reserved for
+/// deletes: a store with pages moved to slower places can then be opened and emptied.
 fn append_first(log: &Log, payload: &[u8]) -> Result<LogPoint> {
     let point = log.append(payload, crc32fast::hash(payload), SpacePurpose::Delete)?;
     log.wait_logged(point.lsn)?;
     Ok(point)
 }
 
-/// The engine's end of the link to callers' memory, which may outlive the engine.
+/// The engine's side of the link to caller-owned memory, which may outlive the engine.
 struct CallersEnd {
     poison: Arc<Poison>,
     applier: Weak<Applier>,
@@ -190,14 +190,14 @@ impl StoreEnd for CallersEnd {
     }
 }
 
-/// The owner of the engine's threads: they end when it is dropped, whatever else still holds the engine.
+/// The owner of the engine's threads. Dropping it stops them, even if other references to the engine remain.
 pub(crate) struct RunningEngine(pub Arc<Engine>);
 
 impl Drop for RunningEngine {
     fn drop(&mut self) {
         self.0.applier.stop();
         self.0.log.stop();
-        // The pages have left by now: what callers lent for them is theirs again.
+        // All pages have left by now, so caller-owned memory is released to its owners.
         self.0.arena.drop_let_go();
     }
 }

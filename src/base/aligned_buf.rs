@@ -1,4 +1,4 @@
-//! Memory that direct reads fill without a copy.
+//! Buffers that direct reads fill without a copy.
 
 use std::ops::{Deref, DerefMut};
 
@@ -7,7 +7,7 @@ use zerocopy::FromZeros;
 
 const ALIGN: usize = GROUP_ALIGN as usize;
 
-/// Memory that begins at a multiple of 4096, zeroed at first.
+/// A zero-initialized buffer aligned to 4096 bytes.
 #[derive(Debug)]
 pub struct AlignedBuf {
     bytes: Vec<u8>,
@@ -16,13 +16,13 @@ pub struct AlignedBuf {
 }
 
 impl AlignedBuf {
-    /// Memory of `len` bytes.
+    /// Creates a buffer of `len` bytes.
     #[must_use]
     pub fn new(len: usize) -> Self {
         Self::of(vec![0; len + ALIGN - 1], len)
     }
 
-    /// Memory of `len` bytes, or `None` if the system has not enough.
+    /// Creates a buffer of `len` bytes; `None` if the allocation fails.
     #[must_use]
     pub fn try_new(len: usize) -> Option<Self> {
         Some(Self::of(u8::new_vec_zeroed(len.checked_add(ALIGN - 1)?).ok()?, len))
@@ -47,7 +47,7 @@ impl DerefMut for AlignedBuf {
     }
 }
 
-/// Whether direct reads can fill these bytes from `offset` as they lie.
+/// Returns whether direct I/O at `offset` can read into `bytes` without a bounce buffer.
 pub(crate) fn is_aligned(offset: u64, bytes: &[u8]) -> bool {
     offset.is_multiple_of(GROUP_ALIGN)
         && bytes.len().is_multiple_of(ALIGN)

@@ -1,11 +1,12 @@
-//! Lists and maps that may grow too long for memory: a refusal is an error, not the end of the process.
+//! Fallible allocation for lists and maps that may outgrow memory: a failed allocation is an error and does
+//! not abort the process.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::Hash;
 
 use crate::error::{Error, Result};
 
-/// Makes room for `count` items more.
+/// Reserves capacity for `count` more items.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`].
@@ -14,7 +15,7 @@ pub(crate) fn make_room<T>(items: &mut Vec<T>, count: usize) -> Result<()> {
     items.try_reserve(count).map_err(|_| Error::no_memory(items_len::<T>(len.saturating_add(count))))
 }
 
-/// Adds an item to a list that may grow too long.
+/// Appends an item to a list.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`].
@@ -24,7 +25,7 @@ pub(crate) fn push<T>(items: &mut Vec<T>, item: T) -> Result<()> {
     Ok(())
 }
 
-/// Adds items to a list that may grow too long.
+/// Appends items to a list.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`].
@@ -37,7 +38,7 @@ pub(crate) fn append<T>(items: &mut Vec<T>, more: impl IntoIterator<Item = T>) -
     Ok(())
 }
 
-/// A list of items, which may be too many.
+/// Collects items into a list.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`].
@@ -47,22 +48,22 @@ pub(crate) fn collected<T>(items: impl IntoIterator<Item = T>) -> Result<Vec<T>>
     Ok(all)
 }
 
-/// A map of items. It asks for short memory only. `collect` does not: it sorts all items in one piece of
-/// memory first, which cannot be refused.
+/// Collects items into a map with small allocations only. `collect` would sort all items in a single
+/// allocation first, which aborts the process on failure.
 pub(crate) fn map_of<K: Ord, T>(items: impl IntoIterator<Item = (K, T)>) -> BTreeMap<K, T> {
     let mut map = BTreeMap::new();
     map.extend(items);
     map
 }
 
-/// A set of items. As [`map_of`], it asks for short memory only.
+/// Collects items into a set with small allocations only, like [`map_of`].
 pub(crate) fn set_of<T: Ord>(items: impl IntoIterator<Item = T>) -> BTreeSet<T> {
     let mut set = BTreeSet::new();
     set.extend(items);
     set
 }
 
-/// Adds an item to a map that may grow too large.
+/// Inserts an item into a map.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`].
@@ -73,7 +74,7 @@ pub(crate) fn insert<K: Eq + Hash, T>(map: &mut HashMap<K, T>, key: K, item: T) 
     Ok(())
 }
 
-/// A copy of what may be too much.
+/// Copies a slice into a new list.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`].
@@ -84,7 +85,7 @@ pub(crate) fn copied<T: Copy>(items: &[T]) -> Result<Vec<T>> {
     Ok(copy)
 }
 
-/// The length in bytes of memory for `count` items.
+/// Returns the size in bytes of `count` items.
 fn items_len<T>(count: usize) -> u64 {
     count.saturating_mul(size_of::<T>()) as u64
 }

@@ -1,17 +1,18 @@
-//! Files that a forked child does not keep open.
+//! Files that are closed in forked children.
 //!
-//! A lock of an open file (`F_OFD_SETLK`) lasts until the last descriptor of the file is closed, and a forked
-//! child inherits a copy of every descriptor. Without this module, a child that outlives its parent would
-//! keep the parent's locks. [`ClosedOnFork`] registers its descriptor, and a handler of `pthread_atfork`
-//! closes all registered descriptors in each child. An `exec` closes them as well (`O_CLOEXEC`).
+//! A lock of an open file description (`F_OFD_SETLK`) is held until the last descriptor of the file is
+//! closed, and a forked child inherits a copy of every descriptor. Without this module, a child that outlives
+//! its parent would keep the parent's locks. [`ClosedOnFork`] registers its descriptor, and a
+//! `pthread_atfork` handler closes all registered descriptors in each child. An `exec` closes them as well
+//! (`O_CLOEXEC`).
 //!
-//! The handlers take no lock and allocate nothing: another thread may hold any lock at a fork. A descriptor
-//! is registered only after it was opened, and a fork between the two gives the child a copy that it does not
-//! close. So [`ClosedOnFork::open`] counts the forks, and opens the file again if one overlapped. The caller
-//! takes its lock afterwards, so a copy from before holds nothing.
+//! The handlers take no lock and allocate nothing, because another thread may hold any lock at a fork. A
+//! descriptor can be registered only after it was opened, and a fork between the two gives the child a copy
+//! that it does not close. Therefore [`ClosedOnFork::open`] counts the forks, and opens the file again if one
+//! overlapped. The caller takes its lock afterwards, so the earlier copy holds no lock.
 //!
 //! A child of a bare `clone` system call runs no handlers. It keeps the descriptors until it ends or calls
-//! `exec`. A child of `vfork` or `posix_spawn` runs none either, and calls `exec` at once.
+//! `exec`. A child of `vfork` or `posix_spawn` runs none either, and calls `exec` immediately.
 
 use std::fs::File;
 use std::io;
@@ -23,22 +24,22 @@ use std::time::{Duration, Instant};
 use super::process::{ForkGuard, PerProcess};
 use super::sync::Mutex;
 
-/// A file whose descriptor is closed in every forked child. Only its own process drops it.
+/// A file whose descriptor is closed in every forked child. It is dropped only in the process that opened it.
 #[derive(Debug)]
 pub(crate) struct ClosedOnFork {
     file: ForkGuard<File>,
     slot: &'static Slot,
 }
 
-/// How long [`ClosedOnFork::open`] waits for a moment without a fork. Only threads that fork all the time,
-/// each while another one does, can make it wait for longer than a fork takes.
+/// How long [`ClosedOnFork::open`] waits for a moment without a fork. Only threads that fork continuously,
+/// each while another fork is in progress, can make it wait longer than one fork takes.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// The pause between two looks at the forks in progress. A fork takes about as long.
+/// The pause between two checks for forks in progress, about as long as a fork.
 const PAUSE: Duration = Duration::from_micros(50);
 
 impl ClosedOnFork {
-    /// Opens a file. `open` may run more than once.
+    /// Opens a file. `open` may be called more than once.
     ///
     /// # Errors
     /// The error of `open`; `WouldBlock` if forks in other threads follow each other without a gap;
@@ -71,8 +72,8 @@ impl ClosedOnFork {
         &self.file
     }
 
-    /// Whether this process opened the file. In a forked child its descriptor is closed, and the number may
-    /// be that of another file.
+    /// Returns whether this process opened the file. In a forked child, its descriptor is closed, and the
+    /// number may belong to another file.
     pub fn is_own(&self) -> bool {
         self.file.is_own()
     }
@@ -80,26 +81,27 @@ impl ClosedOnFork {
 
 impl Drop for ClosedOnFork {
     fn drop(&mut self) {
-        // In a forked child the slot is free already, and may be another file's.
+        // In a forked child, the slot is already free and may be in use by another file.
         if self.is_own() {
-            // Before the descriptor is closed: another file gets its number then, which a child must keep.
+            // This must precede closing the descriptor: its number may then be reused for another file, which
+            // children must not close.
             self.slot.release();
         }
     }
 }
 
-/// A place for one descriptor that children close. Slots are used again and never freed, because a child's
-/// handler walks through them without a lock.
+/// A registry entry for one descriptor that children close. Slots are reused and never freed, because a
+/// child's handler traverses them without a lock.
 #[derive(Debug)]
 struct Slot {
-    /// The descriptor; [`FREE`] if there is none.
+    /// The descriptor, or [`FREE`] if the slot is unused.
     descriptor: AtomicI32,
     next: AtomicPtr<Slot>,
 }
 
 const FREE: i32 = -1;
 
-/// The newest slot.
+/// The head of the list of slots.
 static SLOTS: AtomicPtr<Slot> = AtomicPtr::new(ptr::null_mut());
 
 impl Slot {
@@ -120,7 +122,7 @@ impl Slot {
         })
     }
 
-    /// Makes this the first of the slots.
+    /// Prepends the slot to the list.
     fn link(&'static self) {
         let this = ptr::from_ref(self).cast_mut();
         let mut first = self.next.load(Ordering::Relaxed);
@@ -135,20 +137,20 @@ impl Slot {
     }
 }
 
-/// All slots, taken or free.
+/// Returns all slots, used or free.
 fn slots() -> impl Iterator<Item = &'static Slot> {
     // SAFETY: a pointer to a slot is null or comes from `Box::leak`, and slots are never freed.
     let slot = |pointer: &AtomicPtr<Slot>| unsafe { pointer.load(Ordering::Acquire).as_ref() };
     std::iter::successors(slot(&SLOTS), move |previous| slot(&previous.next))
 }
 
-/// The number of forks that have begun, and of those that have ended.
+/// The number of forks that have begun, and the number of those that have ended.
 static STARTED: AtomicU64 = AtomicU64::new(0);
 static ENDED: AtomicU64 = AtomicU64::new(0);
 
-/// The number of forks so far, if none is in progress.
+/// Returns the number of forks so far, or `None` if one is in progress.
 fn forks_at_rest() -> Option<u64> {
-    // In this order: a fork that begins in between makes the two differ.
+    // The order matters: a fork that begins in between makes the two counters differ.
     let ended = ENDED.load(Ordering::SeqCst);
     (STARTED.load(Ordering::SeqCst) == ended).then_some(ended)
 }
@@ -157,26 +159,26 @@ extern "C" fn before_fork() {
     STARTED.fetch_add(1, Ordering::SeqCst);
 }
 
-/// Runs in the parent, also if the fork failed.
+/// Runs in the parent, even if the fork failed.
 extern "C" fn after_fork() {
     ENDED.fetch_add(1, Ordering::SeqCst);
 }
 
-/// Runs in the child, whose only thread this is.
+/// Runs in the child, which has only this thread.
 extern "C" fn in_child() {
-    // Forks of other threads are in progress in the parent alone.
+    // Forks by other threads are in progress only in the parent.
     ENDED.store(STARTED.load(Ordering::SeqCst), Ordering::SeqCst);
     for slot in slots() {
         let descriptor = slot.descriptor.swap(FREE, Ordering::SeqCst);
         if descriptor != FREE {
-            // SAFETY: it is the child's copy of a registered descriptor, which the child never uses:
-            // `ClosedOnFork` leaves it alone there.
+            // SAFETY: the descriptor is the child's copy of a registered descriptor, which the child never
+            // uses, because `ClosedOnFork` does not access it there.
             unsafe { libc::close(descriptor) };
         }
     }
 }
 
-/// Registers the handlers, once in a process and its children.
+/// Registers the handlers, once for a process and its children.
 fn register_handlers() -> io::Result<()> {
     static ARE_REGISTERED: AtomicBool = AtomicBool::new(false);
     static REGISTERING: PerProcess<Mutex<()>> = PerProcess::new();
@@ -185,7 +187,7 @@ fn register_handlers() -> io::Result<()> {
         return Ok(());
     }
     // SAFETY: the handlers are functions of this module that take no lock, allocate nothing, and make no
-    // system call but `close`, as a fork of a process with threads demands.
+    // system call but `close`, as is required in a fork of a multithreaded process.
     let failed = unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(in_child)) };
     if failed != 0 {
         return Err(io::Error::from_raw_os_error(failed));
@@ -200,7 +202,7 @@ mod tests {
 
     #[test]
     fn open_files_are_registered_and_closed_ones_are_not() {
-        // Beyond the numbers that files of other tests of the process get.
+        // Higher than the descriptors that other tests in the process use.
         const NUMBER_MIN: i32 = 900;
         let registered =
             |descriptor| slots().filter(|slot| slot.descriptor.load(Ordering::SeqCst) == descriptor).count();
@@ -220,7 +222,7 @@ mod tests {
         let opens = AtomicU64::new(0);
         let file = ClosedOnFork::open(|| {
             if opens.fetch_add(1, Ordering::Relaxed) == 0 {
-                // As a fork of another thread does.
+                // Simulates a fork by another thread.
                 before_fork();
                 after_fork();
             }

@@ -1,11 +1,11 @@
-//! A crew: threads that stay while one long work goes on, for the many short ones that it is made of.
+//! Crews: threads that are kept for the duration of a long operation and execute its many short tasks.
 //!
-//! Threads that are started for each short work hold each other up: a start and an end change the process's
-//! memory map, which one thread may do at a time. Of a replay of a gibibyte in windows of 16 MiB, on 16
-//! cores, that took half the time.
+//! Starting a thread per task is slow because starting and ending a thread changes the process's memory map,
+//! which only one thread can do at a time. In a replay of 1 GiB in windows of 16 MiB on 16 cores, that took
+//! half the time.
 //!
-//! A crew lives within one call, and ends before that returns. So a child of a fork finds none, which would
-//! have no threads there.
+//! A crew exists only during one call, so a forked child never inherits a crew, which would have no threads
+//! there.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -14,10 +14,10 @@ use rayon_core::{ThreadBuilder, ThreadPool, ThreadPoolBuilder};
 
 use crate::base::sync::threads;
 
-/// Threads that wait for work.
+/// A pool of waiting threads.
 pub(crate) struct Crew(Option<Arc<ThreadPool>>);
 
-/// A thread's membership, until this is dropped.
+/// A thread's membership in a crew; ends when dropped.
 #[must_use = "the thread leaves the crew when this is dropped"]
 pub(crate) struct Membership;
 
@@ -25,8 +25,8 @@ thread_local! {
     static OWN: RefCell<Option<Arc<ThreadPool>>> = const { RefCell::new(None) };
 }
 
-/// Does `work` with a crew of this number of threads. One that cannot be started is not missed: threads are
-/// started for each work then, as far as there are any.
+/// Runs `work` with a crew of `count` threads. If the crew cannot be started, threads are started for each
+/// task instead, as far as the system allows.
 pub(crate) fn with_crew<R>(count: usize, work: impl FnOnce(&Crew) -> R) -> R {
     std::thread::scope(|scope| {
         let start =
@@ -37,7 +37,7 @@ pub(crate) fn with_crew<R>(count: usize, work: impl FnOnce(&Crew) -> R) -> R {
 }
 
 impl Crew {
-    /// From now on the crew does what this thread shares out by [`parallel`](super::parallel).
+    /// Makes the crew execute the tasks that this thread distributes through [`parallel`](super::parallel).
     pub fn join(&self) -> Membership {
         OWN.set(self.0.clone());
         Membership
@@ -46,12 +46,12 @@ impl Crew {
 
 impl Drop for Membership {
     fn drop(&mut self) {
-        // Gone is gone.
+        // The thread-local may already be destroyed.
         let _left = OWN.try_with(|own| own.take());
     }
 }
 
-/// The crew of this thread. One that ends, and what it drops then, has none.
+/// Returns the crew of this thread. A thread that is exiting has none.
 pub(super) fn own() -> Option<Arc<ThreadPool>> {
     OWN.try_with(|own| own.borrow().clone()).ok().flatten()
 }
@@ -66,7 +66,7 @@ mod tests {
     use super::*;
     use crate::base::parallel;
 
-    /// The threads that do four works at once.
+    /// Returns the threads that run four tasks concurrently.
     fn at_work() -> HashSet<ThreadId> {
         let (together, seen) = (Barrier::new(4), Mutex::new(HashSet::new()));
         let work = |(): &mut (), _| {

@@ -1,14 +1,14 @@
-//! A lock that goes round.
+//! A fair mutex.
 
 use super::sync::{Mutex, MutexGuard};
 
-/// A lock that a thread gets before one that has just given it back and wants it again.
+/// A mutex that a waiting thread acquires before a thread that has just released it.
 ///
-/// [`Mutex`] promises no order. A thread that took snapshots without a pause got the lock back each time
-/// before a thread that had been woken could take it: a restore waited for minutes, and all commits with it.
+/// [`Mutex`] guarantees no order. A thread that took snapshots without a pause reacquired the lock each time
+/// before a woken thread could acquire it: a restore, and all commits with it, waited for minutes.
 #[derive(Debug, Default)]
 pub(crate) struct FairMutex<T> {
-    /// Held while a thread waits for the value, so that a later one waits here.
+    /// Held by the thread that is next to acquire `value`, so that later threads wait here.
     turn: Mutex<()>,
     value: Mutex<T>,
 }
@@ -35,7 +35,7 @@ mod tests {
         std::thread::scope(|scope| {
             let held = lock.lock();
             scope.spawn(|| lock.lock().push("waited"));
-            // Until it waits for the value.
+            // Until the thread waits for the value.
             while lock.turn.try_lock().is_some() {
                 std::thread::yield_now();
             }

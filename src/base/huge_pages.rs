@@ -4,13 +4,14 @@ use std::ffi::c_void;
 
 use rustix::mm::{Advice, madvise};
 
-/// Bytes of a huge page.
+/// The size of a huge page in bytes.
 const HUGE_LEN: usize = 2 << 20;
 
-/// Advises the system to back memory that is about to be filled whole by huge pages, as far as whole ones lie
-/// in it. Faults of pages of 4 KiB took two thirds of the time of a read into fresh memory.
+/// Advises the system to back `memory`, which is about to be filled, with huge pages, as far as it contains
+/// whole ones. Page faults of 4 KiB pages took two thirds of the time of a read into fresh memory.
 ///
-/// No byte changes. Where the system knows no huge pages, or the memory is of a file, nothing happens.
+/// No byte changes. The advice has no effect if the system does not support huge pages or the memory maps a
+/// file.
 pub(crate) fn advise(memory: &mut [u8]) {
     let start = memory.as_ptr().align_offset(HUGE_LEN);
     let len = memory.len().saturating_sub(start) / HUGE_LEN * HUGE_LEN;
@@ -18,7 +19,7 @@ pub(crate) fn advise(memory: &mut [u8]) {
         return;
     }
     let within = &mut memory[start..start + len];
-    // SAFETY: the range is of memory that the caller may write, and the advice changes none of its bytes.
+    // SAFETY: the caller has write access to the whole range, and the advice changes none of its bytes.
     let advised = unsafe { madvise(within.as_mut_ptr().cast::<c_void>(), len, Advice::LinuxHugepage) };
     if let Err(error) = advised {
         tracing::trace!(%error, "no huge pages");

@@ -1,5 +1,5 @@
-//! The base that every folder stands on: locks and threads, parallel work, the process,
-//! memory that can be refused, poison.
+//! The foundation of all other folders: locks, threads, parallel work, process identity, fallible allocation
+//! and poison.
 
 pub(crate) mod aligned_buf;
 pub(crate) mod closed_on_fork;

@@ -1,11 +1,12 @@
-//! A value on cache lines of its own.
+//! A value with its own cache lines.
 //!
-//! A word that many threads write takes its line from core to core. Fields beside it that all threads only
-//! read would miss their caches for it, on each commit.
+//! A word that many threads write moves between the caches of their cores. If adjacent read-only fields were
+//! on the same line, every commit would cause cache misses for their readers.
 
 use std::ops::Deref;
 
-/// A value that shares its cache lines with no other. Processors fetch lines in pairs, hence two of them.
+/// A value that shares its cache lines with no other value. The alignment is two lines because processors
+/// prefetch lines in pairs.
 #[repr(align(128))]
 #[derive(Debug, Default)]
 pub(crate) struct OwnLine<T>(pub T);

@@ -1,12 +1,12 @@
-//! The pace of background writes and reads. It is called off when the store closes, and a caller that waits
-//! has the background hurry.
+//! The rate limit of background reads and writes. It is canceled when the store closes, and suspended while a
+//! caller waits for the background work.
 
 use std::time::Duration;
 
 use crate::base::sync::{Condvar, Instant, Mutex};
 use crate::error::{Error, Result};
 
-/// A limit on bytes a second; commits have the rest of the disk.
+/// A limit in bytes per second, which leaves the rest of the disk bandwidth to commits.
 #[derive(Default)]
 pub(crate) struct Pace {
     bytes_per_second: Option<u64>,
@@ -16,14 +16,13 @@ pub(crate) struct Pace {
 
 #[derive(Default)]
 struct PaceState {
-    /// Whether the store closes.
+    /// Whether the store is closing.
     is_closing: bool,
-    /// Callers that wait for the bytes being written: the writer has all of the disk until they need not wait
-    /// any more.
+    /// The number of callers waiting for the background work, which runs at full speed while there are any.
     callers: usize,
 }
 
-/// A caller that waits, until this is dropped.
+/// A waiting caller; ends when dropped.
 pub(crate) struct HurryGuard<'a>(&'a Pace);
 
 impl Drop for HurryGuard<'_> {
@@ -37,25 +36,25 @@ impl Pace {
         Self { bytes_per_second, ..Self::default() }
     }
 
-    /// Has the background go on at full speed until this is dropped.
+    /// Suspends the limit until the guard is dropped.
     pub fn hurry(&self) -> HurryGuard<'_> {
         self.state.lock().callers += 1;
         self.changed.notify_all();
         HurryGuard(self)
     }
 
-    /// Waits until a writer that began at `since` may have written this number of bytes, or until a caller
-    /// waits.
+    /// Waits until a writer that began at `since` may have written `bytes` bytes, or until a caller waits for
+    /// it.
     ///
     /// # Errors
-    /// [`Error::Closed`] if the store closes: the bytes being written are given up.
+    /// [`Error::Closed`] if the store closes; the writer then abandons its work.
     pub fn keep(&self, since: Instant, bytes: u64) -> Result<()> {
         self.wait(self.bytes_per_second.map(|limit| since + time_for(bytes, limit)), |state| {
             state.callers > 0
         })
     }
 
-    /// Waits until the given time; for good if there is none.
+    /// Waits until the given time; forever if there is none.
     ///
     /// # Errors
     /// [`Error::Closed`] if the store closes.
@@ -73,7 +72,7 @@ impl Pace {
         Err(Error::Closed)
     }
 
-    /// Calls off all background work, now and from now on.
+    /// Cancels all current and future background work.
     pub fn call_off(&self) {
         self.state.lock().is_closing = true;
         self.changed.notify_all();
@@ -87,7 +86,7 @@ impl Pace {
 /// Longer than any snapshot takes, and short enough to be added to any time.
 const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
 
-/// The least time that this number of bytes may take.
+/// Returns the minimum time for this number of bytes.
 fn time_for(bytes: u64, bytes_per_second: u64) -> Duration {
     Duration::try_from_secs_f64(bytes as f64 / bytes_per_second as f64).unwrap_or(LONGEST).min(LONGEST)
 }

@@ -1,6 +1,6 @@
-//! Parallel work. Several threads share one list of work: images are checksummed, compressed, written and
-//! read like this. A pipeline of two threads: one reads the log while the other uses what was read. And two
-//! things at once.
+//! Parallel work: several threads share one list of tasks, such as checksumming, compressing, writing and
+//! reading images; a pipeline of two threads, one reading the log while the other processes it; and two tasks
+//! run concurrently.
 
 use std::num::NonZero;
 use std::sync::Mutex;
@@ -14,27 +14,27 @@ use crate::base::crew;
 use crate::base::sync::thread;
 use crate::base::sync::threads;
 
-/// The number of threads that can run at once, but at most `at_most`.
+/// Returns the number of threads that can run concurrently, limited to `at_most`.
 pub(crate) fn threads(at_most: usize) -> usize {
-    // Asked once: the answer is read from files of the system's.
+    // Queried once, because the system reads the answer from files.
     static COUNT: OnceLock<usize> = OnceLock::new();
     (*COUNT.get_or_init(|| thread::available_parallelism().map_or(1, NonZero::get))).min(at_most)
 }
 
-/// Whether work that this thread shares out costs no thread's start.
+/// Returns whether this thread has a crew, so that parallel work does not start threads.
 pub(crate) fn has_crew() -> bool {
     crew::own().is_some()
 }
 
-/// Does `work` for each index below `count` on up to `threads` threads, the caller's among them, and returns
-/// the results in the order of the indices. Each thread makes its own equipment by `equip`. One thread goes
-/// through the indices in their order, so a single piece of work is done as if there were no other threads.
+/// Calls `work` for each index below `count` on up to `threads` threads, including the caller's, and returns
+/// the results in index order. Each thread creates its own state with `equip`. A single thread processes the
+/// indices in order, so work for one thread behaves as a plain loop.
 ///
-/// A thread that cannot be started is not missed: the others do its work. None is started where the caller's
-/// is of a [`crew`], which does the work.
+/// If a thread cannot be started, the others do its work. If the caller belongs to a [`crew`], the crew does
+/// the work and no thread is started.
 ///
 /// # Errors
-/// The first error that a thread met; no work is begun after it.
+/// The first error of any thread; no work is started after it.
 pub(crate) fn map_indexed<W, T: Send, E: Send>(
     threads: usize,
     count: usize,
@@ -89,7 +89,7 @@ pub(crate) fn map_indexed<W, T: Send, E: Send>(
     Ok(done.into_iter().map(|(_, result)| result).collect())
 }
 
-/// As [`map_indexed`], over pieces that `work` takes by value; they may be mutable borrows.
+/// Calls `work` for each of `pieces` by value, as [`map_indexed`] does; pieces may be mutable borrows.
 pub(crate) fn for_each<P: Send, T: Send, E: Send>(
     threads: usize,
     pieces: impl IntoIterator<Item = P>,
@@ -101,8 +101,8 @@ pub(crate) fn for_each<P: Send, T: Send, E: Send>(
     map_indexed(threads, pieces.len(), || (), each)
 }
 
-/// Does two things at once, the first on a thread of its own. Where two threads cannot run at once, or the
-/// thread cannot be started, the first is done after the second.
+/// Runs two tasks concurrently, the first on its own thread. If only one thread can run at a time, or the
+/// thread cannot be started, the first task runs after the second.
 pub(crate) fn join<A: Send, B>(there: impl FnOnce() -> A + Send, here: impl FnOnce() -> B) -> (A, B) {
     let there = Mutex::new(Some(there));
     let run = || there.lock().unwrap_or_else(PoisonError::into_inner).take().map(|there| there());
@@ -118,15 +118,16 @@ pub(crate) fn join<A: Send, B>(there: impl FnOnce() -> A + Send, here: impl FnOn
     (done.or_else(run).expect("no thread has taken it"), here)
 }
 
-/// The panic of the thread that was to make the pieces of [`pipeline`].
+/// The panic of the producer thread of [`pipeline`].
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct ProducerPanic;
 
-/// Has `make` hand out pieces, and does `take` with each, in their order. Returns the final result of `make`.
-/// `make` hands out pieces by the function it is given; that function says `false` once no more are wanted.
+/// Calls `take` with each piece that `make` produces, in order, and returns the result of `make`. `make`
+/// passes pieces to the function it is given, which returns `false` when no more are wanted.
 ///
-/// `make` has a thread of its own, and makes up to `count_max` pieces in advance. Where that is 0, or two
-/// threads cannot run at once, or the thread cannot be started, each piece is taken as it is made.
+/// `make` runs on its own thread and produces up to `count_max` pieces in advance. If `count_max` is 0, only
+/// one thread can run at a time, or the thread cannot be started, each piece is taken as soon as it is
+/// produced.
 ///
 /// # Errors
 /// The first error of `take`; [`ProducerPanic`].
@@ -147,7 +148,7 @@ pub(crate) fn pipeline<T: Send, R: Send, E: From<ProducerPanic>>(
         let Some(Ok(maker)) = maker else {
             let mut taken = Ok(());
             let made = make(&mut |piece| {
-                // `make` may hand out one more piece after it is told that none is wanted.
+                // `make` may produce one more piece after it was notified that none is wanted.
                 if taken.is_ok() {
                     taken = take(piece);
                 }
@@ -155,7 +156,8 @@ pub(crate) fn pipeline<T: Send, R: Send, E: From<ProducerPanic>>(
             });
             return taken.map(|()| made);
         };
-        // Consumed, so that the channel closes: a maker that waits to hand out an unwanted piece goes on.
+        // Consuming the receiver closes the channel, which unblocks a producer waiting to send an unwanted
+        // piece.
         let taken = pieces.into_iter().try_for_each(take);
         let made = maker.join();
         taken?;
@@ -228,14 +230,14 @@ mod tests {
         assert_eq!((there != caller, here), (threads(2) > 1, 2));
     }
 
-    /// The numbers up to 100 that were taken, and the result of the pipeline.
+    /// Returns the numbers up to 100 that were taken, and the result of the pipeline.
     fn numbers(count_max: usize, refused: u32) -> (Vec<u32>, Result<&'static str, Failure>) {
         let mut taken = Vec::new();
         let made = pipeline(
             count_max,
             |give| {
                 let all = (0..100).all(&mut *give);
-                // A piece that lay ready when no more were wanted.
+                // A piece that is ready when no more are wanted.
                 let last = give(100);
                 if all && last { "all" } else { "some" }
             },
@@ -270,7 +272,7 @@ mod tests {
         }
     }
 
-    /// With the channel full and with it empty: no thread waits for a piece that never comes.
+    /// Tests a full and an empty channel: no thread waits for a piece that never comes.
     #[test]
     fn a_panic_ahead_is_an_error() {
         if threads(2) < 2 {

@@ -1,7 +1,7 @@
-//! Phases of the engine, told to a hook: the kill suite strikes while a phase lasts. Without the feature
-//! `testing` there is no hook, and entering a phase does nothing.
+//! Phases of the engine, reported to a hook, so that the kill suite can strike during a phase. Without the
+//! feature `testing` there is no hook, and entering a phase does nothing.
 
-/// A stretch of the engine's work that a crash may interrupt.
+/// A part of the engine's work that a crash can interrupt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Phase {
@@ -9,7 +9,7 @@ pub enum Phase {
     Commit = 1,
     /// Making a group durable.
     GroupSync,
-    /// Going on to the next segment, or making one.
+    /// Switching to the next segment, or creating one.
     SegmentRoll,
     /// Copying pages for a snapshot.
     SnapshotGather,
@@ -17,21 +17,21 @@ pub enum Phase {
     Publish,
     /// Removing or reusing files that no kept snapshot needs.
     Recycle,
-    /// Opening a directory as a crash left it.
+    /// Opening a directory after a crash.
     Recovery,
     /// Writing a batch's pages to an image file, before the batch is logged.
     WriteAhead,
-    /// Taking pages to disk or from there to memory, before the batch that moves them is logged.
+    /// Moving pages to or from disk, before the batch that moves them is logged.
     Move,
 }
 
-/// The end of a phase that a thread is at. Phases nest, and several threads may be in one.
+/// The start or end of a phase. Phases nest, and several threads can be in one concurrently.
 #[cfg(feature = "testing")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Edge {
-    /// The phase begins.
+    /// The phase begins now.
     Enter,
-    /// The phase is over.
+    /// The phase ends now.
     Leave,
 }
 
@@ -41,20 +41,21 @@ type Hook = Box<dyn Fn(Phase, Edge) + Send + Sync>;
 #[cfg(feature = "testing")]
 static HOOK: std::sync::OnceLock<Hook> = std::sync::OnceLock::new();
 
-/// Has `hook` called whenever a phase begins or ends, from the thread that is in it. The first hook stays.
+/// Registers a `hook` that is called at the start and end of each phase, on the thread in the phase. Only the
+/// first registered hook is used.
 #[cfg(feature = "testing")]
 pub fn on_phase(hook: impl Fn(Phase, Edge) + Send + Sync + 'static) {
     let _first_stays = HOOK.set(Box::new(hook));
 }
 
-/// A phase that lasts until this is dropped.
+/// A phase that ends when the guard is dropped.
 #[must_use = "the phase ends when this is dropped"]
 pub(crate) struct PhaseGuard {
     #[cfg(feature = "testing")]
     phase: Phase,
 }
 
-/// Begins a phase.
+/// Starts a phase.
 pub(crate) fn enter(phase: Phase) -> PhaseGuard {
     #[cfg(feature = "testing")]
     {

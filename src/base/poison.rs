@@ -1,7 +1,7 @@
-//! The store's first failure, kept. After it, commits and snapshots stop with the same error.
+//! The first failure of a store. After it, commits and snapshots fail with the same error.
 //!
-//! A failed write or sync is never retried: the system may have dropped the bytes that it could not write,
-//! and a second sync would report success.
+//! A failed write or sync is never retried: the system may have dropped the data that it could not write, and
+//! a second sync would report success.
 
 use std::sync::{Arc, OnceLock};
 
@@ -16,18 +16,17 @@ pub(crate) struct Poison {
 }
 
 impl Poison {
-    /// A sound store in this directory.
+    /// Creates the state of a store that is not poisoned.
     pub fn none_in(store: String) -> Self {
         Self { cause: OnceLock::new(), store }
     }
 
-    /// Fails if the store is poisoned.
+    /// Returns an error if the store is poisoned.
     pub fn check(&self) -> Result<()> {
         self.cause.get().map_or(Ok(()), |cause| Err(Error::Poisoned(cause.clone())))
     }
 
-    /// Poisons the store, unless it is already poisoned, and returns the error that every caller sees from
-    /// now on.
+    /// Poisons the store, unless it is already poisoned, and returns the error that every later call returns.
     pub fn set(&self, error: Error) -> Error {
         let error = match error {
             Error::Poisoned(cause) => cause,
@@ -39,15 +38,15 @@ impl Poison {
         Error::Poisoned(self.cause.get().unwrap_or(&error).clone())
     }
 
-    /// Poisons the store if a call to the device failed or a thread panicked. Every other error is for the
-    /// caller alone.
+    /// Poisons the store if a device call failed or a thread panicked. Other errors are returned unchanged,
+    /// because they concern only the caller.
     pub fn set_by_device(&self, error: Error) -> Error {
         if matches!(error, Error::Device { .. } | Error::Panicked { .. }) { self.set(error) } else { error }
     }
 }
 
-/// A guard that lives as long as a thread of this name. If the thread panics, the store is poisoned: nothing
-/// says what was left half done.
+/// A guard held by a thread for its lifetime. If the thread panics, the store is poisoned, because it is
+/// unknown what work was left incomplete.
 pub(crate) struct PanicPoisons {
     pub poison: Arc<Poison>,
     pub thread: &'static str,

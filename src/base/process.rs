@@ -1,13 +1,13 @@
 //! The process that a handle belongs to.
 //!
-//! A forked child inherits a copy of every handle, and none of the threads that serve it. The copy's view of
-//! the log is out of date at once: a child that synced its copy of a group wrote it over the parent's later
-//! ones, and batches that were acknowledged were gone. A lock that another thread held at the fork is never
-//! released in the child. So a handle names the process that made it. In any other process it says
-//! [`Error::Forked`], before it writes a byte and before it takes a lock. A value that it owns is dropped
-//! only in its own process ([`ForkGuard`]).
+//! A forked child inherits a copy of every handle, but none of the threads that serve it. The copy's state of
+//! the log is immediately out of date: a child that synced its copy of a group overwrote later groups of the
+//! parent, so acknowledged batches were lost. A lock that another thread held at the fork is never released
+//! in the child. Therefore a handle records the process that created it, and returns [`Error::Forked`] in any
+//! other process, before it writes a byte or takes a lock. A value that the handle owns is dropped only in
+//! the process that created it ([`ForkGuard`]).
 //!
-//! A check costs two loads. It makes no system call, which would be a tenth of a small commit.
+//! A check costs two loads. It makes no system call, which would take a tenth of the time of a small commit.
 
 use std::io;
 use std::mem::ManuallyDrop;
@@ -20,14 +20,14 @@ use rustix::mm::{Advice, madvise};
 
 use crate::error::{Error, Result};
 
-/// The process that made a handle. The upper half holds its generation, which is above that of its parent;
-/// the lower half holds its number.
+/// The identity of the process that created a handle. The upper half is a generation number, greater than
+/// that of the parent; the lower half is the process id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Process(u64);
 
 impl Process {
-    /// The process that runs this. Takes no lock: a child asks too, and the lock might have been held at the
-    /// fork.
+    /// Returns the running process. Takes no lock, because a child also calls this and the lock might have
+    /// been held at the fork.
     pub fn current() -> Self {
         let Some(word) = word() else { return Self(std::process::id().into()) };
         Self(match word.load(Ordering::Relaxed) {
@@ -41,15 +41,15 @@ impl Process {
         })
     }
 
-    /// Whether this process is the one that runs this: a forked child is another one.
+    /// Returns whether this is the running process, and not for example the parent of a forked child.
     pub fn is_current(self) -> bool {
         self == Self::current()
     }
 
-    /// Refuses a handle that was inherited by a forked child.
+    /// Returns an error if the handle was inherited by a forked child.
     ///
     /// # Errors
-    /// [`Error::Forked`], in a process other than the one that made the handle.
+    /// [`Error::Forked`] in a process other than the one that created the handle.
     pub fn check(self) -> Result<()> {
         if self.is_current() { Ok(()) } else { Err(Error::Forked { opener: self.0 as u32 }) }
     }
@@ -57,23 +57,23 @@ impl Process {
 
 #[cfg(test)]
 impl Process {
-    /// Another process, as a handle that a forked child inherited names it.
+    /// Returns another process, as recorded in a handle that a forked child inherited.
     pub fn parent() -> Self {
         Self(Self::current().0 + (1 << 32) + 1)
     }
 }
 
-/// A word that the kernel sets to 0 in every forked child; null before its first use. It holds the process,
-/// as handles name it, or 0 until a handle asks.
+/// A word that the kernel resets to 0 in every forked child; null before its first use. It contains the
+/// [`Process`], or 0 until [`Process::current`] is called.
 static WORD: AtomicPtr<AtomicU64> = AtomicPtr::new(ptr::null_mut());
-/// The newest generation. A child inherits it, and takes the next one: so a generation is above those of all
-/// ancestors.
+/// The newest generation. A child inherits it and takes the next one, so its generation is greater than those
+/// of all ancestors.
 static NEWEST: AtomicU64 = AtomicU64::new(0);
-/// The target of `WORD` where the system has no memory that a fork wipes; a process is known by its number
-/// then.
+/// The target of `WORD` on a system without memory that is wiped on fork; processes are then identified by
+/// process id only.
 static NO_WORD: AtomicU64 = AtomicU64::new(0);
 
-/// The word, if the system could make one.
+/// Returns the word, if the system could allocate it.
 fn word() -> Option<&'static AtomicU64> {
     let mut word = WORD.load(Ordering::Acquire);
     if word.is_null() {
@@ -82,20 +82,20 @@ fn word() -> Option<&'static AtomicU64> {
             publish(ptr::from_ref(&NO_WORD).cast_mut())
         });
     }
-    // SAFETY: it points to a page that is never unmapped, and so is aligned, or to a static; only atomics
-    // reach it.
+    // SAFETY: the pointer refers to a page that is never unmapped, and is therefore aligned, or to a static;
+    // the target is accessed only through atomics.
     let word = unsafe { &*word };
     (!ptr::eq(word, &NO_WORD)).then_some(word)
 }
 
-/// Makes a word in a page of its own, which stays mapped as long as the process.
+/// Allocates a word in its own page, which stays mapped for the lifetime of the process.
 fn make_word() -> io::Result<*mut AtomicU64> {
     if cfg!(miri) {
         return Err(io::ErrorKind::Unsupported.into());
     }
     let page = MmapRaw::from(MmapMut::map_anon(size_of::<AtomicU64>())?);
-    // SAFETY: the range is that of a private anonymous mapping that lives as long as `page`. The advice
-    // changes nothing of it in this process.
+    // SAFETY: the range is a private anonymous mapping that lives as long as `page`. The advice does not
+    // change its content in this process.
     unsafe { madvise(page.as_mut_ptr().cast(), page.len(), Advice::LinuxWipeOnFork) }?;
     let made = page.as_mut_ptr().cast();
     let word = publish(made);
@@ -105,14 +105,14 @@ fn make_word() -> io::Result<*mut AtomicU64> {
     Ok(word)
 }
 
-/// Makes this the word, unless another thread was first. Returns the first one's word.
+/// Stores `word` in `WORD` unless another thread was first. Returns the word of the first thread.
 fn publish(word: *mut AtomicU64) -> *mut AtomicU64 {
     let stored = WORD.compare_exchange(ptr::null_mut(), word, Ordering::AcqRel, Ordering::Acquire);
     stored.map_or_else(|first| first, |_| word)
 }
 
-/// A value that is dropped only by the process that made it. A forked child leaves it where it is: memory of
-/// the parent's is not unmapped, given back or closed there, and no lock is taken for it.
+/// A value that is dropped only by the process that created it. A forked child leaks the value, so it does
+/// not unmap, free or close resources of the parent, and takes no lock for it.
 #[derive(Debug)]
 pub(crate) struct ForkGuard<T> {
     value: ManuallyDrop<T>,
@@ -125,15 +125,15 @@ impl<T> ForkGuard<T> {
         Self { value: ManuallyDrop::new(value), process: Process::current() }
     }
 
-    /// The value, for the process that made it.
+    /// Returns the value if this process created it.
     ///
     /// # Errors
-    /// [`Error::Forked`], in any other process.
+    /// [`Error::Forked`] in any other process.
     pub fn check(&self) -> Result<&T> {
         self.process.check().map(|()| &*self.value)
     }
 
-    /// Whether this process made it.
+    /// Returns whether this process created the value.
     pub fn is_own(&self) -> bool {
         self.process.is_current()
     }
@@ -141,14 +141,15 @@ impl<T> ForkGuard<T> {
 
 #[cfg(test)]
 impl<T> ForkGuard<T> {
-    /// A guard as a forked child inherits it.
+    /// Creates a guard as a forked child inherits it.
     pub fn inherited(value: T) -> Self {
         Self { value: ManuallyDrop::new(value), process: Process::parent() }
     }
 }
 
 impl<T: Clone> Clone for ForkGuard<T> {
-    /// A clone in a forked child is the parent's as well: it is never dropped there.
+    /// Clones the value. A clone made in a forked child also belongs to the parent and is never dropped
+    /// there.
     fn clone(&self) -> Self {
         Self { value: self.value.clone(), process: self.process }
     }
@@ -171,28 +172,29 @@ impl<T> DerefMut for ForkGuard<T> {
 impl<T> Drop for ForkGuard<T> {
     fn drop(&mut self) {
         if self.is_own() {
-            // SAFETY: the value is not used after this: it is dropped here alone, and the guard goes with it.
+            // SAFETY: the value is dropped only here and not used afterwards, because the guard is dropped
+            // too.
             unsafe { ManuallyDrop::drop(&mut self.value) };
         }
     }
 }
 
-/// A value that each process has for itself: a forked child begins with a new one. The parent's value might
-/// be behind a lock that a thread of the parent's held at the fork.
+/// A value with one instance per process: a forked child starts with a new one, because the parent's value
+/// may contain a lock that one of the parent's threads held at the fork.
 pub(crate) struct PerProcess<T: 'static>(AtomicPtr<(Process, T)>);
 
 impl<T: Default + Sync> PerProcess<T> {
-    /// No value yet.
+    /// Creates a holder without a value.
     pub const fn new() -> Self {
         Self(AtomicPtr::new(ptr::null_mut()))
     }
 
-    /// The value of this process. The parent's value is left where it is.
+    /// Returns the value of this process, creating it if needed. The parent's value is left untouched.
     pub fn get(&'static self) -> &'static T {
         let mut newest = self.0.load(Ordering::Acquire);
         loop {
-            // SAFETY: a pointer that is not null was given out by `Box::into_raw` below, and is never freed
-            // after it was stored.
+            // SAFETY: a non-null pointer was returned by `Box::into_raw` below, and is never freed once it
+            // was stored.
             let inherited = unsafe { newest.as_ref() };
             if let Some((process, value)) = inherited
                 && process.is_current()
@@ -203,7 +205,7 @@ impl<T: Default + Sync> PerProcess<T> {
             match self.0.compare_exchange(newest, made, Ordering::AcqRel, Ordering::Acquire) {
                 Ok(_) => newest = made,
                 Err(first) => {
-                    // SAFETY: it was made just above, and no other thread has seen it.
+                    // SAFETY: the box was created just above, and no other thread has seen it.
                     drop(unsafe { Box::from_raw(made) });
                     newest = first;
                 }

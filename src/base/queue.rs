@@ -1,12 +1,12 @@
-//! A queue that asks for short memory only, however long it is: for what must be queued once a batch is
-//! logged, when a refusal would come too late.
+//! A queue that makes only small allocations, regardless of its length. It is used for entries that must be
+//! queued once a batch is logged, when a failed allocation could no longer be handled.
 
 use std::collections::{LinkedList, VecDeque};
 
-/// Bytes of one piece at most.
+/// The maximum size of a piece in bytes.
 const PIECE_BYTES: usize = 32 << 10;
 
-/// A queue in pieces. Only a piece that stands alone may be empty.
+/// A queue stored in pieces. Only the sole piece of a queue can be empty.
 pub(crate) struct Queue<T> {
     pieces: LinkedList<VecDeque<T>>,
     len: usize,
@@ -19,7 +19,7 @@ impl<T> Default for Queue<T> {
 }
 
 impl<T> Queue<T> {
-    /// Items of one piece.
+    /// The number of items in a piece.
     const PIECE_LEN: usize = PIECE_BYTES / size_of::<T>();
 
     pub fn len(&self) -> usize {
@@ -45,7 +45,7 @@ impl<T> Queue<T> {
     pub fn pop_front(&mut self) -> Option<T> {
         let first = self.pieces.front_mut()?;
         let item = first.pop_front();
-        // The last piece goes on to be used: most queues are short.
+        // The last piece is kept for reuse: most queues are short.
         if first.is_empty() && self.pieces.len() > 1 {
             self.pieces.pop_front();
         }

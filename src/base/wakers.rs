@@ -1,7 +1,7 @@
-//! Tasks that wait for a batch to be reached, each with the waker of its executor.
+//! Async tasks that wait for a batch, each with the waker of its executor.
 //!
-//! Threads wait at a condition variable. A task has a waker instead, which may be called from any thread: the
-//! thread that reaches a batch calls the wakers of all tasks that wait for it or for one before.
+//! Threads wait on a condition variable. A task instead has a waker, which any thread can call: the thread
+//! that reaches a batch wakes all tasks that wait for it or for an earlier batch.
 
 use std::task::Waker;
 
@@ -10,12 +10,13 @@ use remanent_format::Lsn;
 use crate::base::sync::Mutex;
 use crate::base::sync::atomic::{AtomicUsize, Ordering};
 
-/// The tasks that wait.
+/// The set of waiting tasks.
 #[derive(Default)]
 pub(crate) struct Wakers {
     waiting: Mutex<Vec<WaitingTask>>,
-    /// How many wait, so that a thread that reaches a batch takes the lock only if there is one. A task that
-    /// adds itself looks again afterwards whether its batch is reached: so it is woken or sees it.
+    /// The number of waiting tasks, so that a thread that reaches a batch takes the lock only if there are
+    /// any. A task checks again, after adding itself, whether its batch was reached; so it either is woken or
+    /// observes that.
     count: AtomicUsize,
     next: AtomicUsize,
 }
@@ -27,12 +28,12 @@ struct WaitingTask {
 }
 
 impl Wakers {
-    /// An id under which a task waits.
+    /// Returns a new id for a waiting task.
     pub fn id(&self) -> usize {
         self.next.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Lets a task wait for a batch, or changes the waker of one that waits already.
+    /// Adds a task that waits for a batch, or replaces the waker of a task already waiting.
     pub fn add(&self, id: usize, lsn: Lsn, waker: &Waker) {
         let mut waiting = self.waiting.lock();
         match waiting.iter_mut().find(|task| task.id == id) {
@@ -42,15 +43,15 @@ impl Wakers {
         self.count.store(waiting.len(), Ordering::SeqCst);
     }
 
-    /// Forgets a task that does not wait any more.
+    /// Removes a task that no longer waits.
     pub fn remove(&self, id: usize) {
         let mut waiting = self.waiting.lock();
         waiting.retain(|task| task.id != id);
         self.count.store(waiting.len(), Ordering::SeqCst);
     }
 
-    /// Wakes the tasks that wait for this batch or one before; `Lsn(u64::MAX)` wakes all. Comes after what
-    /// the tasks look at has changed.
+    /// Wakes the tasks that wait for this or an earlier batch; `Lsn(u64::MAX)` wakes all. Must be called
+    /// after the state that the tasks check has changed.
     pub fn wake(&self, reached: Lsn) {
         if self.count.load(Ordering::SeqCst) == 0 {
             return;
@@ -61,7 +62,7 @@ impl Wakers {
             self.count.store(waiting.len(), Ordering::SeqCst);
             woken
         };
-        // Outside of the lock: an executor may poll the task right here.
+        // Outside the lock, because an executor may poll the task in this call.
         woken.into_iter().for_each(|task| task.waker.wake());
     }
 }

@@ -1,4 +1,4 @@
-//! The one error type: whose fault, where, what state the store is in, what helps.
+//! The error type of the crate: cause, location, state of the store, remedy.
 
 mod advice;
 mod display;
@@ -23,13 +23,13 @@ pub use self::nearest::nearest;
 pub use self::remedy::Remedy;
 pub use crate::layout::LayoutError;
 
-/// What the library returns.
+/// A result whose default error is [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Everything that can go wrong.
+/// The error type of all fallible calls.
 ///
-/// Cheap to clone; sources are shared. [`Error::remedy`] returns the kind of remedy, [`Error::advice`] the
-/// remedy in words.
+/// It is cheap to clone because sources are shared. [`Error::remedy`] returns the kind of remedy,
+/// [`Error::advice`] the remedy in words.
 ///
 /// ```
 /// use remanent::{Error, Options, Remedy, Store};
@@ -47,134 +47,135 @@ pub enum Error {
     /// A call to the file system failed.
     #[error("cannot {action} {file}{}{}: {source}", OffsetDisplay(*.offset), StoreDisplay(.store.as_deref()))]
     Io {
-        /// What was tried.
+        /// The attempted action, as a verb.
         action: &'static str,
         /// The file, within the store directory.
         file: FileName,
-        /// The offset in the file, in bytes, where one is known.
+        /// The offset in the file, in bytes, if known.
         offset: Option<u64>,
         /// The store's directory.
         store: Option<Arc<str>>,
-        /// What the system said.
+        /// The error of the operating system.
         source: Arc<io::Error>,
     },
     /// A call to the file system failed on a folder or on the store directory itself.
     #[error("cannot {action} {path}: {source}")]
     Folder {
-        /// What was tried.
+        /// The attempted action, as a verb.
         action: &'static str,
-        /// The path that was refused.
+        /// The path of the folder.
         path: String,
-        /// What the system said.
+        /// The error of the operating system.
         source: Arc<io::Error>,
     },
-    /// There is no space for a segment, an image or a manifest. Nothing changed; the store goes on when space
-    /// returns. Batches that only delete have a reserve; what pages took that were deleted comes back with
-    /// the next [snapshot](crate::Store::snapshot), once no kept snapshot needs it:
-    /// [`Store::prune`](crate::Store::prune) gives up older ones.
+    /// The disk has no space for a segment, an image or a manifest. Nothing changed; the store continues when
+    /// space is available again. Batches that only delete use reserved space. The space of deleted pages is
+    /// freed by the next [snapshot](crate::Store::snapshot), if no kept snapshot needs it;
+    /// [`Store::prune`](crate::Store::prune) gives up older snapshots.
     #[error(
         "no space for {file}{} ({needed} bytes): free some space or delete pages, then try again",
         StoreDisplay(.store.as_deref())
     )]
     DiskFull {
-        /// The file that could not be made.
+        /// The file that could not be created.
         file: FileName,
-        /// Bytes that it needs.
+        /// The length of that file in bytes.
         needed: u64,
         /// The store's directory.
         store: Option<Arc<str>>,
     },
-    /// Bytes on disk are not what they should be, and more than a torn tail.
+    /// Data on disk is damaged, beyond a torn tail.
     #[error("the store{store} is damaged: {0}; `remanent verify` lists all damage", store = PathDisplay(.0.store.as_deref()))]
     Damaged(Box<StoreDamage>),
-    /// Another process, or another handle in this one, has the store open.
+    /// Another process, or another handle in this process, has the store open.
     #[error("the store{} is open in {holder}", PathDisplay(.store.as_deref()))]
     Locked {
-        /// The holder, as it described itself.
+        /// The holder, as it identified itself.
         holder: String,
         /// The store's directory.
         store: Option<Arc<str>>,
     },
-    /// Another writer has opened the store since this one did, because no lock kept it out, or a program
-    /// replaced or removed `LOCK`. This writer acknowledges nothing more and changes no file. The state is
-    /// the other writer's: it begins with the batches that this one had acknowledged as durable.
+    /// Another writer opened the store after this one, because no lock prevented it or a program replaced or
+    /// removed `LOCK`. This writer acknowledges no more batches and changes no more files. The store now
+    /// belongs to the other writer, whose state starts with the batches that this one acknowledged as
+    /// durable.
     #[error("the store{} was opened by another writer: {holder}", PathDisplay(.store.as_deref()))]
     Superseded {
-        /// The other writer, as it described itself.
+        /// The other writer, as it identified itself.
         holder: String,
         /// The store's directory.
         store: Option<Arc<str>>,
     },
-    /// A thread could not be started. Nothing happened.
+    /// A thread could not be started. The call had no effect.
     #[error("cannot start {thread}{}: {source}", StoreDisplay(.store.as_deref()))]
     Thread {
-        /// The thread in question.
+        /// The name of the thread.
         thread: &'static str,
         /// The store's directory.
         store: Option<Arc<str>>,
-        /// What the system said.
+        /// The error of the operating system.
         source: Arc<io::Error>,
     },
-    /// A thread panicked, so that its work is left half done.
+    /// A thread panicked and left its work incomplete.
     #[error("{thread}{} panicked", StoreDisplay(.store.as_deref()))]
     Panicked {
-        /// The thread in question.
+        /// The name of the thread.
         thread: &'static str,
         /// The store's directory.
         store: Option<Arc<str>>,
     },
-    /// The system gave no random bytes, of which identities are made. Nothing happened.
+    /// The operating system returned no random bytes for an identity. The call had no effect.
     #[error("cannot draw random bytes for an identity: {source}")]
     Randomness {
-        /// What the system said.
+        /// The error of the operating system.
         source: Arc<io::Error>,
     },
-    /// The handle was inherited by a forked child. Only the process that opened a store may use it.
+    /// The handle was inherited by a forked child. Only the process that opened a store can use it.
     #[error("the store was opened by process {opener}; a forked child must open it itself")]
     Forked {
         /// The process that opened the store.
         opener: u32,
     },
-    /// There is no store in the directory, and `Create::Never` was asked for.
+    /// The directory contains no store, and `Create::Never` was set.
     #[error("there is no store in {path}")]
     NoStore {
         /// The directory of the store.
         path: String,
     },
-    /// The directory holds something else. Nothing was touched.
+    /// The directory contains other files. Nothing was changed.
     #[error("no store can be made in {path}, which is not empty (it holds {found}): give an empty directory")]
     ForeignDirectory {
         /// The directory of the store.
         path: String,
-        /// The name of one foreign file.
+        /// The name of one of these files.
         found: String,
     },
-    /// The caller's identity blob is not the store's.
+    /// The given identity differs from that of the store.
     #[error("the store was created with another identity")]
     IdentityMismatch {
-        /// The store's blob.
+        /// The identity of the store.
         found: Vec<u8>,
     },
-    /// The caller's layout fingerprint is not the store's: its pages would be misread.
+    /// The given layout fingerprint differs from that of the store, so its pages would be misinterpreted.
     #[error("the store's layout fingerprint is {}, and the caller's is {}", Fingerprint(.found.as_ref()), Fingerprint(Some(.expected)))]
     LayoutMismatch {
-        /// The caller's fingerprint.
+        /// The given layout fingerprint.
         expected: [u8; 32],
-        /// The store's fingerprint, if it has one.
+        /// The layout fingerprint of the store, if it has one.
         found: Option<[u8; 32]>,
     },
-    /// An option's value cannot be used.
+    /// An option has an invalid value.
     #[error("option {option}: {reason}")]
     InvalidOption {
         /// The name of the option.
         option: &'static str,
-        /// The reason why not.
+        /// The reason why it is invalid.
         reason: String,
     },
-    /// The text names no state.
+    /// The text is not a valid state point.
     #[error("expected lsn:N, snapshot:N or the name of a snapshot, found {found:?}")]
     InvalidStatePoint {
-        /// The text that was given.
+        /// The given text.
         found: String,
     },
     /// No page has this id.
@@ -183,28 +184,28 @@ pub enum Error {
         /// The id asked for.
         page: PageId,
     },
-    /// A key cannot be that long, or that short.
+    /// A key is empty or too long.
     #[error(transparent)]
     InvalidKey(#[from] KeyLenError),
-    /// A block layout cannot be, or cannot be used this way.
+    /// A block layout is invalid, or cannot be used this way.
     #[error(transparent)]
     Layout(#[from] LayoutError),
     /// No page has this key.
     #[error("there is no page with key {key}")]
     UnknownKey {
-        /// The key in question.
+        /// The key asked for.
         key: Key,
     },
-    /// The range does not lie within the page.
+    /// The range is outside the page.
     #[error("bytes {offset}..{offset}+{len} are outside page {page}, which is {page_len} bytes long")]
     OutOfBounds {
-        /// The page in question.
+        /// The id of the page.
         page: PageId,
         /// The first byte asked for.
         offset: u64,
-        /// Number of bytes.
+        /// The number of bytes asked for.
         len: u64,
-        /// The page's length.
+        /// The length of the page in bytes.
         page_len: u64,
     },
     /// Another page has this key.
@@ -212,78 +213,78 @@ pub enum Error {
     KeyTaken {
         /// The key in question.
         key: Key,
-        /// The page that has it.
+        /// The page with this key.
         holder: PageId,
     },
-    /// A precondition does not hold: another batch changed the page first. Nothing changed.
+    /// A precondition failed because another batch changed the page first. Nothing changed.
     #[error("page {page} is at epoch {found}, the batch demands {expected}")]
     Conflict {
-        /// The page in question.
+        /// The id of the page.
         page: PageId,
-        /// The epoch demanded; 0 demands that there is no such page.
+        /// The expected epoch; 0 means that the page must not exist.
         expected: Epoch,
-        /// The page's epoch; 0 if there is no such page.
+        /// The epoch of the page; 0 if it does not exist.
         found: Epoch,
     },
-    /// An operation contradicts itself or its page. Nothing changed.
+    /// An operation is inconsistent with itself or with its page. Nothing changed.
     #[error("operation {index} of the batch: {reason}")]
     InvalidOperation {
-        /// The operation's place in the batch, from 0.
+        /// The index of the operation in the batch, from 0.
         index: usize,
-        /// The reason why not.
+        /// The reason why it is invalid.
         reason: String,
     },
-    /// A source did not give the bytes of a page. Nothing changed.
+    /// The source of a page's bytes failed. Nothing changed.
     #[error(
         "operation {index} of the batch: the source of its bytes cannot be read at offset {offset}: {source}"
     )]
     SourceFailed {
-        /// The operation's place in the batch, from 0.
+        /// The index of the operation in the batch, from 0.
         index: usize,
-        /// The offset in the source, in bytes, of the piece asked for.
+        /// The offset in the source of the requested piece, in bytes.
         offset: u64,
-        /// What the source said.
+        /// The error of the source.
         source: Arc<io::Error>,
     },
-    /// A length or count is over the format's limit.
+    /// A length or count exceeds a limit of the format.
     #[error("{what} is {}over the limit of {limit}", Size(*.found))]
     Limit {
-        /// What is too large.
+        /// The name of the length or count.
         what: &'static str,
-        /// Its size; `u64::MAX` if it cannot be told.
+        /// The length or count; `u64::MAX` if unknown.
         found: u64,
-        /// The limit that holds.
+        /// The limit of the format.
         limit: u64,
     },
-    /// The place has no room left in its budget. Nothing changed.
+    /// The budget of the place has too little room left. Nothing changed.
     #[error("{asked} bytes in place {place} are over the budget: {available} of {budget} left")]
     OverBudget {
-        /// The place in question.
+        /// The place asked for.
         place: Place,
-        /// Bytes asked for.
+        /// The number of bytes asked for.
         asked: u64,
-        /// Bytes that are left.
+        /// The number of bytes left in the budget.
         available: u64,
-        /// The budget of the place.
+        /// The budget of the place in bytes.
         budget: u64,
     },
-    /// Pages cannot live in this place here.
+    /// The place cannot hold pages in this store.
     #[error("no page can live in place {place}: {reason}")]
     PlaceUnavailable {
-        /// The place in question.
+        /// The place asked for.
         place: Place,
         /// The reason why not.
         reason: &'static str,
     },
-    /// The device asked for cannot be used on this machine.
+    /// The requested device cannot be used on this machine.
     #[error("device {device} cannot be used: {reason}")]
     DeviceUnavailable {
-        /// The device, as it is asked for.
+        /// The device, as it was requested.
         device: String,
-        /// What is missing.
+        /// The reason why not, such as a missing driver.
         reason: String,
     },
-    /// A stream of the caller's cannot be waited for, nor told to wait. Nothing changed.
+    /// A caller's stream cannot be waited for or made to wait. Nothing changed.
     #[error("stream {stream:#x} cannot be used: {reason}")]
     StreamRefused {
         /// The handle of the stream.
@@ -291,69 +292,69 @@ pub enum Error {
         /// The reason why not.
         reason: &'static str,
     },
-    /// The page is leased, and a restore would replace it or a pin would hold it where it is; or it is
-    /// pinned, and would not stay where it is. Nothing changed.
+    /// The page is leased, and a restore would replace it or a pin would fix its address; or the page is
+    /// pinned, and the call would move it. Nothing changed.
     #[error("page {page} is leased or pinned: end that first")]
     Leased {
-        /// The page in question.
+        /// The id of the page.
         page: PageId,
     },
-    /// Memory of a caller's, or a range of it, is not what the call needs. Nothing changed.
+    /// Caller-owned memory, or a range of it, does not meet the requirements of the call. Nothing changed.
     #[error("{len} bytes of a caller's memory cannot be used: {reason}")]
     MemoryRefused {
-        /// How many bytes.
+        /// The length of the memory in bytes.
         len: u64,
         /// The reason why not.
         reason: String,
     },
-    /// Memory takes no hints on where it is to lie. Nothing changed.
+    /// The memory does not accept hints about its location. Nothing changed.
     #[error("memory in place {place} takes no hints: {reason}")]
     HintRefused {
-        /// The place in question.
+        /// The place of the memory.
         place: Place,
         /// The reason why not.
         reason: &'static str,
     },
-    /// A page lives in memory of a caller's, where only the store writes, or a lane may still use it for a
-    /// page that left. Nothing changed.
+    /// The caller-owned memory contains a page, so only the store may write to it, or a lane may still access
+    /// it for a page that has left. Nothing changed.
     #[error("{len} bytes of a caller's memory cannot be used: page {page} lives there")]
     MemoryInUse {
-        /// How many bytes.
+        /// The length of the memory in bytes.
         len: u64,
-        /// The page that lives there.
+        /// The page in this memory.
         page: PageId,
     },
-    /// The two pages are not equally long.
+    /// The two pages differ in length.
     #[error("pages {} and {} are {} and {} bytes long", pages[0], pages[1], lens[0], lens[1])]
     LengthsDiffer {
-        /// The pages in question.
+        /// The ids of the pages.
         pages: [PageId; 2],
-        /// How many bytes each has.
+        /// The lengths of the pages in bytes.
         lens: [u64; 2],
     },
-    /// Another snapshot that is kept has this name.
+    /// Another kept snapshot has this name.
     #[error("snapshot {snapshot} is named {name:?}")]
     NameTaken {
         /// The name in question.
         name: String,
-        /// The snapshot that has it.
+        /// The snapshot with this name.
         snapshot: SnapshotId,
     },
-    /// There is no such snapshot, or it is not kept any more.
+    /// The snapshot does not exist, or is no longer kept.
     #[error("there is no snapshot {snapshot}")]
     NoSnapshot {
         /// The snapshot asked for.
         snapshot: SnapshotId,
     },
-    /// No snapshot that is kept has this name.
+    /// No kept snapshot has this name.
     #[error("there is no snapshot named {name:?}{}", NearestDisplay(nearest.as_deref()))]
     NoSnapshotNamed {
-        /// The name in question.
+        /// The name asked for.
         name: String,
-        /// The most similar name of a snapshot that is kept, if one is similar.
+        /// The most similar name of a kept snapshot, if one is similar.
         nearest: Option<String>,
     },
-    /// The state asked for cannot be computed any more, or there is no such batch yet.
+    /// The requested state can no longer be reconstructed, or the batch does not exist yet.
     #[error(
         "the state at batch {asked} is out of reach: the store goes back to {oldest}, and is at {newest}{}",
         single_states(below)
@@ -361,55 +362,56 @@ pub enum Error {
     OutsideWindow {
         /// The batch asked for.
         asked: Lsn,
-        /// The oldest state that can be computed.
+        /// The oldest batch whose state can be reconstructed.
         oldest: Lsn,
         /// The newest batch.
         newest: Lsn,
-        /// The single states that are kept from before the oldest of these, ascending: those of named
-        /// snapshots.
+        /// Older states that are still available individually, because a named snapshot keeps each of them;
+        /// in ascending order.
         below: Vec<Lsn>,
     },
-    /// What was being read is not kept any more: batches were recycled before they could be read.
+    /// The data to be read is no longer kept: its batches were recycled before they were read.
     #[error("batch {lsn} is not kept any more{}", StartFrom(*.snapshot))]
     Overtaken {
-        /// The first batch that is missing.
+        /// The first missing batch.
         lsn: Lsn,
-        /// The newest snapshot, to start from.
+        /// The newest snapshot, if any, to start from.
         snapshot: Option<SnapshotId>,
     },
-    /// A follower's position is not on the store's line: a crash took the batch, or it is another store's.
+    /// The position of a follower is not in the store's history: the batch was lost in a crash, or the
+    /// position is of another store.
     #[error("batch {position} is not in the store's history{}", Survived(*.survived))]
     Diverged {
         /// The position asked for.
         position: Position,
-        /// The last batch of that incarnation that survived, where it is still known.
+        /// The last surviving batch of that incarnation, if known.
         survived: Option<Lsn>,
     },
-    /// A replica was given a batch that does not follow its last one.
+    /// The batch does not follow the last batch of the replica.
     #[error("batch {lsn} does not follow: batch {expected} is the next one")]
     OutOfOrder {
-        /// The batch in question.
+        /// The batch that was given.
         lsn: Lsn,
-        /// The one that would follow.
+        /// The batch that would follow.
         expected: Lsn,
     },
     /// A call to the device failed.
     #[error("device: {reason}")]
     Device {
-        /// A description of what failed.
+        /// A description of the failure.
         reason: String,
-        /// Whether the process's device context went with it.
+        /// Whether the process's device context was lost.
         context_lost: bool,
     },
-    /// The device's memory, or the host's, is exhausted. Nothing changed.
+    /// The device or the host has too little memory. Nothing changed.
     #[error("cannot allocate {len} bytes in place {place}")]
     OutOfMemory {
-        /// The place in question.
+        /// The place asked for.
         place: Place,
-        /// Bytes asked for.
+        /// The number of bytes asked for.
         len: u64,
     },
-    /// An earlier failure stopped commits and snapshots; this is that failure.
+    /// An earlier failure, contained here, stopped commits and snapshots.
     #[error("the store stopped after an earlier failure: {0}; {remedy}", remedy = advice_of_poisoned(.0))]
     Poisoned(Arc<Error>),
     /// The store is being closed by another thread.
@@ -417,11 +419,11 @@ pub enum Error {
     Closed,
 }
 
-/// Damage, and the store that it was found in.
+/// Damage, and the store that contains it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StoreDamage {
-    /// What is damaged, and where.
+    /// The damage and its location.
     pub damage: Damage,
     /// The store's directory.
     pub store: Option<Arc<str>>,
@@ -442,13 +444,13 @@ impl fmt::Display for StoreDamage {
 }
 
 impl Error {
-    /// No snapshot of these has the name.
+    /// Creates the error for a name that no kept snapshot has.
     pub(crate) fn no_snapshot_named<'n>(name: &str, known: impl IntoIterator<Item = &'n str>) -> Self {
         let nearest = nearest(name, known).map(str::to_owned);
         Error::NoSnapshotNamed { name: name.to_owned(), nearest }
     }
 
-    /// The file concerned, where there is one.
+    /// Returns the file concerned, if known.
     #[must_use]
     pub fn file(&self) -> Option<FileName> {
         match self {
@@ -459,7 +461,7 @@ impl Error {
         }
     }
 
-    /// The offset in that file, in bytes, where one is known.
+    /// Returns the offset in that file, in bytes, if known.
     #[must_use]
     pub fn offset(&self) -> Option<u64> {
         match self {
@@ -470,7 +472,7 @@ impl Error {
         }
     }
 
-    /// The batch concerned, where one is known.
+    /// Returns the batch concerned, if known.
     #[must_use]
     pub fn lsn(&self) -> Option<Lsn> {
         match self {
@@ -483,33 +485,33 @@ impl Error {
         }
     }
 
-    /// An error of the file system on one of the store's files; "no space" becomes [`Error::DiskFull`]
-    /// only where space is made, so not here.
+    /// Creates the error for a failed file system call on one of the store's files. It is never
+    /// [`Error::DiskFull`], which only code that allocates space returns.
     #[must_use]
     pub(crate) fn io(action: &'static str, file: FileName, offset: Option<u64>, source: io::Error) -> Self {
         Error::Io { action, file, offset, store: None, source: Arc::new(source) }
     }
 
-    /// There is no space for a file of this length.
+    /// Creates the error for a disk without space for a file of this length.
     #[must_use]
     pub(crate) fn disk_full(file: FileName, needed: u64) -> Self {
         Error::DiskFull { file, needed, store: None }
     }
 
-    /// A thread could not be started.
+    /// Creates the error for a thread that could not be started.
     #[must_use]
     pub(crate) fn thread(thread: &'static str, source: io::Error) -> Self {
         Error::Thread { thread, store: None, source: Arc::new(source) }
     }
 
-    /// A thread panicked.
+    /// Creates the error for a thread that panicked.
     #[must_use]
     pub(crate) fn panicked(thread: &'static str) -> Self {
         Error::Panicked { thread, store: None }
     }
 
-    /// The error with the directory of the store that it is about. What is in [`Error::Poisoned`] has it
-    /// since the store was poisoned.
+    /// Adds the directory of the store. The cause in [`Error::Poisoned`] received it when the store was
+    /// poisoned.
     #[must_use]
     pub(crate) fn in_store(mut self, directory: &str) -> Self {
         if let Some(store @ None) = self.store_mut() {
@@ -532,7 +534,7 @@ impl Error {
     }
 }
 
-/// For conversions that cannot fail, of a [`Key`] into a key.
+/// Required by conversions that cannot fail, such as from [`Key`] to itself.
 impl From<std::convert::Infallible> for Error {
     fn from(never: std::convert::Infallible) -> Self {
         match never {}
@@ -540,8 +542,8 @@ impl From<std::convert::Infallible> for Error {
 }
 
 impl From<Damage> for Error {
-    /// What could not be looked at, for a shortage or for want of memory, is no damage: nothing is known to
-    /// be wrong with it.
+    /// Data that could not be read because of a shortage or lack of memory is not reported as damage: nothing
+    /// is known to be wrong with it.
     fn from(damage: Damage) -> Self {
         match damage.defect {
             Defect::Memory { needed } => Error::no_memory(needed),
@@ -554,12 +556,12 @@ impl From<Damage> for Error {
 }
 
 impl Error {
-    /// Ordinary memory of this length was refused.
+    /// Creates the error for a refused allocation of ordinary memory.
     pub(crate) fn no_memory(len: u64) -> Self {
         Error::OutOfMemory { place: Place::Host, len }
     }
 
-    /// A refusal of memory in the format crate, by a call that fails in no other way.
+    /// Converts a refused allocation in the format crate, from a call that has no other failure.
     pub(crate) fn of_memory(defect: Defect) -> Self {
         match defect {
             Defect::Memory { needed } => Error::no_memory(needed),

@@ -1,4 +1,4 @@
-//! The batches that gave a range of a page its value, up to a state.
+//! The history of the values of a range of a page.
 
 use std::ops::Range;
 
@@ -10,19 +10,20 @@ use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 use crate::history::view::View;
 
-/// The most bytes that one call looks for: each change holds two copies of them.
+/// The maximum length of a range in bytes: each change contains two copies of it.
 const RANGE_LEN_MAX: u64 = 64 << 10;
 
-/// How often files are looked at anew, while a writer removes old ones.
+/// The number of times that files are surveyed while a writer removes old ones.
 const ATTEMPTS: usize = 8;
 
 impl View {
-    /// The changes of bytes `range` of a page up to this state, the oldest first: each with the batch, the
-    /// bytes before and after, the batch's note and the root after it. They go back as far as the log is kept
-    /// without a gap, and by the kept snapshots before that. A batch that writes the same bytes again is
-    /// none.
+    /// Returns the changes of bytes `range` of a page up to this state, oldest first. Each has the batch, the
+    /// bytes before and after it, the batch's note, and the root after it. The changes reach back as far as
+    /// the log is kept without a gap, and before that they are determined from the kept snapshots. A batch
+    /// that writes the same bytes again is not listed.
     ///
-    /// A view holds its own state only: changes older than its snapshot may go while a writer prunes.
+    /// A view only keeps its own state alive: changes older than its snapshot may be lost when a writer
+    /// prunes.
     ///
     /// ```
     /// use remanent::{ChangeCause, Options, Place, Store};
@@ -48,7 +49,7 @@ impl View {
     /// # Errors
     /// [`Error::UnknownPage`], [`Error::OutOfBounds`]; [`Error::Limit`] for a range of more than 64 KiB;
     /// [`Error::Damaged`] if an image of the page is damaged, or the log; [`Error::Overtaken`] if a writer
-    /// removes faster than this can read; [`Error::OutOfMemory`], [`Error::Forked`].
+    /// removes files faster than this call reads them; [`Error::OutOfMemory`], [`Error::Forked`].
     pub fn blame(&self, page: PageId, range: Range<u64>) -> Result<Vec<ValueChange>> {
         let (past, page_len) = (self.past()?, self.page(page)?.len);
         if range.start > range.end || range.end > page_len {
@@ -74,8 +75,8 @@ impl View {
                 Defect::Missing if past.disk().directory().is_err() => {
                     return Err(Error::NoStore { path: past.disk().label() });
                 }
-                // Found a second time in the same place, it is there: a writer's changes are elsewhere. But
-                // nothing leads to a state that is gone, each time anew.
+                // Damage found twice in the same place is real, because a writer's changes would be
+                // elsewhere. But if the state was removed, every attempt finds the same files missing.
                 _ if before.replace(damage.clone()).is_some_and(|before| before == damage) => {
                     if past.is_kept()? {
                         return Err(Error::from(damage).in_store(&past.disk().label()));

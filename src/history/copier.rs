@@ -1,9 +1,9 @@
-//! Copies between memory of the caller's on a device and stores that have nothing to do with that device:
-//! pages of an earlier state go there, and new pages come from there.
+//! Copies between caller-owned device memory and stores that do not use that device: pages of an earlier
+//! state are loaded into that memory, and new pages are created from it.
 //!
-//! An image goes from its file to its page's memory as it does when a store opens (`image_loader.rs`), and is
-//! summed where it arrives (I12). A page with batches after its image is put together by the host, window by
-//! window.
+//! An image is loaded directly from its file into the memory, as when a store opens (`image_loader.rs`), and
+//! its checksum is computed there (I12). A page with batches after its image is composed on the host, window
+//! by window.
 
 use std::sync::Arc;
 use std::{fmt, io};
@@ -22,14 +22,14 @@ use crate::memory::staging::StagingPool;
 use crate::recovery::image_loader::{ImageLoader, threads};
 use crate::write::batch::ByteSource;
 
-/// Staging that stays pinned from one load to the next, at most.
+/// The maximum number of staging bytes that stay pinned between loads.
 const STAGING_IDLE_BYTES: usize = 64 << 20;
 
-/// A device, to copy between memory of the caller's that lies there, such as the tensors of a model, and
-/// stores that keep their pages elsewhere. Pages of a [`View`] are loaded to it, and a batch of any store
-/// takes bytes from it.
+/// A device for copies between caller-owned memory on it, such as the tensors of a model, and stores whose
+/// pages are elsewhere. It loads pages of a [`View`] into that memory and provides bytes from it to batches
+/// of any store.
 ///
-/// It keeps up to 64 MiB of pinned host memory from one copy to the next. Threads may share it.
+/// It keeps up to 64 MiB of pinned host memory between copies, and can be shared by threads.
 ///
 /// ```
 /// use remanent::{CallerMemory, DeviceChoice, DeviceCopier, Options, Place, Store};
@@ -61,7 +61,7 @@ struct CopierParts {
 }
 
 impl DeviceCopier {
-    /// Copies from and to any device: the way in for tests, which bring simulated ones. Callers use
+    /// Creates a copier for any device, including the simulated ones of tests. Callers use
     /// [`DeviceCopier::open`].
     #[doc(hidden)]
     #[must_use]
@@ -71,20 +71,21 @@ impl DeviceCopier {
         Self { opener: Process::current(), parts: Arc::new(ForkGuard::new(parts)) }
     }
 
-    /// The memory of the caller's own, for [`load`](Self::load) and [`source`](Self::source). Its owner is
-    /// held until the last handle is gone.
+    /// Returns a handle to caller-owned memory for [`load`](Self::load) and [`source`](Self::source). Its
+    /// owner is kept alive until the last handle is dropped.
     ///
     /// # Errors
-    /// [`Error::MemoryRefused`] where the device can tell that it is not what the caller says;
-    /// [`Error::Forked`]; a device error.
+    /// [`Error::MemoryRefused`] if the device detects that the memory is not as described; [`Error::Forked`];
+    /// a device error.
     pub fn caller_bytes(&self, memory: &CallerMemory) -> Result<DeviceBytes> {
         self.opener.check()?;
         DeviceBytes::adopt(&self.parts.device, memory, &self.parts.link)
     }
 
-    /// Memory of the device as the bytes of a new page, in a batch of any store: see
-    /// [`WriteBatch::create_from_source`](crate::WriteBatch::create_from_source). The commit copies them
-    /// piece by piece, and proves each on both sides of the bus. Until then the caller leaves them alone.
+    /// Returns a source that creates a new page from device memory in a batch of any store, for
+    /// [`WriteBatch::create_from_source`](crate::WriteBatch::create_from_source). The commit copies the bytes
+    /// piece by piece and compares the checksums on both sides of the bus. The caller must not change the
+    /// bytes before that.
     ///
     /// ```
     /// use std::sync::Arc;
@@ -111,16 +112,16 @@ impl DeviceCopier {
         Ok(DeviceSource { opener: self.opener, parts: self.parts.clone(), bytes })
     }
 
-    /// Fills memory of the device with whole pages of a view. Each is as long as its page. When this returns,
-    /// every byte is there, and was proven where it arrived.
+    /// Loads whole pages of a view into device memory, each of the same length as its page. When the call
+    /// returns, all bytes have arrived and their checksums were verified at the destination.
     ///
-    /// After an error any of the memory may be filled or not.
+    /// After an error, the contents of the memory are undefined.
     ///
     /// # Errors
     /// [`Error::UnknownPage`]; [`Error::MemoryRefused`] for memory of another length or of another device,
     /// memory that overlaps other memory of the call, and a page that is named twice; [`Error::Damaged`],
     /// [`Error::Overtaken`], [`Error::OutOfMemory`] as for [`View::read`]; [`Error::Device`] if the device
-    /// failed, or changed bytes on their way; [`Error::Forked`].
+    /// failed or corrupted bytes in transit; [`Error::Forked`].
     pub fn load(&self, view: &View, pages: &[(PageId, &DeviceBytes)]) -> Result<()> {
         self.opener.check()?;
         let past = view.past()?;
@@ -134,7 +135,7 @@ impl DeviceCopier {
             }
             bytes.check_process()?;
             bytes.check_device(device)?;
-            // Until all bytes have landed.
+            // Held until all bytes have arrived.
             let (use_of_range, target) = bytes.begin_write()?;
             push(&mut in_use, use_of_range)?;
             push(&mut targets, (*page, target))?;
@@ -155,7 +156,7 @@ impl fmt::Debug for DeviceCopier {
     }
 }
 
-/// Memory of a device that a commit takes bytes from.
+/// Device memory from which a commit reads bytes.
 struct DeviceSource {
     opener: Process,
     parts: Arc<ForkGuard<CopierParts>>,
@@ -186,12 +187,12 @@ impl fmt::Debug for DeviceSource {
     }
 }
 
-/// A load of pages, each with the memory that takes it.
+/// A load of pages and the memory for each.
 struct LoadRun<'a> {
     past: &'a PastState,
     device: &'a dyn Device,
     staging: &'a StagingPool,
-    /// The memory of each page, in the order of the pages.
+    /// The memory of each page, sorted by page.
     targets: Vec<(PageId, Span)>,
 }
 
@@ -209,13 +210,13 @@ impl LoadRun<'_> {
         parallel::map_indexed(threads(), composed.len(), || (), compose).map(drop)
     }
 
-    /// Loads pages that an image holds as they are.
+    /// Loads the pages whose exact bytes are in an image.
     fn load_images(&self, images: &mut [ImageRequest]) -> Result<()> {
         let target = |page: PageId| {
             let at = self.targets.binary_search_by_key(&page, |(page, _)| *page);
             Ok(self.targets[at.expect("each image is of a page with memory")].1)
         };
-        // Damage is looked at once more by the view, which tells it from files that a writer took away.
+        // The view checks damage again, to distinguish it from files that a writer removed.
         self.past.twice(|source| {
             let loader = ImageLoader {
                 device: self.device,
@@ -232,7 +233,7 @@ impl LoadRun<'_> {
         })?
     }
 
-    /// Puts a page together, and brings it up window by window.
+    /// Composes a page and uploads it window by window.
     fn compose(&self, (page, target): (PageId, Span)) -> Result<()> {
         self.past.stream(page, |at, bytes| {
             let target = Span { offset: target.offset + at, len: bytes.len() as u64, ..target };

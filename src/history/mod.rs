@@ -1,4 +1,4 @@
-//! Earlier states of a store: looking at one, going back to one, and stores that begin at one.
+//! Earlier states of a store: views, restores and forks.
 
 pub(crate) mod audit;
 pub(crate) mod blame;

@@ -1,4 +1,4 @@
-//! Points in a store's history: the earlier state that a caller means.
+//! Points in a store's history.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,7 +7,7 @@ use remanent_format::{Lsn, SnapshotId};
 
 use crate::error::{Error, Result};
 
-/// An earlier state of a store, given by its batch, by a snapshot, or by a snapshot's name.
+/// An earlier state of a store, identified by its batch, a snapshot, or the name of a snapshot.
 ///
 /// The Rust API, the Python package and the command parse the same text:
 ///
@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 /// | `name:tuned` | at the end of the snapshot named `tuned` |
 /// | any other text, such as `tuned` or `step:120` | at the end of the snapshot of that name |
 ///
-/// A name of digits alone, and one that begins like another form, is written with `name:`.
+/// A name that consists only of digits or starts like another form must be written with `name:`.
 ///
 /// ```
 /// use remanent::{Lsn, StatePoint};
@@ -35,9 +35,9 @@ use crate::error::{Error, Result};
 pub enum StatePoint {
     /// `lsn:N`: the state right after a batch.
     Lsn(Lsn),
-    /// `snapshot:N`: the state at a snapshot's end.
+    /// `snapshot:N`: the state at the end of a snapshot.
     Snapshot(SnapshotId),
-    /// `name:S`, or the name alone: the state at the end of the snapshot of that name.
+    /// `name:S` or the name alone: the state at the end of the snapshot with that name.
     Name(String),
 }
 
@@ -58,10 +58,10 @@ impl FromStr for StatePoint {
     }
 }
 
-/// Whether the text probably was not meant as a name.
+/// Returns whether the text was probably not meant as a name.
 fn is_like_another_form(kind: &str, text: &str) -> bool {
     let kinds = ["lsn", "snapshot", "name"];
-    // `all` holds for the empty text, too.
+    // `all` is also true for the empty text.
     text.bytes().all(|byte| byte.is_ascii_digit())
         || kinds.iter().any(|known| kind.eq_ignore_ascii_case(known))
 }

@@ -1,17 +1,17 @@
-//! A state of a store as it lies on disk: found, proven as far as the table goes, and read page by
-//! page. Restores, forks and read-only handles start from here.
+//! A state of a store on disk: located, verified as far as the page table, and read page by page. Restores,
+//! forks and read-only handles start from it.
 //!
-//! 1. **Survey** the files; choose the newest snapshot that ends at or before the state asked for, or the
-//!    log's beginning, as far as the log's last seal says that replay may start there.
-//! 2. **Hold** it, so that a writer removes nothing of it from now on (I8). Files that the writer removed
-//!    just before are missed in the next steps.
-//! 3. **Follow** the log up to the state, noting where each page's operations lie.
-//! 4. **Look** that the images which the pages are made from are still there. If not, the last seal is
-//!    read again, now that nothing more can go: it says whether they were lost or removed.
+//! 1. **Survey** the files. Choose the newest snapshot that ends at or before the requested state, or the
+//!    beginning of the log, if the last seal of the log permits replay from there.
+//! 2. **Hold** the snapshot, so that a writer removes nothing of it from now on (I8). The next steps detect
+//!    files that the writer removed just before.
+//! 3. **Follow** the log up to the state, recording where each page's operations are.
+//! 4. **Check** that the images from which the pages are composed still exist. If not, read the last seal
+//!    again, now that nothing more can be removed: it states whether they were lost or removed.
 //!
-//! A page's bytes are read when they are asked for, and proven by the checksums that 1 and 3 read. So a
-//! writer's changes meanwhile can end in an error, never in other bytes. Nothing is written, so nothing
-//! can be lost by a crash.
+//! The bytes of a page are read on demand, and verified with the checksums read in 1 and 3. Concurrent
+//! changes by a writer can thus cause an error, but never wrong bytes. Nothing is written, so a crash loses
+//! nothing.
 
 use std::cell::OnceCell;
 use std::collections::{BTreeSet, HashMap};
@@ -39,57 +39,57 @@ use crate::history::point::StatePoint;
 use crate::history::windows::{Lookup, WHOLE_LEN_MAX, WINDOW_LEN_MIN, Windows};
 use crate::recovery::create::unfinished_files;
 
-/// How often the files are surveyed anew, while a writer changes them faster than they are read.
+/// The maximum number of surveys while a writer changes the files faster than they are read.
 const ATTEMPTS: usize = 64;
-/// The first wait and the longest one for a writer that is removing what a reader asks for. On a busy disk
-/// its syncs take tens of milliseconds each.
+/// The first and the longest wait for a writer that is removing the requested files. On a busy disk, each of
+/// its syncs takes tens of milliseconds.
 const GOING_WAITS: [Duration; 2] = [Duration::from_millis(1), Duration::from_millis(50)];
 
-/// A state of a store, on disk.
+/// A state of a store on disk.
 pub(crate) struct PastState {
     disk: Arc<dyn Disk>,
     store: StoreFile,
     base: Option<SnapshotId>,
-    /// The segments from the point on at which the replay of the log starts: if one is gone, so is the state.
+    /// The segments from which the log is replayed up to the state: if one is removed, the state is lost.
     segments: BTreeSet<u64>,
     point: LogPoint,
     resolved: ResolvedState,
     trails: Trails,
-    /// The source that pages are read from; its files stay open between reads.
+    /// The source from which pages are read; its files stay open between reads.
     source: Mutex<Arc<DiskSource>>,
-    /// The long pages that were read: their images are proven once.
+    /// The long pages that were read. Their images are verified only once.
     proven: Mutex<HashMap<PageId, Arc<ProvenPage>>>,
     windows: Mutex<Windows>,
     hold: Option<Box<dyn DiskLock>>,
-    /// Whether all image files that the state is made from were found.
+    /// Whether all image files that the state needs were found.
     is_whole: bool,
 }
 
-/// Refuses a directory that holds no store: none of its files, or those of a creation that has not come to
-/// its end. What has lost its STORE is damaged.
+/// Returns an error if the directory contains no store: no files of one, or only those of an unfinished
+/// creation. A store that has lost its STORE is damaged.
 fn check_is_store(disk: &Arc<dyn Disk>) -> Result<()> {
     let has_record = || Ok::<_, Error>(disk.list(Folder::Root)?.contains(&FileName::Store.name()));
     if has_record()? {
         return Ok(());
     }
     let judged = unfinished_files(disk);
-    // A writer may have come to the end of the creation, and have committed, while this looked.
+    // A writer may have finished creating the store, and have committed, in the meantime.
     if has_record()? { Ok(()) } else { Err(judged.err().unwrap_or(Error::NoStore { path: disk.label() })) }
 }
 
-/// The batch at which to stop.
+/// The batch at which replay stops.
 #[derive(Clone, Copy)]
 enum Until {
     End,
     At(Lsn),
 }
 
-/// Why there is no such state.
+/// The result of an unsuccessful search for a state.
 struct NotFound {
     error: Error,
-    /// The batch up to which the log could be followed.
+    /// The last batch up to which the log could be followed.
     reached: Lsn,
-    /// Whether a snapshot was just being removed, or the log after it.
+    /// Whether a snapshot, or the log after it, was just being removed.
     is_going: bool,
 }
 
@@ -111,7 +111,7 @@ impl PastState {
     ///
     /// # Errors
     /// [`Error::NoStore`], [`Error::NoSnapshot`], [`Error::NoSnapshotNamed`], [`Error::OutsideWindow`],
-    /// [`Error::Damaged`]; [`Error::Overtaken`] if a writer removes faster than this can read.
+    /// [`Error::Damaged`]; [`Error::Overtaken`] if a writer removes files faster than this call reads them.
     pub fn open(disk: &Arc<dyn Disk>, point: Option<&StatePoint>) -> Result<Self> {
         check_is_store(disk)?;
         let mut before: Option<(Vec<SnapshotId>, Vec<u64>, Lsn, String)> = None;
@@ -121,7 +121,7 @@ impl PastState {
             let source = DiskSource::new(disk.clone());
             let survey = Survey::read(&source)?;
             let until = until(&survey, point)?;
-            // Files that look bad are read twice before they are called damaged.
+            // Files that appear damaged are read twice before they are reported as damaged.
             let NotFound { error, reached, is_going } = match Self::search(disk, &source, &survey, until) {
                 Ok(past) if past.is_whole || was_in_parts => return Ok(past),
                 Ok(_) => {
@@ -130,21 +130,21 @@ impl PastState {
                 }
                 Err(not_found) => not_found,
             };
-            // Where other files lie there each time, the log goes on further, or another thing is wrong, a
-            // writer is at work: the survey did not see one moment.
+            // If attempts find different files, a longer log or a different error, a writer is active, and
+            // the survey did not see a consistent state.
             let links = survey.links.keys().copied().collect();
             let segments = survey.log.segments().keys().copied().collect();
             let now = (links, segments, reached, error.to_string());
             let before = before.replace(now.clone());
             let moved = before.as_ref().is_some_and(|before| *before != now);
             let is_outside = matches!(error, Error::OutsideWindow { .. });
-            // A snapshot that was going may be there again when its log has gone.
+            // A snapshot that was being removed may be usable again once its log is removed.
             if before.is_some() && (!moved || is_outside) && !is_going {
                 return Err(error);
             }
             if moved && point.is_none() && reached > Lsn(0) {
-                // The writer went on after the batch that was reached, while we read: that batch was the
-                // newest then.
+                // The writer continued after the batch reached while this call was reading, so that batch was
+                // the newest at the time.
                 if let Ok(past) = Self::search(disk, &source, &survey, Until::At(reached))
                     && past.is_whole
                 {
@@ -165,7 +165,7 @@ impl PastState {
         unreachable!("the last attempt returns")
     }
 
-    /// Tries the snapshots from the newest to the oldest, then the log's beginning.
+    /// Tries the snapshots from the newest to the oldest, then the beginning of the log.
     fn search(
         disk: &Arc<dyn Disk>,
         source: &DiskSource,
@@ -175,12 +175,12 @@ impl PastState {
         let (mut first, mut reached, mut is_going) = (None, Lsn(0), false);
         let mut in_parts = None;
         let mut oldest: Option<Lsn> = None;
-        // One more walk, which is taken only if the newest snapshot does not do.
+        // An additional walk through the log, made only if the newest snapshot is not suitable.
         let the_end = OnceCell::new();
         let the_end = || the_end.get_or_init(|| Reach::at_the_end(survey, source)).as_ref();
         let newest = survey.readable().next_back().map(|link| link.snapshot);
         for id in survey.links.keys().rev().map(|id| Some(*id)).chain([None]) {
-            // A link says its end, and where its log begins, before its chain is followed.
+            // A link states its end and where its log begins, so its chain need not be followed yet.
             let (end, redo) = match id.map(|id| &survey.links[&id]) {
                 Some(Ok((link, _))) => (link.end, Some(link.redo)),
                 Some(Err(damage)) => {
@@ -190,21 +190,20 @@ impl PastState {
                 None => (Lsn(0), survey.log.beginning()),
             };
             let Some(redo) = redo else { continue };
-            // The newest one is always a start, and mostly the one that is wanted. The last seal tells of
-            // the others.
+            // The newest snapshot is always a start, and usually the one needed. The last seal states the
+            // role of the others.
             let role = if id.is_some() && id == newest {
                 Role::Start
             } else if let Some((_, reach)) = the_end() {
                 let beginning = if reach.beginning().is_some() { Role::Start } else { Role::Link };
                 id.map_or(beginning, |id| reach.role(id))
             } else if survey.log.segments().contains_key(&redo.segment) {
-                // Where the log cannot be followed, every snapshot whose segment is there is tried.
+                // If the log cannot be followed, every snapshot whose segment exists is tried.
                 Role::Start
             } else {
                 Role::OwnEnd
             };
-            // A snapshot after which no log is kept still stands for its own end, if it was caught at one
-            // moment.
+            // A snapshot without any log after it can still provide its own end, if it is exact.
             if role == Role::Link || (role == Role::OwnEnd && (until.lsn() != Some(end) || redo.lsn != end)) {
                 continue;
             }
@@ -221,8 +220,8 @@ impl PastState {
             match opened {
                 Ok(Some(past)) => match past.has_images() {
                     Ok(true) => return Ok(Self { is_whole: true, ..past }),
-                    // Nothing more goes of it now that it is held. If it is no start any more, the
-                    // missing files were removed.
+                    // Now that it is held, no more of its files are removed. If it is no longer a start, the
+                    // missing files were removed by a writer.
                     Ok(false) if !is_promised(disk, id, until) => is_going = true,
                     Ok(false) => _ = in_parts.get_or_insert(past),
                     Err(error) => _ = first.get_or_insert(error),
@@ -235,13 +234,13 @@ impl PastState {
             }
             reached = reached.max(trails.point().lsn);
         }
-        // Lost images take their own pages with them, and no others.
+        // Lost images affect only their own pages.
         if let Some(past) = in_parts {
             return Ok(past);
         }
         let nothing = || match (until, oldest) {
             (Until::At(asked), Some(oldest)) if asked < oldest => {
-                // The caller is told how far the window goes.
+                // The error states the range of available batches.
                 match the_end() {
                     Some((newest, reach)) => {
                         let oldest = reach.opens_at().unwrap_or_default();
@@ -255,7 +254,7 @@ impl PastState {
         Err(NotFound { error: first.unwrap_or_else(nothing), reached, is_going })
     }
 
-    /// Follows the log from one snapshot; `None` if that is just being removed, or the log after it.
+    /// Follows the log from one snapshot; `None` if the snapshot, or the log after it, is being removed.
     fn open_from(
         disk: &Arc<dyn Disk>,
         source: &DiskSource,
@@ -298,17 +297,17 @@ impl PastState {
             hold,
             is_whole: false,
         };
-        // Between the survey and the hold, the writer may have removed the snapshot, or taken the first
-        // segment for something else: its bytes then read like a log that ends where it begins. One that
-        // recovers takes the last segments, of which it copied the batches.
+        // Between the survey and the hold, the writer may have removed the snapshot, or reused the first
+        // segment, whose bytes then read like a log that ends at its beginning. A writer in recovery reuses
+        // the last segments, whose batches it has copied.
         let was_there = survey.log.segments().contains_key(&redo.segment);
         Ok((!was_there || past.is_there()?).then_some(past))
     }
 
-    /// Whether the images are there that the pages are made from. If some are missing, there are three
-    /// reasons. They were lost. Or the snapshot's link is kept only for the snapshots that follow it:
-    /// then an older snapshot, with the log after it, does. Or the writer removed them before the
-    /// snapshot was held.
+    /// Returns whether all images from which the pages are composed exist. Images can be missing for three
+    /// reasons: they were lost; the snapshot's link is kept only for later snapshots, in which case an older
+    /// snapshot with the log after it provides the state; or the writer removed them before the snapshot was
+    /// held.
     fn has_images(&self) -> Result<bool> {
         let present: BTreeSet<String> = self.disk.list(Folder::Pages)?.into_iter().collect();
         let images = self.resolved.bases.iter().filter_map(|(_, base)| base.image);
@@ -327,48 +326,48 @@ impl PastState {
         }
     }
 
-    /// The batch as of which this is the state.
+    /// Returns the batch after which this is the state.
     pub fn lsn(&self) -> Lsn {
         self.resolved.table.lsn()
     }
 
-    /// The end of that batch in the log.
+    /// Returns the end of that batch in the log.
     pub fn point(&self) -> LogPoint {
         self.point
     }
 
-    /// The snapshot that it was followed from; `None` is the log's beginning.
+    /// Returns the snapshot from which the log was followed; `None` means the beginning of the log.
     pub fn base(&self) -> Option<SnapshotId> {
         self.base
     }
 
-    /// The disk on which the state lies.
+    /// Returns the disk that contains the state.
     pub fn disk(&self) -> &Arc<dyn Disk> {
         &self.disk
     }
 
-    /// STORE, as it was read.
+    /// Returns the content of STORE.
     pub fn store(&self) -> &StoreFile {
         &self.store
     }
 
-    /// Pages and root of the state.
+    /// Returns the pages and root of the state.
     pub fn table(&self) -> &PageTable {
         &self.resolved.table
     }
 
-    /// The image that holds exactly a page's bytes, if there is one.
+    /// Returns the image with exactly the bytes of a page, if one exists.
     pub fn exact_image(&self, page: PageId) -> Option<ImageRef> {
         self.trails.exact_image(&self.resolved, page)
     }
 
-    /// Fills `out` with a page's bytes from `offset` on. What is read of a long page is put together window
-    /// by window, each beside those that were read lately. All of a page that an image holds as it is goes
-    /// straight to `out`, and is summed on the way.
+    /// Reads a page's bytes from `offset` into `out`. Ranges of a long page are composed window by window,
+    /// and recent windows are cached. If a whole page is read and an image contains exactly its bytes, they
+    /// are read directly into `out`, and their checksum is computed in the process.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`]; [`Error::OutOfBounds`]; [`Error::Damaged`] in what this page is made from;
-    /// [`Error::OutOfMemory`]; [`Error::Overtaken`] if the state could not be held and is gone.
+    /// [`Error::UnknownPage`]; [`Error::OutOfBounds`]; [`Error::Damaged`] in the data of this page;
+    /// [`Error::OutOfMemory`]; [`Error::Overtaken`] if the state could not be held and was removed.
     pub fn read(&self, page: PageId, mut offset: u64, mut out: &mut [u8]) -> Result<()> {
         let (len, page_len) = (out.len() as u64, self.page_len(page)?);
         if offset.checked_add(len).is_none_or(|end| end > page_len) {
@@ -390,10 +389,10 @@ impl PastState {
         Ok(())
     }
 
-    /// Hands all of a page's bytes to `sink`, in their order and piece by piece.
+    /// Passes all bytes of a page to `sink`, in order and piece by piece.
     ///
     /// # Errors
-    /// As for [`PastState::read`]; what `sink` returns.
+    /// As for [`PastState::read`], and the errors of `sink`.
     pub fn stream(&self, page: PageId, mut sink: impl FnMut(u64, &[u8]) -> Result<()>) -> Result<()> {
         let (mut at, page_len) = (0, self.page_len(page)?);
         while at < page_len {
@@ -405,7 +404,7 @@ impl PastState {
         Ok(())
     }
 
-    /// Reads all of a page, piece by piece, and proves it.
+    /// Reads a whole page piece by piece and verifies it.
     ///
     /// # Errors
     /// As for [`PastState::read`].
@@ -417,7 +416,7 @@ impl PastState {
         }
     }
 
-    /// Length of a page in bytes.
+    /// Returns the length of a page in bytes.
     ///
     /// # Errors
     /// [`Error::UnknownPage`].
@@ -425,14 +424,14 @@ impl PastState {
         self.table().get(page).map(|info| info.len).ok_or(Error::UnknownPage { page })
     }
 
-    /// A window of a page that has the byte at `offset`, and where it begins. `wanted` bytes will be read
-    /// from there on.
+    /// Returns a window of a page that contains the byte at `offset`, and the offset at which the window
+    /// begins. The caller intends to read `wanted` bytes from `offset`.
     fn window(&self, page: PageId, page_len: u64, offset: u64, wanted: u64) -> Result<(u64, Arc<Vec<u8>>)> {
         let next = match self.windows.lock().get(page, page_len, offset, wanted) {
             Lookup::Held(from, bytes) => return Ok((from, bytes)),
             Lookup::Missing(next) => next,
         };
-        // Others read meanwhile; at worst two threads put the same window together.
+        // Other threads can read meanwhile; at worst, two threads compose the same window.
         let bytes = if next == (0..page_len) && page_len <= WHOLE_LEN_MAX {
             self.twice(|source| self.trails.load(source, &self.resolved, page))?
         } else {
@@ -453,8 +452,8 @@ impl PastState {
         Ok((next.start, bytes))
     }
 
-    /// Reads something, and once more before it is called damaged, by name: an open file may be one that the
-    /// writer took for something else.
+    /// Reads something, and retries once with reopened files before reporting damage, because the writer may
+    /// have reused an open file.
     pub fn twice<T>(&self, mut read: impl FnMut(&DiskSource) -> Result<T, Damage>) -> Result<T> {
         let source = self.source.lock().clone();
         if let Ok(read) = read(&source) {
@@ -467,28 +466,28 @@ impl PastState {
             Err(damage) => damage,
         };
         if damage.defect == Defect::Missing {
-            // In a directory that was removed every file is missing.
+            // In a removed directory, every file is missing.
             self.disk.directory()?;
         }
         match damage.defect {
             Defect::Memory { needed } => Err(Error::OutOfMemory { place: Place::Host, len: needed }),
             Defect::Missing if !self.is_kept()? => Err(self.overtaken()),
-            // The writer took the file for something else after it was opened by its name.
+            // The writer reused the file after it was opened by name.
             _ if anew.is_gone(damage.file) && !self.is_kept()? => Err(self.overtaken()),
-            // A fork has to do with another store, too.
+            // The store is named because a fork involves another store, too.
             _ => Err(Error::from(damage).in_store(&self.disk.label())),
         }
     }
 
-    /// Whether no writer can have removed files that this state needs.
+    /// Returns whether the files that this state needs cannot have been removed by a writer.
     pub fn is_kept(&self) -> Result<bool> {
         Ok(self.hold.is_some() || self.is_there()?)
     }
 
-    /// Whether the files that are removed first are still there. Of a snapshot that is its manifest; but
-    /// that may stay for snapshots that follow it, so the log is looked at too.
+    /// Returns whether the files that are removed first still exist. For a snapshot, that is its manifest;
+    /// because a manifest may be kept for later snapshots, the log is checked too.
     fn is_there(&self) -> Result<bool> {
-        // Names tell the kinds of files apart.
+        // Names are unique across the kinds of files.
         let mut present: BTreeSet<String> = self.disk.list(Folder::Log)?.into_iter().collect();
         present.extend(self.disk.list(Folder::Snapshots)?);
         let segments = self.segments.iter().map(|number| FileName::Segment(*number));
@@ -496,7 +495,7 @@ impl PastState {
         Ok(first.all(|file| present.contains(&file.name())))
     }
 
-    /// The error of a reader whose state is gone.
+    /// Returns the error for a reader whose state was removed.
     pub fn overtaken(&self) -> Error {
         let names = self.disk.list(Folder::Snapshots).unwrap_or_default();
         let snapshots = names.iter().filter_map(|name| match FileName::parse(Folder::Snapshots, name) {
@@ -512,7 +511,7 @@ fn wait(time: Duration) {
     std::thread::sleep(time);
 }
 
-/// The Lsn that a point means, as this survey tells it.
+/// Returns the batch that a point refers to, according to this survey.
 fn until(survey: &Survey, point: Option<&StatePoint>) -> Result<Until> {
     Ok(match point {
         None => Until::End,
@@ -531,8 +530,9 @@ fn until(survey: &Survey, point: Option<&StatePoint>) -> Result<Until> {
     })
 }
 
-/// Whether the log's last seal, as it is now, says that a state can be computed from a snapshot, or from
-/// the log's beginning. If it cannot be read, missing files are lost and not removed.
+/// Returns whether the last seal of the log, as it is now, permits computing a state from a snapshot or from
+/// the beginning of the log. If the seal cannot be read, missing files are treated as lost and not as
+/// removed.
 fn is_promised(disk: &Arc<dyn Disk>, base: Option<SnapshotId>, until: Until) -> bool {
     let source = DiskSource::new(disk.clone());
     let Ok(survey) = Survey::read(&source) else { return true };

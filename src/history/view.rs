@@ -1,7 +1,6 @@
-//! Looking at a state of a store, read-only: nothing is written, no device is used, and a writer
-//! may go on meanwhile.
+//! Read-only access to a state of a store: without writes and without a device, concurrently with a writer.
 //!
-//! [`crate::history::state`] finds the state and reads pages; here is the handle.
+//! [`crate::history::state`] finds the state and reads pages; this module contains the handle.
 
 use std::fmt;
 use std::sync::Arc;
@@ -15,31 +14,32 @@ use crate::error::{Error, Result};
 use crate::history::point::StatePoint;
 use crate::history::state::PastState;
 
-/// Threads that read pages together. Each gives a few gigabytes a second from the page cache, and eight take
-/// what memory gives.
+/// The maximum number of threads that read pages together. Each reads a few gigabytes per second from the
+/// page cache, and eight saturate the memory bandwidth.
 const READERS_MAX: usize = 8;
 
-/// A state of a store, to look at: pages, root and bytes as they were right after one batch.
+/// A read-only view of one state of a store: its pages, root and bytes right after one batch.
 ///
-/// [`Store::open_at`](crate::Store::open_at) and [`Store::open_read_only`](crate::Store::open_read_only)
-/// give one. It stays at its batch, whatever a writer does meanwhile, and nothing that it needs is
-/// removed while it lives. The exception are places where no lock can be taken, such as read-only media:
-/// there a writer elsewhere may remove files, and then reads fail with [`Error::Overtaken`].
+/// It is returned by [`Store::open_at`](crate::Store::open_at) and
+/// [`Store::open_read_only`](crate::Store::open_read_only). It never moves to a later batch, and nothing that
+/// it needs is removed while it exists. There is one exception: where no lock can be taken, such as on
+/// read-only media, a writer elsewhere may remove files, and reads then fail with [`Error::Overtaken`].
 ///
-/// A page's bytes are put together when they are read, from its image and its own operations in the log, and
-/// at most 64 MiB of them are kept for later reads. A page whose bytes on disk are damaged fails alone.
+/// The bytes of a page are composed when they are read, from its image and its operations in the log. At most
+/// 64 MiB of them are cached for later reads. If the data of a page on disk is damaged, only reads of that
+/// page fail.
 ///
-/// An image has one checksum. So the first read of a page longer than 4 MiB reads all of its image, to prove
-/// it, and holds no more than a piece of it at a time; later reads read what they need, a mebibyte at least.
-/// Batches that set single elements all over the page are read again for each window, so a reader that goes
-/// on where it stopped gets longer ones, up to 32 MiB.
+/// An image has one checksum. The first read of a page longer than 4 MiB therefore reads the whole image to
+/// verify it, holding only a piece of it in memory at a time; later reads read what they need, but at least 1
+/// MiB. Batches that set scattered elements of a page are read again for each window, so the windows of a
+/// sequential reader grow up to 32 MiB.
 pub struct View {
     opener: Process,
     past: PastState,
 }
 
 impl View {
-    /// Opens a state on any disk: the way in for tests, which bring simulated ones.
+    /// Opens a state on any disk, including the simulated ones of tests.
     ///
     /// # Errors
     /// As for [`Store::open_at`](crate::Store::open_at).
@@ -49,8 +49,8 @@ impl View {
         Ok(Self { opener: Process::current(), past: past.map_err(|error| error.in_store(&disk.label()))? })
     }
 
-    /// The state that it reads from, for the process that opened it. In a forked child, locks of the
-    /// parent's threads may be held for ever.
+    /// Returns the state, if this process opened the view. In a forked child, locks that the parent's threads
+    /// held at the fork are never released.
     ///
     /// # Errors
     /// [`Error::Forked`].
@@ -58,30 +58,31 @@ impl View {
         self.opener.check().map(|()| &self.past)
     }
 
-    /// The identity of the store.
+    /// Returns the id of the store.
     #[must_use]
     pub fn id(&self) -> StoreId {
         self.past.store().store
     }
 
-    /// The batch after which this is the state.
+    /// Returns the batch after which this is the state.
     #[must_use]
     pub fn lsn(&self) -> Lsn {
         self.past.lsn()
     }
 
-    /// The snapshot that the state is computed from, with the log after it; `None` is the log's beginning.
+    /// Returns the snapshot from which the state is computed with the log after it; `None` means the
+    /// beginning of the log.
     #[must_use]
     pub fn base(&self) -> Option<SnapshotId> {
         self.past.base()
     }
 
-    /// All pages, in the order of their ids.
+    /// Returns all pages, in the order of their ids.
     pub fn pages(&self) -> impl ExactSizeIterator<Item = PageInfo> {
         self.past.table().pages()
     }
 
-    /// A page's length, version, key and metadata.
+    /// Returns the length, version, key and metadata of a page.
     ///
     /// # Errors
     /// [`Error::UnknownPage`], [`Error::Forked`].
@@ -89,7 +90,7 @@ impl View {
         self.past()?.table().get(page).ok_or(Error::UnknownPage { page })
     }
 
-    /// The page that has this key.
+    /// Returns the page with this key.
     ///
     /// # Errors
     /// [`Error::UnknownKey`], [`Error::Forked`].
@@ -97,25 +98,25 @@ impl View {
         self.past()?.table().get_key(key).ok_or_else(|| Error::UnknownKey { key: key.clone() })
     }
 
-    /// The root: the store's own metadata.
+    /// Returns the root: the metadata of the store.
     #[must_use]
     pub fn root(&self) -> &Arc<Metadata> {
         self.past.table().root()
     }
 
-    /// Fills `out` with the page's bytes from `offset` on.
+    /// Reads the page's bytes from `offset` into `out`.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`], [`Error::OutOfBounds`]; [`Error::Damaged`] if the files that this page is
-    /// made from are damaged, which says nothing of other pages; [`Error::Overtaken`];
+    /// [`Error::UnknownPage`], [`Error::OutOfBounds`]; [`Error::Damaged`] if the files from which this page
+    /// is composed are damaged, which does not affect other pages; [`Error::Overtaken`];
     /// [`Error::OutOfMemory`]; [`Error::Forked`].
     pub fn read(&self, page: PageId, offset: u64, out: &mut [u8]) -> Result<()> {
         self.past()?.read(page, offset, out)
     }
 
-    /// Fills memory with whole pages, each as long as its memory, by several threads. Images are read once,
-    /// and summed on the way. After an error any of the memory may be filled or not. For memory of a GPU
-    /// there is [`DeviceCopier`](crate::DeviceCopier).
+    /// Reads whole pages into memory with several threads; each slice must be as long as its page. Images are
+    /// read once, and their checksums are computed in the process. After an error, the contents of the memory
+    /// are undefined. To read into GPU memory, use [`DeviceCopier`](crate::DeviceCopier).
     ///
     /// ```
     /// use remanent::{Options, Place, Store};
@@ -134,8 +135,9 @@ impl View {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     ///
-    /// # Errors As for [`read`](Self::read); [`Error::OutOfBounds`] for memory that is shorter or longer than
-    /// its page.
+    /// # Errors
+    /// As for [`read`](Self::read); [`Error::OutOfBounds`] for memory that is shorter or longer than its
+    /// page.
     pub fn read_pages(&self, pages: &mut [(PageId, &mut [u8])]) -> Result<()> {
         let past = self.past()?;
         for (page, out) in &*pages {
@@ -151,9 +153,9 @@ impl View {
         parallel::for_each(parallel::threads(READERS_MAX), pages, read).map(drop)
     }
 
-    /// Proves pages: reads all that their bytes are made from, by several threads, holds it against its
-    /// checksums, and keeps none of it. For a caller that has to know that pages can be read before it
-    /// writes over what it has. However long a page is, no more than pieces of it are in memory.
+    /// Verifies pages: several threads read all data from which the pages are composed, compare it with its
+    /// checksums, and discard it. A caller can thus make sure that pages are readable before it overwrites
+    /// its own data. Only pieces of a page are in memory at a time, regardless of its length.
     ///
     /// ```
     /// use remanent::{Options, Place, Store};

@@ -1,41 +1,41 @@
-//! What is wrong with a block layout, or with its use.
+//! Errors in block layouts and their use.
 
-/// The largest alignment of a run, in bytes: a page of the largest size that a GPU maps.
+/// The maximum alignment of a run in bytes: the largest page size of a GPU.
 pub(super) const ALIGN_MAX: u32 = 2 << 20;
 
-/// Why a layout cannot be, or cannot be used this way.
+/// The reason why a layout is invalid, or cannot be used this way.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LayoutError {
-    /// A dimension is zero.
+    /// A dimension of the layout is zero.
     #[error("{dimension} is 0")]
     Zero {
-        /// The dimension's name.
+        /// The name of the dimension.
         dimension: &'static str,
     },
-    /// The alignment is not a power of two, or too large.
+    /// The alignment is not a power of two, or is too large.
     #[error("an alignment of {align} bytes is not a power of two up to {ALIGN_MAX}")]
     Align {
         /// The alignment asked for.
         align: u32,
     },
-    /// A length does not fit 63 bits.
+    /// A length does not fit in 63 bits.
     #[error("{what} has more than 2^63 bytes")]
     TooLong {
-        /// What is too long.
+        /// The name of the length.
         what: &'static str,
     },
-    /// An index is not within its dimension.
+    /// An index is out of range for its dimension.
     #[error("{dimension} {index} of {count}")]
     OutOfRange {
-        /// The dimension's name.
+        /// The name of the dimension.
         dimension: &'static str,
         /// The index asked for.
         index: u64,
-        /// The dimension's length.
+        /// The length of the dimension.
         count: u64,
     },
-    /// The blocks of two layouts have other shapes, so they cannot be exchanged.
+    /// The blocks of two layouts have different shapes, so they cannot be copied to each other.
     #[error("blocks of {from} cannot be copied to blocks of {to}")]
     OtherShape {
         /// The layout to copy from.
@@ -43,7 +43,7 @@ pub enum LayoutError {
         /// The layout to copy to.
         to: String,
     },
-    /// A working copy has the layout of its pages, and these have another one.
+    /// A working copy must have the layout of its pages, but the two layouts differ.
     #[error("tensors of {tensors} cannot be working copies of pages of {pages}")]
     OtherLayout {
         /// The layout of the tensors.
@@ -51,28 +51,28 @@ pub enum LayoutError {
         /// The layout of the pages.
         pages: String,
     },
-    /// There are more or fewer regions than the layout has.
+    /// The number of regions differs from that of the layout.
     #[error("{found} regions are given, and the layout has {expected}")]
     RegionCount {
-        /// The number given.
+        /// The number of regions given.
         found: usize,
-        /// The number that the layout has.
+        /// The number of regions in the layout.
         expected: usize,
     },
     /// A region is too short.
     #[error("region {region} has {found} bytes, and the layout needs {expected}")]
     RegionLen {
-        /// The region's index.
+        /// The index of the region.
         region: usize,
-        /// The length that it has.
+        /// The length of the region in bytes.
         found: u64,
-        /// The length that the layout needs.
+        /// The length that the layout needs, in bytes.
         expected: u64,
     },
-    /// These 32 bytes are no layout, or one of a later version.
+    /// The 32 bytes are not a layout, or one of a later version.
     #[error("the fingerprint is not one of a block layout: {reason}")]
     Fingerprint {
-        /// What is wrong with it.
+        /// The reason why the bytes are invalid.
         reason: &'static str,
     },
 }

@@ -1,8 +1,8 @@
-//! Block layouts of inference engines: where the bytes of a block of a key-value cache lie.
+//! Block layouts of inference engines: the addresses of the bytes of a block of a key-value cache.
 //!
-//! An engine keeps its cache in blocks. A block holds, for each layer and each *outer* part (keys and
-//! values), the same number of tokens. The bytes of one block, layer and outer part lie together: a *run*.
-//! How runs follow each other differs from engine to engine, and [`BlockLayout`] says it once:
+//! An engine keeps its cache in blocks. A block contains, for each layer and each *outer* part (keys and
+//! values), the same number of tokens. The bytes of one block, layer and outer part are contiguous: a *run*.
+//! The order of runs differs between engines, and [`BlockLayout`] describes it:
 //!
 //! | arrangement | regions | order of the runs in a region |
 //! |---|---|---|
@@ -10,18 +10,18 @@
 //! | [`Arrangement::LayersApart`], block first | 1 for each layer | block, outer |
 //! | [`Arrangement::LayersApart`], outer first | 1 for each layer | outer, block |
 //!
-//! A *region* is one piece of memory: a page of the store
-//! ([`BlockPages`](crate::BlockPages)), a tensor of the engine's ([`BlockTensors`](crate::BlockTensors)), a
-//! slice. Two layouts whose blocks have one shape exchange blocks run by run ([`BlockLayout::copies`]),
-//! whatever their arrangements are.
+//! A *region* is one contiguous piece of memory: a page of the store ([`BlockPages`](crate::BlockPages)), a
+//! tensor of the engine ([`BlockTensors`](crate::BlockTensors)), or a slice. Blocks can be copied run by run
+//! between any two layouts whose blocks have the same shape ([`BlockLayout::copies`]), regardless of their
+//! arrangements.
 //!
-//! A layout packs into 32 bytes without loss ([`BlockLayout::fingerprint`]). Given to
-//! [`Options::layout_fingerprint`](crate::Options::layout_fingerprint), they keep a store from being opened
-//! by a program with another layout, and the error says both.
+//! A layout can be encoded in 32 bytes without loss ([`BlockLayout::fingerprint`]). If these are passed to
+//! [`Options::layout_fingerprint`](crate::Options::layout_fingerprint), a program with another layout cannot
+//! open the store, and its error states both layouts.
 //!
 //! ```
 //! use remanent::layout::{Arrangement, BlockLayout, BlockShape};
-//! // 32 layers of keys and values, 16 tokens a block, 8 heads of 128 elements, two bytes each.
+//! // 32 layers of keys and values, 16 tokens per block, 8 heads of 128 elements, two bytes each.
 //! let shape = BlockShape { layers: 32, outer: 2, tokens: 16, inner: 8 * 128, width: 2 };
 //! let of_store = BlockLayout::new(shape, 1, Arrangement::Contiguous, 512)?;
 //! assert_eq!((of_store.region_count(), of_store.region_len()), (1, 2 << 20));
@@ -45,74 +45,74 @@ pub use self::error::LayoutError;
 
 /// The version of [`BlockLayout::fingerprint`] and [`BlockLayout::to_json`].
 const VERSION: u16 = 1;
-/// The first bytes of a fingerprint, so that one of another kind is told apart.
+/// The first bytes of a fingerprint, which identify it as a block layout.
 const MAGIC: [u8; 2] = *b"BL";
-/// The shape of one block, whatever its bytes' order.
+/// The shape of a block, independent of the order of its bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockShape {
-    /// Number of layers.
+    /// The number of layers.
     pub layers: u32,
-    /// Number of outer parts: 2 for keys and values, 1 where they are stored as one.
+    /// The number of outer parts: 2 for separate keys and values, 1 if they are stored together.
     pub outer: u8,
-    /// Tokens that a block holds.
+    /// The number of tokens per block.
     pub tokens: u32,
-    /// Elements of a token in one layer and outer part: heads times the head's size.
+    /// The number of elements per token in one layer and outer part: heads times head size.
     pub inner: u32,
-    /// Bytes of an element.
+    /// The size of an element in bytes.
     pub width: u8,
 }
 
-/// How the runs of blocks, layers and outer parts follow each other.
+/// The order of the runs of blocks, layers and outer parts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Arrangement {
-    /// All in one region: block by block, in it layer by layer, in it outer part by outer part.
+    /// All runs in one region, ordered by block, then layer, then outer part.
     Contiguous,
-    /// A region for each layer.
+    /// One region per layer.
     LayersApart {
-        /// Whether all outer parts of a block lie together. Otherwise all blocks of an outer part do.
+        /// Whether the outer parts of a block are adjacent. Otherwise, all blocks of an outer part are.
         block_first: bool,
     },
 }
 
-/// A place in a region, in bytes.
+/// A range of bytes in a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Extent {
-    /// The region's index.
+    /// The index of the region.
     pub region: usize,
-    /// The first byte.
+    /// The offset of the first byte.
     pub offset: u64,
-    /// Number of bytes.
+    /// The number of bytes.
     pub len: u64,
 }
 
-/// One copy of an exchange of a block: both extents have one length.
+/// One copy operation of a block transfer. Both extents have the same length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockCopy {
-    /// The bytes to read.
+    /// The extent to read.
     pub from: Extent,
-    /// Where they go.
+    /// The extent to write.
     pub to: Extent,
 }
 
 /// A result whose error is a [`LayoutError`].
 pub type LayoutResult<T> = std::result::Result<T, LayoutError>;
 
-/// Where the runs of blocks lie in their regions: address arithmetic, checked once when the layout is made.
+/// The addresses of runs in their regions. All arithmetic is checked once, when the layout is created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockLayout {
     shape: BlockShape,
     blocks: u64,
     arrangement: Arrangement,
     align: u32,
-    /// Bytes of a run.
+    /// The length of a run in bytes.
     run_len: u64,
-    /// Bytes from one run to the next.
+    /// The distance between the starts of consecutive runs, in bytes.
     run_stride: u64,
 }
 
 impl BlockLayout {
-    /// A layout of `blocks` blocks, in which each run begins at a multiple of `align` bytes from its region's
-    /// start. With an alignment of 1 runs follow each other without gaps, as in an engine's tensor.
+    /// Creates a layout of `blocks` blocks in which each run starts at a multiple of `align` bytes from the
+    /// start of its region. With an alignment of 1, there are no gaps between runs, as in an engine's tensor.
     ///
     /// # Errors
     /// [`LayoutError::Zero`], [`LayoutError::Align`], [`LayoutError::TooLong`].
@@ -140,37 +140,37 @@ impl BlockLayout {
         Ok(layout)
     }
 
-    /// The shape of a block.
+    /// Returns the shape of a block.
     #[must_use]
     pub fn shape(&self) -> BlockShape {
         self.shape
     }
 
-    /// The number of blocks.
+    /// Returns the number of blocks.
     #[must_use]
     pub fn blocks(&self) -> u64 {
         self.blocks
     }
 
-    /// How runs follow each other.
+    /// Returns the order of the runs.
     #[must_use]
     pub fn arrangement(&self) -> Arrangement {
         self.arrangement
     }
 
-    /// The alignment of each run, in bytes.
+    /// Returns the alignment of each run in bytes.
     #[must_use]
     pub fn align(&self) -> u32 {
         self.align
     }
 
-    /// The bytes of one block, gaps left out.
+    /// Returns the length of one block in bytes, without gaps.
     #[must_use]
     pub fn block_len(&self) -> u64 {
         self.run_len * self.runs_of_block()
     }
 
-    /// How many regions there are.
+    /// Returns the number of regions.
     #[must_use]
     pub fn region_count(&self) -> usize {
         match self.arrangement {
@@ -179,7 +179,7 @@ impl BlockLayout {
         }
     }
 
-    /// The length of each region in bytes, with the gap after its last run.
+    /// Returns the length of each region in bytes, including the gap after its last run.
     #[must_use]
     pub fn region_len(&self) -> u64 {
         self.run_stride * self.blocks * self.runs_of_block() / self.region_count() as u64
@@ -189,7 +189,7 @@ impl BlockLayout {
         u64::from(self.shape.layers) * u64::from(self.shape.outer)
     }
 
-    /// The run of a block, layer and outer part.
+    /// Returns the extent of the run of a block, layer and outer part.
     ///
     /// # Errors
     /// [`LayoutError::OutOfRange`].
@@ -207,18 +207,18 @@ impl BlockLayout {
         Ok(Extent { region: region as usize, offset: run * self.run_stride, len: self.run_len })
     }
 
-    /// The bytes of a block in the order of layers and, in each, of outer parts. Runs that follow each other
-    /// without a gap are one extent.
+    /// Returns the extents of a block, ordered by layer, then outer part. Adjacent runs are merged into one
+    /// extent.
     ///
     /// # Errors
     /// [`LayoutError::OutOfRange`].
     pub fn extents(&self, block: u64) -> LayoutResult<Vec<Extent>> {
-        // Joined with themselves: what follows in the layout follows in its copy.
+        // A copy of the layout to itself merges exactly the runs that are adjacent in it.
         Ok(self.copies(block, self, block)?.into_iter().map(|copy| copy.from).collect())
     }
 
-    /// The copies that bring a block of this layout to a block of another one, as few as there can be: runs
-    /// that follow each other on both sides are one copy.
+    /// Returns the minimal list of copies from a block of this layout to a block of `to`: runs that are
+    /// adjacent on both sides are merged into one copy.
     ///
     /// # Errors
     /// [`LayoutError::OtherShape`] if the blocks' shapes differ; [`LayoutError::OutOfRange`].
@@ -242,7 +242,7 @@ impl BlockLayout {
         Ok(copies)
     }
 
-    /// Checks that regions of these lengths hold the layout.
+    /// Checks that regions of these lengths can hold the layout.
     ///
     /// # Errors
     /// [`LayoutError::RegionCount`], [`LayoutError::RegionLen`].
@@ -258,7 +258,7 @@ impl BlockLayout {
         }
     }
 
-    /// The layout in 32 bytes, without loss: for
+    /// Returns a lossless encoding of the layout in 32 bytes, for
     /// [`Options::layout_fingerprint`](crate::Options::layout_fingerprint).
     #[must_use]
     pub fn fingerprint(&self) -> [u8; 32] {
@@ -275,15 +275,16 @@ impl BlockLayout {
         bytes[12..16].copy_from_slice(&layers.to_le_bytes());
         bytes[16..20].copy_from_slice(&tokens.to_le_bytes());
         bytes[20..24].copy_from_slice(&inner.to_le_bytes());
-        // An alignment is a power of two, so its exponent says it.
+        // An alignment is a power of two, so its exponent suffices.
         bytes[24..28].copy_from_slice(&[outer, width, arrangement, self.align.trailing_zeros() as u8]);
         bytes
     }
 
-    /// The layout that a fingerprint names.
+    /// Decodes a layout from a fingerprint.
     ///
     /// # Errors
-    /// [`LayoutError::Fingerprint`] for bytes that are none, and those of [`BlockLayout::new`].
+    /// [`LayoutError::Fingerprint`] if the bytes are not a fingerprint, and the errors of
+    /// [`BlockLayout::new`].
     pub fn from_fingerprint(bytes: [u8; 32]) -> LayoutResult<Self> {
         let refused = |reason| LayoutError::Fingerprint { reason };
         let four = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"));
@@ -309,7 +310,7 @@ impl BlockLayout {
         Self::new(shape, blocks, arrangement, align)
     }
 
-    /// The layout as a JSON object, for another process or language.
+    /// Returns the layout as a JSON object, for another process or language.
     #[must_use]
     pub fn to_json(&self) -> String {
         let BlockShape { layers, outer, tokens, inner, width } = self.shape;
@@ -350,7 +351,7 @@ impl fmt::Display for BlockLayout {
 }
 
 impl Extent {
-    /// The bytes in their region.
+    /// Returns the range of bytes in the region.
     #[must_use]
     pub fn range(&self) -> Range<u64> {
         self.offset..self.offset + self.len

@@ -1,4 +1,4 @@
-//! Layouts against a slow loop that goes element by element, and what they refuse.
+//! Layouts compared with a slow element-by-element loop, and the errors of invalid layouts.
 
 use proptest::prelude::*;
 
@@ -21,8 +21,8 @@ fn layout(shape: BlockShape) -> impl Strategy<Value = BlockLayout> {
     })
 }
 
-/// Where a byte of a run lies, by the definition of the arrangements and nothing else: the runs before it are
-/// counted one by one.
+/// Computes the position of a run from the definition of the arrangements alone, by counting the runs before
+/// it one by one.
 fn slow(layout: &BlockLayout, block: u64, layer: u32, outer: u8) -> (usize, u64) {
     let BlockShape { layers, outer: outers, tokens, inner, width } = layout.shape();
     let mut stride = u64::from(tokens) * u64::from(inner) * u64::from(width);
@@ -64,14 +64,14 @@ fn slow(layout: &BlockLayout, block: u64, layer: u32, outer: u8) -> (usize, u64)
     found.unwrap()
 }
 
-/// Regions of random-looking bytes, none of which is 0: gaps that a copy touches would show.
+/// Returns regions of pseudorandom nonzero bytes, so that a copy that touches a gap is detected.
 fn regions(layout: &BlockLayout, seed: u8) -> Vec<Vec<u8>> {
     let byte = |region: usize, at: u64| (region as u64 * 101 + at * 7 + u64::from(seed)) as u8 | 1;
     let region = |region| (0..layout.region_len()).map(|at| byte(region, at)).collect();
     (0..layout.region_count()).map(region).collect()
 }
 
-/// Copies a block run by run, as [`slow`] finds them.
+/// Copies a block run by run, at the positions computed by [`slow`].
 fn slow_copy(
     (from, source, block): (&BlockLayout, &[Vec<u8>], u64),
     (to, target, to_block): (&BlockLayout, &mut [Vec<u8>], u64),
@@ -110,7 +110,7 @@ proptest! {
             }
             prop_assert_eq!(found, expected);
             prop_assert_eq!(copies.iter().map(|copy| copy.from.len).sum::<u64>(), from.block_len());
-            // As few as there can be: no two neighbours could be one.
+            // The list is minimal: no two neighbors could be merged.
             let could_be_one = |pair: &[BlockCopy]| {
                 pair[0].from.is_right_before(&pair[1].from) && pair[0].to.is_right_before(&pair[1].to)
             };
@@ -128,7 +128,7 @@ proptest! {
         if let Ok(layout) = BlockLayout::from_fingerprint(bytes) {
             prop_assert_eq!(layout.fingerprint(), bytes);
         }
-        // With any bit turned over it is another layout's, or none.
+        // With any bit flipped, the result is another layout or an error.
         for bit in 0..256 {
             let mut bytes = layout.fingerprint();
             bytes[bit / 8] ^= 1 << (bit % 8);

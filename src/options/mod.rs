@@ -133,8 +133,9 @@ impl Options {
 
     /// Binds device slots: pages in [`Place::Device`] number *n* live on the *n*-th device of this list,
     /// pages in all other places on the first. Slots are bound at each open, so a store can be reopened with
-    /// fewer, more or different devices; if a page's slot has no device, the open fails with
-    /// [`Error::PlaceUnavailable`]. Default: an empty list, which binds every slot to [`Options::device`].
+    /// fewer, more or different devices; an open or batch that needs memory in a slot without a device fails
+    /// with [`Error::PlaceUnavailable`]. Default: an empty list, which binds every slot to
+    /// [`Options::device`].
     ///
     /// ```
     /// use remanent::{DeviceChoice, Options, Place, Store};

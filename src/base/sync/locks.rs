@@ -1,13 +1,13 @@
-//! Locks of the standard library, without poisoning, and with condition variables that cost nothing while no
-//! thread waits.
+//! Locks of the standard library, without lock poisoning, and with condition variables whose notifications
+//! are free while no thread waits.
 //!
-//! A lock must keep all its state in itself. A forked child has a copy of every lock and none of the threads
-//! that wait for them, and it may open stores of its own. `parking_lot` has one table of waiting threads for
-//! the whole process. With it the child would wake threads of the parent in place of its own threads, whose
-//! stacks lie where the parent's lay.
+//! A lock must contain all its state. A forked child has a copy of every lock but none of the threads that
+//! wait for them, and it may open its own stores. `parking_lot` has one table of waiting threads per process,
+//! so the child would wake threads of the parent instead of its own threads, whose stacks have the addresses
+//! of the parent's.
 //!
-//! A state that a panic leaves behind a lock is the business of [`Poison`](crate::base::poison::Poison), so a
-//! lock goes on.
+//! State that a panic leaves inconsistent is handled by [`Poison`](crate::base::poison::Poison), so locks
+//! remain usable after a panic.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -16,19 +16,19 @@ use std::time::{Duration, Instant};
 
 pub use std::sync::{RwLockReadGuard, RwLockWriteGuard, WaitTimeoutResult};
 
-/// A value that one thread at a time has.
+/// A mutual exclusion lock.
 #[derive(Debug, Default)]
 pub struct Mutex<T>(system::Mutex<T>);
 
-/// The lock of a [`Mutex`], held.
+/// The guard of a locked [`Mutex`].
 #[derive(Debug)]
 pub struct MutexGuard<'a, T>(
-    /// The system's guard; `None` only during a wait.
+    /// The guard of the standard library; `None` only during a wait.
     Option<system::MutexGuard<'a, T>>,
 );
 
 impl<T> Mutex<T> {
-    /// A lock that holds this value.
+    /// Creates a lock with this value.
     pub const fn new(value: T) -> Self {
         Self(system::Mutex::new(value))
     }
@@ -38,17 +38,17 @@ impl<T> Mutex<T> {
         MutexGuard(Some(self.0.lock().unwrap_or_else(PoisonError::into_inner)))
     }
 
-    /// Takes the lock, if no thread has it.
+    /// Takes the lock if it is free.
     pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
         taken(self.0.try_lock()).map(|guard| MutexGuard(Some(guard)))
     }
 
-    /// The value, for its only owner.
+    /// Returns the value, given exclusive access.
     pub fn get_mut(&mut self) -> &mut T {
         self.0.get_mut().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes the value out of the lock.
+    /// Returns the value, consuming the lock.
     pub fn into_inner(self) -> T {
         self.0.into_inner().unwrap_or_else(PoisonError::into_inner)
     }
@@ -76,28 +76,27 @@ impl<T> DerefMut for MutexGuard<'_, T> {
 
 const HELD: &str = "a guard holds its lock except during a wait";
 
-/// A value that many threads read, or one changes. A thread that reads must not ask again: a writer may wait
-/// in between.
+/// A reader-writer lock. A reader must not lock again, because a writer may be waiting in between.
 #[derive(Debug, Default)]
 pub struct RwLock<T>(system::RwLock<T>);
 
 impl<T> RwLock<T> {
-    /// A lock that holds this value.
+    /// Creates a lock with this value.
     pub const fn new(value: T) -> Self {
         Self(system::RwLock::new(value))
     }
 
-    /// Waits for the lock, to read.
+    /// Waits for shared access.
     pub fn read(&self) -> RwLockReadGuard<'_, T> {
         self.0.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for the lock, to change the value.
+    /// Waits for exclusive access.
     pub fn write(&self) -> RwLockWriteGuard<'_, T> {
         self.0.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes the lock, if no thread has it.
+    /// Takes exclusive access if the lock is free.
     pub fn try_write(&self) -> Option<RwLockWriteGuard<'_, T>> {
         taken(self.0.try_write())
     }
@@ -111,28 +110,28 @@ fn taken<Guard>(taken: Result<Guard, TryLockError<Guard>>) -> Option<Guard> {
     }
 }
 
-/// A point at which threads wait until another one calls them. The state they wait for changes under the lock
-/// that they wait with.
+/// A condition variable. The state that threads wait for must change under the lock that they wait with.
 #[derive(Debug, Default)]
 pub struct Condvar {
     inner: system::Condvar,
-    /// The number of waiting threads. The standard library's condition variable makes a system call at every
-    /// notification to find out. Counted with the lock held: a thread that has had the lock since sees it.
+    /// The number of waiting threads. The standard library's condition variable would make a system call at
+    /// every notification to find out. The counter is incremented with the lock held, so a thread that has
+    /// acquired the lock since observes it.
     waiting: AtomicUsize,
 }
 
 impl Condvar {
-    /// A condition variable without waiters.
+    /// Creates a condition variable without waiters.
     pub const fn new() -> Self {
         Self { inner: system::Condvar::new(), waiting: AtomicUsize::new(0) }
     }
 
-    /// Lets go of the lock until another thread calls. May return without a call.
+    /// Releases the lock until notified. May return spuriously.
     pub fn wait<T>(&self, guard: &mut MutexGuard<'_, T>) {
         self.count_while(guard, |held| (self.inner.wait(held).unwrap_or_else(PoisonError::into_inner), ()));
     }
 
-    /// Lets go of the lock until another thread calls, or until this time. May return without a call.
+    /// Releases the lock until notified or until the given time. May return spuriously.
     pub fn wait_until<T>(&self, guard: &mut MutexGuard<'_, T>, until: Instant) -> WaitTimeoutResult {
         let time = until.saturating_duration_since(Instant::now());
         self.count_while(guard, |held| {
@@ -140,7 +139,7 @@ impl Condvar {
         })
     }
 
-    /// Lets go of the lock as long as the condition holds, for this time at most.
+    /// Releases the lock while the condition holds, for at most the given time.
     pub fn wait_while_for<T>(
         &self,
         guard: &mut MutexGuard<'_, T>,
@@ -152,14 +151,14 @@ impl Condvar {
         })
     }
 
-    /// Calls one waiter, if there is any.
+    /// Wakes one waiter, if there is any.
     pub fn notify_one(&self) {
         if self.waiting.load(Ordering::Relaxed) > 0 {
             self.inner.notify_one();
         }
     }
 
-    /// Calls all waiters.
+    /// Wakes all waiters, if there are any.
     pub fn notify_all(&self) {
         if self.waiting.load(Ordering::Relaxed) > 0 {
             self.inner.notify_all();

@@ -1,15 +1,15 @@
-//! Locks, threads and time: as the system has them, or, built with `--cfg shuttle`, as a test's scheduler has
-//! them.
+//! Locks, threads and time: those of the system or, when built with `--cfg shuttle`, those of a test
+//! scheduler.
 //!
-//! Threads of the engine meet only by the types that this module gives out. `tests/schedules` builds the
-//! engine with `--cfg shuttle`. There all threads take turns on one thread of the system. Each lock, wait and
-//! atomic is a point at which the scheduler may go on with another one, and time passes only when a thread
-//! has waited for it. So the engine itself runs under thousands of schedules, and a failure names the one to
-//! run again.
+//! Threads of the engine synchronize only through the types that this module exports. `tests/schedules`
+//! builds the engine with `--cfg shuttle`, which runs all threads in turn on a single system thread. Each
+//! lock, wait and atomic operation is a point at which the scheduler may switch threads, and time passes only
+//! when a thread has waited for it. Thus the engine itself runs under thousands of schedules, and a failure
+//! names the schedule to replay.
 //!
-//! Some things do not come from here: statics, which outlive a schedule; counters without waiters; parallel
-//! work over one list ([`crate::base::parallel`]), which has one thread under a scheduler; the host device,
-//! which holds a [lock](locks) only while it copies; and followers, which wait for files.
+//! Some things do not come from this module: statics, which outlive a schedule; counters without waiters;
+//! parallel work over one list ([`crate::base::parallel`]), which has one thread under a scheduler; the host
+//! device, which holds a [lock](locks) only while it copies; and followers, which wait for files.
 
 pub mod locks;
 #[cfg(shuttle)]
@@ -38,7 +38,7 @@ pub use shared::{Map, Swap, SwapGuard};
 #[cfg(shuttle)]
 pub use scheduled::{Condvar, Instant, Mutex, MutexGuard, RwLock, atomic, cores, mpsc, sleeps_until, thread};
 
-/// The number of threads that run at a time.
+/// Returns the number of threads that can run concurrently.
 #[cfg(not(shuttle))]
 pub fn cores() -> usize {
     thread::available_parallelism().map_or(1, NonZero::get)

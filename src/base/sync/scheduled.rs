@@ -1,10 +1,10 @@
-//! Locks, threads and time under a test's scheduler, shaped like those of the system.
+//! Locks, threads and time under a test scheduler, with the interface of the real ones.
 //!
-//! The condition variable is built here: it takes a lock of parking_lot's shape, and its waits can end by
-//! time. Time stands still until a wait ends by it, and then it is the time of that wait. To the scheduler a
-//! thread in such a wait can always go on: any wait may prove too long. A scheduler may let time pass only
-//! when no other thread can go on; it learns from [`sleeps_until`] which threads to leave asleep. With such a
-//! scheduler, a thread that was not woken shows in the time that passed.
+//! The condition variable is implemented here because it uses a lock with parking_lot's interface and its
+//! waits can time out. Time advances only when a wait times out, to the end of that wait. To the scheduler, a
+//! thread in a timed wait is always runnable, because any wait may time out. A scheduler should let time pass
+//! only when no other thread is runnable; [`sleeps_until`] states which threads to leave asleep. With such a
+//! scheduler, a missing notification shows up as time that passed.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -21,42 +21,42 @@ use shuttle_parking_lot::{self as parking_lot};
 pub use parking_lot::{Mutex, MutexGuard, RwLock};
 pub use shuttle::sync::{atomic, mpsc};
 
-/// Threads of the scheduler. There is one processor.
+/// Threads of the scheduler, with one processor.
 pub mod thread {
     use std::io;
     use std::num::NonZero;
 
     pub use shuttle::thread::*;
 
-    /// One: a caller that asks for parallel work works alone.
+    /// Returns one: parallel work then runs on the calling thread.
     pub fn available_parallelism() -> io::Result<NonZero<usize>> {
         Ok(NonZero::<usize>::MIN)
     }
 }
 
 std::thread_local! {
-    /// The time since no particular moment. All threads of a schedule are one thread to the system.
+    /// The time since an arbitrary moment. All threads of a schedule run on one system thread.
     static NOW: Cell<Duration> = const { Cell::new(Duration::ZERO) };
-    /// The waiting threads, each with its latest time to wake.
+    /// The threads in timed waits, with the latest time at which each wakes.
     static SLEEPERS: RefCell<BTreeMap<usize, Instant>> = const { RefCell::new(BTreeMap::new()) };
 }
 
-/// A moment of the schedule's time.
+/// A point in the schedule's time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Instant(Duration);
 
 impl Instant {
-    /// The last moment that a thread waited for.
+    /// Returns the current time, which is the end of the latest wait that timed out.
     pub fn now() -> Self {
         Self(NOW.get())
     }
 
-    /// The time since this moment.
+    /// Returns the time since this instant.
     pub fn elapsed(&self) -> Duration {
         Self::now() - *self
     }
 
-    /// The moment later by this time, if there is one.
+    /// Returns the instant that is later by `time`, if it can be represented.
     pub fn checked_add(self, time: Duration) -> Option<Self> {
         self.0.checked_add(time).map(Self)
     }
@@ -78,19 +78,19 @@ impl Sub for Instant {
     }
 }
 
-/// Enough cores for the code paths that only run where there are many.
+/// Returns enough cores to enable the code paths that run only on machines with many.
 pub fn cores() -> usize {
     64
 }
 
-/// The time at which a waiting thread wakes if it is not called before. `None` if it does not wait, or not
-/// for a time.
+/// Returns when a waiting thread wakes if it is not notified before. `None` if it does not wait or its wait
+/// has no timeout.
 pub fn sleeps_until(task: TaskId) -> Option<Instant> {
     SLEEPERS.with_borrow(|sleepers| sleepers.get(&task.into()).copied())
 }
 
-/// A condition variable over [`Mutex`]. No thread wakes without having been called. Of several waiters, the
-/// scheduler draws the one that wakes.
+/// A condition variable for [`Mutex`], without spurious wakeups. If there are several waiters, the scheduler
+/// chooses which one is notified at random.
 #[derive(Debug, Default)]
 pub struct Condvar {
     /// The waiting threads. Never locked while another thread runs.
@@ -101,28 +101,28 @@ pub struct Condvar {
 struct Waiter {
     thread: usize,
     is_called: AtomicBool,
-    /// Wakes the thread. Parking would not do: a parked thread may wake without a call.
+    /// Wakes the thread. Parking is not suitable, because a parked thread may wake spuriously.
     call: BatchSemaphore,
 }
 
-/// The way a wait has ended.
+/// The outcome of a timed wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WaitTimeoutResult(bool);
 
 impl WaitTimeoutResult {
-    /// Whether the time has come without a call.
+    /// Returns whether the wait ended without a notification.
     pub fn timed_out(self) -> bool {
         self.0
     }
 }
 
 impl Condvar {
-    /// A condition variable without waiters.
+    /// Creates a condition variable without waiters.
     pub const fn new() -> Self {
         Self { waiting: std::sync::Mutex::new(Vec::new()) }
     }
 
-    /// Lets go of the lock until another thread calls.
+    /// Releases the lock until notified.
     pub fn wait<T>(&self, guard: &mut MutexGuard<'_, T>) {
         let waiter = self.join();
         MutexGuard::unlocked(guard, || {
@@ -130,7 +130,7 @@ impl Condvar {
         });
     }
 
-    /// Lets go of the lock until another thread calls, or until this time.
+    /// Releases the lock until notified or until the given time.
     pub fn wait_until<T>(&self, guard: &mut MutexGuard<'_, T>, until: Instant) -> WaitTimeoutResult {
         let waiter = self.join();
         let timed_out = MutexGuard::unlocked(guard, || {
@@ -138,7 +138,7 @@ impl Condvar {
             if !waiter.is_called() {
                 thread::yield_now();
             }
-            // No other thread runs between this look and the next line.
+            // No other thread runs between this check and the next line.
             let timed_out = !waiter.is_called();
             SLEEPERS.with_borrow_mut(|sleepers| sleepers.remove(&waiter.thread));
             if timed_out {
@@ -150,7 +150,7 @@ impl Condvar {
         WaitTimeoutResult(timed_out)
     }
 
-    /// Lets go of the lock as long as the condition holds, for this time at most.
+    /// Releases the lock while the condition holds, for at most the given time.
     pub fn wait_while_for<T>(
         &self,
         guard: &mut MutexGuard<'_, T>,
@@ -165,7 +165,7 @@ impl Condvar {
         WaitTimeoutResult(timed_out)
     }
 
-    /// Calls one waiter, if there is any.
+    /// Wakes one waiter, if there is any.
     pub fn notify_one(&self) {
         let mut waiting = self.waiting();
         if waiting.is_empty() {
@@ -177,7 +177,7 @@ impl Condvar {
         waiter.call();
     }
 
-    /// Calls all waiters.
+    /// Wakes all waiters, if there are any.
     pub fn notify_all(&self) {
         let waiting = std::mem::take(&mut *self.waiting());
         waiting.iter().for_each(|waiter| waiter.call());
@@ -202,8 +202,7 @@ impl Waiter {
     }
 
     fn call(&self) {
-        // First the two lines that no other thread can come between: from here on the wait does not end by
-        // time.
+        // No other thread runs between the next two lines, so from here on the wait cannot time out.
         self.is_called.store(true, Ordering::Relaxed);
         SLEEPERS.with_borrow_mut(|sleepers| sleepers.remove(&self.thread));
         self.call.release(1);

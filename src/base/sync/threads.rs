@@ -1,5 +1,5 @@
-//! Starting threads: the one place that does, so that a test can refuse them, as a system does that is short
-//! of them.
+//! The only place that starts threads, so that tests can make thread creation fail as on a system that is
+//! short of threads.
 
 use std::io;
 use std::thread::{Scope, ScopedJoinHandle};
@@ -10,16 +10,16 @@ use super::thread::JoinHandle;
 /// Starts a thread of this name.
 ///
 /// # Errors
-/// What the system says.
+/// The system's error if it cannot start the thread.
 pub(crate) fn start(name: &str, life: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
     refused(name)?;
     thread::Builder::new().name(name.to_owned()).spawn(life)
 }
 
-/// Starts a thread of this name that the scope waits for. It is one of the system's, also under a scheduler.
+/// Starts a scoped thread of this name. It is a system thread even under a test scheduler.
 ///
 /// # Errors
-/// What the system says.
+/// The system's error if it cannot start the thread.
 pub(crate) fn start_scoped<'scope, T: Send + 'scope>(
     scope: &'scope Scope<'scope, '_>,
     name: &str,
@@ -39,26 +39,26 @@ fn refused(name: &str) -> io::Result<()> {
     refusals::strike(name)
 }
 
-/// Threads that are refused, of all that this process starts: for tests that run alone.
+/// Simulated failures of thread creation, for tests that run alone in their process.
 #[cfg(any(test, feature = "testing"))]
 pub mod refusals {
     use std::io;
     use std::sync::{Mutex, PoisonError};
 
-    /// "Resource temporarily unavailable": what the system says that has no thread left.
+    /// "Resource temporarily unavailable": the error of a system that has no thread left.
     const EAGAIN: i32 = 11;
 
     static REFUSED: Mutex<Refused> = Mutex::new(Refused { begin: None, names: Vec::new() });
 
     struct Refused {
-        /// Those whose names begin so.
+        /// The prefix of the names of threads to refuse.
         begin: Option<String>,
-        /// Those that were refused.
+        /// The names of threads that were refused.
         names: Vec<String>,
     }
 
-    /// Refuses all threads from now on whose names begin so; none, if nothing is given. Returns the names of
-    /// those that were refused since this was called last.
+    /// Refuses all later threads whose names start with `begin`; `None` refuses none. Returns the names of
+    /// the threads refused since the last call.
     pub fn refuse(begin: Option<&str>) -> Vec<String> {
         let mut refused = REFUSED.lock().unwrap_or_else(PoisonError::into_inner);
         refused.begin = begin.map(str::to_owned);
