@@ -42,24 +42,25 @@ pub struct BlockPages {
 /// One block of [`BlockPages`], for calls that take blocks of several.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PagedBlock<'p> {
-    /// The pages in which it lies.
+    /// The pages that contain the block.
     pub pages: &'p BlockPages,
-    /// Its number in their layout. Calls refuse one that is not there.
+    /// The index of the block. Calls return an error if it is out of range.
     pub block: u64,
 }
 
 impl BlockPages {
-    /// Creates the regions' pages in a batch, zeroed. Once it is committed, their ids are in
-    /// [`CommitReceipt::pages`](crate::CommitReceipt::pages), for [`BlockPages::new`].
+    /// Creates zeroed pages for the regions in a batch. After the commit,
+    /// [`CommitReceipt::pages`](crate::CommitReceipt::pages) contains their ids, which [`BlockPages::new`]
+    /// takes.
     pub fn create(batch: &mut WriteBatch, layout: BlockLayout, place: Place) -> Vec<NewPage> {
         (0..layout.region_count()).map(|_| batch.create(layout.region_len(), place).page()).collect()
     }
 
-    /// Takes pages as the regions of a layout, in their order. A page may be longer than its region.
+    /// Uses pages as the regions of a layout, in order. A page may be longer than its region.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`](crate::Error::UnknownPage); [`Error::Layout`](crate::Error::Layout) for another
-    /// number of pages than the layout has regions, and for a page that is too short.
+    /// [`Error::UnknownPage`](crate::Error::UnknownPage); [`Error::Layout`](crate::Error::Layout) if the
+    /// number of pages differs from the number of regions, or a page is too short.
     pub fn new(store: &Store, layout: BlockLayout, pages: Vec<PageId>) -> Result<Self> {
         let mut lens = Vec::new();
         for page in &pages {
@@ -69,29 +70,29 @@ impl BlockPages {
         Ok(Self { layout, pages })
     }
 
-    /// The layout of the blocks in the pages.
+    /// Returns the layout of the blocks in the pages.
     #[must_use]
     pub fn layout(&self) -> &BlockLayout {
         &self.layout
     }
 
-    /// The regions' pages.
+    /// Returns the pages of the regions.
     #[must_use]
     pub fn pages(&self) -> &[PageId] {
         &self.pages
     }
 
-    /// One of the blocks in the pages.
+    /// Returns a handle to one of the blocks, without checking the index.
     #[must_use]
     pub fn block(&self, block: u64) -> PagedBlock<'_> {
         PagedBlock { pages: self, block }
     }
 
-    /// Writes a block from the caller's memory, which has the layout `from`: its block `from_block`.
+    /// Writes `block` from block `from_block` of the caller's `regions`, which have the layout `from`.
     ///
     /// # Errors
-    /// A [`LayoutError`](crate::layout::LayoutError): other shapes, a block that is not there, regions that
-    /// are too short. The batch is unchanged then.
+    /// A [`LayoutError`](crate::layout::LayoutError) if the shapes differ, a block is out of range, or a
+    /// region is too short; the batch is then unchanged.
     pub fn write(
         &self,
         batch: &mut WriteBatch,
@@ -109,11 +110,11 @@ impl BlockPages {
         Ok(())
     }
 
-    /// Copies a block from other pages of the same store. Where the pages are on one device, the bytes stay
+    /// Copies `block` from other pages of the same store. If all pages are on one device, the bytes stay
     /// there.
     ///
     /// # Errors
-    /// A [`LayoutError`](crate::layout::LayoutError): other shapes, a block that is not there.
+    /// A [`LayoutError`](crate::layout::LayoutError) if the shapes differ or a block is out of range.
     pub fn copy(
         &self,
         batch: &mut WriteBatch,
@@ -128,9 +129,9 @@ impl BlockPages {
         Ok(())
     }
 
-    /// Writes blocks of another store: the first of each pair is one of `from`, and the second takes its
-    /// bytes in the store that the batch is for. All of them are read as of one batch of `from`, which is
-    /// returned, and go by host memory. Their layouts may differ; the shapes of the blocks may not.
+    /// Writes blocks of another store to blocks of the store that the batch is for. Each pair of `blocks`
+    /// contains a block of `from` and its target. All are read as of one batch of `from`, which is returned,
+    /// and are copied through host memory. The layouts may differ, but the shapes of the blocks must not.
     ///
     /// ```
     /// use remanent::layout::{Arrangement, BlockLayout, BlockShape};
@@ -159,8 +160,8 @@ impl BlockPages {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Layout`](crate::Error::Layout), as for [`write`](Self::write); those of
-    /// [`Store::read_many`]. The batch is unchanged then.
+    /// [`Error::Layout`](crate::Error::Layout), as for [`write`](Self::write); those of [`Store::read_many`].
+    /// The batch is then unchanged.
     pub fn import(
         batch: &mut WriteBatch,
         from: &Store,
@@ -180,12 +181,12 @@ impl BlockPages {
         Ok(bytes.lsn())
     }
 
-    /// Reads a block into the caller's memory, which has the layout `to`: its block `to_block`. All runs are
-    /// of one batch.
+    /// Reads `block` into block `to_block` of the caller's `regions`, which have the layout `to`. All runs
+    /// are read as of one batch.
     ///
     /// # Errors
     /// [`Error::Layout`](crate::Error::Layout), as for [`write`](Self::write); those of [`Store::read_many`].
-    /// The caller's memory is unchanged then.
+    /// The regions are then unchanged.
     pub fn read(
         &self,
         store: &Store,
@@ -207,7 +208,7 @@ impl BlockPages {
 }
 
 impl PagedBlock<'_> {
-    /// The bytes that a copy of this block reads.
+    /// Returns the bytes of this block that a copy reads.
     fn range(&self, copy: &BlockCopy) -> (PageId, Range<u64>) {
         (self.pages.pages[copy.from.region], copy.from.range())
     }

@@ -1,4 +1,4 @@
-//! Blocks in tensors of an engine's own: loaded from pages, written and captured to them.
+//! Blocks in an engine's tensors: loaded from pages, written to pages, and captured to pages.
 
 use remanent_format::{Lsn, Width};
 
@@ -11,9 +11,9 @@ use crate::store::Store;
 use crate::write::batch::{NewPage, PageRef, WorkingCopy, WriteBatch};
 use crate::write::commit::{Direction, Shadow};
 
-/// The tensors in which an engine keeps its blocks, one for each region of their layout: memory of a device,
-/// which the engine reads and writes. Its blocks and those of a store's pages have one shape; their layouts
-/// may differ.
+/// The tensors in which an engine keeps its blocks, one for each region of their layout: device memory that
+/// the engine reads and writes. Its blocks must have the shape of those in the store's pages; the layouts may
+/// differ.
 ///
 /// ```
 /// use remanent::layout::{Arrangement, BlockLayout, BlockShape};
@@ -23,7 +23,7 @@ use crate::write::commit::{Direction, Shadow};
 /// let store = Store::temporary(options)?;
 /// let shape = BlockShape { layers: 2, outer: 2, tokens: 4, inner: 8, width: 2 };
 ///
-/// // `[2, num_blocks, tokens, heads, dim]` a layer.
+/// // `[2, num_blocks, tokens, heads, dim]` per layer.
 /// let of_engine = BlockLayout::new(shape, 10, Arrangement::LayersApart { block_first: false }, 1)?;
 /// let tensor = || store.device_bytes(of_engine.region_len(), Place::Device(0));
 /// let engine = BlockTensors::new(of_engine, vec![tensor()?, tensor()?])?;
@@ -34,7 +34,7 @@ use crate::write::commit::{Direction, Shadow};
 /// let created = store.commit(batch)?.pages;
 /// let pages = BlockPages::new(&store, of_store, created)?;
 ///
-/// // Blocks 7 and 3 leave the engine, and come back as blocks 0 and 1.
+/// // Blocks 7 and 3 leave the engine, and return as blocks 0 and 1.
 /// engine.tensors()[0].write(7 * 64, &[9; 64])?; // a kernel's work
 /// let mut batch = store.batch();
 /// engine.write(&mut batch, &[(7, pages.block(0)), (3, pages.block(1))])?;
@@ -51,8 +51,8 @@ pub struct BlockTensors {
     tensors: Vec<DeviceBytes>,
 }
 
-/// Tensors that are working copies of pages with the same layout: what an engine changes in its blocks is
-/// captured to the pages.
+/// Tensors that are working copies of pages with the same layout: changes that an engine makes in its blocks
+/// can be captured to the pages.
 #[derive(Clone, Debug)]
 pub struct WorkingBlocks {
     layout: BlockLayout,
@@ -60,7 +60,7 @@ pub struct WorkingBlocks {
 }
 
 impl BlockTensors {
-    /// Takes memory of a device as the regions of a layout, in their order. It may be longer than they are.
+    /// Uses device memory as the regions of a layout, in order. The memory may be longer than the regions.
     ///
     /// # Errors
     /// [`LayoutError::RegionCount`], [`LayoutError::RegionLen`].
@@ -69,31 +69,31 @@ impl BlockTensors {
         Ok(Self { layout, tensors })
     }
 
-    /// The layout of the blocks in the tensors.
+    /// Returns the layout of the blocks in the tensors.
     #[must_use]
     pub fn layout(&self) -> &BlockLayout {
         &self.layout
     }
 
-    /// The regions' memory.
+    /// Returns the memory of the regions.
     #[must_use]
     pub fn tensors(&self) -> &[DeviceBytes] {
         &self.tensors
     }
 
-    /// Creates pages that live in these tensors, as [`WriteBatch::create_in`] does: the store writes them
-    /// from then on, and the engine reads them. [`BlockPages::new`] takes their ids.
+    /// Creates pages whose memory is these tensors, as [`WriteBatch::create_in`] does: from then on, the
+    /// store writes to the memory and the engine reads it. Pass the pages' ids to [`BlockPages::new`].
     pub fn create_pages(&self, batch: &mut WriteBatch) -> Vec<NewPage> {
         self.tensors.iter().map(|tensor| batch.create_in(tensor).page()).collect()
     }
 
-    /// Fills blocks of the tensors, the second of each pair, from blocks of pages: all of them as of one
-    /// batch, which is returned, and by one list of commands, as by [`Store::read_device`]. Pages on disk
-    /// come by way of the store's pinned memory.
+    /// Loads blocks of pages into blocks of the tensors, given as pairs, all as of one batch, which is
+    /// returned. All are loaded by one list of commands, as by [`Store::read_device`]. Pages on disk are read
+    /// through the store's pinned memory.
     ///
     /// # Errors
-    /// [`Error::Layout`](crate::Error::Layout) for other shapes and for a block that is not there; those of
-    /// [`Store::read_device`], after which any of the blocks may be filled or not.
+    /// [`Error::Layout`](crate::Error::Layout) for blocks of another shape and for an index out of range;
+    /// those of [`Store::read_device`], after which the contents of the target blocks are undefined.
     pub fn load(&self, store: &Store, blocks: &[(PagedBlock<'_>, u64)]) -> Result<Lsn> {
         let mut ranges = Vec::new();
         for (source, block) in blocks {
@@ -107,11 +107,11 @@ impl BlockTensors {
         store.read_device(&ranges)
     }
 
-    /// Writes blocks of the tensors, the first of each pair, to blocks of pages. The bytes are read when the
-    /// batch is submitted, all runs of all blocks by one list of commands for each 32 MiB.
+    /// Writes blocks of the tensors to blocks of pages, given as pairs. The bytes are read when the batch is
+    /// submitted, with one list of commands per 32 MiB for all runs of all blocks.
     ///
     /// # Errors
-    /// [`Error::Layout`](crate::Error::Layout), as for [`load`](Self::load). The batch is unchanged then.
+    /// [`Error::Layout`](crate::Error::Layout), as for [`load`](Self::load); the batch is then unchanged.
     pub fn write(&self, batch: &mut WriteBatch, blocks: &[(u64, PagedBlock<'_>)]) -> Result<()> {
         let mut writes = Vec::new();
         for (block, PagedBlock { pages, block: target }) in blocks {
@@ -121,11 +121,13 @@ impl BlockTensors {
         Ok(())
     }
 
-    /// As [`write`](Self::write), to pages that the batch itself creates: the third of each entry are the
-    /// regions of the `layout`, as [`BlockPages::create`] returns them, and the second is the block in them.
+    /// Writes blocks of the tensors to pages that the same batch creates. Each entry of `blocks` contains the
+    /// block of the tensors, the target block, and the pages that are the regions of `layout`, as returned by
+    /// [`BlockPages::create`].
     ///
     /// # Errors
-    /// As for [`write`](Self::write), and for another number of pages than the layout has regions.
+    /// As for [`write`](Self::write), and if the number of pages differs from the number of regions of the
+    /// layout.
     pub fn write_new(
         &self,
         batch: &mut WriteBatch,
@@ -134,7 +136,7 @@ impl BlockTensors {
     ) -> Result<()> {
         let mut writes = Vec::new();
         for (block, target, pages) in blocks {
-            // The batch checks their lengths, as for any page that it creates.
+            // The batch checks the pages' lengths, as for any page that it creates.
             layout.check_regions(pages.iter().map(|_| layout.region_len()))?;
             self.add_writes(&mut writes, *block, layout, pages, *target)?;
         }
@@ -142,7 +144,7 @@ impl BlockTensors {
         Ok(())
     }
 
-    /// Adds what brings a block of the tensors to a block of pages.
+    /// Adds the writes that copy a block of the tensors to a block of pages.
     fn add_writes<P: Copy>(
         &self,
         writes: &mut Vec<(P, u64, DeviceBytes)>,
@@ -157,7 +159,7 @@ impl BlockTensors {
         Ok(())
     }
 
-    /// Makes the tensors working copies of pages that have the same layout and the same length, as
+    /// Makes the tensors working copies of pages with the same layout and length, as
     /// [`Store::working_copy_in`] does.
     ///
     /// # Errors
@@ -194,18 +196,18 @@ fn write_all<P: Copy + Into<PageRef>>(batch: &mut WriteBatch, writes: &[(P, u64,
 }
 
 impl WorkingBlocks {
-    /// The working copies, one for each region.
+    /// Returns the working copies, one for each region.
     #[must_use]
     pub fn copies(&self) -> &[WorkingCopy] {
         &self.copies
     }
 
-    /// Captures what changed in these blocks since they were loaded or captured last, as
-    /// [`WriteBatch::capture_ranges`] does: all of them together, and no other blocks. With
-    /// [`Shadow::Digest`] whole chunks are looked at, so that changes of neighbours may go along.
+    /// Captures the changes in these blocks since they were last loaded or captured, as
+    /// [`WriteBatch::capture_ranges`] does: those of all given blocks together, and of no others. With
+    /// [`Shadow::Digest`], whole chunks are compared, so changes of neighboring blocks may be captured, too.
     ///
     /// # Errors
-    /// [`LayoutError::OutOfRange`]. The batch is unchanged then.
+    /// [`LayoutError::OutOfRange`]; the batch is then unchanged.
     pub fn capture(&self, batch: &mut WriteBatch, blocks: &[u64]) -> LayoutResult<()> {
         let mut ranges = vec![Vec::new(); self.copies.len()];
         for block in blocks {

@@ -1,38 +1,40 @@
-//! When a follower looks again, and when it begins to suspect that the next frame is not late but damaged.
+//! When a follower checks for new batches again, and when it suspects that the next frame is not late but
+//! damaged.
 //!
-//! A follower looks again and again, after pauses that double from [`PAUSE_MIN`] to [`PAUSE_MAX`], because a
-//! batch is near after another one. After that a pause is an eighth of the time for which nothing came, up to
-//! [`PAUSE_MAX_UNTOLD`] or [`PAUSE_MAX_TOLD`]: a process may have some hundred followers of logs that stand
-//! still.
+//! After a batch, a follower checks repeatedly, with pauses that double from [`PAUSE_MIN`] to [`PAUSE_MAX`],
+//! because another batch is likely to follow. Later, a pause is an eighth of the idle time, up to
+//! [`PAUSE_MAX_UNTOLD`] or
+//! [`PAUSE_MAX_TOLD`]: a process may have several hundred followers of idle logs.
 //!
-//! A pause ends early where the system tells that files were written, made or renamed. A buffered or a direct
-//! log is written by system calls, and each of its batches is noticed at once. Stores into a mapping make no
-//! event, so the writer of a mapped log makes one for the first batch after a silence
-//! ([`crate::disk::Disk::tell_watchers`]). That silence is shorter than the time for which a follower looks
-//! often.
+//! A pause ends early if the system reports that files were written, created or renamed. Buffered and direct
+//! logs are written by system calls, so each of their batches is noticed immediately. Stores into a mapping
+//! cause no event, so the writer of a mapped log triggers one for the first batch after an idle period
+//! ([`crate::disk::Disk::tell_watchers`]). That period is shorter than the time during which a follower
+//! checks often.
 
 use std::time::{Duration, Instant};
 
 /// The first pause after a batch.
 const PAUSE_MIN: Duration = Duration::from_micros(50);
-/// The longest pause soon after a batch: the next one is handed over at most about this late.
+/// The longest pause soon after a batch, and thus about the maximum delay of the next one.
 const PAUSE_MAX: Duration = Duration::from_millis(10);
-/// The longest pause of an idle follower: 300 of them take less than a hundredth of a core.
+/// The longest pause of an idle follower without notifications: 300 of them use less than a hundredth of a
+/// core.
 const PAUSE_MAX_UNTOLD: Duration = Duration::from_secs(4);
-/// The same of one that is told of changes, and looks only because the system may be wrong.
+/// The longest pause of an idle follower with notifications, which checks only in case one is missed.
 const PAUSE_MAX_TOLD: Duration = Duration::from_secs(8);
 const IDLE_PART: u32 = 8;
-/// The pause between looks for new segments and incarnations where the system does not tell of them.
+/// The interval between checks for new segments and incarnations without notifications.
 const LOOK_AFTER: Duration = Duration::from_millis(10);
-/// The same where the system does tell: it may be wrong.
+/// The same interval with notifications, in case one is missed.
 const LOOK_AFTER_TOLD: Duration = Duration::from_secs(1);
-/// A frame that was begun and is not whole after this long is worth a closer look.
+/// The time after which an incomplete frame is checked for damage.
 const SUSPECT_AFTER: Duration = Duration::from_millis(20);
-/// A log that was silent for this long is worth a closer look too; the next look comes after twice as long.
+/// The time after which the end of an idle log is checked for damage; it doubles after each check.
 const JUDGE_AFTER: Duration = Duration::from_secs(10);
 const JUDGE_AFTER_MAX: Duration = Duration::from_secs(600);
 
-/// The pauses of one wait.
+/// The pauses of one wait for a batch.
 pub(super) struct Pauses {
     next: Duration,
     look_at: Option<Instant>,
@@ -43,14 +45,14 @@ impl Pauses {
         Self { next: PAUSE_MIN, look_at: None }
     }
 
-    /// The next pause, given the time for which the log has been `idle`.
+    /// Returns the next pause, given how long the log has been `idle`.
     pub fn next(&mut self, idle: Duration, told: bool) -> Duration {
         let pause = self.next;
         self.next = (2 * pause).min(PAUSE_MAX);
         pause.max((idle / IDLE_PART).min(if told { PAUSE_MAX_TOLD } else { PAUSE_MAX_UNTOLD }))
     }
 
-    /// Whether it is time to look at the names in the folder: always at first.
+    /// Returns whether the names in the folder are to be checked now, which is always true at first.
     pub fn may_look(&mut self, now: Instant, told: bool) -> bool {
         let due = self.look_at.is_none_or(|at| at <= now);
         if due {
@@ -59,40 +61,40 @@ impl Pauses {
         due
     }
 
-    /// Makes a look at the names due, because the system told of a change of names.
+    /// Requests a check of the names, because the system reported a change.
     pub fn look_now(&mut self) {
         self.look_at = None;
     }
 }
 
-/// The time at which the log's end is judged next.
+/// The schedule of checks of the log's end for damage.
 pub(super) struct Suspicion {
     at: Instant,
     again_after: Duration,
-    /// Whether any end was judged yet.
+    /// Whether any check was made yet.
     judged: bool,
-    /// Whether something that resembles a frame was noted, and put the judgement forward.
+    /// Whether data that resembles a frame has advanced the next check.
     noted: bool,
 }
 
 impl Suspicion {
-    /// Makes the first judgement due at once: the age of the end that is found first is not known.
+    /// Schedules the first check immediately, because the age of the log's end is not known.
     pub fn new() -> Self {
         Self { at: Instant::now(), again_after: JUDGE_AFTER, judged: false, noted: false }
     }
 
-    /// Notes that a frame was found.
+    /// Records that a frame was found.
     pub fn progress(&mut self) {
         let pause = if self.judged { JUDGE_AFTER } else { Duration::ZERO };
         *self = Self { at: Instant::now() + pause, again_after: JUDGE_AFTER, noted: false, ..*self };
     }
 
-    /// Whether it is time to judge.
+    /// Returns whether a check is due.
     pub fn due(&self, now: Instant) -> bool {
         self.at <= now
     }
 
-    /// Notes that bytes lie where the next frame should be, and are not a whole frame.
+    /// Records that the position of the next frame contains data that is not a complete frame.
     pub fn note(&mut self, now: Instant) {
         if !self.noted {
             self.noted = true;
@@ -100,7 +102,7 @@ impl Suspicion {
         }
     }
 
-    /// Notes that the end was judged, and nothing was wrong with it.
+    /// Records that a check found no damage.
     pub fn judged(&mut self, now: Instant) {
         self.judged = true;
         self.at = now + self.again_after;
@@ -113,7 +115,7 @@ mod tests {
     use super::*;
     use crate::log::TELL_AFTER;
 
-    /// How often a follower looks at a log that is idle for this time.
+    /// Returns how often a follower checks a log that is idle for this time.
     fn looks(idle: Duration, told: bool) -> u32 {
         let (mut pauses, mut passed, mut looks) = (Pauses::new(), Duration::ZERO, 0);
         while passed < idle {
@@ -126,7 +128,7 @@ mod tests {
     #[test]
     fn an_idle_follower_looks_rarely() {
         let hour = Duration::from_secs(3600);
-        // A look takes some 100 us of a core, and 300 followers may take a hundredth of one.
+        // A check takes some 100 us of a core, and 300 followers may take a hundredth of one.
         let allowed = hour.as_micros() / 100 / 300 / 100;
         for told in [true, false] {
             let looks = u128::from(looks(hour, told));
@@ -142,7 +144,7 @@ mod tests {
         }
     }
 
-    /// A mapped log's batch makes no event where it comes sooner than that after another one.
+    /// A batch in a mapped log triggers no event if it follows another one within that time.
     #[test]
     fn a_follower_looks_often_for_as_long_as_a_writer_may_be_silent_without_telling() {
         let (mut pauses, mut passed) = (Pauses::new(), Duration::ZERO);

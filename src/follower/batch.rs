@@ -1,5 +1,4 @@
-//! The things that a follower hands over: a whole batch, or the state that a restore put in place of
-//! everything.
+//! The items that a follower returns: a whole batch, or the state with which a restore replaced everything.
 
 use std::fmt;
 use std::sync::Arc;
@@ -17,16 +16,16 @@ use crate::disk::Disk;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 
-/// A batch as it was committed, every byte checked.
+/// A batch as it was committed, with every byte verified.
 ///
-/// Its operations are after-images (I2). Applied in their order to the pages as the batches before left them,
-/// they give the pages as this one left them. [`crate::Replica`] does that.
+/// Its operations are after-images (I2): applied in order to the pages after the previous batch, they result
+/// in the pages after this one. [`crate::Replica`] applies them.
 #[derive(Clone)]
 pub struct FollowedBatch {
     pub(super) disk: Arc<dyn Disk>,
     pub(super) position: FollowerPosition,
     pub(super) durable: Lsn,
-    /// The segment in which its frame lies.
+    /// The segment that contains the batch's frame.
     pub(super) segment: u64,
     pub(super) offset: u64,
     pub(super) payload: Vec<u8>,
@@ -34,27 +33,27 @@ pub struct FollowedBatch {
 }
 
 impl FollowedBatch {
-    /// The batch's number.
+    /// Returns the Lsn of the batch.
     #[must_use]
     pub fn lsn(&self) -> Lsn {
         self.position.lsn
     }
 
-    /// The position from which a follower goes on after this batch. Keep it together with the results of the
-    /// batch.
+    /// Returns the position from which a follower can resume after this batch. Store it together with the
+    /// results of the batch.
     #[must_use]
     pub fn position(&self) -> FollowerPosition {
         self.position
     }
 
-    /// The newest batch that was known to survive a power cut when this one was logged. This one itself may
-    /// not survive it: if a power cut takes it, its position has diverged.
+    /// Returns the newest batch that was known to survive a power cut when this one was logged. This batch
+    /// itself may be lost in a power cut, in which case its position has diverged.
     #[must_use]
     pub fn durable(&self) -> Lsn {
         self.durable
     }
 
-    /// The batch's operations, in order.
+    /// Returns the operations of the batch, in order.
     #[must_use]
     pub fn operations(&self) -> Vec<Op<'_>> {
         let mut ops = Vec::new();
@@ -62,27 +61,27 @@ impl FollowedBatch {
         ops
     }
 
-    /// The bytes in which its operations lie, as the log has them: what [`operations`](Self::operations)
-    /// borrows from.
+    /// Returns the encoded operations, as they are in the log; [`operations`](Self::operations) borrows from
+    /// them.
     #[must_use]
     pub fn payload(&self) -> &[u8] {
         &self.payload
     }
 
-    /// Reads the bytes that an [`Op::Image`] of the batch makes its page's whole content, and checks them.
-    /// Such bytes lie in a file of their own, so a batch is handed over without having them in memory.
+    /// Reads and verifies the bytes with which an [`Op::Image`] of the batch replaces the whole content of
+    /// its page. These bytes are in a separate file, so a batch is returned without loading them into memory.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`] if no such operation names the page; [`Error::Overtaken`] if the file is not
-    /// kept any more; [`Error::Damaged`].
+    /// [`Error::UnknownPage`] if no such operation names the page; [`Error::Overtaken`] if the file is no
+    /// longer kept; [`Error::Damaged`].
     pub fn image(&self, page: PageId) -> Result<Vec<u8>> {
         let (image, len) = self.image_named(page)?;
         ImageSource::new(&self.disk, self.lsn()).read(&image, len)
     }
 
-    /// As [`FollowedBatch::image`], for a follower that keeps no pages: hands the bytes to `sink`, in their
-    /// order and piece by piece. However long the page is, memory is held for one piece. The bytes are proven
-    /// when this returns `Ok`, and not before.
+    /// Passes the bytes that [`FollowedBatch::image`] returns to `sink` instead, in order and piece by piece,
+    /// for a follower that keeps no pages. Only one piece is in memory, regardless of the length of the page.
+    /// The bytes are verified only once this returns `Ok`.
     ///
     /// # Errors
     /// As for [`FollowedBatch::image`].
@@ -99,7 +98,7 @@ impl FollowedBatch {
         named.ok_or(Error::UnknownPage { page })
     }
 
-    /// The remark that the batch carries; `None` if it carries none.
+    /// Returns the note of the batch, if it has one.
     #[must_use]
     pub fn note(&self) -> Option<String> {
         self.operations().into_iter().find_map(|op| match op {
@@ -108,14 +107,14 @@ impl FollowedBatch {
         })
     }
 
-    /// The state that the batch puts in place of everything, if it is a restore.
+    /// Returns the state with which the batch replaces everything, if it is a restore.
     #[must_use]
     pub fn restored(&self) -> Option<&RestoredState> {
         self.restored.as_ref()
     }
 }
 
-/// The state that a restore put in place of all pages and the root.
+/// The state with which a restore replaced all pages and the root.
 #[derive(Clone)]
 pub struct RestoredState {
     pub(super) disk: Arc<dyn Disk>,
@@ -126,29 +125,29 @@ pub struct RestoredState {
 }
 
 impl RestoredState {
-    /// The batch whose state it is; an earlier one.
+    /// Returns the earlier batch whose state was restored.
     #[must_use]
     pub fn of(&self) -> Lsn {
         self.of
     }
 
-    /// All pages, in the order of their ids. A page with the same epoch and batch as before the restore has
-    /// the same bytes, too.
+    /// Returns all pages, in the order of their ids. A page whose epoch and batch are unchanged by the
+    /// restore has the same bytes as before.
     #[must_use]
     pub fn pages(&self) -> &[PageInfo] {
         &self.pages
     }
 
-    /// The root's names and values.
+    /// Returns the names and values of the root.
     #[must_use]
     pub fn root(&self) -> &Arc<Metadata> {
         &self.table.root
     }
 
-    /// Reads a page's bytes, and checks them.
+    /// Reads and verifies the bytes of a page.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`]; [`Error::Overtaken`] if the image is not kept any more; [`Error::Damaged`].
+    /// [`Error::UnknownPage`]; [`Error::Overtaken`] if the image is no longer kept; [`Error::Damaged`].
     pub fn read(&self, page: PageId) -> Result<Vec<u8>> {
         match self.image_of(page)? {
             Some((image, len)) => ImageSource::new(&self.disk, self.lsn).read(&image, len),
@@ -156,9 +155,9 @@ impl RestoredState {
         }
     }
 
-    /// As [`RestoredState::read`], for a follower that keeps no pages: hands the bytes to `sink`, in their
-    /// order and piece by piece. However long the page is, memory is held for one piece. The bytes are proven
-    /// when this returns `Ok`, and not before.
+    /// Passes the bytes that [`RestoredState::read`] returns to `sink` instead, in order and piece by piece,
+    /// for a follower that keeps no pages. Only one piece is in memory, regardless of the length of the page.
+    /// The bytes are verified only once this returns `Ok`.
     ///
     /// # Errors
     /// As for [`RestoredState::read`].
@@ -169,7 +168,7 @@ impl RestoredState {
         }
     }
 
-    /// The image of a page, and its length; a page of no bytes has none.
+    /// Returns the image of a page and its length; `None` for a page of length 0.
     pub(super) fn image_of(&self, page: PageId) -> Result<Option<(ImageRef, u64)>> {
         let entries = &self.table.entries;
         let at = entries
@@ -179,7 +178,7 @@ impl RestoredState {
     }
 }
 
-/// Reads images that a batch names. Files stay open between reads.
+/// A reader of images that a batch names. Files stay open between reads.
 pub(super) struct ImageSource<'d> {
     disk: &'d Arc<dyn Disk>,
     lsn: Lsn,
@@ -203,18 +202,19 @@ impl<'d> ImageSource<'d> {
         streamed.map_err(|damage| self.error(damage))
     }
 
-    /// Proves an image, so that [`fill`](Self::fill) can be had of it.
+    /// Verifies an image, as [`fill`](Self::fill) requires.
     pub fn prove(&self, image: &ImageRef, len: u64) -> Result<ProvenImage> {
         ProvenImage::prove(&self.source, image, len).map_err(|damage| self.error(damage))
     }
 
-    /// Reads all of a page.
+    /// Reads a whole page.
     pub fn fill(&self, image: &ProvenImage, out: &mut [u8]) -> Result<()> {
         image.read(&self.source, 0, out).map_err(|damage| self.error(damage))
     }
 
-    /// The writer may have written over a file that this source keeps open (I13). It takes the file's name
-    /// away before: where the name is gone, the file was overtaken, and what was read of it says nothing.
+    /// Returns the error for damage found in a file. The writer may have overwritten a file that this source
+    /// keeps open, but removes its name first (I13): if the name is gone, the file was overtaken, and the
+    /// data read from it says nothing about damage.
     fn error(&self, damage: Damage) -> Error {
         match damage.defect {
             Defect::Missing => missing_file(self.disk, self.lsn, damage),

@@ -1,21 +1,20 @@
-//! Following a store: its batches, one after the other, as they are logged, in another process or in this
-//! one.
+//! Followers: readers of a store's batches in order, as they are logged, in the same or another process.
 //!
-//! A follower holds nothing and writes nothing. The writer does not know of it, so the bytes that it reads
+//! A follower holds no lock and writes nothing. The writer does not know about it, so the data that it reads
 //! may be unfinished, replaced or recycled at any moment. Three rules make that harmless:
 //!
-//! 1. A batch that is handed over has proven itself: its frame by its checksums, its own position and the
-//!    chain hash of the frame before (I3). A file that was recycled under the reader cannot give that.
-//! 2. A frame that is not whole is not there yet. It is damage only if the judgement of the log's end (I4)
-//!    says so twice, of the same frame, with nothing renamed in between: bytes that the first judgement took
-//!    for durable were written before the second one began.
-//! 3. A missing batch was overtaken, if a snapshot says that nothing needs it any more. The opening of the
-//!    next incarnation says which batches of the one before a crash took: a follower that had read one of
-//!    them has diverged.
+//! 1. A returned batch is verified: its frame by its checksums, its position and the chain hash of the
+//!    previous frame (I3). A file that was recycled during the read fails these checks.
+//! 2. An incomplete frame is treated as not yet written. It is damage only if the check of the log's end (I4)
+//!    finds the same frame damaged twice, with nothing renamed in between: data that the first check took for
+//!    durable was written before the second one began.
+//! 3. A missing batch was overtaken if a snapshot states that nothing needs it anymore. The opening of the
+//!    next incarnation states which batches of the previous one were lost in a crash: a follower that had
+//!    read one of them has diverged.
 //!
-//! [`tail`] takes one step along the log. [`seek`] finds where to begin and what became of an incarnation.
-//! [`survey`] says what is gone and what is lost. [`backoff`] says how to wait. [`replica`] applies the
-//! batches that are handed over.
+//! [`tail`] takes one step along the log. [`seek`] finds the starting point and the fate of an incarnation.
+//! [`survey`] distinguishes removed from lost files. [`backoff`] chooses the waiting times. [`replica`]
+//! applies the returned batches.
 
 mod batch;
 mod seek;
@@ -53,18 +52,18 @@ use segment::LiveSegment;
 use survey::{ask, is_grave, missing, missing_file, newest_snapshot, segments, survey};
 use tail::{Tail, TakenFrame};
 
-/// How many times an end is judged at once while names change.
+/// The maximum number of consecutive checks of a log's end while names change.
 const JUDGEMENTS: usize = 16;
 
-/// The place where a follower begins.
+/// The point from which a follower reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum FollowFrom {
-    /// Begin with the store's first batch.
+    /// Starts with the first batch of the store.
     Beginning,
-    /// Begin after the state of the newest snapshot; where there is none, with the first batch.
+    /// Starts after the state of the newest snapshot, or with the first batch if there is no snapshot.
     Snapshot,
-    /// Begin after a batch that was handed over before.
+    /// Starts after a batch that was returned before.
     Position(FollowerPosition),
 }
 
@@ -74,7 +73,7 @@ impl From<FollowerPosition> for FollowFrom {
     }
 }
 
-/// Reads the batches of a store in order, while another process may be writing it.
+/// A reader of a store's batches in order, while another process may be writing.
 ///
 /// ```
 /// use std::time::Duration;
@@ -97,7 +96,7 @@ impl From<FollowerPosition> for FollowFrom {
 /// replica.apply(&batch)?;
 /// assert_eq!(replica.bytes(committed.pages[0]), Some(&b"remanent"[..]));
 ///
-/// // Another process goes on from here.
+/// // Another process resumes from here.
 /// let text = follower.position().to_string();
 /// let mut later = Follower::open(&path, FollowFrom::Position(text.parse().unwrap()))?;
 /// assert!(later.next(Duration::ZERO)?.is_none());
@@ -109,24 +108,24 @@ pub struct Follower {
     store: StoreFile,
     tail: Tail,
     position: FollowerPosition,
-    /// The newest batch that any file says is durable.
+    /// The newest batch that any file states to be durable.
     mark: Lsn,
     suspicion: Suspicion,
-    /// The time since which no frame has come.
+    /// The time since which no frame was found.
     idle_since: Instant,
     watch: Box<dyn Watch>,
     looks: u64,
 }
 
 impl Follower {
-    /// Follows a store on any disk: the way in for tests. Callers use [`Follower::open`].
+    /// Creates a follower of a store on any disk, for tests. Callers use [`Follower::open`].
     ///
     /// # Errors
     /// As for [`Follower::open`].
     #[doc(hidden)]
     pub fn open_on(disk: Arc<dyn Disk>, from: FollowFrom) -> Result<Self> {
         let complaint = |error: &Error| match error {
-            // A newer snapshot took the place of the newest one that was found.
+            // A newer snapshot replaced the newest one that was found.
             Error::Overtaken { .. } => from == FollowFrom::Snapshot,
             error => is_grave(error),
         };
@@ -148,11 +147,11 @@ impl Follower {
         opened.map_err(|error| error.in_store(&disk.label()))
     }
 
-    /// Follows a store after the state of a snapshot. The snapshot's images are not of one moment. So its
-    /// state is reached at its end, and the batches from its redo on are read to get there.
+    /// Creates a follower that starts after the state of a snapshot. The images of a snapshot are from
+    /// different moments, so its state is reached at its end, after reading the batches from its redo on.
     fn behind_end(disk: Arc<dyn Disk>, store: &StoreFile, redo: LogPoint, end: Lsn) -> Result<Self> {
         let position = seek::at(redo);
-        // I7: the log is durable up to the end of a snapshot that is published.
+        // I7: the log is durable up to the end of a published snapshot.
         let mut follower = Self::at(disk, store.clone(), end, redo, position);
         while follower.position.lsn < end {
             follower.wait_for_batch(Duration::MAX)?;
@@ -184,31 +183,32 @@ impl Follower {
         }
     }
 
-    /// The position after the newest batch that was handed over: another follower goes on from it.
+    /// Returns the position after the last batch that was returned, from which another follower can resume.
     #[must_use]
     pub fn position(&self) -> FollowerPosition {
         self.position
     }
 
-    /// Returns the next batch; `None` if none came within `timeout`. A timeout of zero looks once.
+    /// Returns the next batch, or `None` if none was logged within `timeout`. A timeout of zero checks once.
     ///
-    /// A batch comes about 10 ms after it was logged, or sooner. A follower that has been idle for long waits
-    /// until the system tells of a change. Where the system does not tell (the user's inotify instances are
-    /// used up, of which all followers of a store in a process need one; another machine writes the files;
-    /// the writer of a mapped log has no descriptor left), the batch may come later by an eighth of the idle
-    /// time: 4 seconds at most, 8 where the system should have told. In any case 300 idle followers take
-    /// about a hundredth of a processor's time.
+    /// A batch is returned within about 10 ms of being logged, or sooner. A follower that has been idle for
+    /// long waits for a notification from the system. If the system sends none, the batch may be delayed by
+    /// an eighth of the idle time: by at most 4 seconds, or 8 if a notification was expected. There are no
+    /// notifications if the user's inotify instances are used up (all followers of a store in a process share
+    /// one), if another machine writes the files, or if the writer of a mapped log has no descriptor left. In
+    /// any case, 300 idle followers use about a hundredth of a processor.
     ///
-    /// Batches come whole, in order, without a gap, each once: also across the death of the writer and the
-    /// recovery after it. A batch is handed over once it is logged, so a power cut may still take it.
-    /// [`FollowedBatch::durable`] says which ones it cannot take any more.
+    /// Batches are returned whole, in order, without gaps and exactly once, even if the writer dies and the
+    /// store is recovered. A batch is returned once it is logged, so a power cut may still lose it;
+    /// [`FollowedBatch::durable`] states which batches can no longer be lost.
     ///
     /// # Errors
     /// [`Error::Overtaken`] if batches were recycled before they were read, [`Error::Diverged`] if a crash
-    /// took the batch at the follower's position: both end the following. [`Error::Damaged`] if bytes under a
-    /// durable mark are not what they were; [`Error::Forked`]; what the file system says.
+    /// lost the batch at the follower's position; the follower cannot continue after either.
+    /// [`Error::Damaged`] if data under a durable mark is damaged; [`Error::Forked`]; errors of the file
+    /// system.
     pub fn next(&mut self, timeout: Duration) -> Result<Option<FollowedBatch>> {
-        // A forked child would take the news that the system has for the parent.
+        // A forked child would consume notifications meant for the parent.
         self.opener.check()?;
         self.wait_for_batch(timeout).map_err(|error| error.in_store(&self.disk.label()))
     }
@@ -217,12 +217,12 @@ impl Follower {
         let deadline = Instant::now().checked_add(timeout);
         let mut pauses = Pauses::new();
         loop {
-            // 1. Take the frame after this point, if it is there.
+            // 1. Take the next frame, if it is complete.
             if let Some(batch) = self.take()? {
                 return Ok(Some(batch));
             }
-            // 2. Find out what became of the log around it. Always before a judgement: the end of an
-            //    incarnation that has a successor is no end of the log.
+            // 2. Check how the log around it has changed. This must precede any check for damage: the end of
+            //    an incarnation that has a successor is not the end of the log.
             let now = Instant::now();
             if self.tail.resembles_frame() {
                 self.suspicion.note(now);
@@ -233,11 +233,11 @@ impl Follower {
                 pauses.look_now();
                 continue;
             }
-            // 3. Judge whether waiting can help.
+            // 3. Check whether waiting can help.
             if due {
                 self.judge()?;
                 self.suspicion.judged(now);
-                // A frame that was written meanwhile is there now.
+                // A frame that was written in the meantime can now be read.
                 continue;
             }
             // 4. Wait for changes, or for the pause to end.
@@ -252,15 +252,15 @@ impl Follower {
         }
     }
 
-    /// How often the follower has looked for a batch since it was opened: for tests of what an idle one
-    /// costs.
+    /// Returns how often the follower has checked for a batch since it was opened, for tests of the cost of
+    /// an idle follower.
     #[doc(hidden)]
     #[must_use]
     pub fn looks(&self) -> u64 {
         self.looks
     }
 
-    /// Takes the next batch that was not handed over yet, if it is there. Seals and copies are passed over.
+    /// Takes the next batch that was not returned yet, if it is complete. Seals and copies are skipped.
     fn take(&mut self) -> Result<Option<FollowedBatch>> {
         self.looks += 1;
         while let Some(taken) = self.tail.peek()? {
@@ -270,12 +270,12 @@ impl Follower {
             if header.kind == FrameKind::Batch && header.lsn > self.position.lsn {
                 handed = Some(self.open_batch(taken)?);
             }
-            // Only now, so that a batch that could not be opened is tried again.
+            // Only now, so that a batch that could not be opened is retried.
             self.tail.go_to(end);
             self.mark = self.mark.max(header.durable);
             self.suspicion.progress();
             self.idle_since = Instant::now();
-            // A copy of the last batch is known by its new place from now on.
+            // A copy of the last batch defines its position from now on.
             if header.kind == FrameKind::Batch && header.lsn >= self.position.lsn {
                 self.position = seek::at(end);
             }
@@ -286,7 +286,7 @@ impl Follower {
         Ok(None)
     }
 
-    /// Opens a frame's batch, checked: every file that the batch names is read here or known to be there.
+    /// Decodes and checks the batch in a frame, and reads the table if it is a restore.
     fn open_batch(&self, taken: TakenFrame) -> Result<FollowedBatch> {
         let TakenFrame { header, payload, end } = taken;
         let at = |defect: Defect| defect.at_lsn(FileName::Segment(header.segment), header.offset, header.lsn);
@@ -326,7 +326,7 @@ impl Follower {
         Ok(RestoredState { disk: self.disk.clone(), lsn, of, table: Arc::new(table), pages })
     }
 
-    /// Looks at the names in the log's folder; returns whether the follower went on to a new incarnation.
+    /// Checks the names in the log folder; returns whether the follower advanced to a new incarnation.
     fn look_around(&mut self) -> Result<bool> {
         let segments = segments(&*self.disk)?;
         let here = self.tail.point();
@@ -341,7 +341,7 @@ impl Follower {
         Ok(false)
     }
 
-    /// Goes on to the incarnation that begins after this point, if this one ended here.
+    /// Advances to the incarnation that begins after this point, if the current one ended here.
     fn cross(&mut self, segment: u64, opening: &Opening) -> Result<bool> {
         let here = self.tail.point();
         let before = opening.predecessor.incarnation;
@@ -359,10 +359,10 @@ impl Follower {
         Ok(true)
     }
 
-    /// The first opening from this point on: the next incarnation's, unless it was recycled.
+    /// Returns the first opening from this point on: that of the next incarnation, unless it was recycled.
     ///
     /// # Errors
-    /// [`Error::Diverged`] if another store lies there now.
+    /// [`Error::Diverged`] if the directory now contains another store.
     fn first_opening(&self, segments: &[u64]) -> Result<Option<(u64, Opening)>> {
         let (here, store) = (self.tail.point(), self.store.store);
         for &number in segments.iter().filter(|number| **number >= here.segment) {
@@ -378,10 +378,10 @@ impl Follower {
         Ok(None)
     }
 
-    /// Judges whether the next frame must be there and is not (I4). It does so twice, because the first
-    /// reading may have seen a frame's successors and not yet the frame. It does so again where names changed
-    /// meanwhile: a writer makes, replaces and recycles segments, each with a rename, and a writer that has
-    /// just opened its store does so for a while.
+    /// Checks whether the next frame must exist but is missing (I4). The check is made twice, because the
+    /// first read may have seen the successors of a frame before the frame itself. It is repeated if names
+    /// changed in the meantime: a writer creates, replaces and recycles segments by renaming, repeatedly for
+    /// a while after it has opened its store.
     fn judge(&mut self) -> Result<()> {
         for _ in 0..JUDGEMENTS {
             let names = self.disk.list(Folder::Log)?;
@@ -393,13 +393,13 @@ impl Follower {
             if !is_certain {
                 continue;
             }
-            // A segment that was recycled since the last look around is missing from both readings.
+            // A segment that was recycled since the last check of names is missing from both reads.
             if self.look_around()? {
                 return Ok(());
             }
             return match (&first.defect, first.file) {
-                // It may not be needed any more: a power cut may take the removal of this point's segment,
-                // and spare the removal of the next one.
+                // The segment may no longer be needed: after a power cut, the segment of this point may exist
+                // although the next one was removed.
                 (Defect::Missing, FileName::Segment(segment)) => {
                     let point = LogPoint { segment, offset: first.offset, ..self.tail.point() };
                     Err(missing(&self.disk, point))
@@ -410,7 +410,7 @@ impl Follower {
         Ok(())
     }
 
-    /// The damage after the point, as one reading sees it.
+    /// Returns the damage after the point that one read finds.
     fn damage(&self) -> Result<Option<Damage>> {
         let survey = survey(&self.disk)?;
         let source = DiskSource::new(self.disk.clone());
@@ -429,17 +429,17 @@ impl std::fmt::Debug for Follower {
     }
 }
 
-/// The batches that a follower reads, one after the other: see [`Follower::batches`].
+/// An iterator over the batches of a follower, returned by [`Follower::batches`].
 #[derive(Debug)]
 pub struct Batches<'f> {
     follower: &'f mut Follower,
-    /// Whether an error was given.
+    /// Whether an error was returned.
     ended: bool,
 }
 
 impl Follower {
-    /// The batches that come, one after the other, as an iterator. It waits for each one as
-    /// [`Follower::next`] does without a limit of time, and ends after the first error.
+    /// Returns an iterator over the batches. It waits for each batch like [`Follower::next`] without a
+    /// timeout, and ends after the first error.
     ///
     /// ```
     /// use remanent::{FollowFrom, Follower, Options, Store};

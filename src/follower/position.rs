@@ -1,15 +1,15 @@
-//! A follower's memory of the last batch that it handed over. It is enough to go on from there in another
-//! process, and to notice if that batch is not the store's any more.
+//! A follower's record of the last batch that it returned, which suffices to resume in another process and to
+//! detect that the batch is no longer in the store's history.
 
 use std::fmt;
 use std::str::FromStr;
 
 use remanent_format::{Incarnation, Lsn, Position};
 
-/// The position of a follower. An Lsn alone is not enough for a reader of a batch that a crash took later:
-/// the incarnation and the chain hash tell that batch from the one that has its number now.
+/// The position of a follower. An Lsn alone would not suffice if the batch was later lost in a crash: the
+/// incarnation and the chain hash distinguish it from the batch that now has its Lsn.
 ///
-/// It is kept as text, or as [`FollowerPosition::LEN`] bytes.
+/// A position can be stored as text or as [`FollowerPosition::LEN`] bytes.
 ///
 /// ```
 /// use remanent::FollowerPosition;
@@ -29,11 +29,11 @@ pub struct FollowerPosition {
     pub chain: u32,
 }
 
-/// The text is not `<number>-<random>:<lsn>:<chain>`.
+/// The error for a text that is not `<number>-<random>:<lsn>:<chain>`.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("a position is <incarnation>-<8 hex digits>:<lsn>:<8 hex digits>, not {text:?}")]
 pub struct ParsePositionError {
-    /// The text that was given.
+    /// The given text.
     pub text: String,
 }
 
@@ -42,10 +42,10 @@ impl FollowerPosition {
     pub const BEGINNING: Self =
         Self { incarnation: Incarnation { number: 0, random: 0 }, lsn: Lsn(0), chain: 0 };
 
-    /// Length of a position as bytes.
+    /// The length of an encoded position in bytes.
     pub const LEN: usize = 20;
 
-    /// The position as bytes, little-endian: incarnation, its random part, Lsn, chain hash.
+    /// Encodes the position as little-endian bytes: incarnation, its random part, Lsn, chain hash.
     #[must_use]
     pub fn to_bytes(self) -> [u8; Self::LEN] {
         let mut bytes = [0; Self::LEN];
@@ -56,7 +56,7 @@ impl FollowerPosition {
         bytes
     }
 
-    /// The position in these bytes. Any bytes are one; a store says whether it is its own.
+    /// Decodes a position. Any bytes are a valid position; the store checks whether it is in its history.
     #[must_use]
     pub fn from_bytes(bytes: &[u8; Self::LEN]) -> Self {
         let u32_at = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"));
@@ -65,7 +65,7 @@ impl FollowerPosition {
         Self { incarnation, lsn: Lsn(lsn), chain: u32_at(16) }
     }
 
-    /// The batch without its chain hash.
+    /// Returns the batch, without its chain hash.
     #[must_use]
     pub fn batch(self) -> Position {
         Position { incarnation: self.incarnation, lsn: self.lsn }
@@ -95,7 +95,7 @@ impl FromStr for FollowerPosition {
                 chain: u32::from_str_radix(chain, 16).ok()?,
             })
         };
-        // A position has one spelling, as everything that is kept.
+        // Like all stored values, a position has exactly one spelling.
         position()
             .filter(|position| position.to_string() == text)
             .ok_or_else(|| ParsePositionError { text: text.to_owned() })

@@ -1,4 +1,4 @@
-//! A copy of a store's pages in host memory, kept up by the batches that a follower hands over.
+//! A copy of a store's pages in host memory, updated by the batches that a follower returns.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::disk::Disk;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 
-/// Pages, root and bytes as they were after one batch. The default is the empty store, before its first
+/// A replica of a store's pages and root as of one batch. The default is the empty store, before its first
 /// batch.
 ///
 /// See [`Follower`] for an example.
@@ -37,14 +37,14 @@ impl Default for Replica {
 }
 
 impl Replica {
-    /// The state of the newest snapshot on any disk: the way in for tests. Callers use
+    /// Loads the state of the newest snapshot from any disk, for tests. Callers use
     /// [`Replica::from_snapshot`].
     ///
     /// # Errors
     /// As for [`Replica::from_snapshot`].
     #[doc(hidden)]
     pub fn from_snapshot_on(disk: &Arc<dyn Disk>) -> Result<Self> {
-        // An error while the snapshot is recycled is no answer: a newer snapshot is there.
+        // An error while the snapshot is being recycled is not final: a newer snapshot exists.
         let asked = ask(
             disk,
             Lsn(1),
@@ -66,20 +66,21 @@ impl Replica {
         let contents = survey.load(&source, &resolution, u64::MAX)?;
         let mut proven = BTreeMap::new();
         for (page, bytes) in contents {
-            // One by one: to collect a map takes one piece of memory for all, which nothing can refuse.
+            // Inserted one by one: collecting a map needs one allocation for all, which cannot fail
+            // gracefully.
             proven.insert(page, bytes?);
         }
         let position = Follower::behind_end(disk.clone(), &survey.store, base.redo, base.end)?.position();
         Ok(Self { table: resolution.resolved.table, contents: proven, position })
     }
 
-    /// Applies the next batch. The images that it names are proven before anything is changed, and then read
-    /// into the pages' memory: beside that, memory is held for a piece of one.
+    /// Applies the next batch. The images that it names are verified before anything is changed, and then
+    /// read into the memory of the pages; apart from that, only one piece of an image is in memory at a time.
     ///
     /// # Errors
-    /// [`Error::OutOfOrder`] if it is not the next one; [`Error::Overtaken`] or [`Error::Damaged`] if an
-    /// image cannot be read; [`Error::OutOfMemory`]. The replica is as it was. Only if an image that was just
-    /// proven cannot be read once more, the replica is empty, as [`Replica::default`] is.
+    /// [`Error::OutOfOrder`] if it is not the next batch; [`Error::Overtaken`] or [`Error::Damaged`] if an
+    /// image cannot be read; [`Error::OutOfMemory`]. The replica is then unchanged, unless an image that was
+    /// just verified cannot be read again; in that case it becomes empty, like [`Replica::default`].
     pub fn apply(&mut self, batch: &FollowedBatch) -> Result<()> {
         let (lsn, expected) = (batch.lsn(), self.table.lsn().next());
         if lsn != expected {
@@ -93,7 +94,7 @@ impl Replica {
         for (page, image) in images {
             let Some(content) = self.contents.get_mut(&page) else { continue };
             if let Err(error) = source.fill(&image, content) {
-                // It is neither what it was nor what it should be.
+                // The replica has neither its previous nor its intended state.
                 *self = Self::default();
                 return Err(error);
             }
@@ -102,8 +103,8 @@ impl Replica {
         Ok(())
     }
 
-    /// Replaces everything by a restored state; returns the images of pages that are now to be read, and have
-    /// memory for it. A page that is as it was need not be read.
+    /// Replaces everything with a restored state. Returns the images of pages to be read, whose memory is
+    /// allocated. Unchanged pages need not be read.
     fn restore(
         &mut self,
         lsn: Lsn,
@@ -124,7 +125,7 @@ impl Replica {
         for info in &changed {
             self.reserve(&mut created, info.page, info.len)?;
         }
-        // From here on nothing fails.
+        // From here on, nothing fails.
         self.contents.extend(created);
         for info in &changed {
             self.contents.get_mut(&info.page).expect("reserved").resize(info.len as usize, 0);
@@ -135,8 +136,7 @@ impl Replica {
         Ok(images)
     }
 
-    /// Changes what the batch changes; returns the images of pages that are now to be read, and have memory
-    /// for it.
+    /// Applies the changes of a batch. Returns the images of pages to be read, whose memory is allocated.
     fn change(
         &mut self,
         lsn: Lsn,
@@ -150,7 +150,7 @@ impl Replica {
             .table
             .plan(lsn, &ops, PlanMode::Commit)
             .map_err(|(_, refusal)| damaged(Defect::from(refusal)))?;
-        // All memory is taken and all images are proven first: from then on nothing fails.
+        // All memory is allocated and all images are verified first, so that nothing fails afterwards.
         let mut created = BTreeMap::new();
         let mut images = Vec::new();
         for at in &ops {
@@ -174,11 +174,12 @@ impl Replica {
                 self.contents.remove(page);
             }
         }
-        // Each is the only change of bytes on its page in this batch; the page may be gone again.
+        // Each image is the only change to the bytes of its page in this batch; the page may have been
+        // deleted again.
         Ok(images)
     }
 
-    /// Makes room for `len` bytes in all of a page, in `created` if there is no such page yet.
+    /// Reserves memory for a page of `len` bytes, in `created` if the page does not exist yet.
     fn reserve(&mut self, created: &mut BTreeMap<PageId, Vec<u8>>, page: PageId, len: u64) -> Result<()> {
         let old = self.contents.get_mut(&page);
         let content = old.unwrap_or_else(|| created.entry(page).or_default());
@@ -187,42 +188,42 @@ impl Replica {
         content.try_reserve_exact(whole.saturating_sub(content.len())).map_err(|_| refused)
     }
 
-    /// The position after the last batch applied: a follower for this replica goes on from it.
+    /// Returns the position after the last applied batch, from which a follower for this replica can resume.
     #[must_use]
     pub fn position(&self) -> FollowerPosition {
         self.position
     }
 
-    /// The newest batch applied.
+    /// Returns the newest applied batch.
     #[must_use]
     pub fn lsn(&self) -> Lsn {
         self.table.lsn()
     }
 
-    /// All pages, in the order of their ids.
+    /// Returns all pages, in the order of their ids.
     pub fn pages(&self) -> impl ExactSizeIterator<Item = PageInfo> {
         self.table.pages()
     }
 
-    /// A page's length, version, key and metadata.
+    /// Returns the length, version, key and metadata of a page.
     #[must_use]
     pub fn page(&self, page: PageId) -> Option<PageInfo> {
         self.table.get(page)
     }
 
-    /// The page that has this key.
+    /// Returns the page with this key.
     #[must_use]
     pub fn page_by_key(&self, key: &Key) -> Option<PageInfo> {
         self.table.get_key(key)
     }
 
-    /// The bytes of a page.
+    /// Returns the bytes of a page.
     #[must_use]
     pub fn bytes(&self, page: PageId) -> Option<&[u8]> {
         self.contents.get(&page).map(Vec::as_slice)
     }
 
-    /// The root's names and values.
+    /// Returns the names and values of the root.
     #[must_use]
     pub fn root(&self) -> &Arc<Metadata> {
         self.table.root()

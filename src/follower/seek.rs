@@ -1,21 +1,22 @@
-//! Where to begin: from a position, from a snapshot, from the first batch. Nothing here waits.
+//! Finding the starting point: from a position, from a snapshot, or from the first batch. Nothing in this
+//! module waits.
 //!
-//! A position names no place on disk. The batch is looked for in the segments of its incarnation, and its
-//! chain hash must be the one remembered. Where the incarnation has a successor, the successor's opening says
-//! what became of the batch:
+//! A position contains no location on disk. The batch is searched for in the segments of its incarnation, and
+//! must have the recorded chain hash. If the incarnation has a successor, the successor's opening determines
+//! what happened to the batch:
 //!
-//! | the batch | where to go on |
+//! | the batch | where to resume |
 //! |---|---|
-//! | above what the successor accepted | nowhere: a crash took it, the position diverged |
-//! | above the proven end | at the successor's start; copies that were handed over before are passed over |
+//! | above what the successor accepted | nowhere: it was lost in a crash, the position has diverged |
+//! | above the proven end | at the successor's start; copies of batches returned before are skipped |
 //! | the proven end itself | at the successor's start |
 //! | below | in the segments of its own incarnation |
 //!
-//! The next open leaves an incarnation that committed nothing out of the line. Then the first opening with a
-//! higher number says what became of its positions, by Lsn and chain hash. Such an incarnation has no batch
-//! below its beginning.
+//! An incarnation that committed nothing is left out of the line by the next open. Then the first opening
+//! with a higher number determines what happened to its positions, by Lsn and chain hash. Such an incarnation
+//! has no batch below its beginning.
 //!
-//! A batch that cannot be found any more because a newer snapshot made it superfluous was overtaken.
+//! A batch that cannot be found because a newer snapshot made it obsolete was overtaken.
 
 use std::sync::Arc;
 
@@ -33,7 +34,7 @@ use crate::disk::Disk;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 
-/// The point from which to read on after a position, and the position as it is known there.
+/// Returns the point from which to continue reading after a position, and the position as recorded there.
 pub(super) fn locate(
     disk: &Arc<dyn Disk>,
     survey: &Survey,
@@ -55,14 +56,15 @@ pub(super) fn locate(
     if let Some((segment, opening)) = opening_of(survey, incarnation)
         && position.lsn <= opening.predecessor.lsn
     {
-        // The start of an incarnation has the last batch of the one before, and its chain hash.
+        // The start of an incarnation has the Lsn and the chain hash of the last batch of the previous one.
         let start = opening.start(segment);
         return if at(start) == position { Ok((start, position)) } else { Err(diverged(position, None)) };
     }
     find(disk, survey, position).map(|point| (point, position))
 }
 
-/// Where to go on after a position of an incarnation that ended, if that place is not within it.
+/// Returns where to resume after a position of an incarnation that ended; `None` if that is within the
+/// incarnation itself.
 ///
 /// # Errors
 /// [`Error::Diverged`].
@@ -78,22 +80,23 @@ pub(super) fn behind(position: FollowerPosition, segment: u64, next: &Opening) -
     Ok((position.lsn >= next.predecessor.lsn).then(|| next.start(segment)))
 }
 
-/// A position as the incarnation that starts at `start` knows it, if it knows it.
+/// Returns the position as recorded at the start of the incarnation, if it is the batch before `start`;
+/// otherwise returns it unchanged.
 pub(super) fn at_start(position: FollowerPosition, start: LogPoint) -> FollowerPosition {
     if position.lsn == start.lsn { at(start) } else { position }
 }
 
-/// The last batch before a point.
+/// Returns the position of the last batch before a point.
 pub(super) fn at(point: LogPoint) -> FollowerPosition {
     FollowerPosition { incarnation: point.incarnation, lsn: point.lsn, chain: point.chain }
 }
 
-/// The error of a position that is not on the store's line.
+/// Returns the error for a position that is not in the store's history.
 pub(super) fn diverged(position: FollowerPosition, survived: Option<Lsn>) -> Error {
     Error::Diverged { position: position.batch(), survived }
 }
 
-/// Refuses an incarnation that is not one of the store's, as far as that can be told.
+/// Returns an error for an incarnation that is known not to be in the store's history.
 fn check_on_line(disk: &Arc<dyn Disk>, survey: &Survey, position: FollowerPosition) -> Result<()> {
     let incarnation = position.incarnation;
     let log = &survey.log;
@@ -103,8 +106,8 @@ fn check_on_line(disk: &Arc<dyn Disk>, survey: &Survey, position: FollowerPositi
     {
         return Ok(());
     }
-    // The openings that are left reach back to the oldest one's predecessor; nothing is known of earlier
-    // ones.
+    // The remaining openings reach back to the predecessor of the oldest one; nothing is known about earlier
+    // incarnations.
     let oldest = log.line().first().map(|(_, opening)| opening.predecessor.incarnation).or(log.newest());
     if oldest.is_none_or(|oldest| incarnation.number >= oldest.number) {
         return Err(diverged(position, None));
@@ -114,7 +117,7 @@ fn check_on_line(disk: &Arc<dyn Disk>, survey: &Survey, position: FollowerPositi
     Err(missing(disk, before_all))
 }
 
-/// The opening by which an incarnation's end is judged: the one that follows it on the line, even if the
+/// Returns the opening that determines where an incarnation ended: the next one on the line, even if the
 /// incarnation was left out of the line.
 fn successor(survey: &Survey, incarnation: Incarnation) -> Option<(u64, Opening)> {
     let next = survey
@@ -128,8 +131,8 @@ fn successor(survey: &Survey, incarnation: Incarnation) -> Option<(u64, Opening)
     })
 }
 
-/// Whether an opening begins the incarnation after one that was left out of the line. Two incarnations with
-/// the same number are told apart by their other fields.
+/// Returns whether an opening begins the incarnation after one that was left out of the line. Two
+/// incarnations with the same number are distinguished by their other fields.
 pub(super) fn leaves_out(opening: &Opening, incarnation: Incarnation) -> bool {
     (opening.predecessor.incarnation.number + 1..opening.incarnation.number).contains(&incarnation.number)
 }
@@ -138,7 +141,7 @@ fn opening_of(survey: &Survey, incarnation: Incarnation) -> Option<(u64, Opening
     survey.log.line().iter().copied().find(|(_, opening)| opening.incarnation == incarnation)
 }
 
-/// Looks for a batch in the segments of its incarnation.
+/// Searches for a batch in the segments of its incarnation.
 fn find(disk: &Arc<dyn Disk>, survey: &Survey, position: FollowerPosition) -> Result<LogPoint> {
     let store = survey.store.store;
     let own =
@@ -159,8 +162,8 @@ fn find(disk: &Arc<dyn Disk>, survey: &Survey, position: FollowerPosition) -> Re
     let mut tail = Tail::new(disk.clone(), store, start);
     while tail.point().lsn < position.lsn {
         let Some(taken) = tail.peek()? else {
-            // The batch was handed over once, so it was whole. It was recycled, or it is damaged, or the log
-            // ends before it, as a power cut leaves it.
+            // The batch was returned before, so it was complete. Now it is recycled or damaged, or the log
+            // ends before it because of a power cut.
             let point = tail.point();
             if let overtaken @ Error::Overtaken { .. } = missing(disk, point) {
                 return Err(overtaken);
@@ -175,8 +178,8 @@ fn find(disk: &Arc<dyn Disk>, survey: &Survey, position: FollowerPosition) -> Re
     if at(point) == position { Ok(point) } else { Err(diverged(position, None)) }
 }
 
-/// The point before the first frame of a segment, as that frame tells it. A walk from there must arrive at a
-/// chain hash that is known.
+/// Returns the point before the first frame of a segment, according to that frame. A walk from that point
+/// must arrive at a known chain hash.
 fn first_point(disk: &Arc<dyn Disk>, store: StoreId, number: u64) -> Result<Option<LogPoint>> {
     let Some(mut open) = LiveSegment::open(&**disk, store, number)? else { return Ok(None) };
     let Some(bytes) = open.bytes(SEGMENT_HEADER_BLOCK, FrameHeaderRaw::LEN)? else { return Ok(None) };

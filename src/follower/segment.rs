@@ -1,8 +1,8 @@
-//! One segment, read while a writer may be appending to it, or recycling it.
+//! A segment read while a writer may be appending to it or recycling it.
 //!
-//! The reader holds nothing, so every answer is "as of now". The bytes must prove themselves: a frame by its
-//! checksums, its own position and its chain (I3), and the file by its header. The header is looked at again
-//! after each frame, because a recycled file stays readable through an old handle.
+//! The reader holds no lock, so every result describes the moment of the call. The data must be
+//! self-verifying: a frame by its checksums, its position and its chain (I3), and the file by its header. The
+//! header is checked again after each frame, because a recycled file remains readable through an open handle.
 
 use std::io::ErrorKind;
 use std::sync::Arc;
@@ -16,10 +16,10 @@ use crate::base::allocation::make_room;
 use crate::disk::{Disk, DiskFile};
 use crate::error::{Error, Result};
 
-/// The fewest bytes that are read at a time: enough for both places in a segment at which the next frame may
-/// lie.
+/// The minimum number of bytes per read: enough for both positions in a segment at which the next frame can
+/// be.
 const READ_MIN: usize = 8 << 10;
-/// The most bytes that are read at a time while frame follows frame.
+/// The maximum number of bytes per read while frames follow each other.
 const READ_MAX: usize = 256 << 10;
 
 /// An open segment that a writer may be changing.
@@ -35,7 +35,7 @@ pub(super) struct LiveSegment {
 }
 
 impl LiveSegment {
-    /// Opens segment `number` under its present name; `None` if there is none with a sound header.
+    /// Opens segment `number` by its current name; `None` if no file with a valid header has that name.
     pub fn open(disk: &dyn Disk, store: StoreId, number: u64) -> Result<Option<Self>> {
         let Some(file) = unless_gone(disk.open(FileName::Segment(number), false))? else { return Ok(None) };
         let Some(header) = header(&*file, store, number)? else { return Ok(None) };
@@ -51,7 +51,7 @@ impl LiveSegment {
         }))
     }
 
-    /// `len` bytes at `offset`, perhaps as they were at an earlier call; `None` if the segment ends before
+    /// Returns `len` bytes at `offset`, possibly as of an earlier call; `None` if the segment ends before
     /// them.
     pub fn bytes(&mut self, offset: u64, len: usize) -> Result<Option<&[u8]>> {
         if self.len.saturating_sub(offset) < len as u64 {
@@ -74,7 +74,7 @@ impl LiveSegment {
         Ok(Some(&self.buffer[at..at + len]))
     }
 
-    /// A frame's payload, unchecked; `None` if the segment ends before.
+    /// Returns the payload of a frame, unverified; `None` if the segment ends before its end.
     pub fn payload(&mut self, header: &FrameHeader) -> Result<Option<Vec<u8>>> {
         let (offset, len) = (header.offset + FRAME_HEADER_LEN, header.payload_len as usize);
         if self.len.saturating_sub(offset) < len as u64 {
@@ -92,23 +92,23 @@ impl LiveSegment {
         Ok(unless_gone(self.file.read_at(offset, &mut payload))?.map(|()| payload))
     }
 
-    /// The bytes from `offset` on that were read last, if they were.
+    /// Returns the bytes from `offset` on that the last read returned, if it covered them.
     pub fn seen(&self, offset: u64) -> Option<&[u8]> {
         self.has(offset, 1).then(|| &self.buffer[(offset - self.buffer_at) as usize..])
     }
 
-    /// Whether bytes of an earlier moment are still in memory.
+    /// Returns whether bytes of an earlier read are still buffered.
     pub fn has_read(&self) -> bool {
         !self.buffer.is_empty()
     }
 
-    /// Forgets the bytes that were read, so that the next ones are those of now.
+    /// Discards buffered bytes, so that the next call reads current ones.
     pub fn forget(&mut self) {
         self.buffer.clear();
         self.read_len = READ_MIN;
     }
 
-    /// Whether the file still is this segment.
+    /// Returns whether the file still is this segment.
     pub fn is_still(&self) -> Result<bool> {
         Ok(header(&*self.file, self.store, self.number)?.is_some())
     }
@@ -118,26 +118,27 @@ impl LiveSegment {
     }
 }
 
-/// The header of a file that should be segment `number`; `None` if it is not, or not any more.
-/// Whether a segment is one of another store's: that lies in the directory now.
+/// Returns whether the file of segment `number` in the directory belongs to another store.
 pub(super) fn is_foreign(disk: &dyn Disk, store: StoreId, number: u64) -> Result<bool> {
     let Some(file) = unless_gone(disk.open(FileName::Segment(number), false))? else { return Ok(false) };
     let header = header_bytes(&*file)?.and_then(|bytes| SegmentHeader::decode(&bytes).ok());
     Ok(header.is_some_and(|header| header.store != store))
 }
 
+/// Returns the header of segment `number`; `None` if the file is not that segment, or no longer.
 fn header(file: &dyn DiskFile, store: StoreId, number: u64) -> Result<Option<SegmentHeader>> {
     let len = file.len()?;
     Ok(header_bytes(file)?.and_then(|bytes| SegmentHeader::decode_at(&bytes, store, number, len).ok()))
 }
 
-/// The bytes of a segment's header; `None` if they are not all there.
+/// Returns the bytes of a segment's header; `None` if the file is too short.
 fn header_bytes(file: &dyn DiskFile) -> Result<Option<[u8; SegmentHeaderRaw::LEN]>> {
     let mut bytes = [0; SegmentHeaderRaw::LEN];
     Ok(unless_gone(file.read_at(0, &mut bytes))?.map(|()| bytes))
 }
 
-/// `None` if the file is not there, or ends too early: a reader beside a writer meets both.
+/// Returns `None` if the file does not exist or is too short. A reader concurrent with a writer encounters
+/// both.
 pub(super) fn unless_gone<T>(result: Result<T>) -> Result<Option<T>> {
     match result {
         Ok(value) => Ok(Some(value)),

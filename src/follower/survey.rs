@@ -1,9 +1,9 @@
-//! Looking at all files of a store that a writer may be changing, and the meaning of a missing one.
+//! Surveys of a store that a writer may be changing, and the meaning of missing files.
 //!
-//! A survey lists names first and reads the files after, while a writer makes, replaces and removes them. The
-//! files that it found are right, because everything proves itself. A file that it did not find may have been
-//! there at every moment under another name. So a complaint about a survey counts only if the same files
-//! still lie there after it.
+//! A survey lists names first and reads the files afterwards, while a writer creates, replaces and removes
+//! them. The files that it finds are valid, because all data is self-verifying. A file that it does not find
+//! may have existed all the time under another name. Therefore an error from a survey counts only if the same
+//! files still exist afterwards.
 
 use std::sync::Arc;
 
@@ -14,10 +14,10 @@ use crate::disk::Disk;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 
-/// How many surveys are tried while a writer changes files faster than they can be read.
+/// The maximum number of surveys while a writer changes files faster than they are read.
 const ATTEMPTS: usize = 64;
 
-/// Looks at all files of a store directory, as they are now.
+/// Reads all files of a store directory as they are now.
 pub(super) fn survey(disk: &Arc<dyn Disk>) -> Result<Survey> {
     let names = disk.list(Folder::Root)?;
     if !names.iter().any(|name| FileName::parse(Folder::Root, name) == Some(FileName::Store)) {
@@ -26,8 +26,8 @@ pub(super) fn survey(disk: &Arc<dyn Disk>) -> Result<Survey> {
     Ok(Survey::read(&DiskSource::new(disk.clone()))?)
 }
 
-/// Asks a survey about batch `lsn`. It asks another survey as long as the answer is a `complaint` and files
-/// come and go.
+/// Calls `question` with a survey, for batch `lsn`. Repeats with a new survey as long as the result is a
+/// `complaint` and files have changed.
 pub(super) fn ask<T>(
     disk: &Arc<dyn Disk>,
     lsn: Lsn,
@@ -43,22 +43,22 @@ pub(super) fn ask<T>(
             answer => return answer,
         }
     }
-    // The writer recycles faster than this reader can look, and the batch is older than all of it.
+    // The writer recycles files faster than this reader reads them, and the batch is older than all of them.
     Err(Error::Overtaken { lsn, snapshot: newest })
 }
 
-/// Whether no follower is told of this error before it is certain.
+/// Returns whether the error must be confirmed before it is reported to a follower.
 pub(super) fn is_grave(error: &Error) -> bool {
     matches!(error, Error::Damaged(_) | Error::Diverged { .. })
 }
 
-/// The newest snapshot that can be used: its number, its redo, its end.
+/// Returns the number, redo and end of the newest usable snapshot.
 pub(super) fn newest_snapshot(survey: &Survey) -> Option<(SnapshotId, LogPoint, Lsn)> {
     let mut usable = survey.candidates().filter_map(|candidate| candidate.ok().flatten());
     usable.next().map(|manifest| (manifest.snapshot, manifest.redo, manifest.end))
 }
 
-/// The error for a missing log after `point`.
+/// Returns the error for missing log after `point`.
 pub(super) fn missing(disk: &Arc<dyn Disk>, point: LogPoint) -> Error {
     let lsn = point.lsn.next();
     let damage = Defect::Missing.at_lsn(FileName::Segment(point.segment), point.offset, lsn);
@@ -66,13 +66,14 @@ pub(super) fn missing(disk: &Arc<dyn Disk>, point: LogPoint) -> Error {
     gone(disk, lsn, &damage, |redo| redo.segment > point.segment)
 }
 
-/// The error for a missing file that batch `lsn` names.
+/// Returns the error for a missing file that batch `lsn` names.
 pub(super) fn missing_file(disk: &Arc<dyn Disk>, lsn: Lsn, damage: Damage) -> Error {
-    // A file that a batch names is kept for as long as the batch may be replayed.
+    // A file that a batch names is kept as long as the batch may be replayed.
     gone(disk, lsn, &damage, |redo| redo.lsn >= lsn)
 }
 
-/// Batch `lsn` was overtaken if the newest snapshot needs nothing of it; otherwise the missing file is lost.
+/// Returns [`Error::Overtaken`] if the newest snapshot does not need batch `lsn`; otherwise the missing file
+/// is reported as damage.
 fn gone(disk: &Arc<dyn Disk>, lsn: Lsn, damage: &Damage, needs_nothing: impl Fn(LogPoint) -> bool) -> Error {
     let newest = ask(disk, lsn, is_grave, |survey| match newest_snapshot(survey) {
         Some((snapshot, redo, _)) if needs_nothing(redo) => Ok(snapshot),
@@ -81,8 +82,8 @@ fn gone(disk: &Arc<dyn Disk>, lsn: Lsn, damage: &Damage, needs_nothing: impl Fn(
     newest.map_or_else(|error| error, |snapshot| Error::Overtaken { lsn, snapshot: Some(snapshot) })
 }
 
-/// Whether the segments and snapshots that a survey listed are still the present ones. Their numbers are
-/// never used again.
+/// Returns whether the segments and snapshots that a survey listed are still the current ones. Their numbers
+/// are never reused.
 fn is_there_still(disk: &Arc<dyn Disk>, survey: &Survey) -> Result<bool> {
     let mut snapshots = Vec::new();
     for name in disk.list(Folder::Snapshots)? {
@@ -94,7 +95,7 @@ fn is_there_still(disk: &Arc<dyn Disk>, survey: &Survey) -> Result<bool> {
     Ok(segments(&**disk)?.iter().eq(survey.log.segments().keys()) && snapshots.iter().eq(survey.links.keys()))
 }
 
-/// The numbers of all present segments, ascending.
+/// Returns the numbers of all existing segments, ascending.
 pub(super) fn segments(disk: &dyn Disk) -> Result<Vec<u64>> {
     let names = disk.list(Folder::Log)?;
     let mut numbers: Vec<u64> = names

@@ -1,5 +1,5 @@
-//! The next frame, if it is there: one step along the log, by the rules of the walk (I3), while a writer
-//! appends. A frame that is not whole is not there yet; nothing here calls it damage.
+//! The next frame, if it is complete: one step along the log, by the rules of the walk (I3), while a writer
+//! appends. An incomplete frame is treated as not yet written; nothing in this module reports it as damage.
 
 use std::sync::Arc;
 
@@ -16,13 +16,13 @@ pub(super) struct Tail {
     pub disk: Arc<dyn Disk>,
     pub store: StoreId,
     point: LogPoint,
-    /// The segment in which the point lies.
+    /// The segment that contains the point.
     segment: Option<LiveSegment>,
-    /// The segment after it, as the last peek found it.
+    /// The next segment, as found by the last peek.
     next: Option<LiveSegment>,
 }
 
-/// A whole frame, valid in the order of the log.
+/// A complete frame, valid in the order of the log.
 pub(super) struct TakenFrame {
     pub header: FrameHeader,
     pub payload: Vec<u8>,
@@ -35,17 +35,17 @@ impl Tail {
         Self { disk, store, point, segment: None, next: None }
     }
 
-    /// The point that was reached.
+    /// Returns the current point.
     pub fn point(&self) -> LogPoint {
         self.point
     }
 
-    /// Goes on from another point: the end of the frame that was taken.
+    /// Moves to another point, such as the end of the frame that was taken.
     pub fn go_to(&mut self, point: LogPoint) {
         self.point = point;
     }
 
-    /// The frame after the point, if it is there; the point stays until [`Tail::go_to`] moves it.
+    /// Returns the frame after the point, if it is complete, without moving the point.
     pub fn peek(&mut self) -> Result<Option<TakenFrame>> {
         let [(here, after), (_, group), (next, start)] = next_locations(&self.point);
         if self.segment.as_ref().is_none_or(|open| open.number != here) {
@@ -62,11 +62,11 @@ impl Tail {
                 if fresh {
                     break;
                 }
-                // Bytes that were read ahead may be older than those that are there now.
+                // Buffered bytes may be older than those now in the file.
                 open.forget();
             }
         }
-        // Opened anew each time: an empty segment may be replaced by another file of its name.
+        // Reopened each time, because an empty segment may be replaced by another file with its name.
         self.next = LiveSegment::open(&*self.disk, self.store, next)?;
         if let Some(open) = &mut self.next
             && let Some(taken) = peek_at(open, &self.point, self.store, start)?
@@ -77,7 +77,7 @@ impl Tail {
         Ok(None)
     }
 
-    /// Whether the last peek saw bytes at one of its places that were meant to be a frame there.
+    /// Returns whether the last peek saw bytes that were intended as the next frame.
     pub fn resembles_frame(&self) -> bool {
         next_locations(&self.point).into_iter().any(|(number, offset)| {
             let mut open = [&self.segment, &self.next].into_iter().flatten();
@@ -101,7 +101,8 @@ fn peek_at(
         return Ok(None);
     };
     let Some(payload) = open.payload(&header)? else { return Ok(None) };
-    // The file's header last: if the file was recycled before, the header is another segment's.
+    // The file's header is checked last: if the file was recycled earlier, the header is that of another
+    // segment.
     let whole = check_payload(&header, &payload).is_ok() && open.is_still()?;
     Ok(whole.then_some(TakenFrame { header, payload, end }))
 }

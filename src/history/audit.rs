@@ -1,15 +1,15 @@
-//! The audit: whether the pages in memory are what the batches say that they are.
+//! The audit: a check that page memory matches the committed batches.
 //!
-//! Only batches change pages. When a kernel of the caller's writes to one all the same, nothing tells of
-//! it, until a crash takes the change away or a snapshot makes it stay. An audit looks.
+//! Only batches change pages. If a caller's kernel writes to a page anyway, nothing reports it until a crash
+//! loses the change or a snapshot makes it permanent. An audit finds such changes.
 //!
-//! 1. **Open** the state on disk as it is now: the newest snapshot, and the log after it.
-//! 2. **Sum** the pages on the device, a chunk at a time. Each chunk is a turn of the applier, so its
-//!    sums are of one state, and batches pass between two chunks.
-//! 3. **Compare**. Where an image holds exactly the page, its checksum is known. Otherwise the page is
-//!    put together from image and log.
-//! 4. Pages that batches changed since 1 are summed again. Then the state is opened as it was at these
-//!    very sums: so a page that changes all the time is compared too, and no step is tried twice.
+//! 1. **Open** the current state on disk: the newest snapshot, and the log after it.
+//! 2. **Checksum** the pages on the device, a chunk at a time. Each chunk is a turn of the applier, so its
+//!    checksums are of one state, and batches are applied between two chunks.
+//! 3. **Compare**. If an image contains exactly the page, its checksum is known. Otherwise the page is
+//!    composed from image and log.
+//! 4. Compute the checksums of pages that batches changed since 1 again, and open the state as of exactly
+//!    those checksums. Thus a page that changes all the time is compared too, and no step is repeated.
 //!
 //! Nothing is written, so a crash loses nothing.
 
@@ -26,19 +26,19 @@ use crate::history::state::PastState;
 use crate::images::{CHUNK_BYTES, chunks};
 use crate::memory::staging::StagingBuf;
 
-/// The outcome of an audit: how much was compared, and the pages that differ.
+/// The outcome of an audit: the number of compared pages, and the pages that differ.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Audit {
-    /// Pages that were looked at. Pages of length 0, and those that were deleted meanwhile, are not counted.
+    /// The number of pages compared. Pages of length 0, and those deleted during the audit, are not counted.
     pub pages: u64,
-    /// The lengths of these pages, together, in bytes.
+    /// The total length of these pages in bytes.
     pub bytes: u64,
-    /// Pages that were compared with the checksum of an image; none of their bytes were read from disk.
+    /// The number of pages compared with the checksum of an image, without reading their bytes from disk.
     pub by_image: u64,
-    /// Pages that were put together from an image and the log, or from the log alone.
+    /// The number of pages composed from an image and the log, or from the log alone.
     pub by_replay: u64,
-    /// Pages whose bytes no batch made.
+    /// The pages whose bytes do not match the batches.
     pub changed: Vec<ChangedPage>,
 }
 
@@ -48,40 +48,40 @@ pub struct Audit {
 pub struct ChangedPage {
     /// The id of the page.
     pub page: PageId,
-    /// The user's name for it.
+    /// The key of the page, if it has one.
     pub key: Option<Key>,
-    /// The version whose bytes it should have.
+    /// The version whose bytes the page should have.
     pub epoch: Epoch,
-    /// The first byte that differs from what it should be, counted from the page's start. `None` if a
-    /// batch changed the page before its bytes could be looked at.
+    /// The offset of the first byte that differs. `None` if a batch changed the page before its bytes could
+    /// be compared.
     pub first_difference: Option<u64>,
 }
 
-/// The parts of a store that an audit works with.
+/// The parts of a store that an audit uses.
 pub(crate) struct Auditor<'a> {
     pub engine: &'a Engine,
-    /// The lock under which nothing is recycled.
+    /// The lock that prevents recycling.
     pub catalog: &'a CatalogLock,
 }
 
-/// Bytes of a page that are compared at a time.
+/// The number of bytes of a page compared at a time.
 const COMPARED_AT_ONCE: usize = 4 << 20;
 
-/// Checksums of pages, all as of one batch.
+/// Checksums of pages, all as of the same batch.
 struct PageSums {
     pages: Vec<(PageInfo, u32)>,
     lsn: Lsn,
 }
 
 impl Auditor<'_> {
-    /// Compares all pages that there are now.
+    /// Compares all current pages.
     ///
     /// # Errors
-    /// A device error; [`Error::Damaged`] in the files that a page is made from; the errors of
+    /// A device error; [`Error::Damaged`] in the files from which a page is composed; the errors of
     /// [`PastState::open`].
     pub fn run(&self) -> Result<Audit> {
         let mut audit = Audit::default();
-        // 1. The catalog is locked before any file that it needs can go.
+        // 1. The catalog is locked before any required file can be removed.
         let (pages, begin) = {
             let _keeping = self.catalog.lock();
             let (pages, lsn) = self.pages()?;
@@ -117,7 +117,7 @@ impl Auditor<'_> {
         Ok(audit)
     }
 
-    /// The pages that there are, with their lengths, and the batch as of which that is so.
+    /// Returns the current pages with their lengths, and the batch after which these exist.
     fn pages(&self) -> Result<(Vec<(PageId, u64)>, Lsn)> {
         self.engine.applier.turn(|turn| {
             let pages = turn.applied.table.pages().map(|info| (info.page, info.len));
@@ -125,12 +125,12 @@ impl Auditor<'_> {
         })
     }
 
-    /// The state on disk after a batch that is applied, and so logged.
+    /// Opens the state on disk after a batch that is applied, and therefore logged.
     fn past(&self, lsn: Lsn) -> Result<PastState> {
         PastState::open(&self.engine.disk, Some(&StatePoint::Lsn(lsn)))
     }
 
-    /// Sums those of the pages that are still there, all as of one batch.
+    /// Computes the checksums of the pages that still exist, all as of one batch.
     fn sum(&self, pages: &[(PageId, u64)]) -> Result<PageSums> {
         let wanted = collected(pages.iter().map(|(page, _)| *page))?;
         self.engine.applier.unloaded().wait(wanted.iter().copied())?;
@@ -161,7 +161,7 @@ impl Auditor<'_> {
         Ok(PageSums { pages, lsn })
     }
 
-    /// Compares a page's sum with the one that the state on disk implies for the same version.
+    /// Compares a page's checksum with the one that the state on disk implies for the same version.
     fn compare(&self, audit: &mut Audit, past: &PastState, info: &PageInfo, sum: u32) -> Result<()> {
         audit.pages += 1;
         audit.bytes += info.len;
@@ -189,7 +189,7 @@ impl Auditor<'_> {
         Ok(())
     }
 
-    /// Finds where a page begins to differ from a state on disk, if it is still of that version.
+    /// Returns the offset at which a page first differs from a state on disk, if it still has that version.
     fn first_difference(&self, past: &PastState, info: &PageInfo) -> Result<Option<u64>> {
         let (mut first, mut has_changed) = (None, false);
         past.stream(info.page, |at, expected| {

@@ -1,23 +1,21 @@
-//! Going back to an earlier state, by going forward: one more batch that replaces everything. The caller
-//! holds the submission lock and the catalog's lock, so that nothing is committed and no snapshot is
-//! taken meanwhile.
+//! Restores an earlier state by one more batch, which replaces everything. The caller holds the submission
+//! lock and the catalog lock, so nothing is committed and no snapshot is taken during the restore.
 //!
-//! 1. Find the old state on disk. Until here nothing has changed.
-//! 2. Write a table of it: pages that changed since get an epoch above the highest ever given, so that
-//!    preconditions cannot be fooled; pages without an exact image are written anew, chunk by chunk. Synced,
-//!    and every image that the table names is proven past the cache: now all of the old state is on disk, and
-//!    known to be right.
-//! 3. Log the restore record that names the table; wait until it is durable. From here on recovery arrives
-//!    at the restored state.
-//! 4. Replace the tables, overwrite memory, a page at a time from its image. A failure here poisons: tables
-//!    and disk are right, memory is not, and is not read any more.
+//! 1. Find the old state on disk. Nothing has changed so far.
+//! 2. Write a table of it. Pages that changed since then get an epoch above the highest ever used, so that
+//!    preconditions remain reliable; pages without an exact image are written again, chunk by chunk. Sync the
+//!    files, and verify every image that the table names from the medium, bypassing the cache: now the whole
+//!    old state is on disk and verified.
+//! 3. Log the restore record, which names the table, and wait until it is durable. From here on, recovery
+//!    results in the restored state.
+//! 4. Replace the tables and overwrite memory, one page at a time, from the images. A failure here poisons
+//!    the store: tables and disk are right, but memory is not and is no longer read.
 //!
-//! So no more of the old state is in host memory at any moment than a few pieces of it, however long a page
-//! is.
+//! At any time, only a few pieces of the old state are in host memory, regardless of the length of a page.
 //!
 //! The caller then takes a snapshot, so that a later open need not replay the restore. A crash before 3
-//! leaves a table that no record names. No space in 2 or 3 is a clean failure, and so is damage that 1 or
-//! 2 meets; everything else after 1 poisons.
+//! leaves a table that no record names. No space in 2 or 3 is a clean failure, and so is damage found in 1 or
+//! 2; every other failure after 1 poisons the store.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -49,25 +47,24 @@ use crate::memory::staging::StagingPool;
 use crate::options::Budget;
 use crate::recovery::image_loader::{ImageLoader, threads};
 
-/// The parts of a store that a restore works with.
+/// The parts of a store that a restore uses.
 pub(crate) struct RestoreRun<'a> {
     pub engine: &'a Engine,
     pub budget: &'a Budget,
     pub images: ImageOptions,
 }
 
-/// The old state, whole on disk.
+/// The old state, complete on disk.
 struct RestoreTarget {
-    /// The pages as they are after the restore.
+    /// The pages after the restore.
     pages: Vec<PageInfo>,
     root: Arc<Metadata>,
-    /// The bytes of all pages that have any.
+    /// The images of all pages with a nonzero length.
     images: BTreeMap<PageId, ImageRef>,
 }
 
 impl RestoreRun<'_> {
-    /// Takes everything back to the state after batch `restored`; returns the restore's own place in the
-    /// log.
+    /// Restores the state after batch `restored` and returns the position of the restore in the log.
     pub fn run(&self, restored: Lsn, submitted: &mut PageTable, catalog: &mut Catalog) -> Result<LogPoint> {
         self.engine.poison.check()?;
         // 1.
@@ -79,7 +76,7 @@ impl RestoreRun<'_> {
         let lsn = submitted.lsn().next();
         let epoch = Epoch(submitted.epoch_high().0 + 1);
         let pages = collected(old.table().pages().map(|info| at_restore(&info, submitted, lsn, epoch)))?;
-        // Where no page changed, none has the new epoch.
+        // If no page changed, none has the new epoch.
         let epoch_high = pages.iter().map(|info| info.epoch).fold(submitted.epoch_high(), Epoch::max);
         let number = catalog.files.take_number();
         let logged = self.write_images(&pages, &old, number).and_then(|images| {
@@ -98,27 +95,27 @@ impl RestoreRun<'_> {
         let files = target.images.values().flat_map(ImageRef::files);
         let files = set_of(files.map(|(file, _)| file));
         catalog.tables.insert(number, RetainedTable { restored_at: lsn, files });
-        // The next snapshot names the table's images: they need not be written again.
+        // The next snapshot reuses the table's images instead of writing them again.
         for info in target.pages.iter().filter(|info| info.lsn == lsn) {
             catalog.known.note(info.page, lsn, target.images.get(&info.page).copied());
         }
         self.engine.log.wait_durable(point.lsn)?;
         // 4.
         let target = Arc::new(target);
-        // Readers see the restored state from here on, and wait for the bytes of what it changes.
+        // From here on, readers see the restored state, and wait for the bytes of the pages that it changes.
         self.engine.versions.replace(point.lsn, &target.pages, &target.root);
         let overwritten = self.overwrite(target.clone(), point);
-        // The log has the restore, so this is the state now, even if memory could not follow.
+        // The log contains the restore, so this is the state now, even if memory could not be overwritten.
         submitted.replace(point.lsn, target.pages.iter().cloned(), target.root.clone());
         submitted.index_keys().expect("the old state had unique keys");
         overwritten.map_err(|error| self.engine.poison.set(error))?;
-        // No batch comes in between: the caller holds the submission lock.
+        // No batch is committed in between, because the caller holds the submission lock.
         self.engine.applier.changes().tell(Err(point.lsn));
         tracing::info!(%restored, lsn = %point.lsn, "restored");
         Ok(point)
     }
 
-    /// Step 2: an image for every page, proven. Those that are not exact are written anew.
+    /// Step 2: returns a verified image of every page. Pages without an exact image are written again.
     fn write_images(
         &self,
         pages: &[PageInfo],
@@ -148,7 +145,7 @@ impl RestoreRun<'_> {
         Ok(images)
     }
 
-    /// Step 2: the table. Returns its checksum.
+    /// Step 2: writes the table and returns its checksum.
     fn write_table(
         &self,
         target: &RestoreTarget,
@@ -177,9 +174,9 @@ impl RestoreRun<'_> {
         publish_manifest(&self.engine.disk, &table, usize::MAX, &of_no_spare)
     }
 
-    /// Ends a restore of which nothing was logged. After a full disk, or if the old state is damaged or
-    /// too large, all goes on as if the restore had never begun. After any other failure the next open
-    /// removes the files that are left, or nothing ever names them.
+    /// Ends a restore before anything was logged. If the disk is full, or the old state is damaged or too
+    /// large, the store continues as if the restore had never begun. After any other failure, the remaining
+    /// files are removed by the next open, or are never named by anything.
     fn give_up(&self, number: u64, error: Error) -> Error {
         if !error.is_passing() && !matches!(error, Error::Damaged(_)) {
             return self.engine.poison.set(error);
@@ -195,7 +192,7 @@ impl RestoreRun<'_> {
         error
     }
 
-    /// Step 4: memory becomes the old state.
+    /// Step 4: overwrites memory with the old state.
     fn overwrite(&self, target: Arc<RestoreTarget>, point: LogPoint) -> Result<()> {
         let source = DiskSource::past_cache(self.engine.disk.clone());
         let (device, staging) = (self.engine.device.clone(), self.engine.staging.clone());
@@ -207,7 +204,7 @@ impl RestoreRun<'_> {
         overwritten.map_err(|error| self.lose(error))
     }
 
-    /// Memory is neither the old state nor the new one: nothing may read it any more.
+    /// Marks memory as lost: it is neither the old state nor the new one, so nothing may read it anymore.
     fn lose(&self, error: Error) -> Error {
         let reason = error.clone();
         let told = self.engine.applier.turn(move |turn| {
@@ -218,8 +215,8 @@ impl RestoreRun<'_> {
     }
 }
 
-/// A page of the old state, as it is after the restore: one that did not change since keeps its version, and
-/// one that only moved its epoch.
+/// Returns a page of the old state as it is after the restore: a page that has not changed since keeps its
+/// version, and a page that was only moved keeps its epoch.
 fn at_restore(info: &PageInfo, now: &PageTable, lsn: Lsn, epoch: Epoch) -> PageInfo {
     let current = now.get(info.page).map(|current| (current.epoch, current.lsn));
     let mut info = info.clone();
@@ -232,7 +229,7 @@ fn at_restore(info: &PageInfo, now: &PageTable, lsn: Lsn, epoch: Epoch) -> PageI
     info
 }
 
-/// Replaces the applier's pages on disk: each has the image of the old state.
+/// Replaces the applier's pages on disk: each gets the image of the old state.
 fn overwrite_on_disk(turn: &mut Turn<'_>, disk_pages: &DiskPages, target: &RestoreTarget, point: LogPoint) {
     let RestoreTarget { pages, images, .. } = target;
     let is_on_disk = |page: PageId| {
@@ -242,7 +239,8 @@ fn overwrite_on_disk(turn: &mut Turn<'_>, disk_pages: &DiskPages, target: &Resto
     turn.applied.on_disk.retain(is_on_disk);
     let changed = pages.iter().filter(|info| info.lsn == point.lsn && info.place == Place::Disk);
     for info in changed {
-        // The images were proven before the restore was logged, and the table names them: their files stay.
+        // The images were verified before the restore was logged, and the table names them, so their files
+        // are kept.
         let image = images.get(&info.page).map(|image| disk_pages.proven_image(*image, info.len));
         turn.versions.moved_to_disk(info.page);
         turn.applied.on_disk.insert(info.page, disk_pages.page(image));
@@ -250,7 +248,7 @@ fn overwrite_on_disk(turn: &mut Turn<'_>, disk_pages: &DiskPages, target: &Resto
     disk_pages.note(pages.iter().map(|info| info.place));
 }
 
-/// Replaces the applier's pages in memory. When it returns, memory holds the old state.
+/// Replaces the applier's pages in memory. When this returns, memory contains the old state.
 fn overwrite(
     turn: &mut Turn<'_>,
     source: &DiskSource,
@@ -263,12 +261,12 @@ fn overwrite(
     turn.applied.table.replace(point.lsn, pages.iter().cloned(), root.clone());
     turn.applied.table.index_keys().expect("the old state had unique keys");
     turn.applied.point = point;
-    // All pages ascend.
+    // The pages are sorted by id.
     let staying = |page: PageId| {
         let at = pages.binary_search_by_key(&page, |info| info.page).ok()?;
         Some((pages[at].place, pages[at].len))
     };
-    // Memory that goes, goes first: the budget has room only for the pages that stay (I10).
+    // Memory to be freed is freed first, because the budget has room only for the remaining pages (I10).
     let last_use = turn.submit(CommandList::default())?.fence();
     let fits = |page: PageId, memory: &PageMemory| staying(page) == Some((memory.place(), memory.byte_len()));
     let leaving = turn.applied.memory.iter().filter(|(page, memory)| !fits(*page, memory));
@@ -285,8 +283,8 @@ fn overwrite(
         turn.versions.moved(info.page, memory.span().memory);
     }
     turn.applied.memory.extend(missing.iter().map(|info| info.page).zip(memory));
-    // The images were proven before the restore was logged. They are read again, because they are not
-    // kept in memory, and a read that fails once gets a second chance: memory is half overwritten by then.
+    // The images were verified before the restore was logged. They are read again because they are not kept
+    // in memory. A failed read is retried once, because memory is already partly overwritten.
     let mut images = collected(wanted(changed(), images))?;
     let memory = &turn.applied.memory;
     let target = |page: PageId| Ok(memory[page].span());

@@ -1,16 +1,17 @@
-//! Creating a store from a seed: a new store that begins at a state which was put together elsewhere.
+//! Creating a store from a seed: a new store that begins at a state assembled elsewhere.
 //!
-//! The new store keeps the state's Lsns, epochs and page ids. Its log begins after the state's batch, as if
-//! older log had been recycled.
+//! The new store keeps the Lsns, epochs and page ids of the state. Its log begins after the state's batch, as
+//! if the older log had been recycled.
 //!
-//! 1. Claim the directory: STORE, whole and synced, under its temporary name. From here until 5 any
-//!    process that comes finds an unfinished store, and may start over.
-//! 2. Link image files that are shared; write the other pages' images. Synced, and proven past the cache.
+//! 1. Claim the directory: write and sync STORE under its temporary name. Until step 5, any process that
+//!    opens the directory finds an unfinished store, and may start over.
+//! 2. Link shared image files; write the images of the other pages. Sync them, and verify them from the
+//!    medium, bypassing the cache.
 //! 3. Begin the first incarnation.
 //! 4. Publish the manifest, whose `redo` is the beginning of that incarnation.
-//! 5. Give STORE its name. **This rename is the commit point.**
+//! 5. Rename STORE to its final name. **This rename is the commit point.**
 //!
-//! The first open finds a snapshot that no seal records as verified, and publishes it anew.
+//! The first open finds a snapshot that no seal records as verified, and publishes it again.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -37,32 +38,32 @@ use crate::options::{Create, LogIo};
 use crate::recovery::create::{CLAIM, check_directory, claim, start_over};
 use crate::recovery::opening::{Predecessor, begin, random};
 
-/// A state that a new store is to begin at.
+/// A state at which a new store begins.
 #[derive(Clone, Debug)]
 pub struct Seed {
-    /// The features that its files use.
+    /// The features that the state's files use.
     pub features: Features,
-    /// The creator's record of the store that the state comes from. The new store has its own time and
+    /// The creator's record of the store from which the state comes. The new store gets its own time and
     /// ancestors.
     pub record: StoreRecord,
-    /// Pages and root, exactly as they are after one batch.
+    /// Pages and root after exactly one batch.
     pub table: PageTable,
-    /// The end of that batch in the log that it comes from.
+    /// The end of that batch in the original log.
     pub point: LogPoint,
 }
 
 /// Image files of another store that the new one shares.
 #[derive(Default)]
 pub(crate) struct SharedImages {
-    /// The disk on which they lie.
+    /// The disk that contains the files.
     pub disk: Option<Arc<dyn Disk>>,
-    /// The files, and the stores that wrote them.
+    /// The shared files, and the stores that wrote them.
     pub writers: BTreeMap<u64, StoreId>,
-    /// Images of exactly this state, also in files that are not shared.
+    /// Images of exactly this state, including those in files that are not shared.
     pub images: BTreeMap<PageId, ImageRef>,
 }
 
-/// Refuses a directory in which no store can be created: it holds one, or files that are not ours.
+/// Returns an error if no store can be created in a directory, because it contains a store or other files.
 ///
 /// # Errors
 /// [`Error::ForeignDirectory`].
@@ -74,8 +75,8 @@ pub(crate) fn check_directory_is_free(target: &dyn Disk) -> Result<()> {
     Ok(())
 }
 
-/// Makes a store that begins at a state; returns its id. `read` gives the bytes of each page that has any and
-/// no shared image; an error of `read` ends the creation, and leaves no store.
+/// Creates a store that begins at a state and returns its id. `read` provides the bytes of each page that has
+/// a nonzero length and no shared image; if it fails, the creation fails and leaves no store.
 pub(crate) fn create<E: From<Error>>(
     origin: &Seed,
     shared: &SharedImages,
@@ -152,7 +153,7 @@ pub(crate) fn create<E: From<Error>>(
     Ok(store.store)
 }
 
-/// Turns a lack of space into a clean failure: the files left in the directory are no store.
+/// Reports a lack of space as such: the files left in the directory do not form a store.
 fn no_space(error: Error) -> Error {
     match error {
         Error::Io { .. } | Error::Folder { .. } if error.is_no_space() => {
@@ -162,7 +163,7 @@ fn no_space(error: Error) -> Error {
     }
 }
 
-/// Makes a store as [`create`] does, of a state that shares no files.
+/// Creates a store as [`create`] does, from a state without shared files.
 pub(crate) fn create_alone<E: From<Error>>(
     origin: &Seed,
     target: &Arc<dyn Disk>,
@@ -171,7 +172,7 @@ pub(crate) fn create_alone<E: From<Error>>(
     create(origin, &SharedImages::default(), target, read)
 }
 
-/// Step 2: images of the pages that share none.
+/// Step 2: writes images of the pages without a shared one.
 fn write_images<E: From<Error>>(
     table: &PageTable,
     target: &Arc<dyn Disk>,

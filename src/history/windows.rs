@@ -1,8 +1,8 @@
-//! Windows of past pages that were read lately: how long the next one is, and which are kept.
+//! A cache of recently read windows of past pages, and the choice of the next window's length.
 //!
-//! A short page is one window. Of a long one a window has the bytes around what is asked for; one that
-//! follows right after another is twice as long, because all operations of the page are looked through for
-//! each window, and those that set elements here and there are read for each.
+//! A short page is one window. In a long page, a window contains the requested bytes and those around them. A
+//! window directly after another one is twice as long, because all operations of the page are examined for
+//! each window, and those that set scattered elements are read again.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -10,43 +10,44 @@ use std::sync::Arc;
 
 use remanent_format::PageId;
 
-/// Bytes of windows that are kept, the one being made included.
+/// The maximum number of cached bytes, including the window being read.
 const KEPT_BYTES: u64 = 64 << 20;
-/// The first window of a long page, in bytes, and each one elsewhere.
+/// The length in bytes of the first window of a long page, and of each window not adjacent to the previous
+/// one.
 pub(crate) const WINDOW_LEN_MIN: u64 = 1 << 20;
-/// The longest window.
+/// The maximum length of a window in bytes.
 const WINDOW_LEN_MAX: u64 = 32 << 20;
-/// The longest page that is one window: to prove its image first and then read from it would be to read it
-/// twice.
+/// The maximum length of a page read as one window, in bytes: verifying its image first and reading from it
+/// afterwards would read it twice.
 pub(crate) const WHOLE_LEN_MAX: u64 = 4 << 20;
 
 const _: () = assert!(2 * WINDOW_LEN_MAX <= KEPT_BYTES && WHOLE_LEN_MAX <= WINDOW_LEN_MAX);
 
-/// The page that a window belongs to, and where the window begins.
+/// The page of a window, and the offset at which the window begins.
 type WindowKey = (PageId, u64);
 
-/// Windows that were read lately.
+/// A cache of windows.
 #[derive(Default)]
 pub(crate) struct Windows {
-    /// By page, and by where they begin there; with the time of the last use.
+    /// The cached windows by page and offset, each with the time of its last use.
     kept: BTreeMap<WindowKey, (u64, Arc<Vec<u8>>)>,
-    /// By the time of the last use.
+    /// The cached windows by the time of their last use.
     used: BTreeMap<u64, (PageId, u64)>,
     now: u64,
     bytes: u64,
 }
 
-/// What is known of a byte of a page.
+/// The result of a lookup of a byte.
 pub(crate) enum Lookup {
-    /// The window that has it, and where that begins.
+    /// A cached window that contains the byte, and the offset at which it begins.
     Held(u64, Arc<Vec<u8>>),
-    /// The window that should be read. There is room for it.
+    /// The window to read. The cache has room for it.
     Missing(Range<u64>),
 }
 
 impl Windows {
-    /// The window that has a byte of a page of length `page_len`, of which `wanted` bytes will be read from
-    /// there on.
+    /// Returns the window that contains the byte at `offset`, in a page of length `page_len`. The caller
+    /// intends to read `wanted` bytes from there.
     pub fn get(&mut self, page: PageId, page_len: u64, offset: u64, wanted: u64) -> Lookup {
         let before = self.kept.range(..=(page, offset)).next_back();
         let before = before.filter(|((of, _), _)| *of == page);
@@ -68,7 +69,7 @@ impl Windows {
         Lookup::Missing(window)
     }
 
-    /// Keeps a window.
+    /// Adds a window to the cache.
     pub fn insert(&mut self, page: PageId, from: u64, bytes: Arc<Vec<u8>>) {
         self.remove((page, from));
         self.shrink(KEPT_BYTES.saturating_sub(bytes.len() as u64));
@@ -86,7 +87,7 @@ impl Windows {
         bytes.clone()
     }
 
-    /// Gives up the windows that were not used for longest, until the others are within the bound.
+    /// Evicts the least recently used windows until the others fit within the limit.
     fn shrink(&mut self, bytes_max: u64) {
         while self.bytes > bytes_max {
             let (_, oldest) = self.used.first_key_value().expect("each window was used once");
@@ -108,7 +109,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// Looks for a byte, and reads the window if it is missing; returns that window.
+    /// Looks up a byte and reads the window if it is missing; returns that window.
     fn read(windows: &mut Windows, page: u64, page_len: u64, offset: u64, wanted: u64) -> Option<Range<u64>> {
         match windows.get(PageId(page), page_len, offset, wanted) {
             Lookup::Held(from, bytes) => {
@@ -136,7 +137,7 @@ mod tests {
         assert_eq!((windows.bytes, windows.kept.len()), (KEPT_BYTES, count as usize));
         assert_eq!(read(&mut windows, 1, WHOLE_LEN_MAX, 0, 1), None);
         assert!(read(&mut windows, 2, WHOLE_LEN_MAX, 0, 1).is_some(), "what was not used longest goes first");
-        // The same window again takes its own place.
+        // Inserting the same window again replaces it.
         windows.insert(PageId(2), 0, Arc::new(vec![0; 20]));
         assert_eq!(windows.kept.len(), windows.used.len());
         assert_eq!(windows.bytes, KEPT_BYTES - WHOLE_LEN_MAX + 20);
@@ -150,7 +151,7 @@ mod tests {
         assert_eq!(at(5 * MIB, 1), None);
         assert_eq!(at(6 * MIB, 1), Some(6 * MIB..8 * MIB));
         assert_eq!(at(8 * MIB + 100, 1), Some(8 * MIB..12 * MIB));
-        // Elsewhere it begins anew, unless more is asked for at once.
+        // Elsewhere, the length starts over, unless more is requested at once.
         assert_eq!(at(100 * MIB, 1), Some(100 * MIB..101 * MIB));
         assert_eq!(at(110 * MIB + 1, 4 * MIB), Some(110 * MIB..115 * MIB));
         assert_eq!(at(150 * MIB, u64::MAX), Some(150 * MIB..182 * MIB));
