@@ -1,9 +1,10 @@
-//! The class of each page for the next snapshot: it is gathered, or its known image is named, or it is gone.
+//! The class of each page for the next snapshot: the page is gathered, or its known image is named, or it is
+//! deleted.
 //!
-//! A snapshot stops no batch: pages are looked at in groups, between batches. A page changed meanwhile is
-//! gathered in its newer version. A deleted page is reported when the gather misses it. A created page is not
-//! looked for. The log after the snapshot's beginning brings all of it to one state. (A look at all 260,000
-//! pages at once held up a commit for 40 to 60 ms.)
+//! A snapshot does not block batches: pages are classified in groups, between batches. A page changed in the
+//! meantime is gathered in its newer version. A deleted page is reported when the gather does not find it.
+//! Created pages are not searched for. The log after the snapshot's beginning turns all of this into one
+//! consistent state. (Classifying all 260,000 pages at once blocked a commit for 40 to 60 ms.)
 
 use remanent_format::image::ImageRef;
 use remanent_format::manifest::ManifestEntry;
@@ -13,54 +14,56 @@ use super::{KnownImages, entry};
 use crate::base::allocation::{append, collected, push};
 use crate::error::{Error, Result};
 
-/// Number of pages in one look. A look takes some 200 us, and a batch may wait for two of them.
+/// The number of pages classified at a time. This takes about 200 us, and a batch may have to wait for two of
+/// them.
 pub(crate) const LOOK_PAGES: usize = 1024;
 
 /// The class of a page for the next snapshot.
 pub(crate) enum PageClass {
-    /// The newest snapshot has the page as it is, with this image.
+    /// The newest snapshot contains the page as it is now, with this image.
     Unchanged(PageInfo, Option<ImageRef>),
-    /// An image holds the page, but the newest snapshot does not name that image, or names another place for
-    /// the page.
+    /// An image contains the page, but the newest snapshot does not name that image or states another place
+    /// of the page.
     Known(PageInfo, Option<ImageRef>),
-    /// No image holds the page; its length in bytes.
+    /// No image contains the page. The field is its length in bytes.
     Changed(u64),
-    /// A batch deleted it since the snapshot began.
+    /// A batch deleted the page since the snapshot began.
     Deleted,
-    /// The page was gone when the snapshot began.
+    /// The page was already deleted when the snapshot began.
     Gone { is_named: bool },
 }
 
 impl PageClass {
-    /// Whether the page is gone and the newest snapshot still has it.
+    /// Returns whether the page is deleted but still in the newest snapshot.
     pub fn is_gone(&self) -> bool {
         matches!(self, Self::Gone { is_named: true })
     }
 
-    /// Whether the newest snapshot is right about the page: it need not be looked at again until it changes.
+    /// Returns whether the newest snapshot is right about the page, which then need not be checked again
+    /// until it changes.
     pub fn is_settled(&self) -> bool {
         matches!(self, Self::Unchanged(..) | Self::Gone { is_named: false })
     }
 }
 
-/// The work of the next snapshot, page by page.
+/// The work of the next snapshot, by page.
 #[derive(Default)]
 pub(crate) struct SnapshotWork {
     /// The pages to gather, with their lengths in bytes.
     pub gather: Vec<(PageId, u64)>,
-    /// Entries of the pages that it must name, and whose images are known.
+    /// Entries of the pages that the snapshot must name and whose images are known.
     pub entries: Vec<ManifestEntry>,
-    /// Pages of the newest snapshot that are gone by now.
+    /// Pages of the newest snapshot that are now deleted.
     pub gone: Vec<PageId>,
-    /// The link that it follows, and that link's checksum; if none, it names all pages.
+    /// The link that the snapshot follows, and its checksum; if `None`, the snapshot names all pages.
     pub follows: Option<(SnapshotId, u32)>,
-    /// How many pages were looked at to find out. Unless it names all pages, these are the pages that changed
-    /// since the snapshot before, or in that one, those of links that are folded, and those that are carried.
+    /// The number of pages that were checked. Unless the snapshot names all pages, these are the pages that
+    /// changed since the previous snapshot or in it, those of folded links, and those that are carried.
     pub visited: usize,
 }
 
 impl SnapshotWork {
-    /// Notes the work for a page that the snapshot must speak of.
+    /// Adds the work for a page that the snapshot must mention.
     fn note(&mut self, page: PageId, standing: PageClass) -> Result<()> {
         match standing {
             PageClass::Unchanged(info, image) | PageClass::Known(info, image) => {
@@ -73,7 +76,7 @@ impl SnapshotWork {
         }
     }
 
-    /// The pages that were noted, ascending.
+    /// Returns the pages added so far, ascending.
     fn spoken_of(&self) -> Result<Vec<PageId>> {
         let gather = self.gather.iter().map(|(page, _)| *page);
         let entries = self.entries.iter().map(|entry| entry.page);
@@ -83,24 +86,25 @@ impl SnapshotWork {
     }
 }
 
-/// The pages that a snapshot begins with.
+/// The pages with which a snapshot begins.
 pub(crate) struct Beginning {
-    /// Pages that changed, or are gone, and were not settled since.
+    /// Pages that changed or were deleted, and were not settled since.
     pub changed: Vec<PageId>,
-    /// How many pages there are.
+    /// The number of pages in the table.
     pub count: usize,
 }
 
 impl KnownImages {
-    /// Sorts the pages for a snapshot that begins with these.
+    /// Determines the work of a snapshot that begins with these pages.
     ///
-    /// `carry` names image files whose images are to be written again, each with the bytes that this takes,
-    /// the most wasteful first. As many of them are taken as fit into `carry_bytes_max`, or into the bytes
-    /// that the snapshot writes anyway. `look` asks for [`KnownImages::look`] where batches are applied, and
-    /// returns a function that waits for the answer.
+    /// `carry` lists image files whose images are to be written again, with the number of bytes that this
+    /// takes, the most wasteful first. Files are carried as long as they fit in `carry_bytes_max`, or in the
+    /// number of bytes that the snapshot writes anyway if that is greater. `look` requests
+    /// [`KnownImages::look`] on the thread that applies batches, and returns a function that waits for the
+    /// result.
     ///
-    /// Looks go to the pages that may have changed by the table, those without an image that holds, and the
-    /// others that the snapshot must speak of.
+    /// Checked are the pages that may have changed according to the table, those with a damaged image, and
+    /// the others that the snapshot must mention.
     ///
     /// # Errors
     /// The errors of `look`.
@@ -113,8 +117,8 @@ impl KnownImages {
     ) -> Result<SnapshotWork> {
         let mut sorted = SnapshotWork::default();
         let mut look_at = |pages: &[PageId], each: &mut dyn FnMut(PageId, PageClass) -> Result<()>| {
-            // The next look is asked for before this one's answer is waited for: for a look alone, half of
-            // the time is one thread waking another.
+            // The next group is requested before waiting for the result of this one: with one group at a
+            // time, half of the time is spent on threads waking each other.
             let mut asked: Option<(&[PageId], L)> = None;
             for pages in pages.chunks(LOOK_PAGES).map(Some).chain([None]) {
                 let next = pages.map(|pages| (pages, look(pages.to_vec())));
@@ -144,7 +148,7 @@ impl KnownImages {
                 room -= bytes;
                 let mut pages = self.newest().pages_in(*file)?;
                 sorted.visited += pages.len();
-                // Those of files before, too: an overlay lies in one file, and its base in another.
+                // Including those of previous files: an overlay is in one file, and its base in another.
                 spoken_of = sorted.spoken_of()?;
                 pages.retain(|page| spoken_of.binary_search(page).is_err());
                 look_at(&pages, &mut |page, standing| match standing {
@@ -156,7 +160,7 @@ impl KnownImages {
         if !carry.is_empty() {
             spoken_of = sorted.spoken_of()?;
         }
-        // I7: a page that is named twice would be a manifest that no open takes.
+        // I7: no open accepts a manifest that names a page twice.
         assert!(spoken_of.windows(2).all(|pair| pair[0] < pair[1]), "a page is spoken of twice");
 
         let rest = {
@@ -176,7 +180,7 @@ impl KnownImages {
             }
         };
         look_at(&rest, &mut |page, standing| sorted.note(page, standing))?;
-        // I7: a snapshot that names all pages but one would lose that page, and license recycling its log.
+        // I7: a snapshot that omits a page would lose that page, and permit recycling its log.
         let named = sorted.gather.len() + sorted.entries.len();
         assert!(sorted.follows.is_some() || named == count, "{named} of {count} pages are named");
         sorted.gather.sort_unstable();
@@ -201,7 +205,7 @@ mod tests {
     const PAGES: u64 = 10_000;
     const LEN: u64 = 256;
 
-    /// A store without any bytes of pages.
+    /// A store without the bytes of pages.
     struct Subject {
         table: PageTable,
         known: KnownImages,
@@ -230,7 +234,7 @@ mod tests {
             self.known.sort_out(beginning, carry, 0, look).unwrap()
         }
 
-        /// Runs `meanwhile` before each look. Returns the work, the pages of the beginning, and the pages of
+        /// Runs `meanwhile` before each group. Returns the work, the pages at the beginning, and those of
         /// them that a batch deleted since.
         fn sort_out_while(
             &mut self,
@@ -248,7 +252,7 @@ mod tests {
             (sorted, began, deleted)
         }
 
-        /// Publishes a snapshot that gathered into a file of its own.
+        /// Publishes a snapshot that gathered into its own file.
         fn publish(&mut self, sorted: SnapshotWork) {
             self.snapshots += 1;
             let gathered = sorted.gather.iter().zip(1..).map(|((page, len), at)| {
@@ -287,7 +291,7 @@ mod tests {
                     self.known.advance_by_change(&manifest, link, previous)
                 }
             };
-            // Kept from link to link, the totals are the same as those of all entries together.
+            // The totals updated link by link equal those of all entries together.
             let newest = self.known.newest();
             let images = newest.pages().map(|page| newest.get(page).unwrap().known.image);
             assert_eq!(sums, ImageTotals::of(images));
@@ -309,7 +313,7 @@ mod tests {
         Op::Create { page: PageId(page), len: LEN, place: Place::Host, key, metadata }
     }
 
-    /// A store whose newest snapshot has all pages as they are.
+    /// Returns a store whose newest snapshot contains all pages as they are.
     fn settled() -> Subject {
         let mut subject = Subject { table: PageTable::new(), known: KnownImages::default(), snapshots: 0 };
         subject.table.watch(subject.known.changed(&subject.table).unwrap());
@@ -333,7 +337,7 @@ mod tests {
         subject.fill(70);
         let sorted = subject.sort_out(&[]);
         assert_eq!((pages(&sorted), sorted.visited), (vec![70, 5000], 2));
-        // That snapshot failed. Another one has to do all of it, and the changes that came since.
+        // That snapshot failed. The next one must do all of its work, and the changes made since.
         subject.fill(71);
         let sorted = subject.sort_out(&[]);
         assert_eq!((pages(&sorted), sorted.visited), (vec![70, 71, 5000], 3));
@@ -368,7 +372,7 @@ mod tests {
         assert_eq!((sorted.gather.len(), sorted.visited), (0, 1));
     }
 
-    /// Snapshots that each follow one change never name all pages, until half of them changed.
+    /// Snapshots that each follow one change never name all pages until half of them changed.
     #[test]
     fn links_are_folded_as_they_grow() {
         let mut subject = settled();
@@ -381,19 +385,20 @@ mod tests {
             let sorted = subject.sort_out(&[]);
             assert!(sorted.follows.is_some(), "round {round}");
             let spoken_of = sorted.gather.len() + sorted.entries.len() + sorted.gone.len();
-            // A page of the snapshot before is looked at once more.
+            // A page in the previous snapshot is checked once more.
             assert!(sorted.visited <= spoken_of + 2, "round {round}");
             named += spoken_of;
             subject.publish(sorted);
             let newest = subject.known.newest();
             assert!(newest.links.len() <= LINKS_MAX);
-            // A page that changed in any link since the base is in one of the links that are left.
+            // A page that changed in any link since the base is in one of the remaining links.
             let in_links: usize = newest.links.iter().map(|link| link.pages.len()).sum();
             assert_eq!(in_links as u64, round + 1 + (round + 1) / 10, "round {round}");
         }
-        // A thousand changes and a hundred ends. Folding all links whenever there are eight named 79,000.
+        // A thousand changes and a hundred deletions. Folding all links whenever there are eight named
+        // 79,000.
         assert!(named < 6 * 1100, "{named}");
-        // One page that changes again and again is one change.
+        // Repeated changes of one page count as one change.
         (0..1000).for_each(|_| {
             subject.fill(9999);
             let sorted = subject.sort_out(&[]);
@@ -403,8 +408,9 @@ mod tests {
         assert_eq!(subject.known.newest().get(PageId(9999)).unwrap().known.lsn, subject.table.lsn());
     }
 
-    /// Batches go on between two looks. After any of them a replay from the snapshot's beginning arrives at
-    /// the present state: of each page that existed, the snapshot has its present or its earlier version.
+    /// Batches are applied between two groups. After any of them, a replay from the snapshot's beginning
+    /// results in the current state: the snapshot has the current or an earlier version of each page that
+    /// existed.
     #[test]
     fn batches_between_two_looks_are_told_from_those_before() {
         let kinds = ["all is new", "a few", "half", "no link holds", "carried", "folded"];
@@ -435,12 +441,12 @@ mod tests {
                 }),
             }
             subject.commit([fill(10), fill(11)]);
-            // The page was gone before the beginning; in the first kind nothing was named.
+            // The page was deleted before the beginning; in the first kind, nothing was named.
             subject.commit([Op::Delete { page: PageId(5) }]);
             let mut at = 100;
             let (sorted, began, deleted) = subject.sort_out_while(&carry, |table, deleted| {
-                // Neighbours of the first kinds changed before the beginning, or did not; some lie after the
-                // look.
+                // Neighbors of the pages in the first kinds changed before the beginning or did not change;
+                // some are checked later.
                 for page in [at, at + 1, PAGES - at, PAGES - at - 1] {
                     commit(table, [fill(page)]);
                     commit(table, [Op::Move { page: PageId(page + 2), place: Place::Device(0) }]);
@@ -465,18 +471,18 @@ mod tests {
                 let (now, named) = (subject.table.get(*page), newest.get(*page));
                 assert_eq!(now.is_none(), deleted.contains_key(page));
                 if let Some(entry) = entries.get(page) {
-                    // The page may have moved before it was looked at, and changed in any way since.
+                    // The page may have moved before it was checked, and changed in any way since.
                     let named = named.expect("an image that is known");
                     assert_eq!(entry.image, named.known.image, "{kind}: page {page}");
                     assert_eq!((entry.epoch, then.epoch), (named.epoch, named.epoch), "{kind}: page {page}");
                     assert!(entry.lsn >= then.lsn, "{kind}: page {page}");
                 } else if !gathers(page) {
-                    // An older link speaks of the page, and its statement was true at the beginning.
+                    // An older link mentions the page, and its entry was right at the beginning.
                     assert!(sorted.follows.is_some(), "{kind}: page {page} is not named");
                     assert_eq!(named.expect("named before").known.lsn, then.lsn, "{kind}: page {page}");
                 }
             }
-            // Flags of pages that changed after they were looked at stay.
+            // Pages that changed after they were checked remain marked as changed.
             drop(newest);
             let changed = subject.table.changed().unwrap();
             let newest = subject.known.newest();

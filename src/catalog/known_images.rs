@@ -1,12 +1,12 @@
-//! Images that lie on disk already: they say which pages the next snapshot need not gather.
+//! The images that are already on disk, which determine the pages that the next snapshot need not gather.
 //!
-//! A page's bytes are those of an image as long as no batch touched the page since, and its Lsn tells: one
-//! Lsn of one page is one content. So a snapshot gathers the pages whose Lsn differs from the Lsn of the
-//! known image, and names the known image for the others. A batch that only moves a page leaves its epoch,
-//! and one epoch of one page is one content, too. Then the snapshot says where the page is now, and names the
-//! image that it had. It takes 56 bytes of memory a page.
+//! The bytes of a page equal those of an image as long as no batch has changed the page since, which its Lsn
+//! shows: for a given page, an Lsn identifies one content. A snapshot therefore gathers the pages whose Lsn
+//! differs from that of the known image, and names the known image for the others. A batch that only moves a
+//! page leaves its epoch, and an epoch identifies one content, too: the snapshot then records the new place
+//! and names the previous image. The memory cost is 56 bytes per page.
 //!
-//! Nothing here is on disk: each open builds it anew from the snapshot used and the log after it.
+//! None of this is on disk: each open rebuilds it from the snapshot used and the log after it.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -26,33 +26,32 @@ use crate::disk::source::DiskSource;
 use crate::error::Result;
 use crate::images::read::{ImageRequest, damaged};
 
-/// Images that are noted at a time once they were read back.
+/// The number of images that are recorded at a time after they were read back.
 const NOTED_AT_ONCE: usize = 1024;
 
-/// The images on disk that hold the bytes of a page as it is now, or was a moment ago.
+/// The images on disk that contain the bytes of pages as they are now, or were recently.
 #[derive(Default)]
 pub(crate) struct KnownImages {
     newest: Mutex<NewestSnapshot>,
-    /// Images that the newest snapshot does not name: those of a restore's table, and those that were written
-    /// ahead of their batch.
+    /// Images that the newest snapshot does not name: those of a restore's table, and those written in
+    /// advance of their batch.
     beside: Mutex<BTreeMap<PageId, KnownImage>>,
-    /// Images that were written ahead of their batch and not read back yet, with the pages' lengths.
+    /// Images written in advance of their batch that were not read back yet, with the lengths of the pages.
     ahead: Mutex<BTreeMap<PageId, (KnownImage, u64)>>,
-    /// Images that do not hold any more, by file and offset, with their pages. No snapshot names them again
-    /// (I7).
+    /// Damaged images by file and offset, with their pages. No snapshot names them again (I7).
     spoilt: Mutex<BTreeMap<(u64, u64), PageId>>,
 }
 
-/// Images of pages as they are now that replay took from elsewhere than the snapshot: a restore's table,
-/// or images that the log names.
+/// Images of current pages that replay did not take from the snapshot, but from a restore's table or from
+/// images named in the log.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct ReplayImages(BTreeMap<PageId, KnownImage>);
 
 impl ReplayImages {
-    /// Notes the base of `page` of a table, if that is such an image; `named` is the snapshot's entry for the
+    /// Records the base of `page` in a table if it is such an image; `named` is the snapshot's entry for the
     /// page.
     pub fn note(&mut self, page: PageId, named: Option<&ManifestEntry>, base: &Base, table: &PageTable) {
-        // For nearly all pages the snapshot already says it, so only the exceptions are stored.
+        // The snapshot already names the image of nearly all pages, so only the exceptions are stored.
         if named.is_some_and(|entry| entry.lsn == base.lsn && entry.image == base.image) {
             return;
         }
@@ -64,15 +63,15 @@ impl ReplayImages {
         }
     }
 
-    /// Takes over the notes about other pages.
+    /// Adds the records about other pages.
     pub fn extend(&mut self, other: Self) {
         self.0.extend(other.0);
     }
 }
 
 impl KnownImages {
-    /// The images that an open knows after it followed the log from a snapshot; `base` is that snapshot,
-    /// whole.
+    /// Returns the images that an open knows after following the log from a snapshot; `base` is the complete
+    /// manifest of that snapshot.
     pub fn recovered(survey: &Survey, base: Option<&Manifest>, beside: ReplayImages) -> Result<Self> {
         let newest = match base {
             Some(base) => {
@@ -87,14 +86,14 @@ impl KnownImages {
         Ok(Self { newest: Mutex::new(newest), beside: Mutex::new(beside.0), ..Self::default() })
     }
 
-    /// The pages of a table that differ from the newest snapshot. A caller that watches the table from here
-    /// on need not look through it again.
+    /// Returns the pages of a table that differ from the newest snapshot. A caller that tracks changes to the
+    /// table from here on need not search it again.
     ///
     /// # Errors
     /// `OutOfMemory`.
     pub fn changed(&self, table: &PageTable) -> Result<Vec<PageId>> {
         let newest = self.newest.lock();
-        // Both lists ascend by page.
+        // Both lists are sorted by page.
         let mut named = newest.iter().peekable();
         let mut changed = Vec::new();
         for (page, lsn) in table.lsns() {
@@ -110,46 +109,47 @@ impl KnownImages {
         Ok(changed)
     }
 
-    /// The totals of the newest snapshot's images.
+    /// Returns the totals of the newest snapshot's images.
     pub fn sums(&self) -> ImageTotals {
         self.newest.lock().sums().clone()
     }
 
-    /// Notes an image that no snapshot names yet, and that holds the page as batch `lsn` left it. Until a
-    /// snapshot names it, something else keeps its file.
+    /// Records an image of a page as left by batch `lsn` that no snapshot names yet. Until a snapshot names
+    /// it, something else keeps its file.
     pub fn note(&self, page: PageId, lsn: Lsn, image: Option<ImageRef>) {
         self.beside.lock().insert(page, KnownImage { lsn, image });
     }
 
-    /// Notes an image that was written ahead of batch `lsn`, for a page of length `len`.
+    /// Records an image written in advance of batch `lsn`, for a page of length `len`.
     pub fn note_ahead(&self, page: PageId, lsn: Lsn, image: ImageRef, len: u64) {
         self.ahead.lock().insert(page, (KnownImage { lsn, image: Some(image) }, len));
     }
 
-    /// The image that the newest snapshot names for a page of this version, if it is not known to be damaged.
+    /// Returns the image that the newest snapshot names for this version of a page, unless it is known to be
+    /// damaged.
     pub fn image_of(&self, page: PageId, epoch: Epoch) -> Option<ImageRef> {
         let newest = self.newest.lock();
         let image = newest.get(page).filter(|named| named.epoch == epoch)?.known.image?;
         (!is_spoilt(&self.spoilt.lock(), page, &image)).then_some(image)
     }
 
-    /// Whether the next snapshot may lay an overlay over an image of a page: it is sound, as the image is
-    /// that the newest snapshot names of the page, and it is that one or was read back.
+    /// Returns whether the next snapshot may write an overlay over an image of a page. The image must be
+    /// sound, and so must the one that the newest snapshot names for the page; and the two must be the same
+    /// unless the image was read back.
     pub fn may_be_base(&self, page: PageId, image: &ImageRef, is_proven: bool) -> bool {
         let named = self.newest.lock().get(page).and_then(|named| named.known.image);
         let spoilt = self.spoilt.lock();
         let is_sound = |image: &ImageRef| !is_spoilt(&spoilt, page, image);
-        // A snapshot whose overlay does not hold is mended by a whole image: what does not hold may be the
-        // base.
+        // A damaged overlay is replaced with a whole image, because the damage may be in its base.
         is_sound(image) && named.is_some_and(|named| is_sound(&named) && (is_proven || named == *image))
     }
 
-    /// Reads the images back that were written ahead of their batches, by up to `threads_max` threads. A
-    /// snapshot may name those that hold (I7). The pages of the others are gathered, because their bytes are
-    /// in memory. Returns how many bytes of pages were read back.
+    /// Reads back the images written in advance of their batches, with up to `threads_max` threads. A
+    /// snapshot may name those that are intact (I7). The pages of the others are gathered, because their
+    /// bytes are in memory. Returns how many bytes of pages were read back.
     ///
     /// # Errors
-    /// `OutOfMemory`, with all as it was.
+    /// `OutOfMemory`; nothing has changed then.
     pub fn prove(&self, source: &DiskSource, threads_max: usize) -> Result<u64> {
         let noted = self.ahead.lock();
         let ahead = collected(noted.iter().map(|(page, (known, len))| (*page, *known, *len)))?;
@@ -162,12 +162,12 @@ impl KnownImages {
         let damaged = damaged(source, &mut wanted, threads_max)?;
         let damaged: BTreeMap<(u64, u64), Damage> =
             map_of(damaged.into_iter().map(|(image, damage)| (location(&image), damage)));
-        // Some at a time: commits wait for these locks.
+        // In chunks, because commits wait for these locks.
         for some in ahead.chunks(NOTED_AT_ONCE) {
             let (mut noted, mut beside) = (self.ahead.lock(), self.beside.lock());
             let spoilt = self.spoilt.lock();
             for (page, known, _) in some {
-                // Batches may have written the page anew meanwhile.
+                // Batches may have rewritten the page in the meantime.
                 if noted.get(page).is_some_and(|(newest, _)| newest == known) {
                     noted.remove(page);
                 }
@@ -176,7 +176,8 @@ impl KnownImages {
                     Some(damage) => {
                         tracing::warn!(%damage, %page, "an image that a batch names does not hold");
                     }
-                    // A scrub may have found damage where this found none: the next reader may.
+                    // A scrub may have found damage that this read did not find; the next read may find it,
+                    // too.
                     None if is_spoilt(&spoilt, *page, &image) => {}
                     None => _ = beside.insert(*page, *known),
                 }
@@ -185,37 +186,39 @@ impl KnownImages {
         Ok(bytes)
     }
 
-    /// Notes that an image does not hold any more, or the base over which it lies: the next snapshot gathers
-    /// its page. `at` says where the damage lies.
+    /// Records that an image, or the base of an overlay, is damaged, so that the next snapshot gathers its
+    /// page. `at` is the location of the damage.
     pub fn spoil(&self, page: PageId, image: &ImageRef, at: (u64, u64)) {
         let is_it = |known: &KnownImage| known.image.is_some_and(|known| location(&known) == location(image));
-        // It stays among the newest snapshot's images: if its page is deleted, the next snapshot must say so.
+        // It remains among the newest snapshot's images: if its page is deleted, the next snapshot must
+        // record that.
         self.spoilt.lock().extend([(location(image), page), (at, page)]);
-        // After that: an image that is proven meanwhile is not known again.
+        // This must come last, so that an image verified in the meantime is not recorded again.
         self.beside.lock().retain(|_, known| !is_it(known));
     }
 
-    /// The newest snapshot's own link with its checksum, for a thin snapshot to follow; `None` if it has too
-    /// many links before it.
+    /// Returns the newest snapshot's own link and its checksum, for a thin snapshot to follow; `None` if it
+    /// already follows too many links.
     pub fn newest_link(&self) -> Option<(SnapshotId, u32)> {
         let newest = self.newest.lock();
         let link = newest.links.last().filter(|_| newest.links.len() < CHAIN_LINKS_MAX / 2)?;
         Some((link.snapshot, link.manifest_crc))
     }
 
-    /// Whether the newest snapshot names an image file for these pages only.
+    /// Returns whether the newest snapshot names an image file in which only images of these pages are named.
     pub fn has_file_of(&self, pages: &[PageId]) -> bool {
         self.newest.lock().has_file_of(pages)
     }
 
-    /// Lets the next snapshot follow no link, because a link before it does not hold.
+    /// Makes the next snapshot follow no link, because an earlier link is damaged.
     pub fn unlink(&self) {
         self.newest.lock().links.clear();
     }
 
-    /// The classes of pages of a watched table for the next snapshot. `deleted` are the pages that a batch
-    /// deleted since it began. A page that the newest snapshot has as it is need not be looked at again. Only
-    /// such pages are settled, so that a snapshot which fails after this forgets nothing.
+    /// Classifies pages of a change-tracked table for the next snapshot. `deleted` contains the pages that a
+    /// batch deleted since the snapshot began. A page about which the newest snapshot is right need not be
+    /// checked again until it changes. Only such pages are marked as settled, so that a snapshot that fails
+    /// later forgets nothing.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -254,19 +257,18 @@ impl KnownImages {
         Ok(standings)
     }
 
-    /// The newest snapshot, as it is now; locked.
+    /// Returns the newest snapshot, locked.
     pub(super) fn newest(&self) -> MutexGuard<'_, NewestSnapshot> {
         self.newest.lock()
     }
 
-    /// The pages with an image that does not hold any more.
+    /// Returns the pages with a damaged image.
     pub(super) fn spoilt(&self) -> Vec<PageId> {
         self.spoilt.lock().values().copied().collect()
     }
 
     /// Advances to a published snapshot that follows none; `base` is the result of
-    /// [`NewestSnapshot::of_base`] for it. Returns the totals of its images, and the links before it, of
-    /// which there are none.
+    /// [`NewestSnapshot::of_base`] for it. Returns the totals of its images and an empty list of links.
     pub fn advance_to_base(
         &self,
         manifest: &Manifest,
@@ -278,9 +280,9 @@ impl KnownImages {
         self.advanced(&newest, manifest)
     }
 
-    /// Advances to a published snapshot that follows `previous`. `link` was made of its `manifest` before
-    /// that was published: after it, a refusal of memory would come too late. Returns the totals of its
-    /// images, and the links before it, the newest first.
+    /// Advances to a published snapshot that follows `previous`. `link` must be created from its `manifest`
+    /// before the publication, because a failed allocation would come too late afterwards. Returns the totals
+    /// of its images, and the links before it, newest first.
     pub fn advance_by_change(
         &self,
         manifest: &Manifest,
@@ -293,21 +295,22 @@ impl KnownImages {
     }
 
     fn advanced(&self, newest: &NewestSnapshot, manifest: &Manifest) -> (ImageTotals, Vec<SnapshotId>) {
-        // An image known up to there is named by this snapshot, or belongs to an older version of its page.
+        // An image known up to that batch is named by this snapshot, or belongs to an older version of its
+        // page.
         self.beside.lock().retain(|_, known| known.lsn > manifest.redo.lsn);
         let before = newest.links.iter().rev().skip(1).map(|link| link.snapshot).collect();
         (newest.sums().clone(), before)
     }
 }
 
-/// Whether an image of a page does not hold, or the base over which it lies. Of the base the file is known,
-/// and a file has one image of a page.
+/// Returns whether an image of a page, or the base of an overlay, is damaged. Only the file of the base is
+/// known, but a file contains one image of a page.
 fn is_spoilt(spoilt: &BTreeMap<(u64, u64), PageId>, page: PageId, image: &ImageRef) -> bool {
     let of_base = |file| spoilt.range((file, 0)..=(file, u64::MAX)).any(|(_, of)| *of == page);
     spoilt.contains_key(&location(image)) || image.files().skip(1).any(|(file, _)| of_base(file))
 }
 
-/// The location of an image, which is its name: numbers of files are never used again.
+/// Returns the location of an image, which identifies it: file numbers are never reused.
 fn location(image: &ImageRef) -> (u64, u64) {
     (image.file, image.offset)
 }
@@ -330,7 +333,7 @@ mod tests {
         ImageRef { file, offset: 4224, stored_len: 100, stored_crc: 1, raw_crc: 2, codec }
     }
 
-    /// Images that lie together are read together, and each is judged by itself.
+    /// Adjacent images are read together, but each is verified separately.
     #[test]
     fn of_the_images_that_are_read_back_those_that_hold_are_known() {
         const LEN: usize = 5008;
@@ -350,7 +353,8 @@ mod tests {
         for number in 0..8 {
             let mut image = image(number);
             match number {
-                // Other bytes than the batch says; beyond the file's end; in no file.
+                // Bytes that differ from the batch's statement; a position beyond the end of the file; a file
+                // that does not exist.
                 2 => image.raw_crc ^= 1,
                 4 => image.offset += 1 << 20,
                 5 => image.file = 9,
@@ -358,7 +362,7 @@ mod tests {
             }
             known.note_ahead(PageId(number as u64), Lsn(7), image, LEN as u64);
         }
-        // A scrub found damage that is not there when this one is read.
+        // A scrub found damage that this read does not find.
         known.spoil(PageId(6), &image(6), (1, image(6).offset));
         let source = DiskSource::past_cache(Arc::new(disk));
         assert_eq!(known.prove(&source, 2).unwrap(), 8 * LEN as u64);
@@ -367,7 +371,7 @@ mod tests {
         assert_eq!(known.prove(&source, 2).unwrap(), 0, "none is read back twice");
     }
 
-    /// Damage to a base that one overlay led to is known of every other overlay of it.
+    /// Damage to a base found through one overlay applies to all other overlays of that base.
     #[test]
     fn a_base_that_does_not_hold_spoils_all_that_lies_over_it() {
         let mut info = PageInfo::new(PAGE, 100_000, Place::Disk);

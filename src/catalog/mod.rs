@@ -1,5 +1,5 @@
-//! The catalog of the files that are kept on disk besides the log: snapshots, tables of old states, and the
-//! images that they need.
+//! The catalog of files kept on disk besides the log: snapshots, tables of old states, and the images that
+//! they need.
 
 pub(crate) mod publish;
 mod lock;
@@ -22,55 +22,56 @@ pub(crate) use self::lock::CatalogLock;
 pub(crate) use self::newest::{ImageTotals, Link, NewestSnapshot};
 use crate::images::numbers::ImageFiles;
 
-/// A snapshot that is kept, as a caller sees it.
+/// A snapshot that is kept.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SnapshotInfo {
-    /// The snapshot's number.
+    /// The id of the snapshot.
     pub id: SnapshotId,
-    /// The user's name for it: a named snapshot is kept until it is pruned by its name.
+    /// The name of the snapshot, if it has one. A named snapshot is kept until its name is given up.
     pub name: Option<String>,
-    /// When it was written, in milliseconds since 1970. A thin snapshot has the time of the one that it
+    /// The time of creation in milliseconds since 1970. A thin snapshot has the time of the one that it
     /// replaces.
     pub created_unix_ms: u64,
-    /// Replay starts after this batch.
+    /// The batch after which replay starts.
     pub redo: Lsn,
-    /// The state that the snapshot and the log from `redo` on lead to.
+    /// The batch whose state results from the snapshot and the log from `redo` on.
     pub end: Lsn,
-    /// Number of pages.
+    /// The number of pages.
     pub pages: u64,
-    /// Bytes of the pages' images.
+    /// The total size of the pages' images in bytes.
     pub bytes: u64,
-    /// Bytes of the images that it wrote itself: of the pages that had changed since the snapshot before. It
-    /// shares the others with that one. (For the oldest snapshot that was found at open, this may count some
-    /// images of the one before.)
+    /// The number of image bytes written for this snapshot: those of pages that had changed since the
+    /// previous one, with which it shares the others. For the oldest snapshot found at open, this may include
+    /// some images of the previous one.
     pub bytes_written: u64,
-    /// Whether the snapshot was read back past the cache.
+    /// Whether the snapshot was read back, bypassing the cache.
     pub verified: bool,
 }
 
-/// A snapshot that is kept, and the files that it needs.
+/// A snapshot that is kept, with the files that it needs.
 #[derive(Clone)]
 pub(crate) struct RetainedSnapshot {
     pub info: SnapshotInfo,
     pub redo: LogPoint,
-    /// The snapshot's images lie in files of lower numbers.
+    /// A file number above those of all images of the snapshot.
     pub next_file: u64,
-    /// The image files, with the bytes that the snapshot names in each.
+    /// The image files, with the number of bytes in each that the snapshot names.
     pub files: BTreeMap<u64, u64>,
-    /// The links that the snapshot's own link follows, the newest first.
+    /// The links that the snapshot's own link follows, newest first.
     pub links: Vec<SnapshotId>,
     pub manifest_crc: u32,
-    /// Whether a durable record names it. An open finds it by that, unless it is the newest one (I7).
+    /// Whether a durable record names the snapshot. An open finds it through that record, unless it is the
+    /// newest (I7).
     pub is_recorded: bool,
     /// Whether nothing that the snapshot needs was found damaged since the store was opened. A snapshot that
-    /// is not sound stands in for no other; nothing on disk says so.
+    /// is not sound replaces no other. This is not recorded on disk.
     pub is_sound: bool,
 }
 
 impl RetainedSnapshot {
-    /// Makes the catalog's entry of a snapshot. `manifest` is the snapshot's own link, whole or not; `is_own`
-    /// tells the image files that were written for it, and `sums` covers all its pages.
+    /// Creates the catalog entry of a snapshot. `manifest` is the snapshot's own link, complete or not;
+    /// `is_own` returns whether an image file was written for it, and `sums` covers all its pages.
     pub fn new(
         manifest: &Manifest,
         is_own: impl Fn(u64) -> bool,
@@ -92,7 +93,7 @@ impl RetainedSnapshot {
                 end: manifest.end,
                 pages,
                 bytes,
-                // Of an overlay without its base: that was written before.
+                // For an overlay, without its base, which was written earlier.
                 bytes_written: written.map(|image| image.stored_len).sum(),
                 verified,
             },
@@ -107,7 +108,7 @@ impl RetainedSnapshot {
     }
 }
 
-/// The table of an old state that a restore record names, and the files that it needs.
+/// The table of an old state, named by a restore record, with the files that it needs.
 #[derive(Clone)]
 pub(crate) struct RetainedTable {
     /// The Lsn of the restore.
@@ -115,31 +116,32 @@ pub(crate) struct RetainedTable {
     pub files: BTreeSet<u64>,
 }
 
-/// The catalog of an open store, and the next numbers.
+/// The catalog of an open store, and the next numbers of snapshots and files.
 pub(crate) struct Catalog {
     pub snapshots: BTreeMap<SnapshotId, RetainedSnapshot>,
     pub tables: BTreeMap<u64, RetainedTable>,
-    /// Replay may start at this `redo` and later ones, as the last seal says. `None` while the log from its
-    /// beginning is kept.
+    /// The oldest `redo` from which replay may start, as stated by the last seal. `None` while the log is
+    /// kept from its beginning.
     pub floor: Option<Lsn>,
-    /// The newest batch at the open, if a manifest or a table could not be read then. Nothing says which
-    /// files that one needs (I8). So no file of an earlier run goes until the floor has passed this batch.
+    /// The newest batch at the open, if a manifest or a table could not be read then. It is unknown which
+    /// files that one needs (I8), so no file of an earlier run is removed until the floor has passed this
+    /// batch.
     pub unread: Option<Lsn>,
     pub next_snapshot: u64,
     pub files: Arc<ImageFiles>,
     /// The images that need not be written again.
     pub known: Arc<KnownImages>,
-    /// Lengths of image files in bytes, without their headers, as far as a caller asked for them.
+    /// The lengths of image files in bytes, without their headers, for files that a caller asked for.
     pub file_lens: BTreeMap<u64, u64>,
 }
 
 impl Catalog {
-    /// Whether the log after a snapshot is kept.
+    /// Returns whether the log after a snapshot is kept.
     pub fn reaches(&self, kept: &RetainedSnapshot) -> bool {
         self.floor.is_none_or(|floor| kept.redo.lsn >= floor)
     }
 
-    /// Copies the catalog for callers that only look.
+    /// Copies the catalog for read-only callers.
     fn copy(&self) -> Self {
         Self {
             snapshots: self.snapshots.clone(),
@@ -153,18 +155,18 @@ impl Catalog {
         }
     }
 
-    /// The most bytes that any kept snapshot names of an image file. What only older snapshots name comes
-    /// free when they go.
+    /// Returns the maximum number of bytes of an image file that any kept snapshot names. The bytes that only
+    /// older snapshots name are freed when these are removed.
     pub fn live_bytes(&self, file: u64) -> u64 {
         self.snapshots.values().filter_map(|kept| kept.files.get(&file)).max().copied().unwrap_or(0)
     }
 
-    /// Whether a kept table names an image file. It does not say how much of it.
+    /// Returns whether a kept table names an image file. Tables do not record how much of it they need.
     pub fn is_in_table(&self, file: u64) -> bool {
         self.tables.values().any(|table| table.files.contains(&file))
     }
 
-    /// The image files that a kept snapshot or table names.
+    /// Returns the image files that a kept snapshot or table names.
     pub fn named_files(&self) -> BTreeSet<u64> {
         let by_snapshots = self.snapshots.values().flat_map(|kept| kept.files.keys());
         let by_tables = self.tables.values().flat_map(|table| &table.files);
@@ -172,7 +174,7 @@ impl Catalog {
     }
 }
 
-/// Makes a manifest's entry for a page.
+/// Creates the manifest entry of a page.
 pub(crate) fn entry(info: &PageInfo, image: Option<ImageRef>) -> ManifestEntry {
     ManifestEntry {
         page: info.page,

@@ -1,8 +1,8 @@
 //! Publishing small files: STORE, manifests, tables.
 //!
-//! Written under a temporary name, synced, renamed, and the folder synced. From the rename on a crash finds
-//! the file, whole; before it, a temporary file that the next open removes. Where there is no space for a new
-//! file, the temporary one may be a spare of the log.
+//! The file is written under a temporary name, synced and renamed, and the folder is synced. After a crash,
+//! the complete file exists if the rename was reached; otherwise a temporary file may exist, which the next
+//! open removes. If there is no space for a new file, a spare of the log can be used for the temporary file.
 
 use std::sync::Arc;
 
@@ -15,25 +15,27 @@ use crate::base::parallel;
 use crate::disk::{Disk, DiskFile};
 use crate::error::{Error, Result};
 
-/// Bytes that a thread reads back at once. New memory for all of a long manifest took longer than reading it.
+/// The number of bytes that a thread reads back at a time. Allocating memory for all of a long manifest took
+/// longer than reading it.
 const READ_LEN: usize = (1 << 20) - (64 << 10);
-/// Number of entries of a manifest that a thread encodes at once.
+/// The number of manifest entries that a thread encodes at a time.
 const ENTRIES_AT_ONCE: usize = 8 << 10;
-/// Threads that encode a manifest, or read it back, or images that batches wrote ahead. Nothing else of a
-/// snapshot goes on meanwhile, and with small pages a single thread took a tenth of the snapshot's time.
+/// The maximum number of threads that encode a manifest, read it back, or read back images that batches wrote
+/// in advance. No other part of a snapshot runs concurrently, and with small pages a single thread took a
+/// tenth of its time.
 pub(super) const THREADS_MAX: usize = 4;
 
-/// Makes a file of this temporary name and length of a spare, where there is no space for a new one; `None`
-/// if it cannot.
+/// A function that makes a file of this temporary name and length from a spare if there is no space for a new
+/// one; it returns `None` if it cannot.
 pub(crate) type MakeOfSpare<'a> = dyn Fn(FileName, u64) -> Result<Option<Arc<dyn DiskFile>>> + 'a;
 
-/// The answer where no spare may be taken.
+/// A [`MakeOfSpare`] for callers that may not use spares.
 pub(crate) fn of_no_spare(_temporary: FileName, _len: u64) -> Result<Option<Arc<dyn DiskFile>>> {
     Ok(None)
 }
 
-/// Publishes a manifest or a table, and reads it back past the cache (I7), by up to `threads_max` threads as
-/// far as they pay. Returns the checksum of its header, by which other files name it.
+/// Publishes a manifest or a table and reads it back, bypassing the cache (I7), with up to `threads_max`
+/// threads as far as they are useful. Returns the checksum of its header, by which other files refer to it.
 pub(crate) fn publish_manifest(
     disk: &Arc<dyn Disk>,
     manifest: &Manifest,
@@ -45,7 +47,7 @@ pub(crate) fn publish_manifest(
     Ok(published.header_crc)
 }
 
-/// As [`publish_manifest`], for a caller that has it read back later.
+/// Publishes like [`publish_manifest`], for a caller that reads the file back later.
 pub(crate) fn publish_unchecked(
     disk: &Arc<dyn Disk>,
     manifest: &Manifest,
@@ -66,9 +68,9 @@ pub(crate) fn publish_unchecked(
     Ok(PublishedFile { header_crc, disk: disk.clone(), file, encoded, threads })
 }
 
-/// A manifest or a table that has its name, and is still to be read back.
+/// A manifest or a table that has its final name but was not read back yet.
 pub(crate) struct PublishedFile {
-    /// The checksum of the file's header, by which other files name it.
+    /// The checksum of the file's header, by which other files refer to it.
     pub header_crc: u32,
     disk: Arc<dyn Disk>,
     file: FileName,
@@ -77,20 +79,20 @@ pub(crate) struct PublishedFile {
 }
 
 impl PublishedFile {
-    /// Reads the file back past the cache (I7).
+    /// Reads the file back, bypassing the cache (I7).
     pub fn check(&self) -> Result<()> {
         check_published(&self.disk, self.file, &self.encoded.bytes(), self.threads)
     }
 }
 
-/// The encoded form of a manifest or a table. The file is two copies of it.
+/// The encoded form of a manifest or a table. The file contains it twice.
 struct EncodedManifest {
-    /// The pieces of one copy, in their order.
+    /// The pieces of one copy, in order.
     pieces: Vec<Vec<u8>>,
 }
 
 impl EncodedManifest {
-    /// Encodes the manifest that is to become `file`.
+    /// Encodes the manifest that becomes `file`.
     fn of(manifest: &Manifest, file: FileName, threads: usize) -> Result<Self> {
         let count = manifest.entries.len();
         let encode = |(): &mut (), piece: usize| {
@@ -103,15 +105,15 @@ impl EncodedManifest {
         Ok(Self { pieces: pieces.map_err(|defect| Error::from(defect.at(file, 0)))? })
     }
 
-    /// The whole file, piece by piece.
+    /// Returns the pieces of the whole file.
     fn bytes(&self) -> Vec<&[u8]> {
         let copy = || self.pieces.iter().map(Vec::as_slice);
         copy().chain(copy()).collect()
     }
 }
 
-/// Writes the pieces `bytes`, one after the other, under a temporary name, durably; then gives them the name
-/// `file`, durably. A lack of space is a clean failure: nothing changed but the spares.
+/// Writes the pieces `bytes` durably under a temporary name, then renames the file to `file`, durably. A lack
+/// of space is a clean failure: nothing changed except the spares.
 pub(crate) fn publish(
     disk: &Arc<dyn Disk>,
     file: FileName,
@@ -147,7 +149,8 @@ pub(crate) fn publish(
     disk.sync_folder(file.folder())
 }
 
-/// Reads a published manifest or table back past the cache, and compares it with the bytes written (I7).
+/// Reads a published manifest or table back, bypassing the cache, and compares it with the bytes written
+/// (I7).
 fn check_published(disk: &Arc<dyn Disk>, file: FileName, written: &[&[u8]], threads: usize) -> Result<()> {
     let (open, len) = (disk.open(file, false)?, byte_len(written));
     let area_len = len.min(READ_LEN);
@@ -176,7 +179,7 @@ fn byte_len(pieces: &[&[u8]]) -> usize {
     pieces.iter().map(|piece| piece.len()).sum()
 }
 
-/// Whether `found` lies at this place of the joined pieces.
+/// Returns whether the concatenated pieces contain `found` at offset `at`.
 fn is_at(mut at: usize, mut found: &[u8], pieces: &[&[u8]]) -> bool {
     for piece in pieces {
         let here = &piece[at.min(piece.len())..];

@@ -1,11 +1,11 @@
-//! The thread that keeps a part of each place free.
+//! The thread that keeps part of each place free.
 //!
-//! It sleeps until a commit finds less free than it should be, or finds no room at all. Then it looks at the
-//! places from the last to the first, so that each finds room below it. What leaves goes to the next place
-//! that has room; on the way to disk a page that no image holds as it is has one written first, by this
-//! thread and without the submission lock.
+//! It sleeps until a commit finds less free memory than there should be, or no room at all. Then it processes
+//! the places from last to first, so that each finds room in the places below. An evicted page is moved to
+//! the next place with enough room. If that is the disk and no image contains exactly the page, this thread
+//! writes one first, without the submission lock.
 //!
-//! A page that another batch changes meanwhile is in use, and stays.
+//! A page that another batch changes in the meantime is in use, and is not evicted.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -26,18 +26,18 @@ use crate::versions::uses::{PageUse, PageUses};
 use crate::write::batch::WriteBatch;
 use crate::write::commit::Committer;
 
-/// The most bytes, and pages, that leave by one batch. A longer page leaves alone.
+/// The maximum number of bytes and pages that one batch evicts. A longer page is evicted alone.
 const BATCH_BYTES: u64 = 32 << 20;
 const BATCH_PAGES: usize = 4096;
-/// Batches in a row by which no page left; then the place is as free as it gets.
+/// The number of consecutive batches without an evicted page after which the thread gives up on a place.
 const BARREN_MAX: usize = 3;
-/// Changes that wait to be heard; more of them call the thread.
+/// The number of unprocessed changes that wakes the thread.
 const HEARD_MIN: usize = 64 << 10;
-/// After a round that could not free enough, only a commit that finds no room calls the thread before this
-/// time.
+/// After a round that could not free enough, the thread is not woken for this time, except by a commit that
+/// finds no room.
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// The places, their policies, and what the thread is called for.
+/// The places, their policies, and the requests to the thread.
 pub(crate) struct TierKeeper {
     engine: Arc<Engine>,
     committer: Arc<Committer>,
@@ -47,47 +47,48 @@ pub(crate) struct TierKeeper {
     calls: Mutex<Calls>,
     called: Condvar,
     round_ended: Condvar,
-    /// Read by each call that brings pages, which hold their place meanwhile; written by a call that found
-    /// no room beside them. No code of the caller's runs while it is held.
+    /// Locked for reading by each call that moves pages, which are held in their place in the meantime;
+    /// locked for writing by a call that found no room alongside them. No caller-supplied code runs while it
+    /// is held.
     pub bringing: RwLock<()>,
     counts: Arc<TierCounts>,
 }
 
-/// A place in the order.
+/// A place in the order of tiers.
 struct Tier {
     place: Place,
     room: PlaceRoom,
-    /// Bytes that are kept free; 0 in the last place.
+    /// The number of bytes kept free; 0 in the last place.
     free_bytes: u64,
 }
 
-/// What the thread is called for.
+/// The requests to the thread, and the results of its rounds.
 #[derive(Default)]
 struct Calls {
-    /// Whether a place has less free than it should have.
+    /// Whether a place has less free memory than it should have.
     is_called: bool,
-    /// Bytes for which commits wait, by the number of the place.
+    /// The number of bytes for which commits wait, by the index of the place.
     asked: HashMap<usize, u64>,
-    /// Rounds that began and that ended.
+    /// The number of rounds that have begun, and the number of those that have ended.
     begun: u64,
     ended: u64,
-    /// The places from which the last round could let nothing more leave.
+    /// The places from which the last round could evict no more pages.
     stuck: Vec<usize>,
-    /// The last round's failure, for the next call that waits.
+    /// The failure of the last round, for the next call that waits.
     failure: Option<Error>,
-    /// A round before this time would find what the last one found.
+    /// The time before which another round would have the same result.
     not_before: Option<Instant>,
     is_over: bool,
 }
 
-/// The thread, as the store holds it.
+/// The handle of the thread, owned by the store.
 pub(crate) struct TierThread {
     keeper: Arc<TierKeeper>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl TierKeeper {
-    /// The pages that there are at the open, as if they had been used when they were changed last.
+    /// Returns the existing pages at the open, as if they were last used when they were last changed.
     pub fn residents(options: &Tiers, table: &PageTable) -> Residents {
         let places = options.places();
         let left = &places[..places.len() - 1];
@@ -101,7 +102,7 @@ impl TierKeeper {
         residents
     }
 
-    /// A keeper of the places that the options name, with the pages that there are.
+    /// Creates a keeper of the places in the options, with the existing pages.
     pub fn new(
         engine: Arc<Engine>,
         committer: Arc<Committer>,
@@ -132,7 +133,7 @@ impl TierKeeper {
         }
     }
 
-    /// Calls the thread if a place has less free than half of what should be.
+    /// Wakes the thread if a place has less than half of its intended free memory.
     pub fn look_after(&self) {
         let is_short = |tier: &Tier| tier.room.free_soon() < tier.free_bytes / 2;
         if !self.tiers.iter().any(is_short) && self.uses.waiting() < HEARD_MIN {
@@ -146,30 +147,30 @@ impl TierKeeper {
         self.called.notify_all();
     }
 
-    /// Whether pages leave this place, and it can have that many bytes free.
+    /// Returns whether pages can be evicted from this place, and `bytes` bytes can be free there.
     pub fn may_make_room(&self, place: Place, bytes: u64) -> bool {
         self.tier_that_has(place, bytes).is_some()
     }
 
-    /// The number of the tier that pages leave and that can have that many bytes free, if the place is one.
+    /// Returns the index of the tier if pages can be evicted from this place, and `bytes` bytes can be free
+    /// there.
     fn tier_that_has(&self, place: Place, bytes: u64) -> Option<usize> {
         let mut left = self.tiers[..self.tiers.len() - 1].iter();
         left.position(|tier| tier.place == place && bytes <= tier.room.budget())
     }
 
-    /// The first place below that can have this number of bytes free, where `place` itself never can.
+    /// Returns the first place below `place` that can have `bytes` bytes free, if `place` itself never can.
     pub fn place_below(&self, place: Place, bytes: u64) -> Option<Place> {
         let at = self.tiers.iter().position(|tier| tier.place == place)?;
         let can_have = |tier: &&Tier| tier.place == Place::Disk || bytes <= tier.room.budget();
         self.tiers[at..].iter().find(can_have).map(|tier| tier.place).filter(|below| *below != place)
     }
 
-    /// Waits until the thread has made room for this number of bytes in a place. Other threads may take it
-    /// before the caller does. Returns `false` if no page can leave the place, or it is none that pages
-    /// leave.
+    /// Waits until the thread has made room for `bytes` bytes in a place. Other threads may take it before
+    /// the caller does. Returns `false` if no page can be evicted from the place.
     ///
     /// # Errors
-    /// What the thread met when it moved pages.
+    /// The error of the thread when it moved pages.
     pub fn make_room(&self, place: Place, bytes: u64) -> Result<bool> {
         let Some(tier) = self.tier_that_has(place, bytes) else { return Ok(false) };
         let room = &self.tiers[tier].room;
@@ -178,7 +179,7 @@ impl TierKeeper {
         let asked = calls.asked.entry(tier).or_default();
         *asked = asked.saturating_add(bytes);
         self.called.notify_all();
-        // A round that is under way did not know of this.
+        // A round in progress did not know of this request.
         let round = calls.begun + 1;
         while calls.ended < round && !calls.is_over {
             self.round_ended.wait(&mut calls);
@@ -197,17 +198,17 @@ impl TierKeeper {
         }
     }
 
-    /// Lets pages stay where they are while a call brings others there.
+    /// Prevents the eviction of pages while a call moves others to their place.
     pub fn hold(&self, pages: &[PageId]) {
         self.residents.lock().hold(pages);
     }
 
-    /// Lets held pages go.
+    /// Releases held pages.
     pub fn let_go(&self, pages: &[PageId]) {
         self.residents.lock().let_go(pages);
     }
 
-    /// The life of the thread.
+    /// Runs the thread.
     fn live(&self) {
         let mut calls = self.calls.lock();
         loop {
@@ -231,7 +232,7 @@ impl TierKeeper {
                     (!calls.stuck.is_empty()).then(|| Instant::now() + PAUSE)
                 }
                 Err(error) => {
-                    // Any other failure has poisoned the store, which says why itself.
+                    // Any other failure has poisoned the store, which reports it.
                     calls.is_over = !error.is_passing();
                     if error.is_passing() {
                         tracing::warn!(%error, "pages could not be moved to a slower place");
@@ -244,8 +245,8 @@ impl TierKeeper {
         }
     }
 
-    /// Frees in each place what should be free, and what is asked for. Returns the places of which nothing
-    /// more can leave.
+    /// Frees in each place the intended or requested amount. Returns the places from which no more pages can
+    /// be evicted.
     fn round(&self, asked: &HashMap<usize, u64>) -> Result<Vec<usize>> {
         let _span = tracing::debug_span!("make_room").entered();
         let mut stuck = Vec::new();
@@ -258,8 +259,8 @@ impl TierKeeper {
         Ok(stuck)
     }
 
-    /// Lets pages leave a place until it has this number of bytes free. Returns `false` if nothing more can
-    /// leave. Where pages could, and were changed each time, it gives up as well: they are in use.
+    /// Evicts pages from a place until `goal` bytes are free. Returns `false` if no more pages can be
+    /// evicted. If all victims keep being changed, they are in use, and this stops too.
     fn free_up(&self, at: usize, goal: u64) -> Result<bool> {
         let mut barren = 0;
         while barren < BARREN_MAX {
@@ -284,17 +285,18 @@ impl TierKeeper {
         Ok(true)
     }
 
-    /// Tells the policies what happened.
+    /// Notifies the policies of changes and reads.
     fn listen(&self) {
         let heard = self.uses.take();
         let mut residents = self.residents.lock();
         heard.into_iter().for_each(|heard| residents.hear(heard));
     }
 
-    /// Moves pages to the next place that has room for them. Those that do not leave stay known to the
-    /// policy. Returns how many left; `None` if no place has room.
+    /// Moves pages to the next place that has room for them. Pages that are not moved are returned to the
+    /// policy. Returns the number of moved pages, or `None` if no place has room.
     fn move_down(&self, at: usize, mut pages: Vec<(PageId, u64)>) -> Result<Option<usize>> {
-        // Memory of a caller's is beside the budget, so nothing is gained; and the caller wants it used.
+        // Caller-owned memory does not count toward the budget, so nothing would be gained; and the caller
+        // wants the pages to use it.
         let asked: Vec<PageId> = pages.iter().map(|(page, _)| *page).collect();
         let lent = self.engine.applier.turn(move |turn| {
             turn.intact()?;
@@ -313,7 +315,7 @@ impl TierKeeper {
         }
     }
 
-    /// The next place that has room for this number of bytes, if there is one.
+    /// Returns the next place with room for `bytes` bytes, if any.
     fn room_below(&self, at: usize, bytes: u64) -> Result<Option<Place>> {
         for below in at + 1..self.tiers.len() {
             if self.has_room(below, bytes)? {
@@ -323,7 +325,7 @@ impl TierKeeper {
         Ok(None)
     }
 
-    /// Whether a place has room for this number of bytes, once pages have left it for that.
+    /// Returns whether a place has room for `bytes` bytes, after evicting pages from it if needed.
     fn has_room(&self, at: usize, bytes: u64) -> Result<bool> {
         let Tier { place, room, .. } = &self.tiers[at];
         if *place == Place::Disk {
@@ -338,8 +340,8 @@ impl TierKeeper {
         Ok(room.free_soon() >= bytes)
     }
 
-    /// Moves pages from one place to another by one batch. A page that changes meanwhile, or comes into use,
-    /// stays. Returns how many moved.
+    /// Moves pages from one place to another by one batch. Pages that are changed or used in the meantime
+    /// stay. Returns the number of moved pages.
     fn move_to(&self, from: Place, to: Place, mut pages: Vec<(PageId, u64)>) -> Result<usize> {
         let begun = Instant::now();
         loop {
@@ -355,7 +357,7 @@ impl TierKeeper {
             }
             match self.committer.submit(&batch) {
                 Ok((point, _)) => {
-                    // The room is there once the applier has left the memory.
+                    // The room is free once the applier no longer uses the memory.
                     self.engine.applier.wait_applied(point.lsn)?;
                     let moved: Vec<_> = pages.iter().map(|(_, len)| (from, *len)).collect();
                     self.counts.moved(to, &moved, begun.elapsed());
@@ -367,7 +369,7 @@ impl TierKeeper {
                     self.stay(&stays);
                 }
                 Err(Error::OverBudget { .. }) => {
-                    // Other threads were faster.
+                    // Other threads took the room.
                     self.stay(&pages);
                     return Ok(0);
                 }
@@ -389,7 +391,7 @@ impl TierThread {
     /// Starts the thread.
     ///
     /// # Errors
-    /// [`Error::Thread`].
+    /// [`Error::Thread`] if it cannot be started.
     pub fn start(keeper: Arc<TierKeeper>) -> Result<Self> {
         let poisons = PanicPoisons { poison: keeper.engine.poison.clone(), thread: "the thread for tiers" };
         let life = keeper.clone();
@@ -403,7 +405,7 @@ impl TierThread {
     }
 }
 
-/// Lets no call wait for a thread that has ended.
+/// A guard that wakes waiting calls when the thread ends.
 struct EndsCalls<'k>(&'k TierKeeper);
 
 impl Drop for EndsCalls<'_> {

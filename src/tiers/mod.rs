@@ -1,14 +1,14 @@
-//! More pages than a place has room for: pages that are not used go down, and come up when they are asked
-//! for.
+//! Tiers, for more pages than fit in a place: unused pages are demoted, and promoted again when requested.
 //!
-//! [`Tiers`](crate::Tiers) names an order of places. A thread ([`keeper`]) keeps a part of each place free:
-//! it asks the place's policy which pages leave, and moves them to the next place that has room by a batch
-//! like any other, so that a crash finds each page in the old place or in the new one. Commits and other
-//! calls that find no room wait for it ([`mover`]). What is asked for is moved up by the caller's own thread,
-//! or by one that runs ahead of it ([`prefetch`]), as far as pages take to come ([`read_ahead`]).
+//! [`Tiers`](crate::Tiers) defines an order of places. A thread ([`keeper`]) keeps part of each place free:
+//! it asks the eviction policy of the place for victims, and moves them to the next place with enough room by
+//! an ordinary batch, so after a crash each page is in either the old place or the new one. Commits and other
+//! calls that find no room wait for that thread ([`mover`]). Requested pages are promoted by the caller's own
+//! thread, or by a background thread ([`prefetch`]) in advance, with a lead that matches the time they take
+//! to arrive ([`read_ahead`]).
 //!
-//! The policies hear of all changes and of most reads ([`residents`]). Nothing of that is on disk: an open
-//! begins with the order in which pages were changed last.
+//! Eviction policies are notified of all changes and most reads ([`residents`]). None of that is on disk: an
+//! open starts with the pages ordered by their last change.
 
 mod keeper;
 mod mover;

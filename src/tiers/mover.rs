@@ -1,4 +1,4 @@
-//! Commits and moves that wait for room where there are tiers.
+//! Commits and moves that wait for room in the tiers.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -15,50 +15,53 @@ use crate::error::{Error, Result};
 use crate::write::batch::WriteBatch;
 use crate::write::commit::Committer;
 
-/// How often a batch is tried for which room was made. Other threads may take the room each time.
+/// The maximum number of attempts to submit a batch for which room was made. Other threads may take the room
+/// each time.
 const TRIES_MAX: usize = 100;
-/// Pages that one batch moves, and their bytes, where there is room for all of a call. A longer page moves
-/// alone.
+/// The maximum number of pages and bytes that one batch moves if there is room for all pages of a call. A
+/// longer page is moved alone.
 const BATCH_PAGES: usize = 4096;
 const BATCH_BYTES: u64 = 256 << 20;
-/// Threads that submit the batches of a call.
+/// The maximum number of threads that submit the batches of a call.
 const MOVERS_MAX: usize = 4;
 
 /// Submits batches, and moves pages to where they are needed.
 pub(crate) struct PageMover {
     pub engine: Arc<Engine>,
     pub committer: Arc<Committer>,
-    /// The thread that makes room, where there are tiers.
+    /// The keeper that makes room, if there are tiers.
     pub keeper: Option<Arc<TierKeeper>>,
-    /// The keeper's as well.
+    /// The statistics, shared with the keeper.
     pub counts: Arc<TierCounts>,
 }
 
-/// What a page that is in its place already says to the policy.
+/// How a page that is already in its place is reported to the policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Hits {
-    /// It is in use.
+    /// The page counts as used.
     Uses,
-    /// Nothing: the same caller brought it just now.
+    /// The page is not reported: the same caller has just moved it there.
     Arrivals,
 }
 
-/// Pages that do not leave their place while others are brought there.
+/// A guard for pages that must not be evicted while others are moved to their place.
 struct HeldPages<'m>(Option<&'m TierKeeper>, &'m [PageId]);
 
 impl PageMover {
-    /// Logs a batch, as [`Committer::submit`] does. Where a place of the tiers has no room for it, pages
-    /// leave that place first.
+    /// Logs a batch, as [`Committer::submit`] does. If a place of the tiers has no room for it, pages are
+    /// evicted from that place first.
     pub fn submit(&self, batch: &WriteBatch) -> Result<(LogPoint, Vec<PageId>)> {
         let submitted = self.submit_with_others(batch);
         let Some(keeper) = self.waits_for_others(&submitted) else { return submitted };
-        // Not under the lock: sources of the batch are the caller's code, and may bring pages themselves.
+        // Without holding the lock, because sources of the batch are caller-supplied code, and may move pages
+        // themselves.
         drop(keeper.bringing.write());
         self.submit_with_others(batch)
     }
 
-    /// The keeper, if a call was refused room that pages can leave. Those that other calls bring do not leave
-    /// meanwhile: two calls that have room one after the other would refuse each other.
+    /// Returns the keeper if a call failed for lack of room that evictions can free. Pages that other calls
+    /// are moving cannot be evicted in the meantime, so two calls that have room one after the other would
+    /// make each other fail.
     fn waits_for_others<T>(&self, tried: &Result<T>) -> Option<&TierKeeper> {
         let Err(Error::OverBudget { place, asked, .. }) = tried else { return None };
         self.keeper.as_deref().filter(|keeper| keeper.may_make_room(*place, *asked))
@@ -84,9 +87,9 @@ impl PageMover {
         }
     }
 
-    /// Takes pages down that the batch is to resize or clone, and that are in a place which can never have
-    /// all that it asks for. A move of the store's own may have put them there: whether a batch fits must
-    /// not depend on that. Returns whether any page went.
+    /// Demotes pages that the batch resizes or clones, and that are in a place which can never have all the
+    /// requested room. A move by the store may have put them there, and whether a batch fits must not depend
+    /// on that. Returns whether any page was demoted.
     fn take_down(&self, keeper: &TierKeeper, batch: &WriteBatch, place: Place, bytes: u64) -> Result<bool> {
         let Some(below) = keeper.place_below(place, bytes) else { return Ok(false) };
         let begun = Instant::now();
@@ -96,18 +99,18 @@ impl PageMover {
         };
         let going: Vec<_> = set_of(batch.pages_that_grow()).into_iter().filter_map(is_there).collect();
         match self.move_all(&going, below, begun) {
-            // Another thread deleted one or leased it: the batch meets that itself.
+            // Another thread deleted or leased one of them: the batch detects that itself.
             Err(Error::UnknownPage { .. } | Error::Leased { .. }) => Ok(true),
             moved => moved.map(|point| point.is_some()),
         }
     }
 
-    /// Moves pages to a place, each from where it is, with its length. Returns the last batch that did so;
-    /// `None` if there is no page.
+    /// Moves pages to a place, given the current place and the length of each. Returns the position of the
+    /// last batch that did so; `None` if there are no pages.
     ///
-    /// Many pages go by several batches, submitted side by side: while one is planned and copied, the next
-    /// one is made ready. Where there is no room for all of them one batch asks for it, so that a call which
-    /// cannot have it moves nothing, and calls of several threads do not take each other's room.
+    /// Many pages are moved by several batches, submitted concurrently: while one is planned and copied, the
+    /// next is prepared. If there is no room for all pages, a single batch requests it, so that a call which
+    /// cannot get the room moves nothing, and calls of several threads do not take each other's room.
     fn move_all(
         &self,
         pages: &[(PageId, Place, u64)],
@@ -141,8 +144,8 @@ impl PageMover {
         self.submit_with_others(&batch).map(|(point, _)| point)
     }
 
-    /// Moves pages to a place, those that are not there. Returns the last batch that did so; `None` if all
-    /// are.
+    /// Moves the pages that are not yet in `place` to it. Returns the position of the last batch that did so;
+    /// `None` if all are already there.
     pub fn bring(&self, pages: &[PageId], place: Place) -> Result<Option<LogPoint>> {
         self.bring_by(pages, place, Hits::Uses)
     }
@@ -175,7 +178,7 @@ impl PageMover {
                     hits += 1;
                 }
             } else {
-                // The policy of the place hears that it arrives, which is no use of it yet.
+                // The policy of the place is notified of the arrival, which is not a use yet.
                 push(&mut coming, (page, from, len))?;
             }
         }
@@ -187,17 +190,17 @@ impl PageMover {
         Ok(point)
     }
 
-    /// As [`bring`](Self::bring), ahead of a caller: pages that are gone are taken out, and those that an
-    /// open left on disk are loaded, before others.
+    /// Moves pages like [`bring`](Self::bring), in advance of a caller: deleted pages are removed from
+    /// `pages`, and pages that an open has not loaded yet are loaded before others.
     pub fn bring_existing(&self, pages: &mut Vec<PageId>, place: Place, hits: Hits) -> Result<()> {
         loop {
             match self.bring_by(pages, place, hits) {
                 Ok(point) => {
-                    // A direct log shows the pages in their place once it has the batch.
+                    // With a direct log, lookups show the new place only once the batch is logged.
                     point.map_or(Ok(()), |point| self.engine.log.wait_logged(point.lsn))?;
                     return self.engine.applier.unloaded().wait(pages.iter().copied());
                 }
-                // All that are gone at once: there may be thousands.
+                // All deleted pages are removed at once, because there may be thousands.
                 Err(Error::UnknownPage { page }) => pages
                     .retain(|other| *other != page && self.engine.versions.page(*other, |_| ()).is_some()),
                 Err(error) => return Err(error),
@@ -205,18 +208,18 @@ impl PageMover {
         }
     }
 
-    /// Has no page loaded any more that an open left on disk: the store closes.
+    /// Stops loading pages that an open has not loaded yet, because the store closes.
     pub fn end_loads(&self) {
         self.engine.applier.unloaded().end(Error::Closed);
     }
 
-    /// The length of a page in bytes; 0 of one that is not there.
+    /// Returns the length of a page in bytes; 0 if it does not exist.
     pub fn byte_len(&self, page: PageId) -> u64 {
         self.engine.versions.page(page, |seen| seen.len()).unwrap_or(0)
     }
 }
 
-/// The pages that one batch each moves.
+/// Divides pages into batches.
 fn batches(pages: &[(PageId, Place, u64)]) -> Vec<&[(PageId, Place, u64)]> {
     let (mut batches, mut rest) = (Vec::new(), pages);
     while !rest.is_empty() {

@@ -1,4 +1,4 @@
-//! Moving pages to where they will be needed, ahead of the caller.
+//! Moving pages in advance to where they will be needed.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -14,15 +14,15 @@ use crate::base::sync::thread::JoinHandle;
 use crate::base::sync::{Condvar, Instant, Mutex, MutexGuard, threads};
 use crate::error::{Error, Result};
 
-/// Pages, and bytes, that one batch moves. A call that is given up waits for no more than that.
+/// The maximum number of pages and bytes that one batch moves. Canceling waits for no more than that.
 const BATCH_PAGES: usize = 64;
 const BATCH_BYTES: u64 = 16 << 20;
 
-/// Pages that are on their way to a place, from [`Store::prefetch`](crate::Store::prefetch). Dropping it lets
-/// them go on.
+/// A handle to pages in flight to a place, returned by [`Store::prefetch`](crate::Store::prefetch). Dropping
+/// it does not stop them.
 ///
-/// It is a future as well, which gives what [`wait`](Self::wait) returns; `(&mut coming).await` leaves it to
-/// be cancelled.
+/// The handle is also a future with the result of [`wait`](Self::wait). Await `&mut coming` to keep the
+/// handle, for example to cancel it after a timeout.
 ///
 /// ```
 /// use remanent::{Options, Place, Store};
@@ -32,7 +32,7 @@ const BATCH_BYTES: u64 = 16 << 20;
 /// let pages = store.commit(batch)?.pages;
 ///
 /// let coming = store.prefetch(&pages, Place::Host)?;
-/// // Meanwhile the caller does something else.
+/// // Meanwhile, the caller does something else.
 /// coming.wait()?;
 /// assert_eq!(store.page(pages[0])?.place, Place::Host);
 /// # Ok::<(), remanent::Error>(())
@@ -51,20 +51,20 @@ struct Job {
 
 #[derive(Debug)]
 struct JobState {
-    /// Pages that are not moved yet.
+    /// The pages that have not been moved yet.
     left: VecDeque<PageId>,
-    /// Whether a batch is under way.
+    /// Whether a batch is in progress.
     is_moving: bool,
-    /// When the first batch began, and when all pages were there.
+    /// When the first batch began, and when all pages had arrived.
     begun: Option<Instant>,
     ended: Option<Instant>,
     outcome: Option<Result<()>>,
-    /// The task that waits, if one does.
+    /// The waker of the waiting task, if any.
     task: Option<Waker>,
 }
 
 impl Prefetch {
-    /// Gives up what is not under way yet, and waits for what is. Pages that came stay where they came.
+    /// Cancels all moves that have not begun, and waits for those in progress. Pages that have arrived stay.
     ///
     /// # Errors
     /// [`Error::Forked`].
@@ -81,21 +81,21 @@ impl Prefetch {
         Ok(())
     }
 
-    /// When its first page began to move, and when all of them were there, as far as that is so. `None` of
-    /// one that failed.
+    /// Returns when the first page began to move and when all of them had arrived, as far as that has
+    /// happened; `None` if the prefetch failed.
     pub(super) fn moving_since(&self) -> Result<Option<(Instant, Option<Instant>)>> {
         let state = self.job.check()?.state.lock();
         let has_failed = matches!(state.outcome, Some(Err(_)));
         Ok(state.begun.filter(|_| !has_failed).map(|begun| (begun, state.ended)))
     }
 
-    /// Gives up what is not under way yet.
+    /// Cancels all moves that have not begun.
     pub(super) fn give_up(&self) -> Result<()> {
         self.job.check()?.state.lock().left.clear();
         Ok(())
     }
 
-    /// Whether all pages are there, or nothing more will be done.
+    /// Returns whether all pages have arrived, or the prefetch failed or was canceled.
     ///
     /// # Errors
     /// [`Error::Forked`].
@@ -103,12 +103,12 @@ impl Prefetch {
         Ok(self.job.check()?.state.lock().outcome.is_some())
     }
 
-    /// Waits until all pages are there. Returns at once if it was cancelled. The first call after a failure
-    /// gets it.
+    /// Waits until all pages have arrived. Returns immediately if the prefetch was canceled. A failure is
+    /// returned by only the first call after it.
     ///
     /// # Errors
-    /// As for [`Store::ensure`](crate::Store::ensure), but that pages which are deleted meanwhile are passed
-    /// over; [`Error::Closed`] if the store was closed before.
+    /// As for [`Store::ensure`](crate::Store::ensure), except that pages deleted in the meantime are skipped;
+    /// [`Error::Closed`] if the store was closed first.
     pub fn wait(&self) -> Result<()> {
         let job = self.job.check()?;
         let mut state = job.state.lock();
@@ -120,7 +120,7 @@ impl Prefetch {
         }
     }
 
-    /// As [`wait`](Self::wait), for no longer than `timeout`. Returns whether it is done.
+    /// Waits like [`wait`](Self::wait), but for at most `timeout`. Returns whether the prefetch is done.
     ///
     /// # Errors
     /// As for [`wait`](Self::wait).
@@ -151,7 +151,8 @@ impl Future for Prefetch {
     }
 }
 
-/// Lets the task go on that waits for a job. Outside of its lock: an executor may poll the task right here.
+/// Wakes the task that waits for a job, after releasing the job's lock, because an executor may poll the task
+/// in this call.
 fn wake(mut state: MutexGuard<'_, JobState>) {
     let task = state.task.take();
     drop(state);
@@ -159,7 +160,7 @@ fn wake(mut state: MutexGuard<'_, JobState>) {
 }
 
 impl Job {
-    /// Takes the pages that move next; `None` if none are left.
+    /// Takes the pages to move next; `None` if none are left.
     fn next(&self, len_of: impl Fn(PageId) -> u64) -> Option<Vec<PageId>> {
         let mut state = self.state.lock();
         let (mut pages, mut bytes) = (Vec::new(), 0u64);
@@ -177,7 +178,7 @@ impl Job {
 
     fn end(&self, outcome: Result<()>) {
         let mut state = self.state.lock();
-        // Of a job that was given up, not all came.
+        // If the job was canceled, not all pages have arrived.
         if outcome.is_ok() && state.outcome.is_none() {
             state.ended = Some(Instant::now());
         }
@@ -189,7 +190,7 @@ impl Job {
     }
 }
 
-/// The thread that moves pages ahead of callers. It starts with the first call.
+/// The thread that moves pages in advance. It is started by the first call.
 pub(crate) struct PrefetchThread {
     mover: Arc<PageMover>,
     jobs: Arc<Jobs>,
@@ -213,10 +214,10 @@ impl PrefetchThread {
         Self { mover, jobs: Arc::default(), thread: Mutex::default() }
     }
 
-    /// Has pages moved to a place.
+    /// Starts moving pages to a place.
     ///
     /// # Errors
-    /// [`Error::Thread`] if the thread cannot be started; then nothing is moved.
+    /// [`Error::Thread`] if the thread cannot be started; no page is moved then.
     pub fn prefetch(&self, pages: &[PageId], place: Place) -> Result<Prefetch> {
         let mut thread = self.thread.lock();
         if thread.is_none() {
@@ -270,7 +271,7 @@ impl Jobs {
     }
 }
 
-/// Lets no call wait for a job whose thread panicked.
+/// A guard that ends a job when its thread panics, so that no call waits for it.
 struct EndsPanicked<'j>(&'j Job);
 
 impl Drop for EndsPanicked<'_> {
@@ -281,7 +282,7 @@ impl Drop for EndsPanicked<'_> {
     }
 }
 
-/// Lets no call wait for a thread that has ended.
+/// A guard that ends all jobs when the thread ends, so that no call waits for them.
 struct EndsJobs<'j>(&'j Jobs);
 
 impl Drop for EndsJobs<'_> {
@@ -289,7 +290,7 @@ impl Drop for EndsJobs<'_> {
         let mut queue = self.0.state.lock();
         queue.is_over = true;
         let waiting = std::mem::take(&mut queue.waiting);
-        // A task that is woken may ask for pages anew.
+        // A woken task may request pages again.
         drop(queue);
         waiting.into_iter().for_each(|job| job.end(Err(Error::Closed)));
     }
@@ -300,7 +301,7 @@ impl Drop for PrefetchThread {
         self.jobs.state.lock().is_over = true;
         self.jobs.changed.notify_all();
         let Some(thread) = self.thread.lock().take() else { return };
-        // It may wait for a page that is loaded when a shortage ends.
+        // The thread may be waiting for a page whose load is delayed by a shortage.
         self.mover.end_loads();
         if thread.join().is_err() {
             tracing::error!("the thread for prefetching panicked");

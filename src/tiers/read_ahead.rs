@@ -1,8 +1,8 @@
-//! Reading ahead: the pages of the next steps are on their way while a caller uses those of one.
+//! Read-ahead: the pages of the next steps are in flight while a caller uses those of the current one.
 //!
-//! How many steps are on their way follows from two times, measured: how long the pages of a step take to
-//! come, and how long the caller takes between two steps. A fixed number is too few where pages come from
-//! the disk, and where they come from memory it makes others leave for nothing.
+//! The number of steps in flight is computed from two measured times: how long the pages of a step take to
+//! arrive, and how long the caller takes between two steps. A fixed number would be too small for pages on
+//! disk; for pages in memory, it would evict others for nothing.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -15,14 +15,14 @@ use crate::base::process::Process;
 use crate::base::sync::Instant;
 use crate::error::{Error, Result};
 
-/// The most steps on their way.
+/// The maximum number of steps in flight.
 const STEPS_MAX: usize = 64;
-/// The part of a place's budget that steps on their way take at most: the others are in use.
+/// Steps in flight take at most one part in this number of the place's budget: the rest is in use.
 const BUDGET_PART: u64 = 4;
 
-/// Steps of a caller that uses some pages after the other, from
-/// [`Store::read_ahead`](crate::Store::read_ahead): layers of a model, requests in a queue. The pages of the
-/// steps to come are brought to a place in time.
+/// A sequence of steps of a caller, created by [`Store::read_ahead`](crate::Store::read_ahead). Each step
+/// uses some pages, such as a layer of a model or a request in a queue. The pages of the coming steps are
+/// moved to a place in advance.
 ///
 /// ```
 /// use remanent::{Options, Place, Store};
@@ -54,12 +54,12 @@ pub struct ReadAhead<'s> {
     prefetcher: &'s PrefetchThread,
     place: Place,
     coming: VecDeque<Step>,
-    /// Bytes of the steps on their way.
+    /// The total length in bytes of the steps in flight.
     bytes: u64,
-    /// The budget of the place.
+    /// The budget of the place in bytes.
     budget: u64,
     pace: Pace,
-    /// When the caller got its last step.
+    /// When the caller received its last step.
     given: Option<Instant>,
     opener: Process,
 }
@@ -72,7 +72,7 @@ struct Step {
 
 impl<'s> ReadAhead<'s> {
     pub(crate) fn new(mover: &'s PageMover, prefetcher: &'s PrefetchThread, place: Place) -> Self {
-        // The budget of the disk is for what is written there, and none is needed to go there.
+        // The budget of the disk limits written bytes, and moving pages there needs none.
         let budget = if place == Place::Disk { u64::MAX } else { mover.engine.arena.budget(place) };
         Self {
             mover,
@@ -87,13 +87,13 @@ impl<'s> ReadAhead<'s> {
         }
     }
 
-    /// Whether the pages of another step are worth bringing now. Asked again after each [`push`](Self::push).
-    /// While one step is used another one is on its way; more of them where pages take longer to come than
-    /// the caller takes for a step, up to 64 steps and a quarter of the place's budget. A step of more than
-    /// half of the budget has none behind it.
+    /// Returns whether another step should be pushed now. Call this again after each [`push`](Self::push).
+    /// While one step is in use, another is in flight, or several if pages take longer to arrive than the
+    /// caller takes for a step: up to 64 steps and a quarter of the place's budget. No step is requested
+    /// after one of more than half of the budget.
     #[must_use]
     pub fn wants_more(&self) -> bool {
-        // It is used next, and the others are behind it.
+        // The first step is used next; the others follow it.
         let Some(first) = self.coming.front() else { return true };
         let behind = self.bytes - first.bytes;
         self.coming.len() <= self.pace.distance()
@@ -101,16 +101,16 @@ impl<'s> ReadAhead<'s> {
             && self.bytes <= self.budget / 2
     }
 
-    /// Steps on their way.
+    /// Returns the number of steps in flight.
     #[must_use]
     pub fn steps_coming(&self) -> usize {
         self.coming.len()
     }
 
-    /// Adds a step after all others, and has its pages brought. Returns at once.
+    /// Appends a step, starts moving its pages, and returns immediately.
     ///
     /// # Errors
-    /// As for [`Store::prefetch`](crate::Store::prefetch); the step is not added then.
+    /// As for [`Store::prefetch`](crate::Store::prefetch); the step is then not added.
     pub fn push(&mut self, pages: &[PageId]) -> Result<()> {
         self.opener.check()?;
         let prefetch = self.in_store(self.prefetcher.prefetch(pages, self.place))?;
@@ -120,12 +120,12 @@ impl<'s> ReadAhead<'s> {
         Ok(())
     }
 
-    /// The pages of the first step, once they are there; `None` if there is none. What has not begun to move
-    /// by now is moved by this call. Pages that are deleted meanwhile are left out.
+    /// Returns the pages of the first step once they have arrived; `None` if there are no steps. Pages that
+    /// have not begun to move are moved by this call. Pages that were deleted in the meantime are omitted.
     ///
     /// # Errors
-    /// [`Error::Forked`]; those of [`Store::ensure`](crate::Store::ensure), and the step is gone then. Pages
-    /// that were loaded on demand may be [`Error::Damaged`].
+    /// [`Error::Forked`]; those of [`Store::ensure`](crate::Store::ensure), after which the step is lost.
+    /// Pages that are loaded on demand may be [`Error::Damaged`].
     pub fn next_step(&mut self) -> Result<Option<Vec<PageId>>> {
         self.opener.check()?;
         let called = Instant::now();
@@ -136,15 +136,15 @@ impl<'s> ReadAhead<'s> {
         }
         prefetch.cancel()?;
         let moving = prefetch.moving_since()?;
-        // Those that came ahead came for this.
+        // Pages that arrived in advance were moved for this step, so they do not count as hits.
         let hits = if moving.is_some() { Hits::Arrivals } else { Hits::Uses };
-        // Whatever kept pages from coming ahead is met here again, or has passed.
+        // An error that kept pages from being prefetched occurs again here, or no longer applies.
         let there = self.mover.bring_existing(&mut pages, self.place, hits);
         let now = Instant::now();
         self.given = Some(now);
         self.in_store(there)?;
         let begun = moving.map_or(called, |(begun, _)| begun);
-        // Where all came ahead, they were there before the call.
+        // If all pages arrived in advance, they had done so before the call.
         let ended = moving.and_then(|(_, ended)| ended).unwrap_or(now);
         self.pace.latency.note(ended - begun);
         Ok(Some(pages))
@@ -156,10 +156,10 @@ impl<'s> ReadAhead<'s> {
 }
 
 impl Drop for ReadAhead<'_> {
-    /// Gives up what is not under way yet.
+    /// Cancels all moves that have not begun.
     fn drop(&mut self) {
-        // All of them first: else the next one begins while the one before it is waited for. In a forked
-        // child there is nothing to give up.
+        // All are canceled before the first wait, since otherwise the next one would begin during that wait.
+        // In a forked child, there is nothing to cancel.
         let given_up = self.coming.iter().try_for_each(|step| step.prefetch.give_up());
         let ended = given_up.and_then(|()| self.coming.iter().try_for_each(|step| step.prefetch.cancel()));
         debug_assert!(ended.is_ok() || !self.opener.is_current());
@@ -175,7 +175,7 @@ impl std::fmt::Debug for ReadAhead<'_> {
     }
 }
 
-/// How fast pages come, and how fast a caller goes through steps.
+/// The measured speed of moves and of the caller.
 #[derive(Debug, Default)]
 struct Pace {
     latency: Estimate,
@@ -183,18 +183,18 @@ struct Pace {
 }
 
 impl Pace {
-    /// How many steps are on their way while one is used, so that the next one is there when it is due: as
-    /// many as the caller uses while a slow one comes.
+    /// Returns the number of steps to keep in flight while one is used, so that the next one arrives in time:
+    /// as many as the caller uses while a slow step arrives.
     fn distance(&self) -> usize {
         let (Some(latency), Some(interval)) = (self.latency.late(), self.interval.mean()) else { return 1 };
         let steps = latency.as_secs_f64() / interval.as_secs_f64().max(1e-9);
-        // A number beyond all others saturates.
+        // The conversion saturates.
         (steps.ceil() as usize).clamp(1, STEPS_MAX)
     }
 }
 
-/// A time that is measured again and again: its mean, and how far it strays. The weights are those by which
-/// TCP estimates how long an answer takes (RFC 6298).
+/// An estimate of a repeatedly measured time: its mean and deviation, with the weights that TCP uses to
+/// estimate round-trip times (RFC 6298).
 #[derive(Debug, Default)]
 struct Estimate(Option<(f64, f64)>);
 
@@ -211,7 +211,7 @@ impl Estimate {
         self.0.map(|(mean, _)| Duration::from_secs_f64(mean))
     }
 
-    /// A time that few measurements exceed.
+    /// Returns a time that few measurements exceed.
     fn late(&self) -> Option<Duration> {
         self.0.map(|(mean, stray)| Duration::from_secs_f64(mean + 4.0 * stray))
     }
@@ -247,7 +247,7 @@ mod tests {
         assert!(pace(&strays, &[1000; 100]) > 2 * steady, "times that stray call for more");
     }
 
-    /// A caller that becomes slower, or a disk that becomes faster, needs fewer steps ahead.
+    /// A slower caller or a faster disk needs fewer steps in flight.
     #[test]
     fn the_distance_follows_both_times() {
         let mut pace = Pace::default();

@@ -1,4 +1,4 @@
-//! Which pages are in which place, as the policies know it.
+//! The pages in each place, as known to the eviction policies.
 
 use std::collections::HashMap;
 
@@ -7,11 +7,12 @@ use remanent_format::{PageId, Place};
 use crate::eviction::EvictionPolicy;
 use crate::versions::uses::PageUse;
 
-/// The pages of all places but the last, with a policy for each place.
+/// The pages of all places but the last, with an eviction policy for each place.
 pub(crate) struct Residents {
     tiers: Vec<(Place, Box<dyn EvictionPolicy>)>,
     pages: HashMap<PageId, Resident>,
-    /// Pages that a call brings to where they are needed, and the number of such calls. They do not leave.
+    /// Pages that calls are moving to where they are needed, with the number of such calls. They are not
+    /// evicted.
     held: HashMap<PageId, usize>,
 }
 
@@ -25,12 +26,12 @@ impl Residents {
         Self { tiers, pages: HashMap::new(), held: HashMap::new() }
     }
 
-    /// Hears of a change or a read.
+    /// Records a change or a read of a page.
     pub fn hear(&mut self, heard: PageUse) {
         match heard {
             PageUse::Read(page) => self.used(page),
             PageUse::Changed(page, at) => {
-                // A page without bytes makes no room when it leaves.
+                // Evicting a page without bytes would free no room.
                 let at = at.filter(|(_, len)| *len > 0).and_then(|(place, len)| {
                     let tier = self.tiers.iter().position(|(of_tier, _)| *of_tier == place)?;
                     Some(Resident { tier, len })
@@ -59,10 +60,9 @@ impl Residents {
         }
     }
 
-    /// Chooses pages of a tier until they have this number of bytes, or there are that many of them. Pages
-    /// that are held, and those of which `may_leave` says no, stay. Those that are chosen are not known to
-    /// the policy any more: one that does not leave after all is given back with
-    /// [`stays`](Self::stays).
+    /// Chooses victims from a tier until they have at least `bytes` bytes or there are `count` of them. Held
+    /// pages, and pages for which `may_leave` returns `false`, are not chosen. The policy no longer knows the
+    /// chosen pages: one that is not evicted after all must be returned with [`stays`](Self::stays).
     pub fn choose(
         &mut self,
         tier: usize,
@@ -87,19 +87,19 @@ impl Residents {
         chosen
     }
 
-    /// A page that was chosen stays where it was.
+    /// Returns a chosen page to the policy of its tier.
     pub fn stays(&mut self, page: PageId) {
         if let Some(resident) = self.pages.get(&page) {
             self.tiers[resident.tier].1.arrived(page, resident.len);
         }
     }
 
-    /// Lets pages stay where they are until they are let go.
+    /// Prevents the eviction of pages until they are released.
     pub fn hold(&mut self, pages: &[PageId]) {
         pages.iter().for_each(|page| *self.held.entry(*page).or_default() += 1);
     }
 
-    /// Lets held pages go.
+    /// Releases held pages.
     pub fn let_go(&mut self, pages: &[PageId]) {
         for page in pages {
             let holds = self.held.get_mut(page).expect("a page that is held");
@@ -136,13 +136,13 @@ mod tests {
             (b, Some((Place::Device(0), 10))),
             (c, Some((Place::Host, 10))),
             (d, Some((Place::Disk, 10))),
-            // Changed where it is, which is a use.
+            // A change without a move, which counts as a use.
             (a, Some((Place::Device(0), 10))),
         ] {
             residents.hear(PageUse::Changed(page, at));
         }
         assert_eq!(chosen(&mut residents, 0, 1), [b]);
-        // It went down by a batch, and is the newest there.
+        // The page was moved down by a batch, and is the newest there.
         residents.hear(PageUse::Changed(b, Some((Place::Host, 10))));
         residents.hear(PageUse::Read(c));
         assert_eq!(chosen(&mut residents, 1, 100), [b, c]);

@@ -1,4 +1,4 @@
-//! Counts of what the tiers did.
+//! Statistics of the tiers.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -7,22 +7,23 @@ use remanent_format::Place;
 
 use crate::base::sync::Mutex;
 
-/// What happened at one place since the store was opened.
+/// Statistics of one place since the store was opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TierStats {
-    /// Which place this is about.
+    /// The place of these statistics.
     pub place: Place,
-    /// Pages that [`Store::ensure`](crate::Store::ensure) and [`Store::prefetch`](crate::Store::prefetch)
-    /// asked for here, and found here.
+    /// The number of pages that [`Store::ensure`](crate::Store::ensure) and
+    /// [`Store::prefetch`](crate::Store::prefetch) requested here and found here.
     pub hits: u64,
-    /// Pages that they asked for here, and found elsewhere. [`Stats::moves`](crate::Stats::moves) says where.
+    /// The number of pages requested here and found elsewhere. [`Stats::moves`](crate::Stats::moves) states
+    /// where.
     pub misses: u64,
-    /// Pages that left to make room.
+    /// The number of pages evicted to make room.
     pub evictions: u64,
-    /// Commits and other calls that waited for room here.
+    /// The number of commits and other calls that waited for room.
     pub waits: u64,
-    /// How long they waited together.
+    /// The total time that they waited.
     pub waited: Duration,
 }
 
@@ -32,29 +33,29 @@ impl TierStats {
     }
 }
 
-/// Pages that the store moved from one place to another since it was opened: what callers asked for, and
-/// what left to make room. Moves that a batch of the caller's own names are not counted.
+/// Statistics of moves between two places since the store was opened: moves requested by callers, and
+/// evictions. Moves in a caller's own batches are not counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MoveStats {
-    /// Where the pages were.
+    /// The place that the pages left.
     pub from: Place,
-    /// Where they went.
+    /// The place that the pages moved to.
     pub to: Place,
-    /// Number of pages.
+    /// The number of pages.
     pub pages: u64,
-    /// Bytes of these pages.
+    /// The total length of these pages in bytes.
     pub bytes: u64,
-    /// How long callers and the store's thread took: with what left, until its room was free; with what a
-    /// caller asked for, until the move was logged. By then pages from disk are there. Of a batch that moves
-    /// pages from several places each place has the share of its bytes.
+    /// The total time of the moves: an eviction lasts until its room is free; a requested move lasts until it
+    /// is logged, at which time pages from disk have arrived. The time of a batch that moves pages from
+    /// several places is divided among the places in proportion to their bytes.
     ///
-    /// A device copies pages from one memory to another after that, while the caller goes on.
-    /// [`TransferStats::time`](crate::TransferStats::time) of the same two places ends with its fence.
+    /// A device copies pages from one memory to another after that, while the caller continues.
+    /// [`TransferStats::time`](crate::TransferStats::time) of the same two places includes that copy.
     pub took: Duration,
 }
 
-/// The counts, for all threads.
+/// The statistics, shared by all threads.
 #[derive(Default)]
 pub(crate) struct TierCounts(Mutex<Counts>);
 
@@ -65,12 +66,12 @@ struct Counts {
 }
 
 impl TierCounts {
-    /// Counts at one place.
+    /// Updates the statistics of one place.
     pub fn at(&self, place: Place, count: impl FnOnce(&mut TierStats)) {
         count(self.0.lock().tiers.entry(place).or_insert_with(|| TierStats::of(place)));
     }
 
-    /// Counts pages that moved to a place: for each the place that it came from, and its length.
+    /// Counts pages that moved to a place, given the original place and the length of each.
     pub fn moved(&self, to: Place, pages: &[(Place, u64)], took: Duration) {
         let all: u64 = pages.iter().map(|(_, len)| len).sum();
         let mut counts = self.0.lock();

@@ -1,7 +1,7 @@
-//! The versions of one thing, the newest first.
+//! The chain of versions of a page or of the root, newest first.
 //!
-//! A version names the one before it until no reader can need that one; then it is unlinked. A reader that
-//! finds the end of a chain has read an old Lsn, or the thing did not exist then.
+//! A version refers to the one before it until no reader can need that one; then it is unlinked. If a reader
+//! reaches the end of a chain, either its Lsn is outdated or the page did not exist at that Lsn.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -12,48 +12,48 @@ use remanent_format::{Epoch, Key, Lsn, Metadata, PageId, PageInfo, Place};
 use crate::base::sync::atomic::{AtomicU16, AtomicU64, Ordering};
 use crate::base::sync::{Swap, SwapGuard};
 
-/// One version of a page or of the root.
+/// A version of a page or of the root.
 pub(super) struct Version<T> {
     pub state: T,
     /// The version before this one, until it is unlinked.
     before: Swap<Version<T>>,
 }
 
-/// The state that a version holds: of a page, or of the root.
+/// The state in a version, of a page or of the root.
 pub(super) trait VersionState {
-    /// The batch that made the version.
+    /// Returns the batch that created the version.
     fn lsn(&self) -> Lsn;
 }
 
-/// A page as batches left it, or the trace of a page that a batch deleted.
+/// A page as left by batches, or the trace of a deleted page.
 ///
-/// Nearly all batches change a page's bytes, or move it, and do nothing else. Then only its two numbers and
-/// its place are new, and the version stays where it is. So a commit takes no memory for that, and waits for
-/// no other thread's cache.
+/// Most batches only change the bytes of a page, or move it. Then only its Lsn, epoch and place are updated
+/// in the existing version, so a commit allocates nothing for it and waits for no other thread's cache.
 pub(super) struct PageState {
     /// The first of these batches.
     lsn: Lsn,
-    /// The page as that batch left it. A later one may have moved it: `numbers` has the places.
+    /// The page as that batch left it. A later batch may have moved it: `numbers` contains the places.
     shape: PageShape,
     numbers: Numbers,
 }
 
-/// A page's newest batch, with its epoch and place by it, and those before. The writer overwrites the older
-/// of these states, and only once all readers and views have reached the newer one. So a reader needs the
-/// newer of the states that its Lsn has reached; if it has reached neither, its Lsn is an old one.
+/// The newest batch of a page, with its epoch and place after it, and the batch before. The writer overwrites
+/// the older of these states, and only after all readers and views have reached the newer one. A reader
+/// therefore needs the newer of the states that its Lsn has reached; if it has reached neither, its Lsn is
+/// outdated.
 ///
-/// Each state is a sequence lock whose sequence is the batch, of atomics alone. The places of both fill one
-/// gap.
+/// Each state is a sequence lock whose sequence number is the batch, made only of atomics. The places of both
+/// fill one gap in the layout.
 struct Numbers {
     states: [NumberPair; 2],
-    /// As [`Place::to_bits`] gives them.
+    /// The places, encoded by [`Place::to_bits`].
     places: [AtomicU16; 2],
     is_gone: bool,
 }
 
-/// A batch, and the page's epoch by it.
+/// A batch, and the epoch of the page after it.
 struct NumberPair {
-    /// [`NO_LSN`] while the state changes, or where there is none.
+    /// [`NO_LSN`] while the state changes, or if there is none.
     lsn: AtomicU64,
     epoch: AtomicU64,
 }
@@ -63,34 +63,34 @@ const NO_LSN: u64 = u64::MAX;
 #[cfg(not(shuttle))]
 const _: () = assert!(size_of::<Version<PageState>>() == 72);
 
-/// A page as a reader sees it.
+/// A page as seen by a reader.
 pub(crate) struct SeenPage<'a> {
     shape: &'a PageShape,
-    /// The batch that changed it last, or moved it.
+    /// The last batch that changed or moved the page.
     pub lsn: Lsn,
     epoch: Epoch,
     place: Place,
 }
 
 impl SeenPage<'_> {
-    /// The page's length, version, key and metadata.
+    /// Returns the length, version, key and metadata of the page.
     pub fn info(&self, page: PageId) -> PageInfo {
         let mut info = self.shape.info(page, self.epoch, self.lsn);
         info.place = self.place;
         info
     }
 
-    /// The user's name for the page.
+    /// Returns the key of the page.
     pub fn key(&self) -> Option<&Key> {
         self.shape.key()
     }
 
-    /// The place where the page lives.
+    /// Returns the place of the page.
     pub fn place(&self) -> Place {
         self.place
     }
 
-    /// The page's length in bytes.
+    /// Returns the length of the page in bytes.
     pub fn len(&self) -> u64 {
         self.shape.len()
     }
@@ -103,12 +103,12 @@ impl Numbers {
         Self { states: [pair(lsn.0, epoch.0), pair(NO_LSN, 0)], places: [place(), place()], is_gone }
     }
 
-    /// One of the states, unless it is changing. No state comes twice, so one with the same batch before and
-    /// after is whole.
+    /// Returns one of the states, unless it is changing. A batch is stored at most once, so a state with the
+    /// same batch before and after the read is consistent.
     fn read(&self, which: usize) -> Option<(Lsn, Epoch, u16)> {
         let NumberPair { lsn: batch, epoch } = &self.states[which];
-        // Acquire: a reader of an epoch or a place that is being written sees afterwards that the batch is
-        // not what it was.
+        // Acquire: a reader of an epoch or place that is being written observes afterwards that the batch has
+        // changed.
         let lsn = batch.load(Ordering::Acquire);
         let epoch = epoch.load(Ordering::Acquire);
         let place = self.places[which].load(Ordering::Acquire);
@@ -124,12 +124,13 @@ impl Numbers {
         pair.lsn.store(lsn.0, Ordering::Release);
     }
 
-    /// The newest state that is visible at `at`.
+    /// Returns the newest state visible at `at`.
     fn at(&self, at: Lsn) -> Result<(Lsn, Epoch, Place), Unseen> {
         let first = &self.states[0].lsn;
         loop {
-            // The first state is looked at before and after the second one. If it stayed the same, both were
-            // there at one moment. Otherwise the second one may have held the wanted state between the looks.
+            // The batch of the first state is read before and after the second state. If it is unchanged,
+            // both states existed at one moment. Otherwise, the second state may have contained the wanted
+            // one between the reads.
             let before = first.load(Ordering::Acquire);
             let states = [self.read(1), self.read(0)];
             if first.load(Ordering::Acquire) != before {
@@ -143,29 +144,29 @@ impl Numbers {
         }
     }
 
-    /// For the writer: which state is the newest, and its batch.
+    /// For the writer: returns the index of the newest state, and its batch.
     fn newest(&self) -> (usize, Lsn) {
         let [first, second] = [0, 1].map(|which: usize| self.states[which].lsn.load(Ordering::Relaxed));
         if second != NO_LSN && second > first { (1, Lsn(second)) } else { (0, Lsn(first)) }
     }
 }
 
-/// The root as one batch left it, and how many pages there were.
+/// The root as left by a batch, and the number of pages.
 pub(super) struct RootState {
     pub lsn: Lsn,
     pub root: Arc<Metadata>,
     pub page_count: u64,
 }
 
-/// A version that a reader found; it stays while this lives.
+/// A version found by a reader, kept alive by this guard.
 pub(super) struct SeenVersion<T>(SwapGuard<Version<T>>);
 
-/// Why a reader found no version.
+/// The reason why a reader found no version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Unseen {
-    /// There is no version at all.
+    /// No version exists.
     Absent,
-    /// The oldest version that is left was made by this batch, which is later.
+    /// The oldest remaining version was created by this later batch.
     Later(Lsn),
 }
 
@@ -182,43 +183,45 @@ impl VersionState for RootState {
 }
 
 impl PageState {
-    /// The state of a page that is there.
+    /// Creates the state of an existing page.
     pub fn present(shape: PageShape, epoch: Epoch, lsn: Lsn) -> Self {
         let numbers = Numbers::new(lsn, epoch, shape.place(), false);
         Self { lsn, shape, numbers }
     }
 
-    /// The trace of a page that batch `lsn` deleted. The page's key stays with it, to be found in the index.
+    /// Creates the trace of a page that batch `lsn` deleted. It keeps the key, which is needed to find it in
+    /// the index.
     pub fn gone(before: &Self, lsn: Lsn) -> Self {
         let shape = before.shape.clone();
         let numbers = Numbers::new(lsn, Epoch(0), shape.place(), true);
         Self { lsn, shape, numbers }
     }
 
-    /// The page as the first batch of this version left it, if it is there.
+    /// Returns the page as the first batch of this version left it, unless it is deleted.
     pub fn page(&self) -> Option<&PageShape> {
         (!self.numbers.is_gone).then_some(&self.shape)
     }
 
-    /// The page, or the page as it was before it was deleted.
+    /// Returns the page, or the page as it was before it was deleted.
     pub fn last(&self) -> &PageShape {
         &self.shape
     }
 
-    /// The page as it is at a visible Lsn or a view's that this version has reached.
+    /// Returns the page as of `at`, which is a visible Lsn or that of a view, and which this version has
+    /// reached.
     pub fn seen(&self, at: Lsn) -> Result<SeenPage<'_>, Unseen> {
         let shape = self.page().ok_or(Unseen::Absent)?;
         let (lsn, epoch, place) = self.numbers.at(at)?;
         Ok(SeenPage { shape, lsn, epoch, place })
     }
 
-    /// The newest batch that changed the page. For the writer.
+    /// For the writer: returns the newest batch that changed the page.
     pub fn newest_lsn(&self) -> Lsn {
         self.numbers.newest().1
     }
 
-    /// Gives the page newer numbers, and a place, instead of those before its newest ones. No reader needs
-    /// these any more, because all readers and views have reached the newest. For the writer.
+    /// For the writer: overwrites the older state with a newer Lsn, epoch and place. No reader needs the
+    /// older state anymore, because all readers and views have reached the newest.
     pub fn advance(&self, lsn: Lsn, epoch: Epoch, place: Place) {
         let (newest, _) = self.numbers.newest();
         self.numbers.write(1 - newest, lsn, epoch, place);
@@ -226,7 +229,7 @@ impl PageState {
 }
 
 impl<T> Version<T> {
-    /// Makes a version that follows another one.
+    /// Creates a version that follows `before`.
     pub fn new(state: T, before: Option<Arc<Self>>) -> Arc<Self> {
         Arc::new(Self { state, before: Swap::new(before) })
     }
@@ -236,7 +239,7 @@ impl<T> Version<T> {
         self.before.set(None);
     }
 
-    /// How many versions there are from this one back.
+    /// Returns the number of versions in the chain from this one.
     #[cfg(test)]
     pub fn chain_len(&self) -> usize {
         1 + self.before.get().map_or(0, |before| before.chain_len())
@@ -244,7 +247,7 @@ impl<T> Version<T> {
 }
 
 impl<T> Drop for Version<T> {
-    /// Drops a long chain one by one: each version's own drop would need as much stack as the chain is long.
+    /// Drops a long chain iteratively: recursive drops would need stack space proportional to its length.
     fn drop(&mut self) {
         let mut before = self.before.take();
         while let Some(mut version) = before.and_then(Arc::into_inner) {
@@ -261,7 +264,7 @@ impl<T> Deref for SeenVersion<T> {
     }
 }
 
-/// The version that is visible at `at`.
+/// Returns the version visible at `at`.
 pub(super) fn visible_at<T: VersionState>(
     newest: &Swap<Version<T>>,
     at: Lsn,

@@ -1,9 +1,9 @@
-//! The directory of pages: it finds the versions of a page by the page's id, in two steps.
+//! The directory of pages: a two-level table from page ids to versions.
 //!
-//! Ids rise and are given out one after the other, so pages lie together in chunks, and chunks in rows. Empty
-//! chunks and rows go, because a store that lives for years uses many ids. Readers take what is there without
-//! a lock; one writer at a time adds and removes. A reader may hold a chunk that was taken out meanwhile. It
-//! sees that the chunk is empty, as it was when it was taken out.
+//! Ids are assigned in ascending order, so pages are grouped in chunks, and chunks in rows. Empty chunks and
+//! rows are removed, because a store that lives for years uses many ids. Readers access the table without a
+//! lock; one writer at a time adds and removes entries. If a reader holds a chunk that was removed in the
+//! meantime, it sees an empty chunk, because chunks are empty when they are removed.
 
 use std::array;
 use std::iter::Peekable;
@@ -16,43 +16,42 @@ use crate::base::sync::Swap;
 use crate::base::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use crate::device::MemoryId;
 
-/// Number of pages of a chunk, and of chunks of a row. A test's scheduler stops at each of them.
+/// The number of pages in a chunk, and of chunks in a row. A test scheduler stops at each of them.
 const WIDTH: usize = if cfg!(shuttle) { 4 } else { 256 };
 
 /// All pages of a store, in rows of chunks.
 pub(super) struct Directory {
-    /// The rows by their numbers, in order. There is always a list, so that a reader need not tell two cases
-    /// apart.
+    /// The rows with their numbers, in ascending order. Never `None`, so that a reader has only one case.
     rows: Swap<Vec<(u64, Arc<Row>)>>,
 }
 
 struct Row {
     chunks: [Swap<Chunk>; WIDTH],
-    /// How many chunks there are. Only the writer uses it.
+    /// The number of chunks. Only the writer uses it.
     used: AtomicUsize,
 }
 
-/// A chunk of pages with neighbouring ids.
+/// A chunk of pages with adjacent ids.
 struct Chunk {
     slots: [PageSlot; WIDTH],
-    /// How many slots hold anything. Only the writer uses it.
+    /// The number of slots in use. Only the writer uses it.
     used: AtomicUsize,
 }
 
-/// A walk over slots that holds the chunk of the last page, because a long batch mostly goes through
-/// neighbours. A chunk that is taken out during the walk had no page any more; only the writer knows that
-/// none comes in its place.
+/// A walk over slots that keeps the chunk of the last page, because a long batch usually accesses adjacent
+/// pages. A chunk removed during the walk has no pages anymore; only the writer knows that no new chunk
+/// replaces it.
 pub(super) struct SlotWalk<'d> {
     directory: &'d Directory,
-    /// A chunk that was there, and its first page divided by [`WIDTH`].
+    /// The kept chunk, and the id of its first page divided by [`WIDTH`].
     chunk: Option<(u64, Arc<Chunk>)>,
 }
 
 /// The slot of one page.
 pub(super) struct PageSlot {
-    /// The page's versions, the newest first.
+    /// The versions of the page, newest first.
     pub newest: Swap<Version<PageState>>,
-    /// The memory of the page's bytes; 0 while it is not known. The applier sets it.
+    /// The memory of the page's bytes; 0 if unknown. Set by the applier.
     memory: AtomicU64,
 }
 
@@ -62,13 +61,13 @@ impl PageSlot {
         Self { newest: Swap::new(newest), memory: AtomicU64::new(memory) }
     }
 
-    /// The memory of the page's bytes, if it is known.
+    /// Returns the memory of the page's bytes, if known.
     pub fn memory(&self) -> Option<MemoryId> {
         let memory = self.memory.load(Ordering::Acquire);
         (memory != 0).then_some(MemoryId(memory))
     }
 
-    /// Sets the memory of the page's bytes; `None` for a page that has none any more.
+    /// Sets the memory of the page's bytes; `None` if the page no longer has memory.
     pub fn set_memory(&self, memory: Option<MemoryId>) {
         self.memory.store(memory.map_or(0, |memory| memory.0), Ordering::Release);
     }
@@ -81,7 +80,7 @@ impl Row {
 }
 
 impl Chunk {
-    /// Takes the pages of chunk `at` of a row, which come next and in the order of their ids.
+    /// Creates chunk `at` of a row from the pages in it, which are next in `pages` and ordered by id.
     fn of<P>(row: u64, at: usize, pages: &mut Peekable<P>) -> Self
     where
         P: Iterator<Item = (PageId, PageState, Option<MemoryId>)>,
@@ -97,14 +96,14 @@ impl Chunk {
     }
 }
 
-/// A page's row, its chunk in the row, and its slot in the chunk.
+/// Returns the row of a page, its chunk in the row, and its slot in the chunk.
 fn locate(page: u64) -> (u64, usize, usize) {
     let width = WIDTH as u64;
     (page / width / width, (page / width % width) as usize, (page % width) as usize)
 }
 
 impl SlotWalk<'_> {
-    /// Applies `look` to a page's slot, where there is one.
+    /// Applies `look` to the slot of a page, if there is one.
     pub fn look<R>(&mut self, page: PageId, look: impl FnOnce(&PageSlot) -> R) -> Option<R> {
         let number = page.0 / WIDTH as u64;
         if self.chunk.as_ref().is_none_or(|(held, _)| *held != number) {
@@ -116,7 +115,7 @@ impl SlotWalk<'_> {
 }
 
 impl Directory {
-    /// Makes a directory of these pages, which come in the order of their ids.
+    /// Creates a directory of these pages, which must be ordered by id.
     pub fn new(pages: impl Iterator<Item = (PageId, PageState, Option<MemoryId>)>) -> Self {
         let mut rows: Vec<(u64, Arc<Row>)> = Vec::new();
         let mut pages = pages.peekable();
@@ -133,7 +132,7 @@ impl Directory {
         Self { rows: Swap::new(Some(Arc::new(rows))) }
     }
 
-    /// Applies `look` to a page's slot, where there is one.
+    /// Applies `look` to the slot of a page, if there is one.
     pub fn look<R>(&self, page: PageId, look: impl FnOnce(&PageSlot) -> R) -> Option<R> {
         let (row, at, slot) = locate(page.0);
         let rows = self.rows.look();
@@ -143,7 +142,7 @@ impl Directory {
         Some(look(&chunk.as_ref()?.slots[slot]))
     }
 
-    /// The chunk of a page, where there is one.
+    /// Returns the chunk of a page, if there is one.
     fn chunk(&self, page: PageId) -> Option<Arc<Chunk>> {
         let (row, at, _) = locate(page.0);
         let rows = self.rows.look();
@@ -152,12 +151,13 @@ impl Directory {
         rows[position].1.chunks[at].get()
     }
 
-    /// Begins a walk over slots.
+    /// Starts a walk over slots.
     pub fn walk(&self) -> SlotWalk<'_> {
         SlotWalk { directory: self, chunk: None }
     }
 
-    /// Whether there is no chunk for a page: then neither the page nor one of its neighbours is there.
+    /// Returns whether a page has no chunk, in which case neither the page nor any other page of that chunk
+    /// exists.
     pub fn is_blank(&self, page: PageId) -> bool {
         let (row, at, _) = locate(page.0);
         let rows = self.rows.look();
@@ -166,16 +166,16 @@ impl Directory {
         found.map_or(true, |position| rows[position].1.chunks[at].look().is_none())
     }
 
-    /// Whether one chunk holds both pages.
+    /// Returns whether both pages are in the same chunk.
     pub fn are_neighbours(page: PageId, other: PageId) -> bool {
         page.0 / WIDTH as u64 == other.0 / WIDTH as u64
     }
 
-    /// Puts a chunk where [`is_blank`](Self::is_blank) says that there is none: neighbours, in the order of
-    /// their ids. For the writer.
+    /// For the writer: adds a chunk of pages, ordered by id, for which [`is_blank`](Self::is_blank) returns
+    /// `true`.
     ///
-    /// Put into their slots one by one, the pages of a long batch would cost an exchange of a shared pointer
-    /// each, and all of it under the submission lock.
+    /// If the pages of a long batch were added to their slots one by one, each would cost an exchange of a
+    /// shared pointer, under the submission lock.
     pub fn add(&self, pages: impl IntoIterator<Item = (PageId, PageState)>) {
         let mut pages = pages.into_iter().map(|(page, state)| (page, state, None)).peekable();
         let Some(&(first, _, _)) = pages.peek() else { return };
@@ -187,7 +187,7 @@ impl Directory {
         row.used.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Puts a version into a page's slot. For the writer.
+    /// For the writer: stores a version in the slot of a page.
     pub fn set(&self, page: PageId, version: Arc<Version<PageState>>) {
         let (row, at, slot) = locate(page.0);
         let row = self.row_or_new(row);
@@ -205,8 +205,8 @@ impl Directory {
         chunk.used.fetch_add(is_new.into(), Ordering::Relaxed);
     }
 
-    /// Empties the slot of a page that is gone for good, and takes out its chunk and row if they are empty
-    /// then. For the writer.
+    /// For the writer: empties the slot of a page that is permanently deleted, and removes its chunk and row
+    /// if they become empty.
     pub fn clear(&self, page: PageId) {
         let (number, at, slot) = locate(page.0);
         let rows = self.rows.get().unwrap_or_default();
@@ -240,13 +240,13 @@ impl Directory {
         }
     }
 
-    /// How many rows there are.
+    /// Returns the number of rows.
     #[cfg(test)]
     pub fn row_count(&self) -> usize {
         self.rows.get().map_or(0, |rows| rows.len())
     }
 
-    /// The first result of `look` over the slots from this id on.
+    /// Returns the first result of `look` over the slots from this id on.
     pub fn find<R>(&self, from: PageId, look: impl Fn(PageId, &PageSlot) -> Option<R>) -> Option<R> {
         let (mut row_from, mut chunk_from, mut slot_from) = locate(from.0);
         let rows = self.rows.get()?;

@@ -1,35 +1,37 @@
-//! The table that readers see: versions of pages, keys and root, found by any thread without a lock.
+//! The table seen by readers: versions of pages, keys and root, found by any thread without a lock.
 //!
 //! A batch installs its versions under the submission lock, right after its append to the log. It becomes
-//! visible when two Lsns have reached it: `installed`, which says that all of its versions are in place, and
-//! the log's `logged`, where that comes after the append. Both only rise, so the lower of them rises too, and
-//! all of a batch becomes visible at one point. A batch that any caller was told is logged is visible to
-//! every read that begins then. `installed` rises as the applier gets the batch: a reader that has seen it
-//! queues its turn after it, and one that finds its bytes changed finds its versions, too.
+//! visible when two Lsns have reached it: `installed`, which states that all its versions are in place, and
+//! the log's `logged`, if logging completes after the append. Both only rise, so their minimum rises too, and
+//! the whole batch becomes visible at once. A batch that was acknowledged as logged to any caller is visible
+//! to every read that begins afterwards. `installed` rises when the batch is passed to the applier: the turn
+//! of a reader that has observed it is queued after the batch, and a reader that finds its bytes changed
+//! finds the versions, too.
 //!
-//! A reader loads the visible Lsn, then a page's newest version, and goes back until it finds one that this
-//! Lsn has reached. Where the chain ends before, either the page did not exist yet, or the Lsn was an old
-//! one: a second load tells. A view registers its Lsn, and no version that it may need is unlinked until it
-//! is dropped.
+//! A reader loads the visible Lsn, then the newest version of a page, and follows the chain back to a version
+//! that this Lsn has reached. If the chain ends first, either the page did not exist yet or the Lsn was
+//! outdated; loading it again distinguishes the two. A view registers its Lsn, and no version that it may
+//! need is unlinked until it is dropped.
 //!
-//! A change of bytes alone makes no version, nor does a move. A version holds two states, (batch, epoch,
-//! place), and the writer overwrites the older one. All fields are atomics, so that no read is a data race. A
-//! reader finds the state that it needs, because:
+//! A change of bytes alone creates no version, and neither does a move. A version contains two states,
+//! (batch, epoch, place), and the writer overwrites the older one. All fields are atomics, so no read is a
+//! data race. A reader finds the state that it needs, because:
 //!
-//! 1. The writer overwrites the older state only if the newer one is at or below the *floor*, which is no
-//!    higher than the visible Lsn at that time and than every view. Otherwise it makes a version, as for any
+//! 1. The writer overwrites the older state only if the newer one is at or below the *floor*, which is at
+//!    most the visible Lsn at that time and the Lsn of every view. Otherwise it creates a version, as for any
 //!    other change.
-//! 2. So a view never needs the state that goes. A reader that loaded the visible Lsn earlier may need it.
-//!    Then both are above the Lsn that it has, it finds nothing, and it loads again: the Lsn has risen.
-//! 3. A state is read as a whole: its batch is `NO_LSN` while it changes, and no batch comes twice.
+//! 2. Therefore a view never needs the overwritten state. A reader that loaded the visible Lsn earlier may
+//!    need it. In that case, both states are above its Lsn, so it finds nothing and loads the Lsn again,
+//!    which has risen.
+//! 3. A state is read consistently: its batch is `NO_LSN` while it changes, and no batch is stored twice.
 //! 4. Both are read as of one moment: the first one is the same before and after the second.
-//! 5. A writer that is suspended half way holds up no reader: the other state is the newest installed one.
+//! 5. A writer suspended halfway blocks no reader: the other state is the newest installed one.
 //!
-//! One writer at a time, the holder of the submission lock, installs and unlinks. Bytes are not kept here.
-//! The applier says in which memory a page's bytes lie ([`Versions::moved`]), and a reader of bytes looks
-//! afterwards whether the page is still at the version that it asked for.
+//! One writer at a time, the holder of the submission lock, installs and unlinks versions. The bytes of pages
+//! are stored elsewhere: the applier publishes the memory of a page ([`Versions::moved`]), and after reading
+//! the bytes, a reader checks whether the page is still at the version that it asked for.
 //!
-//! Nothing here is on disk, so a crash loses nothing: an open makes the versions anew.
+//! None of this is on disk, so a crash loses nothing: an open creates the versions again.
 
 mod chain;
 mod directory;
@@ -55,28 +57,28 @@ use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::base::sync::{Map, Mutex, Swap};
 use crate::device::MemoryId;
 
-/// The number of superseded versions from which on those that no reader needs any more are unlinked.
+/// The number of superseded versions from which on unneeded ones are unlinked.
 const SUPERSEDED_MIN: usize = if cfg!(shuttle) || cfg!(miri) { 1 } else { 64 };
 
-/// The most versions that a batch unlinks: `UNLINKED_MIN`, and `UNLINKED_MAX_EACH` for each page that it
-/// changes. A view that lived for long leaves many, and no committer is to pay for all of them.
+/// The limit on versions that a batch unlinks: `UNLINKED_MIN`, plus `UNLINKED_MAX_EACH` for each page that it
+/// changes. A long-lived view leaves many, and no committer should pay for all of them.
 const UNLINKED_MIN: usize = 2;
 const UNLINKED_MAX_EACH: usize = 2;
 
-/// The pages, the keys and the root of an open store. Shared by threads.
+/// The pages, keys and root of an open store, shared by threads.
 pub(crate) struct Versions {
     pages: Directory,
     keys: Map<Key, Holders>,
     root: Swap<Version<RootState>>,
-    /// The newest batch that is logged, where batches are appended before they are logged.
+    /// The newest logged batch, if batches are appended before they are logged.
     logged: Option<Arc<AtomicU64>>,
     written: WriterLine,
     views: Views,
-    /// Where changes and reads of pages are noted, for policies that ask for them.
+    /// The record of changes and reads, if policies need it.
     uses: Option<Arc<PageUses>>,
 }
 
-/// The fields that each batch changes, in one line of a cache, because committers hand it from core to core.
+/// The fields that every batch changes, in one cache line, because committers pass it from core to core.
 #[repr(align(64))]
 struct WriterLine {
     /// The newest batch whose versions are all in place.
@@ -87,38 +89,38 @@ struct WriterLine {
 #[cfg(not(shuttle))]
 const _: () = assert!(size_of::<WriterLine>() == 64);
 
-/// How many views there are, by their Lsn. It lies apart from the fields that every reader loads.
+/// The number of views by their Lsn, on a separate cache line from the fields that every reader loads.
 #[repr(align(64))]
 #[derive(Default)]
 struct Views(Mutex<BTreeMap<Lsn, usize>>);
 
-/// The state that only the holder of the submission lock touches.
+/// State used only by the holder of the submission lock.
 #[derive(Default)]
 struct Writer {
-    /// Newest versions of pages that changed lately.
+    /// The newest versions of recently changed pages.
     recent: RecentPages,
-    /// Versions with others before them, in the order of their batches.
+    /// Versions that supersede others, in batch order.
     superseded: Queue<Superseded>,
     /// A batch that all readers and views have reached.
     floor: Lsn,
 }
 
-/// The pages that have a key, or had it while a reader may still ask for that.
+/// The page that has a key, and those that had it as long as a reader may still need them.
 #[derive(Clone)]
 struct Holders {
     newest: PageId,
     earlier: Vec<PageId>,
 }
 
-/// A version that has taken the place of another one, and names it until that one is unlinked.
+/// A version that superseded another one and refers to it until that one is unlinked.
 enum Superseded {
     Page(PageId, Arc<Version<PageState>>),
     Root(Arc<Version<RootState>>),
 }
 
 impl Versions {
-    /// Makes versions of the pages of a table whose last batch is logged. `memory` says where their bytes
-    /// are, as far as they are loaded. `uses` is told what changes and what is read.
+    /// Creates versions of the pages of a table whose last batch is logged. `memory` returns the memory of a
+    /// page's bytes, if it is loaded. Changes and reads are recorded in `uses`.
     pub fn new(
         table: &PageTable,
         logged: Option<Arc<AtomicU64>>,
@@ -147,33 +149,33 @@ impl Versions {
         }
     }
 
-    /// Notes that a page was read, where a policy wants to know.
+    /// Records a read of a page, if policies need it.
     pub fn used(&self, page: PageId) {
         self.uses.iter().for_each(|uses| uses.read(page));
     }
 
-    /// The newest batch that is visible.
+    /// Returns the newest visible batch.
     pub fn visible(&self) -> Lsn {
-        // Acquire: a reader that sees this Lsn sees the versions that were installed before it.
+        // Acquire: a reader that observes this Lsn also observes the versions installed before.
         let installed = self.written.installed.load(Ordering::Acquire);
         let logged = self.logged.as_ref().map_or(u64::MAX, |logged| logged.load(Ordering::Acquire));
         Lsn(installed.min(logged))
     }
 
-    /// Applies `read` to a page as it is at a visible Lsn or a view's.
+    /// Applies `read` to a page as of a visible Lsn or that of a view.
     fn page_at<R>(&self, page: PageId, at: Lsn, read: impl FnOnce(&SeenPage<'_>) -> R) -> Result<R, Unseen> {
         let state = self.pages.look(page, |slot| visible_at(&slot.newest, at));
         let state = state.unwrap_or(Err(Unseen::Absent))?;
         state.seen(at).map(|seen| read(&seen))
     }
 
-    /// Applies `read` to a page as it is now; `None` if the page is not there.
+    /// Applies `read` to a page as of now; `None` if the page does not exist.
     pub fn page<R>(&self, page: PageId, read: impl Fn(&SeenPage<'_>) -> R) -> Option<R> {
         loop {
             match self.page_at(page, self.visible(), &read) {
                 Ok(made) => return Some(made),
-                // The oldest version that is left is visible by now, so the Lsn was an old one, and the
-                // version that it showed is unlinked. Otherwise the page is not there yet.
+                // If the oldest remaining version is visible by now, the Lsn was outdated, and the version
+                // for it is already unlinked. Otherwise the page does not exist yet.
                 Err(Unseen::Later(lsn)) if lsn <= self.visible() => {}
                 Err(_) => return None,
             }
@@ -185,14 +187,14 @@ impl Versions {
         loop {
             let at = self.visible();
             let found = self.page_by_key_at(key, at, &read);
-            // Where the visible Lsn has risen, a page that is forgotten may have left the key to another one.
+            // If the visible Lsn has risen, a deleted page may have released the key to another one.
             if found.is_some() || self.visible() == at {
                 return found;
             }
         }
     }
 
-    /// Applies `read` to the page that has a key at a visible Lsn or a view's.
+    /// Applies `read` to the page that has a key as of a visible Lsn or that of a view.
     fn page_by_key_at<R>(&self, key: &Key, at: Lsn, read: impl Fn(PageId, &SeenPage<'_>) -> R) -> Option<R> {
         let found = self.keys.look(key, |holders| {
             let mut pages = std::iter::once(&holders.newest).chain(&holders.earlier);
@@ -203,7 +205,7 @@ impl Versions {
         found.flatten()
     }
 
-    /// Applies `read` to the root as it is now, and to the number of pages.
+    /// Applies `read` to the current root and the number of pages.
     pub fn root<R>(&self, read: impl Fn(&Arc<Metadata>, u64) -> R) -> R {
         loop {
             if let Ok(state) = visible_at(&self.root, self.visible()) {
@@ -212,47 +214,47 @@ impl Versions {
         }
     }
 
-    /// Whether a page is still at the version that batch `lsn` made.
+    /// Returns whether a page is still at the version that batch `lsn` created.
     pub fn is_at(&self, page: PageId, lsn: Lsn) -> bool {
         self.page(page, |entry| entry.lsn) == Some(lsn)
     }
 
-    /// Looks at pages one after the other, within one call or one batch: neighbours are found sooner than by
+    /// Starts a sequence of lookups within one call or batch: adjacent pages are found faster than with
     /// [`page`](Self::page).
     pub fn walk(&self) -> PageWalk<'_> {
         PageWalk { versions: self, slots: self.pages.walk() }
     }
 
-    /// The memory of a page's bytes, as far as the applier has come.
+    /// Returns the memory of a page's bytes, as of the last batch applied.
     pub fn memory(&self, page: PageId) -> Option<MemoryId> {
         self.pages.look(page, |slot| slot.memory()).flatten()
     }
 
-    /// Says that a page's bytes are in this memory from now on. The applier says so before it tells any
-    /// thread that the batch is applied.
+    /// Publishes new memory for a page's bytes. The applier calls this before it reports that the batch is
+    /// applied.
     pub fn moved(&self, page: PageId, memory: MemoryId) {
         self.walk().moved(page, memory);
     }
 
-    /// Says that a page has no memory from now on, before that goes to another page.
+    /// Publishes that a page no longer has memory, before that memory is given to another page.
     pub fn moved_to_disk(&self, page: PageId) {
         self.pages.look(page, |slot| slot.set_memory(None));
     }
 
-    /// Puts a batch's versions in place, for [`show`](Self::show). The caller holds the submission lock.
+    /// Installs a batch's versions, which [`show`](Self::show) makes visible. The caller holds the submission
+    /// lock.
     pub fn install(&self, changes: &Changes) {
         let pages = changes.pages().iter().map(|(page, state)| (*page, state.as_ref()));
         self.install_all(changes.lsn, pages, changes.root.as_ref());
     }
 
-    /// From now on a batch whose versions are in place is visible, once it is logged (I1).
+    /// Makes a batch whose versions are in place visible once it is logged (I1).
     pub fn show(&self, lsn: Lsn) {
-        // Release: a reader that sees this Lsn sees all that was installed.
+        // Release: a reader that observes this Lsn also observes all installed versions.
         self.written.installed.store(lsn.0, Ordering::Release);
     }
 
-    /// As [`install`](Self::install), for a batch that replaces all pages and the root. Pages of which
-    /// nothing has changed keep their versions.
+    /// Installs and shows a batch that replaces all pages and the root. Unchanged pages keep their versions.
     pub fn replace(&self, lsn: Lsn, pages: &[PageInfo], root: &Arc<Metadata>) {
         let staying = set_of(pages.iter().map(|info| info.page));
         let mut gone = Vec::new();
@@ -282,11 +284,11 @@ impl Versions {
             }
         });
         let mut writer = self.written.writer.lock();
-        // What the batches before superseded: they are visible by now.
+        // The versions superseded by earlier batches, which are visible by now.
         self.unlink(&mut writer, pages.size_hint().0);
         let (mut created, mut deleted) = (0, 0);
         let mut walk = self.pages.walk();
-        // A batch of more pages than are remembered would only displace them.
+        // A batch with more pages than the cache holds would only evict the cached ones.
         let is_short = pages.size_hint().0 <= recent_pages::PLACES;
         let mut pages = pages.peekable();
         while let Some((page, info)) = pages.next() {
@@ -334,7 +336,7 @@ impl Versions {
                     }
                     self.pages.add(chunk);
                 }
-                // The page came and went in this batch, or is gone already.
+                // The page was created and deleted in this batch, or is already deleted.
                 (None, None) => {}
             }
         }
@@ -348,7 +350,7 @@ impl Versions {
         }
     }
 
-    /// As [`advance`](Self::advance), for a page of a short batch: it is remembered.
+    /// Advances a page of a short batch like [`advance`](Self::advance), and caches it.
     fn advance_recent(&self, writer: &mut Writer, lsn: Lsn, page: PageId, info: &PageInfo) -> bool {
         let Writer { recent, floor, .. } = writer;
         let find = || self.pages.look(page, |slot| slot.newest.get()).flatten();
@@ -356,8 +358,8 @@ impl Versions {
         newest.is_some_and(|newest| self.advance(floor, newest, lsn, info))
     }
 
-    /// Gives a page newer numbers and its place where its version lies, if nothing else is new and no reader
-    /// needs the state that goes.
+    /// Updates the Lsn, epoch and place in the existing version of a page, if nothing else changed and no
+    /// reader needs the overwritten state.
     fn advance(&self, floor: &mut Lsn, newest: &Version<PageState>, lsn: Lsn, info: &PageInfo) -> bool {
         if !newest.state.page().is_some_and(|shape| shape.is_same_but_place(info)) {
             return false;
@@ -373,7 +375,7 @@ impl Versions {
         may
     }
 
-    /// Puts a newer version into the slot of a page that has one; returns it, and whether the page was there
+    /// Stores a newer version in the slot of a page that has one. Returns it, and whether the page existed
     /// before.
     fn supersede(
         &self,
@@ -403,7 +405,7 @@ impl Versions {
         Some((version, was_there))
     }
 
-    /// Enters a page under a key that another page may have had before.
+    /// Adds a page under a key that another page may have had before.
     fn give_key(&self, key: &Key, page: PageId) {
         let before = self.keys.look(key, Holders::clone);
         let earlier =
@@ -412,15 +414,15 @@ impl Versions {
         self.keys.set(key.clone(), Holders { newest: page, earlier });
     }
 
-    /// Unlinks some versions that no reader needs any more: they were superseded by batches that all readers
-    /// and views have reached. Each batch unlinks a little, in proportion to the `count` pages that it
-    /// changes, so that no committer pays for many.
+    /// Unlinks some versions that no reader needs anymore, because they were superseded by batches that all
+    /// readers and views have reached. The limit is proportional to the `count` of pages in the batch, so
+    /// that no committer pays for many.
     fn unlink(&self, writer: &mut Writer, count: usize) {
         let Writer { recent, superseded, floor } = writer;
         if superseded.len() < SUPERSEDED_MIN {
             return;
         }
-        // The floor is rarely computed anew, because that takes a lock.
+        // The floor is recomputed rarely, because that takes a lock.
         if superseded.front().is_some_and(|oldest| oldest.lsn() > *floor) {
             *floor = self.floor();
         }
@@ -441,7 +443,7 @@ impl Versions {
         }
     }
 
-    /// Forgets a page that is gone, unless a restore brought it back.
+    /// Removes a deleted page, unless a restore recreated it.
     fn forget(&self, recent: &mut RecentPages, page: PageId, version: &Arc<Version<PageState>>) {
         let is_it = |newest: &Arc<Version<PageState>>| Arc::ptr_eq(newest, version);
         if !self.pages.look(page, |slot| slot.newest.look().as_ref().is_some_and(is_it)).unwrap_or(false) {
@@ -458,15 +460,15 @@ impl Versions {
         }
     }
 
-    /// The newest batch that every reader to come and every view has reached.
+    /// Returns the newest batch that every future reader and every view has reached.
     fn floor(&self) -> Lsn {
-        // Under the lock, so that a view that registers later finds a visible Lsn that is no lower.
+        // Under the lock, so that a view that registers later finds a visible Lsn that is at least as high.
         let views = self.views.0.lock();
         let visible = self.visible();
         views.keys().next().map_or(visible, |oldest| visible.min(*oldest))
     }
 
-    /// Keeps the versions that are visible now until the view is dropped.
+    /// Creates a view, which keeps the currently visible versions until it is dropped.
     pub fn view(&self) -> TableView<'_> {
         let mut views = self.views.0.lock();
         let at = self.visible();
@@ -475,36 +477,36 @@ impl Versions {
     }
 }
 
-/// A look at one page after the other.
+/// A sequence of lookups of pages.
 pub(crate) struct PageWalk<'v> {
     versions: &'v Versions,
     slots: SlotWalk<'v>,
 }
 
 impl PageWalk<'_> {
-    /// What a reader finds of a page now, as by [`Versions::page`].
+    /// Applies `read` to a page as of now, like [`Versions::page`].
     pub fn page<R>(&mut self, page: PageId, read: impl Fn(&SeenPage<'_>) -> R) -> Option<R> {
         let at = self.versions.visible();
         let state = self.slots.look(page, |slot| visible_at(&slot.newest, at))?.ok();
         let seen = state.as_ref().and_then(|state| state.seen(at).ok());
         match seen {
             Some(seen) => Some(read(&seen)),
-            // It is not there, or was not at that Lsn, which may be an old one by now.
+            // The page does not exist, or not as of that Lsn, which may be outdated by now.
             None => self.versions.page(page, read),
         }
     }
 
-    /// Says that a page's bytes are in another memory, as [`Versions::moved`] does.
+    /// Publishes new memory for a page's bytes, like [`Versions::moved`].
     pub fn moved(&mut self, page: PageId, memory: MemoryId) {
-        // A page that is not there was deleted by a batch that the applier has yet to come to. So was each
-        // page of a chunk that is taken out meanwhile; a restore may bring some back, and says itself where
-        // they are.
+        // If the page does not exist, a batch that the applier has not reached yet deleted it. The same is
+        // true of each page of a chunk that is removed in the meantime; a restore may recreate some of them,
+        // and publishes their memory itself.
         self.slots.look(page, |slot| slot.set_memory(Some(memory)));
     }
 }
 
 impl Superseded {
-    /// The batch that made the version.
+    /// Returns the batch that created the version.
     fn lsn(&self) -> Lsn {
         match self {
             Superseded::Page(_, version) => version.state.lsn(),
@@ -513,36 +515,36 @@ impl Superseded {
     }
 }
 
-/// A view of the table as of one batch, for as long as it is held.
+/// A view of the table as of one batch.
 pub(crate) struct TableView<'v> {
     versions: &'v Versions,
     at: Lsn,
 }
 
 impl<'v> TableView<'v> {
-    /// The batch that the view shows.
+    /// Returns the batch of the view.
     pub fn lsn(&self) -> Lsn {
         self.at
     }
 
-    /// A page as of the view's batch.
+    /// Returns a page as of the view's batch.
     pub fn page(&self, page: PageId) -> Option<PageInfo> {
         self.versions.page_at(page, self.at, |entry| entry.info(page)).ok()
     }
 
-    /// The page that has a key as of the view's batch.
+    /// Returns the page with a key as of the view's batch.
     pub fn page_by_key(&self, key: &Key) -> Option<PageInfo> {
         self.versions.page_by_key_at(key, self.at, |page, entry| entry.info(page))
     }
 
-    /// The root as of the view's batch, and how many pages there are.
+    /// Returns the root and the number of pages as of the view's batch.
     pub fn root(&self) -> (Arc<Metadata>, u64) {
         let state = visible_at(&self.versions.root, self.at).ok();
         let state = state.expect("no version is unlinked that a view wants");
         (state.root.clone(), state.page_count)
     }
 
-    /// The first page from this id on, as of the view's batch.
+    /// Returns the first page with at least this id, as of the view's batch.
     pub fn next(&self, from: PageId) -> Option<PageInfo> {
         self.versions.pages.find(from, |page, slot| {
             let state = visible_at(&slot.newest, self.at).ok()?;

@@ -1,8 +1,9 @@
-//! The newest versions of pages that batches changed lately, for the writer alone.
+//! A cache of the newest versions of recently changed pages, used only by the writer.
 //!
-//! Many batches change the same pages again. Here the writer finds a page's version in plain memory. A reader
-//! goes through three shared pointers, and each look at one is two atomic operations: 5 % of a small commit
-//! in all. A page that is here has the same version as its slot; the writer changes both, under its lock.
+//! Many batches change the same pages again. This cache lets the writer find the version of a page in plain
+//! memory. A reader follows three shared pointers, each at the cost of two atomic operations; in all, that
+//! would take 5 % of the time of a small commit. A cached page has the same version as its slot; the writer
+//! changes both under its lock.
 
 use std::sync::Arc;
 
@@ -10,12 +11,12 @@ use remanent_format::PageId;
 
 use super::chain::{PageState, Version};
 
-/// The most pages that are remembered. A page replaces another one whose number ends alike.
+/// The maximum number of cached pages. A page replaces another one with the same id modulo this number.
 pub(super) const PLACES: usize = if cfg!(shuttle) { 2 } else { 256 };
 
 type PageVersion = Arc<Version<PageState>>;
 
-/// Remembered pages, by the end of their ids.
+/// The cached pages, by id modulo [`PLACES`].
 pub(super) struct RecentPages(Box<[Option<(PageId, PageVersion)>; PLACES]>);
 
 impl Default for RecentPages {
@@ -29,7 +30,7 @@ impl RecentPages {
         &mut self.0[page.0 as usize % PLACES]
     }
 
-    /// The page's newest version: the remembered one, or the result of `find`.
+    /// Returns the newest version of the page: the cached one, or the result of `find`.
     pub fn get_or(
         &mut self,
         page: PageId,
@@ -42,12 +43,12 @@ impl RecentPages {
         place.as_ref().map(|(_, version)| version)
     }
 
-    /// Notes that the page has this version now.
+    /// Caches the new version of the page.
     pub fn set(&mut self, page: PageId, version: PageVersion) {
         *self.place(page) = Some((page, version));
     }
 
-    /// Notes that the page is gone.
+    /// Removes a deleted page.
     pub fn forget(&mut self, page: PageId) {
         let place = self.place(page);
         if place.as_ref().is_some_and(|(other, _)| *other == page) {

@@ -1,5 +1,5 @@
-//! The versions that readers see, compared with tables of every batch, also while a writer goes on. Miri runs
-//! all of it.
+//! The versions seen by readers, compared with the table after every batch, including during concurrent
+//! writes. Miri runs all of these tests.
 
 use std::sync::atomic::AtomicBool;
 use std::thread;
@@ -12,7 +12,7 @@ use super::*;
 
 const STEPS: u64 = if cfg!(miri) { 60 } else { 3000 };
 
-/// A table that a writer changes, and the versions that readers see of it.
+/// A table changed by a writer, and the versions that readers see of it.
 struct Ground {
     table: PageTable,
     versions: Arc<Versions>,
@@ -36,7 +36,7 @@ impl Ground {
         self.versions.show(lsn);
     }
 
-    /// Logs everything that was submitted.
+    /// Logs all submitted batches.
     fn log(&self) {
         self.logged.store(self.table.lsn().0, Ordering::Release);
     }
@@ -69,7 +69,7 @@ fn move_to(page: u64, place: Place) -> Op<'static> {
     Op::Move { page: PageId(page), place }
 }
 
-/// A place that tells this number from the one before.
+/// Returns a place that differs between consecutive numbers.
 fn place_of(number: u64) -> Place {
     [Place::Host, Place::Device(63), Place::Disk][number as usize % 3]
 }
@@ -82,7 +82,7 @@ fn key(number: u64) -> Key {
     Key::new(format!("key {number}")).unwrap()
 }
 
-/// Checks that a view shows the table as it was at the view's batch.
+/// Checks that a view shows the table as of the view's batch.
 fn check(view: &TableView<'_>, table: &PageTable) {
     assert_eq!(view.lsn(), table.lsn());
     let mut from = Some(PageId(0));
@@ -113,7 +113,7 @@ fn every_view_is_the_table_of_its_batch_whatever_came_after() {
         let drawn = live.get(draw(live.len().max(1) as u64) as usize);
         let ops = match (draw(7), drawn) {
             (0 | 1, _) | (_, None) => {
-                // Ids leave gaps, some of them long.
+                // There are gaps between ids, some of them long.
                 next += 1 + draw(3) * draw(3) * draw(200);
                 let free = (0..8).map(key).find(|key| ground.table.get_key(key).is_none());
                 vec![create(next, free.as_ref().filter(|_| step % 2 == 0)), set_root(step)]
@@ -132,7 +132,7 @@ fn every_view_is_the_table_of_its_batch_whatever_came_after() {
         };
         ground.submit(&ops);
         tables.push(ground.table.clone());
-        // The visible Lsn lags, as a direct log's does.
+        // The visible Lsn lags behind, as with a direct log.
         let logged = ground.table.lsn().0 - draw(3).min(ground.table.lsn().0);
         ground.logged.fetch_max(logged, Ordering::AcqRel);
         let at = ground.versions.visible();
@@ -163,7 +163,7 @@ fn what_a_view_wants_stays_and_all_else_is_cut_off() {
     check(&early, &early_table);
     check(&late, &late_table);
     drop(early);
-    // Each batch unlinks a little more than it supersedes.
+    // Each batch unlinks slightly more versions than it supersedes.
     let more = |ground: &mut Ground| {
         for len in 0..800 {
             ground.commit(&[resize(3, len)]);
@@ -177,7 +177,7 @@ fn what_a_view_wants_stays_and_all_else_is_cut_off() {
     assert_eq!((ground.versions_of(1), ground.versions_of(2)), (0, 1));
     check(&versions.view(), &ground.table);
     assert_eq!(versions.keys.look(&key(1), |holders| holders.earlier.len()), Some(0));
-    // Empty chunks and rows take no room.
+    // Empty chunks and rows are removed.
     ground.commit(&[Op::Delete { page: PageId(2) }, Op::Delete { page: PageId(3) }]);
     for number in 0..200 {
         ground.commit(&[create((1 << 40) + number, None)]);
@@ -187,14 +187,14 @@ fn what_a_view_wants_stays_and_all_else_is_cut_off() {
     assert_eq!(versions.keys.look(&key(1), |_| ()), None);
 }
 
-/// A page that moves keeps its version too, and its epoch. Each view has the place of its own batch.
+/// A page that moves keeps its version and epoch. Each view shows the place as of its own batch.
 #[test]
 fn a_page_that_moves_is_seen_in_each_place_when_it_was_there() {
     let mut ground = Ground::new();
     ground.commit(&[create(1, Some(&key(1)))]);
     for lsn in 2..50 {
         ground.submit(&[move_to(1, place_of(lsn))]);
-        // Not logged yet, so the place before it is visible.
+        // Not logged yet, so the previous place is visible.
         let info = ground.versions.page(PageId(1), |page| page.info(PageId(1))).unwrap();
         let before = if lsn == 2 { Place::Host } else { place_of(lsn - 1) };
         assert_eq!((info.place, info.epoch.0, info.lsn.0), (before, 1, lsn - 1));
@@ -212,21 +212,21 @@ fn a_page_that_moves_is_seen_in_each_place_when_it_was_there() {
     assert_eq!(ground.versions_of(1), 2);
 }
 
-/// A batch that changes bytes and nothing else takes no memory, as long as no view needs the state before it.
+/// A batch that changes only bytes allocates nothing, as long as no view needs the previous state.
 #[test]
 fn a_page_whose_bytes_change_stays_where_it_is() {
     let mut ground = Ground::new();
     ground.commit(&[create(1, Some(&key(1)))]);
     for epoch in 2..50 {
         ground.submit(&[write(1)]);
-        // Not logged yet, so the state before it is visible.
+        // Not logged yet, so the previous state is visible.
         let info = ground.versions.page(PageId(1), |page| page.info(PageId(1))).unwrap();
         assert_eq!((info.epoch.0, info.lsn.0), (epoch - 1, epoch - 1));
         ground.log();
         check(&ground.versions.view(), &ground.table);
     }
     assert_eq!(ground.versions_of(1), 1);
-    // Nothing goes that a view needs, nor what readers need while nothing is logged.
+    // Nothing that a view needs is overwritten, nor what readers need while nothing is logged.
     let versions = ground.versions.clone();
     let (view, table) = (versions.view(), ground.table.clone());
     (0..5).for_each(|_| ground.commit(&[write(1)]));
@@ -239,8 +239,8 @@ fn a_page_whose_bytes_change_stays_where_it_is() {
     assert!(ground.versions_of(1) > 1);
 }
 
-/// Chunks that are new are filled at one go: the page before and after each border, one that goes in the same
-/// batch, and an order that is not that of the ids.
+/// New chunks are filled at once: with the pages on both sides of each chunk border, one that is deleted in
+/// the same batch, and pages that are not ordered by id.
 #[test]
 fn a_batch_that_creates_many_pages_creates_each_of_them() {
     let mut ground = Ground::new();
@@ -261,9 +261,9 @@ fn a_batch_that_creates_many_pages_creates_each_of_them() {
     check(&ground.versions.view(), &ground.table);
 }
 
-/// A batch of more pages than the writer remembers goes from chunk to chunk: in the order of the ids and
-/// against it, over pages that exist, are new in an old chunk and in a new one, beside small batches that
-/// remember.
+/// A batch with more pages than the writer's cache holds goes from chunk to chunk: in ascending and
+/// descending order of ids, over existing pages, new pages in old chunks and new pages in new chunks, mixed
+/// with small batches that use the cache.
 #[test]
 fn a_batch_of_many_pages_changes_each_of_them() {
     let mut ground = Ground::new();
@@ -290,7 +290,7 @@ fn a_batch_of_many_pages_changes_each_of_them() {
         }
         check(&view, &table);
     }
-    // No view holds them back, so a change of bytes alone makes no version.
+    // No view needs the old states, so a change of bytes alone creates no version.
     let count = |ground: &Ground| (1..700).map(|page| ground.versions_of(page)).sum::<usize>();
     ground.commit(&rising);
     let before = count(&ground);
@@ -355,7 +355,8 @@ fn a_page_that_was_forgotten_comes_back_and_is_seen_to_change() {
     }
 }
 
-/// Batches of a writer set two pages, a key that goes from page to page, and the root to one count.
+/// The writer's batches set two pages, a key that is passed from page to page, and the root to the same
+/// count.
 #[test]
 fn a_batch_is_seen_as_a_whole_and_nothing_ever_goes_back() {
     let mut ground = Ground::new();

@@ -1,8 +1,8 @@
-//! What policies hear of pages: where each lies now, and which are used.
+//! Page uses for eviction policies: the current place of each page, and which pages are used.
 //!
-//! Changes of pages are noted by the writer of versions, in the order of batches, and none is left out. Reads
-//! are noted by any thread: where another thread notes one just now, or very many wait to be heard, some are
-//! left out, for a hint must not hold up a read.
+//! The writer of versions records all changes of pages, in batch order. Any thread records reads; some are
+//! dropped if another thread is recording one at the same time or if too many are unprocessed, because a hint
+//! must not delay a read.
 
 use std::collections::VecDeque;
 
@@ -11,22 +11,22 @@ use remanent_format::{PageId, Place};
 use crate::base::own_line::OwnLine;
 use crate::base::sync::Mutex;
 
-/// Threads that read different pages mostly note that in different lists.
+/// The number of lists of reads, so that threads which read different pages usually use different lists.
 const READ_LISTS: usize = 8;
-/// Reads that wait in a list; the oldest is left out for one more.
+/// The maximum number of reads in a list, after which the oldest is dropped for each new one.
 const READS_MAX: usize = 4096;
 
-/// A page that changed or was read.
+/// A page that was changed or read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PageUse {
-    /// A batch made, changed, moved or deleted the page. It has this place and length after it, if it is
-    /// there.
+    /// A batch created, changed, moved or deleted the page. Afterwards it has this place and length; `None`
+    /// if it is deleted.
     Changed(PageId, Option<(Place, u64)>),
     /// The page was read.
     Read(PageId),
 }
 
-/// Changes and reads that no policy has heard of yet.
+/// Changes and reads that the policies have not processed yet.
 #[derive(Default)]
 pub(crate) struct PageUses {
     changes: OwnLine<Mutex<Vec<PageUse>>>,
@@ -34,12 +34,12 @@ pub(crate) struct PageUses {
 }
 
 impl PageUses {
-    /// Notes what a batch did to a page.
+    /// Records a change of a page by a batch.
     pub fn changed(&self, page: PageId, at: Option<(Place, u64)>) {
         self.changes.lock().push(PageUse::Changed(page, at));
     }
 
-    /// Notes that a page was read.
+    /// Records a read of a page.
     pub fn read(&self, page: PageId) {
         let Some(mut reads) = self.reads[page.0 as usize % READ_LISTS].try_lock() else { return };
         if reads.len() == READS_MAX {
@@ -48,7 +48,7 @@ impl PageUses {
         reads.push_back(page);
     }
 
-    /// Takes all that was noted: changes first, so that a page is known when a read of it is heard.
+    /// Takes all records, changes first, so that a page is known when a read of it is processed.
     pub fn take(&self) -> Vec<PageUse> {
         let mut taken = std::mem::take(&mut *self.changes.lock());
         for reads in &self.reads {
@@ -57,7 +57,7 @@ impl PageUses {
         taken
     }
 
-    /// Number of changes that wait to be heard.
+    /// Returns the number of unprocessed changes.
     pub fn waiting(&self) -> usize {
         self.changes.lock().len()
     }
