@@ -1,7 +1,7 @@
-//! The lock on the catalog: held for as long as a snapshot, a prune or a restore takes.
+//! The lock on the catalog, held for the duration of a snapshot, a prune or a restore.
 //!
-//! A snapshot in the background may be written slowly enough to take hours. A caller that waits for the lock
-//! has it written at full speed ([`Pace`]). A caller that only asks what is kept does not wait
+//! A rate-limited background snapshot may take hours. While a caller waits for the lock, the snapshot is
+//! written at full speed ([`Pace`]). A caller that only reads the catalog does not wait
 //! ([`CatalogLock::latest`]).
 
 use std::ops::{Deref, DerefMut};
@@ -12,18 +12,19 @@ use crate::base::fair_mutex::FairMutex;
 use crate::base::pace::Pace;
 use crate::base::sync::{Mutex, MutexGuard};
 
-/// The catalog behind its lock, and a copy that needs no wait.
+/// The catalog with its lock, and a copy that can be read without waiting.
 pub(crate) struct CatalogLock {
     catalog: FairMutex<Catalog>,
     latest: Mutex<Arc<CatalogCopy>>,
-    /// The pace of background snapshots.
+    /// The rate limit of background snapshots.
     pace: Arc<Pace>,
 }
 
-/// The catalog as it was when the lock was last given back.
+/// The catalog as of the last release of the lock.
 pub(crate) struct CatalogCopy {
     pub catalog: Catalog,
-    /// Image files and tables from this number on are being written, or were written after the copy was made.
+    /// The lowest number of image files and tables that are being written, or were written after the copy was
+    /// made.
     pub next_file: u64,
 }
 
@@ -39,34 +40,34 @@ impl CatalogLock {
         Self { latest: Mutex::new(CatalogCopy::of(&catalog)), catalog: FairMutex::new(catalog), pace }
     }
 
-    /// Waits for the lock, and makes a snapshot in the background hurry meanwhile.
+    /// Waits for the lock, suspending the rate limit of a background snapshot in the meantime.
     pub fn lock(&self) -> CatalogGuard<'_> {
         let _hurry = self.pace.hurry();
         self.lock_patiently()
     }
 
-    /// Waits for the lock without hurry, for threads in the background.
+    /// Waits for the lock without suspending the rate limit, for background threads.
     pub fn lock_patiently(&self) -> CatalogGuard<'_> {
         CatalogGuard { catalog: self.catalog.lock(), latest: &self.latest, is_changed: false }
     }
 
-    /// Publishes the catalog as it is now. For a lock holder that then reports that something has ended.
+    /// Publishes the current catalog, for a lock holder that is about to report the end of an operation.
     pub fn tell(&self, catalog: &Catalog) {
         *self.latest.lock() = CatalogCopy::of(catalog);
     }
 
-    /// The catalog as it was when the lock was last given back; waits for nothing.
+    /// Returns the catalog as of the last release of the lock, without waiting.
     pub fn latest(&self) -> Arc<CatalogCopy> {
         self.latest.lock().clone()
     }
 
-    /// The snapshots kept, oldest first; waits for nothing.
+    /// Returns the kept snapshots, oldest first, without waiting.
     pub fn list(&self) -> Vec<SnapshotInfo> {
         self.latest().catalog.snapshots.values().map(|kept| kept.info.clone()).collect()
     }
 }
 
-/// The lock on the catalog, held.
+/// The guard of the locked catalog.
 pub(crate) struct CatalogGuard<'a> {
     catalog: MutexGuard<'a, Catalog>,
     latest: &'a Mutex<Arc<CatalogCopy>>,
@@ -89,8 +90,8 @@ impl DerefMut for CatalogGuard<'_> {
 }
 
 impl Drop for CatalogGuard<'_> {
-    /// Publishes a copy before the lock is given back: a caller that takes the lock next and is done finds
-    /// the changes of this one in the copy.
+    /// Publishes a copy before the lock is released: a caller that has acquired and released the lock
+    /// afterwards finds these changes in the copy.
     fn drop(&mut self) {
         if self.is_changed {
             let latest = CatalogCopy::of(&self.catalog);

@@ -1,4 +1,4 @@
-//! The newest snapshot in memory: the images that it names, page by page and file by file.
+//! The newest snapshot in memory: the images that it names, by page and by file.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,36 +11,36 @@ use remanent_format::{Epoch, Lsn, PageId, SnapshotId};
 use crate::base::allocation::collected;
 use crate::error::Result;
 
-/// A snapshot has at most this many links, its base and itself among them.
+/// The maximum number of links of a snapshot, including its base and itself.
 pub(super) const LINKS_MAX: usize = 8;
-/// All changes since the base are at most this share of the pages: one in this many.
+/// All changes since the base may affect at most one in this number of pages.
 const CHANGED_SHARE: usize = 2;
 
-/// An image that holds a page as batch `lsn` left it; no image if the page is empty.
+/// An image of a page as left by batch `lsn`; no image if the page is empty.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct KnownImage {
     pub lsn: Lsn,
     pub image: Option<ImageRef>,
 }
 
-/// The newest snapshot's statement about a page.
+/// The newest snapshot's entry for a page.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct SnapshotPage {
-    /// The page's version in the image.
+    /// The version of the page in the image.
     pub epoch: Epoch,
     pub known: KnownImage,
 }
 
-/// A link of the newest snapshot, with the pages that it speaks of.
+/// A link of the newest snapshot, with the pages in it.
 pub(crate) struct Link {
     pub snapshot: SnapshotId,
     pub manifest_crc: u32,
-    /// The pages that it speaks of, as present or as gone. For a base they are not kept.
+    /// The pages in the link, present or deleted. Empty for a base.
     pub pages: Vec<PageId>,
 }
 
 impl Link {
-    /// A snapshot's own link.
+    /// Returns the snapshot's own link.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -53,19 +53,19 @@ impl Link {
     }
 }
 
-/// How many images a snapshot names, and the bytes that they take.
+/// The number of pages that a snapshot names, and the size of their images.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct ImageTotals {
-    /// Number of pages, empty ones included.
+    /// The number of pages, including empty ones.
     pub pages: u64,
-    /// Bytes of the pages' images.
+    /// The total size of the pages' images in bytes.
     pub bytes: u64,
-    /// The image files, with the bytes that the snapshot names in each.
+    /// The image files, with the number of bytes in each that the snapshot names.
     pub files: BTreeMap<u64, u64>,
 }
 
 impl ImageTotals {
-    /// The totals of pages with these images.
+    /// Returns the totals of pages with these images.
     pub fn of(images: impl Iterator<Item = Option<ImageRef>>) -> Self {
         let mut sums = Self::default();
         images.for_each(|image| sums.add(image));
@@ -82,7 +82,7 @@ impl ImageTotals {
         }
     }
 
-    /// Takes out an image that was added before.
+    /// Subtracts an image that was added before.
     fn subtract(&mut self, image: Option<ImageRef>) {
         self.pages -= 1;
         if let Some(image) = image {
@@ -98,41 +98,42 @@ impl ImageTotals {
     }
 }
 
-/// Bytes that an image of this length takes in its file.
+/// Returns the number of bytes that an image of this length takes in its file.
 fn in_file(stored_len: u64) -> u64 {
     align_up(stored_len, FRAME_ALIGN) + ImageHeaderRaw::LEN as u64
 }
 
-/// The newest snapshot: its links, and the images that it names. All of it follows from link to link, so that
-/// a snapshot with few changes is not looked through.
+/// The newest snapshot: its links, and the images that it names. It is updated link by link, so a snapshot
+/// with few changes is not read as a whole.
 #[derive(Default)]
 pub(crate) struct NewestSnapshot {
-    /// The links, the base first. None if there is no snapshot, or none that the next one may follow.
+    /// The links, starting with the base. Empty if there is no snapshot, or none that the next one may
+    /// follow.
     pub(super) links: Vec<Link>,
     pages: ById<PageId, SnapshotPage>,
     sums: ImageTotals,
-    /// The pages with an image in each file, as first pages and counts. Some may have a newer image in
-    /// another file by now. A file without any named image is forgotten.
+    /// The pages with an image in each file, as first pages and counts. Some may now have a newer image in
+    /// another file. A file is removed once none of its images is named.
     runs: BTreeMap<u64, FileRuns>,
 }
 
-/// The pages with an image in one file, as runs. A map asks for short memory only: a snapshot is published by
-/// the time that they are noted, so a refusal would come too late.
+/// The pages with an image in one file, as runs. A map makes only small allocations, which is required
+/// because a failure would come too late: the snapshot is already published when the pages are recorded.
 #[derive(Default)]
 struct FileRuns {
-    /// The number of pages of each run, by its first page.
+    /// The number of pages in each run, by its first page.
     counts: BTreeMap<PageId, u64>,
-    /// The first page of the run that was noted last.
+    /// The first page of the run that was extended last.
     newest: PageId,
 }
 
 impl FileRuns {
-    /// Notes a page: mostly it follows the one before.
+    /// Records a page, which usually extends the last run.
     fn note(&mut self, page: PageId) {
         match self.counts.get_mut(&self.newest) {
             Some(count) if self.newest.0 + *count == page.0 => *count += 1,
             _ => {
-                // Runs of other snapshots may overlap this one: then a page is in several.
+                // Runs of other snapshots may overlap this one, so a page can be in several.
                 self.counts.entry(page).or_insert(1);
                 self.newest = page;
             }
@@ -145,7 +146,7 @@ impl FileRuns {
 }
 
 impl NewestSnapshot {
-    /// Puts together the links of a snapshot: `entries` are all of its pages.
+    /// Assembles a snapshot from its links; `entries` are all its pages.
     pub(super) fn of<'e>(links: Vec<Link>, entries: impl Iterator<Item = &'e ManifestEntry>) -> Self {
         let mut newest = Self { links, ..Self::default() };
         let noted = entries.inspect(|entry| {
@@ -156,8 +157,8 @@ impl NewestSnapshot {
         newest
     }
 
-    /// Takes in a snapshot that follows none before it is the newest: everything but its link, whose checksum
-    /// may not be known yet.
+    /// Prepares a snapshot without predecessor before it becomes the newest: everything but its link, whose
+    /// checksum may not be known yet.
     pub fn of_base(manifest: &Manifest) -> Self {
         Self::of(Vec::new(), manifest.entries.iter())
     }
@@ -168,8 +169,8 @@ impl NewestSnapshot {
         self.links = vec![Link { snapshot: manifest.snapshot, manifest_crc, pages: Vec::new() }];
     }
 
-    /// Advances to a snapshot that follows `previous`, which may be older than the newest one; `manifest` is
-    /// its own link.
+    /// Advances to a snapshot that follows `previous`, which may be older than the newest; `manifest` is its
+    /// own link.
     pub fn advance_by_change(&mut self, manifest: &Manifest, link: Link, previous: SnapshotId) {
         assert!(previous < manifest.snapshot); // I8: links ascend, and retention keeps the earlier ones.
         self.links.retain(|before| before.snapshot <= previous);
@@ -189,13 +190,13 @@ impl NewestSnapshot {
         self.runs.retain(|file, _| self.sums.files.contains_key(file));
     }
 
-    /// The link that the next snapshot follows, with the other pages of the links that it replaces. `changed`
-    /// are the pages that changed since the newest snapshot, in ascending order. `None` if the next snapshot
-    /// is to name all of `pages_max` pages.
+    /// Returns the link that the next snapshot follows, with the other pages of the links that it replaces.
+    /// `changed` are the pages that changed since the newest snapshot, ascending. Returns `None` if the next
+    /// snapshot must name all of `pages_max` pages.
     ///
-    /// Where there are too many links, the newest are folded into the next one: those that are no longer than
-    /// it has become by then. So the links grow from the newest to the oldest, and no page is named again
-    /// often. A base is written only after enough changes that it costs little more.
+    /// If there are too many links, the newest are folded into the next one: those that are no longer than
+    /// the next link has become so far. Thus the links grow in length from newest to oldest, and few pages
+    /// are named repeatedly. A base is written only after enough changes that it costs little more.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -218,7 +219,7 @@ impl NewestSnapshot {
         Ok(Some((&self.links[at], collected(folded)?)))
     }
 
-    /// Whether some image file has no named images but those of these pages.
+    /// Returns whether there is an image file in which only images of these pages are named.
     pub fn has_file_of(&self, pages: &[PageId]) -> bool {
         let mut theirs = ImageTotals::default();
         let images = pages.iter().filter_map(|page| self.get(*page)).map(|named| named.known.image);
@@ -230,22 +231,22 @@ impl NewestSnapshot {
         self.pages.get(page)
     }
 
-    /// The pages that the snapshot names.
+    /// Returns the pages that the snapshot names.
     pub fn pages(&self) -> impl Iterator<Item = PageId> + '_ {
         self.pages.iter().map(|(page, _)| page)
     }
 
-    /// The pages that the snapshot names, each with its statement.
+    /// Returns the pages that the snapshot names, with their entries.
     pub(super) fn iter(&self) -> impl Iterator<Item = (PageId, &SnapshotPage)> {
         self.pages.iter()
     }
 
-    /// The totals of the images that the snapshot names.
+    /// Returns the totals of the images that the snapshot names.
     pub fn sums(&self) -> &ImageTotals {
         &self.sums
     }
 
-    /// The pages with a named image in a file, each once.
+    /// Returns the pages with a named image in a file, each once.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -262,8 +263,8 @@ impl NewestSnapshot {
     }
 }
 
-/// Notes that an entry's file has an image of its page. Entries ascend, so a file that holds neighbours has
-/// few runs.
+/// Records that an entry's file has an image of its page. Entries are ascending, so a file with adjacent
+/// pages has few runs.
 fn note(runs: &mut BTreeMap<u64, FileRuns>, entry: &ManifestEntry) {
     let Some(image) = entry.image else { return };
     image.files().for_each(|(file, _)| runs.entry(file).or_default().note(entry.page));

@@ -1,10 +1,9 @@
-//! A device whose n-th call fails, or whose n-th copy changes a bit, to see that every error is handled.
+//! A device whose n-th call fails, or whose n-th copy flips a bit, to test that every error is handled.
 //!
-//! The failed call does nothing else. A fault that takes the context with it makes every later call fail too,
-//! as a GPU's does; any other fault strikes once.
+//! The failed call has no other effect. After a fault that loses the context, every later call fails too, as
+//! with a GPU; any other fault occurs once.
 //!
-//! A copy with a changed bit reports no error, as a bus, staging or host memory that turns a bit over does
-//! not.
+//! A copy with a flipped bit reports no error, like a bus, staging or host memory that flips a bit.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -21,7 +20,7 @@ use crate::device::{
 use crate::disk::FileMemory;
 use crate::error::{Error, Result};
 
-/// A device that passes everything on to another one until its fault strikes.
+/// A device that forwards all calls to another one until its fault occurs.
 pub struct FaultyDevice {
     inner: Arc<dyn Device>,
     state: Mutex<FaultState>,
@@ -67,45 +66,45 @@ pub enum DeviceCall {
     Unregister,
 }
 
-/// The call that fails, and how it fails.
+/// A call that fails, and how it fails.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceFault {
-    /// The calls that count; `None` counts all of them.
+    /// The calls that are counted; `None` counts all calls.
     pub call: Option<DeviceCall>,
-    /// The number of the failing call among them, from 1, counted from the moment the fault is armed.
+    /// The number of the failing call among them, from 1, counted from the call of [`FaultyDevice::arm`].
     pub nth: u64,
-    /// Whether the process's device context goes with it.
+    /// Whether the process's device context is lost.
     pub context_lost: bool,
 }
 
-/// A way across the bus.
+/// A direction or kind of transfer across the bus.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BusWay {
-    /// Bytes of [`Command::Upload`].
+    /// The bytes of a [`Command::Upload`].
     Up,
-    /// Bytes of a write in a [`Command::Apply`] that is as long as those that are proven where they arrive.
+    /// The bytes of a write in a [`Command::Apply`] that is long enough to be verified where it arrives.
     LongWrites,
-    /// Bytes of [`Command::Download`].
+    /// The bytes of a [`Command::Download`].
     Down,
-    /// The sums of [`Command::Crc`] in a list that writes nothing.
+    /// The checksums of a [`Command::Crc`] in a list that writes nothing.
     Sums,
-    /// The sums of [`Command::Crc`] in a list with a [`Command::Apply`].
+    /// The checksums of a [`Command::Crc`] in a list with a [`Command::Apply`].
     WriteSums,
-    /// Bytes of [`Command::Copy`] to the memory of a file.
+    /// The bytes of a [`Command::Copy`] to the memory of a file.
     File,
-    /// Bytes of [`Command::Copy`] from the memory of a file.
+    /// The bytes of a [`Command::Copy`] from the memory of a file.
     FromFile,
 }
 
-/// The copy that changes a bit on its way.
+/// A copy that flips a bit.
 #[derive(Clone, Copy, Debug)]
 pub struct BitFlip {
-    /// The copies that count.
+    /// The copies that are counted.
     pub way: BusWay,
-    /// The number of the copy among them, from 1, counted from the moment the flip is armed. Empty copies do
-    /// not count.
+    /// The number of the copy among them, from 1, counted from the call of [`FaultyDevice::flip`]. Empty
+    /// copies are not counted.
     pub nth: u64,
-    /// How many copies change a bit from then on.
+    /// The number of copies that flip a bit from then on.
     pub times: u64,
 }
 
@@ -118,11 +117,11 @@ struct FaultState {
     counted: u64,
     lost: Option<Error>,
     longest_staging: usize,
-    /// The memory of files.
+    /// The memory of registered files.
     files: BTreeSet<MemoryId>,
     /// Page memory that was allocated and not released.
     memories: BTreeMap<MemoryId, (Place, u64)>,
-    /// Bytes of it by places, and the most that there ever were.
+    /// The current and the maximum number of bytes of page memory, by place.
     held: BTreeMap<Place, (u64, u64)>,
 }
 
@@ -142,45 +141,45 @@ impl FaultState {
 }
 
 impl FaultyDevice {
-    /// A device that does not fail until [`arm`](Self::arm) is called.
+    /// Creates a device that does not fail until [`arm`](Self::arm) is called.
     #[must_use]
     pub fn new(inner: Arc<dyn Device>) -> Self {
         let crosses_bus = inner.crosses_bus();
         Self { inner, state: Mutex::default(), crosses_bus }
     }
 
-    /// As [`new`](Self::new), for a device that takes the way to its memory for a bus.
+    /// Creates a device like [`new`](Self::new) that claims to reach its memory across a bus.
     #[must_use]
     pub fn across_a_bus(inner: Arc<dyn Device>) -> Self {
         Self { crosses_bus: true, ..Self::new(inner) }
     }
 
-    /// Arms a flip, in place of an earlier one.
+    /// Sets the bit flip, replacing an earlier one.
     pub fn flip(&self, flip: BitFlip) {
         let mut state = self.state.lock();
         (state.flip, state.copies, state.flipped) = (Some(flip), 0, 0);
     }
 
-    /// The length in bytes of the longest staging that was asked for.
+    /// Returns the length in bytes of the longest staging that was requested.
     #[must_use]
     pub fn longest_staging(&self) -> usize {
         self.state.lock().longest_staging
     }
 
-    /// The most bytes of page memory that were allocated in a place at one time.
+    /// Returns the maximum number of bytes of page memory that were allocated in a place at one time.
     #[must_use]
     pub fn peak_bytes(&self, place: Place) -> u64 {
         self.state.lock().held.get(&place).map_or(0, |(_, peak)| *peak)
     }
 
-    /// Ends the flips. Returns how many copies changed a bit.
+    /// Ends the bit flips. Returns how many copies flipped a bit.
     pub fn end_flips(&self) -> u64 {
         let mut state = self.state.lock();
         state.flip = None;
         state.flipped
     }
 
-    /// The copies of a way in a list that change a bit now.
+    /// Returns the transfers of the given kind in a list in which a bit flips now.
     fn flips(&self, way: BusWay, commands: &[Command]) -> Vec<StagingSpan> {
         let mut state = self.state.lock();
         let Some(flip) = state.flip.filter(|flip| flip.way == way) else { return Vec::new() };
@@ -204,8 +203,8 @@ impl FaultyDevice {
         flipped
     }
 
-    /// Changes a bit after each copy to a file, or from one, that does so now, before what follows it in the
-    /// list.
+    /// Inserts a bit flip after each copy to or from a file that flips a bit now, before the next command of
+    /// the list.
     fn flip_files(&self, commands: Vec<Command>) -> Vec<Command> {
         let mut state = self.state.lock();
         let ways = [BusWay::File, BusWay::FromFile];
@@ -234,20 +233,20 @@ impl FaultyDevice {
         flipped
     }
 
-    /// Sets the fault, in place of an earlier one that has not struck.
+    /// Sets the fault, replacing an earlier one that has not occurred.
     pub fn arm(&self, fault: DeviceFault) {
         let mut state = self.state.lock();
         state.armed = Some(fault);
         state.counted = 0;
     }
 
-    /// Whether the fault that was set last has struck.
+    /// Returns whether the last fault has occurred.
     #[must_use]
     pub fn struck(&self) -> bool {
         self.state.lock().armed.is_none()
     }
 
-    /// Counts a call and fails it if its turn has come.
+    /// Counts a call, and fails it if the fault occurs now.
     fn enter(&self, call: DeviceCall) -> Result<()> {
         let mut state = self.state.lock();
         if let Some(error) = &state.lost {
@@ -301,7 +300,7 @@ impl Device for FaultyDevice {
 
     fn release(&self, memory: MemoryId) -> Result<()> {
         self.enter(DeviceCall::Release)?;
-        // Before it is free for another one.
+        // This must precede the release, after which the id may be reused.
         self.state.lock().released(memory);
         self.inner.release(memory)
     }
@@ -451,7 +450,7 @@ impl Device for FaultyDevice {
     }
 }
 
-/// Turns a bit over in the middle of a range: neither its first byte nor its last one is looked at alone.
+/// Flips a bit in the middle of a range, because its first and last byte might be checked separately.
 fn flip(staging: &mut [Staging], StagingSpan { index, offset, len }: StagingSpan) {
     staging[index][offset + len / 2] ^= 0x10;
 }
@@ -462,7 +461,7 @@ impl std::fmt::Debug for FaultyDevice {
     }
 }
 
-/// The bytes of a long write, as they lie in staging.
+/// Returns the bytes of a long write in staging.
 fn long_write(piece: &Piece) -> Option<StagingSpan> {
     match (&piece.kind, &piece.payload) {
         (PieceKind::Dense, Payload::Staging { index, offset }) if piece.target.len >= PROVEN_LEN_MIN => {

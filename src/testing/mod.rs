@@ -1,7 +1,7 @@
-//! A disk and devices that fail, lag or crash on demand, and a hook that is told the engine's phases: for
-//! tests.
+//! Test doubles: a disk and devices that fail, lag or crash on demand, and a hook for the phases of the
+//! engine.
 //!
-//! Only builds with the feature `testing` have them.
+//! They exist only in builds with the feature `testing`.
 
 pub mod faulty_device;
 pub mod late_device;

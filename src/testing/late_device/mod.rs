@@ -1,12 +1,12 @@
-//! A device that does everything as late as its fences allow, to catch callers that do not wait.
+//! A device that does everything as late as its fences allow, to detect callers that do not wait.
 //!
-//! The host device is so early that no missing wait shows: every list is done when `submit` returns. Here
-//! lists only queue up. A list runs when a caller waits for a fence after it, on its own lane or by way of
-//! `after`, or, in a seeded device, when the schedule draws it. On the way the device spoils all bytes that
-//! no caller may rely on: fresh page memory, staging that is to be downloaded to, staging that was uploaded
-//! from. A caller that reads early, or again, reads [`POISON`].
+//! The host device is so fast that no missing wait is detected: every list is complete when `submit` returns.
+//! This device only queues lists. A list runs when a caller waits for a fence after it, on its own lane or
+//! through `after`, or, with a seeded device, when the random schedule selects it. The device also overwrites
+//! all bytes that no caller may rely on: new page memory, staging before a download, and staging after an
+//! upload. A caller that reads too early, or again, reads [`POISON`].
 //!
-//! Streams of callers are emulated too: see `streams`.
+//! Callers' streams are emulated too: see `streams`.
 
 mod page_spans;
 mod streams;
@@ -28,17 +28,18 @@ use crate::device::{
 use crate::disk::FileMemory;
 use crate::error::{Error, Result};
 
-/// The byte that stands for "no caller may rely on this".
+/// The byte written to memory that no caller may rely on.
 pub const POISON: u8 = 0xA5;
 
-/// Bits of a made-up address that are the offset in its memory; the bits above are the memory's name.
+/// The number of low bits of an emulated address that are the offset in its memory; the bits above are the
+/// memory id.
 const ADDRESS_BITS: u32 = 40;
 
-/// A device that runs another one's lists late.
+/// A device that delays the lists of another device.
 pub struct LateDevice {
     inner: Arc<dyn Device>,
     state: Mutex<LateState>,
-    /// Signalled when a stream was let go, or is waited for.
+    /// Notified when a stream is released or waited for.
     changed: Condvar,
 }
 
@@ -46,9 +47,9 @@ pub struct LateDevice {
 struct LateState {
     lanes: [LateLane; Lane::ALL.len()],
     streams: Streams,
-    /// Lengths of all page memory.
+    /// The lengths of all page memory.
     lens: HashMap<MemoryId, u64>,
-    /// State of the random numbers that draw the schedule; `None` runs nothing before it must.
+    /// The state of the random schedule; with `None`, nothing runs before it must.
     schedule: Option<u64>,
 }
 
@@ -58,7 +59,7 @@ struct LateLane {
     /// The newest fence handed out.
     given: u64,
     reached: u64,
-    /// Why nothing runs on this lane any more.
+    /// The failure that stopped this lane.
     stopped: Option<Error>,
 }
 
@@ -68,18 +69,19 @@ enum Entry {
         returned: Arc<ReturnedStaging>,
     },
     After(Fence),
-    /// A point in a stream: this number of its entries are done.
+    /// A point in a stream, reached when this number of its entries are done.
     AfterStream(RawStream, u64),
 }
 
 impl LateDevice {
-    /// A device that runs a list only when a caller waits for it.
+    /// Creates a device that runs a list only when a caller waits for it.
     #[must_use]
     pub fn new(inner: Arc<dyn Device>) -> Self {
         Self::drawing(inner, None)
     }
 
-    /// A device that also runs lists at calls drawn from `seed`, so that a caller that polls gets on.
+    /// Creates a device that also runs lists at calls selected from `seed`, so that polling callers make
+    /// progress.
     #[must_use]
     pub fn seeded(inner: Arc<dyn Device>, seed: u64) -> Self {
         Self::drawing(inner, Some(seed))
@@ -93,7 +95,7 @@ impl LateDevice {
         }
     }
 
-    /// A new stream of a caller's.
+    /// Creates a caller's stream.
     pub fn stream(&self) -> RawStream {
         self.state.lock().streams.make()
     }
@@ -103,13 +105,13 @@ impl LateDevice {
         self.state.lock().streams.of(stream).push(StreamEntry::Work(Box::new(work)));
     }
 
-    /// Holds a stream, or lets it go: nothing runs on a stream that is held.
+    /// Holds or releases a stream: nothing runs on a held stream.
     pub fn hold(&self, stream: RawStream, is_held: bool) {
         self.state.lock().streams.of(stream).is_held = is_held;
         self.changed.notify_all();
     }
 
-    /// Returns once some thread waits for a stream that is held.
+    /// Waits until some thread waits for a held stream.
     pub fn until_waited_for(&self, stream: RawStream) {
         let mut state = self.state.lock();
         while state.streams.of(stream).waiting == 0 {
@@ -117,31 +119,31 @@ impl LateDevice {
         }
     }
 
-    /// Begins or ends the capture of a graph from a stream.
+    /// Starts or ends the capture of a graph from a stream.
     pub fn capture(&self, stream: RawStream, is_captured: bool) {
         self.state.lock().streams.of(stream).is_captured = is_captured;
     }
 
-    /// Runs all work that is queued on a stream by now.
+    /// Runs all work currently queued on a stream.
     ///
     /// # Errors
-    /// A device error: a lane that the stream waits for stopped.
+    /// A device error if a lane that the stream waits for has stopped.
     ///
     /// # Panics
-    /// If it, or a stream that it waits for, is held.
+    /// If the stream, or a stream that it waits for, is held.
     pub fn synchronize(&self, stream: RawStream) -> Result<()> {
         let mut state = self.state.lock();
         let given = state.streams.of(stream).given;
         self.run_stream_to(&mut state, stream, given)
     }
 
-    /// The span of `len` bytes at an address: the bytes that a kernel would use that was given it.
+    /// Returns the span of `len` bytes at an address, which a kernel given that address would access.
     #[must_use]
     pub fn span_at(&self, address: u64, len: u64) -> Span {
         Span { memory: MemoryId(address >> ADDRESS_BITS), offset: address & ((1 << ADDRESS_BITS) - 1), len }
     }
 
-    /// Runs lists until the fence has passed.
+    /// Runs lists until the fence is reached.
     fn run_to(&self, state: &mut LateState, fence: Fence) -> Result<()> {
         loop {
             let lane = state.lane(fence.lane);
@@ -161,8 +163,8 @@ impl LateDevice {
     fn run_next(&self, state: &mut LateState, lane: Lane) {
         let done = match state.lane(lane).queue.pop_front() {
             None => return,
-            // This ends: the fence was handed out before this entry was queued, and so was every fence that
-            // the lists before it wait for in turn.
+            // This recursion ends, because the fence was handed out before this entry was queued, and so was
+            // every fence that the lists before it wait for.
             Some(Entry::After(fence)) => self.run_to(state, fence),
             Some(Entry::AfterStream(stream, position)) => self.run_stream_to(state, stream, position),
             Some(Entry::List { list, returned }) => self.run_list(lane, list).map(|staging| {
@@ -177,7 +179,7 @@ impl LateDevice {
         }
     }
 
-    /// Runs a stream until this number of its entries are done.
+    /// Runs a stream until `position` of its entries are done.
     fn run_stream_to(&self, state: &mut LateState, stream: RawStream, position: u64) -> Result<()> {
         loop {
             let late = state.streams.of(stream);
@@ -196,7 +198,7 @@ impl LateDevice {
 
     fn run_list(&self, lane: Lane, mut list: CommandList) -> Result<Vec<Staging>> {
         let (read, written) = staged_spans(&list.commands);
-        // A range that is both is left alone: which use comes first is the list's business.
+        // A range in both lists is left alone, because the order of the two uses is up to the list.
         let of_one_kind =
             |span: &StagingSpan, others: &[StagingSpan]| !others.iter().any(|other| overlap(*span, *other));
         for span in written.iter().filter(|span| of_one_kind(span, &read)) {
@@ -209,7 +211,7 @@ impl LateDevice {
         Ok(staging)
     }
 
-    /// Runs the entries that the schedule draws: none half of the time, else up to three.
+    /// Runs the entries that the schedule selects: none half of the time, otherwise up to three.
     fn run_drawn(&self, state: &mut LateState) {
         let Some(drawn) = state.draw() else { return };
         if drawn & 1 == 0 {
@@ -224,7 +226,7 @@ impl LateDevice {
     }
 }
 
-/// A point of a stream: this number of its entries are done.
+/// A point in a stream, reached when `position` of its entries are done.
 #[derive(Clone, Copy)]
 struct LatePoint {
     stream: RawStream,
@@ -232,7 +234,7 @@ struct LatePoint {
 }
 
 impl LateState {
-    /// Panics if a queued list names memory that is given up.
+    /// Panics if a queued list names memory that is being freed.
     fn assert_unused(&self, memory: MemoryId) {
         for entry in self.lanes.iter().flat_map(|lane| &lane.queue) {
             if let Entry::List { list, .. } = entry {
@@ -246,7 +248,7 @@ impl LateState {
         &mut self.lanes[lane as usize]
     }
 
-    /// Whether running a lane's first entries would need a stream that is held.
+    /// Returns whether running the first entries of a lane would need a held stream.
     fn is_held_up(&self, lane: Lane, entries: usize) -> bool {
         let queue = &self.lanes[lane as usize].queue;
         queue.iter().take(entries).any(|entry| match entry {
@@ -258,7 +260,7 @@ impl LateState {
         })
     }
 
-    /// Whether a fence would need a stream that is held.
+    /// Returns whether reaching a fence would need a held stream.
     fn is_behind_held(&self, fence: Fence) -> bool {
         let lane = &self.lanes[fence.lane as usize];
         let lists_left = fence.value.saturating_sub(lane.reached);
@@ -271,7 +273,7 @@ impl LateState {
         self.is_held_up(fence.lane, entries.count())
     }
 
-    /// The next random number (SplitMix64).
+    /// Returns the next random number (SplitMix64).
     fn draw(&mut self) -> Option<u64> {
         let state = self.schedule.as_mut()?;
         *state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
@@ -298,7 +300,7 @@ impl Device for LateDevice {
     }
 
     fn crosses_bus(&self) -> bool {
-        // So that all that proves bytes on both sides runs late, too.
+        // So that all code that verifies bytes on both sides of a bus runs late, too.
         true
     }
 
@@ -398,7 +400,7 @@ impl Device for LateDevice {
         Ok(())
     }
 
-    /// An address that is made up: no bytes lie there, but [`LateDevice::span_at`] finds them.
+    /// Returns an emulated address: it cannot be accessed, but [`LateDevice::span_at`] maps it to its bytes.
     fn address(&self, memory: MemoryId) -> Option<u64> {
         let state = self.state.lock();
         let len = state.lens.get(&memory).unwrap_or_else(|| panic!("{memory:?} is no memory of this device"));

@@ -1,8 +1,8 @@
-//! The ranges of page memory that the commands of a list name.
+//! The ranges of page memory used by the commands of a list.
 
 use crate::device::{Command, Payload, Piece, Span};
 
-/// The spans of page memory that commands name.
+/// Returns the spans of page memory that commands name.
 pub fn page_spans(commands: &[Command]) -> Vec<Span> {
     let mut spans = Vec::new();
     for command in commands {

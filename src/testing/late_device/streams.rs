@@ -1,8 +1,8 @@
-//! Streams of callers, emulated: queues that stand still until a caller must have them run.
+//! Emulated callers' streams: queues that do not run until a caller requires it.
 //!
-//! They stand for a GPU's streams in tests of waits between threads. A stream that is held does not run, like
-//! one with an endless kernel in it. A thread that waits for the stream itself waits until it is let go. A
-//! caller that makes the host wait for a lane after such a stream is found out by a panic.
+//! They represent the streams of a GPU in tests of waits between threads. A held stream does not run, like
+//! one with an endless kernel. A thread that waits for the stream itself blocks until it is released. A
+//! caller that makes the host wait for a lane behind such a stream is detected by a panic.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,35 +10,35 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::device::{Device, Fence, RawStream};
 use crate::error::{Error, Result};
 
-/// The work that a stream does at its turn, with the device beneath.
+/// The work that a stream runs in its turn, on the underlying device.
 pub type StreamWork = Box<dyn FnOnce(&dyn Device) + Send>;
 
 /// The streams of a device, by their handles.
 #[derive(Default)]
 pub(super) struct Streams(BTreeMap<RawStream, LateStream>);
 
-/// One stream and its entries.
+/// A stream and its entries.
 #[derive(Default)]
 pub(super) struct LateStream {
     pub queue: VecDeque<StreamEntry>,
-    /// Number of entries ever queued.
+    /// The number of entries queued so far.
     pub given: u64,
-    /// Number of entries that are done.
+    /// The number of completed entries.
     pub reached: u64,
     pub is_held: bool,
     pub is_captured: bool,
-    /// Number of threads that wait for it.
+    /// The number of threads that wait for the stream.
     pub waiting: usize,
 }
 
 pub(super) enum StreamEntry {
     Work(StreamWork),
     After(Fence),
-    /// Another stream comes first, as far as this entry.
+    /// Another stream must first complete this number of entries.
     AfterStream(RawStream, u64),
 }
 
-/// The next handle. No stream is the default one, and none is another device's.
+/// The next handle. Handles are unique across devices, and never that of the default stream.
 static HANDLE_NEXT: AtomicU64 = AtomicU64::new(0x1000);
 
 impl Streams {
@@ -48,18 +48,18 @@ impl Streams {
         stream
     }
 
-    /// The stream with this handle.
+    /// Returns the stream with this handle.
     ///
     /// # Panics
-    /// If it was not made here.
+    /// If the stream is not of this device.
     pub fn of(&mut self, stream: RawStream) -> &mut LateStream {
         self.0.get_mut(&stream).expect("a stream of this device")
     }
 
-    /// The stream, if lanes may wait for it and it for them.
+    /// Returns the stream, if it can be synchronized with lanes.
     ///
     /// # Errors
-    /// `StreamRefused` if it is no stream of this device, or is being captured.
+    /// `StreamRefused` if it is not a stream of this device, or is being captured.
     pub fn usable(&mut self, stream: RawStream) -> Result<&mut LateStream> {
         let refused = |reason| Err(Error::StreamRefused { stream: stream.handle(), reason });
         match self.0.get_mut(&stream) {
@@ -69,8 +69,8 @@ impl Streams {
         }
     }
 
-    /// Whether a stream must be let go before this number of its entries are done. `is_behind` answers the
-    /// same for a fence.
+    /// Returns whether a stream must be released before `position` of its entries can be done. `is_behind`
+    /// returns the same for a fence.
     pub fn is_held(&self, stream: RawStream, position: u64, is_behind: &dyn Fn(Fence) -> bool) -> bool {
         let late = &self.0[&stream];
         let left = position.saturating_sub(late.reached) as usize;

@@ -1,10 +1,11 @@
-//! The states that a crash could have left, enumerated.
+//! The enumeration of all states that a crash could have left.
 //!
-//! A *kill* leaves everything that has happened visible, and pending changes still pending. A power cut that
-//! follows may drop those, so the images of an image are nested crashes. A *power cut* leaves a choice: one
-//! version of every pending sector and length, and some of the pending changes of names. All choices are
-//! tried where they are few. Otherwise a budget is spent: the telling ones first (nothing, everything, only
-//! names, only data, everything up to some time, all but one, only one), then seeded random ones.
+//! A *kill* leaves everything that has happened visible, and pending changes still pending. A subsequent
+//! power cut may drop those, so the images of an image are nested crashes. After a *power cut*, every pending
+//! sector and length has one of its versions, and some of the pending changes of names were kept. All
+//! combinations are tried if there are few. Otherwise, there is a budget: revealing ones are tried first
+//! (nothing, everything, only names, only data, everything up to some time, all but one, only one), then
+//! seeded random ones.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
@@ -18,26 +19,26 @@ use super::event::{DiskEvent, Moment, Tear, Tears};
 use super::node::FileId;
 use super::state::DiskState;
 
-/// A kind of crash, by the state that it leaves.
+/// A kind of crash, which determines the possible states after it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Crash {
-    /// The process dies: bytes that reached the page cache stay visible.
+    /// The process dies: bytes in the page cache stay visible.
     Kill,
-    /// The power goes: bytes that were not synced may be lost.
+    /// The power fails: bytes that were not synced may be lost.
     Power,
 }
 
-/// The choice of images to make.
+/// Options for the enumeration of images.
 #[derive(Clone, Debug)]
 pub struct CrashPlan {
-    /// Moments before these events, or in their middle; the range's end counts as the moment after the
-    /// last one. Default: all.
+    /// The events before or during which crashes are tried; the end of the range stands for the moment after
+    /// the last one. Default: all.
     pub events: Range<usize>,
-    /// The ways in which writes and puts are torn. Default: at up to 4 sector borders, and a few bytes.
+    /// The ways in which writes and puts are torn. Default: at up to 4 sector borders, and at a few bytes.
     pub tears: Tears,
-    /// The most images of one moment. Default: 64.
+    /// The maximum number of images per moment. Default: 64.
     pub images_max: usize,
-    /// Chooses among the images where they are too many. Default: 0.
+    /// The seed for choosing images if there are too many. Default: 0.
     pub seed: u64,
 }
 
@@ -47,25 +48,25 @@ impl Default for CrashPlan {
     }
 }
 
-/// A disk as a crash left it.
+/// A disk as left by a crash.
 #[derive(Debug)]
 pub struct CrashImage {
-    /// The disk: unlocked, without faults, without events.
+    /// The disk: unlocked, without faults and events.
     pub disk: SimDisk,
     /// The kind of crash.
     pub crash: Crash,
-    /// The moment at which it happened.
+    /// The moment of the crash.
     pub moment: Moment,
-    /// The values acknowledged before it, in order.
+    /// The values acknowledged before the crash, in order.
     pub acks: Arc<[u64]>,
-    /// The hash of the image: equal images have equal hashes.
+    /// A hash of the image, equal for equal images.
     pub hash: u64,
-    /// The event that was cut short or did not happen any more, the part of it that the crash left, and the
-    /// part of the pending changes.
+    /// A description: the event that was torn or did not occur, the stored part of it, and the kept part of
+    /// the pending changes.
     story: String,
 }
 
-/// Names the image so that a failing test can be read, and run again.
+/// Describes the image, so that a failing test can be understood and reproduced.
 impl fmt::Display for CrashImage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:?} at event {} ({})", self.crash, self.moment.event, self.story)
@@ -73,14 +74,14 @@ impl fmt::Display for CrashImage {
 }
 
 impl SimDisk {
-    /// The moments at which a crash could strike. Moments before a noted acknowledgement are left out: the
-    /// one after it has the same disk and more to answer for.
+    /// Returns the moments at which a crash could occur. Moments before a recorded acknowledgement are
+    /// omitted: the moment after it has the same disk and stricter requirements.
     #[must_use]
     pub fn moments(&self, events: Range<usize>, tears: Tears) -> Vec<Moment> {
         moments_of(&self.shared.lock().events, events, tears)
     }
 
-    /// The disk after the process died at a moment.
+    /// Returns the disk after the process died at a moment.
     ///
     /// # Panics
     /// If there was no such moment.
@@ -91,7 +92,7 @@ impl SimDisk {
         SimDisk::from_state(walk.state_at(moment))
     }
 
-    /// The disk after a power cut now that left nothing pending.
+    /// Returns the disk after a power cut now that discards all pending changes.
     #[must_use]
     pub fn after_power_cut(&self) -> SimDisk {
         SimDisk::from_state(self.shared.lock().now.after_power_cut(|_, _| false, |_| 0, |_, _| 0))
@@ -107,9 +108,9 @@ impl SimDisk {
         self.images(Crash::Power, plan, each);
     }
 
-    /// Calls `each` with every image. Equal images of equal acknowledgements are handed out once.
+    /// Calls `each` with every image. Equal images with equal acknowledgements are passed only once.
     fn images(&self, crash: Crash, plan: &CrashPlan, mut each: impl FnMut(CrashImage)) {
-        // A store's threads go on meanwhile: their events from here on are not in the walk.
+        // A store's threads continue during this; their later events are not part of the walk.
         let mut walk = Walk::new(self);
         let mut seen = HashSet::new();
         for moment in moments_of(&walk.events, plan.events.clone(), plan.tears) {
@@ -155,7 +156,7 @@ fn moments_of(history: &[DiskEvent], events: Range<usize>, tears: Tears) -> Vec<
     moments
 }
 
-/// Goes through a disk's history once.
+/// A single pass through the history of a disk.
 pub(super) struct Walk {
     pub(super) events: Vec<DiskEvent>,
     /// The disk's state before event `next`.
@@ -190,10 +191,10 @@ impl Walk {
     }
 }
 
-/// A pending change. A power cut leaves one version of it.
+/// A pending change, of which a power cut keeps one version.
 struct Item {
     what: ItemKind,
-    /// The time at which each version was made; version 0, the durable one, is not among them.
+    /// The time of each version; version 0, the durable one, is not included.
     stamps: Vec<u64>,
 }
 
@@ -201,7 +202,7 @@ struct Item {
 enum ItemKind {
     Length(FileId),
     Sector(FileId, usize),
-    /// A change of names, by its place in the folder's list.
+    /// A change of names, by its index in the folder's list.
     Name(Folder, usize),
 }
 
@@ -211,23 +212,23 @@ impl ItemKind {
     }
 }
 
-/// The version that is left of each item.
+/// The kept version of each item.
 type Pick = Vec<usize>;
 
-/// The pending changes of a disk, and the changes of names that need each other.
+/// The pending changes of a disk, and the dependencies between changes of names.
 struct PendingChanges<'a> {
     state: &'a DiskState,
     items: Vec<Item>,
     /// The index of each item in the list.
     indices: HashMap<ItemKind, usize>,
-    /// Pairs of items (earlier, later) whose changes concern one name; in the order of the later.
+    /// Pairs of items (earlier, later) whose changes concern the same name, ordered by the later.
     needs: Vec<(usize, usize)>,
 }
 
-/// A choice that tells more than a random one.
+/// A choice that reveals more than a random one.
 #[derive(Clone, Copy)]
 enum Telling {
-    /// Names and data as they were at these times.
+    /// Names and data as of these times.
     UpTo { names: u64, data: u64 },
     /// One item at a version, all others at their first or their last.
     One { item: usize, version: usize, others_last: bool },
@@ -261,12 +262,12 @@ impl<'a> PendingChanges<'a> {
         Self { state, items, indices, needs }
     }
 
-    /// The number of choices, changes of names taken as independent; saturates.
+    /// Returns the number of choices if changes of names were independent; saturates.
     fn choices(&self) -> usize {
         self.items.iter().fold(1, |product, item| item.stamps.len().saturating_add(1).saturating_mul(product))
     }
 
-    /// Takes back changes whose needs are not met.
+    /// Drops changes whose dependencies are not met.
     fn drop_unmet(&self, pick: &mut Pick) {
         for (earlier, later) in &self.needs {
             if pick[*earlier] == 0 {
@@ -275,7 +276,7 @@ impl<'a> PendingChanges<'a> {
         }
     }
 
-    /// Adds the changes that the chosen ones need.
+    /// Adds the dependencies of the chosen changes.
     fn add_needed(&self, pick: &mut Pick) {
         for (earlier, later) in self.needs.iter().rev() {
             if pick[*later] == 1 {
@@ -318,7 +319,7 @@ impl<'a> PendingChanges<'a> {
         }
     }
 
-    /// All choices, where they are few.
+    /// Returns all choices, if there are few.
     fn every_pick(&self) -> Vec<Pick> {
         let mut picks: Vec<Pick> = vec![Vec::new()];
         for item in &self.items {
@@ -335,7 +336,7 @@ impl<'a> PendingChanges<'a> {
         picks
     }
 
-    /// Some of the choices: the telling ones, and random ones.
+    /// Returns some of the choices: the revealing ones, and random ones.
     fn some_picks(&self, picks_max: usize, seed: u64) -> Vec<Pick> {
         let mut random = SplitMix(seed);
         let edges = [(0, 0), (u64::MAX, u64::MAX), (u64::MAX, 0), (0, u64::MAX)];
@@ -361,8 +362,8 @@ impl<'a> PendingChanges<'a> {
                 others_last: false,
             }));
         }
-        // If even these are too many, a random part of them is taken. A quarter is left to the random
-        // choices.
+        // If there are too many of these, a random part is used. A quarter of the budget is reserved for
+        // random choices.
         let room = (picks_max - picks_max / 4).max(certain);
         for index in certain..telling.len().min(room) {
             let other = index + random.below(telling.len() - index);
@@ -386,7 +387,7 @@ impl<'a> PendingChanges<'a> {
         picks
     }
 
-    /// The choice in words: the number of pending changes that are left at their last version.
+    /// Describes a choice: the number of pending changes kept at their last version.
     fn describe(&self, pick: &Pick) -> String {
         let count = |names: bool| {
             let of_kind = self.items.iter().zip(pick).filter(move |(item, _)| item.what.is_name() == names);
@@ -397,7 +398,7 @@ impl<'a> PendingChanges<'a> {
     }
 }
 
-/// The disks that a power cut could leave of a disk, with the choice in words.
+/// Returns the disks that a power cut could leave, with a description of each choice.
 fn power_images(state: &DiskState, images_max: usize, seed: u64) -> Vec<(DiskState, String)> {
     let pending = PendingChanges::of(state);
     let picks = if pending.choices() <= images_max {
@@ -408,7 +409,7 @@ fn power_images(state: &DiskState, images_max: usize, seed: u64) -> Vec<(DiskSta
     picks.into_iter().map(|pick| (pending.state(&pick), pending.describe(&pick))).collect()
 }
 
-/// Steele, Lea and Flood's SplitMix64: small, seeded, the same everywhere.
+/// SplitMix64 by Steele, Lea and Flood: small, seeded, and identical on all platforms.
 pub(super) struct SplitMix(pub(super) u64);
 
 impl SplitMix {
@@ -420,7 +421,7 @@ impl SplitMix {
         z ^ (z >> 31)
     }
 
-    /// A number below `bound`, which is above 0; the slight bias does not matter here.
+    /// Returns a number below `bound`, which must be above 0; the slight bias does not matter here.
     pub(super) fn below(&mut self, bound: usize) -> usize {
         (self.next() % bound as u64) as usize
     }

@@ -1,4 +1,4 @@
-//! Events of a simulated disk, in order, and the moments at which a crash can strike.
+//! The events of a simulated disk, in order, and the moments at which a crash can occur.
 
 use std::fmt;
 use std::sync::Arc;
@@ -8,47 +8,47 @@ use remanent_format::{FileName, Folder};
 
 use super::node::{FileId, Node};
 
-/// One completed operation.
+/// A completed operation.
 #[derive(Clone, Debug)]
 pub(super) enum DiskEvent {
-    /// A file was made, or one of that name emptied.
+    /// A file was created, or an existing file of that name was truncated.
     Create { file: FileName, id: FileId },
-    /// A file of another disk got a name here, too.
+    /// A file of another disk was linked under a name on this disk.
     Link { file: FileName, id: FileId, node: Arc<Node> },
-    /// Bytes were written by a file's `write_at` or `write_direct`.
+    /// Bytes were written by `write_at` or `write_direct` of a file.
     Write { file: FileName, id: FileId, offset: u64, bytes: Arc<[u8]> },
-    /// Bytes were put into a window.
+    /// Bytes were stored in a window.
     Put { file: FileName, id: FileId, offset: u64, bytes: Arc<[u8]> },
-    /// A file got space up to this length.
+    /// Space was allocated for a file up to this length.
     Reserve { file: FileName, id: FileId, end: u64 },
-    /// A file was cut to a length.
+    /// A file was truncated to a length.
     SetLen { file: FileName, id: FileId, len: u64 },
     /// A file was synced.
     SyncFile { file: FileName, id: FileId },
     /// A range of a window was synced.
     SyncWindow { file: FileName, id: FileId, offset: u64, len: u64 },
-    /// A sync of a file or of a window failed by an injected fault.
+    /// A sync of a file or of a window failed because of an injected fault.
     FailedSync { file: FileName, id: FileId, offset: u64, len: u64 },
-    /// A sync was left out by [`SimDisk::skip_syncs`](super::SimDisk::skip_syncs).
+    /// A sync was omitted by [`SimDisk::skip_syncs`](super::SimDisk::skip_syncs).
     Skipped { point: SyncPoint },
     /// A file was renamed.
     Rename { source: FileName, target: FileName },
     /// A file was removed.
     Remove { file: FileName },
-    /// A folder was made.
+    /// A folder was created.
     MakeFolder { folder: Folder },
     /// A folder was synced.
     SyncFolder { folder: Folder },
     /// Bytes were damaged on the medium.
     Damage { file: FileName, id: FileId, offset: u64, bytes: Arc<[u8]> },
-    /// A file's length was damaged on the medium.
+    /// The length of a file was damaged on the medium.
     Truncate { file: FileName, id: FileId, len: u64 },
-    /// The test noted an acknowledgement.
+    /// The test recorded an acknowledgement.
     Ack(u64),
 }
 
 impl DiskEvent {
-    /// The event as a crash in its middle left it; `None` if it happens whole or not at all.
+    /// Returns the event as a crash during it would leave it; `None` if the event is atomic.
     pub(super) fn torn(&self, tear: Tear) -> Option<Self> {
         let mut torn = self.clone();
         match &mut torn {
@@ -67,7 +67,7 @@ impl DiskEvent {
         }
     }
 
-    /// The ways to tear the event that `tears` asks for.
+    /// Returns the ways to tear the event, as selected by `tears`.
     pub(super) fn tears(&self, tears: Tears) -> Vec<Tear> {
         let (offset, len, is_put) = match self {
             DiskEvent::Write { offset, bytes, .. } => (*offset, bytes.len(), false),
@@ -80,7 +80,7 @@ impl DiskEvent {
             Tears::Few(count) => {
                 let first_border = SECTOR_LEN - (offset % SECTOR_LEN as u64) as usize;
                 let borders: Vec<usize> = (first_border..len).step_by(SECTOR_LEN).collect();
-                // The first and the last border, and some between, evenly.
+                // The first and the last border, and some in between at equal distances.
                 let step = borders.len().div_ceil(count.max(1)).max(1);
                 let some = borders.iter().step_by(step).chain(borders.last()).copied();
                 some.chain([1, len / 2, len.saturating_sub(1)]).collect()
@@ -129,7 +129,7 @@ impl fmt::Display for DiskEvent {
     }
 }
 
-/// One sync, as [`SimDisk::skip_syncs`](super::SimDisk::skip_syncs) sees it.
+/// A sync, as passed to the rule of [`SimDisk::skip_syncs`](super::SimDisk::skip_syncs).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum SyncPoint {
     /// A sync of a file.
@@ -143,28 +143,28 @@ pub enum SyncPoint {
 /// The part of a torn write or put that was stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Tear {
-    /// This number of its first bytes.
+    /// This number of the first bytes.
     Head(usize),
-    /// This number of its last bytes.
+    /// This number of the last bytes.
     Tail(usize),
 }
 
-/// The number of ways to tear each write and put that are tried.
+/// How many ways to tear each write and put are tried.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tears {
-    /// None: every event happens whole or not at all.
+    /// None: every event is atomic.
     None,
     /// After the first byte, in the middle, before the last byte, and at up to this number of sector borders.
     Few(usize),
-    /// At every byte of it.
+    /// At every byte of the write or put.
     Every,
 }
 
-/// The moment at which a crash strikes: before the event of that number (from 0), or in its middle.
+/// The moment of a crash: before the event with this number (from 0), or during it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Moment {
-    /// The number of the event: events before it are complete.
+    /// The number of the event: all earlier events are complete.
     pub event: usize,
-    /// The part that is left of the event itself, if any.
+    /// The stored part of the event itself, if any.
     pub tear: Option<Tear>,
 }

@@ -1,21 +1,21 @@
-//! Operations that fail on purpose.
+//! Injected failures of operations.
 //!
-//! The state that a failed operation leaves is in `file.rs` and `state.rs`: half of a write, and after a
-//! failed sync sectors that no later sync makes up for, though it succeeds. A write that is merely *short* is
-//! no fault at this seam: an implementation goes on where the write stopped, so that a crash in between is a
-//! torn write.
+//! `file.rs` and `state.rs` define the state after a failed operation: half of a write, and, after a failed
+//! sync, sectors that no later sync makes durable although it succeeds. A *short* write is not a fault at
+//! this interface: an implementation continues where the write stopped, so a crash in between is a torn
+//! write.
 
 use std::collections::BTreeMap;
 use std::io;
 
 use super::SimDisk;
 
-/// The system's number for "no space left".
+/// The error number for "no space left".
 pub const ENOSPC: i32 = 28;
-/// The system's number for an input or output error.
+/// The error number for an input or output error.
 pub const EIO: i32 = 5;
 
-/// A kind of operation, for faults.
+/// A kind of operation that can fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Operation {
     /// A call of `Disk::create`.
@@ -44,7 +44,7 @@ pub enum Operation {
     Write,
     /// A call of `DiskFile::write_direct`; half of the bytes are written.
     WriteDirect,
-    /// A call of `DiskFile::reserve`; half of the space is made.
+    /// A call of `DiskFile::reserve`; half of the space is allocated.
     Reserve,
     /// A call of `DiskFile::cut`.
     Cut,
@@ -58,20 +58,20 @@ pub enum Operation {
     SyncWindow,
 }
 
-/// Makes operations fail: the first `skip` of the kind succeed, the next `times` fail.
+/// A fault: the first `skip` operations of the kind succeed, the next `times` fail.
 #[derive(Clone, Copy, Debug)]
 pub struct DiskFault {
     /// The kind of operation.
     pub operation: Operation,
     /// The number of operations that succeed first.
     pub skip: usize,
-    /// The number of operations that fail then.
+    /// The number of operations that fail afterwards.
     pub times: usize,
-    /// The system's error number.
+    /// The error number to report.
     pub errno: i32,
 }
 
-/// The faults of a disk, and the failures they caused so far.
+/// The faults of a disk, and their effects so far.
 #[derive(Default)]
 pub(super) struct DiskFaults {
     waiting: Vec<DiskFault>,
@@ -80,7 +80,8 @@ pub(super) struct DiskFaults {
 }
 
 impl DiskFaults {
-    /// The error of the first fault that strikes this operation; counts down. `events` have happened before.
+    /// Returns the error of the first fault that applies to this operation, and counts down. `events` is the
+    /// number of earlier events.
     pub(super) fn strike(&mut self, operation: Operation, events: usize) -> Option<io::Error> {
         *self.calls.entry(operation).or_default() += 1;
         let mut struck = None;
@@ -100,12 +101,12 @@ impl DiskFaults {
 }
 
 impl SimDisk {
-    /// Adds a fault. Counting starts now.
+    /// Adds a fault, which counts operations from now on.
     pub fn fail(&self, fault: DiskFault) {
         self.shared.lock().faults.waiting.push(fault);
     }
 
-    /// The number of operations that are yet to fail, together.
+    /// Returns the total number of operations that are yet to fail.
     #[must_use]
     pub fn faults_left(&self) -> usize {
         let shared = self.shared.lock();
@@ -117,13 +118,13 @@ impl SimDisk {
         self.shared.lock().faults.waiting.clear();
     }
 
-    /// The number of operations of a kind so far, with those that failed.
+    /// Returns the number of operations of a kind so far, including failed ones.
     #[must_use]
     pub fn calls(&self, operation: Operation) -> usize {
         self.shared.lock().faults.calls.get(&operation).copied().unwrap_or(0)
     }
 
-    /// The number of events that had happened when the first fault struck; `None` if none did.
+    /// Returns the number of events before the first fault occurred; `None` if none did.
     #[must_use]
     pub fn struck_at(&self) -> Option<usize> {
         self.shared.lock().faults.struck_at

@@ -17,7 +17,7 @@ use crate::disk::{Disk, DiskFile, Window};
 use crate::error::Result;
 use crate::options::LogIo;
 
-/// One open file; the name is the one it was opened by.
+/// An open file, with the name by which it was opened.
 #[derive(Clone)]
 pub(super) struct SimFile {
     pub(super) disk: SimDisk,
@@ -27,7 +27,7 @@ pub(super) struct SimFile {
 }
 
 impl SimFile {
-    /// Records a write of as many bytes as the fault, if any, and the capacity let through.
+    /// Records a write of as many bytes as the capacity and the fault, if any, permit.
     fn store(&self, operation: Operation, offset: u64, bytes: &[u8]) -> io::Result<()> {
         let mut shared = self.disk.shared.lock();
         if !self.write {
@@ -92,7 +92,7 @@ impl DiskFile for SimFile {
         Ok(self.disk.shared.lock().now.node(self.id).visible.len())
     }
 
-    /// A name on another disk counts for good, also when it is gone.
+    /// A name on another disk counts permanently, even after it is removed.
     fn has_one_name(&self) -> Result<bool> {
         let shared = self.disk.shared.lock();
         let names = shared.now.names_of(self.id);
@@ -108,7 +108,7 @@ impl DiskFile for SimFile {
         self.read(Operation::Read, offset, out, false)
     }
 
-    /// Reads the durable bytes, whatever is visible.
+    /// Reads the durable bytes, regardless of the visible ones.
     fn read_past_cache(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         self.read(Operation::ReadPastCache, offset, out, true)
     }
@@ -118,8 +118,8 @@ impl DiskFile for SimFile {
         self.read(Operation::ReadProven, offset, out, false)
     }
 
-    /// The ranges that the medium holds as they are visible. None once something of the file was read: then
-    /// all was read ahead.
+    /// Returns the ranges whose visible bytes equal those on the medium; none once any part of the file was
+    /// read, because then the whole file was read ahead.
     fn uncached(&self) -> Vec<Range<u64>> {
         let shared = self.disk.shared.lock();
         if shared.read_ahead.contains(&self.id) {
@@ -138,7 +138,7 @@ impl DiskFile for SimFile {
         ranges
     }
 
-    /// Makes as much of the space as there is; the length shows how much that was.
+    /// Allocates as much of the space as is available; the length shows how much that was.
     fn reserve(&self, offset: u64, end: u64) -> Result<bool> {
         self.disk.check_writer()?;
         let reserve = || {
@@ -163,7 +163,7 @@ impl DiskFile for SimFile {
         reserve().map_err(file_failed("make space in", self.file, Some(offset)))
     }
 
-    /// Leaves the bytes where every reader finds them, and a power cut does, too, until they are synced.
+    /// Makes the bytes visible to every reader, but only pending until they are synced.
     fn write_direct(&self, offset: u64, blocks: &[u8]) -> Result<()> {
         self.disk.check_writer()?;
         assert!(is_aligned(offset, blocks), "direct writes go in whole blocks, from aligned memory");
@@ -235,7 +235,7 @@ impl Window for SimWindow {
     }
 }
 
-/// A mapped part of a file. Each put finds its space, because the part has it.
+/// A mapped part of a file. A put never fails for lack of space, because the part has it.
 struct SimPart {
     file: SimFile,
     range: Range<u64>,
@@ -266,7 +266,7 @@ impl Drop for SimPart {
     }
 }
 
-/// A window whose puts reach the file when they are synced, and in whole blocks.
+/// A window whose puts reach the file when they are synced, in whole blocks.
 struct SimDirectWindow {
     window: SimWindow,
     put: Mutex<Vec<(u64, Vec<u8>)>>,
@@ -274,7 +274,7 @@ struct SimDirectWindow {
 
 impl Window for SimDirectWindow {
     fn put(&self, offset: u64, bytes: &[u8]) -> Result<()> {
-        // A put of nothing right after a frame lies in no sync's range: it would wait for ever.
+        // An empty put right after a frame is in the range of no sync, and would remain forever.
         if !bytes.is_empty() {
             self.put.lock().push((offset, bytes.to_vec()));
         }

@@ -1,11 +1,12 @@
-//! A medium that lies about writes and reads. It said that it made a write, and did not: the sector keeps its
-//! older self (*lost*), or the bytes landed in another sector, of any file (*misdirected*). No sync fails,
-//! and the process sees nothing of it as long as the page cache answers; after the next power cut the medium
-//! does. Or the write is there, but the first read is given the bytes from before it (*stale*), once.
+//! A medium that lies about writes and reads. It reports a write as done, but the sector keeps its older
+//! bytes (*lost*), or the bytes were written to another sector of any file (*misdirected*). No sync fails,
+//! and the process notices nothing as long as the page cache contains the data; after the next power cut, the
+//! data comes from the medium. Or the write was done, but the first read returns the bytes from before it
+//! (*stale*), once.
 //!
-//! There is one lie at a time, and everything else about the disk is as it was. A run might have noticed the
-//! lie by reading back past the cache. It does not notice here, because its events are only told again. So
-//! the states are worse than those of an honest run.
+//! There is one lie at a time, and everything else on the disk is unchanged. A real run might have detected
+//! the lie by reading back past the cache, but the simulation only replays its events. Therefore these states
+//! are worse than those of an honest run.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -19,18 +20,18 @@ use super::node::{FileId, Sector};
 use super::state::DiskState;
 use super::{SimCore, SimDisk};
 
-/// The fate of a write that the medium said it made.
+/// What happened to a write that the medium reported as done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum LieKind {
-    /// The sector is as it was before.
+    /// The sector is unchanged.
     Lost,
-    /// The same, and another sector holds the bytes that were meant for it.
+    /// The sector is unchanged, and another sector contains the bytes intended for it.
     Misdirected,
-    /// The sector is as it was written, but the next read of it gives the bytes from before.
+    /// The sector was written, but the next read of it returns the previous bytes.
     Stale,
 }
 
-/// A sector whose next read gives its older self.
+/// A sector whose next read returns older bytes.
 pub(super) struct Stale {
     id: FileId,
     sector: usize,
@@ -38,8 +39,8 @@ pub(super) struct Stale {
 }
 
 impl SimCore {
-    /// Puts the stale sector's older self into the bytes that were read, if it is among them. Then the lie is
-    /// over.
+    /// Replaces bytes that were read with the older bytes of the stale sector, if the read includes it. The
+    /// lie is then over.
     pub(super) fn age(&mut self, id: FileId, offset: u64, out: &mut [u8]) {
         let Some(stale) = self.stale.take_if(|stale| {
             let start = (stale.sector * SECTOR_LEN) as u64;
@@ -55,25 +56,25 @@ impl SimCore {
     }
 }
 
-/// A disk after a power cut at the end of its history. One of its sectors was not written as the medium said.
+/// A disk after a power cut at the end of its history, on which one sector was not written as reported.
 #[derive(Debug)]
 pub struct Lie {
-    /// The disk: unlocked, without faults, without events.
+    /// The disk: unlocked, without faults and events.
     pub disk: SimDisk,
-    /// The fate of the write.
+    /// What happened to the write.
     pub kind: LieKind,
-    /// The file that was synced, by the name that it was opened by.
+    /// The synced file, by the name by which it was opened.
     pub file: FileName,
-    /// The sector's offset in the file, in bytes.
+    /// The offset of the sector in the file, in bytes.
     pub offset: u64,
-    /// The sync that should have written it, by its place in the history.
+    /// The index in the history of the sync that should have written the sector.
     pub event: usize,
 }
 
 impl SimDisk {
-    /// Calls `each` with every lie whose disk differs from the truth and from every earlier lie. For each
-    /// sector that a sync made durable these are the lost write, a misdirected one, whose target the seed
-    /// chooses, and the stale read.
+    /// Calls `each` with every lie whose disk differs from the true one and from those of all earlier lies.
+    /// For each sector that a sync made durable, these are the lost write, a misdirected write whose target
+    /// is chosen by `seed`, and the stale read.
     pub fn lies(&self, seed: u64, mut each: impl FnMut(Lie)) {
         let mut random = SplitMix(seed);
         let mut walk = Walk::new(self);
@@ -116,7 +117,7 @@ impl SimDisk {
     }
 }
 
-/// The state after these events and a power cut that leaves nothing pending.
+/// Returns the state after these events and a power cut that discards all pending changes.
 fn at_last(mut state: DiskState, events: &[DiskEvent]) -> DiskState {
     events.iter().for_each(|event| state.apply(event));
     state.after_power_cut(|_, _| false, |_| 0, |_, _| 0)
@@ -137,7 +138,7 @@ mod tests {
     use super::*;
     use crate::disk::Disk;
 
-    /// Two files of two sectors; the second sector of the first one is written twice.
+    /// Uses two files of two sectors; the second sector of the first one is written twice.
     #[test]
     fn a_lost_write_leaves_the_older_bytes_and_a_misdirected_one_strikes_another_sector() {
         let disk = SimDisk::new();
@@ -203,7 +204,7 @@ mod tests {
         disk.lies(0, |lie| {
             if lie.kind == LieKind::Stale && lie.offset == SECTOR_LEN as u64 {
                 let file = lie.disk.open(name, false).unwrap();
-                // Before the sector, across its beginning, across its end.
+                // Before the sector, across its beginning, and across its end.
                 let bytes = [(0, 512), (510, 4), (1022, 4)].map(|(offset, len)| {
                     let mut out = vec![0; len];
                     file.read_past_cache(offset, &mut out).unwrap();
@@ -212,7 +213,7 @@ mod tests {
                 found.push(bytes.map(|bytes| bytes[bytes.len() - 2..].to_vec()));
             }
         });
-        // Its bytes before it was ever written, and before it was written again.
+        // The bytes before the first write of the sector, and before the second.
         let again = vec![1, 1];
         let expected = [0, 1].map(|older| [again.clone(), vec![older; 2], again.clone()]);
         assert_eq!(found, expected);

@@ -1,9 +1,8 @@
-//! `SimDisk`: a disk in memory that remembers its history, so that a test can ask for every state that a
+//! `SimDisk`: an in-memory disk that records its history, from which a test can derive every state that a
 //! crash at any moment could have left.
 //!
-//! Read `state.rs` for the model of durability, `event.rs` for the events that are recorded, `crash.rs` for
-//! how the states after a crash are enumerated, `fault.rs` for operations that fail, `lies.rs` for a medium
-//! that does not do as it says.
+//! `state.rs` describes the durability model, `event.rs` the recorded events, `crash.rs` the enumeration of
+//! states after a crash, `fault.rs` failing operations, and `lies.rs` a lying medium.
 
 mod crash;
 mod event;
@@ -41,11 +40,10 @@ pub use lies::{Lie, LieKind};
 use node::FileId;
 use state::DiskState;
 
-/// The system's number for a handle that does not allow the operation.
+/// The error number for a handle that does not permit the operation.
 const EBADF: i32 = 9;
 
-/// A disk in memory. Clones are handles of the same disk; events are in the order in which its mutex was
-/// taken.
+/// An in-memory disk. Clones are handles of the same disk; events are ordered by acquisition of its mutex.
 ///
 /// ```
 /// use remanent::disk::Disk;
@@ -65,7 +63,7 @@ const EBADF: i32 = 9;
 #[derive(Clone)]
 pub struct SimDisk {
     shared: Arc<Mutex<SimCore>>,
-    /// The number of the last lock that was taken through this handle and its clones.
+    /// The number of the last lock taken through this handle and its clones.
     writer: Arc<AtomicU64>,
 }
 
@@ -78,29 +76,29 @@ struct SimCore {
     now: DiskState,
     events: Vec<DiskEvent>,
     locked: bool,
-    /// Whether locks keep no writer out.
+    /// Whether locks do not exclude other writers.
     has_no_locks: bool,
-    /// The number of writer locks that were taken: the number of the newest writer.
+    /// The number of writer locks taken, which is the number of the newest writer.
     writers: u64,
     /// The number of readers that hold each snapshot.
     held: BTreeMap<SnapshotId, usize>,
     retiring: BTreeSet<SnapshotId>,
     capacity: Option<u64>,
-    /// Bytes that must be free for a rename.
+    /// The number of bytes that must be free for a rename.
     name_bytes: u64,
-    /// Bytes that must be free for a new file.
+    /// The number of bytes that must be free for a new file.
     file_bytes: u64,
     faults: DiskFaults,
     skip: Option<SkipRule>,
-    /// A sector whose next read gives its older self.
+    /// A sector whose next read returns older bytes.
     stale: Option<Stale>,
-    /// Files that were read in part, so that a page cache would have them.
+    /// Files that were partly read, so that a page cache would contain them.
     read_ahead: BTreeSet<FileId>,
-    /// The number of parts of each file that are mapped.
+    /// The number of mapped parts of each file.
     mapped: BTreeMap<FileId, usize>,
-    /// A way to write images that this disk refuses.
+    /// A way to write images that this disk does not support.
     refused: Option<ImageIo>,
-    /// How often watchers were told of a file.
+    /// How often watchers were notified about a file.
     tells: u64,
 }
 
@@ -110,7 +108,7 @@ impl SimCore {
         self.events.push(event);
     }
 
-    /// The error of the first fault that strikes this operation; counts down.
+    /// Returns the error of the first fault that applies to this operation, and counts down.
     fn fault(&mut self, operation: Operation) -> Option<io::Error> {
         self.faults.strike(operation, self.events.len())
     }
@@ -119,7 +117,7 @@ impl SimCore {
         self.fault(operation).map_or(Ok(()), Err)
     }
 
-    /// Whether a sync is to be left out; then it is recorded as such.
+    /// Returns whether a sync is to be omitted, and records that.
     fn skips(&mut self, point: SyncPoint) -> bool {
         let skips = self.skip.as_mut().is_some_and(|rule| rule(point));
         if skips {
@@ -128,7 +126,7 @@ impl SimCore {
         skips
     }
 
-    /// The file that is to get another name, if there is space for that.
+    /// Returns the file to be given another name, if there is space for that.
     fn find_for_name(&self, file: FileName) -> io::Result<FileId> {
         let found = self.now.find(file).ok_or_else(not_found)?;
         match self.capacity {
@@ -139,7 +137,7 @@ impl SimCore {
         }
     }
 
-    /// Whether there is space for a new file.
+    /// Returns an error if there is no space for a new file.
     fn check_for_file(&self) -> io::Result<()> {
         match self.capacity {
             Some(capacity) if self.now.used_bytes() + self.file_bytes > capacity => {
@@ -149,7 +147,7 @@ impl SimCore {
         }
     }
 
-    /// The number of `len` bytes at `offset` that there is space for.
+    /// Returns how many of `len` bytes at `offset` fit on the disk.
     fn fitting(&self, id: FileId, offset: u64, len: usize) -> usize {
         let Some(capacity) = self.capacity else { return len };
         let file_len = self.now.node(id).visible.len();
@@ -171,7 +169,7 @@ impl fmt::Debug for SimDisk {
 }
 
 impl SimDisk {
-    /// An empty disk.
+    /// Creates an empty disk.
     #[must_use]
     pub fn new() -> Self {
         Self::from_state(DiskState::default())
@@ -182,7 +180,7 @@ impl SimDisk {
         Self { shared: Arc::new(Mutex::new(shared)), writer: Arc::default() }
     }
 
-    /// A disk whose locks keep no writer out.
+    /// Creates a disk whose locks do not exclude other writers.
     #[must_use]
     pub fn without_locks() -> Self {
         let disk = Self::new();
@@ -190,13 +188,13 @@ impl SimDisk {
         disk
     }
 
-    /// A handle of the same disk for another writer, as another process has one.
+    /// Returns a handle of the same disk for another writer, as if in another process.
     #[must_use]
     pub fn for_another_writer(&self) -> Self {
         Self { shared: self.shared.clone(), writer: Arc::default() }
     }
 
-    /// Refuses a change by a writer whose store another one has opened since.
+    /// Returns an error if another writer has opened the store since.
     fn check_newest(&self, shared: &SimCore) -> Result<()> {
         match self.writer.load(Ordering::Relaxed) {
             writer if writer > 0 && writer < shared.writers => {
@@ -206,60 +204,60 @@ impl SimDisk {
         }
     }
 
-    /// The number of events that have happened.
+    /// Returns the number of events so far.
     #[must_use]
     pub fn events(&self) -> usize {
         self.shared.lock().events.len()
     }
 
-    /// The disk's events, a line each, for a failing test's message.
+    /// Returns the events, one line each, for the message of a failing test.
     #[must_use]
     pub fn history(&self) -> Vec<String> {
         self.shared.lock().events.iter().map(ToString::to_string).collect()
     }
 
-    /// Records that something was acknowledged; images after this hold the value in `acks`.
+    /// Records an acknowledgement; later images contain the value in `acks`.
     pub fn note_ack(&self, value: u64) {
         self.shared.lock().record(DiskEvent::Ack(value));
     }
 
-    /// Limits the sum of the files' lengths: an operation that would exceed it fails with ENOSPC. Writes
-    /// within a file's length always succeed.
+    /// Limits the total length of the files: an operation that would exceed it fails with ENOSPC. Writes
+    /// within the length of a file always succeed.
     pub fn set_capacity(&self, bytes: Option<u64>) {
         self.shared.lock().capacity = bytes;
     }
 
-    /// Refuses a rename with ENOSPC where fewer bytes than these are free, as XFS does while a folder must
-    /// grow for the new name. It takes none of them.
+    /// Makes renames fail with ENOSPC if fewer bytes than these are free, like XFS if a folder must grow for
+    /// the new name. A rename uses none of them.
     pub fn set_name_bytes(&self, bytes: u64) {
         self.shared.lock().name_bytes = bytes;
     }
 
-    /// Refuses a new file with ENOSPC where fewer bytes than these are free, as XFS does, which puts by the
-    /// space for 64 inodes. It takes none of them.
+    /// Makes the creation of files fail with ENOSPC if fewer bytes than these are free, like XFS, which
+    /// reserves space for 64 inodes. A new file uses none of them.
     pub fn set_file_bytes(&self, bytes: u64) {
         self.shared.lock().file_bytes = bytes;
     }
 
-    /// Refuses a way to write images.
+    /// Makes a way to write images unsupported.
     pub fn refuse_images(&self, io: ImageIo) {
         self.shared.lock().refused = Some(io);
     }
 
-    /// How often watchers were told of a file, as if a system call had written it.
+    /// Returns how often watchers were notified about a file, as if a system call had written it.
     #[must_use]
     pub fn tells(&self) -> u64 {
         self.shared.lock().tells
     }
 
-    /// Bytes that the files take together.
+    /// Returns the total length of all files.
     #[must_use]
     pub fn used_bytes(&self) -> u64 {
         self.shared.lock().now.used_bytes()
     }
 
-    /// Makes every sync that `rule` accepts do nothing and succeed: so a test shows that the sync matters.
-    /// The rule runs inside the operation and must not use the disk.
+    /// Makes every sync that `rule` accepts succeed without effect, so that a test can show that the sync
+    /// matters. The rule runs inside the operation and must not use the disk.
     pub fn skip_syncs(&self, rule: impl FnMut(SyncPoint) -> bool + Send + 'static) {
         self.shared.lock().skip = Some(Box::new(rule));
     }
@@ -284,7 +282,7 @@ impl SimDisk {
         shared.record(DiskEvent::Truncate { file, id, len });
     }
 
-    /// All of a file's bytes; `None` if there is no such file.
+    /// Returns all bytes of a file; `None` if there is no such file.
     #[must_use]
     pub fn bytes(&self, file: FileName) -> Option<Vec<u8>> {
         let shared = self.shared.lock();
@@ -419,12 +417,12 @@ impl Disk for SimDisk {
         Ok(Arc::new(self.handle(file, id, write)))
     }
 
-    /// Copies the file's bytes with all their pending versions. The copy stays the same as long as the file
-    /// is not written to any more.
+    /// Copies the file's bytes with all their pending versions. The copy equals the original as long as the
+    /// file is not written to anymore.
     fn link(&self, source: &dyn Disk, file: FileName) -> Result<bool> {
         let source: &dyn Any = source;
         let Some(source) = source.downcast_ref::<Self>() else { return Ok(false) };
-        // One lock at a time: both may be the same disk.
+        // Only one lock at a time, because both may be the same disk.
         let node = {
             let source = source.shared.lock();
             source.now.find(file).map(|id| source.now.nodes[&id].clone())
@@ -492,7 +490,7 @@ impl ReadAt for SimDisk {
     }
 }
 
-/// A lock that is released when this is dropped.
+/// A lock that is released when dropped.
 struct SimLock {
     disk: SimDisk,
     locked: SimLockKind,
@@ -505,7 +503,7 @@ impl SimLock {
     }
 }
 
-/// The lock that a guard holds.
+/// The lock held by a guard.
 enum SimLockKind {
     Store,
     Held(SnapshotId),

@@ -1,4 +1,4 @@
-//! One file of a simulated disk: its bytes on the medium, and its bytes that are only on their way there.
+//! A file of a simulated disk: its durable bytes, and those that are still pending.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -9,11 +9,11 @@ use remanent_format::limits::SECTOR_LEN;
 
 use crate::base::sync::atomic::AtomicBool;
 
-/// A file itself, whatever its names.
+/// The identity of a file, independent of its names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct FileId(pub(super) u64);
 
-/// One sector's bytes with their hash, so that whole disks are compared without reading them.
+/// The bytes of a sector with their hash, so that whole disks can be compared without reading them.
 #[derive(Debug)]
 pub(super) struct Sector {
     bytes: [u8; SECTOR_LEN],
@@ -27,7 +27,7 @@ impl Sector {
         Arc::new(Self { bytes, hash: hasher.finish() })
     }
 
-    /// A number that tells contents apart.
+    /// Returns a hash that distinguishes contents.
     pub(super) fn hash(&self) -> u64 {
         self.hash
     }
@@ -42,7 +42,7 @@ impl Sector {
     }
 }
 
-/// A file's length and bytes. Bytes of the last sector beyond the length are zero.
+/// The length and bytes of a file. The bytes of the last sector beyond the length are zero.
 #[derive(Clone, Debug, Default)]
 pub(super) struct FileContent {
     len: u64,
@@ -58,12 +58,13 @@ impl FileContent {
         self.sectors.len()
     }
 
-    /// A sector of the content; past the end it is zeros.
+    /// Returns a sector of the content; zeros past the end.
     pub(super) fn sector(&self, index: usize) -> Arc<Sector> {
         self.sectors.get(index).cloned().unwrap_or_else(Sector::zero)
     }
 
-    /// Fills `out` from `offset`; false if the content ends before. Nothing can be read anywhere.
+    /// Reads `out` from `offset`; returns `false` if the content ends before. An empty read succeeds at any
+    /// offset.
     pub(super) fn read(&self, offset: u64, out: &mut [u8]) -> bool {
         let end = offset.checked_add(out.len() as u64);
         if !out.is_empty() && end.is_none_or(|end| end > self.len) {
@@ -75,7 +76,7 @@ impl FileContent {
         true
     }
 
-    /// Sets the length: cuts, or extends with zeros.
+    /// Truncates the content, or extends it with zeros.
     fn resize(&mut self, len: u64) {
         self.len = len;
         self.sectors.resize_with(len.div_ceil(SECTOR_LEN as u64) as usize, Sector::zero);
@@ -91,7 +92,8 @@ impl FileContent {
     }
 }
 
-/// The sectors that `len` bytes at `offset` touch: index, range within the sector, range within the bytes.
+/// Returns the sectors that `len` bytes at `offset` touch: the index, the range within the sector, and the
+/// range within the bytes.
 fn pieces(offset: u64, len: usize) -> impl Iterator<Item = (usize, Range<usize>, Range<usize>)> {
     let mut done = 0;
     std::iter::from_fn(move || {
@@ -106,38 +108,38 @@ fn pieces(offset: u64, len: usize) -> impl Iterator<Item = (usize, Range<usize>,
     })
 }
 
-/// The sectors that a range of bytes touches.
+/// Returns the sectors that a range of bytes touches.
 pub(super) fn sectors_of(offset: u64, len: u64) -> Range<usize> {
     let first = offset / SECTOR_LEN as u64;
     let end = if len == 0 { first } else { (offset + len).div_ceil(SECTOR_LEN as u64) };
     first as usize..end as usize
 }
 
-/// A version of a sector, a length or a name since its last sync, with the time at which it was made.
+/// A version of a sector, a length or a name since its last sync, with its creation time.
 #[derive(Clone, Debug)]
 pub(super) struct StampedVersion<T> {
     pub(super) stamp: u64,
     pub(super) value: T,
 }
 
-/// A file's contents, and their pending versions.
+/// The contents of a file, and their pending versions.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Node {
     pub(super) visible: FileContent,
     pub(super) durable: FileContent,
-    /// Each dirty sector's versions, oldest first; the last is the visible one.
+    /// The versions of each dirty sector, oldest first; the last is the visible one.
     pub(super) sectors: BTreeMap<usize, Vec<StampedVersion<Arc<Sector>>>>,
-    /// Lengths since the last sync, oldest first; the last is the visible one.
+    /// The lengths since the last sync, oldest first; the last is the visible one.
     pub(super) lengths: Vec<StampedVersion<u64>>,
-    /// Dirty sectors that a failed sync has taken for clean: no later sync writes them.
+    /// Dirty sectors that a failed sync has marked as clean: no later sync writes them.
     pub(super) lost: BTreeSet<usize>,
-    /// Whether a failed sync has taken the length for clean.
+    /// Whether a failed sync has marked the length as clean.
     pub(super) length_lost: bool,
-    /// Whether the medium holds other bytes than it said.
+    /// Whether the medium contains other bytes than reported.
     pub(super) lied_about: bool,
-    /// Whether the file has, or had, a name on another disk. Nothing is written to it any more: the other
-    /// disk has a copy, where a file system would have the same bytes. All versions of the file share this:
-    /// it is no event of a disk that another one links a file of it.
+    /// Whether the file has, or had, a name on another disk. It is no longer written to, because the other
+    /// disk has a copy, where a file system would have the same file. All versions of the file share this
+    /// flag: linking it from another disk is not an event of this one.
     pub(super) is_shared: Arc<AtomicBool>,
 }
 
@@ -164,7 +166,7 @@ impl Node {
     }
 
     pub(super) fn set_len(&mut self, stamp: u64, len: u64) {
-        // What is cut away reads as zeros when the file grows again, in the last sector, too.
+        // Bytes cut off read as zeros when the file grows again, including those in the last sector.
         let kept = len.div_ceil(SECTOR_LEN as u64) as usize;
         for index in kept..self.visible.sectors.len() {
             self.set_sector(stamp, index, Sector::zero());
@@ -180,7 +182,7 @@ impl Node {
         self.length_lost = false;
     }
 
-    /// Makes the length and exactly these sectors durable: a window's sync promises no more.
+    /// Makes the length and exactly these sectors durable, since the sync of a window promises no more.
     pub(super) fn sync(&mut self, range: Range<usize>) {
         if !self.length_lost {
             self.lengths.clear();
@@ -196,25 +198,25 @@ impl Node {
         }
     }
 
-    /// Notes these sectors, and the length, as lost by a failed sync: see the head of this file.
+    /// Marks these sectors and the length as lost by a failed sync, as described in `state.rs`.
     pub(super) fn lose(&mut self, range: Range<usize>) {
         self.lost.extend(self.sectors.range(range).map(|(index, _)| *index));
         self.length_lost = !self.lengths.is_empty();
     }
 
-    /// Changes bytes as a fault of the medium, or another program, does: at once durable.
+    /// Changes bytes as a fault of the medium, or another program, would; the change is immediately durable.
     pub(super) fn damage(&mut self, stamp: u64, offset: u64, bytes: &[u8]) {
         self.write(stamp, offset, bytes);
         self.sync(sectors_of(offset, bytes.len() as u64));
     }
 
-    /// Whether all visible bytes are durable.
+    /// Returns whether all visible bytes are durable.
     pub(super) fn is_clean(&self) -> bool {
         self.sectors.is_empty() && self.lengths.is_empty() && !self.lied_about
     }
 
-    /// The sectors that the medium holds as they are visible: there is no telling whether the page cache has
-    /// them.
+    /// Returns the sectors whose visible bytes equal those on the medium, which may or may not be in the page
+    /// cache.
     pub(super) fn clean_sectors(&self) -> impl Iterator<Item = usize> {
         let both = self.visible.sectors.iter().zip(&self.durable.sectors).enumerate();
         let is_clean = |index: &usize| !self.sectors.contains_key(index);
@@ -223,7 +225,7 @@ impl Node {
             .filter(is_clean)
     }
 
-    /// The sectors that are durable with other bytes than they were before.
+    /// Returns the sectors whose durable bytes differ from those before.
     pub(super) fn newly_durable(&self, before: &Self) -> Vec<usize> {
         let sectors = self.durable.sectors.iter().enumerate();
         sectors
@@ -232,19 +234,19 @@ impl Node {
             .collect()
     }
 
-    /// A sector as it is on the medium; past the file's end it is zeros.
+    /// Returns a sector as on the medium; zeros past the end of the file.
     pub(super) fn durable_sector(&self, index: usize) -> Arc<Sector> {
         self.durable.sector(index)
     }
 
-    /// Puts a sector that was said to be durable back to its bytes from before.
+    /// Restores the previous bytes of a sector that was reported as durable.
     pub(super) fn lose_write(&mut self, sector: usize, before: &Self) {
         self.durable.sectors[sector] = before.durable.sector(sector);
         self.lied_about = true;
     }
 
-    /// The file after a power cut that left the chosen version of each sector, and of the length: 0 is the
-    /// durable one, n the n-th since.
+    /// Returns the file after a power cut that kept the chosen version of each sector and of the length: 0 is
+    /// the durable one, n the n-th since.
     pub(super) fn after_power_cut(&self, length: usize, sector: impl Fn(usize) -> usize) -> Self {
         let mut content = self.durable.clone();
         let len = length.checked_sub(1).map_or(self.durable.len, |version| self.lengths[version].value);

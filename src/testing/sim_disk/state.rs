@@ -1,22 +1,21 @@
-//! The state of a simulated disk: the bytes and names on the medium, and those that are only on their way
-//! there.
+//! The state of a simulated disk: durable bytes and names, and those that are still pending.
 //!
-//! The model is deliberately worse than any file system that the store is meant for:
+//! The model is deliberately worse than any file system for which the store is intended:
 //!
-//! - A file has a *visible* content, which every reader sees at once and which outlives the process, and a
-//!   *durable* one, which outlives a power cut. Changes since the last sync are *pending*: for each sector of
-//!   512 bytes every version that it has had since, and every length. A power cut leaves of each sector, and
-//!   of the length, any one version or the durable one, independently. So writes are lost, reordered and torn
-//!   between sectors.
+//! - A file has a *visible* content, which every reader sees immediately and which survives the process, and
+//!   a *durable* one, which survives a power cut. Changes since the last sync are *pending*: for each sector
+//!   of 512 bytes, every version that it has had since, and every length. After a power cut, each sector and
+//!   the length independently have any one of these versions or the durable one. So writes are lost,
+//!   reordered and torn between sectors.
 //! - A folder has visible and durable names, and pending changes of names. A power cut keeps any subset of
-//!   the changes in which each name's own changes are a prefix. Renames within a folder are atomic, as they
-//!   are on every journaled file system. Of a rename to another folder a power cut may keep either half.
-//! - A sync of a file makes content and length durable, never the file's name.
-//! - A link gives a file of another disk a name here; a power cut may take the name.
-//! - A medium that lies (`lies.rs`) says that it wrote a sector, and did not, or wrote it elsewhere, or gives
-//!   a sector's older self to the next read.
+//!   the changes in which the changes of each name form a prefix. Renames within a folder are atomic, as on
+//!   every journaled file system. Of a rename to another folder, a power cut may keep either half.
+//! - A sync of a file makes content and length durable, but never the name of the file.
+//! - A link gives a file of another disk a name on this one; a power cut may lose the name.
+//! - A lying medium (`lies.rs`) reports a sector as written although it was not, or writes it elsewhere, or
+//!   returns an older version of a sector to the next read.
 //! - A failed sync makes nothing durable, and a later one does not make up for it: those bytes stay pending
-//!   until they are written again. That is what ext4 does.
+//!   until they are written again. This is the behavior of ext4.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -27,7 +26,7 @@ use remanent_format::{FileName, Folder};
 use super::event::DiskEvent;
 use super::node::{FileId, Node, StampedVersion, sectors_of};
 
-/// A change of names in one folder.
+/// A change of names in a folder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum NameChange {
     Link(FileName, FileId),
@@ -37,7 +36,8 @@ pub(super) enum NameChange {
 }
 
 impl NameChange {
-    /// Whether both concern one name, so that the later one can only last if the earlier one does.
+    /// Returns whether both changes concern the same name, so that the later one can survive only if the
+    /// earlier one does.
     pub(super) fn meets(&self, other: &Self) -> bool {
         let names = |change: &Self| match *change {
             NameChange::Link(name, _) | NameChange::Remove(name) => [Some(name), None],
@@ -49,7 +49,7 @@ impl NameChange {
     }
 }
 
-/// The entries that a folder holds.
+/// The entries of a folder.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub(super) struct Entries {
     pub(super) files: BTreeMap<FileName, FileId>,
@@ -76,12 +76,12 @@ impl Entries {
     }
 }
 
-/// A folder's names, and their pending changes.
+/// The names in a folder, and their pending changes.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Names {
     pub(super) visible: Entries,
     pub(super) durable: Entries,
-    /// Changes since the last sync, oldest first.
+    /// The changes since the last sync, oldest first.
     pub(super) pending: Vec<StampedVersion<NameChange>>,
 }
 
@@ -98,30 +98,30 @@ pub(super) struct DiskState {
     pub(super) nodes: BTreeMap<FileId, Arc<Node>>,
     pub(super) folders: BTreeMap<Folder, Names>,
     next_file: u64,
-    /// A clock that rises with every event; it orders the versions.
+    /// A clock that advances with every event and orders the versions.
     clock: u64,
 }
 
 impl DiskState {
-    /// Whether the folder exists, as the process sees it. The store directory always does.
+    /// Returns whether the folder exists, as visible to the process. The store directory always exists.
     pub(super) fn has_folder(&self, folder: Folder) -> bool {
         folder == Folder::Root
             || self.folders.get(&Folder::Root).is_some_and(|root| root.visible.folders.contains(&folder))
     }
 
-    /// The names in a folder, as the process sees them.
+    /// Returns the names in a folder, as visible to the process.
     pub(super) fn entries(&self, folder: Folder) -> Entries {
         let known = self.has_folder(folder).then(|| self.folders.get(&folder)).flatten();
         known.map(|names| names.visible.clone()).unwrap_or_default()
     }
 
-    /// The file of that name, as the process sees it.
+    /// Returns the file with that name, as visible to the process.
     pub(super) fn find(&self, file: FileName) -> Option<FileId> {
         let names = self.has_folder(file.folder()).then(|| self.folders.get(&file.folder())).flatten()?;
         names.visible.files.get(&file).copied()
     }
 
-    /// How many names lead to a file, as the process sees it.
+    /// Returns the number of names of a file, as visible to the process.
     pub(super) fn names_of(&self, id: FileId) -> usize {
         let names = self.folders.values().flat_map(|names| names.visible.files.values());
         names.filter(|named| **named == id).count()
@@ -131,12 +131,12 @@ impl DiskState {
         &self.nodes[&id]
     }
 
-    /// An id for a new file.
+    /// Returns an id for a new file.
     pub(super) fn new_id(&self) -> FileId {
         FileId(self.next_file)
     }
 
-    /// The bytes of all files that have a name.
+    /// Returns the total length of all files that have a name.
     pub(super) fn used_bytes(&self) -> u64 {
         let named =
             Folder::INNER.into_iter().chain([Folder::Root]).flat_map(|folder| self.entries(folder).files);
@@ -209,7 +209,7 @@ impl DiskState {
         }
     }
 
-    /// All sectors on the medium but one.
+    /// Returns all sectors on the medium except one.
     pub(super) fn durable_sectors(&self, except: (FileId, usize)) -> Vec<(FileId, usize)> {
         let of_node = |(id, node): (&FileId, &Arc<Node>)| {
             let id = *id;
@@ -218,7 +218,7 @@ impl DiskState {
         self.nodes.iter().flat_map(of_node).filter(|sector| *sector != except).collect()
     }
 
-    /// Puts the durable bytes of one sector in another one's place.
+    /// Overwrites the durable bytes of `target` with those of `source`.
     pub(super) fn misdirect(&mut self, source: (FileId, usize), target: (FileId, usize)) {
         let bytes = self.node(source.0).durable.sector(source.1);
         let node = self.node_mut(target.0);
@@ -234,8 +234,8 @@ impl DiskState {
         self.folders.entry(folder).or_default()
     }
 
-    /// The disk after a power cut that left the chosen versions of files and changes of names. `length` and
-    /// `sector` choose as in [`Node::after_power_cut`].
+    /// Returns the disk after a power cut that kept the chosen versions of files and changes of names.
+    /// `length` and `sector` choose as in [`Node::after_power_cut`].
     pub(super) fn after_power_cut(
         &self,
         keeps: impl Fn(Folder, usize) -> bool,
@@ -252,7 +252,7 @@ impl DiskState {
                 (*folder, Names { visible: entries.clone(), durable: entries, pending: Vec::new() })
             })
             .collect();
-        // A folder whose own entry is lost takes its files with it.
+        // If the entry of a folder is lost, so are the files in it.
         let kept = folders.get(&Folder::Root).map(|root| root.durable.folders.clone()).unwrap_or_default();
         folders.retain(|folder, _| *folder == Folder::Root || kept.contains(folder));
         let named: BTreeSet<FileId> =
@@ -272,7 +272,7 @@ impl DiskState {
         Self { nodes, folders, next_file: self.next_file, clock: self.clock }
     }
 
-    /// The files that have, had or may get a name again: all others cannot be seen after a crash.
+    /// Returns the files that have, had or may again have a name: no others can be seen after a crash.
     pub(super) fn reachable(&self) -> BTreeSet<FileId> {
         let linked = |change: &StampedVersion<NameChange>| match change.value {
             NameChange::Link(_, id) => Some(id),
@@ -287,7 +287,7 @@ impl DiskState {
             .collect()
     }
 
-    /// A hash of everything that a crash or a reader can see, now or later.
+    /// Returns a hash of everything that a crash or a reader can observe, now or later.
     pub(super) fn hash(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
         for (folder, names) in &self.folders {

@@ -1,4 +1,4 @@
-//! The crash images that are made, and the facts known of each.
+//! The crash images that are created, and their properties.
 
 use super::*;
 
@@ -13,7 +13,8 @@ fn images_know_the_acknowledgements_before_them() {
     let plan = CrashPlan { events: first..usize::MAX, ..every() };
     let mut seen = Vec::new();
     disk.kill_images(&plan, |image| seen.push((heads(&image.disk).unwrap()[0], image.acks.to_vec())));
-    // None stands between a write and its acknowledgement: the one after it asks more of the same disk.
+    // There is no image between a write and its acknowledgement: the next image has the same disk and
+    // stricter requirements.
     assert_eq!(seen, [(0, vec![]), (1, vec![11]), (2, vec![11, 22])]);
     let mut seen = BTreeSet::new();
     disk.power_images(&plan, |image| {
@@ -40,7 +41,7 @@ fn images_beyond_the_budget_are_a_seeded_choice_without_repetition() {
     assert_ne!(images, hashes(2));
 }
 
-/// The telling choices are among the images even where the budget is far too small for all.
+/// The revealing choices are included even if the budget is far too small for all.
 #[test]
 fn a_small_budget_still_holds_nothing_everything_only_names_and_only_data() {
     let (disk, file) = with_segment(64);
@@ -71,6 +72,6 @@ fn a_budget_leaves_names_in_order() {
         let old = image.disk.bytes(SEGMENT).unwrap().len() == 64 * SECTOR_LEN;
         seen.insert((old, image.disk.bytes(TEMPORARY).is_some()));
     });
-    // A new file has the name, or the old one still has it; and one more may wait under its own.
+    // The name refers to the old file or a new one, and another new one may exist under the temporary name.
     assert_eq!(seen, [(false, false), (false, true), (true, false), (true, true)].into());
 }

@@ -13,7 +13,7 @@ const SECTOR: u64 = SECTOR_LEN as u64;
 const SEGMENT: FileName = FileName::Segment(0);
 const TEMPORARY: FileName = FileName::Temporary(Folder::Log, 0);
 
-/// Every byte of every tear, and all choices.
+/// All tears at every byte, and all choices.
 fn every() -> CrashPlan {
     CrashPlan { tears: Tears::Every, images_max: 100_000, ..CrashPlan::default() }
 }
@@ -23,7 +23,7 @@ fn at_the_end(disk: &SimDisk) -> CrashPlan {
     CrashPlan { events: disk.events()..usize::MAX, ..every() }
 }
 
-/// A disk with a synced segment of this number of zero sectors.
+/// Creates a disk with a synced segment of `sectors` zero sectors.
 fn with_segment(sectors: u64) -> (SimDisk, Arc<dyn DiskFile>) {
     let disk = SimDisk::new();
     disk.make_folder(Folder::Log).unwrap();
@@ -35,12 +35,12 @@ fn with_segment(sectors: u64) -> (SimDisk, Arc<dyn DiskFile>) {
     (disk, file)
 }
 
-/// The first byte of every sector of the segment; `None` if there is no segment.
+/// Returns the first byte of every sector of the segment; `None` if there is no segment.
 fn heads(disk: &SimDisk) -> Option<Vec<u8>> {
     Some(disk.bytes(SEGMENT)?.chunks(SECTOR_LEN).map(|sector| sector[0]).collect())
 }
 
-/// The results of `see` on each image that a power cut could leave after the last event.
+/// Returns the results of `see` on each image that a power cut could leave after the last event.
 fn after_power_cuts<T: Ord>(disk: &SimDisk, see: impl Fn(&SimDisk) -> T) -> BTreeSet<T> {
     let mut seen = BTreeSet::new();
     disk.power_images(&at_the_end(disk), |image| {
@@ -110,7 +110,7 @@ fn a_folder_whose_name_is_lost_takes_its_files_with_it() {
         |disk: &SimDisk| (Disk::list(disk, Folder::Root).unwrap(), Disk::list(disk, Folder::Pages).unwrap());
     let whole = (vec!["pages".to_owned()], vec![FileName::Pages(1).name()]);
     assert_eq!(after_power_cuts(&disk, see), [(vec![], vec![]), whole.clone()].into());
-    // Made anew after the cut, it does not find its old files again.
+    // When created again after the cut, the folder does not contain its old files.
     let cut = disk.after_power_cut();
     cut.make_folder(Folder::Pages).unwrap();
     assert_eq!(see(&cut), (whole.0.clone(), vec![]));
@@ -188,14 +188,15 @@ fn changes_that_a_kill_left_pending_a_later_power_cut_may_drop() {
     let moment = Moment { event: disk.events(), tear: None };
     let killed = disk.after_kill(moment);
     assert_eq!(heads(&killed), Some(vec![1, 0]));
-    // The next process writes on, and syncs only its own part.
+    // The next process continues writing, and syncs only its own part.
     let window = killed.open(SEGMENT, true).unwrap().window(LogIo::Mapped).unwrap();
     window.put(SECTOR, &[2]).unwrap();
     window.sync(SECTOR, 1).unwrap();
     assert_eq!(after_power_cuts(&killed, heads), [Some(vec![0, 2]), Some(vec![1, 2])].into());
     window.sync(0, 1).unwrap();
     assert_eq!(after_power_cuts(&killed, heads), [Some(vec![1, 2])].into());
-    // The same for names: one made before the kill is not durable because a new process saw it.
+    // The same is true of names: a name created before the kill does not become durable because a new process
+    // saw it.
     disk.create(FileName::Segment(1)).unwrap();
     let killed = disk.after_kill(Moment { event: disk.events(), tear: None });
     let seen = after_power_cuts(&killed, |disk| disk.bytes(FileName::Segment(1)).is_some());
@@ -229,8 +230,8 @@ fn a_windows_sync_makes_its_range_durable_and_nothing_beside_it() {
     }
 }
 
-/// A frame without a payload, such as the seal of a store without snapshots, puts nothing: right after its
-/// group, and as part of no other.
+/// A frame without a payload, such as the seal of a store without snapshots, makes an empty put right after
+/// its group, which is part of no other group.
 #[test]
 fn a_direct_window_takes_a_put_of_nothing() {
     let (_, file) = with_segment(16);
@@ -256,11 +257,11 @@ fn a_failed_sync_is_not_made_up_for_by_a_later_one() {
     file.sync().unwrap();
     assert_eq!(heads(&disk), Some(vec![1, 2]));
     assert_eq!(after_power_cuts(&disk, heads), [Some(vec![0, 2]), Some(vec![1, 2])].into());
-    // A read past the cache shows it.
+    // A read past the cache shows this.
     let mut byte = [9];
     file.read_past_cache(0, &mut byte).unwrap();
     assert_eq!(byte, [0]);
-    // Written once more, the bytes are dirty again.
+    // When written once more, the bytes are dirty again.
     file.write_at(0, &[1]).unwrap();
     file.sync().unwrap();
     assert_eq!(after_power_cuts(&disk, heads), [Some(vec![1, 2])].into());
@@ -329,7 +330,7 @@ fn a_full_disk_fails_where_space_is_made() {
     assert!(error.is_no_space(), "{error}");
     assert_eq!(other.len().unwrap(), 100, "the bytes that fitted were written");
     assert!(other.write_at(100, &[1]).unwrap_err().is_no_space());
-    // In place there is always room.
+    // Overwriting in place always succeeds.
     file.write_at(0, &[1; 2 * SECTOR_LEN]).unwrap();
     file.window(LogIo::Mapped).unwrap().put(0, &[2]).unwrap();
     other.write_at(0, &[3; 100]).unwrap();
@@ -371,7 +372,7 @@ fn faults_strike_the_operation_they_name_when_it_is_due() {
         disk.clear_faults();
         call().unwrap();
     }
-    // A failing write leaves half.
+    // A failing write stores half of the bytes.
     file.write_at(0, &[0, 0]).unwrap();
     disk.fail(DiskFault { operation: Operation::Write, skip: 0, times: 1, errno: EIO });
     file.write_at(0, &[7, 7]).unwrap_err();
@@ -419,7 +420,7 @@ fn creating_a_name_again_empties_the_file_and_reads_past_its_end_fail() {
     assert_eq!(file.len().unwrap(), 0);
     let error = file.read_at(0, &mut [0]).unwrap_err();
     assert!(matches!(&error, Error::Io { source, .. } if source.kind() == io::ErrorKind::UnexpectedEof));
-    // The cut-off sector does not come back when the file grows over it.
+    // The cut-off sector does not reappear when the file grows over it.
     file.write_at(2 * SECTOR, &[1]).unwrap();
     assert_eq!(heads(&disk), Some(vec![0, 0, 1]));
     file.sync().unwrap();
@@ -460,7 +461,7 @@ fn an_open_file_survives_its_name() {
     assert!(
         matches!(disk.open(SEGMENT, false), Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound)
     );
-    // The removal is not durable: the old file may be back, with or without what was written since.
+    // The removal is not durable: the old file may reappear, with or without later writes.
     let seen = after_power_cuts(&disk, |disk| disk.bytes(SEGMENT).map(|bytes| bytes[0]));
     assert_eq!(seen, [None, Some(0), Some(b'x')].into());
 }
