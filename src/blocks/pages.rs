@@ -160,7 +160,7 @@ impl BlockPages {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Layout`](crate::Error::Layout), as for [`write`](Self::write); those of [`Store::read_many`].
+    /// [`Error::Layout`](crate::Error::Layout), as in [`write`](Self::write); those of [`Store::read_many`].
     /// The batch is then unchanged.
     pub fn import(
         batch: &mut WriteBatch,
@@ -185,7 +185,7 @@ impl BlockPages {
     /// are read as of one batch.
     ///
     /// # Errors
-    /// [`Error::Layout`](crate::Error::Layout), as for [`write`](Self::write); those of [`Store::read_many`].
+    /// [`Error::Layout`](crate::Error::Layout), as in [`write`](Self::write); those of [`Store::read_many`].
     /// The regions are then unchanged.
     pub fn read(
         &self,

@@ -111,7 +111,7 @@ impl BlockTensors {
     /// submitted, with one list of commands per 32 MiB for all runs of all blocks.
     ///
     /// # Errors
-    /// [`Error::Layout`](crate::Error::Layout), as for [`load`](Self::load); the batch is then unchanged.
+    /// [`Error::Layout`](crate::Error::Layout), as in [`load`](Self::load); the batch is then unchanged.
     pub fn write(&self, batch: &mut WriteBatch, blocks: &[(u64, PagedBlock<'_>)]) -> Result<()> {
         let mut writes = Vec::new();
         for (block, PagedBlock { pages, block: target }) in blocks {
@@ -126,7 +126,7 @@ impl BlockTensors {
     /// [`BlockPages::create`].
     ///
     /// # Errors
-    /// As for [`write`](Self::write), and if the number of pages differs from the number of regions of the
+    /// The errors of [`write`](Self::write), and if the number of pages differs from the number of regions of the
     /// layout.
     pub fn write_new(
         &self,

@@ -181,7 +181,7 @@ pub enum Error {
     /// No page has this id.
     #[error("there is no page {page}")]
     UnknownPage {
-        /// The id asked for.
+        /// The requested id.
         page: PageId,
     },
     /// A key is empty or too long.
@@ -193,7 +193,7 @@ pub enum Error {
     /// No page has this key.
     #[error("there is no page with key {key}")]
     UnknownKey {
-        /// The key asked for.
+        /// The requested key.
         key: Key,
     },
     /// The range is outside the page.
@@ -201,9 +201,9 @@ pub enum Error {
     OutOfBounds {
         /// The id of the page.
         page: PageId,
-        /// The first byte asked for.
+        /// The offset of the first requested byte.
         offset: u64,
-        /// The number of bytes asked for.
+        /// The number of requested bytes.
         len: u64,
         /// The length of the page in bytes.
         page_len: u64,
@@ -211,7 +211,7 @@ pub enum Error {
     /// Another page has this key.
     #[error("key {key} is page {holder}'s")]
     KeyTaken {
-        /// The key in question.
+        /// The key that is already in use.
         key: Key,
         /// The page with this key.
         holder: PageId,
@@ -259,9 +259,9 @@ pub enum Error {
     /// The budget of the place has too little room left. Nothing changed.
     #[error("{asked} bytes in place {place} are over the budget: {available} of {budget} left")]
     OverBudget {
-        /// The place asked for.
+        /// The requested place.
         place: Place,
-        /// The number of bytes asked for.
+        /// The number of requested bytes.
         asked: u64,
         /// The number of bytes left in the budget.
         available: u64,
@@ -271,9 +271,9 @@ pub enum Error {
     /// The place cannot hold pages in this store.
     #[error("no page can live in place {place}: {reason}")]
     PlaceUnavailable {
-        /// The place asked for.
+        /// The requested place.
         place: Place,
-        /// The reason why not.
+        /// Why the place cannot hold pages.
         reason: &'static str,
     },
     /// The requested device cannot be used on this machine.
@@ -281,7 +281,7 @@ pub enum Error {
     DeviceUnavailable {
         /// The device, as it was requested.
         device: String,
-        /// The reason why not, such as a missing driver.
+        /// Why the device cannot be used, for example because the driver is missing.
         reason: String,
     },
     /// A caller's stream cannot be waited for or made to wait. Nothing changed.
@@ -289,7 +289,7 @@ pub enum Error {
     StreamRefused {
         /// The handle of the stream.
         stream: u64,
-        /// The reason why not.
+        /// Why the stream cannot be used.
         reason: &'static str,
     },
     /// The page is leased, and a restore would replace it or a pin would fix its address; or the page is
@@ -304,7 +304,7 @@ pub enum Error {
     MemoryRefused {
         /// The length of the memory in bytes.
         len: u64,
-        /// The reason why not.
+        /// Why the memory cannot be used.
         reason: String,
     },
     /// The memory does not accept hints about its location. Nothing changed.
@@ -312,7 +312,7 @@ pub enum Error {
     HintRefused {
         /// The place of the memory.
         place: Place,
-        /// The reason why not.
+        /// Why the memory does not accept hints.
         reason: &'static str,
     },
     /// The caller-owned memory contains a page, so only the store may write to it, or a lane may still access
@@ -335,7 +335,7 @@ pub enum Error {
     /// Another kept snapshot has this name.
     #[error("snapshot {snapshot} is named {name:?}")]
     NameTaken {
-        /// The name in question.
+        /// The name that is already in use.
         name: String,
         /// The snapshot with this name.
         snapshot: SnapshotId,
@@ -343,13 +343,13 @@ pub enum Error {
     /// The snapshot does not exist, or is no longer kept.
     #[error("there is no snapshot {snapshot}")]
     NoSnapshot {
-        /// The snapshot asked for.
+        /// The requested snapshot.
         snapshot: SnapshotId,
     },
     /// No kept snapshot has this name.
     #[error("there is no snapshot named {name:?}{}", NearestDisplay(nearest.as_deref()))]
     NoSnapshotNamed {
-        /// The name asked for.
+        /// The requested name.
         name: String,
         /// The most similar name of a kept snapshot, if one is similar.
         nearest: Option<String>,
@@ -360,7 +360,7 @@ pub enum Error {
         single_states(below)
     )]
     OutsideWindow {
-        /// The batch asked for.
+        /// The requested batch.
         asked: Lsn,
         /// The oldest batch whose state can be reconstructed.
         oldest: Lsn,
@@ -382,7 +382,7 @@ pub enum Error {
     /// position is of another store.
     #[error("batch {position} is not in the store's history{}", Survived(*.survived))]
     Diverged {
-        /// The position asked for.
+        /// The requested position.
         position: Position,
         /// The last surviving batch of that incarnation, if known.
         survived: Option<Lsn>,
@@ -406,9 +406,9 @@ pub enum Error {
     /// The device or the host has too little memory. Nothing changed.
     #[error("cannot allocate {len} bytes in place {place}")]
     OutOfMemory {
-        /// The place asked for.
+        /// The requested place.
         place: Place,
-        /// The number of bytes asked for.
+        /// The number of requested bytes.
         len: u64,
     },
     /// An earlier failure, contained here, stopped commits and snapshots.

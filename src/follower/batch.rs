@@ -84,7 +84,7 @@ impl FollowedBatch {
     /// The bytes are verified only once this returns `Ok`.
     ///
     /// # Errors
-    /// As for [`FollowedBatch::image`].
+    /// The errors of [`FollowedBatch::image`].
     pub fn stream_image(&self, page: PageId, sink: impl FnMut(&[u8])) -> Result<()> {
         let (image, len) = self.image_named(page)?;
         ImageSource::new(&self.disk, self.lsn()).stream(&image, len, sink)
@@ -160,7 +160,7 @@ impl RestoredState {
     /// The bytes are verified only once this returns `Ok`.
     ///
     /// # Errors
-    /// As for [`RestoredState::read`].
+    /// The errors of [`RestoredState::read`].
     pub fn stream(&self, page: PageId, sink: impl FnMut(&[u8])) -> Result<()> {
         match self.image_of(page)? {
             Some((image, len)) => ImageSource::new(&self.disk, self.lsn).stream(&image, len, sink),

@@ -121,7 +121,7 @@ impl Follower {
     /// Creates a follower of a store on any disk, for tests. Callers use [`Follower::open`].
     ///
     /// # Errors
-    /// As for [`Follower::open`].
+    /// The errors of [`Follower::open`].
     #[doc(hidden)]
     pub fn open_on(disk: Arc<dyn Disk>, from: FollowFrom) -> Result<Self> {
         let complaint = |error: &Error| match error {

@@ -41,7 +41,7 @@ impl Replica {
     /// [`Replica::from_snapshot`].
     ///
     /// # Errors
-    /// As for [`Replica::from_snapshot`].
+    /// The errors of [`Replica::from_snapshot`].
     #[doc(hidden)]
     pub fn from_snapshot_on(disk: &Arc<dyn Disk>) -> Result<Self> {
         // An error while the snapshot is being recycled is not final: a newer snapshot exists.

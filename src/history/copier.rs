@@ -120,7 +120,7 @@ impl DeviceCopier {
     /// # Errors
     /// [`Error::UnknownPage`]; [`Error::MemoryRefused`] for memory of another length or of another device,
     /// memory that overlaps other memory of the call, and a page that is named twice; [`Error::Damaged`],
-    /// [`Error::Overtaken`], [`Error::OutOfMemory`] as for [`View::read`]; [`Error::Device`] if the device
+    /// [`Error::Overtaken`], [`Error::OutOfMemory`] as in [`View::read`]; [`Error::Device`] if the device
     /// failed or corrupted bytes in transit; [`Error::Forked`].
     pub fn load(&self, view: &View, pages: &[(PageId, &DeviceBytes)]) -> Result<()> {
         self.opener.check()?;

@@ -392,7 +392,7 @@ impl PastState {
     /// Passes all bytes of a page to `sink`, in order and piece by piece.
     ///
     /// # Errors
-    /// As for [`PastState::read`], and the errors of `sink`.
+    /// The errors of [`PastState::read`] and of `sink`.
     pub fn stream(&self, page: PageId, mut sink: impl FnMut(u64, &[u8]) -> Result<()>) -> Result<()> {
         let (mut at, page_len) = (0, self.page_len(page)?);
         while at < page_len {
@@ -407,7 +407,7 @@ impl PastState {
     /// Reads a whole page piece by piece and verifies it.
     ///
     /// # Errors
-    /// As for [`PastState::read`].
+    /// The errors of [`PastState::read`].
     pub fn prove(&self, page: PageId) -> Result<()> {
         let page_len = self.page_len(page)?;
         match self.exact_image(page) {

@@ -42,7 +42,7 @@ impl View {
     /// Opens a state on any disk, including the simulated ones of tests.
     ///
     /// # Errors
-    /// As for [`Store::open_at`](crate::Store::open_at).
+    /// The errors of [`Store::open_at`](crate::Store::open_at).
     #[doc(hidden)]
     pub fn open_on(disk: &Arc<dyn Disk>, point: Option<&StatePoint>) -> Result<Self> {
         let past = PastState::open(disk, point);
@@ -136,7 +136,7 @@ impl View {
     /// ```
     ///
     /// # Errors
-    /// As for [`read`](Self::read); [`Error::OutOfBounds`] for memory that is shorter or longer than its
+    /// The errors of [`read`](Self::read); [`Error::OutOfBounds`] for memory that is shorter or longer than its
     /// page.
     pub fn read_pages(&self, pages: &mut [(PageId, &mut [u8])]) -> Result<()> {
         let past = self.past()?;
@@ -174,7 +174,7 @@ impl View {
     /// ```
     ///
     /// # Errors
-    /// As for [`read`](Self::read).
+    /// The errors of [`read`](Self::read).
     pub fn prove_pages(&self, pages: &[PageId]) -> Result<()> {
         let past = self.past()?;
         let prove = |(): &mut (), index: usize| past.prove(pages[index]);

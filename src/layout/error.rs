@@ -16,7 +16,7 @@ pub enum LayoutError {
     /// The alignment is not a power of two, or is too large.
     #[error("an alignment of {align} bytes is not a power of two up to {ALIGN_MAX}")]
     Align {
-        /// The alignment asked for.
+        /// The requested alignment.
         align: u32,
     },
     /// A length does not fit in 63 bits.
@@ -30,7 +30,7 @@ pub enum LayoutError {
     OutOfRange {
         /// The name of the dimension.
         dimension: &'static str,
-        /// The index asked for.
+        /// The requested index.
         index: u64,
         /// The length of the dimension.
         count: u64,

@@ -33,7 +33,7 @@ pub trait HostMemory: Send + Sync {
     /// Returns a range of the bytes for writing.
     ///
     /// # Panics
-    /// As for [`bytes`](Self::bytes).
+    /// If the range is out of bounds.
     fn bytes_mut(&mut self, range: Range<usize>) -> &mut [u8];
 }
 

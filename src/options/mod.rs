@@ -85,7 +85,7 @@ impl Default for Options {
 }
 
 impl Options {
-    /// Sets whether opening a directory without a store creates one. Default: [`Create::IfEmpty`].
+    /// Sets whether an open creates a store if there is none. Default: [`Create::IfEmpty`].
     #[must_use]
     pub fn create(mut self, create: Create) -> Self {
         self.create = create;
@@ -107,9 +107,11 @@ impl Options {
         self
     }
 
-    /// Sets how image files are written: those of snapshots and those written in advance of a batch. Images
-    /// can be read regardless of how they were written. Default: [`ImageIo::Buffered`]. The open fails with
-    /// [`Error::InvalidOption`] if the images' file system does not support the chosen way.
+    /// Sets how image files are written to disk. Default: [`ImageIo::Buffered`].
+    ///
+    /// This affects the images of snapshots and those written in advance of a batch; reading does not depend
+    /// on it. The open fails with [`Error::InvalidOption`] if the file system does not support the chosen
+    /// way.
     ///
     /// ```
     /// use remanent::{ImageIo, Options, Store};
@@ -131,11 +133,12 @@ impl Options {
         self
     }
 
-    /// Binds device slots: pages in [`Place::Device`] number *n* live on the *n*-th device of this list,
-    /// pages in all other places on the first. Slots are bound at each open, so a store can be reopened with
-    /// fewer, more or different devices; an open or batch that needs memory in a slot without a device fails
-    /// with [`Error::PlaceUnavailable`]. Default: an empty list, which binds every slot to
-    /// [`Options::device`].
+    /// Binds device slots to devices. Default: an empty list, which binds every slot to [`Options::device`].
+    ///
+    /// Pages in [`Place::Device`] number *n* live on the *n*-th device of the list, pages in all other places
+    /// on the first. Slots are bound at each open, so a store can be reopened with fewer, more or different
+    /// devices. An open or a batch that needs memory in a slot without a device fails with
+    /// [`Error::PlaceUnavailable`].
     ///
     /// ```
     /// use remanent::{DeviceChoice, Options, Place, Store};
@@ -156,27 +159,28 @@ impl Options {
         self
     }
 
-    /// Sets the maximum length of a log segment in bytes: a multiple of 4096, at least 16 KiB. Default: 16
-    /// MiB. Every open starts with segments of 256 KiB, and each later segment is twice as long as the one
-    /// before, so disk usage follows the amount of committed data. Segments that a snapshot makes obsolete
-    /// are reused, see [`spare_bytes`](Self::spare_bytes).
+    /// Sets the maximum length of a log segment in bytes. Default: 16 MiB.
+    ///
+    /// The length must be a multiple of 4096 and at least 16 KiB. Every open starts with segments of 256 KiB
+    /// and doubles their length from one to the next, so that disk usage follows the amount of committed
+    /// data. Segments that a snapshot makes obsolete are reused; see [`spare_bytes`](Self::spare_bytes).
     #[must_use]
     pub fn segment_len(mut self, bytes: u64) -> Self {
         self.segment_len = bytes;
         self
     }
 
-    /// Sets the disk space reserved for deletes when the disk is full, in bytes, rounded up to whole segments
-    /// of [`segment_len`](Self::segment_len). As long as the log's segments are shorter than that, so are
-    /// those of the reserve. Default: two segments.
+    /// Sets how many bytes of disk space are reserved for deletes on a full disk. Default: two segments.
     ///
-    /// A background thread allocates the reserve after the open, and again after batches that extended the
-    /// log. If other programs fill the disk in those milliseconds, the reserve is smaller.
+    /// The size is rounded up to whole segments of [`segment_len`](Self::segment_len). As long as the log's
+    /// segments are shorter than that, so are those of the reserve. A background thread allocates the reserve
+    /// after the open, and again after batches that extended the log; if other programs fill the disk in
+    /// those milliseconds, the reserve is smaller.
     ///
-    /// If each batch is waited for, a batch that only deletes takes 4 KiB of a segment, whose first 4 KiB
-    /// hold none, and can delete 100 pages. The last segment used for such batches has 16 KiB: a reserve of
-    /// two segments of 256 KiB has room for 66 of them. Each pause of 10 ms takes the room of one batch,
-    /// because the log is sealed then.
+    /// A batch that only deletes can delete 100 pages. If each batch is waited for, it takes 4 KiB of a
+    /// segment, whose first 4 KiB hold no batches. The last segment used in this way is 16 KiB long, so a
+    /// reserve of two segments of 256 KiB has room for 66 batches. A pause of 10 ms takes the room of one
+    /// more, because the log is then sealed.
     ///
     /// In addition to the reserve, five segments of at least 16 KiB are kept for opens, seals and manifests,
     /// unless the reserve is 0. When only these remain and they are too few for the open after the next one,
@@ -188,14 +192,15 @@ impl Options {
         self
     }
 
-    /// Sets how many bytes of obsolete log segments are kept for reuse, beyond the reserve. A log that grows
-    /// into them does not wait for new ones. They are removed when the disk is full and by
-    /// [`Store::prune`](crate::Store::prune). One segment is always kept, unless this is 0. Default: a
+    /// Sets how many bytes of obsolete log segments are kept for reuse, beyond the reserve. Default: a
     /// hundredth of the file system, but at most 512 MiB.
     ///
-    /// Obsolete image files are kept as well, and the next snapshots overwrite them. Kept and obsolete images
-    /// together take at most twice the bytes that the kept snapshots name. Obsolete images do not count
-    /// toward this limit, and are removed in the same situations. If this is 0, none are kept.
+    /// A log that can reuse segments does not wait for new ones. Spare segments are removed when the disk is
+    /// full, and by [`Store::prune`](crate::Store::prune). One is always kept, unless this is 0.
+    ///
+    /// Obsolete image files are kept as well, to be overwritten by the next snapshots, and are removed in the
+    /// same situations. They do not count toward this limit: together with the images in use, they take at
+    /// most twice the bytes that the kept snapshots name. If this is 0, no image files are kept for reuse.
     ///
     /// ```
     /// use remanent::{Options, Store};
@@ -216,43 +221,49 @@ impl Options {
         self
     }
 
-    /// Sets an order of places: when one is full, unused pages are moved to the next. Default: none, so a
-    /// batch that does not fit in a place fails with [`Error::OverBudget`].
+    /// Sets an order of places through which unused pages are demoted when a place is full. Default: none, so
+    /// a batch that does not fit in a place fails with [`Error::OverBudget`].
     #[must_use]
     pub fn tiers(mut self, tiers: Tiers) -> Self {
         self.tiers = Some(tiers);
         self
     }
 
-    /// Sets an application-defined description of the store, of at most 64 KiB. It is stored at creation and
-    /// must be the same at every later open that gives one. Default: not compared.
+    /// Sets an application-defined description of the store, of at most 64 KiB. Default: none.
+    ///
+    /// It is stored when the store is created. A later open with a different description fails with
+    /// [`Error::IdentityMismatch`]; an open without one does not compare it.
     #[must_use]
     pub fn identity(mut self, identity: impl Into<Vec<u8>>) -> Self {
         self.identity = Some(identity.into());
         self
     }
 
-    /// Sets a hash of everything that determines the meaning of the pages' bytes. It is stored at creation
-    /// and must be the same at every later open that gives one. Default: not compared.
+    /// Sets a hash of everything that determines the meaning of the pages' bytes. Default: none.
+    ///
+    /// It is stored when the store is created. A later open with a different hash fails with
+    /// [`Error::LayoutMismatch`]; an open without one does not compare it.
     #[must_use]
     pub fn layout_fingerprint(mut self, fingerprint: [u8; 32]) -> Self {
         self.layout_fingerprint = Some(fingerprint);
         self
     }
 
-    /// Sets how many verified snapshots are kept, with the log since the oldest of them; at least 1. With
-    /// fewer than two, the store cannot recover from a damaged image by replaying the log from an older
-    /// snapshot. Default: 2.
+    /// Sets how many verified snapshots are kept, with the log since the oldest of them. Default: 2.
+    ///
+    /// The number must be at least 1. With fewer than two, the store cannot recover from a damaged image by
+    /// replaying the log from an older snapshot.
     #[must_use]
     pub fn snapshots_kept(mut self, count: usize) -> Self {
         self.retention.snapshots_kept = count;
         self
     }
 
-    /// Keeps snapshots younger than `age`, in addition to [`Options::snapshots_kept`], with the log since the
-    /// oldest of them. The age of a snapshot is computed from the oldest timestamp of it and all later ones,
-    /// so a clock that was temporarily fast does not extend retention; a timestamp in the future counts as
-    /// now. Default: zero.
+    /// Keeps snapshots younger than `age`, with the log since the oldest of them, in addition to those kept
+    /// by [`Options::snapshots_kept`]. Default: zero.
+    ///
+    /// The age of a snapshot is computed from the oldest timestamp of it and all later ones, so a clock that
+    /// was temporarily fast does not extend retention. A timestamp in the future counts as now.
     #[must_use]
     pub fn snapshots_kept_for(mut self, age: Duration) -> Self {
         self.retention.snapshots_kept_for = age;
@@ -260,18 +271,19 @@ impl Options {
     }
 
     /// Sets the minimum number of log bytes to keep, with the newest snapshot from which they can be
-    /// replayed: the store can return to any state in this range. Images that were written in advance of
-    /// these batches are also kept, and not counted. While the log is shorter, all of it is kept, from its
-    /// beginning. Default: 0, which keeps only the log that the kept snapshots need.
+    /// replayed. Default: 0, which keeps only the log that the kept snapshots need.
+    ///
+    /// The store can return to any state in this range. Images written in advance of the batches in it are
+    /// also kept, but not counted. While the log is shorter, all of it is kept, from its beginning.
     #[must_use]
     pub fn log_kept(mut self, bytes: u64) -> Self {
         self.retention.log_kept = bytes;
         self
     }
 
-    /// Sets [`snapshots_kept`](Self::snapshots_kept), [`snapshots_kept_for`](Self::snapshots_kept_for) and
-    /// [`log_kept`](Self::log_kept) together. Ignores the names that `retention` gives up; use
-    /// [`Store::prune`](crate::Store::prune) to give up names.
+    /// Sets all retention rules together: [`snapshots_kept`](Self::snapshots_kept),
+    /// [`snapshots_kept_for`](Self::snapshots_kept_for) and [`log_kept`](Self::log_kept). Names that
+    /// `retention` gives up are ignored; [`Store::prune`](crate::Store::prune) gives up names.
     ///
     /// ```
     /// use remanent::{Options, Retention, Store};
@@ -287,11 +299,12 @@ impl Options {
         self
     }
 
-    /// Sets whether snapshots compress page images. Images can be read regardless of how they are stored.
-    /// Default: [`Compression::Zstd`]. In measurements, bf16 weights compressed to 0.78 of their size, zeros
-    /// to nothing, and random bytes were stored uncompressed; a snapshot of 32 MiB took between half and
-    /// twice the time of an uncompressed one (two busy cores). [`Compression::Off`] trades disk space for CPU
-    /// time.
+    /// Sets whether snapshots compress page images. Default: [`Compression::Zstd`].
+    ///
+    /// Reading does not depend on this option. In measurements, bf16 weights were compressed to 0.78 of their
+    /// size and zeros to nothing, while random bytes were stored uncompressed; a snapshot of 32 MiB took
+    /// between half and twice as long as without compression (two busy cores). [`Compression::Off`] uses more
+    /// disk space and less CPU time.
     #[must_use]
     pub fn compression(mut self, compression: Compression) -> Self {
         self.compression = compression;
@@ -316,20 +329,20 @@ impl Options {
         self
     }
 
-    /// Sets when an open loads pages into memory. Default: [`PageLoad::Eager`], which loads all pages before
-    /// the open returns.
+    /// Sets when an open loads pages into memory. Default: [`PageLoad::Eager`], which loads all of them
+    /// before the open returns.
     ///
-    /// With [`PageLoad::OnDemand`], the open returns when the page table is complete, memory for all pages is
-    /// allocated, and the pages that the log changed since the newest snapshot are loaded. The other pages
-    /// are *unloaded*. They are loaded in the background. A read, a lease or a batch that needs an unloaded
-    /// page causes it to be loaded next and waits for it. [`Store::unloaded_pages`] returns how many remain,
-    /// and [`Store::wait_loaded`] waits for all of them.
+    /// With [`PageLoad::OnDemand`], the open returns when the page table is complete, the memory of all pages
+    /// is allocated, and the pages that the log changed since the newest snapshot are loaded. The other pages
+    /// are *unloaded*, and are loaded in the background. A read, a lease or a batch that needs an unloaded
+    /// page has it loaded next and waits for it. [`Store::unloaded_pages`] returns how many remain, and
+    /// [`Store::wait_loaded`] waits for all of them.
     ///
     /// Pages stay unloaded only if the snapshot is recorded as verified; if a crash prevented that, the open
     /// loads all pages. While any page is unloaded, new snapshots remove nothing, and [`Store::prune`] and
-    /// restores wait. A damaged image is detected only when it is loaded: every call that needs its page then
-    /// fails with [`Error::Damaged`], and the store is poisoned but can still be read. The next eager open
-    /// detects all damage that it would have found before, and skips the snapshot if it can.
+    /// restores wait. A damaged image is detected only when its page is loaded: every call that needs the
+    /// page then fails with [`Error::Damaged`], and the store is poisoned, but can still be read. The next
+    /// eager open detects all damage that it would have found before, and skips the snapshot if it can.
     ///
     /// ```
     /// use remanent::{Options, Place, PageLoad, Store};
@@ -362,35 +375,43 @@ impl Options {
         self
     }
 
-    /// Takes a snapshot in the background when the log has grown by this many bytes since the last snapshot
-    /// began, including images written in advance of their batches. This bounds the amount of log to replay.
-    /// `None` disables this trigger. Default: 256 MiB.
+    /// Sets by how many bytes the log grows before a background snapshot is taken. `None` disables this
+    /// trigger. Default: 256 MiB.
+    ///
+    /// The bytes are counted from the beginning of the last snapshot and include images written in advance of
+    /// their batches. This bounds the amount of log to replay.
     #[must_use]
     pub fn snapshot_log_bytes(mut self, bytes: impl Into<Option<u64>>) -> Self {
         self.snapshot_log_bytes = bytes.into();
         self
     }
 
-    /// Takes a snapshot in the background when this much time has passed since the last one began, if a batch
-    /// was committed in between. `None` disables this trigger. Default: 60 seconds.
+    /// Sets the time after which a background snapshot is taken. `None` disables this trigger. Default: 60
+    /// seconds.
+    ///
+    /// The time is counted from the beginning of the last snapshot. No snapshot is taken if nothing was
+    /// committed since then.
     #[must_use]
     pub fn snapshot_interval(mut self, interval: impl Into<Option<Duration>>) -> Self {
         self.snapshot_interval = interval.into();
         self
     }
 
-    /// Limits how many bytes per second a background snapshot writes; a snapshot that the caller waits for is
-    /// not limited. Default: no limit. Independent of this limit, a background snapshot runs on a single
-    /// thread and uses at most one core.
+    /// Limits how many bytes per second a background snapshot writes. Default: no limit.
+    ///
+    /// A snapshot that the caller waits for is not limited. Whatever the limit, a background snapshot runs on
+    /// a single thread and uses at most one core.
     #[must_use]
     pub fn snapshot_bytes_per_second(mut self, bytes: impl Into<Option<u64>>) -> Self {
         self.snapshot_bytes_per_second = bytes.into();
         self
     }
 
-    /// Scrubs the store in the background, as [`Store::scrub`] does, when this much time has passed since the
-    /// open or since the last background scrub began. Damage is thus found while the page is still in memory
-    /// and can be repaired from there. `None` disables background scrubs. Default: 24 hours.
+    /// Sets the time between background scrubs. `None` disables them. Default: 24 hours.
+    ///
+    /// A background scrub reads the data on disk as [`Store::scrub`] does, so that damage is found while the
+    /// page is still in memory and can be repaired from there. The time is counted from the open, or from the
+    /// beginning of the last background scrub.
     ///
     /// [`Store::scrub`]: crate::Store::scrub
     #[must_use]

@@ -30,39 +30,39 @@ pub struct FaultyDevice {
 /// A call that can fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceCall {
-    /// A call of [`Device::allocate`].
+    /// A call to [`Device::allocate`].
     Allocate,
-    /// A call of [`Device::release`].
+    /// A call to [`Device::release`].
     Release,
-    /// A call of [`Device::staging`].
+    /// A call to [`Device::staging`].
     Staging,
-    /// A call of [`Device::submit`].
+    /// A call to [`Device::submit`].
     Submit,
-    /// A call of [`Device::wait`].
+    /// A call to [`Device::wait`].
     Wait,
-    /// A call of [`Device::after`].
+    /// A call to [`Device::after`].
     After,
-    /// A call of [`Device::wait_external`].
+    /// A call to [`Device::wait_external`].
     WaitExternal,
-    /// A call of [`Device::signal_external`].
+    /// A call to [`Device::signal_external`].
     SignalExternal,
-    /// A call of [`Device::adopt`].
+    /// A call to [`Device::adopt`].
     Adopt,
-    /// A call of [`Device::wait_stream`].
+    /// A call to [`Device::wait_stream`].
     WaitStream,
-    /// A call of [`Device::alias`].
+    /// A call to [`Device::alias`].
     Alias,
-    /// A call of [`Device::rename`].
+    /// A call to [`Device::rename`].
     Rename,
-    /// A call of [`Device::stream_event`].
+    /// A call to [`Device::stream_event`].
     StreamEvent,
-    /// A call of [`Device::wait_event`].
+    /// A call to [`Device::wait_event`].
     WaitPoint,
-    /// A call of [`Device::hold_stream`].
+    /// A call to [`Device::hold_stream`].
     HoldStream,
-    /// A call of [`Device::register`].
+    /// A call to [`Device::register`].
     Register,
-    /// A call of [`Device::unregister`].
+    /// A call to [`Device::unregister`].
     Unregister,
 }
 

@@ -107,7 +107,7 @@ impl Prefetch {
     /// returned by only the first call after it.
     ///
     /// # Errors
-    /// As for [`Store::ensure`](crate::Store::ensure), except that pages deleted in the meantime are skipped;
+    /// The errors of [`Store::ensure`](crate::Store::ensure), except that pages deleted in the meantime are skipped;
     /// [`Error::Closed`] if the store was closed first.
     pub fn wait(&self) -> Result<()> {
         let job = self.job.check()?;
@@ -123,7 +123,7 @@ impl Prefetch {
     /// Waits like [`wait`](Self::wait), but for at most `timeout`. Returns whether the prefetch is done.
     ///
     /// # Errors
-    /// As for [`wait`](Self::wait).
+    /// The errors of [`wait`](Self::wait).
     pub fn wait_timeout(&self, timeout: std::time::Duration) -> Result<bool> {
         let job = self.job.check()?;
         let Some(until) = Instant::now().checked_add(timeout) else { return self.wait().map(|()| true) };

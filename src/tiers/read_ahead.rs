@@ -110,7 +110,7 @@ impl<'s> ReadAhead<'s> {
     /// Appends a step, starts moving its pages, and returns immediately.
     ///
     /// # Errors
-    /// As for [`Store::prefetch`](crate::Store::prefetch); the step is then not added.
+    /// The errors of [`Store::prefetch`](crate::Store::prefetch); the step is then not added.
     pub fn push(&mut self, pages: &[PageId]) -> Result<()> {
         self.opener.check()?;
         let prefetch = self.in_store(self.prefetcher.prefetch(pages, self.place))?;

@@ -18,43 +18,43 @@ pub const EIO: i32 = 5;
 /// A kind of operation that can fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Operation {
-    /// A call of `Disk::create`.
+    /// A call to `Disk::create`.
     Create,
-    /// A call of `Disk::open`.
+    /// A call to `Disk::open`.
     Open,
-    /// A call of `DiskFile::window`.
+    /// A call to `DiskFile::window`.
     Window,
-    /// A call of `Disk::link`.
+    /// A call to `Disk::link`.
     Link,
-    /// A call of `Disk::rename`.
+    /// A call to `Disk::rename`.
     Rename,
-    /// A call of `Disk::remove`.
+    /// A call to `Disk::remove`.
     Remove,
-    /// A call of `Disk::make_folder`.
+    /// A call to `Disk::make_folder`.
     MakeFolder,
-    /// A call of `Disk::sync_folder`.
+    /// A call to `Disk::sync_folder`.
     SyncFolder,
-    /// A call of `DiskFile::read_at`.
+    /// A call to `DiskFile::read_at`.
     Read,
-    /// A call of `DiskFile::read_past_cache`.
+    /// A call to `DiskFile::read_past_cache`.
     ReadPastCache,
-    /// A call of `DiskFile::read_proven`.
+    /// A call to `DiskFile::read_proven`.
     ReadProven,
-    /// A call of `DiskFile::write_at`; half of the bytes are written.
+    /// A call to `DiskFile::write_at`; half of the bytes are written.
     Write,
-    /// A call of `DiskFile::write_direct`; half of the bytes are written.
+    /// A call to `DiskFile::write_direct`; half of the bytes are written.
     WriteDirect,
-    /// A call of `DiskFile::reserve`; half of the space is allocated.
+    /// A call to `DiskFile::reserve`; half of the space is allocated.
     Reserve,
-    /// A call of `DiskFile::cut`.
+    /// A call to `DiskFile::cut`.
     Cut,
-    /// A call of `DiskFile::mapped_part`.
+    /// A call to `DiskFile::mapped_part`.
     MapPart,
-    /// A call of `DiskFile::sync`.
+    /// A call to `DiskFile::sync`.
     Sync,
-    /// A call of `Window::put`; half of the bytes are stored.
+    /// A call to `Window::put`; half of the bytes are stored.
     Put,
-    /// A call of `Window::sync`.
+    /// A call to `Window::sync`.
     SyncWindow,
 }
 
