@@ -1,8 +1,8 @@
 """Remanent: pages that live in GPU memory and survive a crash.
 
-A store is a directory and the pages in it. Pages are changed by batches; each batch reaches a write-ahead log
-before it is applied; opening the directory after a crash brings back every page, up to the last acknowledged
-batch, bit for bit.
+A store is a directory and the pages in it. Pages are changed by batches, and each batch reaches a write-ahead log
+before it is applied. Opening the directory after a crash restores every page up to the last acknowledged batch, bit for
+bit.
 
 >>> import remanent
 >>> store = remanent.Store(directory)
@@ -15,8 +15,9 @@ batch, bit for bit.
 ...     store["layer.0.weight"], store.root["step"]
 (b'remains', 1)
 
-All lengths and offsets are in bytes, all times in seconds. Calls that wait do so without the interpreter's lock;
-waits end at Ctrl-C. A store belongs to the process that opened it: a forked child gets `ForkedError`.
+All lengths and offsets are in bytes, all times in seconds. Calls that wait release the interpreter's lock, and Ctrl-C
+interrupts their waits. A store belongs to the process that opened it: in a forked child, its methods raise
+`ForkedError`.
 """
 
 from __future__ import annotations
@@ -157,6 +158,6 @@ __all__ = [
     "update_logging",
 ]
 
-# Stores that are open at the end are sealed while the interpreter is still whole. One that is in use by then is left
-# as a crash would leave it: nothing acknowledged is lost. Exit handlers run in reverse: `_log`'s comes after this one.
+# Stores that are open at exit are sealed while the interpreter is still intact. A store that is in use then is left as
+# after a crash: nothing acknowledged is lost. Exit handlers run in reverse order, so `_log`'s runs after this one.
 _atexit.register(_native.close_all)

@@ -1,4 +1,4 @@
-"""The first bad version of a store, found by halving."""
+"""Binary search for the first bad version of a store."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ _At = int | str | _native.SnapshotInfo
 
 def bisect(path: str | os.PathLike[str], is_good: Callable[[_native.View], bool | None], *, good: _At,
            bad: _At | None = None) -> int:
-    """The Lsn of the first version for which `is_good` says False, between a good one and a later bad one.
+    """Returns the Lsn of the first version for which `is_good` returns False, between a good and a later bad version.
 
-    Takes no lock and writes nothing; some log2(n) of n versions are looked at, each as a View that is closed after
-    the call.
+    The search takes no lock and writes nothing. It tests about log2(n) of n versions, each as a View that is closed
+    after the test.
 
-    :param is_good: is given a View; True for good, False for bad, None for what cannot be told of this version. What it
-        raises ends the search.
+    :param is_good: called with a View; returns True for good, False for bad, and None if it cannot be determined for
+        this version. An exception ends the search.
     :param good: a state known to be good: an Lsn, "lsn:N", "snapshot:N", the name of a snapshot or a SnapshotInfo.
-    :param bad: a later state known to be bad; the newest if None.
+    :param bad: a later state known to be bad; None uses the newest.
     :raises InvalidError: the good state is not older than the bad one.
-    :raises NoStateError: a version in between is not kept; or versions next to the first bad one could not be told.
+    :raises NoStateError: a version in between is not kept, or the verdict could not be determined for versions next to
+        the first bad one.
     :raises NoStoreError, DamagedError: as for `View`.
 
     >>> with remanent.Store(directory, log_kept=1 << 30) as store:

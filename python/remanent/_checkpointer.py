@@ -61,11 +61,11 @@ _Path = str | os.PathLike[str]
 
 # Batches of a save that are written at a time.
 _WRITERS = min(4, os.cpu_count() or 1)
-# Pages that one batch removes of a save that was ended halfway.
+# The number of pages of an interrupted save that one batch removes.
 _DELETED_AT_ONCE = 10_000
-# A longer tensor is not captured: of a quarter of it that changed, a batch would have more than it may.
+# Longer tensors are not captured: if a quarter of one changed, its changes would exceed the limit of a batch.
 _CAPTURED_MAX = 2 << 30
-# Changes that digests find wait in up to half of this.
+# Changes that digests find are held in memory, up to half of this many bytes.
 _PENDING_BYTES = 512 << 20
 _NAME_LEN_MAX = 64
 
@@ -73,56 +73,64 @@ _T = TypeVar("_T")
 
 
 class Checkpointer:
-    """Keeps the state of a training run: model, optimizer, scheduler, random numbers, and what else has a state.
+    """Saves and restores the state of a training run: model, optimizer, scheduler, random numbers, and other objects
+    with a state.
 
-    `save(step)` makes the state the newest version, whole or not at all; only what changed is written. `restore()`
-    puts a version back into the objects that are there. A process that is killed at any moment finds the last version
-    whose save had returned, or the one that was under way, and never a mix. A save takes some megabytes of host memory
-    beside the tensors, however many they are; one that does not wait, up to `room` bytes.
+    `save(step)` saves the state as the newest version, completely or not at all; only what changed is written.
+    `restore()` loads a version into the existing objects. After a process is killed at any moment, its successor finds
+    the last version whose save had returned, or the one in progress, but never a mix. A save takes some megabytes of
+    host memory in addition to the tensors, regardless of their number; a save that does not wait takes up to `room`
+    bytes.
 
-    Python's garbage collector now and then looks at every object, for 0.1 s and more with torch imported, and what
-    `state_dict` makes brings that nearer. `gc.collect()` and `gc.freeze()` before the loop keep it short.
+    From time to time, Python's garbage collector scans all objects, which takes 0.1 s or more with torch imported, and
+    the objects that `state_dict` creates make this more frequent. Calling `gc.collect()` and `gc.freeze()` before the
+    loop keeps these scans short.
 
-    :param directory: the store of the run; made if there is none. One process at a time has it open.
-    :param model: a module, or anything with `state_dict` and `load_state_dict`.
-    :param extra: more of those by name; or dicts of plain values, such as a loader's position, which `restore` fills.
-    :param rng: whether the random states of Python, NumPy (if it is imported), torch and all GPUs are kept.
-    :param keep: how many of the newest versions without a name are kept. Others are removed beside the run.
-    :param keep_for: seconds for which versions without a name are kept beyond that.
-    :param room: bytes of host memory for saves that do not wait: what fits is copied there, and the call returns while
-        it is being written. Of a longer state the rest is written first.
-    :param device_room: bytes of each GPU's memory in addition. What fits is copied aside there, which takes a hundredth
-        of the time that the way to the host takes.
-    :param overlap: whether a save that does not wait leaves parameters and the optimizer's state where they are until
-        `optimizer.step` is called, which then waits for their copies. They leave beside the next forward and backward
-        pass. Nothing else may change them meanwhile: no graph of CUDA that was captured with the step in it, no
-        compiled step, no optimizer that changes parameters elsewhere, no assignment before the step
+    :param directory: the store of the run, which is created if it does not exist. Only one process at a time can have
+        it open.
+    :param model: a module, or any object with `state_dict` and `load_state_dict`.
+    :param extra: more such objects by name, or dicts of plain values, such as a loader's position, which `restore`
+        fills.
+    :param rng: whether to save the random states of Python, NumPy (if it is imported), torch and all GPUs.
+    :param keep: the number of newest versions without a name to keep. Others are removed in the background.
+    :param keep_for: the time in seconds for which versions without a name are kept in addition.
+    :param room: the bytes of host memory for saves that do not wait. State that fits is copied there, and the call
+        returns while it is being written. If the state is larger, the rest is written first.
+    :param device_room: the bytes of memory on each GPU that are used in addition. State that fits is copied within the
+        GPU, which takes a hundredth of the time of a copy to the host.
+    :param overlap: whether a save that does not wait leaves parameters and the optimizer's state in place until
+        `optimizer.step` is called, which then waits for their copies. They are copied concurrently with the next
+        forward and backward pass. Nothing else may change them meanwhile: no CUDA graph captured with the step in it,
+        no compiled step, no optimizer that changes parameters elsewhere, and no assignment before the step
         (`Saved.wait_copied`).
     :param digests: whether tensors on the model's GPU are captured by digests: the GPU finds the chunks of 64 KiB that
-        changed since the save before, and nothing else of them leaves it. They are logged when the call returns, and
-        need no `room`. It is for states of which little changes, as with frozen layers: a first save, and the first one
-        of a process or after `restore`, writes all. Changes wait in host memory until their version is on disk, in up
-        to half of `budget={"disk": bytes}`, 512 MiB if it is not given; tensors beyond that are written whole. Tensors
-        of more than 2 GiB, those that are not contiguous, and those elsewhere are saved as without it. The memory of
-        captured tensors is held until the next save. Of a model on the host, the host finds what changed.
+        changed since the previous save, and only these are copied from it. They are logged before the call returns and
+        need no `room`. This is for states of which little changes, such as those with frozen layers: a first save, and
+        the first save of a process or after `restore`, writes everything. Changes are held in host memory until their
+        version is on disk, in up to half of `budget={"disk": bytes}`, which is 512 MiB by default; tensors beyond that
+        are written whole. Tensors of more than 2 GiB, non-contiguous tensors and those on other devices are saved as
+        without digests. The memory of captured tensors is kept alive until the next save. For a model on the host, the
+        host finds the changes.
     :param process_group: the ranks that save together, each its own state; see below.
     :param options: options of `Store`, such as `log_io`. A `budget={"disk": bytes}` of less than 32 MiB may be too
-        little for one batch of a save, which is refused then. `compression=True` takes a fifth less of the disk for
-        weights in bfloat16, and two to three times the time.
+        small for one batch of a save, which is then rejected. `compression=True` uses a fifth less disk space for
+        weights in bfloat16, and takes two to three times as long.
 
-    With `process_group` all of its ranks make one, with the same directory, which all of them see, and make the same
-    calls in the same order; `versions` and `close` any of them may call alone. A version is there once it is durable on
-    all ranks: whichever are killed, at whatever moment, `restore` puts all of them back to the same one. What one rank
-    cannot save none saves, and what one cannot read changes nothing on any. Of a DTensor each rank saves its part, of
-    any other tensor what it has. Ranks have stores `rank-N` in the directory.
+    With `process_group`, each of its ranks creates one checkpointer with the same directory, which all ranks can
+    access, and makes the same calls in the same order, except that any rank may call `versions` and `close` alone. A
+    version exists once it is durable on all ranks: whichever ranks are killed, at any moment, `restore` restores the
+    same version on all of them. If one rank cannot save, none does; if one rank cannot read, nothing changes on any
+    rank. Each rank saves its part of a DTensor, and its own copy of any other tensor. The ranks' stores are named
+    `rank-N` in the directory.
 
-    A run may go on with another number of ranks, or another mesh: `restore` divides DTensors as the model's are now,
-    and refuses those of which it cannot tell how, such as stages that each have a tensor of the same name. What was a
-    DTensor must be one, and nothing else. What is none, rank K takes from rank K of those that saved; ranks beyond
-    them take turns, and keep the random states that they have.
+    A run can continue with another number of ranks or another mesh: `restore` redistributes DTensors to the layout of
+    the model. It rejects tensors for which this is ambiguous, such as those of stages that each have a tensor of the
+    same name. A DTensor can only be restored to a DTensor. Other values are restored on rank K from rank K of the ranks
+    that saved; additional ranks take the values of these ranks in turn, and keep their own random states.
 
-    Values are tensors as in `save_file`, None, bool, int, float, complex, str, bytes, list, tuple, dict, and NumPy's
-    arrays; `torch.dtype`, `torch.device` and `torch.Size`. All else is refused by its name, before anything is saved.
+    Values can be tensors as in `save_file`, None, bool, int, float, complex, str, bytes, list, tuple, dict and NumPy
+    arrays; `torch.dtype`, `torch.device` and `torch.Size`. Any other value is rejected by name before anything is
+    saved.
 
     >>> import torch, remanent.torch
     >>> model = torch.nn.Linear(2, 1)
@@ -177,7 +185,7 @@ class Checkpointer:
             else:
                 self._parts = checked()
             self._rng = rng
-            # Each save makes a snapshot of its own: no others are needed.
+            # Each save takes its own snapshot: no others are needed.
             own: dict[str, Any] = {"device": "host" if device.type == "cpu" else str(device), "compression": False,
                                    "snapshot_log_bytes": None, "snapshot_interval": None, "snapshots_kept": 1}
             if digests:
@@ -196,7 +204,7 @@ class Checkpointer:
                 self._ranks.end()
             self._worker.shutdown(wait=False)
             raise
-        # As the engine has it unless told otherwise.
+        # The engine's default.
         self._pending_max: int = (opened.get("budget") or {}).get("disk", 128 << 20)
         self._copies = Copies(self.store, device, "digests") if digests else None
         self._writers = concurrent.futures.ThreadPoolExecutor(_WRITERS + 1, "remanent-checkpoint-write")
@@ -208,24 +216,23 @@ class Checkpointer:
         self._room = Room(room, device_room)
         self._stepping = optimizer if overlap else None
         self._hook = optimizer.register_step_pre_hook(self._before_step) if overlap else None
-        # How many saves were begun.
+        # The number of saves begun.
         self._saves = 0
-        # The step of the newest save known to have succeeded, or of a restore after it; None before that is looked up.
+        # The step of the newest save known to have succeeded, or of a later restore; None until it is looked up.
         self._step: int | None = None
 
     def _waited(self, work: Callable[[], _T]) -> _T:
-        """Has the thread of saves do some work. A wait for it can be interrupted, and it goes on: so ranks are in step
-        whatever is raised in one of them.
-        """
+        """Runs work on the thread of saves. A wait for it can be interrupted, and the work continues: ranks stay in
+        step even if one of them raises."""
         done = self._worker.submit(work)
         while not concurrent.futures.wait([done], 0.1).done:
             pass
         return done.result()
 
     def _after_saves(self, doing: str, work: Callable[[], _T]) -> _T:
-        """Does some work once the save under way has ended; all ranks do.
+        """Runs work on all ranks once the save in progress has ended.
 
-        :param doing: what it is, after "to".
+        :param doing: a description of the work that follows "to".
         """
         self._check_open()
         ranks = self._ranks
@@ -241,7 +248,7 @@ class Checkpointer:
         return self._waited(in_step)
 
     def _tell_failure(self) -> None:
-        """Raises what the last save failed with, unless its caller was told."""
+        """Raises the failure of the last save, unless its caller was already notified."""
         last = self._last
         if last is not None and last._has_ended and not last._told.is_set():
             last.wait()
@@ -250,31 +257,32 @@ class Checkpointer:
 
     def save(self, step: int, name: str | None = None, *, note: str | None = None, wait: bool = True,
              busy: str = "wait", progress: bool | None = None) -> Saved:
-        """Makes the present state the version of `step`.
+        """Saves the current state as the version of `step`.
 
-        A save while the one before is under way waits for that first, is refused, or is left to the next one. The state
-        may change once this returns: by the host, and by what is queued on the current streams of its GPUs from then
-        on, or ordered after it. Other streams must be ordered first, as for any work of torch's. With `overlap`
-        parameters and the optimizer's state may change by `optimizer.step` alone.
+        If the previous save is still in progress, this save waits for it, is refused, or is left to the next save. Once
+        this returns, the state may be changed by the host, and by work that is queued on the current streams of its
+        GPUs from then on or ordered after it. Other streams must be ordered first, as for any torch operation. With
+        `overlap`, parameters and the optimizer's state may only be changed by `optimizer.step`.
 
-        :param step: 0 or more, and no lower than the step of the newest version or, after `restore`, than that of the
-            restored one: history goes on from there. A step that is saved again replaces the version of before.
-        :param name: keeps the version until `give_up(name)`; 1 to 64 bytes, not beginning with "step ", "lsn:",
-            "snapshot:" or "name:".
-        :param wait: whether to return only once the version is durable. Else the call returns once the state is
-            copied, or its copies are queued on streams, and `Saved.wait` says when the version is durable; a process
-            that is killed before that finds the version before.
-        :param busy: "wait", "refuse" or "coalesce": what the call does while the save before is under way.
-            `Saved.seconds` says how long one takes. "coalesce" saves nothing then and returns at once: what it returns
-            ends as the next save does, which is that of `Saved.version_step`. Saves with a name and those that `wait`
-            are never left to others, nor is one for which a rank waits; let the last one of a run be such, or `close`
-            raises.
-        :param progress: whether a save that waits draws a bar: False for none; None for one of long work if standard
-            error is a terminal and tqdm is installed. Of several ranks the first one draws it.
-        :raises InvalidError: if the step goes back. Nothing is saved.
-        :raises InUseError: if it is refused. Nothing is saved.
-        :raises RefusedError: for what cannot be stored, by its name; while a graph of CUDA is being captured. Nothing
-            is saved.
+        :param step: a number of at least 0, and at least the step of the newest version or, after `restore`, of the
+            restored version, from which history continues. Saving a step again replaces its previous version.
+        :param name: a name that keeps the version until `give_up(name)`: 1 to 64 bytes, not beginning with "step ",
+            "lsn:", "snapshot:" or "name:".
+        :param note: a remark that is kept with the version; "step N" by default.
+        :param wait: whether to return only once the version is durable. If False, the call returns once the state is
+            copied or its copies are queued on streams, and `Saved.wait` reports when the version is durable; a process
+            that is killed before then finds the previous version.
+        :param busy: what to do while the previous save is in progress: "wait", "refuse" or "coalesce". `Saved.seconds`
+            is the duration of a save. "coalesce" saves nothing in that case and returns immediately; the returned
+            object completes with the next save, whose step is `Saved.version_step`. Saves with a name, saves that
+            `wait`, and a save that some rank waits for are never coalesced. Make the last save of a run such a save, or
+            `close` raises an error.
+        :param progress: whether a save that waits shows a progress bar: False never; None for long work if standard
+            error is a terminal and tqdm is installed. With several ranks, the first one shows it.
+        :raises InvalidError: the step is too low. Nothing is saved.
+        :raises InUseError: the save is refused. Nothing is saved.
+        :raises RefusedError: a value cannot be stored, and the message names it; or a CUDA graph is being captured.
+            Nothing is saved.
         """
         began = time.monotonic()
         self._check_open()
@@ -289,7 +297,7 @@ class Checkpointer:
             is_next = not is_left
             if is_next:
                 _refuse_modes()
-                # Whether its step counts is known once the save before has ended.
+                # Whether its step counts is known once the previous save has ended.
                 self._finish()
             step = self._next_step(step)
             if is_left:
@@ -322,15 +330,14 @@ class Checkpointer:
             if bar is not None:
                 bar.close()
             if done is None and not is_left:
-                # In the order of the saves: other ranks may be writing theirs. As the interpreter ends, no thread does
-                # it.
+                # In the order of the saves: other ranks may be writing theirs. At interpreter exit no thread does this.
                 with contextlib.suppress(RuntimeError):
                     self._worker.submit(self._versions.failed, self._saves, error)
             if done is None and is_next:
                 self._left.fail(error)
             if passage is None:
                 raise
-            # Nothing reads the state, or writes, once this has raised.
+            # Nothing reads the state or writes once this has raised.
             passage.give_up()
             try:
                 self._settle(patient=True)
@@ -339,13 +346,13 @@ class Checkpointer:
                 reading.ends(Moment({}))
                 self._forget_last()
             if done is not None and isinstance(error, WriterEndedError):
-                # Raises what it ended with.
+                # Raises the error with which it ended.
                 done.result()
             raise
         return saved
 
     def _next_step(self, step: int) -> int:
-        """The step to save, once it is known that it does not go back."""
+        """Returns the step to save, after checking that it does not go back."""
         step = _whole_number("step", step)
         if step < 0:
             raise InvalidError(f"step: {step} is below 0", remedy="count steps from 0")
@@ -356,7 +363,7 @@ class Checkpointer:
         return step
 
     def _reached(self) -> int | None:
-        """The step that the run is at. A save that failed does not count."""
+        """Returns the current step of the run. A failed save does not count."""
         last, left = self._last, self._left.newest_step
         if left is not None:
             return left
@@ -365,7 +372,7 @@ class Checkpointer:
         return self._versions.newest_step() if self._step is None else self._step
 
     def _forget_last(self) -> None:
-        """Ends the last save, which nothing works on any more; its step counts if it succeeded."""
+        """Ends the last save, on which no thread works any more; its step counts if the save succeeded."""
         last, self._last = self._last, None
         if last is not None and last.done():
             self._step = last.step
@@ -374,7 +381,7 @@ class Checkpointer:
         return Bar(nbytes, what, progress if self._ranks is None or self._ranks.rank == 0 else False)
 
     def _is_left_to_next(self, busy: str, waits: bool) -> bool:
-        """Whether a save is left to the next one, because the one before is under way."""
+        """Whether a save is left to the next one because the previous one is in progress."""
         if busy not in ("wait", "refuse", "coalesce"):
             raise InvalidError(f"busy: {busy!r} is none of \"wait\", \"refuse\" and \"coalesce\"")
         if busy == "wait":
@@ -389,7 +396,7 @@ class Checkpointer:
         return True
 
     def _checked(self, name: str | None) -> tuple[str, list[Extent], list[Extent]]:
-        """The state to save, once it is known that it can be: its tree, what is captured of it, and the others."""
+        """Checks that the state can be saved and returns its tree, the tensors to capture, and the others."""
         if name is not None:
             _check_name(name)
             self._versions.check_name(name)
@@ -398,9 +405,9 @@ class Checkpointer:
         return tree, *self._divided(extents_there(found))
 
     def _divided(self, found: list[Extent]) -> tuple[list[Extent], list[Extent]]:
-        """Those of the tensors that are captured where they lie, and the others.
+        """Divides tensors into those that are captured in place and the others.
 
-        Of tensors that share a storage all are, or none.
+        Tensors that share a storage are either all captured or none of them.
         """
         if self._copies is None:
             return [], found
@@ -411,14 +418,14 @@ class Checkpointer:
         return captured, [each for each in found if not each.nbytes or each.storage in others]
 
     def _settle(self, *, patient: bool = False) -> None:
-        """Waits until no thread has anything of a save to do any more, however that ended.
+        """Waits until no thread has work of a save left, however that work ended.
 
-        :param patient: whether it goes on waiting after Ctrl-C.
+        :param patient: whether to continue waiting after Ctrl-C.
         """
         while True:
             try:
                 for pool in (self._sender, self._worker):
-                    # As the interpreter ends, all that threads had to do was done.
+                    # At interpreter exit, the threads have already finished their work.
                     with contextlib.suppress(RuntimeError):
                         pool.submit(int).result()
                 return
@@ -427,10 +434,10 @@ class Checkpointer:
                     raise
 
     def _copy(self, passage: Passage, tensors: list[Extent], reading: Reading, wait: bool) -> None:
-        """Copies the state into the room, or queues its copies; what may be copied later is."""
+        """Copies the state into the room or queues its copies; copies that may happen later are deferred."""
         streams = self._room.streams
         if wait:
-            # The call waits anyway: bytes on the host are read where they are.
+            # The call waits anyway: bytes on the host are read in place.
             passage.start_writer()
             passage.send(blocks(tensors, on_host=False), copied=False)
             passage.end()
@@ -457,7 +464,7 @@ class Checkpointer:
             passage.send(aside)
             passage.end()
         except WriterEndedError:
-            # Its own exception says why.
+            # Its own exception gives the reason.
             pass
         except BaseException as error:
             passage.give_up(error)
@@ -465,7 +472,7 @@ class Checkpointer:
             try:
                 reading.ends(streams.moment())
             finally:
-                # Whatever fails, no step waits for ever.
+                # Whatever fails, no step waits forever.
                 reading.ends(Moment({}))
 
     def _before_step(self, *given: Any) -> None:
@@ -474,14 +481,15 @@ class Checkpointer:
             self._reading.hold_back()
 
     def _write(self, passage: Passage, capture: Capture, step: int, note: str, tree: str, bar: Bar) -> _native.Ticket:
-        """Writes a version: what is captured, and then what comes through the room.
+        """Writes a version: first what is captured, then what arrives through the room.
 
-        By several batches if it is long; of those from the room some at a time.
+        A long version takes several batches, of which those from the room are written concurrently.
         """
         batch = self.store.batch(note=note)
         running: deque[_Running] = deque()
         waiting = WaitingBytes()
-        # The snapshot names images that were read back: of some batches they are while others are written.
+        # The snapshot names only images that were read back: those of some batches are read back while others are
+        # written.
         proving: list[concurrent.futures.Future[Any]] = []
 
         def finish() -> None:
@@ -497,24 +505,24 @@ class Checkpointer:
             _pages.update(batch, updates, logged_max=0)
             ticket = self.store.submit(batch)
             ticket.wait(ack="logged")
-            # What it keeps in memory is counted from then on.
+            # From then on, the memory that it keeps is counted.
             ticket.wait(ack="applied")
 
         def make_room(needed: int) -> None:
-            # Short pages wait in memory for a snapshot: those of batches before, and of those that are under way.
+            # Short pages are held in memory until a snapshot: those of earlier batches and of batches in flight.
             room = self._pending_max * 3 // 4 - needed
             while running and self.store.stats()["pending_bytes"] + sum(each.waiting for each in running) > room:
                 finish()
             if self.store.stats()["pending_bytes"] > max(0, min(room, self._pending_max // 4)):
                 while running:
                     finish()
-                # It gives memory back once it has been read back, which is waited for where there is no room else.
+                # It frees memory once it has been read back, which is waited for if there is no other room.
                 self.store.snapshot(verify=False)
                 if self.store.stats()["pending_bytes"] > max(0, room):
                     self.store.snapshot()
 
         def flush(updates: list[_pages.Update]) -> _native.Batch:
-            # From here to the last batch the store is in between two versions, and says so.
+            # From here to the last batch the store is between two versions, and its root records this.
             nonlocal batch
             batch.set_root(SAVING, step)
             needed = waiting.begin_next()
@@ -530,7 +538,7 @@ class Checkpointer:
             return batch
 
         try:
-            # Each version is a snapshot, for which a page that changed is written whole.
+            # Each version is a snapshot, for which a changed page is written whole.
             coming = waiting.counting(bar.counting(itertools.chain(capture.blocks(), passage.blocks())))
             _pages.put(self.store, batch, coming, tree, logged_max=0, captures=self._copies, flush=flush,
                        last=self._manifest)
@@ -540,7 +548,7 @@ class Checkpointer:
             for each in proving:
                 each.result()
         finally:
-            # Whatever fails: the memory that they read is the next save's, and so is the store.
+            # Whatever fails, the memory that they read and the store are needed by the next save.
             concurrent.futures.wait([each.committed for each in running] + proving)
         if SAVING in self.store.root:
             batch.remove_root(SAVING)
@@ -551,7 +559,7 @@ class Checkpointer:
         return ticket
 
     def _make_way(self, nbytes: int) -> None:
-        """Keeps what there is before a save writes over it; removes what one that was ended halfway has left."""
+        """Keeps the current version before a save overwrites it; removes what an interrupted save left."""
         root = self.store.root
         if SAVING in root:
             held = _pages.read_manifest(self.store).pages if _pages.MANIFEST_KEY in self.store else {}
@@ -561,14 +569,14 @@ class Checkpointer:
                 for page in left[at:at + _DELETED_AT_ONCE]:
                     batch.delete(page)
                 self.store.commit(batch, "logged")
-            # What it has captured would wait in memory, and leave later ones no room.
+            # Otherwise what it captured would stay in memory and leave no room for later saves.
             self.store.snapshot()
         else:
             self._versions.begin(nbytes)
 
     def _write_and_keep(self, passage: Passage, capture: Capture, save: int, step: int, name: str | None, note: str,
                         tree: Any, nbytes: int, bar: Bar) -> tuple[int, float]:
-        """Returns the version's batch, and when it was durable and kept."""
+        """Writes the version and returns its Lsn and the time when it was durable and kept."""
         try:
             try:
                 passage.wait_for_start()
@@ -592,7 +600,7 @@ class Checkpointer:
 
     def _check_open(self) -> None:
         if os.getpid() != self._opener:
-            # The threads of a save under way are not there.
+            # The threads of a save in progress do not exist in this process.
             raise ForkedError("the checkpointer is another process's", remedy="make one in this process",
                               opener=self._opener)
         if self.store.closed:
@@ -602,50 +610,54 @@ class Checkpointer:
         self._check_open()
         last = self._last
         try:
-            # A failure that the caller was told of is not told again.
+            # A failure that the caller was notified of is not raised again.
             if last is not None and not last._told.is_set():
                 last.wait()
         finally:
-            # After Ctrl-C it is under way still.
+            # After Ctrl-C it is still in progress.
             if last is None or last._has_ended:
                 self._forget_last()
         self._settle()
 
-    # Going back.
+    # Restoring.
 
     def restore(self, at: int | str | Version | None = None, *, cast: bool = False, progress: bool | None = None) -> int:
-        """Puts a version into model, optimizer and the rest, in place; returns its step.
+        """Loads a version into model, optimizer and the other objects, in place. Returns its step.
 
-        Values come back as they were saved, or the call is refused by name and changes nothing. All of the version is
-        proven before the first change; so it is read twice, the second time mostly from the page cache.
+        Values are restored as they were saved, or the call is rejected by name and changes nothing. The whole version
+        is verified before the first change, so it is read twice, the second time mostly from the page cache.
 
-        Tensors stay where they are, those of optimizers and dicts, too, if they have the shapes, kinds and strides that
-        they had then: bytes come from the files into their memory, on a GPU without a copy of the version on the host.
-        An optimizer's state is not cast to the kind of its parameters. Groups with `param_names` are matched by these.
-        A version of a compiled model, or of one in DistributedDataParallel, fits the plain model, and the reverse.
+        Tensors, including those of optimizers and dicts, stay in place if they have the saved shapes, element types and
+        strides: bytes are read from the files into their memory, on a GPU without a copy of the version on the host. An
+        optimizer's state is not cast to the type of its parameters. Groups with `param_names` are matched by these
+        names. A version of a compiled model or of a model in DistributedDataParallel fits the plain model, and vice
+        versa.
 
-        What has no such memory is held in the host's until all is proven, or on the GPU, as the state of an optimizer
-        that has made no step yet. So is what a module or an optimizer has that loads by a method or a hook of its own.
+        Values without such memory are held in host memory until everything is verified, or on the GPU for the state of
+        an optimizer that has made no step yet. The same applies to modules and optimizers that load through a method or
+        hook of their own.
 
-        Objects with a `load_state_dict` of their own, and dicts, get their state first; then the bytes are read; then
-        modules and optimizers load, with the tensors' new values, and random states come last. If an object raises, what
-        was changed is put back as far as that is possible without a copy of the tensors, and the error names the rest.
-        Random states of GPUs that this process does not have are left out.
+        Objects with their own `load_state_dict`, and dicts, receive their state first; then the bytes are read; then
+        modules and optimizers load with the tensors' new values; random states come last. If an object raises, changes
+        are reverted as far as that is possible without a copy of the tensors, and the error names the rest. Random
+        states of GPUs that this process does not have are skipped.
 
-        It runs after what is queued on the current streams of the GPUs, and before what is queued on them from then on.
+        The load runs after the work that is queued on the current streams of the GPUs, and before work queued on them
+        afterwards.
 
-        :param at: a step (int), a name, a Version, or, without `process_group`, "lsn:N", "snapshot:N"; the newest
-            version if None. A name that looks like one of these is written "name:S".
-        :param cast: whether elements of a model and of its optimizer's state become those that the model has, as
-            `load_state_dict` converts them. If False, a version with other kinds of elements is refused.
-        :param progress: as for `save`; one bar while the version is proven, and one while it is loaded.
-        :raises NoStateError: if there is no such version.
-        :raises InvalidError: the model has other tensors, shapes or kinds of elements, or is on the meta device; the
-            optimizer has other groups of parameters. Nothing changed.
-        :raises RestoreFailedError: an object could not load its state. `changed` names what has the version's values.
-        :raises DamagedError: if bytes on disk are not what was written. Should they turn bad after their proof, a note
-            names what changed.
-        :raises RefusedError: while a graph of CUDA is being captured.
+        :param at: a step (int), a name, a Version or, without `process_group`, "lsn:N" or "snapshot:N"; None restores
+            the newest version. Write a name that looks like one of the other forms as "name:S".
+        :param cast: whether elements of a model and of its optimizer's state are converted to the types of the model,
+            as `load_state_dict` does. If False, a version with other element types is rejected.
+        :param progress: as for `save`, with one bar while the version is verified and one while it is loaded.
+        :raises NoStateError: the version does not exist.
+        :raises InvalidError: the model has other tensors, shapes or element types, or is on the meta device; or the
+            optimizer has other parameter groups. Nothing changed.
+        :raises RestoreFailedError: an object could not load its state. `changed` names the objects with values of the
+            version.
+        :raises DamagedError: bytes on disk are not what was written. If they became damaged after their verification, a
+            note names what changed.
+        :raises RefusedError: a CUDA graph is being captured.
         """
         if not (at is None or isinstance(at, (str, Version))):
             at = _whole_number("at", at)
@@ -667,7 +679,7 @@ class Checkpointer:
         with restoration:
             self._left.end(f"`restore` put step {step} back before the next save")
             if self._copies is not None:
-                # Where an optimizer gets new tensors, the memory of the old ones is wanted.
+                # An optimizer may receive new tensors, and then the memory of the old ones is needed.
                 self._copies.let_go()
             with self._bar(restoration.nbytes, "loading", progress) as bar:
                 changes.run(lambda: restoration.load(bar))
@@ -676,7 +688,7 @@ class Checkpointer:
 
     def _proven(self, views: Views, targets: Targets, layouts: Any, cast: bool,
                 progress: bool | None) -> tuple[int, Restoration, PutBack]:
-        """The step of a version, every byte of it proven, and what is to be put back."""
+        """Returns the step of a version with every byte verified, what loads it, and what puts its values back."""
         root = views.own.root
         if "step" not in root:
             raise NoStateError("the version is none of a run", remedy="`versions` lists those that are kept")
@@ -695,26 +707,28 @@ class Checkpointer:
         return int(root["step"]), restoration, changes
 
     def versions(self) -> list[Version]:
-        """The versions that are kept, the oldest first."""
+        """Returns the versions that are kept, oldest first."""
         self._finish()
         return self._versions.listed()
 
     def give_up(self, name: str) -> None:
-        """Gives up a version by its name; what only it needs is removed. The newest version stays, without its name.
+        """Gives up a version by name, and removes what only it needs. The newest version stays, without its name.
 
-        :raises NoStateError: if there is no version of that name.
-        :raises RefusedError: if it is the newest version, and a save after it was ended halfway. Nothing changed.
+        :raises NoStateError: no version has this name.
+        :raises RefusedError: it is the newest version, and a later save was interrupted. Nothing changed.
         """
         self._after_saves(f"give up {name!r}", lambda: self._versions.give_up(name))
 
     def diff(self, before: int | str | Version, after: int | str | Version | None = None
              ) -> dict[str, Difference | None]:
-        """The tensors that differ between two versions, by name: how many elements, the first one, how far apart.
+        """Returns the tensors that differ between two versions, by name: the number of elements, the first one, and the
+        largest difference.
 
-        None stands for a tensor that only one of them has, or that has another shape or kind of elements.
-        Pages that no batch changed in between are not read. With `process_group`: of what this rank has of them.
+        The value is None for a tensor that only one version has, or that has another shape or element type. Pages that
+        no batch changed in between are not read. With `process_group`, this covers the tensors of this rank.
 
-        :param before: a step, a name or a Version; as for `restore`.
+        :param before: a step, a name or a Version, as for `restore`.
+        :param after: another version; None uses the newest.
         :raises NoStateError, DamagedError: as for `restore`.
 
         >>> import torch, remanent.torch
@@ -732,16 +746,16 @@ class Checkpointer:
         return self._after_saves(f"compare {named(before)} and {named(after)}", differing)
 
     def blame(self, name: str, index: int | Sequence[int]) -> list[ElementChange]:
-        """The versions in which an element of a tensor is not what it was in the one before, the oldest first.
+        """Returns the versions in which an element of a tensor differs from the previous version, oldest first.
 
-        Changes between two versions that are kept are found as one. With `process_group`: of what this rank has of the
-        tensor, in versions of as many ranks.
+        Several changes between two kept versions appear as one. With `process_group`, this covers this rank's part of
+        the tensor, in versions with the same number of ranks.
 
-        :param name: as `diff` has it: "model/…", "optimizer/…", or the name in `extra`.
-        :param index: a number for each dimension of the tensor, or the only one; negative ones count from the end.
-        :raises NoStateError: if no version has such a tensor.
-        :raises OutOfBoundsError: if in none it has such an element.
-        :raises DamagedError: if bytes on disk are not what was written.
+        :param name: the name as `diff` returns it: "model/…", "optimizer/…", or the name in `extra`.
+        :param index: an index for each dimension of the tensor, or a single int; negative indices count from the end.
+        :raises NoStateError: no version has this tensor.
+        :raises OutOfBoundsError: the element exists in no version.
+        :raises DamagedError: bytes on disk are not what was written.
 
         >>> import torch, remanent.torch
         >>> state = {"w": torch.zeros(2, 3)}
@@ -764,18 +778,20 @@ class Checkpointer:
 
     def bisect(self, is_good: Callable[[Version], bool | None], *, good: int | str | Version,
                bad: int | str | Version | None = None) -> Version:
-        """The first version for which `is_good` says False, between a good one and a later bad one, by halving.
+        """Returns the first version for which `is_good` returns False, by binary search between a good and a later bad
+        version.
 
-        Of n versions some log2(n) are looked at. `is_good` may `restore` the version and try the model, or read it
-        otherwise; what it restored last stays. With `process_group` all ranks look at the same versions, and one is
-        good if it is so on all of them.
+        About log2(n) of n versions are tested. `is_good` may `restore` the version and evaluate the model, or read it
+        in another way; what it restored last remains. With `process_group`, all ranks test the same versions, and a
+        version is good if it is good on all of them.
 
-        :param is_good: is given a Version; True for good, False for bad, None for what cannot be told of this version.
-            What it raises ends the search, on all ranks.
-        :param good: a version known to be good: its step, its name, or itself.
-        :param bad: a later one known to be bad; the newest if None.
+        :param is_good: called with a Version; returns True for good, False for bad, and None if it cannot be determined
+            for this version. An exception ends the search on all ranks.
+        :param good: a version known to be good: its step, its name, or a Version.
+        :param bad: a later version known to be bad; None uses the newest.
         :raises InvalidError: the good version is not older than the bad one.
-        :raises NoStateError: one of them is not kept; or versions next to the first bad one could not be told.
+        :raises NoStateError: one of them is not kept, or the verdict could not be determined for versions next to the
+            first bad one.
 
         >>> import torch, remanent.torch
         >>> state = {"w": torch.zeros(3)}
@@ -801,7 +817,7 @@ class Checkpointer:
             except BaseException as error:
                 failure = error
             if ranks is not None:
-                # Ranks that found no failure would wait for those that did.
+                # Ranks without a failure would otherwise wait for those with one.
                 said = self._after_saves(f"judge step {version.step}", lambda: _gathered(ranks, verdict, failure))
                 verdict = False if False in said else None if None in said else True
             elif failure is not None:
@@ -811,16 +827,16 @@ class Checkpointer:
         return first_bad(versions, number_of(versions, good), number_of(versions, bad), judged)
 
     def fork(self, directory: _Path, at: int | str | Version | None = None) -> None:
-        """Makes a new store in `directory` that begins at a version of this one. Images are shared, not copied.
+        """Creates a new store in `directory` that begins at a version of this one. Images are shared, not copied.
 
-        With `process_group`: of as many ranks as saved the version.
+        With `process_group`, the new run has as many ranks as saved the version.
         """
         self._after_saves(f"fork {named(at)}", lambda: self._versions.fork(directory, at))
 
     def close(self) -> None:
-        """Waits for the save under way and closes the store.
+        """Waits for the save in progress and closes the store.
 
-        :raises InUseError: if the last save was left to a next one, which never came.
+        :raises InUseError: the last save was left to a next save, which was never made.
         """
         try:
             if not self.store.closed:
@@ -850,7 +866,7 @@ class Checkpointer:
         try:
             self.close()
         except Exception:
-            # The block's own exception says more than what it did to the store.
+            # The block's own exception says more than its effect on the store.
             if kind is None:
                 raise
 
@@ -859,14 +875,14 @@ class _Running(NamedTuple):
     """A batch that a thread commits."""
 
     committed: concurrent.futures.Future[Any]
-    # How many blocks of the room it has.
+    # The number of blocks of the room that it uses.
     blocks: int
-    # Bytes of memory that it may keep until the next snapshot.
+    # The bytes of memory that it may keep until the next snapshot.
     waiting: int
 
 
 def _gathered(ranks: Ranks, verdict: bool | None, failure: BaseException | None) -> list[bool | None]:
-    """The verdicts of all ranks; raises if one failed."""
+    """Returns the verdicts of all ranks; raises if one failed."""
     def told() -> bool | None:
         if failure is not None:
             raise failure
@@ -893,7 +909,7 @@ def _whole_number(what: str, number: Any) -> int:
 
 
 def _refuse_modes() -> None:
-    """Refuses a save or a restore under a mode of torch in which work is recorded, and not done."""
+    """Rejects a save or restore under a torch mode that records work instead of doing it."""
     refuse_fake_tensors()
     _refuse_capture()
 

@@ -1,4 +1,4 @@
-"""The exceptions: one base, and a subclass for each kind that a caller acts on."""
+"""The exceptions of the package: a base class, and a subclass for each kind of error that a caller can handle."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = [
 
 
 class Error(Exception):
-    """The base of everything that the package raises on its own account.
+    """The base class of all exceptions that the package raises itself.
 
-    `remedy` says what helps, in words; `path` is the store's directory where one is concerned; `file`, `offset`
-    and `lsn` say where in it, where that is known. Other attributes are the subclass's.
+    `remedy` describes what helps; `path` is the store's directory, if one is concerned; `file`, `offset` and `lsn` give
+    the location in it, if known. Subclasses add other attributes.
 
     >>> try:
     ...     remanent.View(directory + "/nothing")
@@ -25,11 +25,11 @@ class Error(Exception):
     ...     print(type(error).__name__, "-", error.remedy)
     NoStoreError - check the path; to make a new store there, open it with permission to create one
 
-    All functions of the package raise these for values and types that they refuse, as subclasses of `ValueError`,
-    `TypeError` and so on, too. Python itself raises `TypeError` for arguments that are missing, too many or unknown.
+    All functions of the package also raise these for values and types that they reject, as subclasses of `ValueError`,
+    `TypeError` and so on. Python itself raises `TypeError` for missing, surplus or unknown arguments.
     """
 
-    # What helps if the call that raised it says nothing else.
+    # The remedy if the call that raises the error gives none.
     _remedy = "see the message, and give what it asks for"
 
     remedy: str
@@ -51,7 +51,7 @@ class Error(Exception):
         return self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exceptions cross processes, as those of `concurrent.futures` do.
+        # Exceptions are pickled to cross processes, such as those of `concurrent.futures`.
         return (_again, (type(self), self.message, dict(self.__dict__)))
 
 
@@ -62,7 +62,7 @@ def _again(kind: type[Error], message: str, state: dict[str, Any]) -> Error:
 
 
 class LockedError(Error):
-    """Another process, or another handle in this one, has the store open; `holder` says which."""
+    """Another process, or another handle in this one, has the store open; `holder` identifies it."""
 
     _remedy = "read it with View, or close it there"
 
@@ -76,19 +76,19 @@ class SupersededError(Error):
 
 
 class NoStoreError(Error, FileNotFoundError):
-    """There is no store in the directory."""
+    """The directory contains no store."""
 
     _remedy = "check the path"
 
 
 class ForeignDirectoryError(Error, FileExistsError):
-    """The directory holds something that is no store. Nothing was touched."""
+    """The directory contains something other than a store. Nothing was changed."""
 
     _remedy = "give an empty directory, or a path that does not exist yet"
 
 
 class MismatchError(Error, RuntimeError):
-    """Identity or layout fingerprint are not those with which the store was created."""
+    """The identity or layout fingerprint differs from the one with which the store was created."""
 
     _remedy = "give the identity and layout that the store was created with, or another directory"
 
@@ -100,13 +100,13 @@ class DamagedError(Error):
 
 
 class PoisonedError(Error):
-    """An earlier failure, which is this one's `__cause__`, stopped the store. Open it again."""
+    """An earlier failure, the `__cause__` of this exception, stopped the store. Open it again."""
 
     _remedy = "close the store and open it again"
 
 
 class DiskFullError(Error):
-    """There is no space for `needed` bytes. Nothing changed; the store goes on when space returns."""
+    """The disk has no space for `needed` bytes. Nothing changed; the store continues when space is available again."""
 
     _remedy = "free some space or delete pages, then try again"
 
@@ -114,19 +114,19 @@ class DiskFullError(Error):
 
 
 class StoreIOError(Error, OSError):
-    """The system refused a call: a file, a folder, a thread."""
+    """The operating system rejected a call for a file, a folder or a thread."""
 
     _remedy = "correct the path or the permissions that the error names, then try again"
 
 
 class InvalidError(Error, ValueError):
-    """An option, a key or an operation contradicts itself, or is over a limit. Nothing changed."""
+    """An option, a key or an operation is inconsistent or over a limit. Nothing changed."""
 
     _remedy = "give a value that the error permits"
 
 
 class InvalidTypeError(Error, TypeError):
-    """An argument, or a value in it, is of a type that the call does not take. Nothing changed."""
+    """An argument, or a value in it, has a type that the call does not accept. Nothing changed."""
 
     _remedy = "give a value of the type that the error names"
 
@@ -148,7 +148,7 @@ class UnknownKeyError(Error, KeyError):
 
 
 class OutOfBoundsError(Error, IndexError):
-    """The range does not lie within the page, which is `page_length` bytes long."""
+    """The range is not within the page, which is `page_length` bytes long."""
 
     _remedy = "give a range or an index that exists"
 
@@ -157,7 +157,7 @@ class OutOfBoundsError(Error, IndexError):
 
 
 class TakenError(Error):
-    """Another page has the key, or another snapshot the name. Nothing changed."""
+    """Another page already has the key, or another snapshot the name. Nothing changed."""
 
     _remedy = "give another key or name, or give the old one up first"
 
@@ -173,7 +173,7 @@ class ConflictError(Error):
 
 
 class OverBudgetError(Error):
-    """The budget of the place has no room: `asked` bytes, of which `available` are left. Nothing changed."""
+    """The budget of the place is exceeded: `asked` bytes were requested and `available` are left. Nothing changed."""
 
     _remedy = "delete pages of that place or move them elsewhere, or open with a larger budget"
 
@@ -183,7 +183,7 @@ class OverBudgetError(Error):
 
 
 class OutOfMemoryError(Error, MemoryError):
-    """The device's memory, or the host's, is exhausted. Nothing changed."""
+    """The memory of the device or the host is exhausted. Nothing changed."""
 
     _remedy = "free memory, then try again"
 
@@ -195,13 +195,13 @@ class DeviceError(Error):
 
 
 class MemoryRefusedError(Error, BufferError):
-    """Memory of the caller's is not what the call needs. Nothing changed."""
+    """Caller-owned memory does not meet the requirements of the call. Nothing changed."""
 
     _remedy = "give contiguous memory of the length and on the device that the call needs"
 
 
 class LeasedError(Error):
-    """The page is leased or pinned: end that first."""
+    """The page is leased or pinned. End the lease or pin first."""
 
     _remedy = "end the lease or pin first"
 
@@ -209,25 +209,25 @@ class LeasedError(Error):
 
 
 class InUseError(Error, RuntimeError):
-    """Leases, views or another thread use the object, or a save is under way. Nothing changed."""
+    """The object is in use by leases, views or another thread, or a save is in progress. Nothing changed."""
 
     _remedy = "end what uses it first, then try again"
 
 
 class NoStateError(Error, LookupError):
-    """There is no such snapshot, or the state asked for is not kept."""
+    """The snapshot does not exist, or the requested state is not kept."""
 
     _remedy = "list the snapshots or versions that are kept"
 
 
 class OvertakenError(Error):
-    """What was being read is not kept any more, or has changed since: start over."""
+    """The data being read is no longer kept, or has changed. Start over."""
 
     _remedy = "start over from the newest snapshot"
 
 
 class DivergedError(Error):
-    """A follower's position, or its next batch, is not on the store's line: start over."""
+    """A follower's position, or its next batch, is not part of the store's history. Start over."""
 
     _remedy = "start over from the newest snapshot"
 
@@ -247,9 +247,9 @@ class ClosedError(Error):
 
 
 class RankFailedError(Error):
-    """Another rank failed, or cannot be reached; `rank` says which, where that is known.
+    """Another rank failed or cannot be reached; `rank` is its number, if known.
 
-    A version that was being saved is there on all ranks, or on none.
+    A version that was being saved exists on all ranks or on none.
     """
 
     _remedy = "look at the error of the rank that failed first, and start the run again"
@@ -258,14 +258,14 @@ class RankFailedError(Error):
 
 
 class RefusedError(Error, TypeError, ValueError):
-    """A value cannot be stored faithfully, and is not stored otherwise; the message names it."""
+    """A value cannot be stored faithfully, so nothing is stored. The message names the value."""
 
     _remedy = "convert the value to one that can be stored, or leave it out"
 
 class RestoreFailedError(Error):
-    """A part of a run raised an exception, which is this one's `__cause__`, as it loaded its state; `part` names it.
+    """A part of a run, `part`, raised an exception while it loaded its state: the `__cause__` of this exception.
 
-    `changed` names the parts that have values of the version, in whole or in part. All others are as they were.
+    `changed` names the parts that have values of the version, completely or partly. All others are unchanged.
     """
 
     part: str

@@ -1,25 +1,25 @@
-"""Checkpoints of `torch.distributed.checkpoint` (DCP) that are durable, proven and deduplicated.
+"""Durable, verified and deduplicated checkpoints for `torch.distributed.checkpoint` (DCP).
 
     dcp.save(state, storage_writer=StorageWriter("runs/7/step-100"))
     dcp.load(state, storage_reader=StorageReader("runs/7/step-100"))
     dcp.async_save(state, storage_writer=StorageWriter("runs/7/step-100"), async_stager=stager)
 
-A checkpoint's path is `root/name`. Each rank has a store, `root/.remanent/rank-K`, in which all checkpoints of the
-root lie: pages that did not change since the one before are not written again. A checkpoint is a named snapshot of
-each rank's store; `root/name/.metadata` names them. It is written last, once all ranks' snapshots are durable, in one
-step: a crash of any rank at any moment leaves the checkpoint that was there before under that path, or none, and
-never a mix. Without collectives (`use_collectives=False`) that holds for each rank alone.
+The path of a checkpoint is `root/name`. Each rank has a store, `root/.remanent/rank-K`, which contains all checkpoints
+of the root: pages that did not change since the previous one are not written again. A checkpoint is a named snapshot of
+each rank's store, and `root/name/.metadata` lists these snapshots. It is written last and atomically, once the
+snapshots of all ranks are durable: after a crash of any rank at any moment, the path contains the previous checkpoint,
+or none, and never a mix. Without collectives (`use_collectives=False`), this holds for each rank alone.
 
-`dcp_to_torch_save` and `torch_save_to_dcp` are DCP's converters for these checkpoints; others go from and to DCP's own
-checkpoints and safetensors files.
+`dcp_to_torch_save` and `torch_save_to_dcp` are DCP's converters for these checkpoints; other functions convert from and
+to DCP's own checkpoints and safetensors files.
 
-To give a checkpoint up, remove `root/name`, or move it out of the root: the next save of the same ranks to the root,
-a minute after it was saved or later, gives back its space. It may be renamed within the root.
+To give up a checkpoint, remove `root/name` or move it out of the root. The next save of the same ranks to the root
+frees its space, but not before a minute after the checkpoint was saved. A checkpoint may be renamed within the root.
 
-Each byte is proven by checksums on the way back, and so is `.metadata`, which is JSON: nothing is unpickled, but what
-DCP's own planner pickles into a value that is no tensor. Ranks need not be as many when a checkpoint is loaded as
-when it was saved. All of them must see the root, as on a file system that they share. Saves to one root take turns: a
-rank's store is open while the rank writes.
+Checksums verify every byte that is loaded, and also `.metadata`, which is JSON: nothing is unpickled except values that
+are not tensors, which DCP's own planner pickles. A checkpoint can be loaded with another number of ranks than saved it.
+All ranks need access to the root, for example on a shared file system. Saves to the same root take turns: a rank's
+store is open while the rank writes.
 """
 
 from __future__ import annotations
@@ -80,26 +80,26 @@ _Path = str | os.PathLike[str]
 _STORES = ".remanent"
 _METADATA = ".metadata"
 _KIND = "checkpoint"
-# What DCP's own metadata begins with.
+# The first byte of DCP's own metadata.
 _PICKLE = b"\x80"
-# Bytes of one batch; a longer page has one of its own.
+# The bytes of a batch; a longer page gets its own batch.
 _BATCH_BYTES = 32 << 20
-# What a short page takes of a batch beyond its bytes, at most.
+# The largest overhead of a short page in a batch, in bytes.
 _PAGE_BYTES = 16 << 10
-# Pages that are deleted by one batch.
+# The number of pages that one batch deletes.
 _DELETED_PAGES = 10_000
-# Bytes of a page that are read at once.
+# The number of bytes of a page that are read at once.
 _READ_BYTES = 8 << 20
-# Seconds for which a save waits until another one has closed the rank's store.
+# The time in seconds for which a save waits until another one has closed the rank's store.
 _LOCK_WAIT = 60.0
-# Seconds after which a file that one rank made is there for all: caches of file systems that are shared hold what
-# they know of a folder for up to a minute.
+# The time in seconds after which a file that one rank created is visible to all: shared file systems cache directory
+# contents for up to a minute.
 _VISIBLE_AFTER = 60.0
-# Bytes of a name that a page's metadata holds.
+# The longest name that a page's metadata holds, in bytes.
 _NAME_BYTES_MAX = 32 << 10
-# Threads that read or write for one rank: ranks share a machine.
+# The number of threads that read or write for one rank: ranks share a machine.
 _THREADS_MAX = 4
-# Characters of a save's name at the end of its snapshots' names.
+# The number of characters of a save's id at the end of its snapshots' names.
 _TOKEN_LEN = 12
 _FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last,
             "preserve": torch.preserve_format}
@@ -107,7 +107,7 @@ _FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channe
 
 @dataclass(frozen=True)
 class StoredItem:
-    """Where an item of a checkpoint lies: a page of a snapshot of a rank's store, and its length in bytes."""
+    """The location of an item of a checkpoint: a page in a snapshot of a rank's store, and its length in bytes."""
 
     store: str
     store_id: str
@@ -117,32 +117,33 @@ class StoredItem:
 
 
 class _AtPath:
-    """What a writer and a reader of a checkpoint have in common."""
+    """The path handling that a writer and a reader of a checkpoint share."""
 
     _path: Path
 
     def _go_to(self, path: _Path) -> None:
-        # Without following links: what a link names may change.
+        # Links are not followed, since their targets may change.
         self._path = Path(os.path.abspath(path))
 
     @property
     def checkpoint_id(self) -> _Path:
-        """The checkpoint's path."""
+        """The path of the checkpoint."""
         return self._path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: _Path) -> bool:
-        """Whether a checkpoint may have this path."""
+        """Returns whether a checkpoint may have this path."""
         return filesystem.FileSystem.validate_checkpoint_id(checkpoint_id)
 
 
 class StorageWriter(_AtPath, storage.StorageWriter):
-    """Saves checkpoints of DCP: for `dcp.save` and `dcp.async_save`.
+    """Saves DCP checkpoints, for `dcp.save` and `dcp.async_save`.
 
-    :param path: the checkpoint, `root/name`; `checkpoint_id` of a call takes its place.
-    :param overwrite: whether a checkpoint of that name may be there. It is whole until the new one is.
-    :param verify: whether the save returns only once all that it wrote was read back from the disk. A load proves each
-        byte either way.
+    :param path: the checkpoint, `root/name`. The `checkpoint_id` of a call overrides it.
+    :param overwrite: whether an existing checkpoint of this name may be replaced. It stays complete until the new one
+        is.
+    :param verify: whether the save returns only once everything it wrote was read back from the disk. A load verifies
+        every byte in either case.
     :param options: options of `Store`, such as `image_io`.
 
     >>> import torch, torch.distributed.checkpoint as dcp
@@ -173,14 +174,14 @@ class StorageWriter(_AtPath, storage.StorageWriter):
         self.save_id = uuid.uuid4().hex
         self._end_saving()
 
-    # DCP looks for a parameter of the name `kwargs`.
+    # DCP looks for a parameter named `kwargs`.
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Hears which rank this is, and whether the ranks save together."""
+        """Receives the number of this rank and whether the ranks save together."""
         self._rank = _rank(kwargs)
         self._together = kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Refuses what cannot be stored, before anything is written."""
+        """Rejects items that cannot be stored, before anything is written."""
         for item in plan.items:
             dtype = None if item.tensor_data is None else item.tensor_data.properties.dtype
             if dtype is not None and dtype not in _tensors.SHORT:
@@ -194,8 +195,8 @@ class StorageWriter(_AtPath, storage.StorageWriter):
         return plan if self._together else replace(plan, storage_data=_store_of(self._rank))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Nothing is divided anew: each rank writes what it has, to its own store."""
-        # No more than that: a planner that caches plans gives ranks one of an earlier save.
+        """Leaves the plans unchanged: each rank writes its own items to its own store."""
+        # Nothing else may be set here: a planner that caches plans gives ranks a plan of an earlier save.
         return [replace(plan, storage_data=_store_of(rank)) for rank, plan in enumerate(plans)]
 
     @property
@@ -208,15 +209,15 @@ class StorageWriter(_AtPath, storage.StorageWriter):
             self._saving = None
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's items and makes its snapshot; durable when this returns."""
+        """Writes this rank's items and takes its snapshot, which is durable when this returns."""
         store_name = plan.storage_data or _store_of(self._rank)
         self._end_saving()
-        # Said before the checkpoints are looked at: another save that looks later finds this one.
+        # Announced before the checkpoints are listed, so that another save that lists them later finds this one.
         self._saving = _Saving(self._stores, self.save_id)
         own = {"device": "host", "page_load": "on_demand", "snapshots_kept": 1, "compression": False,
                "spare_bytes": 0}
         with _open_store(self._stores / store_name, {**own, **self._options}) as store:
-            # Before anything is written: the space of checkpoints that are gone is there for this one.
+            # Done before anything is written, so that the space of removed checkpoints is available for this one.
             _give_up(store, store_name, self._path.parent)
             keys = _write_items(store, plan, planner)
             label = self._path.name.encode(errors="ignore")[:24].decode(errors="ignore")
@@ -231,13 +232,13 @@ class StorageWriter(_AtPath, storage.StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Makes the checkpoint visible: all ranks have theirs on disk."""
+        """Makes the checkpoint visible, once all ranks have their snapshots on disk."""
         metadata.version = filesystem.CURRENT_DCP_VERSION
         metadata.storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
         metadata.storage_meta = self.storage_meta()
         path = _metadata_path(self._path, None if self._together else self._rank)
         _durable.publish(path, _encode(metadata))
-        # What an earlier save of the other kind left here would be loaded in its place.
+        # Metadata that an earlier save of the other kind left here would be loaded instead.
         others = [each for each in _metadata_files(self._path) if (each.name == _METADATA) != self._together]
         for other in others:
             other.unlink(missing_ok=True)
@@ -246,27 +247,28 @@ class StorageWriter(_AtPath, storage.StorageWriter):
         self._end_saving()
 
     def storage_meta(self) -> StorageMeta | None:
-        """What DCP's planners are told of this save."""
+        """Returns what DCP's planners need to know about this save."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
 
 class StorageReader(_AtPath, storage.StorageReader):
-    """Loads checkpoints that `StorageWriter` saved: for `dcp.load`. Takes no lock: a save may go on meanwhile.
+    """Loads checkpoints that `StorageWriter` saved, for `dcp.load`. It takes no lock: a save may run concurrently.
 
-    :param path: the checkpoint, `root/name`; `checkpoint_id` of a call takes its place.
-    :param cast: whether elements become those of the tensors that they are loaded into, as with DCP's own reader. If
-        False, tensors of other kinds of elements are refused.
+    :param path: the checkpoint, `root/name`. The `checkpoint_id` of a call overrides it.
+    :param cast: whether elements are converted to the types of the tensors that they are loaded into, as with DCP's own
+        reader. If False, tensors with other element types are rejected.
 
-    DCP raises a `CheckpointException` with what a rank failed with: `NoStateError` if there is no such checkpoint,
-    `RefusedError` for a tensor that cannot have the checkpoint's values, before any tensor of the rank changes,
-    `DamagedError` if bytes on disk are not what was written. Tensors that were loaded before keep what they got.
+    DCP raises a `CheckpointException` that contains the errors of ranks: `NoStateError` if the checkpoint does not
+    exist, `RefusedError` for a tensor that cannot hold the checkpoint's values, before any tensor of the rank changes,
+    and `DamagedError` if bytes on disk are not what was written. Tensors that were loaded before the error keep their
+    new values.
     """
 
     def __init__(self, path: _Path, *, cast: bool = False) -> None:
         super().__init__()
         self._go_to(path)
         self._cast = cast
-        # Of tensors, by their names.
+        # The element types of tensors, by name.
         self._dtypes: dict[str, torch.dtype] = {}
         self.load_id = uuid.uuid4().hex
         self._save_id: str | None = None
@@ -280,10 +282,11 @@ class StorageReader(_AtPath, storage.StorageReader):
         self._items = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the checkpoint holds."""
+        """Returns the contents of the checkpoint."""
         rank = kwargs.get("rank")
         if rank is not None and _metadata_path(self._path, None).exists():
-            # DCP asks for a rank's own if that of all ranks cannot be read: it would be of another save.
+            # DCP requests the metadata of a single rank if that of all ranks cannot be read: it would belong to another
+            # save.
             _proven(_metadata_path(self._path, None))
         found = _read(_metadata_path(self._path, rank))
         if found.storage_meta is not None:
@@ -292,24 +295,24 @@ class StorageReader(_AtPath, storage.StorageReader):
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any,
                               **kwargs: Any) -> None:
-        """Takes what `read_metadata` found."""
+        """Receives the result of `read_metadata`."""
         self._items = metadata.storage_data
         self._dtypes = {name: said.properties.dtype for name, said in metadata.state_dict_metadata.items()
                         if isinstance(said, TensorStorageMetadata)}
         self._save_id = None if metadata.storage_meta is None else metadata.storage_meta.save_id
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Each rank reads what it wants; it says of which save."""
+        """Leaves the plan unchanged, since each rank reads what it needs, and adds the id of the save."""
         return replace(plan, storage_data=self._save_id)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Refuses a load of which some ranks would have an earlier save than others."""
+        """Rejects a load in which ranks found different saves."""
         if len({plan.storage_data for plan in plans}) > 1:
             raise RefusedError(f"{self._path} was saved over while its ranks began to load", remedy="load again")
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads items into the tensors that the planner names: of a page the rows that they lie in."""
+        """Reads items into the tensors that the planner names, limited to the rows of a page that contain them."""
         by_snapshot: defaultdict[tuple[str, str, str], list[ReadItem]] = defaultdict(list)
         for item in plan.items:
             if item.type.name != "BYTE_IO":
@@ -333,7 +336,7 @@ class StorageReader(_AtPath, storage.StorageReader):
         return done
 
     def _refuse_misfit(self, item: ReadItem, target: torch.Tensor) -> None:
-        """Refuses a tensor that cannot have the values of an item as they are."""
+        """Rejects a tensor that cannot hold the values of an item unchanged."""
         name = item.storage_index.fqn
         saved = self._dtypes.get(name, target.dtype)
         if target.size() != item.lengths:
@@ -351,14 +354,14 @@ class StorageReader(_AtPath, storage.StorageReader):
         target = planner.resolve_tensor(item).detach()
         if target.numel():
             for block in _row_blocks(view, key, item, target):
-                # Copied in the calling thread, whose streams and modes are those that the target is changed by.
+                # Copied in the calling thread, whose streams and modes apply to the target.
                 jobs.run(block.read, block.copy)
-        # Jobs end in their order, so after the last block.
+        # Jobs finish in order, so this runs after the last block.
         jobs.run(None, functools.partial(planner.commit_tensor, item, target))
 
 
 def is_of_dcp(path: _Path) -> bool:
-    """Whether a checkpoint is one of DCP's own `FileSystemWriter`, and so for its `FileSystemReader`.
+    """Returns whether a checkpoint was saved by DCP's own `FileSystemWriter`, so that `FileSystemReader` loads it.
 
     >>> import torch, torch.distributed.checkpoint as dcp
     >>> from remanent.dcp import StorageWriter, is_of_dcp
@@ -385,7 +388,7 @@ def _rank(kwargs: dict[str, Any]) -> int:
 
 @dataclass
 class _Write:
-    """A page to be written: its content, and what was there before, if anything."""
+    """A page to write: its content, and its previous version, if any."""
 
     key: str
     said: dict[str, Any]
@@ -394,10 +397,10 @@ class _Write:
 
 
 def _write_items(store: _native.Store, plan: SavePlan, planner: SavePlanner) -> list[tuple[str, int]]:
-    """Makes the store hold these items and no others; returns each one's key and length.
+    """Changes the store to contain exactly these items. Returns the key and length of each.
 
-    By batches of a bounded length, several at a time: what is between two checkpoints is in no snapshot, and so in
-    none of them.
+    The changes are several concurrent batches of bounded length: a state between two checkpoints is in no snapshot, and
+    so in no checkpoint.
     """
     before = {_identity(info.metadata): info for info in store.pages() if "name" in info.metadata}
     taken = set(store.keys())
@@ -418,7 +421,7 @@ def _write_items(store: _native.Store, plan: SavePlan, planner: SavePlanner) -> 
                 jobs.run(functools.partial(_write_group, store, group))
                 group, group_bytes = [], 0
         jobs.run(functools.partial(_write_group, store, group))
-    # What the plan does not name is in this checkpoint no more.
+    # Items that the plan does not name are not in this checkpoint.
     gone = [info.page for info in before.values()]
     for at in range(0, len(gone), _DELETED_PAGES):
         batch = store.batch()
@@ -434,7 +437,7 @@ def _write_group(store: _native.Store, group: list[_Write]) -> None:
     for write in group:
         was, length = write.before, write.content.numel()
         if was is not None and was.metadata != write.said:
-            # Of another kind or shape: another page.
+            # With another element type or shape, it is another page.
             batch.delete(was.page)
             was = None
         if was is None:
@@ -448,9 +451,8 @@ def _write_group(store: _native.Store, group: list[_Write]) -> None:
 
 
 class _Jobs:
-    """Threads that read and write, while the calling thread asks the planner for more. The engine's calls let go of
-    the interpreter's lock. Work that waits holds bytes, so no more waits than can be done.
-    """
+    """Threads that read and write while the calling thread asks the planner for more. The engine's calls release the
+    interpreter's lock. Waiting work holds bytes, so its amount is limited to what the threads can do."""
 
     def __init__(self) -> None:
         threads = min(_THREADS_MAX, len(os.sched_getaffinity(0)))
@@ -459,7 +461,7 @@ class _Jobs:
         self._running: deque[tuple[concurrent.futures.Future[None] | None, Callable[[], None] | None]] = deque()
 
     def run(self, job: Callable[[], None] | None, finish: Callable[[], None] | None = None) -> None:
-        """Has a thread do a job, and the calling thread what comes after it, in the order of the jobs."""
+        """Runs a job on a thread, and then `finish` on the calling thread, in the order of the jobs."""
         while len(self._running) >= self._room:
             self._finish()
         self._running.append((None if job is None else self._pool.submit(job), finish))
@@ -483,12 +485,12 @@ class _Jobs:
 
 
 def _identity(said: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
-    """Which item a page holds: the name of the whole, and where in it the page's part begins."""
+    """Returns what identifies the item of a page: the name of the whole, and the offset of the page's part in it."""
     return said.get("part of", said["name"]), tuple(said.get("offset", ()))
 
 
 def _resolved(item: WriteItem, planner: SavePlanner) -> tuple[dict[str, Any], torch.Tensor]:
-    """What an item's page says of it, and its bytes."""
+    """Returns the metadata of an item's page, and its bytes."""
     data = planner.resolve_data(item)
     if isinstance(data, io.BytesIO):
         held = data.getbuffer()
@@ -500,19 +502,19 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> tuple[dict[str, Any], to
     said: dict[str, Any] = {"name": name, "dtype": _tensors.SHORT[tensor.dtype], "shape": list(map(int, tensor.shape))}
     if item.index.offset is not None and any(item.index.offset):
         offset = [int(each) for each in item.index.offset]
-        # A name of its own, for what looks at the store; another item may have the very same one.
+        # A separate name, for readers of the store; another item may have this very name.
         said |= {"name": f"{name}@{','.join(map(str, offset))}", "part of": name, "offset": offset}
     return said, _tensors.bytes_of(tensor.contiguous())
 
 
 @dataclass
 class _RowBlock:
-    """Some rows of a page, and the part of the target that they go to."""
+    """Some rows of a page, and the part of the target that they are copied to."""
 
     view: _native.View
     key: str
     offset: int
-    # Where the bytes come to: the target's own memory, or memory of which `copied` is what the target gets.
+    # The destination of the bytes: the target's own memory, or memory from which `copied` is copied to the target.
     memory: torch.Tensor
     copied: torch.Tensor | None
     target: torch.Tensor
@@ -526,13 +528,13 @@ class _RowBlock:
 
 
 def _row_blocks(view: _native.View, key: str, item: ReadItem, target: torch.Tensor) -> Iterator[_RowBlock]:
-    """The rows of a page that a tensor lies in, some megabytes at a time."""
+    """Yields the rows of a page that contain a tensor, some megabytes at a time."""
     said = view.info(key).metadata
     dtype, shape = _tensors.DTYPE[said["dtype"]], tuple(said["shape"])
     offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
     rows, first = (lengths[0], offsets[0]) if shape else (1, 0)
     row = dtype.itemsize * math.prod(shape[1:])
-    # Where they are wanted, without a copy.
+    # Directly into the target, without a copy.
     in_place = (lengths[1:] == shape[1:] and target.device.type == "cpu" and target.dtype == dtype
                 and target.is_contiguous() and not target.is_conj() and not target.is_neg())
     at_once = max(1, _READ_BYTES // row)
@@ -559,18 +561,18 @@ def _open_store(directory: Path, options: dict[str, Any]) -> _native.Store:
         try:
             return _native.Store(directory, **options)
         except LockedError:
-            # Another save to this root writes: it takes as long as a checkpoint's bytes take.
+            # Another save to this root is writing, which takes as long as the bytes of a checkpoint take.
             if time.monotonic() >= until:
                 raise
             time.sleep(0.05)
 
 
 def _give_up(store: _native.Store, store_name: str, root: Path) -> None:
-    """Gives up the snapshots that no checkpoint of the root names, and no save is about to name."""
+    """Gives up the snapshots that no checkpoint of the root names and no save is about to name."""
     saving, stores = _saving(root / _STORES), _kept_snapshots(root)
     named = {snapshot for store_id, snapshot in (stores or {}).get(store_name, ()) if store_id == store.id}
     if not named:
-        # Perhaps the root cannot be read, or it is not the one that the other ranks see.
+        # The root may be unreadable, or not the one that the other ranks see.
         return
     since = (time.time() - _VISIBLE_AFTER) * 1000
     gone = [info.name for info in store.snapshots()
@@ -585,12 +587,12 @@ def _store_of(rank: int) -> str:
 
 
 class _Saving:
-    """Says that a save is under way, until it ends or its process dies."""
+    """Announces a save in progress, until it ends or its process dies."""
 
     def __init__(self, stores: Path, save_id: str) -> None:
         self.token = save_id[:_TOKEN_LEN]
         self._path = stores / f"saving-{self.token}"
-        # Under another name until it is locked: unlocked, it would be taken for what a dead process left.
+        # It has another name until it is locked: an unlocked file would be taken for one that a dead process left.
         unlocked = stores / f"unlocked-{self.token}"
         self._file = os.open(unlocked, os.O_CREAT | os.O_RDWR, 0o644)
         _savings.add(self)
@@ -598,7 +600,7 @@ class _Saving:
         os.replace(unlocked, self._path)
 
     def end(self) -> None:
-        """The checkpoint can be seen, or will never be."""
+        """Ends the save: its checkpoint is visible, or never will be."""
         if self._file >= 0:
             self._path.unlink(missing_ok=True)
             self.leave()
@@ -627,7 +629,7 @@ os.register_at_fork(after_in_child=_leave_savings)
 
 
 def _saving(stores: Path) -> frozenset[str]:
-    """The tokens of the saves that are under way. What is left of those that died is removed."""
+    """Returns the tokens of the saves in progress, and removes the files of those that died."""
     tokens = set()
     for entry in os.scandir(stores):
         if not entry.name.startswith("saving-"):
@@ -647,8 +649,8 @@ def _saving(stores: Path) -> frozenset[str]:
 
 
 def _kept_snapshots(root: Path) -> dict[str, set[tuple[str, str]]] | None:
-    """The snapshots that checkpoints of the root name, by store; None if there is one that cannot be read, or that may
-    be on its way to another name."""
+    """Returns the snapshots that checkpoints of the root name, by store; None if a checkpoint cannot be read or may be
+    in the middle of a rename."""
     kept: dict[str, set[tuple[str, str]]] = {}
     try:
         listed = _listed(root)
@@ -658,14 +660,14 @@ def _kept_snapshots(root: Path) -> dict[str, set[tuple[str, str]]] | None:
                 stores = json.loads(_proven(path)[0])
             except NoStateError as error:
                 if path.exists():
-                    # Another program's.
+                    # It belongs to another program.
                     continue
-                # It was there just now: it may be on its way to another name.
+                # It existed a moment ago: it may be in the middle of a rename.
                 raise error
             for store, (store_id, snapshot) in stores.items():
                 kept.setdefault(store, set()).add((store_id, snapshot))
         if _listed(root) != listed:
-            # A folder that is renamed while others are listed may be found by neither name.
+            # A folder that is renamed while others are listed may be found under neither name.
             return None
     except (Error, OSError) as error:
         logging.getLogger("remanent").warning(
@@ -677,7 +679,7 @@ def _kept_snapshots(root: Path) -> dict[str, set[tuple[str, str]]] | None:
 # Paths.
 
 def _root_of(checkpoint: Path) -> Path:
-    """The folder that a checkpoint's stores lie in. Its path may be a link from elsewhere."""
+    """Returns the folder that contains a checkpoint's stores. Its path may be a link from elsewhere."""
     if (checkpoint.parent / _STORES).is_dir():
         return checkpoint.parent
     return checkpoint.resolve().parent
@@ -690,7 +692,7 @@ def _metadata_path(checkpoint: Path, rank: int | None) -> Path:
 
 
 class _Listed(NamedTuple):
-    """The folders of a root, and when it was changed last."""
+    """The folders of a root, and the time when it was last changed."""
 
     changed: int
     # Names and inodes.
@@ -703,9 +705,9 @@ def _listed(root: Path) -> _Listed:
 
 
 def _metadata_files(checkpoint: Path, *, is_there: bool = False) -> list[Path]:
-    """The files of metadata in a folder: that of all ranks, and those of ranks that saved alone.
+    """Returns the metadata files in a folder: that of all ranks, and those of ranks that saved alone.
 
-    :param is_there: whether a folder that is not there any more raises what was found.
+    :param is_there: whether to raise an error if the folder no longer exists.
     """
     try:
         names = [entry.name for entry in os.scandir(checkpoint)]
@@ -718,7 +720,7 @@ def _metadata_files(checkpoint: Path, *, is_there: bool = False) -> list[Path]:
 
 
 def _encode(found: Metadata) -> bytes:
-    """The metadata as three lines of JSON: a sum of the others, the stores, and all the rest."""
+    """Encodes the metadata as three lines of JSON: a checksum of the others, the stores, and everything else."""
     tensors: dict[str, Any] = {}
     for name, entry in found.state_dict_metadata.items():
         if isinstance(entry, BytesStorageMetadata):
@@ -753,9 +755,9 @@ def _adapt(path: str, value: object) -> object | None:
 
 
 def _proven(path: Path) -> tuple[bytes, bytes]:
-    """What a file says of stores, and of all the rest, proven by its sum.
+    """Reads a metadata file, verified by its checksum. Returns the stores, and everything else.
 
-    :raises NoStateError: if there is none, or it is not ours.
+    :raises NoStateError: the file does not exist, or this package did not write it.
     """
     try:
         content = path.read_bytes()

@@ -1,8 +1,8 @@
-"""Trees of JAX's arrays that survive: `save(tree, directory)` and `restore(directory, template)`.
+"""Durable trees of JAX arrays: `save(tree, directory)` and `restore(directory, template)`.
 
-Leaves are arrays of one process (sharded ones too, if all their shards are here), keys of random numbers, NumPy's
-arrays and plain values. As in `remanent.torch`: durable, in versions, only changed elements logged, proven on the way
-back, nothing pickled, and what cannot be stored refused by its path.
+Leaves are arrays of one process (including sharded ones whose shards are all in this process), random keys, NumPy
+arrays and plain values. As in `remanent.torch`, versions are durable, only changed elements are logged, checksums
+verify what is loaded, nothing is pickled, and a leaf that cannot be stored is rejected by its path.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def _is_key(leaf: object) -> bool:
 
 
 def check(path: str, leaf: Any) -> None:
-    """Checks that an array can be stored and restored exactly; reads no element.
+    """Checks that an array can be stored and restored exactly, without reading its elements.
 
-    :raises RefusedError: if it cannot, by its path.
+    :raises RefusedError: it cannot. The message names its path.
     """
     if isinstance(leaf, jax.core.Tracer):
         raise RefusedError(f"{path}: a traced value has no elements yet", remedy="save outside of jit, grad and vmap")
@@ -62,22 +62,23 @@ def check(path: str, leaf: Any) -> None:
 
 
 def on_host(path: str, leaf: Any) -> numpy.ndarray[Any, Any]:
-    """The elements of an array on the host, row by row.
+    """Returns the elements of an array on the host, in row-major order.
 
-    :raises RefusedError: for an array that cannot be stored, by its path.
+    :raises RefusedError: the array cannot be stored. The message names its path.
     """
     check(path, leaf)
-    # An explicit transfer, which a guard against accidental ones allows.
+    # An explicit transfer, which a guard against implicit ones permits.
     array = numpy.asarray(jax.device_get(leaf) if isinstance(leaf, jax.Array) else leaf)
     return numpy.ascontiguousarray(array).reshape(array.shape)
 
 
 def _weak(shape: tuple[int, ...], dtype: Any, elements: Any = None) -> jax.Array:
-    """A weakly typed array of these elements, or of zeros: JAX has such of the types of Python's scalars only."""
+    """Returns a weakly typed array with these elements or zeros. JAX has weak types only for the types of Python
+    scalars."""
     dtype = numpy.dtype(dtype)
     kind = {"i": int, "u": int, "f": float, "c": complex}.get(dtype.kind, float)
-    # The caller's settings are for its computations. This copies elements: they may be NaNs, and the zeros that they
-    # take the place of come from the host.
+    # The caller's settings are for its computations. This copies elements, which may be NaNs, and the zeros that they
+    # replace come from the host.
     with (jax.transfer_guard("allow"), jax.debug_nans(False), jax.debug_infs(False),
           jax.enable_x64(dtype.itemsize // (2 if kind is complex else 1) == 8)):
         zeros = jax.lax.full(shape, kind(0))
@@ -92,15 +93,18 @@ def _flatten(tree: Any) -> list[tuple[str, Any]]:
 def save(tree: Any, directory: _Path, *, note: str | None = None, name: str | None = None, durable: bool = True,
          keep: int | None = KEEP_DEFAULT, keep_for: float | None = None, keep_bytes: int | None = None,
          progress: bool | None = None) -> int:
-    """Makes `tree` the newest version in `directory`, whole or not at all; returns its Lsn.
+    """Saves `tree` as the newest version in `directory`, completely or not at all. Returns the Lsn of the version.
 
-    :param note: a remark of up to 64 KiB. :param name: keeps the version until it is given up; 1 to 64 bytes.
-    :param durable: whether the call returns once the version survives a power cut, or only the death of the process.
-    :param keep: how many of the newest versions are kept; None keeps all. This, `keep_for` (seconds) and `keep_bytes`
+    :param note: a remark of up to 64 KiB.
+    :param name: a name of 1 to 64 bytes, which keeps the version until it is given up.
+    :param durable: whether to return once the version survives a power cut, or else once it survives the death of the
+        process.
+    :param keep: the number of newest versions to keep; None keeps all. `keep`, `keep_for` (seconds) and `keep_bytes`
         are those of `remanent.torch.save_file`.
-    :param progress: False draws no bar; None draws one for long work if standard error is a terminal and tqdm is
-        installed.
-    :raises RefusedError: for a leaf that cannot be stored, by its path. Nothing is saved. LockedError.
+    :param progress: False shows no progress bar; None shows one for long work if standard error is a terminal and tqdm
+        is installed.
+    :raises RefusedError: a leaf cannot be stored. The message names its path. Nothing is saved.
+    :raises LockedError: another process has the store open.
 
     >>> import jax, jax.numpy as jnp, remanent.jax
     >>> tree = {"w": jnp.arange(6.0).reshape(2, 3), "key": jax.random.key(7), "step": 3}
@@ -117,11 +121,11 @@ def save(tree: Any, directory: _Path, *, note: str | None = None, name: str | No
 
 
 def taken(tree: Any) -> tuple[list[Any], dict[str, Any]]:
-    """The leaves of a tree by path, as JSON, and those of them that are arrays."""
+    """Returns the leaves of a tree by path, as JSON, and those that are arrays."""
     held: list[Any] = []
     arrays: dict[str, Any] = {}
     seen: set[str] = set()
-    # Arrays of NumPy by identity: a change of one is seen wherever else in the tree it is.
+    # NumPy arrays are tracked by identity: a change of one is visible wherever else it is in the tree.
     shared: dict[int, str] = {}
     for path, leaf in _flatten(tree):
         if path in seen:
@@ -146,7 +150,7 @@ def taken(tree: Any) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _refuse_overlaps(arrays: dict[str, numpy.ndarray[Any, Any]]) -> None:
-    """Refuses arrays of NumPy that share a part of their memory: they would come back apart."""
+    """Rejects NumPy arrays that share part of their memory: they would be restored separately."""
     bounds = sorted((*numpy.lib.array_utils.byte_bounds(array), path) for path, array in arrays.items() if array.size)
     for at, (_, end, path) in enumerate(bounds):
         for start, _, other in itertools.islice(bounds, at + 1, None):
@@ -158,7 +162,8 @@ def _refuse_overlaps(arrays: dict[str, numpy.ndarray[Any, Any]]) -> None:
 
 
 def _properties(leaf: Any) -> dict[str, Any]:
-    """What else a compiled function depends on: whether the type is weak, and to which device an array is committed."""
+    """Returns what else a compiled function depends on: whether the type is weak, and the device to which an array is
+    committed."""
     found: dict[str, Any] = {}
     if not _is_key(leaf) and leaf.weak_type:
         found["weak"] = True
@@ -175,7 +180,7 @@ def _name_of(device: Any) -> str:
 def write(leaves: list[Any], arrays: dict[str, Any], directory: _Path, *, note: str | None, name: str | None,
           durable: bool, kept: KeptVersions = KeptVersions(KEEP_DEFAULT), progress: bool | None = False,
           structure: Any = None) -> int:
-    """Makes what `taken` gave the newest version. `structure` is kept with it, as JSON."""
+    """Saves the result of `taken` as the newest version. `structure` is kept with it, as JSON."""
     def blocks() -> Iterator[Block]:
         for path, leaf in arrays.items():
             array = on_host(path, leaf)
@@ -189,7 +194,7 @@ def write(leaves: list[Any], arrays: dict[str, Any], directory: _Path, *, note: 
 
 
 def read_tree(view: _native.View) -> tuple[dict[str, Any], dict[str, tuple[str, ArrayLayout]]]:
-    """The leaves that a version holds, and where its arrays lie: by path."""
+    """Returns the leaves of a version and the locations of its arrays, by path."""
     manifest = _pages.read_manifest(view)
     if not isinstance(manifest.tree, dict) or "leaves" not in manifest.tree:
         raise NoStateError("the store holds no tree of JAX's", remedy="use `remanent.torch`")
@@ -198,7 +203,7 @@ def read_tree(view: _native.View) -> tuple[dict[str, Any], dict[str, tuple[str, 
 
 
 def read_elements(view: _native.View, key: str, array: ArrayLayout) -> numpy.ndarray[Any, Any]:
-    """The elements of an array on the host, proven by checksums."""
+    """Reads the elements of an array to the host, verified by checksums."""
     elements = numpy.empty(array.shape, jax.numpy.dtype(_native.dtype(array.dtype)[0]))
     if elements.nbytes:
         view.read_into(key, elements.reshape(-1).view(numpy.uint8))
@@ -214,21 +219,22 @@ def _is_array(held: Any) -> bool:
 
 
 def same_as(held: Any) -> str | None:
-    """The path of the leaf that this one is; None if it is one of its own."""
+    """Returns the path of the leaf that this one is identical to, or None."""
     kind, *rest = tag_of(held)
     return rest[0] if kind == "same" else None
 
 
 def saved_properties(held: Any) -> dict[str, Any]:
-    """What `_properties` said of an array; nothing in versions from before it was kept."""
+    """Returns what `_properties` recorded for an array; empty for versions that do not contain it."""
     _, _, *rest = tag_of(held)
     return rest[0] if rest else {}
 
 
 def shapes(directory: _Path, *, at: int | str | None = None) -> dict[str, Any]:
-    """What a version holds, by path: shapes and types of arrays, and plain values themselves. No array is read.
+    """Returns the contents of a version by path: shapes and types of arrays, and plain values themselves. No array is
+    read.
 
-    Of a key of random numbers, those of its data. `at` and errors are those of `restore`.
+    For a random key, these are the shape and type of its data. `at` and errors are those of `restore`.
 
     >>> import jax.numpy as jnp, remanent.jax
     >>> lsn = remanent.jax.save({"w": jnp.zeros((2, 3)), "step": 3}, directory)
@@ -253,17 +259,17 @@ def shapes(directory: _Path, *, at: int | str | None = None) -> dict[str, Any]:
 
 def restore(directory: _Path, template: Any = None, *, at: int | str | None = None,
             progress: bool | None = None) -> Any:
-    """A version of a tree, each byte proven by checksums.
+    """Loads a version of a tree, with each byte verified by checksums.
 
-    :param template: a tree of the same structure, of arrays or `jax.ShapeDtypeStruct`s. Arrays get its shardings; where
-        it has an uncommitted array or no sharding, they are uncommitted. Without a template the result is a dict from
-        paths to leaves, and arrays that were committed to one device are committed to it again.
-    :param at: an Lsn, "lsn:N", "snapshot:N" or a version's name; the newest version if None.
+    :param template: a tree of the same structure, of arrays or `jax.ShapeDtypeStruct`s. Arrays get its shardings, and
+        are uncommitted where the template has an uncommitted array or no sharding. Without a template, the result is a
+        dict from paths to leaves, and arrays that were committed to one device are committed to it again.
+    :param at: an Lsn, "lsn:N", "snapshot:N" or the name of a version; None loads the newest.
     :param progress: as for `save`.
-    :raises NoStateError: the version is not kept, or has not the template's leaves, shapes and kinds of elements.
+    :raises NoStateError: the version is not kept, or does not match the template's leaves, shapes and element types.
 
     Weakly typed arrays are weakly typed again, with or without a template. An array that was sharded, or committed to a
-    device that this process does not have, is uncommitted on the default device if no template places it: a
+    device that this process does not have, is uncommitted on the default device unless a template places it; a
     `UserWarning` names it.
     """
     with _native.View(directory, at) as view:
@@ -317,12 +323,12 @@ def refuse_other_elements(path: str, shape: tuple[int, ...], dtype: Any, like: A
 
 
 def sharding_of(like: Any) -> Any:
-    """The sharding that a template asks for; None if it leaves the array uncommitted."""
+    """Returns the sharding that a template requests; None if it leaves the array uncommitted."""
     return None if isinstance(like, jax.Array) and not like.committed else getattr(like, "sharding", None)
 
 
 def _device_of(name: str | None) -> Any:
-    """The device of this name; None if this process has none."""
+    """Returns the device with this name; None if this process has none."""
     platform = (name or "").partition(":")[0]
     try:
         return next((each for each in jax.devices(platform) if _name_of(each) == name), None) if platform else None
@@ -331,7 +337,7 @@ def _device_of(name: str | None) -> Any:
 
 
 def placed_array(path: str, elements: numpy.ndarray[Any, Any], is_weak: bool, sharding: Any) -> jax.Array:
-    """An array of JAX with these elements."""
+    """Returns a JAX array with these elements."""
     placed = jax.device_put(elements)
     if placed.dtype != elements.dtype:
         raise NoStateError(f"{path}: this JAX makes {placed.dtype} of {elements.dtype}",

@@ -1,9 +1,9 @@
-"""A cache of blocks with keys, on disk, that is found again after a restart.
+"""An on-disk cache of blocks by key that survives restarts.
 
-Blocks are the attention keys and values of a stretch of tokens, as inference engines cut them, named by a hash of all
-tokens up to their end. The store is the index: what was reported as stored is there after the process was killed,
-under its key, and every block is proven by its checksum before it is handed out. `remanent.vllm` and
-`remanent.lmcache` are made of it.
+Blocks are the attention keys and values of a run of tokens, as inference engines split them, named by a hash of all
+tokens up to their end. The store is the index: a block that was reported as stored is found under its key after the
+process was killed, and every block is verified by its checksum before it is returned. `remanent.vllm` and
+`remanent.lmcache` are built on it.
 
 >>> from remanent.kv import BlockCache
 >>> identity = {"model": "a model", "revision": "1", "dtype": "bfloat16", "tokens": 16, "hash": "sha256"}
@@ -64,18 +64,18 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 _Told = Callable[[list[bytes], list[int]], None]
 
-# Values in a block's metadata: its kind; the number of its last use, which rises from use to use; and its key, if that
-# is longer than a page's can be.
+# Entries of a block's metadata: its kind; the number of its last use, which increases from use to use; and its key, if
+# that is too long for a page.
 _KIND = "kind"
 _USES = "uses"
 _KEY = "key"
 _PAGE_KEY_MAX = 64
-# What one batch stores at most: bytes, and blocks.
+# The largest number of bytes and of blocks that one batch stores.
 _BATCH_BYTES = 256 << 20
 _BATCH_BLOCKS = 4096
-# Blocks whose use waits for a batch that logs it.
+# The largest number of blocks whose use is not yet logged.
 _USES_WAITING_MAX = 4096
-# Seconds for which a block counts as missing that the system refused to read.
+# The time in seconds for which a block counts as missing after the system failed to read it.
 _UNREADABLE_FOR = 10.0
 
 
@@ -88,7 +88,7 @@ class _Task:
     kind: str | None
 
     def release(self) -> None:
-        """Gives the buffer back to its owner. An exception's frames may keep this task longer than its job."""
+        """Releases the buffer to its owner. The frames of an exception may keep this task longer than its job."""
         with contextlib.suppress(BufferError):
             self.data.release()
 
@@ -97,7 +97,7 @@ class _Task:
 
 
 class _StoreJob:
-    """A call of `store`, and the future that it gave."""
+    """A call of `store`, and the future that it returned."""
 
     def __init__(self, work: list[_Task]) -> None:
         self.work = work
@@ -105,26 +105,27 @@ class _StoreJob:
         self.future: Future[int] = Future()
 
     def release(self) -> None:
-        """Gives the blocks' buffers back to their owners."""
+        """Releases the blocks' buffers to their owners."""
         for task in self.work:
             task.release()
 
 
 class BlockCache:
-    """Blocks of bytes by key, up to `capacity` bytes; those that were not used for longest make room for new ones.
+    """A cache of blocks of bytes by key, up to `capacity` bytes. The least recently used blocks make room for new ones.
 
-    `path` is the directory of a store of the cache's own, made if there is none. `identity` is everything on which the
-    meaning of a block's bytes depends, in plain values: blocks of one model are never handed to another. A cache with
-    another identity is refused (`MismatchError`), and the message says what differs.
+    `path` is the directory of the cache's own store, which is created if it does not exist. `identity` is everything
+    that the meaning of a block's bytes depends on, as plain values, so that blocks of one model are never returned for
+    another. Opening a cache with another identity raises `MismatchError`, whose message states what differs.
 
-    `capacity` counts bytes of blocks, of each 4 KiB at least. The directory takes up to twice as much, and 300 MB more
-    for log and spare files. If more is there than `capacity`, the oldest blocks go.
+    `capacity` counts the bytes of blocks, at least 4 KiB for each. The directory takes up to twice as much, plus 300 MB
+    for the log and spare files. If the cache contains more than `capacity`, the oldest blocks are deleted.
 
-    `ack` says when blocks count as stored: "logged", the death of the process does not lose them, or "durable", nor
-    does a power cut. `readers` threads read blocks from disk.
+    `ack` determines when a block counts as stored: with "logged" it survives the death of the process, with "durable"
+    also a power cut. `readers` threads read blocks from disk.
 
-    `on_stored` and `on_deleted` are called with keys and lengths once a batch has changed what is there, on a thread of
-    the cache's. They must not wait for the cache, nor close it. The cache's methods can be called from any thread.
+    `on_stored` and `on_deleted` are called on a thread of the cache, with keys and lengths, after a batch has added or
+    deleted blocks. They must neither wait for the cache nor close it. The cache's methods can be called from any
+    thread.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, identity: Mapping[str, Any], capacity: int, readers: int = 4,
@@ -140,73 +141,75 @@ class BlockCache:
         self._opener = os.getpid()
         self._ack: Literal["logged", "durable"] = ack
         self._space = Space(self._store, interval)
-        # Held for what follows, and never while the store is waited for.
+        # Protects the following fields. It is never held while waiting for the store.
         self._lock = threading.Lock()
         self._index = BlockIndex(capacity)
-        # Keys of jobs that store and are not finished, and in how many.
+        # The keys that unfinished jobs store, with the number of these jobs.
         self._arriving: Counter[bytes] = Counter()
-        # Calls of `store` that wait to be one batch with others.
+        # Calls of `store` that wait to form one batch with others.
         self._waiting: deque[_StoreJob] = deque()
         self._jobs: set[Future[Any]] = set()
         self._is_write_queued = self._is_closing = False
         self._uses = self._read_index()
-        # Nobody was told of these blocks, so nobody is told that some go.
+        # No one was notified of these blocks, so no one is notified when some are deleted.
         self._on_stored = self._on_deleted = None
         self._write_quietly()
         self._on_stored, self._on_deleted = on_stored, on_deleted
-        # One thread writes: batches that store, delete and log uses follow each other.
+        # A single thread writes: batches that store, delete and log uses follow each other.
         self._writer = ThreadPoolExecutor(1, "remanent-kv-write")
         self._readers = ThreadPoolExecutor(readers, "remanent-kv-read")
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether the block is there. Waits for nothing."""
+        """Returns whether the block is in the cache, without waiting."""
         block = self._index.get(key)
         return block is not None and (block.unreadable_until == 0 or time.monotonic() >= block.unreadable_until)
 
     def __len__(self) -> int:
-        """The number of blocks that are there."""
+        """Returns the number of blocks."""
         return len(self._index)
 
     def __iter__(self) -> Iterator[bytes]:
-        """The keys, those that were not used for longest first."""
+        """Iterates over the keys, least recently used first."""
         with self._lock:
             return iter(list(self._index))
 
     @property
     def path(self) -> str:
-        """The directory."""
+        """The directory of the cache."""
         return self._store.path
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the blocks that are there."""
+        """The total bytes of the blocks."""
         return self._index.nbytes
 
     @property
     def capacity(self) -> int:
-        """Bytes of blocks that may be there."""
+        """The largest total bytes of blocks."""
         return self._index.capacity
 
     def length(self, key: bytes) -> int | None:
-        """The bytes of a block, or None if it is not there. Waits for nothing."""
+        """Returns the length of a block in bytes, or None if it is not in the cache, without waiting."""
         block = self._index.get(key)
         return None if block is None else block.nbytes
 
     def is_arriving(self, key: bytes) -> bool:
-        """Whether a job that is not finished stores the block. Waits for nothing."""
+        """Returns whether an unfinished job stores the block, without waiting."""
         return key in self._arriving
 
     def store(self, keys: Iterable[bytes], blocks: Iterable[Any], kinds: Iterable[str] | None = None) -> Future[int]:
-        """Stores blocks. The future holds the bytes of those that were new; the call itself waits for no disk.
+        """Stores blocks. The future's result is the number of bytes of new blocks; the call itself does not wait for
+        the disk.
 
-        A block is any object with the buffer protocol. The cache holds it until the future is done or cancelled, and it
-        must not change before. A buffer that does not own its memory needs its owner held by the caller. A block that is
-        there is not written again: equal keys mean equal bytes. Only one of another length or kind is replaced, unless
-        it is locked; `kinds` are a word for each block that says how its bytes are meant (type and shape, for example).
-        Keys that come first are taken for the beginning of what follows, and stay longer than those after them.
+        A block is any object with the buffer protocol. The cache keeps a reference until the future is done or
+        cancelled, and the block must not change before then. If a buffer does not own its memory, the caller must keep
+        its owner alive. A block that is already in the cache is not written again, since equal keys mean equal bytes.
+        Only a block of another length or kind is replaced, unless it is locked; `kinds` contains a word for each block
+        that describes how its bytes are interpreted (such as type and shape). Earlier keys are treated as the prefix of
+        later ones and are kept longer.
 
-        The future fails unless all blocks are there: `OverBudgetError` if they are more than the cache can hold,
-        otherwise what the store raised (`DiskFullError`, for example). Some of the blocks may be there then.
+        The future fails unless all blocks are in the cache: with `OverBudgetError` if they exceed what the cache can
+        hold, otherwise with the store's error (such as `DiskFullError`). Some of the blocks may be in the cache then.
         """
         self._check_process()
         job = _StoreJob(_tasks(keys, blocks, kinds))
@@ -224,51 +227,52 @@ class BlockCache:
                 self._arrived(job)
                 job.release()
                 raise
-            # Closed meanwhile, and the thread that writes has it already.
+            # The cache was closed meanwhile, and the writing thread already has the job.
         return job.future
 
     def load(self, keys: Iterable[bytes], outs: Iterable[Any],
              kinds: Iterable[str] | None = None) -> Future[list[bool]]:
-        """Reads blocks into writable buffers of their lengths. The future holds, for each, whether its buffer has it.
+        """Reads blocks into writable buffers of their lengths. The future's result is a list of whether each buffer was
+        filled.
 
-        The cache holds the buffers until the future is done; for the memory behind them see `store`.
+        The cache keeps references to the buffers until the future is done; see `store` for the memory behind them.
 
-        What the buffer has is proven by the block's checksum. If it says False, the block is not there, is of another
-        length or kind than its buffer, could not be read, or was found damaged and is given up; the buffer may hold
-        anything then. A block that could not be read counts as missing for ten seconds. The call itself waits for no
-        disk.
+        The contents of a filled buffer are verified by the block's checksum. False means that the block is missing, has
+        another length or kind than its buffer, could not be read, or was found to be damaged and was dropped; the
+        buffer may contain anything then. A block that could not be read counts as missing for ten seconds. The call
+        itself does not wait for the disk.
         """
         return self._submit(self._readers, self._load_all, _tasks(keys, outs, kinds))
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Says that blocks were used, in the order in which a request uses them. Loading says it, too."""
+        """Marks blocks as used, in the order in which a request uses them. Loading a block does this too."""
         keys = list(keys)
         with self._lock:
             self._index.touch(keys)
         self._log_uses_if_many()
 
     def lock(self, keys: Iterable[bytes]) -> list[bool]:
-        """Keeps blocks from making room for others. Says of each whether it is there, and so locked.
+        """Prevents blocks from being evicted. Returns for each whether it is in the cache and therefore locked.
 
-        Locks are counted. Each is given back by `unlock`, and none outlives the process.
+        Locks are counted. Each is released by `unlock`, and none outlives the process.
         """
         keys = list(keys)
         with self._lock:
             return [key in self and self._index.keep(key) for key in keys]
 
     def unlock(self, keys: Iterable[bytes]) -> None:
-        """Gives locks back."""
+        """Releases locks."""
         keys = list(keys)
         with self._lock:
             for key in keys:
                 self._index.let_go(key)
 
     def delete(self, keys: Iterable[bytes]) -> Future[int]:
-        """Deletes blocks. The future holds their number; blocks that are locked or not there are left out."""
+        """Deletes blocks. The future's result is their number; locked and missing blocks are skipped."""
         return self._submit(self._writer, self._delete_all, list(keys))
 
     def drain(self) -> None:
-        """Waits until all that was begun has ended, well or not."""
+        """Waits until all jobs begun so far have finished or failed."""
         while True:
             with self._lock:
                 jobs = list(self._jobs)
@@ -277,7 +281,7 @@ class BlockCache:
             concurrent.futures.wait(jobs)
 
     def close(self) -> None:
-        """Ends what was begun, and closes the store. What was stored is found by the next `BlockCache`."""
+        """Finishes jobs in progress and closes the store. The next `BlockCache` finds the stored blocks."""
         self._is_closing = True
         if self._store.closed:
             return
@@ -298,10 +302,10 @@ class BlockCache:
         return f"<BlockCache {self._store.path}: {len(self)} blocks, {self.nbytes} of {self.capacity} bytes>"
 
     def _read_index(self) -> int:
-        """Finds the blocks, and the number of the last use. The pages are their own index.
+        """Reads the blocks and the number of the last use. The pages themselves are the index.
 
-        The batch that changed a page last says when it was used. A batch logs uses, in their order, before it stores;
-        of what it stores, the first blocks are the last to go.
+        The batch that last changed a page determines when it was used. A batch logs uses, in order, before it stores;
+        of the blocks that it stores, the first ones are evicted last.
         """
         def last_use(info: PageInfo) -> tuple[int, bool, int]:
             use = info.metadata.get(_USES)
@@ -363,10 +367,11 @@ class BlockCache:
             except Exception:
                 _logger.exception("%s: a callback failed", self._store.path)
 
-    # On the thread that writes.
+    # Methods of the writing thread.
 
     def _store_waiting(self) -> None:
-        """Stores what waits, as much as goes into one batch, or one call's blocks: short calls cost little then."""
+        """Stores waiting blocks, as many as fit into one batch but at least those of one call, so that short calls are
+        cheap."""
         jobs: list[_StoreJob] = []
         nbytes = blocks = 0
         with self._lock:
@@ -386,12 +391,13 @@ class BlockCache:
             self._store_jobs(begun, {})
 
     def _store_jobs(self, jobs: list[_StoreJob], stored: dict[bytes, int]) -> None:
-        """Stores the blocks of calls, and ends their futures. `stored` are new blocks that no future has counted."""
+        """Stores the blocks of calls and completes their futures. `stored` contains new blocks that no future has
+        counted."""
         held: list[Block] = []
         refused: set[bytes] = set()
         failure: BaseException | None = None
         try:
-            # Of one batch the first blocks are taken for those that were used last.
+            # Within a batch, the first blocks are treated as the most recently used.
             for some in _in_batches([task for job in reversed(jobs) for task in job.work]):
                 self._store_some(some, held, stored, refused)
         except BaseException as error:
@@ -401,12 +407,12 @@ class BlockCache:
                 for block in held:
                     self._index.hold(block, -1)
                 if len(jobs) == 1 and (len(jobs[0].work) > _BATCH_BLOCKS or jobs[0].nbytes > _BATCH_BYTES):
-                    # Of several batches the first one is not the last to go by itself.
+                    # With several batches, the first block would otherwise not be evicted last.
                     self._index.touch(task.key for task in jobs[0].work)
         if failure is not None:
             _clear_frames(failure)
         if len(jobs) > 1 and (failure is not None or refused):
-            # One call's mistake is not the others'.
+            # A failure of one call must not affect the others.
             for job in jobs:
                 self._store_jobs([job], stored)
             return
@@ -424,7 +430,7 @@ class BlockCache:
                 job.future.set_exception(failure)
 
     def _store_some(self, work: list[_Task], held: list[Block], stored: dict[bytes, int], refused: set[bytes]) -> None:
-        """Stores blocks in one batch. Those that are there afterwards are in `held`, and locked."""
+        """Stores blocks in one batch. Those that are in the cache afterwards are added to `held` and locked."""
         new: list[_Task] = []
         made: dict[bytes, Block] = {}
         with self._lock:
@@ -467,7 +473,7 @@ class BlockCache:
         return len(out)
 
     def _write_quietly(self) -> None:
-        """Logs uses, and brings the cache down to its capacity: work for which no caller waits."""
+        """Logs uses and evicts down to the capacity: work that no caller waits for."""
         with self._lock:
             self._is_write_queued = False
             out = self._index.make_room(0)
@@ -479,12 +485,13 @@ class BlockCache:
             self._tell_written(out, {})
 
     def _tell_written(self, out: Mapping[bytes, Block], made: Mapping[bytes, Block]) -> None:
-        """Tells what a batch has changed, once the index is right."""
+        """Reports what a batch has changed, after the index was updated."""
         self._tell(self._on_deleted, {key: block.nbytes for key, block in out.items()})
         self._tell(self._on_stored, {key: block.nbytes for key, block in made.items()})
 
     def _write(self, out: Mapping[bytes, Block], new: list[_Task]) -> None:
-        """One batch: deletes, stores, and logs what was used. If it fails, what was to go is in the index again."""
+        """Writes one batch that deletes, stores, and logs uses. If it fails, deleted blocks are put back into the
+        index."""
         with self._lock:
             used = self._index.take_uses()
         if not (out or new or used):
@@ -494,7 +501,7 @@ class BlockCache:
             try:
                 self._commit(out, new, used)
             except DiskFullError:
-                # What was deleted before takes its space until a snapshot gives it back.
+                # Deleted blocks take space until a snapshot frees it.
                 self._space.give_back()
                 self._commit(out, new, used)
         except BaseException:
@@ -504,7 +511,8 @@ class BlockCache:
             raise
 
     def _commit(self, out: Iterable[bytes], new: list[_Task], used: Iterable[bytes]) -> None:
-        # Pages that the index does not know, damaged once, are made anew; one that only the index knows is left out.
+        # Pages that the index does not know, because they were damaged, are created again; a page that only the index
+        # knows is skipped.
         gone = {page for page in map(_page, out) if page in self._store}
         gone |= {page for task in new if (page := _page(task.key)) in self._store}
         batch = self._store.batch()
@@ -522,7 +530,7 @@ class BlockCache:
         self._store.commit(batch, ack=self._ack)
 
     def _delete_damaged(self, key: bytes) -> None:
-        """Deletes a block that the index has given up, unless it was stored anew."""
+        """Deletes a block that was dropped from the index, unless it was stored again."""
         if key in self._index or _page(key) not in self._store:
             return
         try:
@@ -530,7 +538,7 @@ class BlockCache:
         except Error as error:
             _logger.warning("%s: a damaged block cannot be deleted: %s", self._store.path, error)
 
-    # On the threads that read.
+    # Methods of the reading threads.
 
     def _load_all(self, work: list[_Task]) -> list[bool]:
         try:
@@ -563,7 +571,7 @@ class BlockCache:
             block.unreadable_until = 0.0
             return True
         except UnknownKeyError:
-            # Another reader found it damaged meanwhile.
+            # Another reader found that it is damaged.
             self._give_up(task.key, block)
         except (DamagedError, StoreIOError) as error:
             if isinstance(error, StoreIOError) and error.errno != errno.EIO:
@@ -585,7 +593,8 @@ class BlockCache:
 
 
 def _page(key: bytes) -> bytes:
-    """The key of a block's page, of 64 bytes at most. Of a long key it is a hash, as long as no short key is."""
+    """Returns the key of a block's page, of at most 64 bytes. For a long key it is a hash, which is longer than any
+    short key."""
     return key if len(key) < _PAGE_KEY_MAX else hashlib.blake2b(key, digest_size=_PAGE_KEY_MAX).digest()
 
 
@@ -604,7 +613,7 @@ def _as_bytes(block: Any) -> memoryview:
 
 
 def _clear_frames(error: BaseException | None) -> None:
-    """Drops what the frames that an exception passed hold: batches, and with them callers' buffers."""
+    """Clears the frames that an exception passed through: they hold batches, and with them callers' buffers."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__

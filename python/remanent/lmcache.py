@@ -1,17 +1,17 @@
-"""An L2 adapter on disk for LMCache, whose blocks are found again after a restart.
+"""An on-disk L2 adapter for LMCache whose blocks survive restarts.
 
-LMCache keeps blocks of KV caches in host memory, and asks L2 adapters for what is not there. This is one, made of
-`remanent.kv.BlockCache`: a block that was reported as stored is there after the process was killed, is proven by its
-checksum before it is handed out, and one of another type or shape is never handed out. It needs LMCache 0.5.0 or later,
-and its server loads it by this option:
+LMCache keeps blocks of KV caches in host memory and queries L2 adapters for missing ones. This adapter is built on
+`remanent.kv.BlockCache`: a block that was reported as stored is found after the process was killed, is verified by its
+checksum before it is returned, and a block of another type or shape is never returned. LMCache 0.5.0 or later is
+required; its server loads the adapter with this option:
 
     lmcache server --l2-adapter '{
         "type": "plugin", "module_path": "remanent.lmcache", "class_name": "RemanentL2Adapter",
         "adapter_params": {"path": "/mnt/nvme/kv", "capacity": 1000000000000, "revision": "main of 2026-11-26",
                            "chunk_size": 256}}'
 
-The adapter deletes what was not used for longest once `capacity` bytes are there. LMCache may delete more, by its own
-eviction or by quotas.
+The adapter evicts the least recently used blocks beyond `capacity` bytes. LMCache may delete more, by its own eviction
+or by quotas.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ with _hosts.importing(_hosts.LMCACHE):
     try:
         from lmcache.lmcache_native import Bitmap
     except ImportError:
-        # Where releases before 0.5.4 have it.
+        # The location in releases before 0.5.4.
         from lmcache.native_storage_ops import Bitmap
 
 if TYPE_CHECKING:
@@ -50,22 +50,23 @@ __all__ = ["RemanentL2Adapter"]
 
 _logger = logging.getLogger("remanent.lmcache")
 
-# Stands between the parts of a key. LMCache allows it in none of them.
+# Separates the parts of a key. LMCache allows it in none of them.
 _SEPARATOR = "@"
-# Keys of which LMCache is told at once when the adapter starts.
+# The number of keys that are reported to LMCache at once when the adapter starts.
 _TOLD_AT_ONCE = 10_000
 
 
 class RemanentL2Adapter(L2AdapterInterface):
-    """An L2 adapter of LMCache, in a directory. Its parameters:
+    """An L2 adapter for LMCache in a directory. It has these parameters:
 
-    `path`, the directory; `capacity`, the bytes of blocks that are kept (on disk they take up to twice as much);
-    `revision`, the commit of the model, or a name that you change with the weights; `chunk_size`, LMCache's own, in
-    tokens; `hash_algorithm`, LMCache's own ("blake3" if not given); `durable`, true if stored blocks shall survive a
-    power cut and not only the process (a store is then finished later); `readers`, the threads that read from the disk.
+    `path`, the directory; `capacity`, the bytes of blocks to keep (on disk they take up to twice as much); `revision`,
+    the commit of the model, or a name that you change with the weights; `chunk_size`, LMCache's own, in tokens;
+    `hash_algorithm`, LMCache's own ("blake3" by default); `durable`, true if stored blocks must survive a power cut and
+    not only the death of the process (a store then completes later); `readers`, the number of threads that read from
+    the disk.
 
-    A directory whose blocks are of another revision, chunk size, hash or seed is refused, and the message says what
-    differs. Models, ranks and salts are in the keys; types and shapes are held against those of the buffers.
+    A directory whose blocks have another revision, chunk size, hash or seed is rejected, and the message states what
+    differs. Models, ranks and salts are part of the keys; types and shapes are compared with those of the buffers.
     """
 
     def __init__(self, config: Mapping[str, Any], l1_memory_desc: L1MemoryDesc | None = None) -> None:
@@ -85,13 +86,13 @@ class RemanentL2Adapter(L2AdapterInterface):
                                  ack="durable" if self._params["durable"] else "logged",
                                  on_stored=self._tell_stored, on_deleted=self._tell_deleted)
         self._store_event, self._lookup_event, self._load_event = (create_event_notifier() for _ in range(3))
-        # LMCache counts bytes by what it is told.
+        # LMCache counts bytes by what is reported to it.
         for keys, lengths in self._there():
             self._tell_stored(keys, lengths)
 
     @property
     def cache(self) -> BlockCache:
-        """The blocks."""
+        """The cache of blocks."""
         return self._cache
 
     def get_store_event_fd(self) -> int:
@@ -165,18 +166,18 @@ class RemanentL2Adapter(L2AdapterInterface):
             return self._loaded.pop(task_id, None)
 
     def submit_touch(self, keys: list[ObjectKey]) -> None:
-        """Notes a use of blocks, without reading them. LMCache 0.5.7 and later call this."""
+        """Marks blocks as used without reading them. LMCache 0.5.7 and later call this."""
         self._cache.touch(map(_encode, keys))
         self._notify_keys_accessed(keys)
 
     def get_memory_tags(self) -> MemoryTags:
-        """The kind of memory that holds the bytes: storage of this host. LMCache 0.5.7 and later call this."""
+        """Returns the kind of memory that holds the bytes: storage of this host. LMCache 0.5.7 and later call this."""
         from lmcache.v1.distributed.api import MemoryResidency, MemorySegment, MemoryTags
 
         return MemoryTags(MemorySegment.STORAGE, MemoryResidency.LOCAL)
 
     def delete(self, keys: list[ObjectKey]) -> None:
-        """Deletes blocks; those that are locked stay. LMCache calls this from a thread that an exception would end."""
+        """Deletes blocks, except locked ones. LMCache calls this from a thread that an exception would end."""
         try:
             self._cache.delete(map(_encode, keys)).result()
         except Exception as error:
@@ -184,7 +185,7 @@ class RemanentL2Adapter(L2AdapterInterface):
 
     def list_l2_keys(self, model_name: str | None = None, page_size: int = 500,
                      cursor: str | None = None) -> KeyListPage:
-        """A page of the keys that are there, in order; the cursor is the last key of the page before."""
+        """Returns a page of the keys, in order. The cursor is the last key of the previous page."""
         if page_size <= 0:
             raise ValueError(f"a page has at least one key, not {page_size}")
         if cursor is not None:
@@ -197,7 +198,7 @@ class RemanentL2Adapter(L2AdapterInterface):
         return KeyListPage(entries, page[-1].decode() if len(found) > len(page) else None)
 
     def close(self) -> None:
-        """Ends what was begun, and closes the store and the event descriptors."""
+        """Finishes jobs in progress, and closes the store and the event descriptors."""
         self._cache.close()
         with self._lock:
             if self._is_closed:
@@ -218,10 +219,10 @@ class RemanentL2Adapter(L2AdapterInterface):
 
     def _begin(self, begin: Callable[..., Future[Any]], keys: list[ObjectKey], objects: list[MemoryObj],
                finish: Callable[[Future[Any]], None]) -> None:
-        """Begins to store or load, and calls `finish` with the future, failed if the task cannot begin.
+        """Begins to store or load, and calls `finish` with the future, which has failed if the task cannot begin.
 
-        The task holds its objects until then: `byte_array` is an address alone, and LMCache frees the memory behind it
-        with the last reference to its object.
+        The task keeps its objects alive until then: `byte_array` is only an address, and LMCache frees the memory
+        behind it with the last reference to its object.
         """
         held = list(objects)
 
@@ -233,7 +234,7 @@ class RemanentL2Adapter(L2AdapterInterface):
             future = begin(map(_encode, keys), (each.byte_array for each in held), map(_kind, held))
         except Exception as error:
             future = Future()
-            # Without the frames that it passed, which hold buffers.
+            # Without the frames that it passed through, which hold buffers.
             future.set_exception(error.with_traceback(None))
         future.add_done_callback(done)
 
@@ -249,15 +250,17 @@ class RemanentL2Adapter(L2AdapterInterface):
         self._notify_keys_deleted([_decode(key) for key in keys], lengths)
 
     def register_listener(self, listener: L2AdapterListener) -> None:
-        """Adds a listener, and tells it what is there: LMCache's own eviction deletes what it was told of."""
+        """Adds a listener and reports the existing blocks to it: LMCache's own eviction only deletes what was reported.
+        """
         super().register_listener(listener)
         for keys, lengths in self._there():
             listener.on_l2_keys_stored([_decode(key) for key in keys], lengths)
 
     def _there(self) -> Iterator[tuple[list[bytes], list[int]]]:
-        """What an earlier process stored, piece by piece: the oldest piece first, and in each the newest block.
+        """Yields what an earlier process stored, piece by piece: the oldest piece first, and in each the newest block
+        first.
 
-        LMCache takes the first key that it is told for the one used last.
+        LMCache treats the first key that is reported to it as the most recently used.
         """
         keys = list(self._cache)
         for begin in range(0, len(keys), _TOLD_AT_ONCE):
@@ -266,7 +269,7 @@ class RemanentL2Adapter(L2AdapterInterface):
 
 
 def _params(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters, with their defaults; what is missing or unknown is refused by name."""
+    """Returns the parameters with their defaults. Missing and unknown ones are rejected by name."""
     defaults = {"hash_algorithm": "blake3", "durable": False, "readers": 4}
     needed = {"path": str, "capacity": int, "revision": str, "chunk_size": int}
     unknown = sorted(set(config) - set(defaults) - set(needed))
@@ -282,7 +285,7 @@ def _params(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _seed(algorithm: str) -> str:
-    """The seed of the hashes that name blocks. Only blake3 has none."""
+    """Returns the seed of the hashes that name blocks. Only blake3 has none."""
     if algorithm == "blake3":
         return ""
     seed = os.environ.get("PYTHONHASHSEED")
@@ -308,7 +311,7 @@ def _decode(key: bytes) -> ObjectKey:
 
 
 def _kind(each: MemoryObj) -> str:
-    """What the bytes of a block mean: format, types and shapes."""
+    """Returns how the bytes of a block are interpreted: format, types and shapes."""
     meta = each.metadata
     pairs = [(meta.dtype, meta.shape)] if meta.shapes is None or meta.dtypes is None else \
         zip(meta.dtypes, meta.shapes, strict=True)

@@ -1,4 +1,4 @@
-"""A handler for Orbax's checkpoints (v1), by which trees of arrays are durable and proven on the way back.
+"""A handler for Orbax checkpoints (v1) with durable trees of arrays that are verified when they are loaded.
 
     import orbax.checkpoint.experimental.v1 as ocp
     from remanent.orbax import RemanentHandler
@@ -11,23 +11,23 @@
         ocp.save_checkpointables(path, {"weights": tree})
         tree = ocp.load_checkpointables(path, {"weights": template})["weights"]
 
-A checkpointable is a store in a folder of the checkpoint. What it can hold, and what it refuses by its path, are those
-of `remanent.jax`: arrays whose shards are all in this process, keys of random numbers, NumPy's arrays, plain values.
+A checkpointable is a store in a folder of the checkpoint. It can contain, and rejects by path, the same values as
+`remanent.jax`: arrays whose shards are all in this process, random keys, NumPy arrays and plain values.
 
-Templates are those of Orbax's own handler: arrays, `jax.ShapeDtypeStruct`s and NumPy's arrays convert to their dtype,
-`int`, `float`, `bool` and `str`, as types or values, convert numbers, `...` leaves a leaf out, and with the context's
-`partial_load` a template may omit leaves. The context's storage dtypes convert arrays when they are saved. Options that
-say how Orbax lays out its own files have no effect. Unlike Orbax's handler:
+Templates are those of Orbax's own handler: arrays, `jax.ShapeDtypeStruct`s and NumPy arrays convert to their dtype;
+`int`, `float`, `bool` and `str`, as types or values, convert numbers; `...` omits a leaf; with the context's
+`partial_load`, a template may omit leaves. The context's storage dtypes convert arrays when they are saved. Options for
+the layout of Orbax's own files have no effect. Differences from Orbax's handler:
 
-- without a template, tuples come back as tuples and keys of dicts as what they were;
-- a template may name the types `jax.Array` and `jax.ShapeDtypeStruct`, and ask for a sharding of None: the array is on
-  the default device; None in a template stands for the leaf as it was saved;
-- with `partial_load` too, a leaf that only the template has is refused; so are arrays of another shape, whatever
-  `enable_padding_and_truncation` is;
-- a storage dtype converts arrays, and Python's numbers stay what they are; `...` cannot be saved;
-- metadata has numbers and texts themselves, and for arrays what loads them when it is used as a template.
+- without a template, tuples and keys of dicts are restored with their original types;
+- a template may name the types `jax.Array` and `jax.ShapeDtypeStruct`, and request a sharding of None, which places the
+  array on the default device; None in a template stands for the leaf as it was saved;
+- a leaf that only the template has is rejected, also with `partial_load`, and so are arrays of another shape,
+  regardless of `enable_padding_and_truncation`;
+- a storage dtype converts only arrays, not Python numbers; `...` cannot be saved;
+- metadata contains numbers and strings themselves and, for arrays, values that load them when used as a template.
 
-To have `ocp.save` and `ocp.load` use the handler, register it for the name "state".
+To use the handler for `ocp.save` and `ocp.load`, register it for the name "state".
 """
 
 from __future__ import annotations
@@ -52,39 +52,40 @@ with _hosts.importing(_hosts.ORBAX):
 
 __all__ = ["ArrayMetadata", "RemanentHandler"]
 
-# The store's folder in that of the checkpointable.
+# The name of the store's folder within the checkpointable's folder.
 _STORE = "remanent"
 
 
 class RemanentHandler:
-    """Saves and loads trees for Orbax, which makes it: add the class to a registry."""
+    """Saves and loads trees for Orbax, which instantiates it: add the class to a registry."""
 
     def __init__(self) -> None:
         self._context = get_context()
 
     async def save(self, directory: Any, checkpointable: Any) -> Awaitable[None]:
-        """Takes the arrays to the host, and writes them in the background: the tree may change after this."""
+        """Copies the arrays to the host and writes them in the background, so that the tree may change afterwards."""
         leaves, arrays = trees.taken(checkpointable)
         are_arrays = {path for path, held in leaves if trees.tag_of(held)[0] == "array"}
         dtypes = {path: dtype for path, dtype in self._storage_dtypes(checkpointable).items() if path in are_arrays}
         copied = {path: _copied(path, leaf, dtypes.get(path)) for path, leaf in arrays.items()}
         for path, held in leaves:
             if path in are_arrays and copied[path].dtype != arrays[path].dtype:
-                # An array of another dtype is not weakly typed.
+                # An array converted to another dtype is not weakly typed.
                 trees.saved_properties(held).pop("weak", None)
         return _save(directory, leaves, copied, structure_of(checkpointable))
 
     async def load(self, directory: Any, abstract_checkpointable: Any = None) -> Awaitable[Any]:
-        """A tree of the template's structure, as it asks for the leaves; without one, the tree that was saved."""
+        """Loads a tree with the template's structure and leaves as it requests or, without a template, the tree that
+        was saved."""
         is_partial = bool(self._context.pytree_options.loading.partial_load)
         return asyncio.to_thread(_load, _store_in(directory), abstract_checkpointable, is_partial)
 
     async def metadata(self, directory: Any) -> Any:
-        """The tree with shapes and dtypes in place of arrays, and plain values themselves."""
+        """Returns the tree with shapes and dtypes in place of arrays, and plain values themselves."""
         return await asyncio.to_thread(_metadata, _store_in(directory))
 
     def is_handleable(self, checkpointable: Any) -> bool:
-        """Whether all leaves can be stored. Of arrays only the type is looked at."""
+        """Returns whether all leaves can be stored. Only the types of arrays are checked."""
         try:
             trees.taken(checkpointable)
         except Error:
@@ -92,11 +93,12 @@ class RemanentHandler:
         return True
 
     def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool | None:
-        """Whether this can be a template."""
+        """Returns whether the value can be a template."""
         return is_template(abstract_checkpointable) or self.is_handleable(abstract_checkpointable)
 
     def _storage_dtypes(self, tree: Any) -> dict[str, Any]:
-        """The dtypes that the context asks for, by path: those of single leaves before that of all."""
+        """Returns the dtypes that the context requests, by path. Those of single leaves take precedence over that of
+        all."""
         saving = self._context.array_options.saving
         found = {}
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda each: each is None)[0]:
@@ -112,7 +114,7 @@ async def _save(directory: Any, leaves: list[Any], arrays: dict[str, Any], struc
     made = await directory.await_creation()
     await asyncio.to_thread(trees.write, leaves, arrays, _store_in(made), note=None, name=None, durable=True,
                             structure=[structure])
-    # Orbax takes only a folder with such a file for a tree that `ocp.load` can load.
+    # `ocp.load` only loads a tree from a folder that contains this file.
     await asyncio.to_thread(_durable.publish, Path(os.fspath(made), "_METADATA"), b'{"store": "remanent"}\n')
 
 
@@ -130,7 +132,7 @@ def _metadata(store: str) -> Any:
 
 
 def _copied(path: str, leaf: Any, dtype: Any) -> Any:
-    """An array's elements in memory that nobody else writes, also where a step donates what it was made of."""
+    """Returns an array's elements in memory that nothing else writes, even if a step donates the original."""
     array = trees.on_host(path, leaf)
     if dtype is not None and array.dtype != dtype:
         try:

@@ -1,14 +1,14 @@
-"""Tensors of torch that survive: files of tensors with versions, and checkpoints of a training run.
+"""Durable torch tensors: versioned files of tensors, and checkpoints of training runs.
 
     save_file(tensors, directory, note=…)      load_file(directory, device=…, at=…)      safe_open(directory)
     versions(directory)      prune(directory, keep=…)      save_model(model, directory)      load_model(model, directory)
     Checkpointer(directory, model, optimizer, …).save(step)      .restore(at=…)
     diff(directory, before, after)      blame(directory, name, index)      and those of a Checkpointer
 
-Both keep state in a store: durable, in versions, with only the changed elements of a version logged, and proven by
-checksums on the way back. Nothing is pickled: tensors are pages, all other values are typed, and what cannot be
-stored faithfully is refused by its name. What is saved lies on disk, and in no memory beside the tensors themselves.
-`save_file` holds copies of those that are not contiguous until all is written.
+Both keep state in a store as durable versions. Each version logs only the changed elements, and checksums verify what
+is loaded. Nothing is pickled: tensors are pages, all other values are typed, and a value that cannot be stored
+faithfully is rejected by name. Saved state is on disk and takes no memory in addition to the tensors themselves, except
+that `save_file` holds copies of non-contiguous tensors until everything is written.
 """
 
 from __future__ import annotations
@@ -55,35 +55,35 @@ _At = int | str | ListedVersion | None
 def save_file(tensors: Mapping[str, torch.Tensor], directory: _Path, metadata: Mapping[str, str] | None = None, *,
               note: str | None = None, name: str | None = None, durable: bool = True, keep: int | None = KEEP_DEFAULT,
               keep_for: float | None = None, keep_bytes: int | None = None, progress: bool | None = None) -> int:
-    """Makes `tensors` the newest version in `directory`, whole or not at all; returns its Lsn.
+    """Saves `tensors` as the newest version in `directory`, completely or not at all. Returns the Lsn of the version.
 
-    The directory is a store, made if there is none. Only elements that differ from the version before are logged, up
-    to 512 MiB of them with the memory that they take until a snapshot; a tensor of which a quarter or more changed is
-    written whole. Tensors that are gone are deleted. Tensors that overlap in memory (tied weights, views) are stored once
-    and overlap again when they are loaded. Any shape and stride, empty and scalar tensors, all kinds of elements up to
-    `complex128`.
+    The directory is a store, which is created if it does not exist. Only elements that differ from the previous version
+    are logged, up to 512 MiB including the memory that they take until a snapshot. A tensor of which a quarter or more
+    changed is written whole. Tensors that are not in `tensors` are deleted. Tensors that overlap in memory (tied
+    weights, views) are stored once and overlap again when they are loaded. Any shape and stride, empty and scalar
+    tensors, and all element types up to `complex128` are supported.
 
-    Disk usage is at most 1.5 × `keep` + 2 times the bytes of all tensors, 32 times by default, if all of them change
-    in each version; as much less as less of them changes. Versions with a name take their space in addition.
+    Disk usage is at most 1.5 × `keep` + 2 times the bytes of all tensors, 32 times by default, if all tensors change in
+    each version, and less if fewer of them change. Named versions take additional space.
 
     :param metadata: text by name, which `safe_open(directory).metadata()` returns and `remanent export` writes.
-    :param note: a remark of up to 64 KiB that stays with the version in the log.
+    :param note: a remark of up to 64 KiB that is kept with the version in the log.
     :param name: a name of 1 to 64 bytes, which keeps the version until `prune` gives it up.
-    :param durable: whether the call returns once the version survives a power cut; else once it survives the death
-        of the process.
-    :param keep: how many of the newest versions are kept; None keeps all. Older ones without a name are removed by
-        this save or the next ones, from one snapshot to the next: up to half as many may stay in addition.
-    :param keep_for: seconds for which versions are kept beyond that.
-    :param keep_bytes: bytes of disk that the directory may take. Once it takes more, the oldest versions are removed,
-        whatever `keep` and `keep_for` say; the newest one and those with names stay. During a save the directory takes
-        what the new version writes in addition.
-    :param progress: False draws no bar; None draws one for long work if standard error is a terminal and tqdm is
-        installed.
-    :raises RefusedError: for what is no plain tensor: other values, sparse and quantized tensors, a subclass such as
-        DTensor; for a name or metadata that is no str. Nothing is saved.
-    :raises TakenError: if another version has the name. Nothing is saved.
-    :raises ForeignDirectoryError: if `directory` is a file, or holds something else. Nothing is saved.
-    :raises LockedError: if another process has the store open.
+    :param durable: whether to return once the version survives a power cut, or else once it survives the death of the
+        process.
+    :param keep: the number of newest versions to keep; None keeps all. Older ones without a name are removed by this
+        save or later ones, from one snapshot to the next: up to half as many may remain in addition.
+    :param keep_for: the time in seconds for which versions are kept in addition.
+    :param keep_bytes: the bytes of disk that the directory may take. Beyond that, the oldest versions are removed,
+        regardless of `keep` and `keep_for`, except the newest one and those with names. During a save, the directory
+        takes in addition what the new version writes.
+    :param progress: False shows no progress bar; None shows one for long work if standard error is a terminal and tqdm
+        is installed.
+    :raises RefusedError: a value is not a plain tensor but another type, a sparse or quantized tensor, or a subclass
+        such as DTensor; or a name or metadata is not a str. Nothing is saved.
+    :raises TakenError: another version has the name. Nothing is saved.
+    :raises ForeignDirectoryError: `directory` is a file or contains something other than a store. Nothing is saved.
+    :raises LockedError: another process has the store open.
 
     >>> import torch, remanent.torch
     >>> tied = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
@@ -100,7 +100,7 @@ def save_file(tensors: Mapping[str, torch.Tensor], directory: _Path, metadata: M
     held, said = checked_tensors(tensors), checked_metadata(metadata)
     refuse_file(directory, loads=False)
     found = extents_there(held)
-    # Of tensors that share memory each counts here, so the bar may end early.
+    # Tensors that share memory are all counted, so the bar may end early.
     with Bar(sum(each.nbytes for each in found), "saving", progress) as bar:
         return _pages.save(directory, bar.counting(blocks_in_place(found)), note=note, name=name, durable=durable,
                            kept=kept, metadata=said)
@@ -108,19 +108,20 @@ def save_file(tensors: Mapping[str, torch.Tensor], directory: _Path, metadata: M
 
 def load_file(directory: _Path, device: str | int | torch.device = "cpu", *, names: Iterable[str] | None = None,
               at: _At = None, progress: bool | None = None) -> dict[str, torch.Tensor]:
-    """The tensors of a version in `directory`, by name; each byte is proven by checksums before it is returned.
+    """Loads the tensors of a version in `directory`, by name. Each byte is verified by checksums before it is returned.
 
-    Takes no lock: a writer may go on meanwhile, and the tensors are all of one version. Loads what `save_file` and
-    `remanent import` saved.
+    The call takes no lock: a writer can continue in the meantime, and all tensors are from the same version. It loads
+    what `save_file` and `remanent import` saved.
 
-    :param device: where the tensors are to lie: "cpu", "cuda", a number of a GPU, a `torch.device`.
-    :param names: the tensors to load; all if None. `safe_open` reads parts of one.
-    :param at: the version: an Lsn, "lsn:N", "snapshot:N", a version's name, or one of `versions`; the newest if None.
+    :param device: the device of the loaded tensors: "cpu", "cuda", a GPU number or a `torch.device`.
+    :param names: the names of the tensors to load; None loads all. `safe_open` reads parts of a tensor.
+    :param at: the version: an Lsn, "lsn:N", "snapshot:N", the name of a version, or an entry of `versions`; None loads
+        the newest.
     :param progress: as for `save_file`.
-    :raises NoStoreError: if there is no store, or `directory` is a file, such as a safetensors file.
-    :raises NoStateError: if it holds no tensors, or the version is not kept.
-    :raises UnknownKeyError: for a name that no tensor has.
-    :raises DamagedError: if bytes on disk are not what was written.
+    :raises NoStoreError: the store does not exist, or `directory` is a file, such as a safetensors file.
+    :raises NoStateError: the store contains no tensors, or the version is not kept.
+    :raises UnknownKeyError: no tensor has one of the names.
+    :raises DamagedError: bytes on disk are not what was written.
 
     >>> import torch, remanent.torch
     >>> lsn = remanent.torch.save_file({"w": torch.ones(2, 2), "empty": torch.empty(0, 3)}, directory, name="start")
@@ -150,10 +151,10 @@ def _loaded(view: _native.View, manifest: _pages.Manifest, where: torch.device, 
 
 def save_model(model: torch.nn.Module, directory: _Path, metadata: Mapping[str, str] | None = None, **options: Any
                ) -> int:
-    """Saves the state of a model as `save_file` does, tied weights once; returns the version's Lsn.
+    """Saves the state of a model as `save_file` does, with tied weights stored once. Returns the Lsn of the version.
 
-    :param options: those of `save_file`: `note`, `name`, `keep`, …
-    :raises RefusedError: for extra state that is no tensor, and as for `save_file`. Nothing is saved.
+    :param options: keyword arguments of `save_file`, such as `note`, `name` and `keep`.
+    :raises RefusedError: extra state is not a tensor, or an error of `save_file`. Nothing is saved.
 
     >>> import torch, remanent.torch
     >>> model = torch.nn.Linear(2, 1)
@@ -167,11 +168,12 @@ def save_model(model: torch.nn.Module, directory: _Path, metadata: Mapping[str, 
 
 def load_model(model: torch.nn.Module, directory: _Path, strict: bool = True, device: str | int | torch.device = "cpu",
                *, at: _At = None) -> tuple[list[str], list[str]]:
-    """Loads a version into a model; returns the names of tensors that the version lacks, and that the model lacks.
+    """Loads a version into a model. Returns the names of tensors missing from the version and of tensors missing from
+    the model.
 
-    :param strict: whether a difference in names is refused.
-    :param device: where the tensors lie before they are copied to the model's.
-    :raises MismatchError: if names, a shape or a kind of elements differ, or the model is on the meta device. Nothing
+    :param strict: whether to reject a difference in names.
+    :param device: the device to which tensors are loaded before they are copied to the model's tensors.
+    :raises MismatchError: names, a shape or an element type differ, or the model is on the meta device. Nothing
         changes.
     :raises NoStoreError, NoStateError, DamagedError: as for `load_file`. Nothing changes.
     """

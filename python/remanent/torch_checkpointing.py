@@ -1,4 +1,4 @@
-"""A storage for torch_checkpointing, whose files are durable and proven on the way back.
+"""A storage for torch_checkpointing with durable files that are verified when they are read.
 
     from torch_checkpointing import CheckpointManager
     from remanent.torch_checkpointing import RemanentStorageConfig
@@ -6,16 +6,16 @@
     manager = CheckpointManager.Config(storage_config=RemanentStorageConfig("/checkpoints")).build()
     manager.save("/checkpoints/step-100", {"model": model.state_dict()})
 
-All checkpoints lie below one root. The tree of folders is there as torch_checkpointing makes it; a file in it is a few
-bytes that name pages of a store, in `root/.remanent/`. A file is there whole or not at all: it gets its name once its
-bytes are durable, so that the rename with which torch_checkpointing commits a checkpoint shows nothing that a power cut
-could take. Each byte that is read was proven by its checksum.
+All checkpoints are below one root. The directory tree is as torch_checkpointing creates it; a file in it is a few bytes
+that name pages of a store in `root/.remanent/`. A file exists completely or not at all: it gets its name once its bytes
+are durable, so the rename with which torch_checkpointing commits a checkpoint exposes nothing that a power cut could
+remove. Every byte that is read is verified by its checksum.
 
-Remove a checkpoint's folder to give it up, or rename it within the root: the next write of a process gives the space of
-what has no name any more back. Copies of the files are not checkpoints: to move or back up, copy the whole root.
+To give up a checkpoint, remove its folder; it may also be renamed within the root. The next write of a process frees
+the space of files without a name. Copies of the files are not checkpoints: to move or back up, copy the whole root.
 
-Checkpoints below the root that torch_checkpointing's own storage wrote, or that are of Hugging Face, can be loaded and
-consolidated, too: their files are read as they are, and nothing proves them.
+Checkpoints below the root that torch_checkpointing's own storage wrote, and those of Hugging Face, can also be loaded
+and consolidated: their files are read without verification.
 
 >>> from remanent.torch_checkpointing import RemanentStorageConfig
 >>> from pathlib import Path
@@ -58,25 +58,25 @@ with _hosts.importing(_hosts.TORCH_CHECKPOINTING):
 __all__ = ["RemanentStorage", "RemanentStorageConfig"]
 
 _STORES = ".remanent"
-# What a file begins with, and how much of one is looked at.
+# The first bytes of a file, and the number of bytes that are read of one.
 _MAGIC = b'{"remanent file": 1, '
 _MARK_BYTES_MAX = 4096
-# How one ends: with its checksum.
+# The end of a file, with its checksum.
 _MARK_END = re.compile(rb"}\n[0-9a-f]{8}\n\Z")
-# Bytes of a page. A file is as many as it needs.
+# The bytes of a page. A file consists of as many pages as it needs.
 _PAGE_BYTES = 32 << 20
 _OPTIONS: dict[str, Any] = {"device": "host", "compression": False, "snapshots_kept": 1, "spare_bytes": 0}
-# Seconds of writing for each second that it takes to look which files are gone.
+# Seconds of writing for each second spent on finding removed files.
 _WRITING_PER_LOOK = 20.0
-# How often a file is looked at that others replace.
+# The number of attempts to read a file that others replace.
 _READ_TRIES = 10
-# The value in a store's root that says which folder has its marks, by the numbers of device and folder.
+# The entry of a store's root with the folder of its marks, as device and inode numbers.
 _MARKS = "marks"
 
 
 @dataclass
 class RemanentStorageConfig(StorageConfig):
-    """Says where a `RemanentStorage` is: `root`, the folder that all checkpoints lie in, at any depth."""
+    """The location of a `RemanentStorage`: `root`, the folder that contains all checkpoints, at any depth."""
 
     root: str
 
@@ -85,9 +85,9 @@ class RemanentStorageConfig(StorageConfig):
 
 
 class RemanentStorage(Storage):
-    """Files below one root, whose bytes are pages of stores. Made by `RemanentStorageConfig.create_storage`.
+    """Files below one root whose bytes are pages of stores. Created by `RemanentStorageConfig.create_storage`.
 
-    Each process that writes has a store of its own, as long as it lives. Reading takes no lock, and goes on beside it.
+    Each process that writes has its own store for its lifetime. Reading takes no lock and can run concurrently.
     """
 
     def __init__(self, config: RemanentStorageConfig) -> None:
@@ -95,16 +95,17 @@ class RemanentStorage(Storage):
         self._views = _Views(self._root / _STORES)
 
     def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> io.RawIOBase:
-        """A file's bytes as they are now, in any order: proven as they are read, if this storage wrote the file.
+        """Opens a file's current contents for random access. If this storage wrote the file, its bytes are verified as
+        they are read.
 
-        Any other file is read as it is, without a checksum: those of torch_checkpointing's own storage, and of Hugging
-        Face.
+        Any other file, of torch_checkpointing's own storage or of Hugging Face, is read without a checksum.
         """
         path = self._within(path)
         return open(path, "rb", buffering=0) if _is_foreign(path) else _ReadStream(path, self._views)
 
     def stream_write(self, path: Path) -> io.IOBase:
-        """A stream to a new file, which has its name once the stream is closed. After an exception it has none."""
+        """Opens a new file for writing, which gets its name when the stream is closed. After an exception it does not
+        exist."""
         path = self._within(path)
         if not path.parent.is_dir():
             raise RuntimeError(f"{path.parent} is no folder: make it before files in it")
@@ -136,7 +137,7 @@ class RemanentStorage(Storage):
 
     def rename(self, src_path: Path, dst_path: Path, is_directory: bool = False,
                background_cleanup: bool = False) -> None:
-        """Gives a file or folder another name, in one step and durably. Only a file takes the place of a file."""
+        """Renames a file or folder, atomically and durably. Only a file can replace a file."""
         source, target = self._within(src_path), self._within(dst_path)
         try:
             os.replace(source, target)
@@ -164,9 +165,9 @@ class RemanentStorage(Storage):
         return str(path)
 
     def _at(self, path: Path) -> Path:
-        """A path in the root, or the root itself."""
+        """Returns a path in the root, or the root itself."""
         folder, name = os.path.split(os.path.abspath(path))
-        # The folder by its real name, as the root is; what a name itself links to is not looked at.
+        # The folder is resolved like the root; links at the last component are not followed.
         full = Path(os.path.realpath(folder), name) if name else Path(folder)
         if Path(os.path.realpath(full)) == self._root:
             full = self._root
@@ -178,7 +179,7 @@ class RemanentStorage(Storage):
         return full
 
     def _within(self, path: Path) -> Path:
-        """A path that can be made, renamed or removed: not the root."""
+        """Returns a path that can be created, renamed or removed: not the root."""
         full = self._at(path)
         if full == self._root:
             raise InvalidError(f"{path} is the storage's root", path=str(self._root))
@@ -190,13 +191,13 @@ def _occupied(number: int, source: Path, target: Path) -> FileExistsError:
 
 
 def _is_foreign(path: Path) -> bool:
-    """Whether another program wrote a file.
+    """Returns whether another program wrote a file.
 
-    :raises DamagedError: if it is what damage has made of a mark, which must not be taken for the file's bytes.
+    :raises DamagedError: the file is a damaged mark, which must not be taken for the file's bytes.
     """
     with open(path, "rb") as file:
         content = file.read(_MARK_BYTES_MAX + 1)
-        # A mark has a second name, in a folder of its store's.
+        # A mark has a second name, in a folder of its store.
         has_names = os.fstat(file.fileno()).st_nlink > 1
     if content.startswith(_MAGIC):
         return False
@@ -209,7 +210,7 @@ def _is_foreign(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class _Mark:
-    """What a file says: which pages of which store are its bytes."""
+    """The contents of a file in the tree: the store and pages that hold its bytes."""
 
     path: Path
     store: str
@@ -243,25 +244,25 @@ class _Mark:
 class _Views:
     """The states of stores that open streams read from, each as of when its first stream was opened.
 
-    A view keeps the images of its time on disk, so it is closed with its last stream.
+    A view keeps the images of its state on disk, so it is closed with its last stream.
     """
 
     def __init__(self, stores: Path) -> None:
         self._stores = stores
-        # Views, and how many streams read from each. Of another process's none can be used.
+        # The views, with the number of streams that read from each. Those of another process cannot be used.
         self._views: dict[tuple[int, str], list[tuple[View, list[int]]]] = {}
         self._lock = threading.Lock()
-        # Streams that are closed: the collector of garbage may close one while this thread has the lock.
+        # Closed streams: the garbage collector may close one while this thread holds the lock.
         self._closed: deque[tuple[_Mark, View]] = deque()
         _all_views.add(self)
 
     def forget(self) -> None:
-        """A forked child has none of its parent's views."""
+        """Discards the parent's views in a forked child."""
         self._lock = threading.Lock()
         self._views = {}
 
     def open(self, path: Path) -> tuple[_Mark, View]:
-        """What a file says, and a view that has its pages; `close` gives it back."""
+        """Returns the mark of a file, and a view that contains its pages; `close` releases the view."""
         try:
             return self._open(path)
         finally:
@@ -282,7 +283,7 @@ class _Views:
                     shared.append((view, [1]))
                     return mark, view
             view.close()
-            # It was replaced meanwhile, and its pages are gone.
+            # The file was replaced in the meantime, and its pages are gone.
         raise DamagedError(f"the bytes of {path} are not in its store", path=str(path), file=str(path), offset=0)
 
     def close(self, mark: _Mark, view: View) -> None:
@@ -290,7 +291,7 @@ class _Views:
         self._give_back()
 
     def _give_back(self) -> None:
-        # If the lock is taken, its holder does it.
+        # If the lock is taken, its holder does this.
         while self._closed and self._lock.acquire(blocking=False):
             try:
                 mark, view = self._closed.popleft()
@@ -316,7 +317,7 @@ def _page_key(key: str, number: int) -> str:
 
 
 class _ReadStream(io.RawIOBase):
-    """The bytes of a file, from the pages that they lie in."""
+    """A stream of the bytes of a file, read from its pages."""
 
     _view: View | None = None
 
@@ -343,7 +344,7 @@ class _ReadStream(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Fills as much of the buffer as the file has bytes."""
+        """Fills the buffer with the next bytes of the file, up to its end."""
         if self._view is None:
             raise ValueError("the file is closed")
         out = memoryview(buffer)
@@ -368,9 +369,9 @@ class _ReadStream(io.RawIOBase):
 
 
 class _WriteStream(io.RawIOBase):
-    """A file that is being written: page by page, and with its name at the end."""
+    """A stream to a new file, written page by page and named at the end."""
 
-    # Until it has begun there is nothing to end.
+    # Before it has begun, there is nothing to end.
     _is_ended = True
 
     def __init__(self, path: Path, files: _Files) -> None:
@@ -388,7 +389,7 @@ class _WriteStream(io.RawIOBase):
         return self._length
 
     def write(self, data: Any) -> int:
-        """Takes whatever has the buffer protocol and is contiguous."""
+        """Writes any contiguous object with the buffer protocol."""
         if self._is_ended:
             raise ValueError("the file is closed")
         view = memoryview(data)
@@ -398,7 +399,7 @@ class _WriteStream(io.RawIOBase):
         try:
             self._take(view)
         except BaseException:
-            # Some of it may be stored: the file would have bytes twice if it went on.
+            # Part of it may be stored: if writing continued, the file would contain bytes twice.
             self.abort()
             raise
         self._length += view.nbytes
@@ -407,7 +408,7 @@ class _WriteStream(io.RawIOBase):
     def _take(self, view: memoryview) -> None:
         begin = 0
         while begin < view.nbytes:
-            # What fills a page is read where it lies; only what begins or ends amid one is copied.
+            # Whole pages are read in place; only parts of pages are copied.
             if not self._rest and view.nbytes - begin >= _PAGE_BYTES:
                 self._put(view[begin : begin + _PAGE_BYTES])
                 begin += _PAGE_BYTES
@@ -424,7 +425,7 @@ class _WriteStream(io.RawIOBase):
         self._pages += 1
 
     def close(self) -> None:
-        """Makes the file durable, and gives it its name."""
+        """Makes the file durable and gives it its name."""
         if self._is_ended:
             return
         self._is_ended = True
@@ -437,7 +438,7 @@ class _WriteStream(io.RawIOBase):
             super().close()
 
     def abort(self) -> None:
-        """Ends the stream; there is no file."""
+        """Discards the file and ends the stream."""
         if not self._is_ended:
             self._is_ended = True
             self._files.end(self._key)
@@ -450,15 +451,15 @@ class _WriteStream(io.RawIOBase):
             self.abort()
 
     def __del__(self) -> None:
-        # Whoever lets go of a stream without closing it has not said that the file is whole.
+        # A stream that is dropped without being closed may be incomplete.
         self.abort()
 
 
 class _Files:
     """A store that this process writes to, and the marks of its files.
 
-    Each mark has a second name, in a folder of the store's: when that is the only one left, the file is gone from the
-    tree, no matter who removed it, and its pages go. So a rename of a folder meanwhile takes nothing away.
+    Each mark has a second name in a folder of the store. When that is the only one left, the file was removed from the
+    tree, by any program, and its pages are deleted. A concurrent rename of a folder therefore loses nothing.
     """
 
     def __init__(self, stores: Path, name: str) -> None:
@@ -466,25 +467,25 @@ class _Files:
         self._store = Store(stores / name, **_OPTIONS)
         self._marks = stores / f"{name}.marks"
         _durable.make_folder(self._marks)
-        # Second names on their way to the tree. What lies there now is a killed process's.
+        # Second names before they are moved into the tree. Existing ones were left by a killed process.
         self._names = stores / f"{name}.names"
         _durable.make_folder(self._names)
         for left in self._names.iterdir():
             left.unlink()
         self._lock = threading.Lock()
-        # Keys of files that are being written, and of those of them that are ended: a stream that the collector of
-        # garbage ends may be ended while this thread has the lock.
+        # The keys of files that are being written, and of those that have ended: the garbage collector may end a stream
+        # while this thread holds the lock.
         self._begun: set[str] = set()
         self._ended: deque[str] = deque()
-        # Whether a snapshot gives space back: deleted pages of an earlier process, for all that is known.
+        # Whether a snapshot will free space: an earlier process may have left deleted pages.
         self._owes_space = True
-        # When it is looked again what is gone.
+        # The time of the next check for removed files.
         self._look_at = 0.0
         self._adopt()
 
     @classmethod
     def open(cls, root: Path) -> _Files:
-        """The first store that no other process has. What is gone from the others that nobody has is given up."""
+        """Opens the first store that no other process has open, and cleans up all others that no process has open."""
         stores = root / _STORES
         _durable.make_folder(stores)
         own: _Files | None = None
@@ -504,9 +505,10 @@ class _Files:
         self._store.close()
 
     def _adopt(self) -> None:
-        """Makes second names anew where the folder was copied: a copy may have lost that two names are one file's."""
+        """Creates the second names again if the root was copied: a copy may have lost that two names belong to one
+        file."""
         held = self._marks.stat()
-        # The device's number may be another one after a restart: then it is looked in vain.
+        # The device number may change after a restart: then the search finds nothing to do.
         here, known = f"{held.st_dev}:{held.st_ino}", self._store.root.get(_MARKS)
         if known == here:
             return
@@ -551,7 +553,7 @@ class _Files:
         self._store.wait_durable()
         mark, name = self._marks / key, self._names / key
         _durable.publish(mark, _Mark(path, self._name, key, length, _PAGE_BYTES).encode())
-        # A second name of the same file, put in the place of what was there.
+        # A second name of the same file, moved into the tree.
         os.link(mark, name)
         try:
             if mark.stat().st_nlink != 2:
@@ -564,7 +566,7 @@ class _Files:
         _durable.sync_folder(path.parent)
 
     def _give_up(self) -> None:
-        """Deletes the pages of files that have no name any more, or never got one."""
+        """Deletes the pages of files that have lost their name or never got one."""
         with self._lock:
             began = time.monotonic()
             if began < self._look_at:
@@ -601,7 +603,7 @@ _open_lock = threading.Lock()
 
 
 def _written(root: Path) -> _Files:
-    """What this process writes to, made at its first write."""
+    """Returns the files that this process writes to, created at its first write."""
     with _open_lock:
         if root not in _open_files:
             _open_files[root] = _Files.open(root)
@@ -609,7 +611,7 @@ def _written(root: Path) -> _Files:
 
 
 def _forget() -> None:
-    """A forked child has none of its parent's stores, and none of its locks."""
+    """Discards the parent's stores and locks in a forked child."""
     global _open_files, _open_lock
     _open_files, _open_lock = {}, threading.Lock()
     for views in list(_all_views):

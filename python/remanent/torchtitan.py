@@ -1,6 +1,6 @@
-"""A checkpoint manager for torchtitan, whose checkpoints are durable, proven and deduplicated.
+"""A checkpoint manager for torchtitan with durable, verified and deduplicated checkpoints.
 
-It takes the place of torchtitan's own in a configuration, with all of its options:
+It replaces torchtitan's own manager in a configuration and supports all of its options:
 
     from remanent.torchtitan import CheckpointManager
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
@@ -11,10 +11,10 @@ It takes the place of torchtitan's own in a configuration, with all of its optio
             enable=True, interval=100, keep_latest_k=3, async_mode="async_with_pinned_mem")
         return config
 
-Checkpoints are those of `remanent.dcp`: what did not change from one to the next is written once, and `.metadata` is
-there once all ranks are durable. Of "async" and "async_with_pinned_mem" `remanent.dcp.Stager` makes the copies, and a
-thread writes them, in no other process. Files for Hugging Face are torchtitan's own. Checkpoints that torchtitan's own
-manager saved are loaded, so a run may change to this one and go on. It needs torchtitan 0.3.0 or later.
+Checkpoints are those of `remanent.dcp`: data that does not change between checkpoints is written once, and `.metadata`
+exists once all ranks are durable. For "async" and "async_with_pinned_mem", `remanent.dcp.Stager` makes the copies, and
+a thread of the same process writes them. Files for Hugging Face are torchtitan's own. Checkpoints saved by torchtitan's
+own manager can be loaded, so that a run can switch to this manager and continue. torchtitan 0.3.0 or later is required.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ __all__ = ["CheckpointManager"]
 
 
 class CheckpointManager(DcpCheckpointManager):
-    """torchtitan's manager of checkpoints, which saves them to a store of each rank; see `CheckpointManager.Config`."""
+    """torchtitan's checkpoint manager, saving to one store per rank; see `CheckpointManager.Config`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(DcpCheckpointManager.Config):
-        """The options of torchtitan's manager, and one more."""
+        """The options of torchtitan's manager, and `verify`."""
 
         verify: bool = False
-        """Whether a save ends only once all that it wrote was read back from the disk."""
+        """Whether a save completes only once everything it wrote was read back from the disk."""
 
     def __init__(self, config: Config, **given: Any) -> None:
         super().__init__(config, **given)
@@ -58,7 +58,7 @@ class CheckpointManager(DcpCheckpointManager):
             return
         self._verify = config.verify
         if self.async_mode is not AsyncMode.DISABLED:
-            # torchtitan waits for the copies before a step of the optimizer, or else for a future without any.
+            # torchtitan waits for the copies before an optimizer step, or else for a future that contains none.
             overlap = self.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM
             self.stager = Stager(wait=not overlap, overlap=overlap)
 
@@ -67,7 +67,7 @@ class CheckpointManager(DcpCheckpointManager):
         self, state_dict: dict[str, Any], checkpoint_id: str, async_mode: AsyncMode,
         enable_garbage_collection: bool = False, to_hf: bool = False
     ) -> Future[Any] | AsyncSaveResponse | None:
-        """Saves a checkpoint, as torchtitan's own does."""
+        """Saves a checkpoint, as torchtitan's own manager does."""
         saving: Future[Any] | AsyncSaveResponse | None = None
         if to_hf:
             saving = super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
@@ -82,12 +82,12 @@ class CheckpointManager(DcpCheckpointManager):
         return saving
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
-        """Loads a checkpoint, as torchtitan's own does."""
+        """Loads a checkpoint, as torchtitan's own manager does."""
         if from_hf or is_of_dcp(checkpoint_id):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
-        # A checkpoint may have been exported with other kinds of elements, as torchtitan's options say.
+        # A checkpoint may have been exported with other element types, which torchtitan has options for.
         load(state_dict, storage_reader=StorageReader(checkpoint_id, cast=True))
-        # Its tensors are flat in the dict, beside the other states.
+        # The model's tensors are flat in the dict, next to the other states.
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)

@@ -1,9 +1,9 @@
-"""A tier on disk for vLLM's KV cache, which is found again after a restart.
+"""An on-disk tier for vLLM's KV cache that survives restarts.
 
-vLLM offloads blocks of its cache from the GPU to host memory, and from there to further tiers. This is such a tier,
-made of `remanent.kv.BlockCache`: a block that was reported as stored is there after the process was killed, is proven
-by its checksum before vLLM reads it, and is never taken for one of another model. Looking a block up never waits. It
-needs vLLM 0.33.0 or later, which loads it by its configuration:
+vLLM offloads blocks of its cache from the GPU to host memory, and from there to further tiers. This tier is built on
+`remanent.kv.BlockCache`: a block that was reported as stored is found after the process was killed, is verified by its
+checksum before vLLM reads it, and is never confused with one of another model. Lookups never wait. vLLM 0.33.0 or later
+is required, which loads the tier by its configuration:
 
     vllm serve MODEL --kv-transfer-config '{
         "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
@@ -13,9 +13,9 @@ needs vLLM 0.33.0 or later, which loads it by its configuration:
                 "type": "RemanentTier", "module_path": "remanent.vllm",
                 "path": "/mnt/nvme/kv", "capacity": 1000000000000, "revision": "main of 2026-11-26"}]}}'
 
-Blocks are named by hashes that vLLM makes of the tokens. With `--prefix-caching-hash-algo xxhash` or `xxhash_cbor` it
-draws their seed anew in each process, unless PYTHONHASHSEED is set: no block would be found again, so that is
-refused. Say which algorithm it is by `"hash_algorithm"` if it is not vLLM's default.
+Blocks are named by hashes that vLLM computes from the tokens. With `--prefix-caching-hash-algo xxhash` or
+`xxhash_cbor`, vLLM draws their seed at random in each process unless PYTHONHASHSEED is set. No block would be found
+again, so this is rejected. Set `"hash_algorithm"` to the algorithm if it is not vLLM's default.
 """
 
 from __future__ import annotations
@@ -56,21 +56,21 @@ __all__ = ["RemanentTier"]
 
 _logger = logging.getLogger("remanent.vllm")
 
-# The algorithms whose seed vLLM draws for each process.
+# The algorithms whose seed vLLM draws at random in each process.
 _SEEDED_BY_CHANCE = ("xxhash", "xxhash_cbor")
 
 
 class RemanentTier(SecondaryTierManager):
-    """A secondary tier of vLLM's `TieringOffloadingSpec`, in a directory.
+    """A secondary tier for vLLM's `TieringOffloadingSpec`, in a directory.
 
-    `path` is the directory, one for each engine: data-parallel engines make directories of their own in it.
-    `capacity` is the bytes of blocks that are kept; on disk they take up to twice as much. `revision` says which
-    weights the blocks are of: the commit of the model, or a name that you change with the weights. A directory whose
-    blocks are of another model, revision, type, layout, number of ranks, hash or seed is refused, and the message
-    says what differs.
+    `path` is the directory, one for each engine: data-parallel engines create their own directories in it. `capacity`
+    is the number of bytes of blocks to keep; on disk they take up to twice as much. `revision` identifies the weights
+    that the blocks belong to: the commit of the model, or a name that you change with the weights. A directory whose
+    blocks have another model, revision, type, layout, number of ranks, hash or seed is rejected, and the message states
+    what differs.
 
-    `durable` lets a store count as finished once a power cut does not lose it, and not only the process's death.
-    `readers` threads read from the disk. `enable_kv_events` and `locality` are those of vLLM's own tiers.
+    With `durable`, a store completes once it survives a power cut and not only the death of the process. `readers`
+    threads read from the disk. `enable_kv_events` and `locality` are those of vLLM's own tiers.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -88,7 +88,7 @@ class RemanentTier(SecondaryTierManager):
         self._hash_algorithm = hash_algorithm
         self._memory = primary_kv_view.cast("B")
         self._finished: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
-        # Jobs whose result is not told yet.
+        # The number of jobs whose result is not reported yet.
         self._open_jobs = 0
         self._is_told = threading.Condition()
         self._events: queue.SimpleQueue[OffloadingEvent] | None = None
@@ -109,11 +109,11 @@ class RemanentTier(SecondaryTierManager):
 
     @property
     def cache(self) -> BlockCache:
-        """The blocks."""
+        """The cache of blocks."""
         return self._cache
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        # Asked first: what arrives in between is there then.
+        # Checked first: a block that arrives in between is then found.
         is_arriving = self._cache.is_arriving(key)
         if key in self._cache:
             return LookupResult.HIT
@@ -143,12 +143,12 @@ class RemanentTier(SecondaryTierManager):
             self._is_told.wait_for(lambda: self._open_jobs == 0)
 
     def shutdown(self) -> None:
-        """Ends the jobs that were begun, and closes the store. vLLM unmaps the memory before it next."""
+        """Finishes jobs in progress and closes the store. vLLM unmaps the memory next."""
         self._cache.close()
         self._memory.release()
 
     def _begin(self, job: TransferJob, begin: Callable[..., Future[Any]]) -> None:
-        """Begins to store or load. What becomes of the job is told by `get_finished_jobs`, if it cannot begin, too."""
+        """Begins to store or load. `get_finished_jobs` reports the outcome of the job, even if it cannot begin."""
         begun = time.monotonic()
         keys = list(job.keys)
 
@@ -164,12 +164,12 @@ class RemanentTier(SecondaryTierManager):
             future = begin(keys, [self._row(int(number)) for number in job.chunk_ids])
         except Exception as error:
             future = Future()
-            # Without the frames that it passed: they hold rows, and vLLM could not unmap its memory.
+            # Without the frames that it passed through: they hold rows, and vLLM could not unmap its memory.
             future.set_exception(error.with_traceback(None))
         future.add_done_callback(finish)
 
     def _row(self, number: int) -> memoryview:
-        """The memory of a block in the tier before."""
+        """Returns the memory of a block in the previous tier."""
         length = self.block_size_bytes
         row = self._memory[number * length : (number + 1) * length]
         if number < 0 or row.nbytes != length:
@@ -201,9 +201,9 @@ class RemanentTier(SecondaryTierManager):
             self._events.put(OffloadingEvent(keys=told, medium=self.medium, removed=removed, locality=self.locality))
 
     def _prove_seed(self) -> None:
-        """Holds the first hash of the engine against algorithm and seed of the identity.
+        """Compares the engine's first hash with the algorithm and seed of the identity.
 
-        vLLM makes it after its tiers, so this comes with the first request.
+        vLLM computes it after it creates its tiers, so this happens at the first request.
         """
         if self._is_seed_proven:
             return
@@ -226,7 +226,7 @@ def _taken(things: queue.SimpleQueue[Any]) -> list[Any]:
 
 
 def _seed(algorithm: str) -> str:
-    """The seed of the hashes that name blocks, as vLLM will choose it."""
+    """Returns the seed of the hashes that name blocks, as vLLM will choose it."""
     try:
         get_hash_fn_by_name(algorithm)
     except ValueError as error:
@@ -242,7 +242,7 @@ def _seed(algorithm: str) -> str:
 
 
 def _identity(spec: OffloadingSpec, length: int, revision: str, algorithm: str, seed: str) -> dict[str, Any]:
-    """All on which the bytes of a block with a given key depend."""
+    """Returns everything that the bytes of a block with a given key depend on."""
     config = spec.config
     parallel = config.parallel
     return {

@@ -1,20 +1,20 @@
-"""Weights that a trainer publishes, taken over by vLLM between two steps: a weight transfer engine for both sides.
+"""A weight transfer engine for vLLM: workers load the weights that a trainer publishes, between two steps.
 
-vLLM knows both by the name "remanent": in its own processes once this package is installed beside it, in the trainer's
-once this module is imported. In the workers' process:
+vLLM knows both sides by the name "remanent": in its own processes once this package is installed in the same
+environment, and in the trainer's once this module is imported. In the workers' process:
 
     llm = LLM(model, weight_transfer_config={"backend": "remanent"})
 
-and in each rank of the trainer, with a client of vLLM's that reaches it (`HTTPVLLMWeightSyncClient`, for example):
+and in each rank of the trainer, with a vLLM client that reaches it (such as `HTTPVLLMWeightSyncClient`):
 
     engine = WeightTransferTrainerFactory.trainer_init(
         RemanentTrainerInitInfo(directory, rank=rank), client=client, source=ModuleSource(model))
     engine.send_weights()                               # after each step: workers have it when this returns
 
-The trainer's first rank logs what changed since the step before. Each worker reads it from the directory, which it must
-see: proven by checksums, and of exactly the version that is named, so that all ranks have the same weights. A worker
-that was started later, or failed, takes all of that version. A trainer that drives the workers itself publishes with
-`remanent.weights.Publisher`:
+The trainer's first rank logs what changed since the previous step. Each worker reads the changes from the directory,
+which it must be able to access. They are verified by checksums and belong to exactly the named version, so that all
+ranks have the same weights. A worker that was started later, or failed, loads the whole version. A trainer that drives
+the workers itself publishes with `remanent.weights.Publisher`:
 
     llm.init_weight_transfer_engine({"init_info": {"directory": directory}})
 
@@ -23,7 +23,7 @@ that was started later, or failed, takes all of that version. A trainer that dri
     llm.update_weights({"update_info": {"lsn": ticket.lsn}})
     llm.finish_weight_update()
 
-Names, shapes and types are those of the model's checkpoint, as vLLM's own loader knows them.
+Names, shapes and types are those of the model's checkpoint, as vLLM's own loader expects them.
 """
 
 from __future__ import annotations
@@ -56,23 +56,23 @@ with _hosts.importing(_hosts.VLLM):
 __all__ = ["RemanentInitInfo", "RemanentTrainerEngine", "RemanentTrainerInitInfo", "RemanentUpdateInfo",
            "RemanentWeightEngine"]
 
-# Seconds between two looks for a version that is not logged yet.
+# The time in seconds between two checks for a version that is not logged yet.
 _LOOK_AGAIN = 0.02
 
 
 @dataclass
 class RemanentInitInfo(WeightTransferInitInfo):
-    """Where the publisher's directory is, as the workers see it."""
+    """The publisher's directory, as the workers see it."""
 
     directory: str
 
 
 @dataclass
 class RemanentUpdateInfo(WeightTransferUpdateInfo):
-    """Which version the weights are to have: `lsn`, that of the ticket of `publish`.
+    """The version that the weights are updated to: `lsn`, the Lsn of the ticket that `publish` returned.
 
-    If it is not logged yet, the update waits up to `timeout` seconds for it. One that the publisher's log does not hold
-    any more is refused (`NoStateError`).
+    If it is not logged yet, the update waits up to `timeout` seconds for it. A version that is no longer in the
+    publisher's log is rejected (`NoStateError`).
     """
 
     lsn: int
@@ -81,7 +81,7 @@ class RemanentUpdateInfo(WeightTransferUpdateInfo):
 
 @dataclass
 class _Loaded:
-    """A version: of which store, and where each tensor lies in it."""
+    """A version: its store, its Lsn, and the location of each tensor in it."""
 
     store: str
     lsn: int
@@ -89,15 +89,15 @@ class _Loaded:
 
 
 class RemanentWeightEngine(WeightTransferEngine[RemanentInitInfo, RemanentUpdateInfo]):
-    """The engine that vLLM makes in each worker, by the name "remanent"."""
+    """The engine that vLLM creates in each worker under the name "remanent"."""
 
     init_info_cls = RemanentInitInfo
     update_info_cls = RemanentUpdateInfo
-    # What changed since the last update is known of one model.
+    # Changes since the last update are tracked for a single model.
     supports_draft_weight_update = False
 
     _directory: str | None = None
-    # What the model has; None if that may be anything.
+    # The version that the model contains; None if that is unknown.
     _loaded: _Loaded | None = None
 
     def init_transfer_engine(self, init_info: RemanentInitInfo) -> None:
@@ -134,7 +134,7 @@ class RemanentWeightEngine(WeightTransferEngine[RemanentInitInfo, RemanentUpdate
             self._loaded = _Loaded(view.id, update_info.lsn, lies)
 
     def shutdown(self) -> None:
-        """There is nothing to end: no connection is held."""
+        """Does nothing, since no connection is open."""
 
 
 def _version(directory: str, update: RemanentUpdateInfo) -> View:
@@ -144,7 +144,7 @@ def _version(directory: str, update: RemanentUpdateInfo) -> View:
         try:
             return View(directory, f"lsn:{update.lsn}")
         except NoStateError:
-            # What came between a try and a look at the newest is there at the next try.
+            # A version logged between an attempt and the check of the newest version is found at the next attempt.
             if is_past or time.monotonic() >= until:
                 raise
             with View(directory) as newest:
@@ -155,7 +155,7 @@ def _version(directory: str, update: RemanentUpdateInfo) -> View:
 
 def _layers_of(changed: set[str], view: View, pages: dict[str, _pages.Arrays],
                device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of each layer that has one which changed: vLLM processes whole layers."""
+    """Yields the tensors of each layer with a changed tensor, since vLLM processes whole layers."""
     names = sorted(array.name for arrays in pages.values() for array in arrays)
     wanted = {name for group in layerwise_groups(names) if changed & set(group) for name in group}
     read = {key: arrays for key, arrays in pages.items() if any(array.name in wanted for array in arrays)}
@@ -165,11 +165,11 @@ def _layers_of(changed: set[str], view: View, pages: dict[str, _pages.Arrays],
 
 @dataclass
 class RemanentTrainerInitInfo(TrainerInitInfo):
-    """Where the trainer publishes, and how: see `remanent.weights.Publisher`.
+    """Where and how the trainer publishes: see `remanent.weights.Publisher`.
 
     :param directory: the publisher's directory, as trainer and workers see it.
-    :param device: "host", or the GPU on which all weights lie and are compared.
-    :param options: others of `Publisher`.
+    :param device: "host", or the GPU that contains all weights and compares them.
+    :param options: other options of `Publisher`.
     """
 
     backend: ClassVar[str] = "remanent"
@@ -179,10 +179,10 @@ class RemanentTrainerInitInfo(TrainerInitInfo):
 
 
 class RemanentTrainerEngine(TrainerWeightTransferEngine[RemanentTrainerInitInfo]):
-    """The trainer's side, in each of its ranks: the first one publishes, the others help to gather what is divided.
+    """The trainer's side, in each of its ranks: the first one publishes, and the others help to gather sharded tensors.
 
-    Tensors that are gathered, as of FSDP, are held whole by the first rank until they are compared: on the host, unless
-    `device` says otherwise. So each that the source yields must stay as it is until all are there.
+    The first rank holds gathered tensors, such as those of FSDP, completely until they are compared: on the host,
+    unless `device` is a GPU. Each tensor that the source yields must stay unchanged until all were yielded.
     """
 
     init_info_cls = RemanentTrainerInitInfo
@@ -211,7 +211,7 @@ class RemanentTrainerEngine(TrainerWeightTransferEngine[RemanentTrainerInitInfo]
         return engine
 
     def send_weights(self) -> None:
-        """Publishes the source's weights as the next step, and has the workers take them over."""
+        """Publishes the source's weights as the next step, and makes the workers load them."""
         assert self.source is not None
         if self._publisher is None:
             for _ in self.source.iter_full():
@@ -228,13 +228,13 @@ class RemanentTrainerEngine(TrainerWeightTransferEngine[RemanentTrainerInitInfo]
         return tensor.cpu() if self._on_host else tensor
 
     def shutdown(self) -> None:
-        """Closes the publisher's store. Workers keep the weights that they have."""
+        """Closes the publisher's store. Workers keep their weights."""
         if self._publisher is not None:
             self._publisher.close()
 
 
 def register() -> None:
-    """Makes both sides known to vLLM, which calls this in each of its own processes."""
+    """Registers both sides with vLLM, which calls this in each of its own processes."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
     for factory, name in ((WeightTransferEngineFactory, "RemanentWeightEngine"),

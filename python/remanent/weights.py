@@ -1,11 +1,11 @@
-"""Weights that one process publishes and others follow: the changed elements of each step, whole and in order.
+"""Weight synchronization: one process publishes the changed elements of each step, and others apply them in order.
 
     publisher = Publisher(directory)          subscriber = Subscriber(directory)
     publisher.publish(model, step)            subscriber.apply_to(model)      # between two batches of work
 
-The publisher's store holds the newest weights and the log of what each step changed. A subscriber, in any process on
-the machine, holds no copy: it scatters what a step changed straight into its live tensors, on whatever device. One
-that falls back too far begins again at the newest snapshot, and says so.
+The publisher's store contains the newest weights and the log of what each step changed. A subscriber, in any process on
+the machine, keeps no copy: it scatters the changes of a step directly into its live tensors, on any device. A
+subscriber that falls too far behind restarts from the newest snapshot and counts this in `restarts`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Publisher", "Subscriber", "checksum"]
 
 _Path = str | os.PathLike[str]
 
-# Bytes of a tensor that `checksum` brings to the host at a time.
+# The number of bytes of a tensor that `checksum` copies to the host at a time.
 _CHECKED_AT_ONCE = 32 << 20
 
 
@@ -38,7 +38,7 @@ def _tensors(model: Any) -> dict[str, torch.Tensor]:
 
 
 def checksum(model: Any) -> int:
-    """The CRC-32 of all tensors of a model, or of a dict of tensors, in the order of their names.
+    """Returns the CRC-32 of all tensors of a model, or of a dict of tensors, in the order of their names.
 
     >>> import torch, remanent.weights
     >>> one = {"a": torch.ones(3), "b": torch.zeros(2)}
@@ -54,7 +54,7 @@ def checksum(model: Any) -> int:
             piece = flat[start : start + _CHECKED_AT_ONCE]
             if len(scratch) < len(piece):
                 scratch = torch.empty(len(piece), dtype=torch.uint8, device="cpu")
-            # A copy: a storage whose memory was given to NumPy can never be resized again, and engines that sleep
+            # A copy: a storage whose memory was exposed to NumPy can never be resized again, and engines that sleep
             # resize theirs.
             scratch[: len(piece)].copy_(piece)
             total = zlib.crc32(scratch[: len(piece)].numpy().data, total)
@@ -62,13 +62,13 @@ def checksum(model: Any) -> int:
 
 
 class Publisher:
-    """Publishes the weights of a model, step by step. One process at a time publishes to a directory.
+    """Publishes the weights of a model, step by step. Only one process at a time can publish to a directory.
 
-    :param check: whether each step carries the checksum of all weights, which subscribers then compare.
-    :param log_kept: bytes of the log that are kept for subscribers that fall back.
-    :param device: where pages lie, which weights are compared with, and take as much memory. "host": weights on a GPU
-        are brought there at each step. "cuda:0", or another GPU that they are on: it finds what changed, and nothing
-        else leaves it.
+    :param check: whether each step contains the checksum of all weights, which subscribers then compare.
+    :param log_kept: the number of bytes of log to keep for subscribers that fall behind.
+    :param device: the device of the pages, with which weights are compared and which take as much memory as the
+        weights. "host" copies weights on a GPU to the host at each step. "cuda:0", or another GPU that holds the
+        weights, finds the changes on that GPU and copies nothing else from it.
     :param options: options of `Store`.
 
     >>> import torch, remanent.weights
@@ -95,12 +95,15 @@ class Publisher:
         self._copies = None if device == "host" else Copies(self.store, torch.device(device), "page")
 
     def publish(self, model: Any, step: int) -> _native.Ticket:
-        """Logs what changed since the step before; subscribers see it from now on. Returns a ticket to wait for.
+        """Logs what changed since the previous step and makes it visible to subscribers. Returns a ticket to wait on.
 
-        The weights are read as the current streams of their devices leave them, and may change once this returns. What
-        is logged of a step is one batch, at most 1 GiB: an element that changed takes its own bytes and up to four.
+        The weights are read as the current streams of their devices leave them, and may change once this returns. The
+        changes of a step are logged as one batch of at most 1 GiB: a changed element takes its own bytes and up to four
+        more.
 
-        :param model: a module, or tensors by name. :raises RefusedError: for a tensor that is not plain, by its name.
+        :param model: a module, or tensors by name.
+        :param step: the number of the step.
+        :raises RefusedError: a tensor is not plain. The message names it.
         """
         tensors = _tensors(model)
         batch = self.store.batch(note=f"step {step}")
@@ -117,12 +120,12 @@ class Publisher:
         if self._check:
             batch.set_root("weights.crc32", checksum(tensors))
         elif "weights.crc32" in self.store.root:
-            # That of a step before, by a publisher that checked.
+            # The checksum of an earlier step, from a publisher with `check`.
             batch.remove_root("weights.crc32")
         return self.store.submit(batch)
 
     def close(self) -> None:
-        """Closes the store. Subscribers go on, and find no more steps until it is opened again."""
+        """Closes the store. Subscribers stay usable and find new steps once it is opened again."""
         self.store.close()
 
     def __enter__(self) -> Publisher:
@@ -133,21 +136,21 @@ class Publisher:
 
 
 class Subscriber:
-    """Follows the weights that a publisher publishes to `directory`; see `Publisher` for an example.
+    """Follows the weights that a publisher publishes to `directory`. See `Publisher` for an example.
 
-    `step` is that of the weights applied last, None before the first. `restarts` counts how often all weights were
-    read again: at the first call, after the subscriber was overtaken, after tensors came, went or changed their shapes,
-    and when the tensors are not those that the last call left.
+    `step` is the last step applied, or None before the first. `restarts` counts how often all weights were read again:
+    at the first call, after the subscriber fell too far behind, after tensors were added, removed or changed shape, and
+    if the tensors are not those that the last call left.
 
-    A step is applied only to the bytes that it was made from. Each call compares where the tensors lie with where they
-    lay at the last one, and before a step is applied, sums of their bytes with those of the last call. So a model that
-    was replaced, cleared, or whose memory was given back and allocated again, gets all weights. Without a new step the
-    bytes are not read: an engine that wakes up with other contents and needs its weights at once makes a new
-    `Subscriber`.
+    A step is applied only to the bytes that it was computed from. Each call compares the locations of the tensors with
+    those at the last call and, before it applies a step, the sums of their bytes with those after the last call. A
+    model that was replaced, cleared, or whose memory was freed and allocated again therefore receives all weights.
+    Without a new step the bytes are not read: an engine that wakes up with other contents and needs its weights
+    immediately creates a new `Subscriber`.
 
-    Of tensors on a GPU the bytes of a step come there as the log has them, and the GPU reads which elements they are:
-    that takes the step's bytes of its memory, 256 MiB at most, and some 100 MB for the indices. Tensors on other GPUs,
-    and longer steps, take the way over the host.
+    For tensors on a GPU, the bytes of a step are copied there as the log stores them, and the GPU decodes which
+    elements they belong to. This takes GPU memory for the bytes of the step, 256 MiB at most, and some 100 MB for the
+    indices. For other GPUs and longer steps, the changes are decoded on the host.
     """
 
     def __init__(self, directory: _Path) -> None:
@@ -156,22 +159,23 @@ class Subscriber:
         self._follower: _native.Follower | None = None
         self._arrays: dict[int, _pages.Arrays] = {}
         self._uploads = Uploads()
-        # The tensors of the last call, as it left them: where they lie, and sums of their bytes.
+        # The locations of the tensors after the last call, and the sums of their bytes.
         self._places: list[Place | None] = []
         self._sums: dict[torch.device, torch.Tensor] = {}
         self.step: int | None = None
         self.restarts = 0
 
     def apply_to(self, model: Any, *, timeout: float = 0.0) -> int | None:
-        """Brings the tensors of `model`, in place, to the newest step; returns it, None if there is none yet.
+        """Updates the tensors of `model` in place to the newest step. Returns that step, or None if there is none yet.
 
-        Call it between two uses of the weights: meanwhile they are of two steps.
+        Call it between two uses of the weights: during the call, the tensors contain a mix of two steps.
 
-        :param model: a module, or tensors by name, of the publisher's shapes and kinds, contiguous.
-        :param timeout: seconds to wait for a step if none has come since the last call.
-        :raises NoStateError: the publisher has other tensors, or the memory of one of the model's was given back.
-            DivergedError: a checksum differs, or a crash took what was applied. After each of them the next call reads
-            all weights again.
+        :param model: a module, or tensors by name, contiguous and with the publisher's shapes and element types.
+        :param timeout: the time in seconds to wait for a step if none is new since the last call.
+        :raises NoStateError: the publisher has other tensors, or the memory of a tensor of the model was freed. The
+            next call reads all weights again.
+        :raises DivergedError: a checksum differs, or a crash removed a step that was applied. The next call reads all
+            weights again.
         """
         live = Live(_tensors(model), self._uploads)
         try:
@@ -195,21 +199,22 @@ class Subscriber:
             self._follower = None
             return self.apply_to(model)
         except BaseException:
-            # Some of a step may be applied: the next call begins anew.
+            # A step may be partly applied: the next call starts over.
             self._follower = None
             raise
         return self.step
 
     def _names(self) -> list[str]:
-        """The names of the publisher's tensors."""
+        """Returns the names of the publisher's tensors."""
         return sorted(array.name for arrays in self._arrays.values() for array in arrays)
 
     def _restart(self, live: Live) -> bool:
-        """Reads all weights; returns whether there are any. Else the subscriber waits at the beginning of the log."""
+        """Reads all weights and returns whether there are any. If not, the subscriber waits at the beginning of the
+        log."""
         self.restarts += 1
         replica = _native.Replica(self._directory)
         self._follower = _native.Follower(self._directory, replica.position)
-        # The log after the snapshot, read to its end: what follows is then from the same pages.
+        # Reads the log after the snapshot to its end, so that what follows is computed from the same pages.
         while (batch := self._follower.next(0)) is not None:
             replica.apply(batch)
         self._arrays = {}
@@ -244,7 +249,8 @@ class Subscriber:
                 else:
                     live.scatter(arrays, changes, operation)
             else:
-                # Pages come, go or change their length, or it is a restore: nothing of that is a step's changes.
+                # Pages are created, deleted or resized, or this is a restore: the changes of a step contain none of
+                # these.
                 raise _Another
         self._seen(live, root)
 
@@ -261,4 +267,4 @@ def _are_equal(sums: dict[torch.device, torch.Tensor], others: dict[torch.device
 
 
 class _Another(Exception):
-    """The batch changes more than elements, or the tensors are not those that it was made from."""
+    """Raised if a batch changes more than elements, or the tensors are not those that it was computed from."""
