@@ -93,7 +93,7 @@ impl ImageFiles {
         state.next = numbers.end;
         for number in numbers.clone() {
             let before = state.for_batches.insert(number, None);
-            assert!(before.is_none()); // I8: a number names one file, or the old one's end takes the new one.
+            assert!(before.is_none()); // I8: or removing the old file would take the new one.
         }
         numbers
     }

@@ -216,7 +216,7 @@ impl ImageWriters {
         let mut references = Vec::new();
         make_room(&mut references, pages.len())?;
         written.into_iter().for_each(|chunk| references.extend(chunk));
-        assert!(references.len() == pages.len()); // I7: each image is its page's.
+        assert!(references.len() == pages.len()); // I7: one image per page, in the same order.
         Ok(references)
     }
 

@@ -340,8 +340,8 @@ impl Log {
             chain_prev: state.chain,
         };
         assert!(state.durable <= lsn); // I4: a mark is never above the end of the log.
-        assert!(!header.group_start || offset.is_multiple_of(GROUP_ALIGN)); // I5: in no synced block.
-        assert!(header.end() <= state.current.len); // I3: a frame lies within its segment.
+        assert!(!header.group_start || offset.is_multiple_of(GROUP_ALIGN)); // I5: not in a synced block.
+        assert!(header.end() <= state.current.len); // I3: a frame is within its segment.
         let (bytes, chain) = header.encode();
         // The payload first: if the process is killed in between, there is no header, so no reader takes the
         // payload for a frame.

@@ -286,7 +286,7 @@ impl<'a> Loader<'a> {
         late: &NewerBases,
     ) -> Result<()> {
         let end = resolution.end.as_ref().expect("followed to its end");
-        assert!(from.lsn <= end.proven.lsn); // I6: a manifest's end is a mark, and its `redo` lies before it.
+        assert!(from.lsn <= end.proven.lsn); // I6: a manifest's end is a mark, and its `redo` is before it.
         let sealed_log = source.past_cache_once();
         let Self { recovery, pages, on_host, in_flight, tail, .. } = self;
         // A list is built on the thread that reads the run, and submitted on this one in log order: deltas of

@@ -286,7 +286,7 @@ impl Recovery<'_> {
             with_reserve(&pool, |spare| publish_manifest(&self.disk, link, usize::MAX, spare))?;
         }
         let (log, position) = begin(&pool, store, &before, draft.verified.clone())?;
-        assert!(position.lsn == end.accepted.lsn); // I5: every batch that could be read is carried on.
+        assert!(position.lsn == end.accepted.lsn); // I5: every accepted batch is carried over.
         assert!(position.incarnation.number > newest.number); // I5: no incarnation begins twice.
 
         // 5. Remains of the crash: segments whose batches were copied, and the incarnation that was left out

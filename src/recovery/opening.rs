@@ -56,7 +56,7 @@ pub(crate) fn begin(
     //    were created after step 4, a crash in between would look like a lost newest segment, and the store
     //    would be refused. It names no incarnation, so nothing refers to this one if the process dies now.
     let next = pool.make(number + 1, 0, SpacePurpose::Open).inspect_err(|_| pool.take_back(&segment))?;
-    assert!(next.number == number + 1); // I8: the successor is there before any frame has its name.
+    assert!(next.number == number + 1); // I8: the successor exists before any frame does.
     // 4. The commit point: the rename, and the sync of its folder. From here on, recovery starts from the new
     //    incarnation.
     pool.publish_opening(number)?;
@@ -152,7 +152,7 @@ fn opening_frames(
     // The seal comes last: it ends the opening's busy period, and its mark covers the tail (I4).
     let seal = encode_seal(verified);
     let (end, chain) = push(FrameKind::Seal, point.lsn, point.lsn, &seal, point.chain);
-    assert!(point.lsn == opening.accepted); // I5: what was accepted is what is carried on.
+    assert!(point.lsn == opening.accepted); // I5: exactly the accepted batches are carried over.
     OpeningFrames { bytes, point, chain, end }
 }
 

@@ -156,7 +156,7 @@ impl<'a> PageMemories<'a> {
         }
         if refused.is_ok() {
             let wanted = table.lens().filter(|(_, place, _)| *place != Place::Disk).count();
-            assert!(all.len() == wanted); // I10: what was claimed is what was allocated.
+            assert!(all.len() == wanted); // I10: exactly the claimed memory was allocated.
         }
         (all, refused)
     }

@@ -370,7 +370,7 @@ impl Snapshots {
                     writers.append(|file| file.write_chunk(&[(&info, &bytes)]))?.pop()
                 }
             };
-            assert!(image.is_some() || info.len == 0); // I7: what the manifest names is written.
+            assert!(image.is_some() || info.len == 0); // I7: everything that the manifest names is written.
             push(&mut gathered.entries, entry(&info, image))?;
             push(&mut gathered.on_disk, GatheredDiskPage { page: info.page, copy, image })?;
         }

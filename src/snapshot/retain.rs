@@ -231,7 +231,7 @@ impl Snapshots {
     fn check_plan(&self, catalog: &Catalog, plan: &RetentionPlan, segments: &[u64]) {
         let Some(newest) = segments.iter().max() else { return };
         let redo = plan.log_from.map(|(_, redo)| redo).filter(|redo| redo.0 > 0);
-        assert!(redo <= catalog.floor); // I8: the record, which is durable, says that nothing starts below.
+        assert!(redo <= catalog.floor); // I8: the durable record says that nothing starts below.
         assert!(*newest < self.engine.log.current_segment()); // I8: frames enter the current segment.
         // I8: each start keeps the segment in which its replay begins, and all after it.
         let mut starts = catalog.snapshots.values().filter(|kept| catalog.reaches(kept));

@@ -121,7 +121,7 @@ impl DiskPage {
     }
 
     fn write(&mut self, offset: u64, bytes: &[u8]) {
-        assert!(offset + bytes.len() as u64 <= self.len); // I10: no plan lets that pass.
+        assert!(offset + bytes.len() as u64 <= self.len); // I10: planning rejects longer writes.
         let (mut at, mut rest) = (offset, bytes);
         while !rest.is_empty() {
             let (number, within) = (at / BLOCK_LEN as u64, at as usize % BLOCK_LEN);
