@@ -5,11 +5,11 @@
     kernels/build.py --check    compiles again and fails if anything differs from what is committed
 
 The compiler is NVRTC of exactly one version, from its wheel on PyPI. The PTX version follows the compiler, and
-a driver refuses PTX that is newer than itself, so a newer compiler would shut out older drivers. The wheel is
-fetched once into $REMANENT_NVRTC, or target/nvrtc, and its hash is checked.
+a driver rejects PTX that is newer than itself, so a newer compiler would exclude older drivers. The wheel is
+downloaded once to $REMANENT_NVRTC, or target/nvrtc, and its hash is checked.
 
-Each .cu file gives two files: PTX for the oldest architecture supported, and machine code for the newest.
-`record.txt` beside them has the checksums of sources and outputs, and each kernel's registers and spills.
+Each .cu file is compiled to two files: PTX for the oldest supported architecture, and machine code for the newest.
+`record.txt` in the same folder lists the checksums of sources and outputs, and each kernel's registers and spills.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ COMPILED = KERNELS / "compiled"
 
 
 def fetch():
-    """Loads the compiler's library; fetches the wheel first if it is not there."""
+    """Loads the compiler's library, after downloading the wheel if it is missing."""
     cache = pathlib.Path(os.environ.get("REMANENT_NVRTC") or KERNELS.parent / "target" / "nvrtc").resolve()
     wheel = cache / WHEEL
     if not wheel.exists():
@@ -54,13 +54,13 @@ def fetch():
                 target = cache / pathlib.Path(name).name
                 if not target.exists():
                     target.write_bytes(archive.read(name))
-    # The compiler looks for its second library by name, and finds it only if it is loaded already.
+    # The compiler loads its second library by name, and finds it only if it is already loaded.
     ctypes.CDLL(str(next(cache.glob("libnvrtc-builtins.so.*"))), mode=ctypes.RTLD_GLOBAL)
     return ctypes.CDLL(str(cache / "libnvrtc.so.12"))
 
 
 def compile_one(nvrtc, name, arch, output):
-    """The bytes of `output` ("PTX" or "CUBIN") and the compiler's log."""
+    """Compiles one file and returns the bytes of `output` ("PTX" or "CUBIN") and the compiler's log."""
 
     def call(function, *arguments):
         result = getattr(nvrtc, function)(*arguments)
@@ -96,7 +96,7 @@ def log(nvrtc, program):
 
 
 def costs(name, text):
-    """A line for each kernel: its registers, stack and spills, from the assembler's report."""
+    """Returns a line per kernel with its registers, stack and spills, from the assembler's report."""
     pattern = re.compile(
         r"Compiling entry function '(\w+)' for '\w+'.*?"
         r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads.*?"
@@ -113,7 +113,7 @@ def costs(name, text):
 
 
 def build():
-    """Compiles all kernels: every file of `compiled/`, by name."""
+    """Compiles all kernels and returns the contents of each file in `compiled/`, by name."""
     nvrtc = fetch()
     files, lines = {}, [f"nvrtc {VERSION}"]
     for path in [HEADER, *[f"{name}.cu" for name in MODULES]]:

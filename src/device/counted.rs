@@ -60,7 +60,7 @@ pub struct TransferStats {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LaneStats {
-    /// Lists queued.
+    /// Lists submitted to the lane.
     pub lists: u64,
     /// Lists that no thread has observed to be done.
     pub queued: u64,

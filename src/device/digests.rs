@@ -1,11 +1,10 @@
 //! Digests: sixteen bytes that show whether a chunk of memory changed, without a copy of its old contents.
 //!
 //! Digests are compared within one process only, with a key drawn at random for that process. A digest proves
-//! nothing about bytes chosen by someone who knows the key, and is never stored. Bytes whose digest is
-//! unchanged are not written, so two contents with the same digest would mean a lost change. A CRC is linear:
-//! two flipped signs can cancel out in it, and a plain sum does not detect words that change places. For any
-//! two contents of a chunk that were chosen without the key, the probability of equal digests is below
-//! 2^-100.
+//! nothing about bytes chosen with knowledge of the key, and is never stored. Bytes whose digest is unchanged
+//! are not written, so two contents with the same digest would mean a lost change. A CRC is linear: two
+//! flipped signs can cancel out in it, and a plain sum does not detect words that change places. For any two
+//! contents of a chunk that were chosen without the key, the probability of equal digests is below 2^-100.
 //!
 //! # Definition
 //!

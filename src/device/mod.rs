@@ -352,11 +352,11 @@ pub trait Device: Any + Send + Sync {
     }
 }
 
-/// The requests to a source of memory, and the bytes that it holds.
+/// Request counts and byte totals of a memory source.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoryStats {
-    /// Bytes held from the driver, in use or idle.
+    /// Bytes obtained from the driver, in use or idle.
     pub reserved_bytes: u64,
     /// Bytes in use, after rounding up to the sizes handed out.
     pub used_bytes: u64,

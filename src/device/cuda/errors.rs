@@ -26,7 +26,7 @@ const INVALID_HANDLE: u32 = 400;
 const PEER_ALREADY: u32 = 704;
 const NOT_READY: u32 = 600;
 
-/// Codes of calls that did nothing, and their names.
+/// Codes of calls that had no effect, with their names.
 const REFUSED: &[(u32, &str)] = &[
     (INVALID_VALUE, "invalid value"),
     (OUT_OF_MEMORY, "out of memory"),

@@ -42,7 +42,7 @@ impl<R> Default for Rows<R> {
 }
 
 impl<R> Rows<R> {
-    /// Appends rows.
+    /// Appends a run of rows.
     pub fn add(&mut self, run: Vec<R>) {
         if !run.is_empty() {
             self.len += run.len();

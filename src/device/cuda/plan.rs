@@ -53,13 +53,13 @@ pub(super) struct PlannedPiece {
 pub(super) enum LaunchStep {
     /// Applies parts of pieces with a kernel.
     Apply(Kernel, Range<usize>),
-    /// Checksums chunks.
+    /// Checksums chunks of sources.
     Crc(Range<usize>),
     /// Combines the remainders of chunks into checksums.
     Combine(Range<usize>),
     /// Compares sections of ranges.
     Diff(Range<usize>),
-    /// Digests chunks.
+    /// Digests chunks of ranges.
     Digest(Range<usize>),
     /// Numbers the set bits of bitmaps: the rows of their sections, and the rows of the bitmaps.
     Select(Range<usize>, Range<usize>),

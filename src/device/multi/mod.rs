@@ -34,7 +34,7 @@ const ACROSS_LEN_MAX: u64 = 4 << 20;
 /// The points that the parts recorded for one stream; several for a default stream.
 type PartPoints = Vec<(usize, StreamEvent)>;
 
-/// Several devices as one.
+/// Several devices presented as one, with slot `n` bound to the n-th device.
 pub struct MultiDevice {
     parts: Vec<Arc<dyn Device>>,
     memories: RwLock<HashMap<MemoryId, DeviceAddress>>,

@@ -18,7 +18,7 @@ const STEPS: u64 = 4;
 /// Number of classes that share slabs.
 pub(super) const CLASSES: usize = (STEPS * (CLASS_LEN_MAX / CLASS_LEN_MIN).ilog2() as u64 + 1) as usize;
 
-/// The memory that serves a length.
+/// The kind of block that serves a length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Class {
     /// Blocks of the class with this number, cut from slabs.

@@ -24,7 +24,7 @@ const MANAGED_FLAGS: u32 = 1;
 /// The kind of memory that holds the bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(in crate::device::cuda) enum Kind {
-    /// GPU memory.
+    /// The GPU's own memory.
     Device,
     /// Pinned host memory, at an address that the GPU uses too.
     Pinned,

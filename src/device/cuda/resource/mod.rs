@@ -61,7 +61,7 @@ pub unsafe trait MemoryResource: Send + Sync + 'static {
         Ok(())
     }
 
-    /// Frees memory.
+    /// Frees allocated memory.
     ///
     /// # Errors
     /// A device error; the memory is then leaked.

@@ -8,11 +8,11 @@ pub struct CacheStats {
     pub allocated_bytes: u64,
     /// The highest value of `allocated_bytes` since the peaks were reset.
     pub allocated_peak_bytes: u64,
-    /// Bytes of segments.
+    /// Total bytes of all segments.
     pub reserved_bytes: u64,
     /// The highest value of `reserved_bytes` since the peaks were reset.
     pub reserved_peak_bytes: u64,
-    /// Segments held from the source.
+    /// Segments obtained from the source.
     pub segments: u64,
     /// Blocks in use.
     pub blocks: u64,
@@ -20,9 +20,9 @@ pub struct CacheStats {
     pub free_blocks: u64,
     /// Freed blocks that work on a stream may still use.
     pub waiting_blocks: u64,
-    /// Bytes of the free blocks.
+    /// Total bytes of the free blocks.
     pub free_bytes: u64,
-    /// Bytes of the longest free block.
+    /// Length in bytes of the longest free block.
     pub free_longest_bytes: u64,
 }
 
