@@ -416,8 +416,8 @@ impl Snapshots {
     }
 }
 
-/// Raises the space that a disk-full error asks for to that of all the snapshot's images. If it named only
-/// the failed chunk, a caller would free too little and fail again at the next chunk.
+/// Raises the space requested by a disk-full error to that of all the snapshot's images. If it named only the
+/// failed chunk, a caller would free too little and fail again at the next chunk.
 fn needing(bytes: u64, error: Error) -> Error {
     match error {
         Error::DiskFull { file, needed, store } => Error::DiskFull { file, needed: needed.max(bytes), store },
