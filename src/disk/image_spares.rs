@@ -156,7 +156,7 @@ impl ImageSpares {
         Ok(reused)
     }
 
-    /// Removes image files that were spares and are not written after all.
+    /// Removes image files that were renamed from spares but will not be written.
     pub fn forget<'n>(&self, numbers: impl Iterator<Item = &'n u64>) {
         for number in numbers {
             if let Err(error) = self.remove(FileName::Pages(*number), *number) {

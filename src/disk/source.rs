@@ -32,7 +32,7 @@ type Uncached = Arc<Mutex<HashMap<FileName, Vec<Range<u64>>>>>;
 /// How a source reads its bytes.
 #[derive(Clone, Copy)]
 enum ReadPath {
-    /// The bytes that any process would see.
+    /// The bytes that other processes see, through the page cache.
     Visible,
     /// The medium, if the system allows reads past its cache.
     PastCache,
@@ -43,18 +43,18 @@ enum ReadPath {
 }
 
 impl DiskSource {
-    /// Reads the bytes that any process would see.
+    /// Creates a source that reads through the page cache, like any other process.
     pub fn new(disk: Arc<dyn Disk>) -> Self {
         Self::by(disk, ReadPath::Visible)
     }
 
-    /// Reads the bytes that any process would see, and records which of them come from the medium. See
+    /// Creates a source that reads through the page cache, and records which bytes come from the medium. See
     /// [`past_cache_once`](Self::past_cache_once).
     pub fn noting(disk: Arc<dyn Disk>) -> Self {
         Self { uncached: Some(Arc::default()), ..Self::by(disk, ReadPath::Visible) }
     }
 
-    /// Reads from the medium if the system allows it. Use this only for synced bytes.
+    /// Creates a source that reads from the medium if the system allows it. Use this only for synced bytes.
     pub fn past_cache(disk: Arc<dyn Disk>) -> Self {
         Self::by(disk, ReadPath::PastCache)
     }

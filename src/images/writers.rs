@@ -46,7 +46,7 @@ pub(super) fn ahead_file_count<P>(pages: &[P], len: impl Fn(&P) -> u64) -> Resul
     Ok(file_count(bytes, CHUNK_BYTES, parallel::threads(THREADS_MAX)).min(chunks.max(1)))
 }
 
-/// Appends images to new files, at least one.
+/// Appends images to one or more new files.
 pub(crate) struct ImageWriters {
     disk: Arc<dyn Disk>,
     spares: Arc<ImageSpares>,

@@ -1,7 +1,7 @@
 //! The right to sync the log, which one thread has at a time.
 //!
 //! A sync makes a group durable, raises the mark, and wakes the threads that wait for it. A power cut during
-//! a sync loses at most batches that were not durable or acknowledged as durable.
+//! a sync loses only batches that were not acknowledged as durable.
 
 use remanent_format::Lsn;
 

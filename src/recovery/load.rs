@@ -225,7 +225,7 @@ impl<'a> Loader<'a> {
         // incarnation relies on them (I6, I7).
         load(sealed, &mut unproven)?;
         match load(&DiskSource::proven(disk.clone()), &mut proven) {
-            // Only the cached copy may be damaged: the medium decides.
+            // Perhaps only the cached copy is damaged: the medium decides.
             Err(Error::Damaged(_)) => load(sealed, &mut proven)?,
             loaded => loaded?,
         }

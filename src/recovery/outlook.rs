@@ -30,7 +30,7 @@ pub(crate) struct Outlook {
     /// The segment in which the log ends.
     pub current_segment: u64,
     /// Files from this number on may belong to a batch or snapshot that a writer has in progress: nothing on
-    /// disk names them yet, and they are not unneeded. `None` if there is no writer.
+    /// disk names them yet, but they are needed. `None` if there is no writer.
     pub under_way_from: Option<u64>,
 }
 

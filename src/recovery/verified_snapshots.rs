@@ -26,7 +26,7 @@ pub(super) fn verified<'s>(
     let mut verified: Vec<VerifiedSnapshot> =
         recorded.filter(|entry| usable(entry.snapshot) && is_same(on_disk(entry.snapshot), entry)).collect();
     let is_recorded = |used: &VerifiedSnapshot| verified.iter().any(|entry| is_same(Some(*used), entry));
-    // No frame may record the snapshot that was used, if a crash came between its rename and its seal. It
+    // If a crash came between the rename and the seal of the snapshot that was used, no frame records it. It
     // counts from now on: its images were just read past the cache, and its manifest is published again (I7).
     let used = base.and_then(on_disk).filter(|used| !is_recorded(used));
     verified.extend(used);

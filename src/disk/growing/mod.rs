@@ -302,7 +302,8 @@ mod tests {
         }
     }
 
-    /// Space is allocated in steps that are longer than the next write. A step that does not fit is no error.
+    /// Space is allocated in steps that are longer than the next write. A step that does not fit is not an
+    /// error.
     #[test]
     fn a_disk_is_full_when_the_bytes_do_not_fit_and_not_before() {
         for io in WAYS {

@@ -75,7 +75,7 @@ impl DiskImage {
         // Each read reopens the file: a file kept open would keep its space after it is removed.
         let cached = DiskSource::new(self.disk.clone());
         match self.read_from(&cached, offset, out) {
-            // Only the cached copy may be damaged: the medium decides.
+            // Perhaps only the cached copy is damaged: the medium decides.
             Err(_) => Ok(self.read_from(&DiskSource::past_cache(self.disk.clone()), offset, out)?),
             Ok(()) => Ok(()),
         }

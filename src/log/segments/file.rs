@@ -78,8 +78,8 @@ impl SegmentPool {
         })
     }
 
-    /// Creates a file and writes a segment to it. If writing fails, the file is removed, so that a full disk
-    /// does not lose its space.
+    /// Creates a file and writes a segment to it. If writing fails, the file is removed, because a full disk
+    /// needs its space.
     pub(super) fn written<T>(
         &self,
         number: u64,

@@ -11,8 +11,8 @@ use crate::base::sync::atomic::AtomicUsize;
 /// little.
 pub(super) const FIRST_LEN: u64 = 256 << 10;
 
-/// Spares of any length that are held in addition to the reserve, so that a store on a full disk can be
-/// opened again.
+/// The number of spares, of any length, that are held in addition to the reserve, so that a store on a full
+/// disk can be opened again.
 ///
 /// An open uses two segments: its own, and an empty one after it. It recovers the empty one with which the
 /// log ended. It recovers its own only if the store committed nothing since the open; otherwise the log has

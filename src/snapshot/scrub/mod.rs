@@ -159,8 +159,8 @@ impl Scrub {
         // 2. Survey again: snapshots may have been taken or removed meanwhile.
         let source = DiskSource::past_cache(self.snapshots.engine.disk.clone());
         let survey = Survey::read_as(&source, self.store.clone())?;
-        // The images include only those that this pass has read; a snapshot taken meanwhile names none of the
-        // damaged ones.
+        // Only images that this pass has read can be in `images`; a snapshot taken meanwhile names none of
+        // them.
         let is_spoilt = |snapshot: &Manifest| {
             let mut named = snapshot.entries.iter().filter_map(|entry| Some((entry.page, entry.image?)));
             named.any(|(page, image)| {
