@@ -64,8 +64,8 @@ impl DiskSource {
         Self::past_cache(self.disk.clone())
     }
 
-    /// Reads cached bytes from the cache, and the rest from the medium. Use this only for bytes that were
-    /// read past the cache since they were synced (I6).
+    /// Creates a source that reads cached bytes from the cache, and the rest from the medium. Use this only
+    /// for bytes that were read past the cache since they were synced (I6).
     pub fn proven(disk: Arc<dyn Disk>) -> Self {
         Self::by(disk, ReadPath::Proven)
     }
