@@ -137,7 +137,8 @@ fn join(thread: Option<JoinHandle<()>>) {
 
 impl Snapshots {
     /// Verifies published snapshots and recycles for them on a background thread: those requested with
-    /// [`AfterPublication::Leave`]. That thread needs the catalog lock to record its result.
+    /// [`AfterPublication::Leave`](super::AfterPublication::Leave). That thread needs the catalog lock to
+    /// record its result.
     pub fn attend_later(self: &Arc<Self>) {
         // One thread at a time. It checks the queue again before it ends, so it will see this snapshot.
         if std::mem::replace(&mut self.unverified.queue.lock().is_attended, true) {
