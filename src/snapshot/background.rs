@@ -83,7 +83,7 @@ const NO_BATCH: Lsn = Lsn(u64::MAX);
 impl Rules {
     /// Decides whether to take a snapshot, for a log that ends with batch `lsn` and is `bytes` bytes long.
     /// `is_pending_due` says that changes of pages on disk take up enough memory to make one due. After a
-    /// failed attempt, `again` holds the log length and the time before which there is no retry. All
+    /// failed attempt, `again` is the log length or the time at which to retry, whichever comes first. All
     /// decisions are made here, so that the thread's second check cannot differ from its first.
     fn next(
         &self,

@@ -13,7 +13,7 @@
 //!    (I7).
 //! 5. **Publish** the manifest. After this rename, recovery starts from the new snapshot.
 //! 6. **Verify**: read the manifest and the images back past the cache, and record the result in a seal. The
-//!    device reads back the images that it copied into mapped files (`in_place.rs`).
+//!    device reads back the images that it copied to in-memory files (`in_place.rs`).
 //! 7. **Recycle** the files that neither a kept snapshot nor the log after the oldest one needs (I8). The
 //!    next snapshot writes over the image files freed here (I13).
 //!

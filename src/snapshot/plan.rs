@@ -13,7 +13,7 @@ use crate::options::Retention;
 pub(super) struct RetentionPlan {
     pub snapshots: BTreeSet<SnapshotId>,
     /// The segment and the batch after which replay may begin; earlier log may be removed (I8). Batch 0 is
-    /// the beginning of the log. `None` means that only the records of snapshots may be removed.
+    /// the beginning of the log. `None` means that only manifests may be removed.
     pub log_from: Option<(u64, Lsn)>,
 }
 
