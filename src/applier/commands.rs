@@ -133,7 +133,7 @@ pub(crate) fn stage_aside(
 }
 
 impl ListBuilder {
-    /// Returns whether the list can take another batch, which brought this room.
+    /// Returns whether the list can take a batch that brought `room`.
     pub fn has_room(&self, room: &ListRoom) -> bool {
         let is_short = self.list.commands.len() + self.unsummed.len() <= SHORT_LIST
             && self.list.staging.len() <= STAGINGS_MAX;

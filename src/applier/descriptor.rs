@@ -5,7 +5,7 @@ use remanent_format::{Epoch, PageId, PageInfo, Place, StoreId};
 use crate::device::{Device, MemoryId};
 use crate::error::{Error, Result};
 
-/// The kind of memory that holds a page's bytes, in the terms of transports.
+/// The kind of memory that holds a page's bytes, named as in transport libraries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum MemoryKind {

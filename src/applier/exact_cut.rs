@@ -15,13 +15,13 @@ use crate::error::{Error, Result};
 use crate::images::disk_pages::DiskPage;
 use crate::memory::arena::{Arena, PageMemory, Purpose};
 
-/// Pages as of one batch.
+/// Pages that are kept as of one batch until a snapshot has gathered them.
 pub(crate) struct ExactCut {
     /// Pages that have not changed since the cut.
     untouched: BTreeSet<PageId>,
     /// Pages that have changed since, as they were at the cut.
     aside: BTreeMap<PageId, (PageInfo, PageMemory)>,
-    /// The same, for pages on disk.
+    /// Pages on disk that have changed since, as they were at the cut.
     on_disk: BTreeMap<PageId, (PageInfo, DiskPage)>,
     /// Copies that a list uses which is not submitted yet.
     used: Vec<PageMemory>,

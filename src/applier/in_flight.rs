@@ -26,13 +26,13 @@ struct SubmittedList {
     proofs: Vec<ArrivalProof>,
 }
 
-/// Batches that are in the lane.
+/// Batches that are in the lane and not reported yet.
 pub(super) struct UntoldBatches {
     /// The newest of the batches.
     pub applied: Lsn,
     /// The value of a fence after their lists.
     pub fence: u64,
-    /// Their changes, for streams; only a batch's number if there was no memory for its changes.
+    /// The changes of the batches, for streams; only a batch's number if there was no memory for its changes.
     pub changes: Vec<Result<AppliedBatch, Lsn>>,
 }
 

@@ -83,7 +83,7 @@ pub(crate) struct ApplyWork {
     pub payload: GrownBytes,
     /// The batch's changes to the table.
     pub changes: Changes,
-    /// What else applying the batch takes, if anything.
+    /// The other resources that applying the batch takes, if any.
     pub provision: Option<Box<Provision>>,
 }
 
@@ -409,7 +409,7 @@ impl Applier {
         Ok(progress.applied >= lsn)
     }
 
-    /// Makes the thread take batch `lsn` now instead of waiting for more batches.
+    /// Makes the applier take batch `lsn` immediately instead of collecting more batches.
     pub fn hurry(&self, lsn: Lsn) {
         if !self.has_applied(lsn) {
             self.requests.hurry(lsn);

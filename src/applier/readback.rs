@@ -41,7 +41,7 @@ enum CopySource {
     UnderWay(Pending),
 }
 
-/// Copies of bytes on the device.
+/// Bytes that were copied aside on the device.
 struct AsideBuffer {
     /// The copies, one after another.
     pieces: Vec<PageMemory>,

@@ -73,7 +73,7 @@ struct CaughtRead {
 pub(super) struct DiskRead {
     page: DiskPage,
     range: Range<u64>,
-    /// Its offset among the bytes of the read.
+    /// The offset of the range's bytes in the buffer of the read.
     at: usize,
 }
 

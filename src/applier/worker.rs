@@ -40,9 +40,9 @@ pub(super) struct Worker {
     list: ListBuilder,
     /// Memory that the list under construction is the last to use.
     retiring: Queue<PageMemory>,
-    /// The same, for memory that callers use too.
+    /// Memory that callers use too, of which the list under construction is the store's last use.
     given_up: Queue<PageMemory>,
-    /// The same, for memory that is handed to a caller.
+    /// Memory that goes to a caller after the list under construction, with its receiver.
     handed_over: Vec<(Arc<Handover>, PageMemory)>,
     /// The changes of the batches in the list under construction, for streams; only the batch's number if
     /// there was no memory for its changes. Empty while there is no stream.
@@ -50,7 +50,7 @@ pub(super) struct Worker {
     in_flight: InFlight,
     /// The value of the newest list's fence.
     fence: u64,
-    /// Why memory does not match the table, if it does not.
+    /// Why memory no longer matches the table; `None` while it does.
     lost: Option<Error>,
 }
 

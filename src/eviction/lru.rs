@@ -13,7 +13,7 @@ pub struct Lru {
     pub(super) by_use: BTreeMap<u64, PageId>,
     /// The time of each page's last use.
     pub(super) uses: HashMap<PageId, u64>,
-    /// The current time, as a count of uses.
+    /// The number of uses so far, which serves as the current time.
     now: u64,
 }
 

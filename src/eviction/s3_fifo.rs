@@ -13,12 +13,12 @@ use remanent_format::PageId;
 
 use super::EvictionPolicy;
 
-/// The small queue has one part in this number of the bytes.
+/// The small queue's share of all bytes: one part in this number.
 const SMALL_SHARE: u64 = 10;
 /// The most uses that are counted.
 const USES_MAX: u8 = 3;
-/// Uses after which a page moves from the small queue to the main queue. Bringing a page to the place where
-/// it is used counts as its arrival, so one more use is enough.
+/// Uses after which a page moves from the small queue to the main queue. The use that brings a page to the
+/// place counts as its arrival, so one more use is enough.
 const USES_TO_STAY: u8 = 1;
 /// The most entries of evicted pages that a queue keeps in excess of one for each resident page.
 pub(super) const STALE_MAX: usize = 64;

@@ -106,10 +106,11 @@ impl Store {
     /// Compares two pages of equal length element by element, as of one batch. An incomplete last element
     /// counts as one element.
     ///
-    /// Two pages in the same place of a GPU are compared on the GPU, in batch order; the bitmap takes up to 8
-    /// MiB of the place's budget. The calling thread compares the pages itself if the budget has no room for
-    /// the bitmap, if pages live in host memory, or if the two pages are in different places. If batches
-    /// change the pages during its first two attempts, the third attempt blocks all batches until it is done.
+    /// In a store on a GPU, two pages in the same place are compared on the GPU, in batch order; the bitmap
+    /// takes up to 8 MiB of the place's budget. The calling thread compares the pages itself if the store has
+    /// no GPU, if the two pages are in different places or on disk, or if the budget has no room for the
+    /// bitmap. If batches change the pages during its first two attempts, the third attempt blocks all
+    /// batches until it is done.
     ///
     /// ```
     /// use remanent::{Options, Place, Store, Width};

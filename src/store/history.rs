@@ -32,9 +32,11 @@ impl Store {
     /// deleted, and writes no images. The snapshot is then tried once more.
     ///
     /// # Errors
-    /// [`Error::DiskFull`], and [`Error::Io`] if the system is short of open files, memory or threads, leave
-    /// the store unchanged; any other failure poisons it. If only the resources for reading the snapshot back
-    /// are missing, the snapshot remains valid but not `verified`, and the next snapshot verifies it.
+    /// These leave the store unchanged: [`Error::DiskFull`]; [`Error::Io`] if the system is short of open
+    /// files, memory or threads; [`Error::OutOfMemory`]; and [`Error::Damaged`] if a page on disk cannot be
+    /// read from its image. Any other failure poisons the store. If only the resources for reading the
+    /// snapshot back are missing, the snapshot remains valid but not `verified`, and the next snapshot
+    /// verifies it.
     pub fn snapshot(&self) -> Result<SnapshotInfo> {
         self.check_process()?;
         self.snapshot_with(SnapshotOptions::new())

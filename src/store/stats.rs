@@ -47,13 +47,13 @@ pub struct Stats {
     pub segment: u64,
     /// Page memory by place.
     pub places: Vec<(Place, PlaceUsage)>,
-    /// Requests for pages and evictions, for each place that has had any.
+    /// Hits, misses and evictions of each place that has had any.
     pub tiers: Vec<TierStats>,
     /// Pages that the store moved between places.
     pub moves: Vec<MoveStats>,
     /// Pages in [`Place::Disk`].
     pub on_disk: DiskUsage,
-    /// Bytes of host memory with what batches wrote to pages on disk since their newest images.
+    /// Bytes of host memory that hold the writes of batches to pages on disk since their newest images.
     pub pending_bytes: u64,
     /// Memory that the device has obtained from its driver for places that share it, in use or idle. Empty if
     /// the device keeps no idle memory.

@@ -270,7 +270,7 @@ impl<B: PayloadBytes> Encoder<'_, B> {
         self.logged(pushed)
     }
 
-    /// Converts the result of writing an operation.
+    /// Converts a defect found in writing an operation to an error.
     fn logged(&self, pushed: Result<(), Defect>) -> Result<()> {
         pushed.map_err(|defect| match defect {
             Defect::Limit { what, found, limit } => Error::Limit { what, found, limit },

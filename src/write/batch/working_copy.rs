@@ -36,9 +36,9 @@ struct Copy {
 pub(crate) enum CopyShadow {
     /// The page itself.
     Page,
-    /// The copy as of the last time it equaled the page.
+    /// The contents of the working copy when it last equaled the page.
     Kept(DeviceBytes),
-    /// Digests of the copy as of that time, under this key.
+    /// Digests of those contents, computed with this key.
     Digests(DeviceBytes),
 }
 

@@ -80,7 +80,7 @@ impl CapturedImages<'_> {
 impl Committer {
     /// Selects the captured pages on disk that are written as a whole: those with many changes, if together
     /// they justify an image file, and those whose changes do not fit into memory. `room` limits that memory,
-    /// in bytes; `None` stands for the room that there is.
+    /// in bytes; `None` applies the default limit.
     fn captured_whole<'c>(
         &self,
         captures: &'c Captures<'_>,

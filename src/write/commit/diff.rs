@@ -65,7 +65,7 @@ pub(super) struct PartChanges {
 /// A range of a page, the staged bytes to compare it with, and the target of the bitmap.
 type RangePair = (Range<u64>, Span, Span);
 
-/// Staged bytes of a page that are compared with it.
+/// Staged bytes that are to be compared with their page.
 struct PageDiff {
     page: PageId,
     epoch: Epoch,

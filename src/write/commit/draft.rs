@@ -34,7 +34,7 @@ pub(super) struct Draft {
     pub lens: Vec<(PageId, Option<u64>)>,
     /// The operations that concern pages on disk.
     pub disk_ops: DiskOps,
-    /// What else applying the batch takes, if anything.
+    /// The other resources that applying the batch takes, if any.
     pub provision: Option<Box<Provision>>,
 }
 

@@ -265,8 +265,8 @@ pub(super) fn goes_elsewhere(op: &Op<'_>) -> bool {
     matches!(op, Op::Resize { .. } | Op::Move { .. })
 }
 
-/// Returns the page that an operation removes from the memory that the page has before the batch. A pin
-/// forbids that.
+/// Returns the operation's page if the operation moves it out of the memory that it has before the batch. A
+/// pin forbids that.
 pub(super) fn taken_elsewhere(
     op: &Op<'_>,
     home_of: impl Fn(PageId) -> Option<PageLocation>,

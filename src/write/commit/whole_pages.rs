@@ -25,8 +25,8 @@ use crate::write::batch::{WholePage, WriteBatch};
 
 /// Bytes that one list uploads: the length of a staging buffer.
 const PIECE_LEN: u64 = 4 << 20;
-/// The same if nothing crosses a bus: the bytes are still in the processor's cache when they are copied the
-/// second time.
+/// Bytes that one list uploads if nothing crosses a bus: they are still in the processor's cache when they
+/// are copied the second time.
 const CACHED_PIECE_LEN: u64 = 512 << 10;
 /// The most threads that fill memory. One more thread writes the images.
 const THREADS_MAX: usize = 3;
