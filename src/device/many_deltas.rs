@@ -8,7 +8,7 @@ use crate::base::parallel;
 /// Numbers of deltas in a list from which several threads are faster than one: with idle worker threads
 /// available, and with threads that must be started.
 const MANY_DELTAS: [usize; 2] = [8 << 10, 128 << 10];
-/// The most threads that work on many deltas.
+/// The maximum number of threads that work on many deltas.
 pub(super) const THREADS_MAX: usize = 16;
 /// Deltas that a thread distributes into shares at a time.
 const DEALT_AT_ONCE: usize = 4096;

@@ -100,7 +100,7 @@ pub trait Device: Any + Send + Sync {
         false
     }
 
-    /// Frees page memory. The caller has waited for the fence of its last use.
+    /// Frees page memory. The caller must have waited for the fence of its last use.
     ///
     /// # Errors
     /// A device error. An unknown id is a bug in the caller and panics.
@@ -264,8 +264,8 @@ pub trait Device: Any + Send + Sync {
         Err(Error::HintRefused { place: self.place_of(memory), reason })
     }
 
-    /// Makes caller-owned memory usable as page memory, and returns its id and its place. Releasing it leaves
-    /// the memory to its owner.
+    /// Makes caller-owned memory usable as page memory, and returns its id and its place. Releasing the id
+    /// does not free the memory, which remains with its owner.
     ///
     /// # Errors
     /// `MemoryRefused` if the device detects that the memory is not what the caller claims; a device error.
@@ -285,7 +285,7 @@ pub trait Device: Any + Send + Sync {
         Err(Error::MemoryRefused { len: memory.byte_len(), reason })
     }
 
-    /// Ends the mapping of a file's memory. The caller has waited for the fence of its last use.
+    /// Ends the mapping of a file's memory. The caller must have waited for the fence of its last use.
     ///
     /// # Errors
     /// A device error. The mapping then stays until the process ends, because the device may still write to
@@ -324,8 +324,8 @@ pub trait Device: Any + Send + Sync {
     }
 
     /// Gives page memory a new id and retires the current one: a read under the old id that has not finished
-    /// when this method returns reads nothing. The caller has waited for the fence of the memory's last use.
-    /// A device that [supports `read_now`](Self::reads_now) must implement this method.
+    /// when this method returns reads nothing. The caller must have waited for the fence of the memory's last
+    /// use. A device that [supports `read_now`](Self::reads_now) must implement this method.
     ///
     /// # Errors
     /// A device error. An unknown id is a bug in the caller and panics.

@@ -292,7 +292,7 @@ impl StagingPool {
         idle.bytes
     }
 
-    /// Returns the bytes of idle staging.
+    /// Returns the total length of idle staging in bytes.
     #[must_use]
     pub fn idle_bytes(&self) -> usize {
         self.idle.lock().bytes

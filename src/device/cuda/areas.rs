@@ -1,4 +1,4 @@
-//! Areas, by which a launch plan distinguishes memory, and sets of them.
+//! Areas, the units of memory by which a launch plan detects hazards, and sets of areas.
 
 use std::collections::HashSet;
 use std::hash::{BuildHasherDefault, Hasher};

@@ -27,7 +27,7 @@ use crate::error::Result;
 /// the next piece is queued. The engine idles for 2 to 3 µs between two pieces: an H100 copied 45 GB/s in
 /// pieces of 1 MiB, 49.5 GB/s in pieces of 2 MiB, and 53 GB/s in one piece.
 const PIECE_LEN_MAX: u64 = 2 << 20;
-/// The most pieces in flight: one that is copied, and one that is ready when it is done.
+/// The maximum number of pieces in flight: one being copied, and one ready to follow it.
 const PIECES_MAX: usize = 2;
 
 /// Urgent pieces that precede one patient piece; 64 of them take a GPU some milliseconds.
@@ -90,7 +90,7 @@ impl BulkQueue {
     }
 }
 
-/// A value that one visitor has at a time, urgent visitors first.
+/// A value that visitors use one at a time, urgent visitors first.
 #[derive(Default)]
 struct Turns<T> {
     state: Mutex<TurnsState<T>>,

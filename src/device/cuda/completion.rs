@@ -29,7 +29,8 @@ const SPIN: Duration = Duration::from_micros(40);
 /// The bounds of a sleep between two checks.
 const NAP_MIN: Duration = Duration::from_micros(20);
 const NAP_MAX: Duration = Duration::from_micros(200);
-/// A sleep takes this fraction of the time waited so far, which bounds the delay in detecting completion.
+/// Divides the time waited so far to give the length of the next sleep, which bounds the delay in detecting
+/// completion.
 const NAP_PART: u32 = 16;
 /// The largest delay that the system may add to a sleep. The default, 50 µs, is longer than most sleeps.
 const NAP_SLACK_NS: NonZeroU64 = NonZeroU64::new(1000).expect("not 0");

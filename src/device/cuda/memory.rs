@@ -1,4 +1,4 @@
-//! Memory of one place for the users in this folder, in blocks that no outside code can misuse.
+//! Memory of one place, allocated in owned blocks for internal use.
 
 use std::fmt;
 use std::sync::Arc;

@@ -70,8 +70,8 @@ use crate::base::sync::Mutex;
 use crate::disk::FileMemory;
 use crate::error::{Error, Result};
 
-/// The longest slab of pinned memory, except for a remainder of a block. A driver pins 1.5 GB/s regardless of
-/// the number of calls, and no other part of the process can use the unused rest of a slab.
+/// The length of the longest slab of pinned memory, rounded up to whole blocks. A driver pins 1.5 GB/s
+/// regardless of the number of calls, and no other part of the process can use the unused rest of a slab.
 const PINNED_SLAB_LEN_MAX: u64 = 4 << 20;
 
 /// Pages allocated per call, so that lists of pages stay short.

@@ -7,11 +7,11 @@ use super::abi::{MASK_STEPS, PIECE_MASKED, PIECE_PICK, PIECE_SPARSE, PartRow, Pi
 
 /// Bytes of a part of a long piece: enough for a block to hide the latency of its reads.
 const PART_BYTES: u64 = 32 << 10;
-/// The most parts into which a piece is split.
+/// The maximum number of parts into which a piece is split.
 const PARTS_MAX: u64 = 8192;
-/// The most bytes of a part that a warp processes. A block waits longer for its row, which is in mapped host
-/// memory, than it copies: 65,536 pieces of 16 KiB take 541 µs with a warp each (94 % of a device copy) and
-/// 687 µs with a block each (74 %). A single piece takes one microsecond more with a warp
+/// The maximum number of bytes in a part that a warp processes. A block waits longer for its row, which is in
+/// mapped host memory, than it copies: 65,536 pieces of 16 KiB take 541 µs with a warp each (94 % of a device
+/// copy) and 687 µs with a block each (74 %). A single piece takes one microsecond more with a warp
 /// (`benches/kernels.cu`, H200).
 const WARP_BYTES: u64 = 16 << 10;
 /// Bytes that one block alone moves in the time that another launch takes.

@@ -31,8 +31,8 @@ use crate::device::{DIGEST_CHUNK_LEN, DIGEST_LEN, MemoryId, digest_count};
 /// Rows of digests that keep the whole GPU busy. Beyond this number, a row has several chunks: 65,536 rows of
 /// one chunk took the host 0.9 ms, while the GPU digested 4 GiB in 1.35 ms.
 const DIGEST_BLOCKS_MIN: u64 = 4096;
-/// The most chunks of a row. With 8 chunks per row an H100 digests at 0.97 of the rate with one, with 16 at
-/// 0.95.
+/// The maximum number of chunks in a row. With 8 chunks per row an H100 digests at 0.97 of the rate with one,
+/// with 16 at 0.95.
 const DIGEST_ROW_CHUNKS_MAX: u64 = 8;
 
 /// A piece, with the areas that it accesses.
@@ -379,7 +379,7 @@ impl LaunchPlan {
     }
 }
 
-/// Returns the words of scratch for the checksums of sources of these lengths.
+/// Returns the number of words of scratch for the checksums of sources of these lengths.
 pub(super) fn remainder_words(lens: impl Iterator<Item = u64>) -> u64 {
     lens.map(crc_chunks).filter(|chunks| *chunks > 1).sum()
 }

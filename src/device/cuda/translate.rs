@@ -38,8 +38,8 @@ pub(super) struct StagedBytes<'s> {
     pub address: u64,
 }
 
-/// Returns the bytes of scratch that a list needs, in the GPU's own memory. Many threads write there: storing
-/// bits one by one over the bus took longer than the comparison that produced them.
+/// Returns the number of bytes of scratch that a list needs, in the GPU's own memory. Many threads write
+/// there: storing bits one by one over the bus took longer than the comparison that produced them.
 pub(super) fn scratch_len(commands: &[Command]) -> u64 {
     let needed = commands.iter().map(|command| match command {
         Command::Crc { sources, .. } => remainders_len(sources),
@@ -50,20 +50,20 @@ pub(super) fn scratch_len(commands: &[Command]) -> u64 {
     needed.sum()
 }
 
-/// Returns the bytes of scratch for the remainders of chunks.
+/// Returns the number of bytes of scratch for the remainders of chunks.
 fn remainders_len(sources: &[Span]) -> u64 {
     (4 * remainder_words(sources.iter().map(|source| source.len))).next_multiple_of(SCRATCH_ALIGN)
 }
 
-/// Returns the bytes of scratch for numbering the bits of bitmaps: a count for each row, and a total for each
-/// bitmap.
+/// Returns the number of bytes of scratch for numbering the bits of bitmaps: a count for each row, and a
+/// total for each bitmap.
 fn selection_len(bitmaps: &[Selection]) -> u64 {
     let rows: u64 = bitmaps.iter().map(|of| select_rows(of.bits.len)).sum();
     (4 * (rows + bitmaps.len() as u64)).next_multiple_of(SCRATCH_ALIGN)
 }
 
-/// Returns the bytes of scratch for checking lists of indices: one bit for each element of each list, and the
-/// findings.
+/// Returns the number of bytes of scratch for checking lists of indices: one bit for each element of each
+/// list, and the findings.
 fn validation_len(lists: &[IndexList]) -> u64 {
     let seen: u64 = lists.iter().map(seen_len).sum();
     seen + (4 * lists.len() as u64).next_multiple_of(SCRATCH_ALIGN)

@@ -17,9 +17,9 @@ use super::memory::{HostAllocation, HostBlock};
 use crate::base::parallel;
 use crate::device::many_deltas::{THREADS_MAX, Undealt, deal};
 
-/// The most deltas merged together.
+/// The maximum number of deltas merged together.
 const TOGETHER_MAX: usize = 256;
-/// The most bytes of deltas merged together.
+/// The maximum total length of deltas merged together, in bytes.
 const TOGETHER_BYTES_MAX: u64 = 64 << 10;
 /// The longest delta, in bytes, that is merged with others. A reader of one of their pages waits for
 /// microseconds.

@@ -422,7 +422,7 @@ mod tests {
         assert!(matches!(error, Error::OutOfMemory { place: Place::Host, .. }), "{error}");
     }
 
-    /// The memory then passes to another page, and a reader with the old id must not get its bytes.
+    /// A renamed memory passes to another page, whose bytes a reader with the old id must not get.
     #[test]
     fn memory_is_read_under_its_newest_name_alone() {
         let device = HostDevice::new();

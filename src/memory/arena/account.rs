@@ -47,11 +47,11 @@ impl Purpose {
     ];
 }
 
-/// The use of a place's budget.
+/// Usage of one place's budget.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PlaceUsage {
-    /// Allocated bytes, without lent memory.
+    /// Allocated bytes, excluding lent memory.
     pub allocated_bytes: u64,
     /// Bytes given up that a lane may still use.
     pub retired_bytes: u64,

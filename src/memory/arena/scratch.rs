@@ -17,8 +17,8 @@ const NO_LANES: [Lane; 0] = [];
 /// to the driver waits for all work of the GPU. The memory left behind by scratch therefore never exceeds the
 /// limit on scratch.
 pub(super) const SCRATCH_PIECE_LEN: u64 = 16 << 20;
-/// The most scratch of a place. A longer read is copied to the host in lane order, which takes 20 ms for this
-/// length on an H200.
+/// The maximum amount of scratch in a place, in bytes. A longer read is copied to the host in lane order,
+/// which takes 20 ms for this length on an H200.
 pub(super) const SCRATCH_BYTES_MAX: u64 = 1 << 30;
 /// The longest wait for scratch. Scratch in use is being copied to the host, which takes milliseconds. If
 /// that never ends, the device has stopped, and the next call of the waiting thread reports it.

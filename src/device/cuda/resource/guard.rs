@@ -1,9 +1,9 @@
 //! A source that detects misuse. Each allocation is placed between canaries, filled with poison when it is
 //! allocated and when it is freed, and recorded in between.
 //!
-//! Each call makes at least three copies and waits for each of them. Put the guard in front of a
-//! [`Pool`](super::Pool): behind one, it would guard slabs, and a page that writes into its neighbor stays
-//! within its slab.
+//! Each allocation and each release makes at least three copies and waits for each of them. Put the guard in
+//! front of a [`Pool`](super::Pool): behind one, it would guard slabs, and a page that writes into its
+//! neighbor stays within its slab.
 
 use std::collections::BTreeMap;
 
@@ -22,10 +22,10 @@ const POISON: u8 = 0xDB;
 /// Poison is written in steps of this many bytes.
 const STEP: usize = 1 << 20;
 
-/// Reads and writes by the host of a source's memory, wherever the memory is.
+/// Host access to a source's memory, wherever the memory is.
 ///
 /// # Safety
-/// A write must be complete and a read must be done when the call returns.
+/// When a call returns, its write must be complete or its read must be done.
 pub unsafe trait MemoryAccess {
     /// Writes `bytes` at the address.
     ///

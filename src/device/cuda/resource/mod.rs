@@ -6,8 +6,8 @@
 //! into blocks of any length and joins free ones, [`LimitedMemory`] enforces a limit, [`LoggedMemory`]
 //! reports each call, and [`GuardedMemory`] detects invalid writes.
 //!
-//! Most sources know nothing about fences: a caller frees memory after waiting for its last use.
-//! [`CachingMemory`] accepts memory earlier if the caller names its streams.
+//! Sources know nothing about fences: a caller frees memory after waiting for its last use. Only
+//! [`CachingMemory`] accepts memory earlier, if the caller names its streams.
 
 mod caching;
 mod classes;
