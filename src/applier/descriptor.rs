@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum MemoryKind {
-    /// GPU memory.
+    /// The GPU's own memory.
     Device,
     /// Host memory that is registered with the GPU's driver, and therefore page-locked.
     Pinned,

@@ -1,8 +1,8 @@
 //! The applier: the only thread that submits to the apply lane, in log order.
 //!
 //! Committers hand it batches that are `Logged` (I1). The applier combines all queued batches into one list,
-//! so many commits become one launch. Work that must see commits in order, such as reads and a snapshot's
-//! gathers, runs on this thread as a *turn* between batches.
+//! which makes one launch of many commits. Work that must see commits in order, such as reads and a
+//! snapshot's gathers, runs on this thread as a *turn* between batches.
 //!
 //! A list that the device did not accept or did not complete is lost, and memory no longer matches the table.
 //! Since memory is the only way to the pages' bytes, the store is poisoned: no later list is submitted and

@@ -186,7 +186,7 @@ pub(super) fn unknown_digests(len: u64) -> Result<Vec<Digest>> {
 /// threads together as many as a wave of a payload.
 const PAGE_WAVE_LEN: u64 = WAVE_LEN / IMAGE_THREADS_MAX as u64;
 
-/// Copies whole copies aside, wave by wave. This is step 2 for pages whose bytes go to an image.
+/// Copies whole working copies aside, wave by wave. This is step 2 for pages whose bytes go to an image.
 pub(super) struct CopyWaves<'c> {
     committer: &'c Committer,
     /// The memory of a wave, and its place.

@@ -76,7 +76,7 @@ impl Drop for StageMemory {
 }
 
 impl Committer {
-    /// Allocates zeroed device memory for a caller, who must not see what was there before.
+    /// Allocates zeroed device memory for a caller: the memory's old contents must not be disclosed.
     ///
     /// # Errors
     /// `OverBudget`, `OutOfMemory`, `PlaceUnavailable`; a device error.
