@@ -160,7 +160,7 @@ pub struct Selection {
 }
 
 impl Selection {
-    /// Checks these rules. For implementations of devices.
+    /// Checks the rules for the fields. For implementations of devices.
     ///
     /// # Panics
     /// If the selection violates a rule.

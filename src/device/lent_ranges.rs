@@ -126,7 +126,7 @@ impl LentRanges {
     /// Records that a page lives in the range, which must not be empty.
     ///
     /// # Errors
-    /// The conflicting use.
+    /// The conflicting use, if the range is not free.
     pub fn lend(&self, range: MemoryRange, page: PageId) -> Result<(), RangeInUse> {
         let mut uses = self.0.lock();
         if let Some(lent) = uses.page_in(range) {

@@ -5,8 +5,8 @@
 //! range that is reserved at once and mapped piece by piece, as by an allocator of expandable segments,
 //! counts as one allocation and may lack memory at its end.
 //!
-//! The driver cannot detect whether the memory still has the contents that the caller expects; holding its
-//! owner ensures this.
+//! The driver cannot detect whether the memory was freed and reallocated in the meantime; holding its owner
+//! prevents that.
 
 use std::any::Any;
 use std::ffi::{c_int, c_uint};
@@ -104,8 +104,8 @@ struct AskedAddress<'a> {
 }
 
 impl AskedAddress<'_> {
-    /// Returns how many of the `len` bytes from this address are mapped, or `None` if the memory was not
-    /// allocated by mapping.
+    /// Returns the number of contiguous mapped bytes from this address, counted until it reaches `len`, or
+    /// `None` if the memory was not allocated by mapping.
     fn mapped_len(&self, len: u64) -> Result<Option<u64>> {
         let is_mapped =
             self.ask::<c_int>(attribute::IS_LEGACY_IPC_CAPABLE)?.is_some_and(|capable| capable == 0);

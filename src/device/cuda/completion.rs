@@ -183,8 +183,8 @@ impl CompletionWord {
 }
 
 impl Drop for CompletionWord {
-    /// Frees the word, unless the stream may still write to it. A stopped stream, or one that cannot be
-    /// queried, keeps the word.
+    /// Frees the word unless the stream has yet to write a value to it. The word of a stopped stream is
+    /// leaked.
     fn drop(&mut self) {
         if self.reached() >= self.given() {
             // SAFETY: the block is not used again.
