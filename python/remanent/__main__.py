@@ -9,8 +9,8 @@ from remanent import _native
 
 
 def main() -> int:
-    """Runs the command with this process's arguments; returns its exit code."""
-    # The command handles Ctrl-C itself. Python's handler would only note it.
+    """Runs the command with this process's arguments and returns its exit code."""
+    # The command handles Ctrl-C itself. Python's handler would only record it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.stdout.flush()
     return _native.command([sys.executable, "-m", "remanent"], sys.argv[1:])

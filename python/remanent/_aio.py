@@ -1,4 +1,5 @@
-"""Waiting as a task. The store's threads ring a bell that the event loop watches; none takes the interpreter's lock."""
+"""Asynchronous waits. Store threads signal an eventfd that the event loop watches; none takes the interpreter's lock.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +28,12 @@ if TYPE_CHECKING:
         Waiting,
     )
 
-# How long a thread waits for a batch before it looks whether it is still wanted.
+# How long a thread waits for a batch before it checks whether the batch is still wanted.
 _SLICE = 0.25
 
 
 class _Ringer:
-    """The bell of one event loop, and the tasks that wait for it."""
+    """The eventfd of one event loop, and the tasks that wait for it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.bell = _native.Bell()
@@ -51,7 +52,7 @@ _ringers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Ringer] = weakre
 
 
 async def _rung(poll: Callable[[_native.Bell, int], tuple[bool, Waiting | None]]) -> None:
-    """Waits until `poll` says so. It is asked again each time that the bell has rung with the number it was given."""
+    """Waits until `poll` returns that it is done. It is called again each time the eventfd reports its number."""
     loop = asyncio.get_running_loop()
     ringer = _ringers.get(loop)
     if ringer is None:
@@ -65,14 +66,14 @@ async def _rung(poll: Callable[[_native.Bell, int], tuple[bool, Waiting | None]]
             if done:
                 return
             await future
-            # Held until here: dropped, it would wait no more.
+            # Kept until here: dropping it would end the wait.
             del waiting
     finally:
         ringer.waiting.pop(number, None)
 
 
 async def acknowledged(ticket: Ticket, ack: str) -> None:
-    """Waits until the ticket's batch is acknowledged. Called off, it waits no more; the batch stays submitted."""
+    """Waits until the ticket's batch is acknowledged. Cancelling ends the wait; the batch stays submitted."""
 
     def poll(bell: _native.Bell, number: int) -> tuple[bool, Waiting | None]:
         waiting = ticket._poll(bell, number, ack)
@@ -82,12 +83,12 @@ async def acknowledged(ticket: Ticket, ack: str) -> None:
 
 
 async def read(reading: ReadMany) -> ManyBytes:
-    """Waits for the bytes. Called off, it waits no more; the read goes on."""
+    """Waits for the bytes. Cancelling ends the wait; the read continues."""
     await _rung(lambda bell, number: (reading._poll(bell, number), None))
     return reading.result()
 
 
-# A thread for each follower and stream that tasks wait for; more of them take turns.
+# Followers and streams that tasks wait for have a thread each, up to this number; beyond it they take turns.
 def _threads() -> concurrent.futures.ThreadPoolExecutor:
     return concurrent.futures.ThreadPoolExecutor(32, "remanent-follower")
 
@@ -100,7 +101,7 @@ _reading: weakref.WeakKeyDictionary[Follower | ChangeStream, concurrent.futures.
 
 
 async def _done(reading: concurrent.futures.Future[bool | None]) -> None:
-    """Waits until the reading is over. A task that is called off leaves it to the others; `wrap_future` would not."""
+    """Waits until the read is over. A cancelled task leaves it to the others, which `wrap_future` would not."""
     loop = asyncio.get_running_loop()
     over: asyncio.Future[None] = loop.create_future()
 
@@ -117,9 +118,9 @@ async def _done(reading: concurrent.futures.Future[bool | None]) -> None:
 
 
 async def _fetched(source: Follower | ChangeStream) -> bool:
-    """Waits until the source keeps what comes next; False says that nothing will."""
+    """Waits until the source keeps its next item. Returns False if there will be none."""
     while True:
-        # One thread at a time reads from a source, for the tasks of all loops: that of a task which was called off is
+        # Only one thread at a time reads from a source, for the tasks of all loops: a read for a cancelled task is
         # waited for.
         with _beginning:
             reading = _reading.get(source)
@@ -134,17 +135,17 @@ async def _fetched(source: Follower | ChangeStream) -> bool:
 
 
 async def next_batch(follower: Follower) -> FollowedBatch:
-    """The next batch. A batch that is read for a task which was called off stays within the follower, for the next."""
+    """Returns the next batch. A batch read for a cancelled task stays in the follower for the next one."""
     while True:
         await _fetched(follower)
         batch = follower._take()
-        # Another task may have been quicker.
+        # Another task may have taken it first.
         if batch is not None:
             return batch
 
 
 async def next_event(stream: ChangeStream) -> AppliedBatch | Lagged:
-    """The next event. One that is taken for a task which was called off stays within the stream, for the next."""
+    """Returns the next event. An event read for a cancelled task stays in the stream for the next one."""
     while await _fetched(stream):
         event = stream._take()
         if event is not None:
@@ -153,7 +154,7 @@ async def next_event(stream: ChangeStream) -> AppliedBatch | Lagged:
 
 
 def _begin_anew() -> None:
-    """Lets a forked child begin with threads and bells of its own: the parent's threads are not there."""
+    """Makes a forked child start with new threads and eventfds: the parent's threads do not exist there."""
     global _readers, _beginning
     _readers, _beginning = _threads(), threading.Lock()
     _reading.clear()

@@ -1,4 +1,4 @@
-"""Which blocks a cache has, in the order of their last use, and which of them must stay: without bytes or a store."""
+"""The index of a cache's blocks: the order of their last use and their locks, without bytes or a store."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Iterable, Iterator, Mapping
 
 __all__ = ["Block", "BlockIndex"]
 
-# What a block counts at least, in bytes: its page in the store takes some room, however short it is.
+# The smallest size that a block counts as, in bytes: its page in the store takes some space, however short it is.
 _CHARGE_MIN = 4096
 
 
 class Block:
-    """A block that is there: its length, and what its bytes mean."""
+    """A block in the cache: its length, and how its bytes are interpreted."""
 
     __slots__ = ("_is_there", "_locks", "charge", "kind", "nbytes", "unreadable_until")
 
     def __init__(self, nbytes: int, kind: str | None) -> None:
         self.nbytes, self.kind = nbytes, kind
         self.charge = max(nbytes, _CHARGE_MIN)
-        # The time until which it counts as missing, because the system refused to read it.
+        # The time until which it counts as missing because the system failed to read it.
         self.unreadable_until = 0.0
         self._locks = 0
         self._is_there = False
@@ -30,15 +30,15 @@ class Block:
 
 
 class BlockIndex:
-    """Blocks by key. Whoever calls it holds the cache's lock, but for `get`, `in` and `len`."""
+    """The blocks by key. The caller holds the cache's lock, except for `get`, `in` and `len`."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        # Bytes of all blocks, what they count, and what those count that are locked.
+        # The bytes of all blocks, the total size they count as, and the part of it that is locked.
         self.nbytes = self.charged = self.locked = 0
-        # The block that was not used for longest is the first.
+        # The least recently used block is first.
         self._blocks: OrderedDict[bytes, Block] = OrderedDict()
-        # Locks of callers: they outlive a block that is given up, and hold the next one of its key.
+        # Locks of callers: they outlive a block that is dropped, and apply to the next one with its key.
         self._kept: Counter[bytes] = Counter()
         # Blocks whose last use is not logged, in the order of that use.
         self._used: dict[bytes, None] = {}
@@ -57,18 +57,19 @@ class BlockIndex:
 
     @property
     def uses_waiting(self) -> int:
-        """Blocks whose last use is not logged."""
+        """The number of blocks whose last use is not logged."""
         return len(self._used)
 
     def add(self, blocks: Iterable[tuple[bytes, Block]]) -> None:
-        """Adds blocks, as used last but for those whose use is still to be logged; of these the first stays longest."""
+        """Adds blocks as most recently used, except for those whose use is still to be logged. The first of them stays
+        longest."""
         for key, block in reversed(list(blocks)):
             self._insert(key, block)
         for used in self._used:
             self._blocks.move_to_end(used)
 
     def put_back(self, blocks: Mapping[bytes, Block]) -> None:
-        """Adds blocks that were removed and are there after all: as those that were not used for longest."""
+        """Adds removed blocks that still exist as least recently used."""
         for key, block in reversed(list(blocks.items())):
             self._insert(key, block)
             self._blocks.move_to_end(key, last=False)
@@ -88,19 +89,19 @@ class BlockIndex:
         self.nbytes -= block.nbytes
         self.charged -= block.charge
         self.locked -= block.charge if block.is_locked else 0
-        # Callers' locks are the key's, and wait for the next block.
+        # Callers' locks belong to the key, and apply to the next block.
         block._locks -= self._kept[key]
         return block
 
     def hold(self, block: Block, change: int) -> None:
-        """Locks a block once more (1), or once less (-1): it stays, or if it is gone nothing is counted."""
+        """Adds (1) or removes (-1) a lock of a block. A locked block stays; for a removed one nothing is counted."""
         was_locked = block.is_locked
         block._locks += change
         if block._is_there and was_locked != block.is_locked:
             self.locked += block.charge if block.is_locked else -block.charge
 
     def keep(self, key: bytes) -> bool:
-        """Locks a block by its key. Says whether it is there, and so locked."""
+        """Locks a block by key. Returns whether it is in the cache and therefore locked."""
         block = self._blocks.get(key)
         if block is None:
             return False
@@ -109,7 +110,7 @@ class BlockIndex:
         return True
 
     def let_go(self, key: bytes) -> None:
-        """Ends a lock by `keep`."""
+        """Removes a lock of `keep`."""
         if key not in self._kept:
             return
         self._kept[key] -= 1
@@ -120,7 +121,7 @@ class BlockIndex:
             self.hold(block, -1)
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Notes a use of blocks. The first ones begin what the others go on with, and stay longest."""
+        """Records a use of blocks. Earlier blocks are the prefix of later ones and stay longest."""
         for key in reversed(list(keys)):
             if key in self._blocks:
                 self._blocks.move_to_end(key)
@@ -128,17 +129,17 @@ class BlockIndex:
                 self._used[key] = None
 
     def take_uses(self) -> list[bytes]:
-        """The blocks whose use is to be logged now, in the order of that use."""
+        """Takes the blocks whose use is to be logged now, in the order of that use."""
         used, self._used = list(self._used), {}
         return used
 
     def put_uses_back(self, used: Iterable[bytes]) -> None:
-        """Notes uses that could not be logged, as before those that came since."""
+        """Returns uses that could not be logged, ordered before later ones."""
         there = {key: None for key in used if key in self._blocks}
         self._used = {**there, **self._used}
 
     def make_room(self, needed: int) -> dict[bytes, Block]:
-        """Removes blocks, the oldest first, until `needed` is free or none can go."""
+        """Removes blocks, oldest first, until `needed` bytes are free or no more can be removed."""
         excess = self.charged + needed - self.capacity
         keys = []
         for key, block in self._blocks.items():

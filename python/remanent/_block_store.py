@@ -1,4 +1,4 @@
-"""The store that a cache of blocks lies in: opened for blocks of one identity, with its space kept within bounds."""
+"""The store of a block cache: opened for blocks of one identity, with bounded disk space."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ __all__ = ["Space", "open_store", "snapshot_interval"]
 
 _logger = logging.getLogger("remanent.kv")
 
-# The value in the store's root that says of what the blocks are, as JSON.
+# The entry of the store's root with the identity of the blocks, as JSON.
 _IDENTITY = "identity"
-# Bytes of blocks after which a snapshot gives back the space of those that are gone: an eighth of the capacity, within
-# these.
+# The bytes of blocks after which a snapshot frees the space of removed ones: an eighth of the capacity, within these
+# limits.
 _INTERVAL_MIN, _INTERVAL_MAX = 32 << 20, 4 << 30
 
 
 def snapshot_interval(capacity: int) -> int:
-    """Bytes of blocks after which a cache of this capacity has a snapshot taken."""
+    """Returns the bytes of blocks after which a cache of this capacity takes a snapshot."""
     return min(max(capacity // 8, _INTERVAL_MIN), _INTERVAL_MAX)
 
 
 def open_store(path: str | os.PathLike[str], identity: Mapping[str, Any], interval: int) -> Store:
-    """Opens or makes the store of a cache; one with another identity is refused with the values that differ."""
+    """Opens or creates the store of a cache. A store with another identity is rejected with the values that differ."""
     try:
         text = json.dumps(dict(identity), sort_keys=True, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -52,29 +52,30 @@ def open_store(path: str | os.PathLike[str], identity: Mapping[str, Any], interv
 
 
 def _difference(there: str, here: str) -> str:
-    """What differs between two identities."""
+    """Returns what differs between two identities."""
     old, new = json.loads(there), json.loads(here)
-    # As text, since 1 and 1.0 are equal and not the same.
+    # Compared as text, since 1 and 1.0 are equal but not the same.
     said = [(name, *(json.dumps(each[name], sort_keys=True) if name in each else "nothing" for each in (old, new)))
             for name in {**old, **new}]
     return ", ".join(f"{name} is {was} there and {now} here" for name, was, now in said if was != now)
 
 
 class Space:
-    """Keeps the space of deleted blocks from piling up while blocks come faster than the disk takes them.
+    """Bounds the space of deleted blocks while blocks arrive faster than the disk writes them.
 
-    A snapshot gives it back. The engine takes one in the background after `interval` bytes; once as many again were
-    stored and none is there, the next batch waits for one.
+    A snapshot frees the space. The engine takes one in the background after `interval` bytes; if as many more were
+    stored without one, the next batch waits for a snapshot.
     """
 
     def __init__(self, store: Store, interval: int) -> None:
         self._store, self._interval = store, interval
         self._snapshots = 0
-        # Bytes that were stored since the last snapshot was there.
+        # The bytes stored since the last snapshot.
         self._stored = 0
 
     def claim(self, nbytes: int) -> None:
-        """Counts bytes that are about to be stored, and waits for a snapshot if there were too many since the last."""
+        """Counts bytes that are about to be stored, and waits for a snapshot if too many were stored since the last
+        one."""
         snapshots = self._store.stats()["snapshots_taken"]
         if snapshots != self._snapshots:
             self._snapshots, self._stored = snapshots, 0
@@ -84,7 +85,7 @@ class Space:
             self.give_back()
 
     def give_back(self) -> None:
-        """Takes a snapshot; one that fails is logged, and the space stays taken."""
+        """Takes a snapshot. A failure is logged, and the space stays in use."""
         try:
             self._store.snapshot()
         except Error as error:

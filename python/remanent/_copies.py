@@ -1,4 +1,4 @@
-"""Tensors as working copies of the pages that hold them: captured where they lie, not brought to the host."""
+"""Tensors as working copies of the pages that hold them, captured in place and not copied to the host."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from remanent._tensors import blocks
 
 
 class Copies:
-    """Working copies of a store's pages, each for as long as its tensor lies where it did.
+    """The working copies of a store's pages, each valid as long as its tensor stays in place.
 
-    A copy holds its tensor's memory: `end` lets go of those that are not in use any more.
+    A working copy keeps its tensor's memory alive. `end` drops those that are no longer used.
 
-    :param device: where tensors lie that are captured: where the store's kernels, or the host's loops, find them.
+    :param device: the device of captured tensors: the one that the store's kernels, or the host's loops, can access.
     :param shadow: what they are compared with, as in `Store.working_copy`.
     """
 
@@ -25,16 +25,16 @@ class Copies:
         self.device = device
         self._store = store
         self._shadow = shadow
-        # By keys of pages, each with where its tensor lay.
+        # By page key, each with the location of its tensor.
         self._held: dict[str, tuple[tuple[int, int, int], _native.WorkingCopy]] = {}
-        # Keys of those that were captured since `blocks` was called.
+        # The keys of those that were captured since `blocks` was called.
         self._used: set[str] = set()
-        # What a batch has made pages for, to be captured by the next one.
+        # Blocks for which a batch has created pages, to be captured by the next batch.
         self._begun: list[tuple[str, Block, int]] = []
 
     def blocks(self, found: Iterable[Extent]) -> Iterator[Block]:
-        """The pages of tensors; those that lie on the device are captured, the others brought to the host."""
-        # Of a save that failed something may be left.
+        """Yields the pages of tensors. Those on the device are captured, the others copied to the host."""
+        # A failed save may have left something.
         self._begun, self._used = [], set()
         for block in blocks(found, on_host=False):
             if not block.nbytes:
@@ -45,21 +45,21 @@ class Copies:
                 yield block.moved(block.data.cpu())
 
     def arrive(self) -> None:
-        """Has captures come after what is queued on the device's current stream."""
+        """Orders captures after the work queued on the device's current stream."""
         if self.device.type == "cuda":
             torch.cuda.default_stream(self.device).wait_stream(torch.cuda.current_stream(self.device))
 
     def capture(self, batch: _native.Batch, key: str, block: Block, width: int) -> None:
-        """Has the batch make a page, which is as long as the block, what the block is."""
+        """Adds a capture to the batch that changes a page, of the same length as the block, to the block's contents."""
         info = self._store.info(key)
         while block.nbytes % width or block.data.data_ptr() % width:
-            # Tensors of several widths overlap in it.
+            # Tensors of several widths overlap in the block.
             width //= 2
         place = (block.data.data_ptr(), block.nbytes, width)
         held = self._held.get(key)
-        # Another page, or changed by another batch: the memory is of none of its states.
+        # For another page, or one that another batch changed, the memory belongs to none of its versions.
         if held is None or held[0] != place or (held[1].page, held[1].epoch) != (info.page, info.epoch):
-            # A thread's current GPU is the first one unless told, and torch lends no tensor of another one.
+            # A thread's current GPU is the first one by default, and torch exports no tensor of another one.
             with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
                 copy = self._store.working_copy(info.page, block.data, width=width, shadow=self._shadow)
             self._held[key] = held = place, copy
@@ -67,20 +67,20 @@ class Copies:
         batch.capture(held[1])
 
     def begin(self, key: str, block: Block, width: int) -> None:
-        """A batch makes a page of the block's length, for `capture_begun`."""
+        """Records that a batch creates a page of the block's length, for `capture_begun`."""
         self._begun.append((key, block, width))
 
     def capture_begun(self, batch: _native.Batch) -> None:
-        """Captures what has begun: the batch that did it is committed."""
+        """Captures the blocks passed to `begin`, once that batch is committed."""
         begun, self._begun = self._begun, []
         for each in begun:
             self.capture(batch, *each)
 
     def end(self) -> None:
-        """Lets go of all that was not captured since `blocks` was called."""
+        """Drops the working copies that were not captured since `blocks` was called."""
         for key in self._held.keys() - self._used - {key for key, _, _ in self._begun}:
             del self._held[key]
 
     def let_go(self) -> None:
-        """Lets go of everything: the next captures know of nothing."""
+        """Drops all working copies, so that the next captures start from nothing."""
         self._held, self._begun = {}, []

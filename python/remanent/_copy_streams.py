@@ -1,4 +1,4 @@
-"""Streams on which the bytes of a save leave the GPUs, beside the work of their owner."""
+"""Streams that copy the bytes of a save from the GPUs, concurrently with their owner's work."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _WIDE = torch.int64
 
 
 class Moment:
-    """A moment in the copies of a save, on each of its GPUs."""
+    """A point in the copies of a save, on each of its GPUs."""
 
     def __init__(self, events: dict[torch.device, torch.cuda.Event]) -> None:
         self._events = events
 
     def hold_back(self) -> None:
-        """Has what the caller queues on its current streams from now on wait for it. The caller does not wait."""
+        """Makes work that the caller queues on its current streams from now on wait for it, without waiting itself."""
         for device, event in self._events.items():
             torch.cuda.current_stream(device).wait_event(event)
 
@@ -29,14 +29,14 @@ class Moment:
 
 
 class CurrentStreams:
-    """The streams that are current on some GPUs where this is made, for another thread to work on."""
+    """The current streams of some GPUs at construction, for use by another thread."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._streams = [torch.cuda.current_stream(device) for device in devices]
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """What the calling thread queues in this block runs on these streams."""
+        """Runs work that the calling thread queues in this block on these streams."""
         with contextlib.ExitStack() as stack:
             for stream in self._streams:
                 stack.enter_context(torch.cuda.stream(stream))
@@ -44,14 +44,14 @@ class CurrentStreams:
 
 
 class CopyStreams:
-    """A stream for each GPU, one save at a time."""
+    """A stream for each GPU, used by one save at a time."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def begin(self, devices: Iterable[torch.device]) -> None:
-        """Puts the copies of what lies on these GPUs after the work that is queued now on their current streams."""
-        # A save that failed may have left copies under way, into memory that is used again.
+        """Orders copies from these GPUs after the work queued on their current streams now."""
+        # A failed save may have left copies in flight into memory that is reused.
         self.synchronize()
         for device in devices:
             if device not in self._streams:
@@ -60,14 +60,14 @@ class CopyStreams:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """What the calling thread queues in this block runs on these streams."""
+        """Runs work that the calling thread queues in this block on these streams."""
         with contextlib.ExitStack() as stack:
             for stream in self._streams.values():
                 stack.enter_context(torch.cuda.stream(stream))
             yield
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies bytes in the block of `entered`; those of a GPU are there at a later `moment`."""
+        """Copies bytes within the block of `entered`. Those from a GPU have arrived at a later `moment`."""
         stream = self._streams.get(source.device)
         target.copy_(source, non_blocking=stream is not None)
         if stream is not None:
@@ -75,12 +75,11 @@ class CopyStreams:
             source.record_stream(stream)
 
     def copy_within(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        """Copies bytes within a GPU in the block of `entered`, all together: one by one, the GPU would take longer to
-        begin each of many short copies than to do it, and of those that wait it takes some thousand.
-        """
+        """Copies bytes within a GPU, within the block of `entered`, all in one operation. For many short copies, a GPU
+        takes longer to start each one than to run it, and it queues only about a thousand."""
         by_width: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
         for target, source in zip(targets, sources, strict=True):
-            # A thread of the GPU copies some elements at a time, whatever their width.
+            # A GPU thread copies a few elements at a time, whatever their width.
             is_wide = not any(number % _WIDE.itemsize for each in (target, source)
                               for number in (each.numel(), each.storage_offset(), each.data_ptr()))
             dtype = _WIDE if is_wide else torch.uint8
@@ -93,10 +92,10 @@ class CopyStreams:
             source.record_stream(stream)
 
     def moment(self) -> Moment:
-        """The end of all copies that were queued so far."""
+        """Returns the end of all copies queued so far."""
         events = {}
         for device, stream in self._streams.items():
-            # One whose waiter sleeps: the thread that waits is not the one that trains.
+            # A blocking event, whose waiter sleeps: the waiting thread is not the one that trains.
             events[device] = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             events[device].record(stream)
         return Moment(events)

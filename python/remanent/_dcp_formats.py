@@ -1,4 +1,4 @@
-"""Checkpoints of `remanent.dcp` made of files of other formats, and such files made of them, by one call each."""
+"""Conversion of checkpoints of `remanent.dcp` from and to files of other formats, with one call each."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _Path = str | os.PathLike[str]
 
 
 def dcp_to_torch_save(checkpoint: _Path, path: _Path) -> None:
-    """Writes a checkpoint of `StorageWriter` to a file of `torch.save`: the counterpart of DCP's function of this name.
+    """Converts a checkpoint of `StorageWriter` to a `torch.save` file, like DCP's function of the same name.
 
-    The whole state takes memory of this process. The file takes its place in one step, durably.
+    The whole state is held in memory of this process. The file is put in place atomically and durably.
 
     :raises CheckpointException: as for `StorageReader`. Nothing is written.
 
@@ -39,22 +39,22 @@ def dcp_to_torch_save(checkpoint: _Path, path: _Path) -> None:
 
 
 def torch_save_to_dcp(path: _Path, checkpoint: _Path) -> None:
-    """Makes a checkpoint of a file of `torch.save`: the counterpart of DCP's function of this name.
+    """Converts a `torch.save` file to a checkpoint, like DCP's function of the same name.
 
-    Nothing that the file names is run: it is loaded with `weights_only=True`, and what this does not load is refused.
-    The whole state takes memory of this process.
+    No code that the file names is run: it is loaded with `weights_only=True`, and files that cannot be loaded this way
+    are rejected. The whole state is held in memory of this process.
 
-    :raises TakenError: if there is a checkpoint already.
-    :raises UnpicklingError: of torch, for a file with objects of other classes.
+    :raises TakenError: the path already contains a checkpoint.
+    :raises UnpicklingError: raised by torch for a file with objects of other classes.
     """
     _check_free(checkpoint)
     _write(torch.load(path, map_location="cpu", weights_only=True), checkpoint)
 
 
 def dcp_to_remanent(source: _Path, checkpoint: _Path) -> None:
-    """Makes a checkpoint of one that DCP's own `FileSystemWriter` saved. DCP unpickles what it reads there.
+    """Converts a checkpoint that DCP's own `FileSystemWriter` saved. DCP unpickles what it reads from it.
 
-    :raises TakenError: if there is a checkpoint already.
+    :raises TakenError: the path already contains a checkpoint.
 
     >>> import torch, torch.distributed.checkpoint as dcp
     >>> from remanent.dcp import dcp_to_remanent, is_of_dcp, remanent_to_dcp
@@ -69,9 +69,9 @@ def dcp_to_remanent(source: _Path, checkpoint: _Path) -> None:
 
 
 def remanent_to_dcp(checkpoint: _Path, target: _Path) -> None:
-    """Writes a checkpoint of `StorageWriter` as DCP's own `FileSystemWriter` does.
+    """Converts a checkpoint of `StorageWriter` to one of DCP's own `FileSystemWriter`.
 
-    :raises ForeignDirectoryError: if `target` holds something.
+    :raises ForeignDirectoryError: `target` is not empty.
     """
     state = _read(_ours(checkpoint))
     if os.path.isfile(target) or os.path.isdir(target) and os.listdir(target):
@@ -82,15 +82,16 @@ def remanent_to_dcp(checkpoint: _Path, target: _Path) -> None:
 
 def dcp_to_safetensors(checkpoint: _Path, path: _Path, *, key: str | None = None,
                        metadata: dict[str, str] | None = None) -> None:
-    """Writes the tensors of a checkpoint to a safetensors file, whole, however they were sharded.
+    """Writes the tensors of a checkpoint to a safetensors file, unsharded.
 
-    It does what DCP's `HuggingFaceStorageWriter` with `consolidate_safetensors_files` does, without pickle and in one
+    It does the same as DCP's `HuggingFaceStorageWriter` with `consolidate_safetensors_files`, without pickle and in one
     step. The package `safetensors` must be installed.
 
-    :param key: the entry of the state to write, such as "model"; all of it if None. Names of tensors are the keys that
-        lead to them from there, joined by ".".
-    :raises RefusedError: for a value that is no tensor. Nothing is written.
-    :raises NoStateError: if the state has no such entry.
+    :param key: the entry of the state to write, such as "model"; None writes the whole state. Tensors are named by the
+        keys that lead to them from there, joined by ".".
+    :param metadata: text by name for the file's own metadata.
+    :raises RefusedError: a value is not a tensor. Nothing is written.
+    :raises NoStateError: the state has no such entry.
 
     >>> import torch, torch.distributed.checkpoint as dcp
     >>> from remanent.dcp import StorageWriter, dcp_to_safetensors, safetensors_to_dcp
@@ -113,14 +114,14 @@ def dcp_to_safetensors(checkpoint: _Path, path: _Path, *, key: str | None = None
 
 
 def safetensors_to_dcp(path: _Path, checkpoint: _Path, *, key: str | None = None) -> None:
-    """Makes a checkpoint of a safetensors file, or of a directory of them with or without an index, as Hugging Face
-    has them. The package `safetensors` must be installed.
+    """Converts a safetensors file to a checkpoint, or a directory of them, with or without an index, as Hugging Face
+    uses. The package `safetensors` must be installed.
 
-    :param key: the entry of the state that the tensors are put under, such as "model"; None for none. Names are kept
-        as they are: a state loads them by the same names.
-    :raises NoStateError: if there is no such file.
-    :raises InvalidError: if two files have a tensor of the same name.
-    :raises TakenError: if there is a checkpoint already.
+    :param key: the entry of the state under which the tensors are put, such as "model"; None puts them at the top.
+        Names are unchanged, so a state loads them by the same names.
+    :raises NoStateError: there is no such file.
+    :raises InvalidError: two files contain a tensor of the same name.
+    :raises TakenError: the path already contains a checkpoint.
     """
     from safetensors.torch import load_file
 
@@ -163,9 +164,9 @@ def _check_free(checkpoint: _Path) -> None:
 
 
 def _read(reader: Any) -> dict[str, Any]:
-    """The whole state of a checkpoint, nested as it was saved."""
+    """Reads the whole state of a checkpoint, nested as it was saved."""
     state: dict[str, Any] = {}
-    # DCP's own converters load by this call: the public one fills a state that is there.
+    # DCP's own converters load with this call: the public one only fills an existing state.
     planner: Any = default_planner._EmptyStateDictLoadPlanner
     state_dict_loader._load_state_dict(state, storage_reader=reader, planner=planner(), no_dist=True)
     return state
@@ -178,7 +179,7 @@ def _write(state: dict[str, Any], checkpoint: _Path) -> None:
 
 
 def _published(path: Path, write: Callable[[Path], object]) -> None:
-    """Writes a file beside its place, and puts it there whole; durable when this returns."""
+    """Writes a file next to its final path and then moves it there atomically. It is durable when this returns."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)

@@ -1,4 +1,4 @@
-"""Folders and files whose names are durable: as they are after a power cut once the call has returned."""
+"""Files and folders with durable names: they survive a power cut once a call has returned."""
 
 from __future__ import annotations
 
@@ -11,24 +11,28 @@ from remanent._errors import NoStoreError
 
 
 class HeldDirectory:
-    """A directory that is kept open, and where it is: it may be moved meanwhile, or the process go elsewhere."""
+    """A directory that is kept open, with its current path: it may be moved, or the process may change its working
+    directory."""
 
     def __init__(self, path: Path) -> None:
         self._path = path.absolute()
         self._handle: int | None = None
 
     def make(self) -> None:
-        """Makes it, if it is not there, and keeps it open."""
+        """Creates the directory if it does not exist, and keeps it open."""
         make_folder(self._path)
         self._handle = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
 
     @property
     def path(self) -> Path:
-        """:raises NoStoreError: if it was removed."""
+        """The current path.
+
+        :raises NoStoreError: the directory was removed.
+        """
         if self._handle is not None:
             if os.fstat(self._handle).st_nlink == 0:
                 raise NoStoreError(f"{self._path} was removed", path=str(self._path), remedy="put it back from a backup")
-            # Without /proc it stays where it was.
+            # Without /proc, the last known path is used.
             with contextlib.suppress(OSError):
                 self._path = Path(os.readlink(f"/proc/self/fd/{self._handle}"))
         return self._path
@@ -40,7 +44,7 @@ class HeldDirectory:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder with those above it; their names are durable when this returns."""
+    """Creates a folder and its parents. Their names are durable when this returns."""
     missing = [path]
     while not missing[-1].parent.exists():
         missing.append(missing[-1].parent)
@@ -64,7 +68,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def publish(path: Path, content: bytes) -> None:
-    """Puts a file in the place of another one, whole or not at all; durable when this returns."""
+    """Replaces a file atomically. The new contents are durable when this returns."""
     temporary = path.with_name(path.name + ".tmp")
     _write(temporary, content)
     os.replace(temporary, path)
@@ -72,9 +76,9 @@ def publish(path: Path, content: bytes) -> None:
 
 
 def create(path: Path, content: bytes) -> None:
-    """Makes a file that is not there yet, whole or not at all; durable when this returns.
+    """Creates a new file atomically. It is durable when this returns.
 
-    :raises FileExistsError: if there is one with other bytes.
+    :raises FileExistsError: the file exists with other contents.
     """
     temporary = path.with_name(path.name + ".tmp")
     _write(temporary, content)
@@ -89,7 +93,7 @@ def create(path: Path, content: bytes) -> None:
 
 
 def remove(paths: Iterable[Path]) -> None:
-    """Removes files; they are gone for good when this returns."""
+    """Removes files. The removal is durable when this returns."""
     folders = set()
     for path in paths:
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""How tensors differ between two versions, and what an element was from version to version."""
+"""Differences of tensors between two versions, and the history of an element across versions."""
 
 from __future__ import annotations
 
@@ -18,33 +18,34 @@ from remanent._versions import Version, did_you_mean, no_version, whole
 _Path = str | os.PathLike[str]
 Content = tuple[bytes, Any] | NoStateError | OutOfBoundsError
 
-# Kinds of integers by their widths in bytes, to compare elements by bits.
+# Integer types by width in bytes, for comparing the bits of elements.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How a tensor differs between two versions, by its bits: a NaN equals itself, and 0.0 differs from -0.0."""
+    """The difference of a tensor between two versions, compared by bits: a NaN equals itself, and 0.0 differs from
+    -0.0."""
 
-    #: How many elements differ.
+    #: The number of elements that differ.
     elements: int
-    #: Where the first of them is, row by row: a number for each dimension.
+    #: The index of the first one in row-major order, with an entry for each dimension.
     first: tuple[int, ...]
-    #: The largest absolute difference; `inf` if one is infinite, `nan` if one of them is or was NaN.
+    #: The largest absolute difference; `inf` if one is infinite, `nan` if one of the elements is or was NaN.
     largest: float
-    #: How many of the elements that differ are or were NaN.
+    #: The number of differing elements that are or were NaN.
     nans: int = 0
 
 
 @dataclass(frozen=True)
 class ElementChange:
-    """A change of an element of a tensor: what it was, and what it became. None: there was no such element."""
+    """A change of an element of a tensor: its values before and after, or None if the element did not exist."""
 
-    #: The batch that made it; of a run, the one with which the version ends in which it is found first.
+    #: The Lsn of the batch that made the change; for a run, the last batch of the version that first contains it.
     lsn: int
-    #: The step of that version; None if it is none of a run.
+    #: The step of that version; None if it is not a version of a run.
     step: int | None
-    #: The batch's note; of a run, the version's name.
+    #: The note of the batch; for a run, the name of the version.
     note: str | None
     #: A bool, int, float or complex, or None.
     before: Any
@@ -52,14 +53,14 @@ class ElementChange:
 
 
 def diff(directory: _Path, before: int | str, after: int | str | None = None) -> dict[str, Difference | None]:
-    """The tensors that differ between two versions in a directory of `save_file`, by name.
+    """Returns the tensors that differ between two versions in a directory of `save_file`, by name.
 
-    None stands for a tensor that only one of them has, or that has another shape or kind of elements. Pages that no
-    batch changed in between are not read. Takes no lock: a writer may go on meanwhile. For runs there is
+    The value is None for a tensor that only one version has, or that has another shape or element type. Pages that no
+    batch changed in between are not read. Takes no lock: a writer can continue in the meantime. For runs, use
     `Checkpointer.diff`.
 
-    :param before: an Lsn, "lsn:N", "snapshot:N" or a version's name, as for `load_file`.
-    :param after: likewise; the newest version if None.
+    :param before: an Lsn, "lsn:N", "snapshot:N" or the name of a version, as for `load_file`.
+    :param after: another version; None uses the newest.
     :raises NoStoreError, NoStateError, DamagedError: as for `load_file`.
 
     >>> import torch, remanent.torch
@@ -76,15 +77,16 @@ def diff(directory: _Path, before: int | str, after: int | str | None = None) ->
 
 def blame(directory: _Path, name: str, index: int | Sequence[int], *, at: int | str | None = None
           ) -> list[ElementChange]:
-    """The changes of an element of a tensor in a directory of `save_file`, the oldest first.
+    """Returns the changes of an element of a tensor in a directory of `save_file`, oldest first.
 
-    They go back as far as the log is kept, and by the kept snapshots before that. Takes no lock. For runs there is
-    `Checkpointer.blame`.
+    The changes go back as far as the log is kept and, before that, compare the kept snapshots. Takes no lock. For runs,
+    use `Checkpointer.blame`.
 
-    :param index: a number for each dimension of the tensor, or the only one; negative ones count from the end.
-    :param at: up to which version; the newest if None. As for `load_file`.
-    :raises NoStateError: if the version has no tensor of that name.
-    :raises OutOfBoundsError: if the tensor has no such element.
+    :param name: the name of the tensor.
+    :param index: an index for each dimension of the tensor, or a single int; negative indices count from the end.
+    :param at: the last version to consider, as for `load_file`; None uses the newest.
+    :raises NoStateError: the version has no tensor of that name.
+    :raises OutOfBoundsError: the tensor has no such element.
     :raises NoStoreError, DamagedError: as for `load_file`.
 
     >>> import torch, remanent.torch
@@ -108,7 +110,7 @@ def blame(directory: _Path, name: str, index: int | Sequence[int], *, at: int | 
 
 
 def difference(old: _native.View, new: _native.View) -> dict[str, Difference | None]:
-    """How the tensors of two versions differ: see `diff`."""
+    """Returns how the tensors of two versions differ: see `diff`."""
     before, after = _arrays(old), _arrays(new)
     cpu = torch.device("cpu")
     differ: dict[str, Difference | None] = {name: None for name in before.keys() ^ after.keys()}
@@ -130,7 +132,7 @@ def difference(old: _native.View, new: _native.View) -> dict[str, Difference | N
 
 
 def _compared(left: torch.Tensor, right: torch.Tensor) -> Difference | None:
-    """How two tensors of one shape and kind differ; None if they do not."""
+    """Compares two tensors of the same shape and type. Returns None if they are equal."""
     if not left.numel():
         return None
     flat = [each.contiguous().reshape(-1) for each in (left, right)]
@@ -146,20 +148,20 @@ def _compared(left: torch.Tensor, right: torch.Tensor) -> Difference | None:
     nans = int((apart[0].isnan() | apart[1].isnan()).sum())
     if nans:
         return Difference(len(changed), first, float("nan"), nans)
-    # Two infinities that differ are infinitely far apart; of complex ones a part may be none.
+    # Two different infinities are infinitely far apart; the difference of complex ones may contain a NaN.
     largest = (apart[1] - apart[0]).abs().nan_to_num(nan=torch.inf, posinf=torch.inf).max()
     return Difference(len(changed), first, float(largest))
 
 
 def element_changes(versions: Sequence[Version], contents: Iterable[Content]) -> list[ElementChange]:
-    """What an element was in versions, wherever it is not what it was in the one before: see `Checkpointer.blame`.
+    """Returns the versions in which an element differs from the previous version: see `Checkpointer.blame`.
 
-    :param contents: what `content_of` found in each version.
+    :param contents: the result of `content_of` for each version.
     """
     changes: list[ElementChange] = []
     held: bytes | None = None
     before: Any = None
-    # Why the last version has no such element.
+    # Why the last version does not contain the element.
     missing: Exception | None = NoStateError("the run has no version yet", remedy="save one first")
     for version, found in zip(versions, contents, strict=True):
         after: Any = None
@@ -177,7 +179,7 @@ def element_changes(versions: Sequence[Version], contents: Iterable[Content]) ->
 
 
 def content_of(view: _native.View, name: str, index: int | Sequence[int]) -> Content:
-    """An element's bytes and its value; or why a version has none."""
+    """Returns an element's bytes and value, or the reason why a version does not contain it."""
     try:
         key, array = _found(_arrays(whole(view)), name)
         place = _place(array, _checked(index))
@@ -188,7 +190,7 @@ def content_of(view: _native.View, name: str, index: int | Sequence[int]) -> Con
 
 
 def first_bad(versions: Sequence[Version], good: int, bad: int, is_good: Callable[[Version], bool | None]) -> Version:
-    """The first bad one of versions, between a good one and a later bad one, by their numbers."""
+    """Returns the first bad version between a good and a later bad one, given by their indices."""
     if good >= bad:
         raise InvalidError("good: that version is not older than the bad one",
                            remedy="give an older version as good, or a later one as bad")
@@ -204,14 +206,14 @@ def first_bad(versions: Sequence[Version], good: int, bad: int, is_good: Callabl
 
 
 def number_of(versions: Sequence[Version], at: int | str | Version | None) -> int:
-    """Which of the versions is meant: by its step, its name, or itself; the newest if None."""
+    """Returns the index of a version given by its step, its name, or itself; None stands for the newest."""
     kind, value = _native.state_point(at) if isinstance(at, str) else ("step", at)
     if kind == "snapshot":
         raise InvalidError(f"{at!r} is no version of a run", remedy="give a step, a name, \"lsn:N\" or a Version")
     for number in range(len(versions) - 1, -1, -1):
         version = versions[number]
         if isinstance(at, Version):
-            # On a rank that is new, versions from before tell of another rank's batches.
+            # On a new rank, versions from before refer to another rank's batches.
             is_it = (at.step, at.lsn) == (version.step, version.lsn)
         else:
             is_it = at is None or value == {"step": version.step, "lsn": version.lsn, "name": version.name}[kind]
@@ -223,7 +225,7 @@ def number_of(versions: Sequence[Version], at: int | str | Version | None) -> in
 
 
 def _arrays(view: _native.View) -> dict[str, tuple[str, ArrayLayout]]:
-    """The tensors of a version by name: in which page each lies, and where."""
+    """Returns the tensors of a version by name, with their pages and their locations in them."""
     return {array.name: (key, array) for key, arrays in _pages.read_manifest(view).pages.items() for array in arrays}
 
 
@@ -239,7 +241,7 @@ def _checked(index: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def _place(array: ArrayLayout, index: tuple[int, ...]) -> tuple[int, int]:
-    """Where an element lies in its page, and its length, in bytes."""
+    """Returns the offset of an element in its page and its length, in bytes."""
     shape = array.shape
     if len(index) != len(shape) or any(not -length <= at < length for at, length in zip(index, shape, strict=False)):
         raise OutOfBoundsError(f"{array.name}: there is no element {index} in a tensor of shape {shape}")

@@ -1,4 +1,4 @@
-"""The hosts of the adapters, and which of their releases each adapter supports."""
+"""The host frameworks of the adapters, and the releases that each adapter supports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ __all__ = ["HOSTS", "LMCACHE", "ORBAX", "TORCHTITAN", "TORCH_CHECKPOINTING", "VL
 
 
 class Host(NamedTuple):
-    """A host: its name, its package on PyPI, and the oldest and the newest release that its adapters were run with."""
+    """A host framework: its name, its package on PyPI, and the oldest and newest release with which its adapters were
+    tested."""
 
     name: str
     package: str
@@ -21,7 +22,7 @@ class Host(NamedTuple):
 
     @property
     def supported(self) -> str:
-        """The releases, as the documentation names them."""
+        """The supported releases, as the documentation states them."""
         return self.oldest if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
 
 
@@ -35,11 +36,12 @@ HOSTS = (VLLM, LMCACHE, TORCHTITAN, TORCH_CHECKPOINTING, ORBAX)
 
 @contextlib.contextmanager
 def importing(host: Host) -> Iterator[None]:
-    """Checks the installed release before an adapter imports its host, and names the releases where a name is missing.
+    """Checks the installed release before an adapter imports its host, and adds the supported releases to import
+    errors.
 
-    A newer release than the newest one that was run is not refused: most keep the interface.
+    A release newer than the newest tested one is not rejected: most keep the interface.
 
-    :raises ImportError: the host is not installed, older than the oldest release, or lacks a name.
+    :raises ImportError: the host is not installed, is older than the oldest release, or lacks a name.
     """
     found = _installed(host)
     if found is not None and _numbers(found) < _numbers(host.oldest):
@@ -62,7 +64,7 @@ def _installed(host: Host) -> str | None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The release's numbers, of which a comparison tells which is older: those before "rc", "dev" or "+"."""
+    """Returns the numbers of a release for comparison: those before "rc", "dev" or "+"."""
     found = re.match(r"\d+(\.\d+)*", version)
     numbers = [int(each) for each in found.group().split(".")] if found else []
     return tuple(numbers + [0] * (3 - len(numbers)))

@@ -1,4 +1,4 @@
-"""Small tables for notebooks. Everything that a store holds is escaped, and no page's bytes are shown."""
+"""HTML tables for notebooks. All contents of a store are escaped, and page contents are not shown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from remanent import _native
 from remanent._errors import Error
 
-# Pages that are listed; a notebook is no place for a hundred thousand rows.
+# The number of pages that are listed: a notebook is no place for a hundred thousand rows.
 _ROWS = 20
 _TEXT_LEN = 80
 
@@ -41,7 +41,7 @@ def _shape(metadata: Mapping[str, Any]) -> str:
 
 
 def reader(pages: _native.Reader) -> str:
-    """A store, a view or a replica: its title, its pages, its root."""
+    """Returns a table of a store, view or replica: its title, its pages and its root."""
     title = f"<p><b>{_cell(repr(pages))}</b></p>"
     try:
         infos, root, lsn = pages.pages(), pages.root, pages.lsn
@@ -60,7 +60,7 @@ def reader(pages: _native.Reader) -> str:
 
 
 def _value(value: Any) -> str:
-    """An entry of the root; of bytes their number."""
+    """Returns the text of a root entry; for bytes, their length."""
     if isinstance(value, bytes):
         return f"{len(value)} bytes"
     if isinstance(value, (list, dict)):
@@ -69,7 +69,7 @@ def _value(value: Any) -> str:
 
 
 def snapshot(info: _native.SnapshotInfo) -> str:
-    """A snapshot that is kept."""
+    """Returns a table of a snapshot."""
     name = "" if info.name is None else info.name
     rows = [("id", info.id), ("name", name), ("state of lsn", info.end), ("pages", info.pages),
             ("images", _size(info.bytes)), ("of them its own", _size(info.bytes_written)),

@@ -1,8 +1,8 @@
-"""Which versions of a directory of `save_file` are kept, how older ones are removed, and the list of them.
+"""Retention of the versions that `save_file` keeps in a directory, removal of older ones, and listing.
 
-Each save is one batch. A version can be loaded while a snapshot at or before it is kept, with the log from there on. So
-saves take a snapshot from time to time, and versions are removed from one snapshot to the next. A version with a name
-has a snapshot of its own, which needs no log.
+Each save is one batch. A version can be loaded as long as a snapshot at or before it is kept, with the log from there
+on. Saves therefore take a snapshot from time to time, and versions are removed from one snapshot to the next. A version
+with a name has its own snapshot, which needs no log.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from remanent._versions import unnamed
 
 _Path = str | os.PathLike[str]
 
-# How many of the newest versions a save keeps unless it is told otherwise.
+# The default number of newest versions that a save keeps.
 KEEP_DEFAULT = 20
-# As many snapshots as no store has.
+# More snapshots than any store has.
 _ALL = 1 << 31
-# As many bytes of log.
+# More bytes of log than any store has.
 _ALL_BYTES = 1 << 62
-# Versions are removed in parts of what is kept: a snapshot is due once one of them was saved since the last snapshot.
+# Versions are removed in fractions of what is kept: a snapshot is due once such a fraction was saved since the last
+# one.
 _PARTS_OF_COUNT = 2
 _PARTS_OF_BYTES = 4
 # The entry of the root with the time of the newest version, in seconds since 1970.
@@ -36,30 +37,31 @@ SAVED_AT = "saved at"
 class ListedVersion:
     """A version that can be loaded, as `versions` lists it."""
 
-    #: The batch after which it is the state. `load_file(directory, at=lsn)` loads it.
+    #: The Lsn of the version's batch. `load_file(directory, at=lsn)` loads it.
     lsn: int
-    #: The name that keeps it; None if it has none.
+    #: The name that keeps the version, or None.
     name: str | None
-    #: The remark that was saved with it, if its batch is still in the log.
+    #: The note that was saved with the version, if its batch is still in the log.
     note: str | None
-    #: When it was saved, in seconds since 1970; None where that is not known.
+    #: The time when it was saved, in seconds since 1970; None if unknown.
     created: float | None
-    #: Bytes that its batch wrote to the log and to images; None if the batch is not in the log any more.
+    #: The bytes that its batch wrote to the log and to images; None if the batch is no longer in the log.
     nbytes: int | None
-    #: The step, of a version of a training run.
+    #: The step, for a version of a training run.
     step: int | None = None
-    #: Of a run of several ranks, the batch of each rank's store.
+    #: For a run of several ranks, the Lsn of each rank's batch.
     ranks: tuple[int, ...] = ()
 
 
 def versions(directory: _Path) -> list[ListedVersion]:
-    """The versions in `directory` that can be loaded, the oldest first. Takes no lock; reads the log, and no tensors.
+    """Lists the versions in `directory` that can be loaded, oldest first. Takes no lock, and reads the log but no
+    tensors.
 
-    Lists what `save_file` and `remanent import` saved, and the versions of a `Checkpointer`, also of one with several
-    ranks. `remanent versions` prints the same.
+    The list contains what `save_file` and `remanent import` saved, and the versions of a `Checkpointer`, including runs
+    of several ranks. `remanent versions` prints the same list.
 
-    :raises NoStoreError: if the directory holds neither a store nor a run.
-    :raises DamagedError: if a damaged file hides versions.
+    :raises NoStoreError: the directory contains neither a store nor a run.
+    :raises DamagedError: a damaged file hides versions.
 
     >>> import torch, remanent.torch
     >>> for step in range(3):
@@ -72,17 +74,17 @@ def versions(directory: _Path) -> list[ListedVersion]:
 
 
 def at_of(at: int | str | ListedVersion | None) -> int | str | None:
-    """A version as a view takes it."""
+    """Returns a version in the form that a view accepts."""
     return at.lsn if isinstance(at, ListedVersion) else at
 
 
 @dataclass(frozen=True)
 class KeptVersions:
-    """How much is kept of what was saved before.
+    """The rules for which earlier versions are kept.
 
-    :param count: how many of the newest versions; None for all.
-    :param seconds: how long versions are kept beyond that.
-    :param nbytes: how many bytes of disk the directory may take before versions are removed that the other two keep.
+    :param count: the number of newest versions to keep; None keeps all.
+    :param seconds: the time for which versions are kept in addition.
+    :param nbytes: the bytes of disk that the directory may take before versions are removed that the other two keep.
     """
 
     count: int | None
@@ -99,9 +101,9 @@ class KeptVersions:
                                "limit")
 
     def apply(self, store: _native.Store, segments: Set[str]) -> None:
-        """Removes what is not kept. The caller is the store's only writer meanwhile.
+        """Removes what is not kept. The caller must be the store's only writer meanwhile.
 
-        :param segments: what `log_files` said before the store was opened.
+        :param segments: the result of `log_files` before the store was opened.
         """
         if self.count is None and self.nbytes is None:
             return
@@ -114,17 +116,17 @@ class KeptVersions:
             self._fit(store, segments, self.nbytes)
 
     def _oldest(self, store: _native.Store, count: int) -> int:
-        """The batch of the oldest version that `count` and `seconds` keep."""
+        """Returns the Lsn of the oldest version that `count` and `seconds` keep."""
         oldest = store.lsn - count + 1
         if self.seconds is not None:
             since = (time.time() - self.seconds) * 1000
-            # A version that is younger was saved after a snapshot that is older.
+            # A younger version was saved after an older snapshot.
             outlived = (info.end for info in store.snapshots() if info.created_unix_ms <= since)
             oldest = min(oldest, max(outlived, default=0))
         return oldest
 
     def _is_snapshot_due(self, store: _native.Store, used: int) -> bool:
-        """Whether enough was saved since the newest snapshot that versions can be removed up to a new one."""
+        """Returns whether enough was saved since the newest snapshot to remove versions up to a new one."""
         snapshots = store.snapshots()
         newest = max((info.end for info in snapshots), default=0)
         since = store.lsn - newest
@@ -136,7 +138,7 @@ class KeptVersions:
         return used > self.nbytes or used * since // max(1, held) >= self.nbytes // _PARTS_OF_BYTES
 
     def _fit(self, store: _native.Store, segments: Set[str], nbytes: int) -> None:
-        """Removes the oldest versions until the directory takes `nbytes` of disk at most, or one is left."""
+        """Removes the oldest versions until the directory takes at most `nbytes` of disk, or one version is left."""
         used = _disk_bytes(store, segments)
         for count in range(len(store.snapshots()), 0, -1):
             if used <= nbytes:
@@ -148,7 +150,7 @@ class KeptVersions:
 
 
 def _snapshots_from(store: _native.Store, lsn: int) -> int:
-    """How many snapshots are needed so that this version and all later ones can be loaded."""
+    """Returns the number of snapshots needed to load this version and all later ones."""
     snapshots = store.snapshots()
     first = max((info.id for info in snapshots if info.end <= lsn), default=None)
     return _ALL if first is None else sum(info.id >= first for info in snapshots)
@@ -156,13 +158,13 @@ def _snapshots_from(store: _native.Store, lsn: int) -> int:
 
 def _remove(store: _native.Store, snapshots_kept: int) -> None:
     going = store.prune(snapshots_kept=snapshots_kept, log_kept=0, dry_run=True)
-    # To remove takes a sync of the log; to look takes none.
+    # Removing needs a sync of the log, a dry run does not.
     if going.files or going.snapshots:
         store.prune(snapshots_kept=snapshots_kept, log_kept=0)
 
 
 def log_files(directory: _Path) -> frozenset[str]:
-    """The names of the log's files."""
+    """Returns the names of the log's files."""
     try:
         return frozenset(os.listdir(os.path.join(directory, "log")))
     except FileNotFoundError:
@@ -170,9 +172,9 @@ def log_files(directory: _Path) -> frozenset[str]:
 
 
 def _disk_bytes(store: _native.Store, segments: Set[str]) -> int:
-    """Bytes of disk that the store's directory takes, without what an open store holds ready for its log.
+    """Returns the bytes of disk that the store's directory takes, without what an open store keeps ready for its log.
 
-    :param segments: the log's files from before the open. Of others what was logged counts, and not their length.
+    :param segments: the log's files from before the open. For others, the logged bytes count instead of their length.
     """
     found = int(store.stats()["log_bytes"])
     for folder, _, names in os.walk(store.directory):
@@ -183,13 +185,13 @@ def _disk_bytes(store: _native.Store, segments: Set[str]) -> int:
             try:
                 found += os.lstat(os.path.join(folder, name)).st_blocks * 512
             except FileNotFoundError:
-                # A thread of the store renames files.
+                # A store thread renames files.
                 continue
     return found
 
 
 def keep_named(store: _native.Store, name: str) -> None:
-    """Keeps the newest version by a name.
+    """Keeps the newest version under a name.
 
     A second snapshot of the same state, which writes no page, keeps the versions after it loadable once the name is
     given up.
@@ -200,17 +202,17 @@ def keep_named(store: _native.Store, name: str) -> None:
 
 def prune(directory: _Path, *, keep: int | None = None, keep_for: float | None = None, keep_bytes: int | None = None,
           give_up: Sequence[str] = ()) -> list[ListedVersion]:
-    """Removes versions from a directory of `save_file`; returns those that can be loaded no more.
+    """Removes versions from a directory of `save_file`. Returns those that can no longer be loaded.
 
     `keep`, `keep_for` and `keep_bytes` are those of `save_file`, and None sets no limit. As there, versions are removed
     from one snapshot to the next, so up to half as many as are kept may stay in addition. The newest version stays.
 
-    :param give_up: names that keep their versions no longer.
-    :raises NoStateError: for a name that no version has. Nothing is removed.
-    :raises RefusedError: for the name of a version that later ones are computed from, and for the directory of a
+    :param give_up: names that no longer keep their versions.
+    :raises NoStateError: no version has one of the names. Nothing is removed.
+    :raises RefusedError: later versions are computed from a named version, or the directory is that of a
         `Checkpointer`, which has its own `keep` and `give_up`. Nothing is removed.
-    :raises NoStoreError: if there is no store.
-    :raises LockedError: if another process has the store open.
+    :raises NoStoreError: the directory contains no store.
+    :raises LockedError: another process has the store open.
 
     >>> import torch, remanent.torch
     >>> for step in range(6):
@@ -259,11 +261,12 @@ def _check_alone(store: _native.Store, listed: Sequence[ListedVersion], name: st
                        remedy="remove those first: keep fewer versions")
 
 
-# Host memory in which what a save changes waits until a snapshot; by default, a save by one batch may have as much.
+# The host memory that holds changes of a save until a snapshot; by default, the changes of a single-batch save may take
+# as much.
 PENDING_BYTES = 1 << 30
 
 
 def open_store(directory: _Path, *, create: bool = True) -> _native.Store:
-    """Opens a directory of versions for a save. Nothing is removed but by `KeptVersions`."""
+    """Opens a directory of versions for a save. Only `KeptVersions` removes anything."""
     return _native.Store(directory, create=create, device="host", page_load="on_demand", snapshots_kept=_ALL,
                          log_kept=_ALL_BYTES, spare_bytes=0, budget={"disk": PENDING_BYTES})

@@ -1,4 +1,4 @@
-"""Live tensors that take what the steps of a publisher changed."""
+"""Live tensors into which the changes of a publisher's steps are written."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from remanent._pages import Arrays, contiguous_stride
 from remanent._tensors import DTYPE, tensor_of
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Bytes of host memory that are pinned for uploads, at most.
+# The largest number of bytes of host memory that are pinned for uploads.
 _PINNED_MAX = 32 << 20
-# A longer batch has its operations brought one by one: it would take as much of the GPU's memory at once.
+# The operations of a longer batch are uploaded one at a time: it would take as much GPU memory at once.
 _PACKED_MAX = 256 << 20
-# Bytes of gaps that are read at a time, which takes some thirty times as much of the device's memory.
+# The bytes of gaps that are decoded at a time, which takes about thirty times as much device memory.
 _GAPS_LEN = 4 << 20
 _GAP_LEN_MAX = 5
-# Bytes of live tensors that have one sum: a sum takes a thousandth of the memory that it stands for.
+# The bytes of live tensors per sum: the sums take a thousandth of the memory that they cover.
 _ROW_LEN = 8 << 10
 
 
-# Device, address, type of the elements, shape and strides of a tensor.
+# The device, address, element type, shape and strides of a tensor.
 Place = tuple[torch.device, int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 
 
 class Changes(Protocol):
-    """What a batch changed. Both methods return tensors on `device`."""
+    """The changes of a batch. Both methods return tensors on `device`."""
 
     operations: Sequence[Any]
 
     def bytes_of(self, operation: Any, name: str, device: torch.device) -> torch.Tensor: ...
 
     def indices_of(self, operation: Any, device: torch.device) -> Iterator[torch.Tensor]:
-        """The elements that a sparse delta changes, in their order, some at a time."""
+        """Yields the elements that a sparse delta changes, in order, some at a time."""
 
 
 class Plain:
-    """The bytes of each operation by themselves."""
+    """Changes with the bytes of each operation separately."""
 
     def __init__(self, batch: _native.FollowedBatch) -> None:
         self.operations: Sequence[Any] = batch.operations
@@ -58,9 +58,9 @@ class Plain:
 
 
 class Packed:
-    """The bytes of all operations as the log has them, brought to a GPU as they are: it reads the indices.
+    """Changes with the bytes of all operations as in the log, uploaded to a GPU unchanged, which decodes the indices.
 
-    :param device: that GPU. Operations for other devices have their bytes by themselves.
+    :param device: that GPU. Operations for other devices have their bytes separately.
     """
 
     def __init__(self, batch: _native.FollowedBatch, device: torch.device, uploads: Uploads) -> None:
@@ -71,10 +71,10 @@ class Packed:
         self._bytes = memoryview(batch)
         self._device = device
         self._payload = uploads.brought(self._bytes, device)
-        # Sparse deltas whose indices are read together, in their order, and where each is among them.
+        # Sparse deltas whose indices are decoded together, in order, and the position of each among them.
         self._sparse = [each for each in self.operations if each["kind"] == "scatter" and _is_short(each)]
         self._numbers = {each["number"]: at for at, each in enumerate(self._sparse)}
-        # Indices that were read, by the operation's number.
+        # Decoded indices, by the operation's number.
         self._read: dict[int, torch.Tensor] = {}
 
     @functools.cached_property
@@ -102,7 +102,7 @@ class Packed:
             following: torch.Tensor | int = 0
             while start < end:
                 piece = min(start + _GAPS_LEN, end)
-                # A gap's last byte is below 128, so this never cuts one.
+                # The last byte of a gap is below 128, so this never splits one.
                 while self._bytes[piece - 1] >= 0x80:
                     piece -= 1
                 skipped = _skipped(self._payload[start:piece])
@@ -111,7 +111,7 @@ class Packed:
                 start, following = piece, indices[-1] + 1
 
     def _read_together(self, first: int) -> None:
-        """Reads the indices of sparse deltas from this one on: a GPU takes as long for many as for one."""
+        """Decodes the indices of several sparse deltas from this one on: a GPU takes as long for many as for one."""
         together: list[Any] = []
         length = 0
         for operation in self._sparse[first:]:
@@ -132,17 +132,17 @@ class Packed:
 
 
 def _reads_gaps(device: torch.device) -> bool:
-    """Whether a device reads packed indices sooner than the host."""
+    """Returns whether a device decodes packed indices faster than the host."""
     return device.type == "cuda"
 
 
 def _is_short(operation: Any) -> bool:
-    """Whether it is a sparse delta with gaps that may be read together with others."""
+    """Returns whether the operation is a sparse delta with gaps that can be decoded together with others."""
     return bool(operation["gaps"]) and 0 < operation["indices"][1] - operation["indices"][0] <= _GAPS_LEN
 
 
 def _skipped(gaps: torch.Tensor) -> torch.Tensor:
-    """For each gap, the sum of all gaps up to it; the bytes are as `FollowedBatch._layout` says.
+    """Returns for each gap the sum of all gaps up to it. The encoding is that of `FollowedBatch._layout`.
 
     >>> import torch
     >>> from remanent._live import _skipped
@@ -150,7 +150,7 @@ def _skipped(gaps: torch.Tensor) -> torch.Tensor:
     tensor([  3,   3, 498])
     """
     is_last = gaps < 0x80
-    # Whether a byte follows another one of its gap, and by how many.
+    # Whether a byte follows another byte of the same gap, and the number of preceding ones.
     follows = (~is_last).roll(1)
     shift, more = torch.zeros_like(gaps), follows.to(torch.uint8)
     for _ in range(_GAP_LEN_MAX - 1):
@@ -160,15 +160,15 @@ def _skipped(gaps: torch.Tensor) -> torch.Tensor:
 
 
 class Uploads:
-    """Memory from which a GPU takes bytes at the rate of the bus, kept from one batch to the next."""
+    """Pinned memory that a GPU reads at the rate of the bus, reused from batch to batch."""
 
     def __init__(self) -> None:
         self._pinned: torch.Tensor | None = None
-        # Passed once the last copy from there is done.
+        # Recorded after the last copy from the memory.
         self._taken: Any = None
 
     def brought(self, given: memoryview, device: torch.device) -> torch.Tensor:
-        """These bytes, on a device; a GPU has them once its current stream comes there."""
+        """Returns these bytes on a device. On a GPU they are available in the order of its current stream."""
         if device.type != "cuda":
             return tensor_of(given).to(device)
         bytes_there = torch.empty(len(given), dtype=torch.uint8, device=device)
@@ -181,14 +181,14 @@ class Uploads:
                 self._taken.synchronize()
             room[: len(piece)] = numpy.frombuffer(piece, dtype=numpy.uint8)
             bytes_there[start : start + len(piece)].copy_(self._pinned[: len(piece)], non_blocking=True)
-            # A new one: an event belongs to one device.
+            # A new event: an event belongs to one device.
             self._taken = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._taken.record(torch.cuda.current_stream(device))
         return bytes_there
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, in its own storage."""
+    """Returns the bytes of a contiguous tensor, in its own storage."""
     tensor = tensor.detach()
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     start = int(tensor.storage_offset()) * tensor.element_size()
@@ -196,23 +196,24 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sums_of(flat: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Sums of each row of `_ROW_LEN` bytes, as numbers of 64 bits, and of the bytes that remain."""
+    """Yields the sums of each row of `_ROW_LEN` bytes, as 64-bit numbers, and of the remaining bytes."""
     whole = len(flat) // _ROW_LEN * _ROW_LEN
-    # The widest integers that begin where the bytes do.
+    # The widest integers to which the bytes are aligned.
     width = math.gcd(8, int(flat.storage_offset()))
     yield flat[:whole].view(_INTEGERS[width]).view(-1, _ROW_LEN // width).sum(1, dtype=torch.int64)
     yield flat[whole:].sum(dtype=torch.int64).view(1)
 
 
 class Live:
-    """Live tensors, as bytes of a publisher's pages."""
+    """Live tensors, accessed as bytes of a publisher's pages."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], uploads: Uploads) -> None:
         self.tensors = tensors
         self._uploads = uploads
 
     def changes(self, batch: _native.FollowedBatch) -> Changes:
-        """What a batch changed, in the form that suits the tensors: packed for the GPU that has most of them."""
+        """Returns the changes of a batch in the form that suits the tensors: packed for the GPU that holds most of
+        them."""
         by_device = collections.Counter(tensor.device for tensor in self.tensors.values() if _reads_gaps(tensor.device))
         if not by_device or len(memoryview(batch)) > _PACKED_MAX:
             return Plain(batch)
@@ -229,9 +230,9 @@ class Live:
                 raise NoStateError(f"{array.name}: weights that are followed lie row by row, on both sides")
 
     def places(self, names: Iterable[str]) -> list[Place | None]:
-        """What these tensors are and where they lie; None for one that the model does not have.
+        """Returns the identity and location of these tensors; None for a tensor that the model does not have.
 
-        :raises NoStateError: the memory of one was given back, as by an engine that sleeps.
+        :raises NoStateError: the memory of a tensor was freed, such as by an engine that sleeps.
         """
         found: list[Place | None] = []
         for name in names:
@@ -247,7 +248,7 @@ class Live:
         return found
 
     def sums(self, names: Iterable[str]) -> dict[torch.device, torch.Tensor]:
-        """Sums of the bytes that these tensors hold now, by device. Each byte is read once, where it lies.
+        """Returns sums of the bytes that these tensors contain now, by device. Each byte is read once, in place.
 
         Sums detect memory that was cleared, discarded or filled with other weights. They do not detect 8-byte words
         that changed places within a row of 8 KiB.
@@ -259,11 +260,11 @@ class Live:
         return {device: torch.cat(sums) for device, sums in by_device.items()}
 
     def device_of(self, arrays: Arrays) -> torch.device:
-        """Where the tensor of a page lies; of several, that of the first one."""
+        """Returns the device of a page's tensor, or of the first of its tensors."""
         return self.tensors[arrays[0].name].device
 
     def _flat(self, array: ArrayLayout) -> torch.Tensor:
-        """A live tensor's bytes, to be written."""
+        """Returns a live tensor's bytes, for writing."""
         return _bytes_of(self.tensors[array.name])
 
     def write(self, arrays: Arrays, offset: int, given: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
-"""The engine's events as records of Python's `logging`, under the logger "remanent".
+"""Engine events as records of Python's `logging`, under the logger "remanent".
 
-A thread of the store writes an event to a queue and goes on; one thread of Python's takes it from there and gives it to
-the handlers. No thread of the store ever waits for a handler. That thread is there only once a handler wants events.
+A store thread writes an event to a queue and continues; a single Python thread takes it from the queue and passes it to
+the handlers. No store thread ever waits for a handler. The Python thread is started only when a handler wants events.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import traceback
 from remanent import _native
 
 _LOGGER = logging.getLogger("remanent")
-# Without a handler of the program's own nothing is said, not even warnings by the handler of last resort.
+# Without a handler set by the program nothing is printed, not even warnings by the handler of last resort.
 _LOGGER.addHandler(logging.NullHandler())
 
 _lock = threading.Lock()
@@ -24,7 +24,7 @@ _ended = False
 
 
 def _wanted() -> int | None:
-    """The least level that some handler gets; None if there is no handler."""
+    """Returns the lowest level that a handler receives; None if there is no handler."""
     logger: logging.Logger | None = _LOGGER
     if _LOGGER.disabled:
         return None
@@ -36,15 +36,15 @@ def _wanted() -> int | None:
 
 
 def update_logging() -> None:
-    """Looks which handlers and which level the logger "remanent" has by now.
+    """Updates the engine to the current handlers and level of the logger "remanent".
 
-    Handlers and level are looked at whenever a store, view, follower or replica is opened. Call this after they were
-    changed while a store is open. As long as no handler is set, an event costs the engine next to nothing.
+    This also happens whenever a store, view, follower or replica is opened. Call it after handlers or the level change
+    while a store is open. Without handlers, an event costs the engine almost nothing.
 
-    The engine's events come with their time and thread, and with their values in `record.fields`: from
-    "remanent.snapshot", for example, at INFO each snapshot that was taken, at WARNING what goes wrong and is made up
-    for, at ERROR what stops the store. TRACE is level 5. If handlers are slower than the events come, some are left out,
-    and a record at WARNING says how many.
+    Engine events have their original time and thread, and their values in `record.fields`. For example,
+    "remanent.snapshot" reports each snapshot at INFO; recovered problems are at WARNING, and failures that stop the
+    store at ERROR. TRACE is level 5. If events arrive faster than handlers process them, some are dropped, and a record
+    at WARNING states how many.
 
     >>> import logging
     >>> class Shown(logging.Handler):
@@ -72,13 +72,13 @@ def update_logging() -> None:
             try:
                 thread.start()
             except RuntimeError:
-                # The interpreter is ending, or there are no threads: that is no reason not to open a store.
+                # The interpreter is shutting down, or no thread can be started: opening a store must not fail for this.
                 return
             _thread = thread
 
 
 def flush_logging(timeout: float = 5.0) -> bool:
-    """Waits until handlers have got what the engine has said so far, up to `timeout` seconds; says whether they have.
+    """Waits until handlers have received all engine events so far, up to `timeout` seconds. Returns whether they have.
 
     >>> remanent.flush_logging()
     True
@@ -100,7 +100,7 @@ _mark = 0
 def _pump() -> None:
     global _mark
     while True:
-        # Woken at the end of the interpreter, too.
+        # Also woken at interpreter exit.
         taken = _native._log_take(3600.0, _mark)
         if taken is None:
             return
@@ -128,31 +128,31 @@ def _emit(level: int, target: str, file: str, line: int, thread: tuple[str, int]
         record.threadName = thread[0] or _name_of(thread[1])
         logger.handle(record)
     except Exception:
-        # As `logging` does with a handler that fails: the engine's later events are wanted all the same.
+        # As `logging` does for a failing handler: later engine events must still be delivered.
         if logging.raiseExceptions:
             traceback.print_exc()
 
 
 def _name_of(native: int) -> str:
-    """The name of a thread of Python's, if it is still there."""
+    """Returns the name of a Python thread, if it still exists."""
     return next((thread.name for thread in threading.enumerate() if thread.native_id == native), f"thread {native}")
 
 
 def _end() -> None:
-    """Gives what is left to the handlers, while they are still there."""
+    """Passes the remaining events to the handlers while they still exist."""
     global _ended
     with _lock:
         _ended = True
     _native._log_level(None)
     _native._log_end()
     if _thread is not None:
-        # For handlers that are slow. One that never returns holds up `logging.shutdown`, which comes next, as it does
-        # whoever called it.
+        # For slow handlers. A handler that never returns also blocks `logging.shutdown`, which runs next, and any other
+        # caller.
         _thread.join(5.0)
 
 
 def _begin_anew() -> None:
-    """Lets a forked child begin with a thread of its own, once it opens something: the parent's is not there."""
+    """Makes a forked child start its own thread once it opens something: the parent's does not exist there."""
     global _lock, _given, _thread, _mark
     _lock, _given, _thread, _mark = threading.Lock(), threading.Condition(), None, 0
 

@@ -1,4 +1,4 @@
-"""A live module as a restore finds it: its tensors by name, and which of them its own code loads."""
+"""The state of a live module at a restore: its tensors by name, and which of them its own code loads."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from remanent._tensors import PLAIN_TYPES
 from remanent._torch_modes import parameters_in_place
 
 _Module = torch.nn.Module
-# Segments that wrappers put into the names of the modules in them, and that their states may lack.
+# Segments that wrappers add to the names of their modules, which states may lack.
 _WRAPPERS = ("_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _EXTRA_STATE = "_extra_state"
 _AS_RUN_HAD_IT = "make the model as the run had it"
 
 
 class Described(NamedTuple):
-    """A tensor of a version, before any byte of it is read."""
+    """A tensor of a version, described before any of its bytes are read."""
 
     array: str
     shape: tuple[int, ...]
-    # None for a kind of elements that this torch lacks.
+    # None for an element type that this torch lacks.
     dtype: torch.dtype | None
 
 
 class LiveModule:
-    """A module's tensors by the names that its state has, and the parts of it that load values by their own code."""
+    """A module's tensors by their names in its state, and the parts of it that load values with their own code."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
         self.state: Mapping[str, Any] = module.state_dict()
-        #: The objects themselves: a state has views of them.
+        #: The objects themselves: a state contains views of them.
         self.objects: dict[str, torch.Tensor] = dict(
             [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)])
         own: list[str] = []
@@ -47,33 +47,33 @@ class LiveModule:
         for path, each in module.named_modules(remove_duplicate=False):
             prefix = f"{path}." if path else ""
             if not _loads_by_torch(each):
-                # With what its wrappers put into its name, and without.
+                # With the segments that wrappers add to its name, and without.
                 own += [prefix, without(prefix, _WRAPPERS[2:])]
             elif type(each)._load_from_state_dict is not _Module._load_from_state_dict or each._load_state_dict_pre_hooks:
                 self._special[prefix] = each
             if type(each).set_extra_state is not _Module.set_extra_state:
                 self._extra.add(prefix + _EXTRA_STATE)
         self._own = tuple(own)
-        #: Whether hooks may forgive names that are missing, or too many.
+        #: Whether hooks may tolerate missing or unexpected names.
         self.is_forgiving = bool(own) or any(each._load_state_dict_post_hooks for each in module.modules())
 
     def loads_itself(self, name: str) -> bool:
-        """Whether code that is not torch's decides what becomes of this value."""
+        """Returns whether code outside of torch determines how this value is loaded."""
         return name.startswith(self._own)
 
     def is_extra(self, name: str) -> bool:
-        """Whether the value is given to a module's `set_extra_state` as it is."""
+        """Returns whether the value is passed unchanged to a module's `set_extra_state`."""
         return name in self._extra
 
     def special(self, name: str) -> tuple[str, torch.nn.Module] | None:
-        """The module of torch's that loads this value by code of its own, as observers do; with its prefix."""
+        """Returns the torch module that loads this value with its own code, as observers do, with its prefix."""
         prefix = name[: name.rfind(".") + 1]
         module = self._special.get(prefix)
         return None if module is None else (prefix, module)
 
 
     def adopted(self, state: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str, Any]:
-        """A version's state by the model's names; its modules' versions, if it has them, by the model's paths."""
+        """Returns a version's state by the model's names, with its modules' versions, if any, by the model's paths."""
         if all(then == now for then, now in names.items()):
             return state
         made: OrderedDict[str, Any] = OrderedDict((names[name], value) for name, value in state.items())
@@ -93,7 +93,7 @@ def _is_of_torch(function: Callable[..., Any]) -> bool:
 
 
 def without(name: str, wrappers: tuple[str, ...], *, leading: bool = False) -> str:
-    """A name without the segments that wrappers put into it, everywhere or at its beginning alone."""
+    """Returns a name without the segments that wrappers add, anywhere or only at its beginning."""
     segments = name.split(".")
     if leading:
         while len(segments) > 1 and segments[0] in wrappers:
@@ -103,10 +103,10 @@ def without(name: str, wrappers: tuple[str, ...], *, leading: bool = False) -> s
 
 
 def renamed(live: LiveModule, saved: Mapping[str, Any]) -> dict[str, str]:
-    """For each name of a version's state the model's name: another one only where a wrapper makes the difference.
+    """Returns the model's name for each name of a version's state, which differs only because of wrappers.
 
-    A compiled model's names begin with `_orig_mod.`, those of a model in DataParallel with `module.`. All names must
-    be the same without these, or the version's names stay as they are.
+    A compiled model's names begin with `_orig_mod.`, those of a model in DataParallel with `module.`. All names must be
+    equal without these segments; otherwise the version's names are unchanged.
     """
     names = live.state.keys()
     if names != saved.keys():
@@ -126,18 +126,18 @@ _SIMPLIFICATIONS: tuple[Callable[[str], str], ...] = (
 
 
 def _versions_by_now(live: LiveModule, metadata: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The versions of a state's modules, by the paths that these have in the model."""
+    """Returns the versions of a state's modules, by the modules' paths in the model."""
     if all(then == now for then, now in names.items()):
         return dict(metadata)
     every = _SIMPLIFICATIONS[-1]
-    # Of a wrapper and the module in it the latter comes last.
+    # A wrapper and its module simplify to the same path; the module comes last.
     simple = {every(f"{path}."): each for path, each in sorted(metadata.items(), key=lambda item: len(item[0]))}
     paths = [path for path, _ in live.module.named_modules(remove_duplicate=False)]
     return {path: simple[every(f"{path}.")] for path in paths if every(f"{path}.") in simple}
 
 
 def described_in(value: Any) -> Iterator[Described]:
-    """The tensors in the outline of a state."""
+    """Yields the tensors in the outline of a state."""
     if isinstance(value, Described):
         yield value
     elif isinstance(value, (Mapping, list, tuple)):
@@ -146,14 +146,14 @@ def described_in(value: Any) -> Iterator[Described]:
 
 
 def refuse_misfit(part: str, live: LiveModule, saved: Mapping[str, Any], *, cast: bool, in_inference: bool) -> None:
-    """Refuses a state that torch would not load as it is: what torch refuses, it refuses halfway.
+    """Rejects a state that torch would not load as it is: torch itself rejects states after loading part of them.
 
     :param saved: the version's state by the model's names, with `Described` in place of tensors.
-    :param cast: whether elements may become those of the model.
+    :param cast: whether elements may be converted to the model's types.
     """
     _refuse_places(part, live, saved, in_inference)
     if not live.is_forgiving:
-        # Torch makes these counts where there are none.
+        # Torch creates these counts if they are missing.
         missing = [name for name in live.state.keys() - saved.keys() if not name.endswith("num_batches_tracked")]
         for names, where in ((missing, "the version"), (saved.keys() - live.state.keys(), "the model")):
             if names:
@@ -178,7 +178,7 @@ def refuse_misfit(part: str, live: LiveModule, saved: Mapping[str, Any], *, cast
 
 
 def _refuse_places(part: str, live: LiveModule, saved: Mapping[str, Any], in_inference: bool) -> None:
-    """Refuses tensors that have no memory to take a value."""
+    """Rejects tensors without memory for a value."""
     for name, tensor in live.objects.items():
         if name not in saved or live.is_extra(name) or is_lazy(tensor):
             continue
@@ -195,31 +195,31 @@ def _refuse_places(part: str, live: LiveModule, saved: Mapping[str, Any], in_inf
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no shape yet."""
+    """Returns whether a tensor has no shape yet."""
     has_none: Callable[[Any], bool] = torch.nn.parameter.is_lazy
     return has_none(tensor)
 
 
 class ModuleLoad:
-    """What a restore will do to one module, once it is known that it can.
+    """The load of a state into one module, prepared after checking that it will succeed.
 
     :param state: the version's state by the model's names, with the module's own tensors where bytes are read into
         them.
-    :param in_place: the names of those.
-    :raises InvalidError: if torch would refuse a value. Nothing changed.
+    :param in_place: the names of these tensors.
+    :raises InvalidError: torch would reject a value. Nothing changed.
     """
 
     def __init__(self, part: str, live: LiveModule, state: dict[str, Any], in_place: set[str],
                  metadata: Mapping[str, Any] | None) -> None:
         self._module = live.module
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        # Of the kind that torch's own are, which carries the modules' versions.
+        # Of the same type as torch's own states, which carries the modules' versions.
         self._state: OrderedDict[str, Any] = OrderedDict()
         for name, value in state.items():
             own = live.objects.get(name)
             if own is not None and not live.loads_itself(name) and not live.is_extra(name):
                 if name in in_place:
-                    # Torch finds that it is the same tensor, and copies nothing.
+                    # Torch detects that it is the same tensor and copies nothing.
                     value = own
                 elif (squeezed := _squeezed(own)) is not None and isinstance(value, torch.Tensor):
                     self._copies.append(_fitting(path_of(part, name), own, squeezed, value))
@@ -230,7 +230,7 @@ class ModuleLoad:
         _rehearse(part, live, self._state)
 
     def load(self) -> None:
-        """Puts the values in, after the bytes were read that go into the module's own tensors."""
+        """Loads the values, after bytes were read into the module's own tensors."""
         with torch.no_grad():
             for target, source in self._copies:
                 target.copy_(source)
@@ -239,7 +239,7 @@ class ModuleLoad:
 
 
 def _squeezed(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A view of an expanded tensor that has each place once; None if the tensor is not expanded."""
+    """Returns a view of an expanded tensor that contains each location once; None if the tensor is not expanded."""
     if is_lazy(tensor) or type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided or tensor.is_meta:
         return None
     expanded = [dim for dim, (length, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
@@ -254,7 +254,7 @@ def _squeezed(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def _fitting(name: str, own: torch.Tensor, squeezed: torch.Tensor,
              value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is written into an expanded tensor so that it has a value, if it can have that."""
+    """Returns what must be written into an expanded tensor to give it a value, if possible."""
     narrow = value
     for dim, length in enumerate(squeezed.shape):
         if length < own.shape[dim]:
@@ -267,7 +267,7 @@ def _fitting(name: str, own: torch.Tensor, squeezed: torch.Tensor,
 
 
 def _rehearse(part: str, live: LiveModule, state: Mapping[str, Any]) -> None:
-    """Has copies of torch's modules that resize what they load try values of other shapes."""
+    """Tests values of other shapes on copies of those torch modules that resize what they load."""
     tried: set[str] = set()
     for name, value in state.items():
         own = live.state.get(name)

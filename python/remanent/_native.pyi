@@ -69,9 +69,9 @@ _Page = int | str | bytes | PageInfo
 _BatchPage = _Page | NewPage
 _Range = _Page | tuple[_Page, int] | tuple[_Page, int, int | None]
 _At = int | str | SnapshotInfo
-# None, bool, int of 64 bits, float, str, bytes, and lists and dicts of these.
+# None, bool, 64-bit int, float, str, bytes, and lists and dicts of these.
 _Value = Any
-# Whatever has the buffer protocol, `__dlpack__` or `__cuda_array_interface__`.
+# Any object with the buffer protocol, `__dlpack__` or `__cuda_array_interface__`.
 _Bytes = Any
 
 class _Operation(TypedDict, total=False):
@@ -657,7 +657,7 @@ class ArrayLayout:
 @final
 class Block:
     arrays: tuple[ArrayLayout, ...]
-    # A buffer of uint8, or a tensor of torch's.
+    # A uint8 buffer or a torch tensor.
     data: Any
     nbytes: int
     captured: bool
@@ -668,7 +668,7 @@ class Block:
 
 @final
 class Extent:
-    # A tensor and a device of torch's.
+    # A torch tensor and its torch device.
     tensor: Any
     device: Any
     name: str

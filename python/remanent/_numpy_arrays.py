@@ -1,7 +1,7 @@
-"""NumPy's arrays as tensors, and back: of the same dtype, shape and memory order, and overlapping where they did.
+"""Conversion of NumPy arrays to tensors and back, preserving dtype, shape, memory order and overlaps.
 
-An array's own memory is stored, with its strides if there are no gaps in it. A copy is stored of an array with negative
-strides or of texts; it comes back in C order. Arrays come back writable.
+An array's own memory is stored, with its strides, if it has no gaps. An array with negative strides, or of texts, is
+stored as a copy and restored in C order. Restored arrays are writable.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from remanent._errors import RefusedError
 from remanent._values import numpy_dtype
 
-# Kinds of elements that torch has under the same names.
+# Element types that torch has under the same names.
 _OF_TORCH = ("bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
 _INTEGERS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "int64"}
 
@@ -23,13 +23,13 @@ class Arrays:
     """The arrays of one state."""
 
     def __init__(self) -> None:
-        # The memory of arrays that are stored as copies: where it begins and ends.
+        # The memory of arrays that are stored as copies, as start and end addresses.
         self._copied: dict[str, tuple[int, int]] = {}
 
     def taken(self, name: str, array: Any) -> tuple[torch.Tensor, list[Any]]:
-        """The array as a tensor, and what its tag has after its name.
+        """Returns the array as a tensor, and what its tag contains after its name.
 
-        :raises RefusedError: for an array that would not come back as it is.
+        :raises RefusedError: the array would not be restored as it is.
         """
         import numpy
 
@@ -51,15 +51,16 @@ class Arrays:
         return tensor, said
 
     def refuse_shared(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Refuses arrays that are stored as copies and share memory with another value, which would be lost.
+        """Rejects arrays that are stored as copies and share memory with another value, since the sharing would be
+        lost.
 
-        :param tensors: all of the state, those of arrays too.
+        :param tensors: all tensors of the state, including those of arrays.
         """
         if not self._copied:
             return
         others = [(*_extent(tensor), name) for name, tensor in tensors.items()
                   if name not in self._copied and _has_memory(tensor)]
-        # The ends that reach furthest among those before, of copied arrays and of all.
+        # The furthest ends so far, of copied arrays and of all.
         copied_end = any_end = (0, "")
         for start, end, name in sorted([*((*bounds, name) for name, bounds in self._copied.items()), *others]):
             reached, other = any_end if name in self._copied else copied_end
@@ -73,7 +74,7 @@ class Arrays:
 
 
 def _bounds(array: Any) -> tuple[int, int]:
-    """Where an array's memory begins and ends."""
+    """Returns the start and end address of an array's memory."""
     steps = [(length - 1) * step for length, step in zip(array.shape, array.strides, strict=True)]
     start = array.__array_interface__["data"][0]
     return (start + sum(step for step in steps if step < 0),
@@ -92,7 +93,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def made(tensor: torch.Tensor, name: str | None = None) -> Any:
-    """The array of a tensor, and of what `taken` said of it."""
+    """Returns the array for a tensor and the tag contents that `taken` returned."""
     if name is None:
         return tensor.numpy()
     dtype = numpy_dtype(name)
@@ -105,7 +106,7 @@ def made(tensor: torch.Tensor, name: str | None = None) -> Any:
 
 
 def _said(name: str, dtype: Any) -> list[Any]:
-    """A dtype that torch has no tensors of; nothing for others."""
+    """Returns the name of a dtype that torch has no tensors of; empty for others."""
     reason = None
     if dtype.type.__module__ == "ml_dtypes":
         return [dtype.name]
@@ -126,7 +127,7 @@ def _said(name: str, dtype: Any) -> list[Any]:
 
 
 def _as_numbers(array: Any) -> Any:
-    """A copy in C order; of texts, with their bytes in one more dimension."""
+    """Returns a copy in C order; for texts, with their bytes in an additional dimension."""
     import numpy
 
     copied = numpy.array(array, order="C", copy=True)
@@ -137,7 +138,7 @@ def _as_numbers(array: Any) -> Any:
 
 
 def _owner(array: Any) -> Any:
-    """The array that has the memory of this one, without gaps; None if there is none."""
+    """Returns the array that owns this one's memory without gaps, or None."""
     import numpy
 
     owner = array
@@ -148,7 +149,7 @@ def _owner(array: Any) -> Any:
 
 
 def _in_place(array: Any, owner: Any) -> torch.Tensor | None:
-    """A tensor of the array's memory, in a storage that is all of the owner's; None if it cannot be one."""
+    """Returns a tensor of the array's memory, in a storage that spans the owner; None if that is not possible."""
     import numpy
 
     kind = _kind(array.dtype)
@@ -165,7 +166,7 @@ def _in_place(array: Any, owner: Any) -> torch.Tensor | None:
 
 
 class _Writable:
-    """An array for torch, which warns of memory that cannot be written; nothing writes there."""
+    """Wraps an array so that torch does not warn of read-only memory; nothing writes to it."""
 
     def __init__(self, array: Any) -> None:
         self._array = array
@@ -174,7 +175,7 @@ class _Writable:
 
 
 def _kind(dtype: Any) -> torch.dtype:
-    """The elements of torch that have these bits."""
+    """Returns the torch element type with these bits."""
     if dtype.kind in "mM" or dtype.type.__module__ == "ml_dtypes":
         found: torch.dtype = getattr(torch, _INTEGERS[dtype.itemsize])
     else:

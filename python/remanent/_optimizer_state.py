@@ -1,4 +1,4 @@
-"""The state of an optimizer, put back as it was saved and, where that can be, into the tensors that it has."""
+"""The state of an optimizer, restored as it was saved and, where possible, into the tensors that it already has."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _AS_RUN_HAD_IT = "make the optimizer as the run had it"
 
 
 def loads_as_torch_does(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer takes each value of a state as it is: it has neither a load of its own nor a hook before
-    that, which may see what there is."""
+    """Returns whether an optimizer takes each value of a state unchanged: it has neither its own load nor a hook before
+    it that may inspect the current state."""
     return _has_load_of_torch(optimizer) and not getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None)
 
 
@@ -28,7 +28,7 @@ def _has_load_of_torch(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def in_order(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Its parameters, each once, as they are numbered in its state."""
+    """Returns its parameters, each once, in the order in which its state numbers them."""
     return list(dict.fromkeys(parameter for group in optimizer.param_groups for parameter in group["params"]))
 
 
@@ -37,12 +37,13 @@ _Pairs = list[tuple[dict[str, Any], _Group]]
 
 
 def refuse_other_groups(part: str, optimizer: torch.optim.Optimizer, saved: Sequence[_Group]) -> dict[int, torch.Tensor]:
-    """Refuses a version's groups if its parameters are not those of the optimizer; returns these by their numbers then.
+    """Rejects a version's groups if its parameters are not those of the optimizer. Returns the parameters by their
+    numbers in the version.
 
-    What an optimizer with a load or a hook of its own makes of other groups only that can tell; but it gets none of
-    which the parameters have the same names in another order, for it would not look at them.
+    Only an optimizer with its own load or hook knows how it treats other groups. It is not given groups whose
+    parameters have the same names in another order, since it would not check them.
 
-    :raises InvalidError: the parameters are others. Nothing changed.
+    :raises InvalidError: the parameters differ. Nothing changed.
     """
     if loads_as_torch_does(optimizer):
         return _numbers(_paired(part, optimizer.param_groups, saved))
@@ -56,14 +57,15 @@ def refuse_other_groups(part: str, optimizer: torch.optim.Optimizer, saved: Sequ
 
 
 def _names(groups: Sequence[_Group]) -> list[list[str]] | None:
-    """The names of parameters by group, if all have such and none has that of another."""
+    """Returns the names of parameters by group, if all have names and all names are distinct."""
     names = [list(group["param_names"]) for group in groups if group.get("param_names") is not None]
     every = [name for of_group in names for name in of_group]
     return names if len(names) == len(groups) and len(set(every)) == len(every) else None
 
 
 def _paired(part: str, groups: list[dict[str, Any]], saved: Sequence[_Group]) -> _Pairs:
-    """Each group with that of the version that has its parameters: by their names if both have them, else in order."""
+    """Pairs each group with the version's group of the same parameters: by their names if both have them, else in
+    order."""
     sizes, saved_sizes = ([len(group["params"]) for group in each] for each in (groups, saved))
     now, then = _names(groups), _names(saved)
     if now is not None and then is not None and now != then:
@@ -79,14 +81,14 @@ def _paired(part: str, groups: list[dict[str, Any]], saved: Sequence[_Group]) ->
 
 
 def _numbers(pairs: _Pairs) -> dict[int, torch.Tensor]:
-    """The optimizer's parameters, by the numbers that the version has for them."""
+    """Returns the optimizer's parameters by their numbers in the version."""
     found: dict[int, torch.Tensor] = {}
     for group, saved in pairs:
         names, saved_names = group.get("param_names"), saved.get("param_names")
         numbers = saved["params"]
         if names is not None and saved_names is not None and names != saved_names:
             by_name = dict(zip(saved_names, saved["params"], strict=True))
-            # Groups in which names repeat are paired in order, and so are their parameters.
+            # Groups with repeated names are paired in order, and so are their parameters.
             if by_name.keys() == set(names) and len(by_name) == len(names):
                 numbers = [by_name[name] for name in names]
         found.update(zip(numbers, group["params"], strict=True))
@@ -94,16 +96,16 @@ def _numbers(pairs: _Pairs) -> dict[int, torch.Tensor]:
 
 
 class OptimizerLoad:
-    """What a restore will do to one of torch's optimizers, once it is known that it can.
+    """The load of a state into a torch optimizer, prepared after checking that it will succeed.
 
-    `Optimizer.load_state_dict` casts a state to the kind of its parameter. This puts each value back as it was saved:
-    into the tensor that the optimizer has for it if that is of its kind, so that no memory is taken for another one and
-    a graph of CUDA finds the state where it was. Tensors of other shapes or kinds, and those that share memory with any
-    others, in the optimizer or in the version, are replaced. Hooks and `__setstate__` run as with `load_state_dict`. An
-    optimizer with a `load_state_dict` of its own has that called, and what it cast is put back as it was saved.
+    `Optimizer.load_state_dict` casts a state to the type of its parameter. This load restores each value as it was
+    saved: into the optimizer's existing tensor if that has the same type, so that no additional memory is needed and
+    CUDA graphs find the state in place. Tensors of other shapes or types, and those that share memory with others, in
+    the optimizer or in the version, are replaced. Hooks and `__setstate__` run as in `load_state_dict`. For an
+    optimizer with its own `load_state_dict`, that is called, and values that it cast are restored as they were saved.
 
-    :param cast: whether states become those of their parameters, as `Optimizer.load_state_dict` has it.
-    :raises InvalidError: the version's groups are others. Nothing changed.
+    :param cast: whether states are cast to the types of their parameters, as `Optimizer.load_state_dict` does.
+    :raises InvalidError: the version's groups differ. Nothing changed.
     """
 
     def __init__(self, part: str, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, cast: bool) -> None:
@@ -133,11 +135,11 @@ class OptimizerLoad:
         self._groups = [self._group(at, *pair, stays) for at, pair in enumerate(pairs)]
 
     def _in_place(self, state: Mapping[Any, Any], numbers: Mapping[int, torch.Tensor]) -> dict[Any, Any]:
-        """The version's state with the optimizer's own tensors in it, which are to get the values."""
+        """Returns the version's state with the optimizer's own tensors, which will receive the values."""
         own = list(numbers.values())
         live = dict(_tensors((number, self._optimizer.state.get(parameter)) for number, parameter in numbers.items()))
         loaded = dict(_tensors(state.items()))
-        # Those that are the optimizer's own get their values from the version's files.
+        # Tensors that are already the optimizer's own get their values from the version's files.
         pairs = {key: (live[key], tensor) for key, tensor in loaded.items()
                  if key in live and live[key] is not tensor and _is_alike(live[key], tensor)}
         taken = apart({key: pair[0] for key, pair in pairs.items()}, [*live.values(), *own])
@@ -149,7 +151,7 @@ class OptimizerLoad:
         return held
 
     def _placed(self, parameter: torch.Tensor, values: Any, group: _Group, number: int) -> Any:
-        """A parameter's state on the devices where its optimizer has it."""
+        """Returns a parameter's state on the devices on which its optimizer keeps it."""
         own = {id(target) for target, _ in self._copies}
         stays = not (group.get("capturable") or group.get("fused"))
 
@@ -168,7 +170,7 @@ class OptimizerLoad:
             lambda path, value: place(path, value) if isinstance(value, torch.Tensor) else value, values)
 
     def _options_that_stay(self, pairs: _Pairs) -> set[tuple[int, str]]:
-        """The tensors among the groups' options that can take the version's values where they are."""
+        """Returns the tensors among the groups' options into which the version's values can be copied."""
         live = {(at, name): value for at, (group, _) in enumerate(pairs) for name, value in group.items()
                 if isinstance(value, torch.Tensor) and _is_strided(value)}
         loaded = {(at, name): value for at, (_, saved) in enumerate(pairs) for name, value in saved.items()
@@ -182,7 +184,7 @@ class OptimizerLoad:
         return stays
 
     def _group(self, at: int, group: dict[str, Any], saved: _Group, stays: set[tuple[int, str]]) -> dict[str, Any]:
-        """A group with the version's options."""
+        """Returns a group with the version's options."""
         made = {}
         for name, value in saved.items():
             own = group.get(name)
@@ -198,7 +200,7 @@ class OptimizerLoad:
         return made
 
     def load(self) -> None:
-        """Puts the state in, after the bytes were read that go into the optimizer's own tensors."""
+        """Loads the state, after bytes were read into the optimizer's own tensors."""
         optimizer = self._optimizer
         if self._has_own_load:
             optimizer.load_state_dict(self._given)
@@ -213,11 +215,11 @@ class OptimizerLoad:
             hook(optimizer)
 
     def undo(self) -> None:
-        """Gives the optimizer the state and the groups that it had. Values that went into its tensors stay there."""
+        """Restores the optimizer's previous state and groups. Values copied into its tensors remain."""
         self._optimizer.__dict__.update(self._before)
 
     def _put_back_what_was_cast(self) -> None:
-        """Replaces tensors that a load of the optimizer's own gave to torch's, which cast them."""
+        """Replaces tensors that an optimizer's own load passed to torch's, which cast them."""
         ids = [number for group in self._given["param_groups"] for number in group["params"]]
         own = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         for number, parameter in zip(ids, own, strict=False):
@@ -228,7 +230,7 @@ class OptimizerLoad:
 
 
 def _uncast(saved: Any, now: Any) -> Any:
-    """A value with tensors as they were saved, where it has them as torch casts them."""
+    """Returns a value with tensors as they were saved, where it contains them as torch casts them."""
     if isinstance(saved, torch.Tensor) and isinstance(now, torch.Tensor):
         is_cast = saved.dtype != now.dtype and saved.shape == now.shape and torch.equal(
             saved.to(now.device, now.dtype), now)
@@ -248,7 +250,7 @@ _K = TypeVar("_K")
 
 
 def _tensors(states: Any) -> Iterator[tuple[_Key, torch.Tensor]]:
-    """The tensors of parameters' states: by the parameter's number, and the tensor's name."""
+    """Yields the tensors of parameters' states, by the parameter's number and the tensor's name."""
     for number, values in states:
         for name, value in values.items() if isinstance(values, dict) else ():
             if isinstance(value, torch.Tensor) and _is_strided(value):
@@ -263,7 +265,7 @@ def _is_strided(tensor: torch.Tensor) -> bool:
 
 
 def _is_alike(live: torch.Tensor, loaded: torch.Tensor) -> bool:
-    """Whether a tensor can hold another one's elements as that one would."""
+    """Returns whether a tensor can hold another tensor's elements unchanged."""
     parts = parts_module()
     if parts is not None and isinstance(live, parts.DTensor) | isinstance(loaded, parts.DTensor):
         if type(live) is not type(loaded):
@@ -272,7 +274,7 @@ def _is_alike(live: torch.Tensor, loaded: torch.Tensor) -> bool:
         if len({(each.device_mesh, each.placements, each.shape) for each in divided}) > 1:
             return False
         live, loaded = map(parts.local, divided)
-    # What is expanded has one place for several elements.
+    # An expanded tensor has one location for several elements.
     has_places = all(step for step, length in zip(live.stride(), live.shape, strict=True) if length > 1)
     is_there = not live.numel() or live.untyped_storage().nbytes() > 0
     return live.shape == loaded.shape and live.dtype == loaded.dtype and has_places and is_there and (
@@ -286,9 +288,9 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def apart(tensors: dict[_K, torch.Tensor], all_tensors: list[torch.Tensor]) -> set[_K]:
-    """Those of the tensors that share no memory with another one of all."""
+    """Returns the tensors that share no memory with any other of `all_tensors`."""
     shared: set[int] = set()
-    # The one that reaches furthest, of those that were looked at.
+    # The tensor so far that reaches furthest.
     last: tuple[torch.device, int] | None = None
     reaching = -1
     for device, start, end, number in sorted(map(_addresses, all_tensors, range(len(all_tensors))), key=_order):
@@ -301,7 +303,7 @@ def apart(tensors: dict[_K, torch.Tensor], all_tensors: list[torch.Tensor]) -> s
 
 
 def _addresses(tensor: torch.Tensor, number: int) -> tuple[torch.device, int, int, int]:
-    """The memory between a tensor's first and last element, and which one it is."""
+    """Returns the memory between a tensor's first and last element, and the tensor's number."""
     local = _local(tensor)
     if not local.numel() or not _is_strided(local):
         return local.device, 0, 0, number

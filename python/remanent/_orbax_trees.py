@@ -15,35 +15,35 @@ from remanent._errors import NoStateError
 
 __all__ = ["ArrayMetadata", "Version", "is_template", "structure_of"]
 
-# Stands for the structure of a version from before it was kept.
+# Stands for the structure of a version that does not contain it.
 _UNKNOWN = object()
-# Kinds of values that a template converts a number or a text to.
+# The types to which a template can convert a number or text.
 _SCALARS = (bool, int, float, str)
 
 
 @dataclasses.dataclass(frozen=True)
 class ArrayMetadata:
-    """Shape and dtype of an array of NumPy: as a template it loads one."""
+    """The shape and dtype of a NumPy array, which loads one when used as a template."""
 
     shape: tuple[int, ...]
     dtype: numpy.dtype[Any]
 
 
 def structure_of(tree: Any) -> Any:
-    """The structure of a tree as JSON; None stands for a leaf."""
+    """Returns the structure of a tree as JSON, with None for a leaf."""
     kind = type(tree)
     children = _children(tree)
     if children is None:
         return None
     if kind in (list, tuple):
         return [kind.__name__, [structure_of(child) for _, child in children]]
-    # Of another kind of node the names of its parts are kept, and no code.
+    # For other kinds of nodes, only the names of their parts are kept, and no code.
     return ["dict", [[_pages.flatten("", _name(key), lambda path, value: None), structure_of(child)]
                      for key, child in children]]
 
 
 def _children(tree: Any) -> list[tuple[Any, Any]] | None:
-    """The parts of a node with their keys; None for a leaf."""
+    """Returns the parts of a node with their keys; None for a leaf."""
     if tree is None:
         return None
     found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda each: each is not tree)[0]
@@ -53,7 +53,7 @@ def _children(tree: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _name(key: Any) -> Any:
-    """What names a part of a node: a key of a dict, an index, or a field."""
+    """Returns what names a part of a node: a dict key, an index or a field."""
     return next(getattr(key, field) for field in ("key", "idx", "name") if hasattr(key, field))
 
 
@@ -62,7 +62,7 @@ def _names(path: Any) -> tuple[str, ...]:
 
 
 def _built(structure: Any, leaves: Callable[[tuple[str, ...]], Any], at: tuple[str, ...] = ()) -> Any:
-    """The tree of a structure; `leaves` gives a leaf by the names on its way."""
+    """Builds the tree of a structure; `leaves` returns a leaf for the names that lead to it."""
     if structure is None:
         return leaves(at)
     kind, parts = structure
@@ -74,7 +74,7 @@ def _built(structure: Any, leaves: Callable[[tuple[str, ...]], Any], at: tuple[s
 
 
 def _leaf_names(structure: Any, at: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """The names on the way to each leaf, in the order of the leaves."""
+    """Returns the names that lead to each leaf, in the order of the leaves."""
     if structure is None:
         return [at]
     kind, parts = structure
@@ -86,34 +86,36 @@ def _leaf_names(structure: Any, at: tuple[str, ...] = ()) -> list[tuple[str, ...
 
 
 def is_template(tree: Any) -> bool:
-    """Whether each leaf says what to load: a value, an array, its shape and dtype, a type, or a placeholder."""
+    """Returns whether each leaf states what to load: a value, an array, its shape and dtype, a type, or a placeholder.
+    """
     return all(leaf is None or leaf is ... or isinstance(leaf, (type, *_SCALARS))
                or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
                for leaf in jax.tree_util.tree_leaves(tree, is_leaf=lambda each: each is None))
 
 
 class Version:
-    """A version of a tree in a store, and what it has of the leaves of templates."""
+    """A version of a tree in a store, from which the leaves of templates are loaded."""
 
     def __init__(self, view: _native.View) -> None:
         self._view = view
         self._held, self._where = trees.read_tree(view)
         tree = _pages.read_manifest(view).tree
-        # Versions from before the structure was kept have their leaves by path alone.
+        # Versions without a structure have their leaves only by path.
         (self._structure,) = tree.get("structure", [_UNKNOWN])
         names = [] if self._structure is _UNKNOWN else _leaf_names(self._structure)
-        # Two leaves whose names are equal as texts are found by their paths alone.
+        # Two leaves with equal names as text are only found by path.
         is_clear = len(set(names)) == len(names) == len(self._held)
         self._paths = dict(zip(names, self._held, strict=True)) if is_clear else {}
-        # Arrays of NumPy that are loaded, by path and dtype: leaves that were one array are one again.
+        # Loaded NumPy arrays by path and dtype: leaves that were the same array are the same again.
         self._loaded: dict[tuple[str, Any], Any] = {}
 
     def metadata(self) -> Any:
-        """The tree with shapes and dtypes in place of arrays, and plain values themselves: a template that loads it."""
+        """Returns the tree with shapes and dtypes in place of arrays, and plain values themselves: a template that
+        loads it."""
         return self.tree({path: self._abstract(path) for path in self._held})
 
     def tree(self, leaves: Mapping[str, Any]) -> Any:
-        """The tree of these leaves, by path: other kinds of nodes than dicts, lists and tuples are dicts."""
+        """Returns the tree of these leaves, given by path. Nodes other than dicts, lists and tuples become dicts."""
         if self._structure is _UNKNOWN:
             return dict(leaves)
         if not self._paths:
@@ -138,10 +140,10 @@ class Version:
         return abstract(shape, dtype) if tag[1] == "jax" else ArrayMetadata(tuple(shape), dtype)
 
     def load_as(self, template: Any, is_partial: bool) -> Any:
-        """The leaves of a template, as it asks for them, in its structure.
+        """Returns the leaves of a template as it requests them, in its structure.
 
-        :param is_partial: whether the version may have leaves that the template omits.
-        :raises NoStateError: the version lacks a leaf of the template, or cannot give it in this form.
+        :param is_partial: whether the template may omit leaves of the version.
+        :raises NoStateError: the version lacks a leaf of the template, or cannot provide it in the requested form.
         """
         leaves, structure = jax.tree_util.tree_flatten_with_path(template, is_leaf=lambda each: each is None)
         found = {jax.tree_util.keystr(path): self._path_of(path) for path, _ in leaves}
@@ -160,7 +162,7 @@ class Version:
         return exact if exact in self._held else self._paths.get(_names(path))
 
     def _leaf(self, path: Any, like: Any) -> Any:
-        """A leaf in the form that a template asks for."""
+        """Returns a leaf in the form that a template requests."""
         if like is ...:
             return like
         source = self._source(path)
@@ -213,7 +215,7 @@ class Version:
                                remedy="give the shape that `checkpointables_metadata` shows")
 
     def _elements(self, path: str, source: str, dtype: Any) -> Any:
-        """The elements of an array, or a number as an array, converted if another dtype is asked for."""
+        """Returns the elements of an array, or a number as an array, converted if another dtype is requested."""
         if source in self._where:
             key, array = self._where[source]
             elements = trees.read_elements(self._view, key, array)
@@ -227,7 +229,7 @@ class Version:
             raise NoStateError(f"{path}: elements of {elements.dtype} cannot be made {dtype}") from error
 
     def _scalar(self, path: str, source: str, kind: Any) -> Any:
-        """A number or a text, converted to a type of Python."""
+        """Returns a number or text, converted to a Python type."""
         value = self._as_saved(source)
         if isinstance(value, (jax.Array, numpy.ndarray, numpy.generic)) and not value.shape:
             value = value.item()

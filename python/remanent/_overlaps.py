@@ -1,8 +1,8 @@
-"""Tensors whose memory overlaps: which share elements, and how they are stored without the bytes that none uses.
+"""Tensors with overlapping memory: which of them share elements, and how they are stored without unused bytes.
 
-A page of tensors that overlap holds the memory from the first of their bytes to the last, if they use at least half of
-it. Else they are looked at by runs of adjacent elements: those that have no byte in common are stored apart, and those
-that have are packed, if each of them still has one stride for each dimension there.
+A page of overlapping tensors holds the memory from their first to their last byte if they use at least half of it.
+Otherwise they are divided into runs of adjacent elements: those without common bytes are stored in separate pages, and
+the others are packed if each of them still has a single stride per dimension.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import torch
 
 from remanent._native import Extent
 
-# Of sparser groups only the bytes in use are stored.
+# For sparser groups, only the bytes in use are stored.
 _USED_MIN = 0.5
 _ALIGN = 16
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 class Part(NamedTuple):
-    """Tensors of one page."""
+    """The tensors of one page."""
 
     extents: tuple[Extent, ...]
-    # For each tensor where it begins in the packed page, in bytes, and its strides there, in elements; None for a page
-    # that is their memory as it lies.
+    # For each tensor, its offset in the packed page, in bytes, and its strides there, in elements; None for a page that
+    # is their memory unchanged.
     places: dict[str, tuple[int, tuple[int, ...]]] | None
 
     def packed(self) -> torch.Tensor:
-        """The bytes of the packed page, which the current stream copies."""
+        """Returns the bytes of the packed page, copied on the current stream."""
         assert self.places is not None
         ends = [start + span(each.tensor.shape, stride) * each.tensor.itemsize
                 for each in self.extents for start, stride in (self.places[each.name],)]
@@ -47,12 +47,12 @@ class Part(NamedTuple):
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of the tensor as elements that torch can copy: it cannot copy all kinds."""
+    """Returns a view of the tensor with elements that torch can copy: it cannot copy all types."""
     return tensor.view(_BITS[tensor.itemsize])
 
 
 def squeezed(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of the tensor without the repetitions that `expand` made; the tensor itself if there are none."""
+    """Returns a view of the tensor without the repetitions of `expand`; the tensor itself if there are none."""
     for dim, (length, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if step == 0 and length > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -60,18 +60,18 @@ def squeezed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def expanded_stride(tensor: torch.Tensor, stride: Sequence[int]) -> tuple[int, ...]:
-    """Strides of `squeezed(tensor)`, with zeros for what `expand` repeated."""
+    """Returns strides of `squeezed(tensor)`, with zeros for dimensions that `expand` repeated."""
     return tuple(0 if own == 0 and length > 1 else step
                  for length, own, step in zip(tensor.shape, tensor.stride(), stride, strict=True))
 
 
 def span(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements from the first one to the end of the last one."""
+    """Returns the number of elements from the first one to the end of the last one."""
     return 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
 
 
 def together_or_apart(group: tuple[Extent, ...]) -> list[Part]:
-    """The pages of tensors that overlap."""
+    """Returns the pages of tensors that overlap."""
     used = sum(squeezed(each.tensor).nbytes for each in group)
     if used >= _USED_MIN * (max(each.end for each in group) - group[0].start):
         return [Part(group, None)]
@@ -80,7 +80,7 @@ def together_or_apart(group: tuple[Extent, ...]) -> list[Part]:
 
 
 class _Runs:
-    """The bytes of a tensor, as runs of one length."""
+    """The bytes of a tensor, as runs of equal length."""
 
     def __init__(self, extent: Extent) -> None:
         self.extent = extent
@@ -89,7 +89,8 @@ class _Runs:
         dims = sorted((step, dim) for dim, (length, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
                       if length > 1)
         self.length = width
-        #: The other dimensions, with their lengths and their steps in bytes, the last one the shortest.
+        #: The other dimensions, with their lengths and their steps in bytes, ordered from the longest step to the
+        #: shortest.
         self.outer: list[tuple[int, int, int]] = []
         for step, dim in dims:
             if not self.outer and step * width == self.length:
@@ -99,19 +100,19 @@ class _Runs:
         starts = torch.tensor([extent.start], device="cpu")
         for _, count, step in self.outer:
             starts = (starts[:, None] + torch.arange(count, device="cpu") * step).reshape(-1)
-        #: Where the runs begin, in the storage, in the order of the outer dimensions.
+        #: The starts of the runs in the storage, in the order of the outer dimensions.
         self.starts = starts
 
 
 def _components(runs: list[_Runs]) -> Iterator[list[int]]:
-    """Which tensors share bytes, directly or over others."""
+    """Yields groups of tensors that share bytes, directly or through others."""
     starts = torch.cat([each.starts for each in runs])
     ends = torch.cat([each.starts + each.length for each in runs])
     owners = torch.cat([torch.full_like(each.starts, at) for at, each in enumerate(runs)])
     order = starts.argsort(stable=True)
     starts, owners = starts[order], owners[order]
     reached = ends[order].cummax(0).values
-    # Runs of one segment, which no byte is between.
+    # Runs without a gap between them belong to the same segment.
     begins = (starts[1:] >= reached[:-1]).long()
     segment = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), begins.cumsum(0)])
     found = list(range(len(runs)))
@@ -121,7 +122,7 @@ def _components(runs: list[_Runs]) -> Iterator[list[int]]:
             found[at] = at = found[found[at]]
         return at
 
-    # Neighbors in a segment are in one component.
+    # Neighbors in a segment belong to the same component.
     pairs = torch.stack([owners[:-1], owners[1:]], 1)[segment[1:] == segment[:-1]]
     for left, right in sorted(set(map(tuple, pairs.tolist()))):
         found[root(left)] = root(right)
@@ -132,14 +133,14 @@ def _components(runs: list[_Runs]) -> Iterator[list[int]]:
 
 
 def _part(runs: list[_Runs]) -> Part:
-    """The page of tensors that share bytes: packed if it can be."""
+    """Returns the page of tensors that share bytes, packed if possible."""
     extents = tuple(each.extent for each in runs)
     if len(runs) == 1:
         return Part(extents, None)
     starts, order = torch.cat([each.starts for each in runs]).sort(stable=True)
     ends = torch.cat([each.starts + each.length for each in runs])[order]
     reached = ends.cummax(0).values
-    # Of each segment that is in use, where it lies, and where in the packed page.
+    # For each segment in use, its location in memory and in the packed page.
     is_first = torch.cat([torch.ones(1, dtype=torch.bool, device="cpu"), starts[1:] > reached[:-1]])
     begins = starts[is_first]
     last = torch.cat([is_first[1:], torch.ones(1, dtype=torch.bool, device="cpu")])
@@ -156,12 +157,12 @@ def _part(runs: list[_Runs]) -> Part:
 
 
 def _is_ragged(runs: list[_Runs]) -> bool:
-    """Whether tensors of several widths of elements share memory."""
+    """Returns whether tensors with several element widths share memory."""
     return len({each.extent.tensor.itemsize for each in runs}) > 1
 
 
 def _place(runs: _Runs, starts: torch.Tensor) -> tuple[int, tuple[int, ...]] | None:
-    """Where a tensor begins and its strides, if its runs begin there; None if it would have no strides."""
+    """Returns the offset and strides of a tensor whose runs start at these places; None if it would have no strides."""
     width = runs.extent.tensor.itemsize
     grid = starts.reshape([count for _, count, _ in runs.outer])
     steps: dict[int, int] = {}

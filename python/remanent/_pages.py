@@ -1,10 +1,10 @@
-"""Arrays of bytes with names, as pages of a store; and a tree of plain values beside them.
+"""Named arrays of bytes as pages of a store, with a tree of plain values.
 
-A *block* is one page: the bytes of one array, or of several that share memory. One more page, the manifest, holds
-JSON: which arrays lie in which page, and how; and a tree of plain values, in which arrays stand by their names.
-Nothing is pickled. A page that holds one whole array also has `name`, `dtype` and `shape` in its metadata, as the
-pages that `remanent import` makes, so that `remanent diff`, `blame` and `bisect` know its elements. If all pages are
-of that kind and there is no tree, a header as in a safetensors file lies beside them: `remanent export` gives the file.
+A *block* is one page: the bytes of one array, or of several that share memory. A further page, the manifest, contains
+JSON: which arrays are in which page, and how; and a tree of plain values, in which names stand for arrays. Nothing is
+pickled. A page with one whole array also has `name`, `dtype` and `shape` in its metadata, like the pages that `remanent
+import` creates, so that `remanent diff`, `blame` and `bisect` know its elements. If all pages are of that kind and
+there is no tree, the header of a safetensors file is stored with them: `remanent export` writes the file.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ MANIFEST_KEY = "remanent tensors"
 HEADER_KEY = "safetensors header"
 _RESERVED = (MANIFEST_KEY, HEADER_KEY)
 _KEY_LEN_MAX = 64
-# Two numbers of four bits as one element, and those numbers one by one.
+# An element of two 4-bit numbers, and such a number by itself.
 _PAIRS, _NUMBERS = "F4_X2", "F4"
-# Elements that a file of weights cannot have.
+# Element types that a weight file cannot contain.
 _OF_NO_FILE = ("C32", "C128", _PAIRS)
-# Bytes of one batch, where a save may take several; a longer page has one of its own.
+# The bytes of a batch if a save takes several; a longer page gets its own batch.
 _BATCH_BYTES = 64 << 20
-# Of captured blocks a batch has this many times as much, for mostly little of them changed. All of it would be fewer
-# bytes than a batch may have.
+# A batch takes this many times as many captured bytes, since usually little of them changed. If all of it changed, it
+# would still be within the limit of a batch.
 _CAPTURED_PARTS = 6
-# Each block counts as this many of a batch's bytes at least. A short page on disk is not written by itself: until the
-# next snapshot it waits in memory, for which the budget has room for some batches at a time.
+# The smallest size that a block counts as in a batch. A short page on disk is not written by itself: it is held in
+# memory until the next snapshot, for which the budget has room for a few batches at a time.
 _COST_MIN = 20 << 10
 
 
 class Plan(Protocol):
-    """What adapts one library's arrays: see `flatten`."""
+    """Converts one library's arrays: see `flatten`."""
 
     def __call__(self, path: str, value: object) -> object | None:
-        """A value of JSON that stands for this one, if it is the library's."""
+        """Returns the JSON value that stands for this value if it belongs to the library, else None."""
 
 
 class Captures(Protocol):
-    """What captures blocks where they lie: see `_copies`."""
+    """Captures blocks in place: see `_copies`."""
 
     def capture(self, batch: _native.Batch, key: str, block: Block, width: int) -> None: ...
 
@@ -66,17 +66,17 @@ class Captures(Protocol):
     def end(self) -> None: ...
 
 
-# A page on disk that is to hold the bytes of a block, by its key.
+# The key of a page on disk, and the block with its new bytes.
 Update = tuple[str, Block]
 # The arrays of a page.
 Arrays = tuple[ArrayLayout, ...]
 
 
 def update(batch: _native.Batch, updates: Iterable[Update], logged_max: int | None = None) -> bool:
-    """Puts updates into a batch; returns whether anything changed. Each reads its page.
+    """Adds updates to a batch. Returns whether anything changed. Each update reads its page.
 
-    :param logged_max: how many bytes of memory the changed elements of all pages may take until the next snapshot. A
-        page whose changes would take more is written whole. None is the default of `Batch.update`.
+    :param logged_max: the bytes of memory that the changed elements of all pages may take until the next snapshot. A
+        page whose changes would take more is written whole. None uses the default of `Batch.update`.
     """
     changed = False
     for key, block in updates:
@@ -87,7 +87,7 @@ def update(batch: _native.Batch, updates: Iterable[Update], logged_max: int | No
 
 @dataclass
 class Manifest:
-    """What a store holds: arrays by page, and the tree."""
+    """The contents of a store: arrays by page, and the tree."""
 
     pages: dict[str, Arrays]
     tree: Any = None
@@ -95,7 +95,7 @@ class Manifest:
 
 
 class LastManifest:
-    """The manifest that was put last, for the next time that it is read: most of it will be put again."""
+    """The last manifest that was written, kept for the next read: most of it will be written again."""
 
     def __init__(self) -> None:
         self._text: bytes | None = None
@@ -104,7 +104,7 @@ class LastManifest:
         self._listed = ""
 
     def pages(self, reader: _native.Reader) -> dict[str, Arrays]:
-        """The arrays that the store holds, by page."""
+        """Returns the arrays in the store, by page."""
         text = reader[MANIFEST_KEY] if MANIFEST_KEY in reader else None
         if text is None or text != self._text:
             self._text, self._pages, self._listed = None, {}, ""
@@ -113,7 +113,7 @@ class LastManifest:
         return self._pages
 
     def put(self, pages: dict[str, Arrays], tree: str, metadata: Mapping[str, str] | None) -> bytes:
-        """The text of a manifest of these pages and this tree."""
+        """Returns the text of a manifest with these pages and this tree."""
         if not self._listed or pages != self._pages or list(pages) != list(self._pages):
             listed = {key: [array.listed() for array in arrays] for key, arrays in pages.items()}
             self._listed = json.dumps(listed, separators=(",", ":"))
@@ -124,7 +124,7 @@ class LastManifest:
 
 
 def key_of(name: str, taken: Callable[[str], bool]) -> str:
-    """The key of an array's page: its name where that can be one, else its beginning and a hash."""
+    """Returns the key of an array's page: its name if possible, else the beginning of the name and a hash."""
     if name and len(name.encode()) <= _KEY_LEN_MAX and name not in _RESERVED and not taken(name):
         return name
     for number in range(1 << 20):
@@ -136,7 +136,7 @@ def key_of(name: str, taken: Callable[[str], bool]) -> str:
 
 
 def read_manifest(reader: _native.Reader) -> Manifest:
-    """What the store holds. Of a store that `remanent import` filled, its tensors."""
+    """Returns the contents of a store. For a store that `remanent import` filled, these are its tensors."""
     if MANIFEST_KEY in reader:
         try:
             held = json.loads(reader[MANIFEST_KEY])
@@ -159,7 +159,7 @@ def read_manifest(reader: _native.Reader) -> Manifest:
 
 
 def _metadata_of(reader: _native.Reader) -> dict[str, str] | None:
-    """The metadata of a safetensors file that was imported."""
+    """Returns the metadata of an imported safetensors file."""
     if HEADER_KEY not in reader:
         return None
     try:
@@ -171,14 +171,14 @@ def _metadata_of(reader: _native.Reader) -> dict[str, str] | None:
 
 
 def _of_file(array: ArrayLayout) -> tuple[str, list[int]]:
-    """The dtype and the shape that a file of weights gives to an array: it counts numbers, where two are an element."""
+    """Returns the dtype and shape of an array in a weight file, which counts numbers even if two form an element."""
     if array.dtype != _PAIRS or not array.shape:
         return array.dtype, list(array.shape)
     return _NUMBERS, [*array.shape[:-1], 2 * array.shape[-1]]
 
 
 def _of_metadata(said: Mapping[str, Any]) -> ArrayLayout:
-    """The array of a page that has its name, dtype and shape, as a file of weights gives them."""
+    """Returns the array of a page with name, dtype and shape as in a weight file."""
     *outer, last = said["shape"] or [1]
     if said["dtype"] == _NUMBERS and last % 2 == 0:
         return ArrayLayout(said["name"], _PAIRS, [*outer, last // 2])
@@ -186,7 +186,7 @@ def _of_metadata(said: Mapping[str, Any]) -> ArrayLayout:
 
 
 def _header(pages: Mapping[str, Arrays], sizes: Mapping[str, int], metadata: Mapping[str, str] | None) -> bytes | None:
-    """The header of a safetensors file with these arrays; None if it could not hold them."""
+    """Returns the header of a safetensors file with these arrays; None if it could not contain them."""
     entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     offset = 0
     for key, arrays in pages.items():
@@ -205,23 +205,24 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | Non
         place: str = "disk", logged_max: int | None = None, captures: Captures | None = None,
         flush: Callable[[list[Update]], _native.Batch] | None = None,
         last: LastManifest | None = None, metadata: Mapping[str, str] | None = None) -> tuple[_native.Batch, bool]:
-    """Makes the store hold these arrays and this tree, and no others of before; what did not change is not logged.
+    """Changes the store to contain exactly these arrays and this tree. Unchanged data is not logged.
 
-    The caller is the store's only writer meanwhile. Blocks are taken one by one, so that a caller may copy each from
-    a GPU only when it is wanted; their bytes are read when the batch is committed, and stay as they are until then.
+    The caller must be the store's only writer meanwhile. Blocks are taken one at a time, so that a caller can copy each
+    from a GPU when it is needed; their bytes are read at the commit of the batch and must not change before then.
 
-    On disk, pages take no memory beside their blocks. Of a page of which little changed the changed elements are logged,
-    and wait in memory for the next snapshot, up to `logged_max` bytes for all pages; any other changed page is written
-    whole. In memory they are compared where they lie, and only what changed is logged. Of blocks that are captured the commit finds what changed, and they count as changed here.
-    New ones on disk are begun: they are captured in the batch after the next flush.
+    Pages on disk take no memory in addition to their blocks. If little of a page changed, its changed elements are
+    logged and held in memory until the next snapshot, up to `logged_max` bytes for all pages; any other changed page is
+    written whole. Pages in memory are compared in place, and only changes are logged. For captured blocks, the commit
+    finds the changes, and they count as changed here. New captured blocks on disk are begun: they are captured in the
+    batch after the next flush.
 
-    `flush` does the updates that it is given in the batch, commits it, now or later, and gives a new one: then no more
-    than some megabytes of blocks are held at a time, and the store is in between two versions until the last batch.
-    None in place of a block asks for that. Returns the last batch, and whether anything in it changed.
+    `flush` adds the given updates to the batch, commits it, now or later, and returns a new one. With it, only some
+    megabytes of blocks are held at a time, and the store is between two versions until the last batch. None in place of
+    a block requests a flush. Returns the last batch, and whether anything in it changed.
 
-    :param tree: as JSON.
-    :param last: of the call before, and for the next one.
-    :param metadata: text by name, which is kept with the arrays.
+    :param tree: the tree, as JSON.
+    :param last: the manifest of the previous call, which is updated for the next one.
+    :param metadata: text by name that is kept with the arrays.
     """
     last = last or LastManifest()
     old = last.pages(store)
@@ -231,7 +232,7 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | Non
     sizes: dict[str, int] = {}
     changed = False
     updates: list[Update] = []
-    # Bytes of the blocks in the batch.
+    # The bytes of the blocks in the batch.
     held = 0
 
     def taken(key: str) -> bool:
@@ -251,7 +252,7 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | Non
         key = key_by_name.get(first.name)
         if key is None or key in new:
             key = key_of(first.name, taken)
-        # Those of before, if they are the same: nothing is kept that is there already.
+        # The previous objects if they are equal, so that none are kept twice.
         before = old.get(key)
         new[key] = before if before is not None and before == block.arrays else block.arrays
         sizes[key] = block.nbytes
@@ -264,7 +265,7 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | Non
         is_captured = captures is not None and block.captured
         if key not in old:
             content = block.data if block.nbytes else 0
-            # In both ways its bytes go to a file of their own: from a GPU's memory they would go to the log.
+            # In both cases its bytes go to a separate file: from GPU memory they would go to the log.
             if captures is not None and is_captured and place == "disk":
                 content = block.nbytes
                 captures.begin(key, block, width)
@@ -293,7 +294,7 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | Non
             captures.begin(key, block, width)
             changed = True
         elif place == "host" and not is_captured and info.length == block.nbytes and block.nbytes:
-            # The lease ends before the commit, which would have to copy the page for it.
+            # The lease ends before the commit, which would otherwise have to copy the page.
             with store.lease(key, "uint8", [block.nbytes]) as held_there:
                 changed |= batch.write_changes(key, held_there, block.data, width=width) > 0
         elif info.length != block.nbytes or block.nbytes:
@@ -313,16 +314,16 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | Non
 def save(directory: str | os.PathLike[str], blocks: Iterable[Block], tree: str = "null", *, note: str | None,
          name: str | None, durable: bool, kept: KeptVersions = KeptVersions(KEEP_DEFAULT),
          metadata: Mapping[str, str] | None = None) -> int:
-    """Makes these arrays and this tree the newest version in `directory`, as `put` does; returns its Lsn.
+    """Saves these arrays and this tree as the newest version in `directory`, like `put`. Returns its Lsn.
 
-    Then removes the versions that are not kept.
+    Afterwards, versions that are not kept are removed.
     """
     segments = log_files(directory)
     with open_store(directory) as store:
         if name is not None and any(info.name == name for info in store.snapshots()):
             raise TakenError(f"name: another version is named {name!r}", remedy="give the name up with `prune` first",
                              path=str(directory), name=name)
-        # Half of the memory is left to short pages, which count for nothing here.
+        # Half of the memory is left to short pages, which do not count here.
         logged_max = max(0, PENDING_BYTES // 2 - store.stats()["pending_bytes"])
         batch, changed = put(store, store.batch(note=note), blocks, tree, logged_max=logged_max,
                              metadata=metadata)
@@ -335,14 +336,14 @@ def save(directory: str | os.PathLike[str], blocks: Iterable[Block], tree: str =
         if name is not None:
             keep_named(store, name)
         elif store.stats()["pending_bytes"] > PENDING_BYTES // 4:
-            # The next open would have to replay all of it.
+            # The next open would otherwise have to replay all of it.
             store.snapshot(exact=True)
         kept.apply(store, segments)
         return lsn
 
 
 def _width_of(block: Block) -> int:
-    """Bytes of an element of its first array, by which it is compared with its page."""
+    """Returns the bytes per element of the first array, by which the block is compared with its page."""
     return min(16, _native.dtype(block.arrays[0].dtype)[2])
 
 
@@ -364,27 +365,27 @@ def _put_page(store: _native.Store, batch: _native.Batch, key: str, content: byt
     return True
 
 
-# The tree: plain values as JSON, with one key of its own for what JSON does not tell apart.
+# The tree: plain values as JSON, with a reserved key for what JSON cannot distinguish.
 TAG = _values.TAG
 
 
 class Leaves(NamedTuple):
-    """Values that `flatten` takes as they are: of these types, and of none that is made of them."""
+    """Values that `flatten` keeps as they are: those of exactly these types."""
 
     kinds: frozenset[type]
-    # What stands for one is this and its name: its path, without the slash at the beginning.
+    # The tag that, with the name, stands for such a value; the name is its path without the leading slash.
     tag: str
     into: dict[str, Any]
-    # An attribute; a value of which it is true goes to `adapt`.
+    # An attribute; a value for which it is true is passed to `adapt`.
     unless: str | None = None
 
 
 def flatten(path: str, value: object, adapt: Plan, leaves: Leaves | None = None) -> Any:
-    """A value as JSON that `unflatten` turns back. `adapt` takes what is an array or a library's own.
+    """Converts a value to JSON that `unflatten` converts back. `adapt` converts arrays and objects of other libraries.
 
-    No two places of the value have the same path. A path ends in the key of a dict as it is if that is a name, with
-    `~0` for `~` and `~1` for `/`; in decimal if it is an integer, or a place in a list; and in `~:` and the key's JSON
-    if it is anything else, or a name that looks like an integer among keys that are not all names.
+    No two places of the value have the same path. A path ends in the key of a dict: unchanged if it is a name, with
+    `~0` for `~` and `~1` for `/`; in decimal if it is an integer, or an index of a list; and as `~:` followed by the
+    key's JSON if it is anything else, or a name that looks like an integer among keys that are not all names.
 
     >>> from remanent._pages import flatten, unflatten
     >>> value = {"lr": 0.1, 3: (1, None), "big": 1 << 70, "raw": b"x", "$": [True]}
@@ -398,25 +399,25 @@ def flatten(path: str, value: object, adapt: Plan, leaves: Leaves | None = None)
 
 
 def unflatten(held: Any, adapt: Callable[[list[Any]], Any] = _values.unknown) -> Any:
-    """The value of which `flatten` made this JSON, all of it. `adapt` takes the tags that `flatten`'s made.
+    """Converts JSON of `flatten` back to its value. `adapt` converts the tags that the `adapt` of `flatten` created.
 
-    :raises NoStateError: for a value of a class that the program has not imported, or has otherwise than then.
+    :raises NoStateError: a value is of a class that the program has not imported, or that has changed since.
     """
     return _values.Decoder(adapt).value(held)
 
 
 def segment(name: str) -> str:
-    """A name as it is in the paths of `flatten`, if all keys beside it are names."""
+    """Returns a name as it appears in paths of `flatten`, if all sibling keys are names."""
     return _native.segment(name)
 
 
 def path_of(*names: str) -> str:
-    """The path of `flatten` for a value in dicts whose keys are all names, by its keys."""
+    """Returns the path of `flatten` for a value in nested dicts whose keys are all names."""
     return "/".join(map(segment, names))
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of an array whose elements lie row by row, in elements."""
+    """Returns the strides of an array in row-major order, in elements."""
     strides = [1] * len(shape)
     for at in range(len(shape) - 1, 0, -1):
         strides[at - 1] = strides[at] * max(1, shape[at])

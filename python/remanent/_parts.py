@@ -1,4 +1,4 @@
-"""DTensors: what a rank holds of one, and the tensor made of it again, for whichever ranks there are now."""
+"""DTensors: the part that a rank holds, and restoring the tensor for the current ranks."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _PLACEMENTS: dict[str, Callable[..., Placement]] = {
 
 
 class _Layout(NamedTuple):
-    """How a DTensor is divided."""
+    """The layout of a DTensor."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
 
 
 class _Part(NamedTuple):
-    """A part of a DTensor as a rank saved it: in which page, and where in the whole it begins."""
+    """A part of a DTensor as a rank saved it: its page, and its offset in the whole."""
 
     rank: int
     key: str
@@ -50,29 +50,29 @@ class _Part(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """All parts of a DTensor, and in how many ways ranks say that it is divided."""
+    """All parts of a DTensor, and the layouts that ranks recorded for it."""
 
     parts: list[_Part]
     divisions: set[str]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor: all of it, if it is no DTensor. To be called without gradients."""
+    """Returns what this rank holds of a tensor: all of it if it is not a DTensor. Call it without gradients."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def with_local(tensor: DTensor, part: torch.Tensor) -> DTensor:
-    """A tensor that is divided as this one is, and of which this rank holds another part, wherever that lies."""
+    """Returns a tensor with the same layout of which this rank holds another part, on any device."""
     return DTensor(part, tensor._spec, requires_grad=False)
 
 
 def own_rank() -> int:
-    """This process's rank, as meshes have it."""
+    """Returns this process's rank, as meshes number it."""
     return dist.get_rank()
 
 
 def described(name: str, tensor: DTensor, rank: int) -> dict[str, Any]:
-    """How the whole is divided, and where in it the part of this rank begins, as JSON."""
+    """Describes the layout of the whole, and the offset of this rank's part in it, as JSON."""
     layout = _Layout(tensor.device_mesh, tensor.placements)
     return {"shape": list(tensor.shape), "stride": list(tensor.stride()),
             **_described(name, tensor.shape, layout, rank)}
@@ -90,8 +90,8 @@ def _division(name: str, layout: _Layout) -> dict[str, Any]:
 
 
 def _box(shape: torch.Size, layout: _Layout, rank: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """Shape and beginning of a rank's part; a rank that the mesh has not has an empty one, which begins nowhere."""
-    # A mesh's own coordinate may be that of an earlier rank of this process: torch keeps meshes for those alike.
+    """Returns the shape and offset of a rank's part. A rank outside the mesh has an empty part without an offset."""
+    # A mesh's own coordinate may be that of an earlier rank of this process: torch reuses equal meshes.
     [*found] = torch.argwhere(layout.mesh.mesh == rank).tolist()
     if not found:
         return (0,) if shape else (), None
@@ -100,9 +100,9 @@ def _box(shape: torch.Size, layout: _Layout, rank: int) -> tuple[tuple[int, ...]
 
 
 def _has_boxes(division: Mapping[str, Any]) -> bool:
-    """Whether each part of a whole that is so divided is one box of it.
+    """Returns whether each part of a whole with this layout is a single box.
 
-    A strided shard is one that is divided further by those that follow: without these its parts are in pieces.
+    A strided shard is divided further by the placements that follow: without these its parts are in pieces.
     """
     placements = division["placements"]
     for at, (kind, *given) in enumerate(placements):
@@ -126,7 +126,7 @@ def _placement(name: str, placement: Placement) -> list[Any]:
 
 
 def _key(mesh: DeviceMesh) -> str:
-    """A mesh by its kind of device, its shape with its dimensions' names, and a hash of its ranks."""
+    """Returns a key for a mesh: its device type, its shape with dimension names, and a hash of its ranks."""
     names = mesh.mesh_dim_names or [""] * mesh.ndim
     shape = ", ".join(f"{name}={size}" if name else str(size) for name, size in zip(names, mesh.shape, strict=True))
     ranks = repr(mesh.mesh.tolist()).encode()
@@ -134,9 +134,9 @@ def _key(mesh: DeviceMesh) -> str:
 
 
 class Layouts:
-    """How the tensors of a run are divided now.
+    """The current layouts of a run's tensors.
 
-    :param run: the parts of the run, by name, as they are.
+    :param run: the parts of the run, by name.
     """
 
     def __init__(self, run: Mapping[str, Any]) -> None:
@@ -159,7 +159,7 @@ class Layouts:
     def of(self, name: str, shape: torch.Size, said: Any) -> _Layout:
         if name in self._by_name:
             return self._by_name[name]
-        # An optimizer that has made no step has no state yet: it will be divided as the parameters are.
+        # An optimizer that has made no step has no state yet: it will have the layout of the parameters.
         found = re.fullmatch(r"([^/]+)/state/(\d+)/.*", name)
         if found and int(found[2]) < len(self._parameters.get(found[1], ())):
             parameter = self._parameters[found[1]][int(found[2])]
@@ -173,20 +173,20 @@ class Layouts:
 
 
 class Wholes:
-    """The DTensors of a version, divided as the run's are now."""
+    """The DTensors of a version, in the current layout of the run."""
 
     def __init__(self, views: Views, layouts: Layouts) -> None:
         self._views, self._layouts = views, layouts
 
     def is_own(self, name: str, said: Any) -> bool:
-        """Whether the part that this rank saved is the one that it has of the tensor now."""
+        """Returns whether the part that this rank saved is the one that it currently holds of the tensor."""
         shape = torch.Size(said["shape"])
-        # But for the whole's shape, as `described` says it.
+        # All of `described` except the shape and strides of the whole.
         now = _described(name, shape, self._layouts.of(name, shape, said), own_rank())
         return self._views.number is not None and all(said[key] == value for key, value in now.items())
 
     def whole(self, name: str, part: torch.Tensor, said: Any) -> DTensor:
-        """The tensor of which a version has this part for this rank. Its bytes stay where they are."""
+        """Returns the tensor of which this is the rank's part in a version. The bytes stay in place."""
         shape = torch.Size(said["shape"])
         layout = self._layouts.of(name, shape, said)
         if not self.is_own(name, said):
@@ -195,7 +195,7 @@ class Wholes:
         return DTensor(part, DTensorSpec(layout.mesh, layout.placements, tensor_meta=meta), requires_grad=False)
 
     def _joined(self, name: str, shape: torch.Size, layout: _Layout, dtype: torch.dtype) -> torch.Tensor:
-        """This rank's part, put together of what other ranks saved."""
+        """Returns this rank's part, assembled from what other ranks saved."""
         own_shape, own_offset = _box(shape, layout, own_rank())
         joined = torch.zeros(own_shape, dtype=dtype, device="cpu")
         if own_offset is None:
@@ -209,7 +209,7 @@ class Wholes:
                 raise NoStateError(f"{name}: its parts are in pieces, with placements of {division['placements']}",
                                    remedy="restore with the layout that it was saved with")
         missing = joined.numel()
-        # Parts are alike or apart: ranks that hold copies hold the same part.
+        # Parts are equal or disjoint: ranks with copies hold the same part.
         seen = set()
         for part in saved.parts if missing else ():
             box = part.offset, part.array.shape
@@ -230,7 +230,7 @@ class Wholes:
 
     @functools.cached_property
     def _parts(self) -> dict[str, _Parts]:
-        """What all ranks saved of each tensor."""
+        """The parts of each tensor that all ranks saved."""
         found: dict[str, _Parts] = {}
         for rank in range(self._views.count):
             manifest = _pages.read_manifest(self._views.of(rank))
@@ -245,7 +245,7 @@ class Wholes:
         return found
 
     def _read(self, part: _Part, within: tuple[slice, ...]) -> torch.Tensor:
-        """A box of a part; of one whose rows follow each other, no other rows are read."""
+        """Reads a box of a part. If its rows are contiguous, no other rows are read."""
         view, array = self._views.of(part.rank), part.array
         if array.stride is not None or not within:
             page = read_page(view, part.key)
@@ -259,7 +259,7 @@ class Wholes:
 
 
 def _dtensors(part: str, state: Any) -> dict[str, DTensor]:
-    """The DTensors in a part's state, by their names in a version."""
+    """Returns the DTensors in a part's state, by their names in a version."""
     found: dict[str, DTensor] = {}
 
     def adapt(path: str, value: object) -> Any:
@@ -274,7 +274,7 @@ def _dtensors(part: str, state: Any) -> dict[str, DTensor]:
 
 
 def _described_in(tree: Any) -> Iterator[tuple[str, Any]]:
-    """The DTensors in the JSON of a state: names, and what `described` says."""
+    """Yields the DTensors in the JSON of a state: their names and descriptions."""
     if isinstance(tree, dict):
         kind, *rest = tree.get(_pages.TAG, [None])
         if kind == "dtensor":

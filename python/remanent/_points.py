@@ -1,9 +1,9 @@
-"""Versions of a run of several ranks: points at which all of them are on disk.
+"""Versions of a run of several ranks: points at which all ranks are on disk.
 
-A point is a file that is made once, by the first rank, after the snapshots of all ranks' stores are durable; it names
-them. What no point names is of no version: so a crash of any rank at any moment leaves the newest point or the one
-before, and never a mix. The first rank alone makes and removes points: it has the lock of its store, which is in the
-same directory.
+A point is a file that the first rank creates once the snapshots of all ranks' stores are durable, and that lists them.
+Snapshots that no point lists belong to no version. After a crash of any rank at any moment, the newest point or the one
+before it remains, and never a mix. Only the first rank creates and removes points: it holds the lock of its store,
+which is in the same directory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ENDING = ".point"
 
 
 class Part(NamedTuple):
-    """A rank's part of a point: a snapshot of its store, and the batch that it ends with."""
+    """A rank's part of a point: a snapshot of its store, and the Lsn of its last batch."""
 
     store_id: str
     snapshot: str
@@ -59,7 +59,8 @@ class Point(NamedTuple):
     parts: list[Part]
 
     def part(self, rank: int) -> Part:
-        """What a rank goes on from, if it is one of more ranks than there were: of those it takes turns."""
+        """Returns the part from which a rank continues. If there are more ranks than saved, they take the parts in
+        turn."""
         return self.parts[rank % len(self.parts)]
 
     def version(self, rank: int) -> Version:
@@ -71,20 +72,21 @@ def _store_of(directory: Path, rank: int) -> Path:
 
 
 class SharedVersions:
-    """Those of a run of several ranks. All ranks call each method but `check_name` and `listed`, in the same order."""
+    """The versions of a run of several ranks. All ranks call each method in the same order, except `check_name` and
+    `listed`."""
 
     def __init__(self, ranks: Ranks, process_group: dist.ProcessGroup, directory: _Path, keep: Keep,
                  options: Mapping[str, Any], *, always_prune: bool) -> None:
         self._ranks, self._keep = ranks, keep
         self._held = _durable.HeldDirectory(Path(directory))
         self._points = _Points(lambda: self._held.path)
-        # The newest save of which this rank has told how it ended.
+        # The newest save whose outcome this rank has reported.
         self._told = 0
         opened: list[_native.Store] = []
         try:
             ranks.by_first(self._check)
             ranks.all_or_none(lambda: opened.append(self._open(options)))
-            # For what is asked while a save is under way. Made here, where a rank that dies meanwhile keeps no main
+            # For queries while a save is in progress. Created here, where a rank that dies meanwhile keeps no main
             # thread waiting.
             self._aside = Ranks(process_group)
         except BaseException:
@@ -114,7 +116,7 @@ class SharedVersions:
         return is_busy and not one_waits
 
     def begin(self, nbytes: int) -> None:
-        # What is of no point is of no version.
+        # Snapshots that no point lists belong to no version.
         self._removal.make_room(nbytes)
 
     def keep(self, save: int, lsn: int, step: int, name: str | None) -> None:
@@ -139,7 +141,7 @@ class SharedVersions:
         self._give_up_all_but(self._ranks.by_first(lambda: self._publish(step, name, parts)))
 
     def failed(self, save: int, error: BaseException) -> None:
-        # The save's own failure is raised, and not one of telling it.
+        # The error of the save itself is raised, not an error of reporting it.
         with contextlib.suppress(RankFailedError):
             if save > self._told:
                 self._tell(save, {"failed": described(error)})
@@ -162,7 +164,7 @@ class SharedVersions:
         return self._snapshots_of(kept)
 
     def _remove_left_stores(self, kept: list[Point]) -> None:
-        """Removes the stores of ranks that are no more, once no point names them."""
+        """Removes the stores of ranks that no longer exist, once no point lists them."""
         ranks, directory = max([self._ranks.count, *(len(point.parts) for point in kept)]), self._held.path
         try:
             for folder in directory.glob("rank-*"):
@@ -170,9 +172,9 @@ class SharedVersions:
                 if number.isdecimal() and int(number) >= ranks:
                     removed = folder.with_name(f"removed-{number}")
                     if removed.exists():
-                        # A process ended while it removed an earlier store of that rank.
+                        # A process ended while it removed an earlier store of this rank.
                         shutil.rmtree(removed)
-                    # A half of a store would be no store for a rank that comes later.
+                    # A partly removed store would be unusable for a rank that is added later.
                     os.replace(folder, removed)
                     _durable.sync_folder(directory)
             for folder in directory.glob("removed-*"):
@@ -182,7 +184,7 @@ class SharedVersions:
             logging.getLogger("remanent").warning("a store that is not needed any more stays: %s", error)
 
     def _kept_snapshots(self) -> list[list[str]] | None:
-        """The snapshots that points name, by rank; None if one cannot be read, which might name any."""
+        """Returns the snapshots that points list, by rank; None if a point cannot be read, which might list any."""
         points, all_read = self._points.readable()
         return self._snapshots_of(points) if all_read else None
 
@@ -191,13 +193,13 @@ class SharedVersions:
                 for rank in range(self._ranks.count)]
 
     def _give_up_unnamed(self) -> None:
-        """Gives up what ranks have of a save that failed on one of them, and of those before it."""
+        """Gives up what ranks have of a save that failed on one of them, and of earlier ones."""
         self._give_up_all_but(self._ranks.by_first(self._kept_snapshots))
 
     def _give_up_all_but(self, kept: list[list[str]] | None) -> None:
-        """Begins to give up the snapshots of this rank's store that no point names."""
+        """Begins to give up the snapshots of this rank's store that no point lists."""
         self._removal.wait()
-        # The first rank says which: another one may see an earlier state of a folder that is shared.
+        # The first rank decides: others may see an earlier state of a shared folder.
         own = None if kept is None else set(kept[self._ranks.rank])
         self._removal.begin([] if own is None else
                             [each.snapshot for each in unnamed(self.store) if each.snapshot not in own])
@@ -230,7 +232,8 @@ class SharedVersions:
         points = self._points.readable()[0]
         for point in reversed(points):
             if isinstance(at, Version):
-                # Of the rank that looks, as `at` is. A batch may have been another rank's before there were so many.
+                # Compared for this rank, as `at` is. The batch may have been another rank's when there were fewer
+                # ranks.
                 is_it = (point.part(self._ranks.rank).lsn, point.step, point.created) == (at.lsn, at.step, at.created)
             else:
                 is_it = value == (point.step if kind == "step" else point.name)
@@ -329,13 +332,13 @@ class _Points:
         return self._directory() / "points"
 
     def readable(self) -> tuple[list[Point], bool]:
-        """Those that can be read, the oldest first, and whether that is all of them."""
+        """Returns the readable points, oldest first, and whether all were readable."""
         points, all_read = [], True
         for path in self._paths():
             try:
                 points.append(_read(path))
             except FileNotFoundError:
-                # Given up between the list and the look at it.
+                # It was given up between the listing and the read.
                 continue
             except (DamagedError, OSError) as error:
                 all_read = False
@@ -343,7 +346,10 @@ class _Points:
         return points, all_read
 
     def newest(self) -> Point | None:
-        """:raises DamagedError: if it is damaged: the one before it is not the newest."""
+        """Returns the newest point, or None.
+
+        :raises DamagedError: it is damaged: the one before it is not the newest.
+        """
         paths = self._paths()
         return _read(paths[-1]) if paths else None
 
@@ -351,14 +357,14 @@ class _Points:
         folder = self._folder
         _durable.make_folder(folder)
         for left in folder.glob(f"*{_ENDING}.tmp"):
-            # A process was killed while it made one.
+            # A process was killed while it created a point.
             left.unlink()
         number = max(map(_number_of, self._paths()), default=0) + 1
         point = Point(number, step, name, time.time(), parts)
         _durable.create(self._path(number), _encoded(point))
 
     def forget_name(self, point: Point) -> None:
-        """Makes it a version without a name."""
+        """Makes a point a version without a name."""
         _durable.publish(self._path(point.number), _encoded(point._replace(name=None)))
 
     def remove(self, points: Iterable[Point]) -> None:

@@ -1,4 +1,4 @@
-"""Progress of long work on a terminal's standard error, where tqdm is installed; nothing anywhere else."""
+"""Progress bars for long work, on standard error if it is a terminal and tqdm is installed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
-# Seconds before a bar is drawn: what is over by then needs none.
+# The delay in seconds before a bar is shown: shorter work needs none.
 _DELAY = 1.0
 
 
 class _Sized(Protocol):
-    """What is done piece by piece, each of some bytes."""
+    """A piece of work with a number of bytes."""
 
     @property
     def nbytes(self) -> int: ...
@@ -22,9 +22,9 @@ _S = TypeVar("_S", bound=_Sized | None)
 
 
 class Bar:
-    """A bar that counts to `total` bytes.
+    """A progress bar that counts to `total` bytes.
 
-    :param shown: False draws none; None draws one if standard error is a terminal and tqdm is there.
+    :param shown: False shows no bar; None shows one if standard error is a terminal and tqdm is installed.
     """
 
     def __init__(self, total: int, what: str, shown: bool | None = None) -> None:
@@ -39,19 +39,19 @@ class Bar:
                          file=sys.stderr)
 
     def add(self, count: int) -> None:
-        """Notes that `count` more bytes are done."""
+        """Records that `count` more bytes are done."""
         if self._bar is not None:
             self._bar.update(count)
 
     def counting(self, pieces: Iterable[_S]) -> Iterator[_S]:
-        """The pieces, each of which is done once the next one is asked for."""
+        """Yields the pieces, each of which counts as done when the next one is requested."""
         for piece in pieces:
             yield piece
             if piece is not None:
                 self.add(piece.nbytes)
 
     def close(self) -> None:
-        """Takes the bar away."""
+        """Removes the bar."""
         if self._bar is not None:
             self._bar.close()
 

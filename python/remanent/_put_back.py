@@ -1,4 +1,4 @@
-"""A restore's changes to the parts of a run, in an order in which most failures leave everything as it was."""
+"""The changes of a restore to the parts of a run, in an order in which most failures leave everything unchanged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from remanent._rng import RngLoad
 
 
 class _Change(NamedTuple):
-    """What is done to one part, and what puts back what it had: None where nothing can."""
+    """A change of one part, and how to undo it: None if that is not possible."""
 
     part: str
     do: Callable[[], object]
@@ -24,20 +24,19 @@ class _Change(NamedTuple):
 
 
 class PutBack:
-    """All that a restore changes, once it is known that each part takes what it gets, as far as that can be known.
+    """All changes of a restore, prepared after checking as far as possible that each part accepts its state.
 
-    1. Parts with a `load_state_dict` of their own, and dicts. What fails here fails before any tensor of a model has
-       changed.
+    1. Parts with their own `load_state_dict`, and dicts. A failure here happens before any tensor of a model changes.
     2. Bytes, from the files into the run's own tensors.
     3. Modules and optimizers, whose hooks find the new values in these tensors.
-    4. Random states, which the steps before may have used.
+    4. Random states, which the previous steps may have used.
 
-    If a step fails, those before it are undone as far as that is possible without a copy of the tensors.
+    If a step fails, the previous ones are undone as far as that is possible without a copy of the tensors.
 
     :param states: the version's state of each part, and of `rng`.
-    :param modules: the modules as they are, and the names of their tensors that bytes go into.
+    :param modules: the modules, with the names of their tensors into which bytes are read.
     :param in_place: the parts that have such tensors.
-    :raises InvalidError: a part does not take its state. Nothing changed.
+    :raises InvalidError: a part does not accept its state. Nothing changed.
     """
 
     def __init__(self, parts: Mapping[str, Any], states: Mapping[str, Any],
@@ -66,9 +65,9 @@ class PutBack:
     def run(self, load: Callable[[], None]) -> None:
         """Makes the changes.
 
-        :param load: reads the bytes that go into the run's own tensors.
-        :raises RestoreFailedError: a part could not load its state. What the bytes raise, with a note that names what
-            changed.
+        :param load: reads the bytes into the run's own tensors.
+        :raises RestoreFailedError: a part could not load its state. Errors of `load` are raised with a note that names
+            what changed.
         """
         begun: list[_Change] = []
         is_loading = False
@@ -127,8 +126,8 @@ def _of_object(name: str, part: Any, state: Any) -> _Change:
 
 
 def _undo_of(part: Any) -> Callable[[], object] | None:
-    """What puts back the state of one of torch's own small objects: schedulers, scalers of gradients. Others' states
-    may be large, and asking for them may have effects."""
+    """Returns a function that restores the state of one of torch's own small objects, such as schedulers and gradient
+    scalers. The states of other objects may be large, and querying them may have side effects."""
     if isinstance(part, torch.nn.Module) or type(part).__module__.split(".")[0] != "torch":
         return None
     with contextlib.suppress(Exception):

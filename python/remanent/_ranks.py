@@ -1,4 +1,4 @@
-"""What the ranks of a process group tell each other."""
+"""Communication between the ranks of a process group."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from remanent._errors import Error, InvalidError, RankFailedError
 
 _T = TypeVar("_T")
 
-# For how long a rank waits for another one that still runs: it may be writing its part to a slow disk.
+# How long a rank waits for another one that is still running: it may be writing its part to a slow disk.
 _TIMEOUT = datetime.timedelta(minutes=30)
 
 
 class Ranks:
-    """The ranks of a process group. Each method is called by all of them, in the same order.
+    """The ranks of a process group. All of them call each method, in the same order.
 
-    They have a group of their own for it (gloo, over the network), so that what they tell each other in a thread does
-    not come between the collectives of the training. JSON goes over it, and nothing is unpickled. Ranks that are not in
-    step any more leave it: whatever they ask each other then fails at once.
+    They use a separate group (gloo, over the network), so that their communication on another thread does not interfere
+    with the collectives of the training. Messages are JSON, and nothing is unpickled. Ranks that are out of step leave
+    the group, after which all communication fails immediately.
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         if not isinstance(process_group, dist.ProcessGroup):
             raise InvalidError("process_group: this process is not one of its ranks")
-        # What they are doing: other ranks do the same.
+        # The current operation, which must be the same on all ranks.
         self.doing = "begin"
         self._group: Any = None
         try:
             members = dist.get_process_group_ranks(process_group)
             self.rank = dist.get_rank(process_group)
             self.count = len(members)
-            # By torch's names for groups, one that is made after another one of the same ranks was destroyed would meet
-            # what that one has left in the store.
+            # With torch's own names for groups, a group created after another one of the same ranks was destroyed would
+            # find what that one left in the store.
             store = PrefixStore(f"remanent/{members}", _get_default_store())
             number = store.add(f"made by {self.rank}", 1)
             self._group = dist.ProcessGroupGloo(PrefixStore(str(number), store), self.rank, self.count, _TIMEOUT)
@@ -47,7 +47,7 @@ class Ranks:
             raise _unreachable() from error
 
     def gather(self, said: Any) -> list[Any]:
-        """What each rank says, in the order of the ranks."""
+        """Returns what each rank says, in the order of the ranks."""
         own = _bytes_of([self.doing, said])
         lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.count)]
         self._all(lambda group: group.allgather([lengths], [torch.tensor([len(own)], device="cpu")]))
@@ -64,7 +64,7 @@ class Ranks:
         return [said for _, said in told]
 
     def tell(self, said: Any) -> Any:
-        """What the first rank says."""
+        """Returns what the first rank says."""
         own = _bytes_of(said if self.rank == 0 else None)
         length = torch.tensor([len(own)], device="cpu")
         self._all(lambda group: group.broadcast([length]))
@@ -73,7 +73,8 @@ class Ranks:
         return _value_of(told)
 
     def _all(self, begin: Callable[[Any], Any]) -> None:
-        """One collective. Whatever it is interrupted by, the next one would not meet those of other ranks."""
+        """Runs one collective. If it is interrupted, the next one would not match those of other ranks, so the rank
+        leaves."""
         if self._group is None:
             raise _unreachable()
         try:
@@ -86,7 +87,7 @@ class Ranks:
             raise
 
     def by_first(self, work: Callable[[], Any]) -> Any:
-        """What the first rank's work returns, which is JSON; if it fails, it fails on all ranks."""
+        """Returns the JSON result of the first rank's work; if it fails, it fails on all ranks."""
         failure: BaseException | None = None
         said = None
         if self.rank == 0:
@@ -102,7 +103,7 @@ class Ranks:
         return said["done"]
 
     def all_or_none(self, work: Callable[[], _T]) -> _T:
-        """What this rank's work returns; if it fails on any rank, it fails on all of them."""
+        """Returns the result of this rank's work; if it fails on any rank, it fails on all of them."""
         failure: BaseException | None = None
         try:
             done = work()
@@ -115,12 +116,12 @@ class Ranks:
         return done
 
     def end(self) -> None:
-        """Leaves the group. The others find it gone."""
+        """Leaves the group. The other ranks then find it gone."""
         self._group = None
 
 
 def described(error: BaseException) -> dict[str, Any]:
-    """A failure as other ranks are told of it, with what it says of itself."""
+    """Describes a failure for other ranks, with its attributes."""
     said = {"kind": type(error).__name__, "message": str(error), "details": {}}
     if isinstance(error, Error):
         said["details"] = {name: value for name, value in error.__dict__.items()
@@ -129,7 +130,7 @@ def described(error: BaseException) -> dict[str, Any]:
 
 
 def failure_of(rank: int, said: dict[str, Any]) -> Error:
-    """The failure of another rank: of the same kind, if it is one of this package."""
+    """Returns the failure of another rank: of the same class if it is one of this package."""
     kind = getattr(_errors, said["kind"], None) if said["kind"] in _errors.__all__ else None
     if kind is not None:
         error: Error = kind(f"rank {rank}: {said['message']}", **said["details"])
@@ -139,7 +140,7 @@ def failure_of(rank: int, said: dict[str, Any]) -> Error:
 
 
 def raise_first(failures: list[dict[str, Any] | None]) -> None:
-    """Raises what the first rank that failed says."""
+    """Raises the failure of the first rank that failed."""
     for rank, said in enumerate(failures):
         if said is not None:
             raise failure_of(rank, said)

@@ -1,4 +1,4 @@
-"""Dicts and lists that are copies of what a store holds: a change of one would be lost, so it is refused."""
+"""Read-only dicts and lists for copies of a store's contents: a change would be lost, so it is rejected."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from remanent._errors import InvalidTypeError
 
 
 def freeze(copy: Any, what: str, instead: str) -> Any:
-    """The same value, of classes that refuse changes; other values as they are.
+    """Returns the same value with classes that reject changes; other values are returned as they are.
 
-    :param what: what it is a copy of. :param instead: what the caller does in place of a change.
+    :param what: what the value is a copy of.
+    :param instead: what the caller must do instead of changing it.
     """
     if isinstance(copy, dict):
         return ReadOnlyDict({name: freeze(value, what, instead) for name, value in copy.items()}, what, instead)
@@ -20,7 +21,7 @@ def freeze(copy: Any, what: str, instead: str) -> Any:
 
 
 class _ReadOnly:
-    """Refuses each method by which a dict or a list changes. Copies and pickles can be changed."""
+    """Rejects every method that changes a dict or list. Copies and unpickled values can be changed."""
 
     _what: str
     _instead: str
@@ -33,7 +34,7 @@ class _ReadOnly:
 
 
 class ReadOnlyDict(_ReadOnly, dict[str, Any]):
-    """A dict that refuses changes."""
+    """A dict that rejects changes."""
 
     def __init__(self, items: dict[str, Any], what: str, instead: str) -> None:
         dict.__init__(self, items)
@@ -44,7 +45,7 @@ class ReadOnlyDict(_ReadOnly, dict[str, Any]):
 
 
 class ReadOnlyList(_ReadOnly, list[Any]):
-    """A list that refuses changes."""
+    """A list that rejects changes."""
 
     def __init__(self, items: Any, what: str, instead: str) -> None:
         list.__init__(self, items)

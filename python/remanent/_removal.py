@@ -1,4 +1,4 @@
-"""Removing what versions leave that are given up, beside the run: files of gigabytes take a while to go."""
+"""Removal of given-up versions in the background: removing files of gigabytes takes a while."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from remanent._threads import started
 
 
 class Removal:
-    """Gives up versions of a store, and removes what nothing else needs, by a thread of its own.
+    """Gives up versions of a store and removes what nothing else needs, on a separate thread.
 
-    :param always: whether there is something to do even if no version goes: what was captured waits in memory until its
-        version has been read back, which comes first.
+    :param always: whether there is work even if no version is given up: captured changes are held in memory until their
+        version has been read back, which happens first.
     """
 
     def __init__(self, store: _native.Store, *, always: bool) -> None:
@@ -24,7 +24,7 @@ class Removal:
         self._last: concurrent.futures.Future[None] | None = None
 
     def begin(self, gone: list[str]) -> None:
-        """Begins to give up versions, by the names of their snapshots. Nothing else is under way."""
+        """Begins to give up versions, by the names of their snapshots. No other removal may be in progress."""
         if gone or self._always:
             self._last = started(self._thread, self._remove, gone)
 
@@ -36,12 +36,12 @@ class Removal:
             logging.getLogger("remanent").warning("what is not needed any more stays: %s", error)
 
     def wait(self) -> None:
-        """Waits until all is gone."""
+        """Waits until everything is removed."""
         if self._last is not None:
             self._last.result()
 
     def make_room(self, nbytes: int) -> None:
-        """Waits before a save of this number of bytes, where it needs the memory or the space."""
+        """Waits before a save of this number of bytes if it needs the memory or the disk space."""
         if self._last is None or self._last.done():
             return
         found = os.statvfs(self._store.directory)

@@ -1,4 +1,4 @@
-"""A version of a run, proven first and then put into the run's own tensors."""
+"""A version of a run that is first verified and then loaded into the run's own tensors."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from remanent._versions import Views
 
 
 class Restoration:
-    """A version of which every byte is proven, and as much read as has no memory in the run.
+    """A version with every byte verified, of which the parts without memory in the run are read.
 
     :param views: the version.
-    :param targets: the tensors of the run, which nothing has changed yet.
-    :param layouts: how its DTensors are divided.
-    :param bar: told of the bytes that are proven.
-    :param cast: whether a model's elements may be of other kinds than the version's.
+    :param targets: the tensors of the run, which are still unchanged.
+    :param layouts: the layouts of its DTensors.
+    :param bar: counts the verified bytes.
+    :param cast: whether a model's element types may differ from the version's.
     :raises InvalidError: the version does not fit. Nothing changed.
     """
 
@@ -44,13 +44,13 @@ class Restoration:
         names = {name for kind, name, said in _tensors_in(manifest.tree)
                  if (name not in targets.wholes if kind == "tensor" else is_own(name, said))}
         lengths = {key: views.own.info(key).length for key in manifest.pages}
-        # The memory of the run's tensors by page.
+        # The memory of the run's tensors, by page.
         self._memory = targets.memory_of(manifest.pages, lengths, names)
         for keys in together({key: lengths[key] for key in self._memory}):
             views.own.prove(keys)
             for key in keys:
                 bar.add(lengths[key])
-        # Pages that cannot be read into them.
+        # Pages that cannot be read into that memory.
         read: dict[str, torch.Tensor] = {}
         for device, pages in _by_home(manifest, self._memory, targets, names).items():
             for page, arrays in load_pages(views.own, pages, device):
@@ -60,9 +60,9 @@ class Restoration:
         self._tensors = [targets.tensors[name] for name in in_place]
         tensors = read | dict(zip(in_place, self._tensors, strict=True))
         own_wholes = {name: targets.wholes[name] for name in in_place if name in targets.wholes}
-        #: The state: of what can be read into the run's own tensors, it has these, as they are now.
+        #: The state, with the run's own tensors, still unchanged, where bytes can be read into them.
         self.state: dict[str, Any] = _state(manifest, tensors, own_wholes, wholes)
-        #: The modules as they are, each with the names of its tensors that get bytes from the files.
+        #: The modules, each with the names of its tensors into which bytes are read.
         self.modules: dict[str, tuple[LiveModule, set[str]]] = {}
         for part, names_of_part in names_now.items():
             live = targets.modules[part]
@@ -75,13 +75,13 @@ class Restoration:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that `load` reads."""
+        """The number of bytes that `load` reads."""
         return sum(memory.numel() for memory in self._memory.values())
 
     def load(self, bar: Bar) -> None:
-        """Reads the version into the run's own tensors, each proven once more.
+        """Reads the version into the run's own tensors, verifying each byte again.
 
-        What the current streams of their GPUs do is done before, and what they are given from then on comes after it.
+        It runs after the work on the current streams of their GPUs, and before work that is queued on them afterwards.
         """
         try:
             for device in {memory.device for memory in self._memory.values()}:
@@ -91,7 +91,7 @@ class Restoration:
                     for key in keys:
                         bar.add(memory[key].numel())
         finally:
-            # As `copy_` does: backward passes find that what they have kept was changed.
+            # As `copy_` does, so that backward passes detect that their saved tensors were changed.
             for tensor in self._tensors:
                 torch.autograd.graph.increment_version(tensor)
 
@@ -104,7 +104,7 @@ class Restoration:
 
 def _by_home(manifest: Manifest, in_place: Iterable[str], targets: Targets,
              names: set[str]) -> dict[torch.device, dict[str, Arrays]]:
-    """The other pages, by where their bytes are wanted."""
+    """Returns the other pages, by the device on which their bytes are needed."""
     found: dict[torch.device, dict[str, Arrays]] = {}
     for key, arrays in manifest.pages.items():
         if key not in in_place:
@@ -115,7 +115,8 @@ def _by_home(manifest: Manifest, in_place: Iterable[str], targets: Targets,
 
 
 def _outline(manifest: Manifest) -> dict[str, Any]:
-    """The state, with `Described` in place of tensors; of all else that JSON does not have, only its kind."""
+    """Returns the state with `Described` in place of tensors, and only the kind of other values that JSON cannot
+    represent."""
     arrays = {array.name: array for of_page in manifest.pages.values() for array in of_page}
 
     def adapt(tag: list[Any]) -> Any:
@@ -132,7 +133,7 @@ def _outline(manifest: Manifest) -> dict[str, Any]:
 
 
 def _tensors_in(tree: Any) -> Iterator[tuple[str, str, Any]]:
-    """The tensors and DTensors in the JSON of a state: kind, name, and what is said of it."""
+    """Yields the tensors and DTensors in the JSON of a state: kind, name and description."""
     if isinstance(tree, dict):
         kind, *rest = tree.get(_pages.TAG, [None])
         if kind in ("tensor", "dtensor"):
@@ -145,7 +146,7 @@ def _tensors_in(tree: Any) -> Iterator[tuple[str, str, Any]]:
 
 def _state(manifest: Manifest, tensors: Mapping[str, torch.Tensor], own_wholes: Mapping[str, Any],
            wholes: Any) -> dict[str, Any]:
-    """The state as the run had it. DTensors are the run's own, or divided as `layouts_of` says."""
+    """Returns the state as it was saved. DTensors are the run's own, or have the layout from `layouts_of`."""
     def adapt(tag: list[Any]) -> Any:
         kind, *rest = tag
         if kind == "dtensor":

@@ -1,4 +1,5 @@
-"""The tensors that a run has as a restore begins, and which pages of a version can go straight into their memory."""
+"""The tensors of a run at the start of a restore, and which pages of a version can be read directly into their memory.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from remanent._values import encode_or_leave
 
 
 class _Place(NamedTuple):
-    """Where a tensor's elements lie, without gaps between them: in which storage, from which byte on."""
+    """The location of a tensor whose elements have no gaps: its storage, its offset and its length in bytes."""
 
     device: torch.device
     base: int
@@ -31,24 +32,24 @@ class _Place(NamedTuple):
 
 
 class Targets:
-    """The tensors of a run's parts, by the names that they have in a version.
+    """The tensors of a run's parts, by their names in a version.
 
-    Those of parts whose loads are torch's own, and of dicts. A module or an optimizer that does something else with a
-    state, or has a hook that does, may leave values out or make others of them: its tensors are none of these.
+    These are the tensors of dicts and of parts that torch's own code loads. A module or optimizer whose own load or
+    hook treats a state differently may omit or convert values, so its tensors are not included.
 
-    :param of_rank: whether the run is one of several ranks: of a DTensor the part of this rank counts.
+    :param of_rank: whether the run is one of several ranks, for which this rank's part of a DTensor counts.
     """
 
     def __init__(self, parts: Mapping[str, Any], *, of_rank: bool) -> None:
-        # A DTensor's local part stands for it.
+        # A DTensor is represented by its local part.
         self.tensors: dict[str, torch.Tensor] = {}
         self.wholes: dict[str, Any] = {}
-        #: The modules among the parts, as they are now.
+        #: The modules among the parts, in their current state.
         self.modules: dict[str, LiveModule] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
-        # Of optimizers whose states torch loads: their parameters, by the numbers that a version has for them.
+        # For optimizers whose states torch loads: their parameters, by their numbers in a version.
         self._parameters: dict[str, dict[int, torch.Tensor]] = {}
-        # As the thread has it that restores, and not one that proves.
+        # The setting of the restoring thread, not of the one that verifies.
         self._is_in_inference = torch.is_inference_mode_enabled()
         self._others: list[torch.Tensor] = []
         self._places: dict[str, _Place] = {}
@@ -72,12 +73,12 @@ class Targets:
                 self._parameters[name] = dict(enumerate(in_order(part)))
 
     def fit(self, outline: Mapping[str, Any], *, cast: bool) -> dict[str, dict[str, str]]:
-        """Takes a version's names for the tensors, once it is known that the version fits; see `Restoration`.
+        """Adopts a version's names for the tensors, after checking that the version fits; see `Restoration`.
 
         :param outline: the version's state, with `Described` in place of tensors.
-        :param cast: whether a model's elements may be of other kinds than the version's.
+        :param cast: whether a model's element types may differ from the version's.
         :returns: the model's name for each name of a module's state.
-        :raises InvalidError: if it does not fit. Nothing changed.
+        :raises InvalidError: the version does not fit. Nothing changed.
         """
         names: dict[str, dict[str, str]] = {}
         for part, module in self.modules.items():
@@ -93,7 +94,7 @@ class Targets:
             if isinstance(saved, Mapping) and "param_groups" in saved:
                 numbers = refuse_other_groups(part, optimizer, saved["param_groups"])
                 if part in self._parameters and not _are_same(numbers, self._parameters[part]):
-                    # Names have the numbers of then: these are read beside the tensors, and copied into them.
+                    # Names contain the version's numbers: these values are read separately and copied into the tensors.
                     self._parameters[part] = numbers
                     self._leave_out(f"{_pages.segment(part)}/")
         self._places = {name: place for name, tensor in self.tensors.items() if (place := _place(tensor)) is not None}
@@ -101,7 +102,7 @@ class Targets:
         return names
 
     def _rename(self, names: Mapping[str, str]) -> None:
-        """Has the model's tensors go by a version's names."""
+        """Renames the model's tensors to a version's names."""
         held = [(then, self.tensors.pop(now, None), self.wholes.pop(now, None)) for then, now in names.items()]
         for then, tensor, whole in held:
             if tensor is not None:
@@ -115,14 +116,13 @@ class Targets:
         self.wholes = {name: whole for name, whole in self.wholes.items() if not name.startswith(prefix)}
 
     def devices(self) -> set[torch.device]:
-        """The GPUs of CUDA's on which the run has tensors, or will have some."""
+        """Returns the CUDA GPUs on which the run has tensors, or will have some."""
         parameters = [parameter for of_part in self._parameters.values() for parameter in of_part.values()]
         return {tensor.device for tensor in [*self.tensors.values(), *parameters] if is_cuda(tensor.device)}
 
     def home(self, names: list[str]) -> torch.device:
-        """Where the tensors of a page live, or will: on the GPU where the run has all of them, or beside the parameter
-        whose state an optimizer makes in its first step. Else on the host.
-        """
+        """Returns the device on which the tensors of a page are or will be: the GPU on which the run has all of them,
+        or that of the parameter for which an optimizer creates them at its first step. Otherwise the host."""
         devices = {self._home(name) for name in names}
         return devices.pop() if len(devices) == 1 else torch.device("cpu")
 
@@ -135,7 +135,7 @@ class Targets:
         return device if is_cuda(device) else torch.device("cpu")
 
     def _parameter(self, name: str) -> torch.Tensor | None:
-        """The parameter with which an optimizer keeps the value of this name."""
+        """Returns the parameter for which an optimizer keeps the value with this name."""
         for part, parameters in self._parameters.items():
             prefix = f"{_pages.segment(part)}/state/"
             if name.startswith(prefix):
@@ -145,12 +145,13 @@ class Targets:
 
     def memory_of(self, pages: Mapping[str, Arrays], lengths: Mapping[str, int],
                   names: set[str]) -> dict[str, torch.Tensor]:
-        """The memory that takes a page as it is, for each page of a version that has such.
+        """Returns the memory into which each page of a version can be read unchanged, for pages with such memory.
 
-        All arrays of such a page are tensors of the run, of their shapes, kinds and strides, and lie to each other as
-        in the page; no byte of it is anything else's, and no other tensor of the run has any of it.
+        All arrays of such a page are tensors of the run, with the same shapes, element types and strides, and at the
+        same relative locations as in the page; no byte of it belongs to anything else, and no other tensor of the run
+        overlaps it.
 
-        :param names: the arrays that stand for tensors in the version, and may do so in the run.
+        :param names: the arrays that stand for tensors in the version and may do so in the run.
         """
         found = {}
         for key, arrays in pages.items():
@@ -185,7 +186,7 @@ class _Found:
         self.tensors: dict[str, torch.Tensor] = {}
         self.wholes: dict[str, Any] = {}
         self.module: LiveModule | None = None
-        # The tensors that are not written where they are.
+        # The tensors that are not written in place.
         self.others: list[torch.Tensor] = []
         self._of_rank = of_rank
         self._parts = parts_module()
@@ -206,12 +207,12 @@ class _Found:
             if self.module is not None:
                 objects = {key: self._local(each) for key, each in self.module.objects.items() if not is_lazy(each)}
                 own = {_storage(tensor) for tensor in objects.values() if tensor.layout is torch.strided}
-                # What a module's hook made for its state, as a copy, is not the module's.
+                # What a module's hook created for its state, such as a copy, does not belong to the module.
                 self._keep({name for name, tensor in self.tensors.items() if _storage(tensor) in own})
                 self.others = [tensor for key, tensor in objects.items()
                                if self.module.loads_itself(key) or key not in self.module.state]
         if isinstance(part, torch.optim.Optimizer):
-            # What shares memory with another one of its tensors is put back by the optimizer's own load.
+            # A tensor that shares memory with another of its tensors is restored by the optimizer's own load.
             self._keep(apart(self.tensors, [*self.tensors.values(), *in_order(part)]))
 
     def _keep(self, names: set[str]) -> None:
@@ -222,7 +223,7 @@ class _Found:
         if self._parts is not None and isinstance(value, self._parts.DTensor) and self._of_rank:
             self.tensors[path[1:]], self.wholes[path[1:]] = self._local(value), value
             return {}
-        # Whatever it is: of this JSON nothing is kept.
+        # The result does not matter: this JSON is discarded.
         return encode_or_leave(path, value)
 
     def _local(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -239,7 +240,7 @@ def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:
 
 
 def _place(tensor: torch.Tensor) -> _Place | None:
-    """Where all bytes of a tensor lie that the store can write; None if they do not lie so, or elsewhere."""
+    """Returns the location of a tensor's bytes if they have no gaps and the store can write them, else None."""
     if (tensor.layout is not torch.strided or tensor.is_meta or tensor.dtype not in SHORT or tensor.is_conj()
             or tensor.is_neg() or tensor.is_inference() or tensor.is_nested):
         return None
@@ -253,13 +254,13 @@ def _place(tensor: torch.Tensor) -> _Place | None:
 
 
 def _span(tensor: torch.Tensor) -> int:
-    """Bytes from the first element to the end of the last one."""
+    """Returns the bytes from the first element to the end of the last one."""
     last = sum(step * (length - 1) for step, length in zip(tensor.stride(), tensor.shape, strict=True))
     return (last + 1) * tensor.itemsize
 
 
 def _is_alike(tensor: torch.Tensor, array: ArrayLayout) -> bool:
-    """Whether the elements lie in the order in which the page has them."""
+    """Returns whether the elements are in the same order as in the page."""
     if SHORT[tensor.dtype] != array.dtype or tuple(tensor.shape) != array.shape:
         return False
     stride = _pages.contiguous_stride(array.shape) if array.stride is None else array.stride
@@ -268,8 +269,8 @@ def _is_alike(tensor: torch.Tensor, array: ArrayLayout) -> bool:
 
 
 def _overlapping(tensors: Mapping[str, torch.Tensor], others: Iterable[torch.Tensor]) -> dict[str, set[str]]:
-    """For each tensor the names of those with which it shares memory, directly or over others; its own is one.
-    Tensors without a name have the empty one."""
+    """Returns for each tensor the names of those with which it shares memory, directly or through others, including its
+    own. Tensors without a name have the empty one."""
     ranges = []
     for name, tensor in [*tensors.items(), *(("", tensor) for tensor in others)]:
         start = tensor.data_ptr() if tensor.numel() and not tensor.is_meta and tensor.layout is torch.strided else 0

@@ -1,4 +1,4 @@
-"""The states of random number generators: Python's, NumPy's, torch's, and those of its devices."""
+"""The states of random number generators: those of Python, NumPy, torch and its devices."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 from remanent._errors import InvalidError
 
-# Kinds of devices that have a generator each.
+# The device types that have a generator per device.
 _DEVICES = ("cuda", "xpu")
 
 
 def rng_state() -> dict[str, Any]:
-    """The states of all generators there are: those of devices only if the process uses these."""
+    """Returns the states of all generators; those of devices only if the process uses them."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -31,16 +31,16 @@ def rng_state() -> dict[str, Any]:
 
 
 class RngLoad:
-    """States that generators are to have, once it is known that they can.
+    """States to load into generators, after checking that they fit.
 
-    Devices that this process does not have are left out, as is NumPy where it is not installed. Generators that the
-    version lacks keep their states.
+    Devices that this process does not have are skipped, as is NumPy if it is not installed. Generators that the version
+    lacks keep their states.
 
-    :raises InvalidError: a generator would refuse its state. Nothing changed.
+    :raises InvalidError: a generator would reject its state. Nothing changed.
     """
 
     def __init__(self, state: dict[str, Any]) -> None:
-        # For each generator: its name, what sets its state, that state, and the one that it has.
+        # For each generator: the function that sets its state, the new state, and its current state.
         self._sets: list[tuple[Callable[[Any], object], Any, Any]] = []
         self._add("python", random.setstate, state, random.getstate, random.Random().setstate)
         self._add("torch", torch.set_rng_state, state, torch.get_rng_state, torch.Generator("cpu").set_state)
@@ -87,7 +87,7 @@ class RngLoad:
             set_state(saved)
 
     def undo(self) -> None:
-        """Gives the generators the states that they had."""
+        """Restores the previous states of the generators."""
         for set_state, _, before in self._sets:
             if before is not None:
                 set_state(before)

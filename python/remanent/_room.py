@@ -1,12 +1,12 @@
-"""Room in memory: where the bytes of a save wait to be written, while the state changes already.
+"""Room in memory that holds the bytes of a save until they are written, while the state already changes.
 
-One thread sends blocks, another one writes them. The sender copies each block into a ring of host memory, first in,
-first out, and waits while it is full. The writer frees memory once the batch is committed that reads it. A block that
-is longer than the ring is not copied: its sender waits until it is committed.
+One thread sends blocks and another one writes them. The sender copies each block into a ring of host memory, first in,
+first out, and waits while it is full. The writer frees memory once the batch that reads it is committed. A block longer
+than the ring is not copied: its sender waits until it is committed.
 
-A GPU may have room of its own. What fits is copied aside there first, and leaves that copy for the ring.
+A GPU may have its own room. Blocks that fit are first copied there, and then from that copy into the ring.
 
-The memory is the next save's, too. What is under way is this save's alone: see `Passage`.
+The memory is reused by the next save. The blocks in flight belong to a single save: see `Passage`.
 """
 
 from __future__ import annotations
@@ -20,35 +20,36 @@ import torch
 from remanent._copy_streams import CopyStreams, Moment
 from remanent._native import Block, Extent
 
-# Blocks that wait for the writer, of those that are not copied.
+# The largest number of uncopied blocks that wait for the writer.
 _COMING_MAX = 8
-# Bytes of blocks that the writer is told of together, at least: for each it would take the interpreter from the sender.
+# The smallest number of bytes that are reported to the writer together: each report would take the interpreter from the
+# sender.
 _PARCEL_BYTES = 8 << 20
-# Parcels that a ring holds, at most. Of events whose waiter sleeps some fifty can be queued: the next one waits until
-# the GPU has come to an earlier one, and so does whatever is queued after it.
+# The largest number of parcels in a ring. Only about fifty events with a sleeping waiter can be queued: the next one,
+# and all work queued after it, waits until the GPU has reached an earlier one.
 _PARCELS_MAX = 16
-# Elements of any width are copied fast from such a boundary of a GPU's memory.
+# The alignment in GPU memory at which elements of any width are copied fast.
 _ALIGN = 256
 
 
 class WriterEndedError(Exception):
-    """The writer has ended before all was written; its own exception says why."""
+    """Raised if the writer ended before everything was written; its own exception gives the reason."""
 
 
 class Room:
-    """Up to `nbytes` of host memory, and up to `device_nbytes` of each GPU's, for one save at a time."""
+    """Up to `nbytes` of host memory and `device_nbytes` of each GPU's memory, for one save at a time."""
 
     def __init__(self, nbytes: int, device_nbytes: int = 0) -> None:
         self.nbytes = nbytes
         self.device_nbytes = device_nbytes
         self.streams = CopyStreams()
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-        # Memory of each GPU for what is copied aside.
+        # Memory on each GPU for copies within the GPU.
         self._aside: dict[torch.device, torch.Tensor] = {}
 
     def begin(self, tensors: Iterable[Extent]) -> Passage:
-        """Begins a save of these tensors. Nothing of an earlier one is under way any more."""
-        # Of tensors that share memory each counts here.
+        """Begins a save of these tensors. Nothing of an earlier save may be in flight."""
+        # Tensors that share memory are all counted.
         lengths: dict[torch.device, list[int]] = defaultdict(list)
         for each in tensors:
             lengths[each.device].append(each.nbytes)
@@ -59,15 +60,15 @@ class Room:
         return Passage(self, size, {device: min(aside[device], self.device_nbytes) for device in gpus})
 
     def memory(self, size: int) -> torch.Tensor:
-        """The ring's memory, made where there is less than `size`: no save has bytes in it then."""
+        """Returns the ring's memory, allocated again if it is shorter than `size`: no save has bytes in it then."""
         if self._memory.numel() < size:
-            # An inference tensor could not be written to elsewhere.
+            # An inference tensor could not be written to outside of inference mode.
             with torch.inference_mode(False):
                 self._memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
         return self._memory
 
     def memory_aside(self, device: torch.device, size: int) -> torch.Tensor:
-        """A GPU's memory for copies aside, likewise."""
+        """Does the same for a GPU's memory for copies within the GPU."""
         if device not in self._aside or self._aside[device].numel() < size:
             with torch.inference_mode(False):
                 self._aside[device] = torch.empty(size, dtype=torch.uint8, device=device)
@@ -75,23 +76,23 @@ class Room:
 
 
 class Passage:
-    """What is under way of one save, from its sender to its writer, through a ring of `size` bytes of a room."""
+    """The blocks of one save in flight from its sender to its writer, through a ring of `size` bytes."""
 
     def __init__(self, room: Room, size: int, aside_sizes: dict[torch.device, int]) -> None:
         self._room = room
         self._size = size
         self._aside_sizes = aside_sizes
-        # How much of each GPU's memory has a copy.
+        # The bytes of each GPU's memory that hold a copy.
         self._aside_used: dict[torch.device, int] = defaultdict(int)
         self._changed = threading.Condition()
-        # Parcels of blocks on their way, and when their bytes are there; None at their end.
+        # Parcels of blocks in flight with the moment at which their bytes have arrived; None at the end.
         self._coming: deque[tuple[list[Block], Moment | None] | None] = deque()
-        # Blocks with a place in the ring that the writer does not know of yet, and their bytes.
+        # Blocks that have a place in the ring but were not reported to the writer yet, and their bytes.
         self._parcel: list[Block] = []
         self._parcel_bytes = 0
-        # Where the blocks lie that are not committed yet, the oldest first; None for one that lies elsewhere.
+        # The places of blocks that are not committed yet, oldest first; None for a block outside the ring.
         self._held: deque[tuple[int, int] | None] = deque()
-        # How many of them the writer has, and has not taken for a batch.
+        # The number of these that the writer has received but not taken for a batch.
         self._given = 0
         self._waits = self._started = self._ended = False
         self._error: BaseException | None = None
@@ -99,9 +100,11 @@ class Passage:
     # The sender's side.
 
     def set_aside(self, blocks: Iterable[Block], aside: list[Block]) -> Iterator[Block]:
-        """Copies blocks of a GPU aside as far as there is room, to the end of `aside`; yields the others.
+        """Copies blocks on a GPU within its memory as far as there is room, appending the copies to `aside`; yields the
+        others.
 
-        It is for `send`, which goes through it on the room's streams. They are copied once it has come to the end.
+        The generator is passed to `send`, which runs it on the room's streams. The copies are made when it is
+        exhausted.
         """
         together: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
         for block in blocks:
@@ -120,18 +123,17 @@ class Passage:
             self._room.streams.copy_within(targets, sources)
 
     def start_writer(self) -> None:
-        """Lets the writer begin, which takes the interpreter from the sender again and again."""
+        """Allows the writer to begin, which repeatedly takes the interpreter from the sender."""
         if not self._started:
             with self._changed:
                 self._started = True
                 self._changed.notify_all()
 
     def send(self, blocks: Iterable[Block], *, copied: bool = True) -> None:
-        """Returns once all blocks are copied or committed, or will be copied by what is queued on the room's streams.
+        """Returns once all blocks are copied or committed, or will be copied by work queued on the room's streams.
 
-        :param copied: whether blocks that lie on the host are copied; else they must stay as they are until they are
-            committed.
-        :raises WriterEndedError: if nobody writes any more.
+        :param copied: whether blocks on the host are copied. If not, they must stay unchanged until they are committed.
+        :raises WriterEndedError: the writer has ended.
         """
         with self._room.streams.entered():
             self._send(blocks, copied)
@@ -140,7 +142,7 @@ class Passage:
         for block in blocks:
             if not block.nbytes or (not copied and block.data.device.type == "cpu"):
                 self._post()
-                # It may be a copy already, of a tensor that is not contiguous: few at a time.
+                # It may be a temporary copy of a non-contiguous tensor: only a few at a time.
                 self._wait_until(lambda: len(self._coming) < _COMING_MAX, for_memory=False)
                 self._push(block)
             elif block.nbytes > self._size:
@@ -159,13 +161,13 @@ class Passage:
         self._post()
 
     def end(self) -> None:
-        """All blocks were sent."""
+        """Records that all blocks were sent."""
         with self._changed:
             self._coming.append(None)
             self._changed.notify_all()
 
     def give_up(self, error: BaseException | None = None) -> None:
-        """Has the sender and the writer end as soon as they can, the writer with `error`."""
+        """Makes the sender and the writer end as soon as possible, the writer with `error`."""
         self.start_writer()
         with self._changed:
             self._error = error or InterruptedError("the save was ended before all of its state was copied")
@@ -176,7 +178,7 @@ class Passage:
             raise WriterEndedError
 
     def _push(self, block: Block) -> None:
-        """Hands a block to the writer that lies elsewhere."""
+        """Passes a block outside the ring to the writer."""
         with self._changed:
             self._check()
             self._coming.append(([block], None))
@@ -184,7 +186,7 @@ class Passage:
             self._changed.notify_all()
 
     def _post(self) -> None:
-        """Hands the blocks of the parcel to the writer."""
+        """Passes the blocks of the parcel to the writer."""
         if self._parcel:
             ready = self._room.streams.moment()
             with self._changed:
@@ -215,7 +217,7 @@ class Passage:
             self._wait_until(lambda: self._place(nbytes) is not None)
 
     def _place(self, nbytes: int) -> int | None:
-        """Where a block has room behind the newest one; None if nowhere."""
+        """Returns a free place for a block after the newest one, or None."""
         oldest_place = next((place for place in self._held if place is not None), None)
         newest_place = next((place for place in reversed(self._held) if place is not None), None)
         if oldest_place is None or newest_place is None:
@@ -236,7 +238,8 @@ class Passage:
                 self._changed.wait()
 
     def blocks(self) -> Iterator[Block | None]:
-        """The blocks as they come. None asks the writer to commit those that it has: the sender waits for them."""
+        """Yields the blocks as they arrive. None asks the writer to commit the blocks that it has: the sender waits for
+        them."""
         parcel: Sequence[Block | None]
         while True:
             with self._changed:
@@ -253,8 +256,8 @@ class Passage:
                 ready.wait()
             for block in parcel:
                 yield block
-                # Here the writer has put it into its batch. Counted before, it would be of a batch that the writer ends
-                # with the block in hand, and its memory would be free too early.
+                # At this point the writer has added the block to its batch. If it were counted earlier, it would belong
+                # to a batch that the writer ends before adding it, and its memory would be freed too early.
                 if block is not None:
                     with self._changed:
                         self._given += 1
@@ -262,13 +265,13 @@ class Passage:
                             raise self._error
 
     def take(self) -> int:
-        """How many blocks came since the last call: those of the writer's batch."""
+        """Returns the number of blocks received since the last call: those of the writer's batch."""
         with self._changed:
             taken, self._given = self._given, 0
             return taken
 
     def free(self, count: int) -> None:
-        """Of the blocks that were taken, the oldest are committed: their memory is free."""
+        """Frees the memory of the oldest blocks that were taken, which are committed."""
         with self._changed:
             for _ in range(count):
                 self._held.popleft()
@@ -280,7 +283,7 @@ class Passage:
         return self._waits
 
     def ended(self) -> None:
-        """Nobody writes any more."""
+        """Records that the writer has ended."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()

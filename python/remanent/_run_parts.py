@@ -1,4 +1,4 @@
-"""What a training run is made of: the objects that have its state, and where their tensors lie."""
+"""The parts of a training run: the objects with state, and the devices of their tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from remanent._tensors import PLAIN_TYPES
 
 
 def parts_of(model: Any, optimizer: Any, scheduler: Any, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """What has a state, by the names that it has in a version."""
+    """Returns the objects with state, by their names in a version."""
     parts: dict[str, Any] = {}
     for name, part in (("model", model), ("optimizer", optimizer), ("scheduler", scheduler)):
         if part is not None:
@@ -33,13 +33,13 @@ def parts_of(model: Any, optimizer: Any, scheduler: Any, extra: Mapping[str, Any
 
 
 def device_of(model: Any) -> torch.device:
-    """The GPU that a model is on; the host if it is on none."""
+    """Returns the GPU of a model; the host if it is on none."""
     parameters = model.parameters() if hasattr(model, "parameters") else ()
     return next((each.device for each in parameters if each.is_cuda), torch.device("cpu"))
 
 
 def refuse_overlap(optimizer: Any) -> None:
-    """Refuses an optimizer whose steps cannot be told."""
+    """Rejects an optimizer whose steps cannot be detected."""
     if not hasattr(optimizer, "register_step_pre_hook"):
         raise InvalidError("overlap: it needs an optimizer of torch's, whose steps wait for the copies of a save")
     if any(group.get("capturable") for group in optimizer.param_groups):
@@ -48,9 +48,9 @@ def refuse_overlap(optimizer: Any) -> None:
 
 
 def stepped(optimizer: Any, tensors: list[Extent]) -> tuple[list[Extent], list[Extent]]:
-    """Those of the tensors that an optimizer alone changes, in its steps, and the others.
+    """Divides tensors into those that only an optimizer changes, in its steps, and the others.
 
-    A tensor that shares its storage with one that something else may change leaves with that one.
+    A tensor that shares its storage with one that something else may change belongs to the others.
     """
     if optimizer is None:
         return [], tensors

@@ -13,12 +13,12 @@ from remanent._errors import RefusedError
 
 
 def flatten_state(state: object, tensors: dict[str, torch.Tensor], *, of_rank: bool) -> str:
-    """The state as text of JSON; its tensors go to `tensors`, by the paths at which they lie.
+    """Returns the state as JSON text, and adds its tensors to `tensors` by their paths.
 
-    :param of_rank: whether it is the state of one of several ranks: of a DTensor this rank's part is taken.
+    :param of_rank: whether it is the state of one of several ranks, for which this rank's part of a DTensor is taken.
     """
     leaves = _pages.Leaves(frozenset((torch.Tensor,)), "tensor", tensors, "requires_grad")
-    # The parts of DTensors, and no gradients of them.
+    # For the local parts of DTensors, without gradients.
     with torch.no_grad():
         capture = _Capture(tensors, of_rank)
         text = _native.flatten("", state, capture, leaves)
@@ -27,7 +27,7 @@ def flatten_state(state: object, tensors: dict[str, torch.Tensor], *, of_rank: b
 
 
 class _Capture:
-    """Takes what is of torch or NumPy out of a state."""
+    """Extracts torch and NumPy values from a state."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], of_rank: bool) -> None:
         self.tensors = tensors
@@ -68,10 +68,10 @@ class _Capture:
 
 
 def made(tag: list[Any], tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The value of a tag of `flatten_state`, but for DTensors.
+    """Returns the value of a tag of `flatten_state`, except for DTensors.
 
-    :param tensors: by their names, those of arrays too.
-    :raises NoStateError: for a tag of a later release.
+    :param tensors: the tensors by name, including those of arrays.
+    :raises NoStateError: the tag is from a later release.
     """
     kind, *rest = tag
     if kind == "tensor":
@@ -88,7 +88,7 @@ def made(tag: list[Any], tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _typed(tensor: torch.Tensor, kind: str | None = None, requires_grad: bool = False) -> torch.Tensor:
-    """The tensor, or a view of it, of the type that it had."""
+    """Returns the tensor, or a view of it, with its original type."""
     wanted = torch.nn.Parameter if kind == "Parameter" else torch.Tensor
     if kind is None or type(tensor) is wanted and tensor.requires_grad == requires_grad:
         return tensor
@@ -97,7 +97,7 @@ def _typed(tensor: torch.Tensor, kind: str | None = None, requires_grad: bool = 
 
 
 def parts_module() -> Any:
-    """`_parts`, once DTensors were imported; before there is none, and importing them takes a while."""
+    """Returns `_parts` if DTensors were imported. Otherwise there are none, and importing them takes a while."""
     if "torch.distributed.tensor" not in sys.modules:
         return None
     from remanent import _parts
@@ -106,6 +106,6 @@ def parts_module() -> Any:
 
 
 def layouts_of(run: Mapping[str, Any]) -> Any:
-    """How the DTensors of a run are divided now; None if there are none."""
+    """Returns the layouts of a run's DTensors; None if there are none."""
     parts = parts_module()
     return None if parts is None else parts.Layouts(run)

@@ -1,4 +1,4 @@
-"""A save that is under way: what it captures, what still reads the state, and when it is durable."""
+"""A save in progress: what it captures, what still reads the state, and when it is durable."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ class Reading:
         self._end = Moment({})
 
     def ends(self, end: Moment) -> None:
-        """All of them are queued, and run until then. Later calls change nothing."""
+        """Records that all copies are queued and run until `end`. Later calls have no effect."""
         if not self._queued.is_set():
             self._end = end
             self._queued.set()
 
     def hold_back(self) -> None:
-        """Has what the caller does from now on come after them, on the host and on its current streams."""
+        """Orders the caller's later work after the copies, on the host and on its current streams."""
         self._queued.wait()
         self._end.hold_back()
 
     def wait(self) -> None:
-        """Waits for them."""
+        """Waits for the copies."""
         self._queued.wait()
         self._end.wait()
 
 
 class Capture:
-    """What a save captures where it lies, in its first batches."""
+    """The part of a save that is captured in place, in its first batches."""
 
     def __init__(self, copies: Copies | None, tensors: list[Extent]) -> None:
         self._copies = copies
         self._tensors = tensors
-        # Set once the state may change: all of it is logged.
+        # Set once the state may change because all of it is logged.
         self.ended = threading.Event()
         if copies is None or not tensors:
             self.ended.set()
@@ -52,48 +52,50 @@ class Capture:
             copies.arrive()
 
     def blocks(self) -> Iterator[Block | None]:
-        """The blocks, for `_pages.put`, which commits at each None."""
+        """Yields the blocks for `_pages.put`, which commits at each None."""
         if self._copies is not None and not self.ended.is_set():
             yield from self._copies.blocks(self._tensors)
-            # New pages are made by the first batch, and captured by the second.
+            # The first batch creates new pages, and the second captures them.
             yield None
             yield None
             self.ended.set()
 
     def begin(self, batch: _native.Batch) -> _native.Batch:
-        """Captures what the batch before has made pages for."""
+        """Captures the tensors for which the previous batch created pages."""
         assert self._copies is not None
         self._copies.capture_begun(batch)
         return batch
 
 
 class Saved:
-    """A save that may still be under way: its state is captured, and becomes durable in the background.
+    """A save that may still be in progress: its state is captured, and becomes durable in the background.
 
-    One that was left to the next save (`busy="coalesce"`) has captured nothing, and ends as that one does.
+    A save that was left to the next one (`busy="coalesce"`) has captured nothing, and completes when that one does.
     """
 
     def __init__(self, step: int, reading: Reading, began: float) -> None:
         self.step = step
-        #: The step of the version, which is a later one for a save that was left to the next; None until that began.
+        #: The step of the version, which is a later one if the save was left to the next; None until that one has
+        #: begun.
         self.version_step: int | None = None
         self._reading = reading
         self._began = began
-        # None until it has begun.
+        # None until the save has begun.
         self._done: concurrent.futures.Future[tuple[int, float]] | None = None
-        # Set once its end was told to a caller.
+        # Set once its outcome was reported to a caller.
         self._told = threading.Event()
 
     def _begins(self, done: concurrent.futures.Future[tuple[int, float]]) -> None:
-        """It is a version of its own."""
+        """Records that the save is a version of its own."""
         self.version_step, self._done = self.step, done
 
     def _goes_with(self, other: Saved) -> None:
-        """It was left, and the next one begins. A caller that is told how that ends is told of both."""
+        """Joins the next save, to which it was left. A caller that is notified of that save's outcome is notified of
+        both."""
         self.version_step, self._told, self._done = other.version_step, other._told, other._done
 
     def _fails(self, error: BaseException) -> None:
-        """It was left, and there is no next one."""
+        """Records that the save was left to a next one that does not exist."""
         done: concurrent.futures.Future[tuple[int, float]] = concurrent.futures.Future()
         done.set_exception(error)
         self._done = done
@@ -108,7 +110,7 @@ class Saved:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds from the call to the durable version; None if there is none, or not yet.
+        """The seconds from the call to the durable version; None if it failed or is not durable yet.
 
         Saves at shorter intervals wait for each other.
         """
@@ -116,27 +118,27 @@ class Saved:
 
     @property
     def lsn(self) -> int:
-        """The version's batch; waits until it is durable."""
+        """The Lsn of the version's batch. Waits until it is durable."""
         self.wait()
         assert self._done is not None
         return self._done.result()[0]
 
     def done(self) -> bool:
-        """Whether the version is durable and kept."""
+        """Returns whether the version is durable and kept."""
         return self._done is not None and self._done.done() and self._done.exception() is None
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until the version is durable and kept, up to `timeout` seconds; says whether it is.
+        """Waits until the version is durable and kept, up to `timeout` seconds. Returns whether it is.
 
-        :raises InUseError: without `timeout`, if the save was left to the next one, and that has not begun.
+        :raises InUseError: without `timeout`, if the save was left to the next one and that has not begun.
         """
         until = None if timeout is None else time.monotonic() + timeout
         while True:
-            # In slices, so that Ctrl-C ends the wait, and one that was left finds the next one.
+            # In slices, so that Ctrl-C ends the wait and a save that was left notices the next one.
             left = 0.1 if until is None else max(0.0, min(0.1, until - time.monotonic()))
             if self._done is not None:
                 if concurrent.futures.wait([self._done], left).done:
-                    # Raises what the save failed with.
+                    # Raises the error of the save.
                     self._told.set()
                     self._done.result()
                     return True
@@ -149,7 +151,7 @@ class Saved:
                 return False
 
     def wait_copied(self) -> None:
-        """Waits until nothing reads the state any more: all of it may change then, whatever changes it."""
+        """Waits until nothing reads the state any more, after which all of it may be changed in any way."""
         self._reading.wait()
 
     def __repr__(self) -> str:
@@ -157,36 +159,37 @@ class Saved:
 
 
 class LeftSaves:
-    """Saves that came while one was under way, and are left to the next one."""
+    """Saves requested while another one was in progress, which are left to the next one."""
 
     def __init__(self) -> None:
         self._saves: list[Saved] = []
 
     @property
     def newest_step(self) -> int | None:
-        """The step of the last one that is left; None if there is none."""
+        """The step of the last save that was left, or None."""
         return self._saves[-1].step if self._saves else None
 
     def add(self, step: int, reading: Reading, began: float) -> Saved:
-        """A save that is left, while the one under way reads the state."""
+        """Adds a save that is left to the next one, while the current one reads the state."""
         saved = Saved(step, reading, began)
         self._saves.append(saved)
         return saved
 
     def go_with(self, saved: Saved) -> None:
-        """This one is the next: those that were left end as it does."""
+        """Makes the saves that were left complete with this one, which is the next."""
         for left in self._saves:
             left._goes_with(saved)
         self._saves = []
 
     def fail(self, error: BaseException) -> None:
-        """The next one could not begin."""
+        """Makes the saves that were left fail, because the next one could not begin."""
         for left in self._saves:
             left._fails(error)
         self._saves = []
 
     def end(self, why: str) -> InUseError | None:
-        """There is no next one. Returns how the last one of those that were left has failed, if there are any."""
+        """Makes the saves that were left fail, because no next one follows. Returns the error of the last of them, if
+        any."""
         error = None
         for left in self._saves:
             error = InUseError(f"the save of step {left.step} was left to the next one, but {why}",

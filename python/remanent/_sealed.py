@@ -1,4 +1,4 @@
-"""Small files of JSON, a line for each part, that prove themselves: the first line is a sum of the others."""
+"""Small JSON files that verify themselves: one line per part, preceded by a line with their checksum."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from remanent._errors import DamagedError
 
 
 def begins(kind: str) -> bytes:
-    """With which bytes a file of this kind begins, whatever its version."""
+    """Returns the bytes with which a file of this kind begins, in any version."""
     return f'{{"remanent {kind}": '.encode()
 
 
 def seal(kind: str, parts: Iterable[Any]) -> bytes:
-    """The content of a file with these parts.
+    """Returns the contents of a file with these parts.
 
     >>> from remanent._sealed import parts_of, seal
     >>> content = seal("example", [{"step": 1}, "all the rest"])
@@ -30,9 +30,9 @@ def seal(kind: str, parts: Iterable[Any]) -> bytes:
 
 
 def parts_of(kind: str, content: bytes, path: Path) -> list[bytes]:
-    """The parts of a file's content, each as JSON.
+    """Returns the parts of a file's contents, each as JSON.
 
-    :raises DamagedError: if it is not what was written, in this version of the format.
+    :raises DamagedError: the contents are not what was written, in this version of the format.
     """
     first, _, body = content.partition(b"\n")
     if first != _sum_line(kind, body):

@@ -1,4 +1,4 @@
-"""Copies of a state on the host, in memory that is kept from save to save: what `dcp.async_save` writes."""
+"""Copies of a state in host memory that is reused from save to save, for `dcp.async_save`."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ from remanent._run_state import parts_module
 from remanent._storages import extents_there
 from remanent._tensors import PLAIN_TYPES, blocks, tensors_of
 
-# Bytes between the beginnings of tensors in memory: any kind of element, and a line of the processor's cache.
+# The alignment of tensors in memory: suits any element type, and is the size of a cache line.
 _ALIGN = 64
 
 
 class Stager(AsyncStager):
-    """Copies what is saved to the host: for `dcp.async_save(…, async_stager=Stager())`, one for all saves of a run.
+    """Copies the state to the host, for `dcp.async_save(…, async_stager=Stager())`. Use one stager for all saves of a
+    run.
 
-    The copies lie in one piece of host memory, as long as this rank's tensors, which the next save uses again; it is
-    pinned where there is a GPU. A save that begins while the one before is being written takes a second one. Tensors
-    on the host are copied once; those that overlap in memory (tied weights, views) are copied together, and overlap
-    again. Of a DTensor the part of this rank is copied. Values that are no tensors are copied in the call.
+    The copies are in one piece of host memory, as long as this rank's tensors, which the next save reuses; it is pinned
+    if there is a GPU. A save that begins while the previous one is being written takes a second piece. Tensors on the
+    host are copied once. Tensors that overlap in memory (tied weights, views) are copied together and overlap again.
+    For a DTensor, the part of this rank is copied. Values that are not tensors are copied during the call.
 
     When the state may change after `async_save`:
 
-    - As it is: at once, by the host and by what is queued on the current streams of its GPUs from then on. Copies
-      from GPUs are queued in the call, on streams of their own, and the current streams wait for them. `async_save`
+    - By default: immediately, by the host and by work queued on the current streams of its GPUs from then on. Copies
+      from GPUs are queued during the call, on separate streams, and the current streams wait for them. `async_save`
       returns an `AsyncSaveResponse`.
-    - `wait=True`: likewise, but the call returns once all is copied, and `async_save` returns a plain future, as some
-      trainers want it.
-    - `overlap=True`: once the response's `staging_completion` is done. All is copied beside the training, tensors on
-      the host too; wait before `optimizer.step`.
+    - `wait=True`: likewise, but the call returns once everything is copied, and `async_save` returns a plain future,
+      which some trainers expect.
+    - `overlap=True`: once the response's `staging_completion` is done. Everything is copied concurrently with training,
+      including tensors on the host; wait before `optimizer.step`.
 
-    :raises RefusedError: from `async_save`, for a value that cannot be copied, by its name. Nothing is saved.
+    :raises RefusedError: raised by `async_save` if a value cannot be copied. The message names it. Nothing is saved.
 
     >>> import torch, torch.distributed.checkpoint as dcp
     >>> from remanent.dcp import Stager, StorageReader, StorageWriter
@@ -58,7 +59,7 @@ class Stager(AsyncStager):
     >>> stager.close()
     """
 
-    # What is returned is whole, or is a future.
+    # The returned value is complete, or a future.
     _synchronize_after_execute = False
 
     def __init__(self, *, wait: bool = False, overlap: bool = False) -> None:
@@ -74,10 +75,10 @@ class Stager(AsyncStager):
 
     @torch.no_grad()
     def stage(self, state_dict: dict[str, Any]) -> concurrent.futures.Future[dict[str, Any]] | dict[str, Any]:
-        """A copy of a state, or the future of one; see the class."""
+        """Returns a copy of a state, or its future; see the class."""
         if self._is_closed:
             raise ClosedError("the stager is closed")
-        # Of one save at a time there are copies under way.
+        # Copies of only one save at a time are in flight.
         self._settle()
         taken = _Taken()
         tree = taken.tree("", state_dict)
@@ -99,14 +100,14 @@ class Stager(AsyncStager):
             self._last.result()
 
     def close(self) -> None:
-        """Waits for the copies under way, and gives the memory back once what was saved last is written."""
+        """Waits for the copies in flight, and frees the memory once the last save is written."""
         self._is_closed = True
         self._settle()
         self._worker.shutdown()
         self._memory.close()
 
     def _settle(self) -> None:
-        """Waits until nothing copies any more, however that ended."""
+        """Waits until no copy is in flight, whatever the outcome."""
         if self._last is not None:
             concurrent.futures.wait([self._last])
             self._last = None
@@ -122,9 +123,9 @@ class Stager(AsyncStager):
         return filled
 
     def _copy(self, found: list[Extent]) -> tuple[dict[str, torch.Tensor], Moment]:
-        """Copies of tensors by name, which are whole at the moment."""
+        """Returns copies of tensors by name, which are complete at the returned moment."""
         copies: dict[str, torch.Tensor] = {}
-        # Of tensors that share memory each counts here, and each is as long as it lies.
+        # Tensors that share memory are all counted, each with the full length of its span.
         place = self._memory.take(sum(max(each.nbytes, each.end - each.start) + _ALIGN + 16 for each in found))
         try:
             with self._streams.entered():
@@ -134,28 +135,28 @@ class Stager(AsyncStager):
                         self._streams.copy(memory, block.data)
                     copies |= tensors_of(memory, block.arrays, torch.device("cpu"))
         except BaseException:
-            # The memory is the next save's.
+            # The memory is reused by the next save.
             self._streams.synchronize()
             raise
         return copies, self._streams.moment()
 
 
 class _Slot:
-    """Stands for a tensor in a tree: its name, and what makes it of its copy."""
+    """A placeholder for a tensor in a tree: its name, and a function that converts its copy."""
 
     def __init__(self, name: str, made: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.name, self.made = name, made
 
 
 class _Taken:
-    """What is taken of a state: its tensors by name, and the tree of all else."""
+    """The contents of a state: its tensors by name, and the tree of all other values."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self._parts = parts_module()
 
     def tree(self, path: str, value: Any) -> Any:
-        """A copy of a state, with slots in the places of its tensors."""
+        """Returns a copy of a state with slots in place of its tensors."""
         kind = type(value)
         name = path.removeprefix("/")
         if kind is dict or kind is OrderedDict:
@@ -173,7 +174,7 @@ class _Taken:
             raise RefusedError(f"{name}: a {kind.__name__} cannot be copied: {error}") from error
 
     def _take(self, name: str, tensor: torch.Tensor) -> str:
-        """The name of a tensor's slot: its path, which it may share with another one, and then more."""
+        """Returns the name of a tensor's slot: its path, extended if another tensor has the same one."""
         while name in self.tensors:
             name += "~"
         self.tensors[name] = tensor
@@ -181,7 +182,7 @@ class _Taken:
 
 
 def _filled(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """The tree with copies of tensors in the places of its slots."""
+    """Returns the tree with copies of tensors in place of its slots."""
     if isinstance(tree, _Slot):
         return tree.made(tensors[tree.name])
     kind = type(tree)
@@ -198,7 +199,7 @@ def _is_sequence(value: Any) -> bool:
 
 
 def _like(value: Any, made: list[Any]) -> Any:
-    """A list as a sequence of the same kind."""
+    """Converts a list to a sequence of the same type as `value`."""
     kind = type(value)
     return made if kind is list else tuple(made) if kind is tuple else kind(*made)
 
@@ -207,14 +208,14 @@ class _Memory:
     """Pieces of host memory, one for each save whose copies are in use."""
 
     def __init__(self) -> None:
-        # Pieces that are in no use. The garbage collector gives them back, in whichever thread, so there is no lock.
+        # Unused pieces. The garbage collector returns them, in any thread, so there is no lock.
         self._free: deque[_Piece] = deque()
         self._is_closed = False
 
     def take(self, size: int) -> Callable[[int], torch.Tensor]:
-        """A piece of memory, from which the function that is returned gives out bytes, one tensor after the other.
+        """Takes a piece of memory. Returns a function that allocates bytes from it, one tensor after another.
 
-        It is in use until the last of these tensors, and of their views, is gone.
+        The piece is in use until the last of these tensors and their views is deleted.
         """
         piece = self._piece(max(size, 1))
         lease = (ctypes.c_ubyte * len(piece.memory)).from_buffer(piece.memory)
@@ -226,14 +227,14 @@ class _Memory:
             if not nbytes:
                 return torch.empty(0, dtype=torch.uint8)
             start, given = given, given + (nbytes + _ALIGN - 1) // _ALIGN * _ALIGN
-            # An inference tensor could not be written to elsewhere.
+            # An inference tensor could not be written to outside of inference mode.
             with torch.inference_mode(False):
                 return torch.frombuffer(lease, dtype=torch.uint8, count=nbytes, offset=start)
 
         return place
 
     def close(self) -> None:
-        """Gives back what is in no use, and all else once it is in none."""
+        """Frees unused pieces now, and all others once they are unused."""
         self._is_closed = True
         self._drop_free()
 
@@ -241,7 +242,7 @@ class _Memory:
         while (piece := self._taken()) is not None:
             if len(piece.memory) >= size:
                 return piece
-            # The state has become longer.
+            # The state has become larger.
             piece.end()
         return _Piece(size)
 
@@ -262,7 +263,7 @@ class _Memory:
 
 
 class _Piece:
-    """A piece of the host's memory; pinned if there is a GPU that was used."""
+    """A piece of host memory, pinned if there is a GPU."""
 
     def __init__(self, size: int) -> None:
         self.memory = mmap.mmap(-1, size)
@@ -270,12 +271,12 @@ class _Piece:
         if torch.cuda.is_available():
             held = ctypes.c_ubyte.from_buffer(self.memory)
             address = ctypes.addressof(held)
-            # Where it is refused, copies take longer, and that is all.
+            # If pinning is refused, copies only take longer.
             if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0:  # type: ignore[no-untyped-call]
                 self._pinned = address
 
     def end(self) -> None:
-        """Unpins it: nothing copies from it or to it any more."""
+        """Unpins the piece, which no copy uses any more."""
         if self._pinned is not None:
             torch.cuda.cudart().cudaHostUnregister(self._pinned)  # type: ignore[no-untyped-call]
             self._pinned = None

@@ -1,4 +1,4 @@
-"""The storages of tensors, which may be freed or shortened while their tensors are there."""
+"""Checks of tensors' storages, which may be freed or shortened while the tensors exist."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from remanent._tensors import extents
 
 
 def extents_there(tensors: dict[str, torch.Tensor]) -> list[Extent]:
-    """What is to be stored of tensors whose elements are all there. What cannot be is refused by its name.
+    """Returns the extents of tensors whose elements all exist. A tensor that cannot be stored is rejected by name.
 
-    Of a storage that `resize_(0)` freed, as sharded trainers do it, tensors keep their shapes, and an address of
-    nothing.
+    If a storage was freed with `resize_(0)`, as sharded trainers do, its tensors keep their shapes and an invalid
+    address.
     """
     found = extents(tensors)
     _refuse_shared_views(tensors, found)
@@ -27,7 +27,7 @@ def extents_there(tensors: dict[str, torch.Tensor]) -> list[Extent]:
 
 
 def _refuse_shared_views(tensors: dict[str, torch.Tensor], found: list[Extent]) -> None:
-    """Refuses a conjugate or negative view of memory that another tensor has, too: the view is stored as a copy."""
+    """Rejects a conjugate or negative view of memory that another tensor also uses: the view is stored as a copy."""
     views = {name: given for each, (name, given) in zip(found, tensors.items(), strict=True)
              if each.tensor is not given and (given.is_conj() or given.is_neg())}
     if not views:

@@ -1,4 +1,4 @@
-"""Versions read in parts, in the way of `safetensors.safe_open`; tensors as bytes in memory; models."""
+"""Reading parts of versions like `safetensors.safe_open`, tensors as safetensors bytes in memory, and models."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from remanent._versions import whole
 
 _Path = str | os.PathLike[str]
 _Index = int | slice | EllipsisType | None
-# The entry of `metadata` with the versions of modules, which torch keeps beside a state.
+# The entry of `metadata` with the module versions that torch keeps with a state.
 _MODULES = "torch module versions"
 
 
 def checked_tensors(tensors: object) -> dict[str, torch.Tensor]:
-    """A dict of tensors by name; anything else is refused by its name, with what to do."""
+    """Returns a dict of tensors by name. Anything else is rejected by name, with a remedy."""
     if not isinstance(tensors, Mapping):
         kind = type(tensors).__name__
         raise _refused(f"tensors: {_a(kind)} is no dict of tensors by name", "give {name: tensor}")
@@ -49,7 +49,7 @@ def checked_tensors(tensors: object) -> dict[str, torch.Tensor]:
 
 
 def _instead(value: object) -> str:
-    """What holds a value that is no tensor."""
+    """Returns how to save a value that is not a tensor."""
     if isinstance(value, Mapping):
         return "save its tensors by names such as 'outer.inner', or all of it with `Checkpointer`"
     if type(value).__module__ == "numpy":
@@ -66,7 +66,7 @@ def _a(kind: str) -> str:
 
 
 def checked_metadata(metadata: object) -> dict[str, str] | None:
-    """Text by name; anything else is refused by its name."""
+    """Returns text by name. Anything else is rejected by name."""
     if metadata is None:
         return None
     if not isinstance(metadata, Mapping):
@@ -80,7 +80,7 @@ def checked_metadata(metadata: object) -> dict[str, str] | None:
 
 
 def refuse_file(path: _Path, *, loads: bool) -> None:
-    """Refuses a path that is a file: versions lie in a directory."""
+    """Rejects a path that is a file: versions are in a directory."""
     if not os.path.isfile(path):
         return
     if not loads:
@@ -98,7 +98,7 @@ def refuse_file(path: _Path, *, loads: bool) -> None:
 
 
 def checked_device(device: str | int | torch.device) -> torch.device:
-    """A device that this torch can hold tensors on."""
+    """Returns a device on which this torch can hold tensors."""
     try:
         found = torch.device(f"cuda:{device}" if type(device) is int else device)
     except (RuntimeError, TypeError, ValueError) as error:
@@ -111,7 +111,7 @@ def checked_device(device: str | int | torch.device) -> torch.device:
 
 
 def chosen(names: Iterable[str] | None, pages: Mapping[str, _pages.Arrays]) -> dict[str, _pages.Arrays]:
-    """The pages of these tensors, with those arrays alone; all of them for None."""
+    """Returns the pages of these tensors with only those arrays, or all pages for None."""
     if names is None:
         return dict(pages)
     if isinstance(names, str):
@@ -125,7 +125,7 @@ def chosen(names: Iterable[str] | None, pages: Mapping[str, _pages.Arrays]) -> d
 
 
 def unknown(name: object, known: Iterable[str]) -> UnknownKeyError:
-    """The error that a version has no such tensor."""
+    """Returns the error that a version has no such tensor."""
     names = list(known)
     near = difflib.get_close_matches(str(name), names, 3) or names[:3]
     return UnknownKeyError(f"the version has no tensor named {name!r}; of its {len(names)}, the nearest are "
@@ -133,25 +133,25 @@ def unknown(name: object, known: Iterable[str]) -> UnknownKeyError:
 
 
 class TensorSlice:
-    """A tensor of a version, of which an index reads a part. Made by `safe_open.get_slice`."""
+    """A tensor of a version, of which an index reads a part. Created by `safe_open.get_slice`."""
 
     def __init__(self, view: _native.View, key: str, array: ArrayLayout, device: torch.device) -> None:
         self._view, self._key, self._array, self._device = view, key, array, device
 
     def get_shape(self) -> list[int]:
-        """The tensor's shape."""
+        """Returns the tensor's shape."""
         return list(self._array.shape)
 
     def get_dtype(self) -> str:
-        """The kind of its elements, as safetensors names it: "F32", "BF16", …"""
+        """Returns the element type by its safetensors name: "F32", "BF16", …"""
         return self._array.dtype
 
     @torch.inference_mode(False)
     def __getitem__(self, index: _Index | tuple[_Index, ...]) -> torch.Tensor:
-        """The part that an index of ints, slices, None and `...` means.
+        """Reads the part selected by an index of ints, slices, None and `...`.
 
-        Takes memory for the elements from the first one of the part to its last one, and no others. The first read of
-        a tensor proves all of it.
+        This takes memory for the elements from the first to the last one of the part. The first read of a tensor
+        verifies all of it.
         """
         refuse_fake_tensors()
         parts = index if isinstance(index, tuple) else (index,)
@@ -164,7 +164,7 @@ class TensorSlice:
         if dtype is None:
             raise RefusedError(f"{array.name}: this torch has no elements of {array.dtype}", remedy="use a newer torch")
         stride = _pages.contiguous_stride(array.shape) if array.stride is None else array.stride
-        # A tensor without bytes tells where those of the part lie.
+        # A tensor without memory shows the location of the part's elements.
         with torch.device("meta"):
             picked = torch.empty_strided(array.shape, stride, dtype=dtype)[index]
         size = dtype.itemsize
@@ -179,16 +179,16 @@ class TensorSlice:
 
 
 class safe_open:
-    """A version that is read tensor by tensor, or in parts of one, as by `safetensors.safe_open`.
+    """A version that is read tensor by tensor, or in parts of a tensor, like `safetensors.safe_open`.
 
-    Every byte is proven by checksums before it is returned. Takes no lock: a writer may go on meanwhile, and what is
-    read stays as it was when this was opened, until it is closed. Each call reads its own copy: tensors that shared
-    memory do not share it here.
+    Checksums verify every byte before it is returned. No lock is taken: a writer can continue in the meantime, and the
+    version stays as it was at the open until this is closed. Each call reads its own copy: tensors that shared memory
+    do not share it here.
 
     :param directory: a directory of `save_file` or `remanent import`.
     :param framework: "pt".
-    :param device: where tensors are to lie: "cpu", "cuda", a number of a GPU, a `torch.device`.
-    :param at: the version, as for `load_file`; the newest if None.
+    :param device: the device of the tensors: "cpu", "cuda", a GPU number or a `torch.device`.
+    :param at: the version, as for `load_file`; None opens the newest.
     :raises NoStoreError, NoStateError, DamagedError: as for `load_file`.
 
     >>> import torch, remanent.torch
@@ -217,29 +217,38 @@ class safe_open:
         self._found = {array.name: (key, array) for key, arrays in manifest.pages.items() for array in arrays}
 
     def keys(self) -> list[str]:
-        """The names of the tensors, sorted."""
+        """Returns the names of the tensors, sorted."""
         return sorted(self._found)
 
     def offset_keys(self) -> list[str]:
-        """The names of the tensors in the order in which they were saved."""
+        """Returns the names of the tensors in the order in which they were saved."""
         return list(self._found)
 
     def metadata(self) -> dict[str, str] | None:
-        """The text that was saved as `metadata`; None if there was none."""
+        """Returns the text that was saved as `metadata`, or None."""
         return None if self._metadata is None else dict(self._metadata)
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """A tensor. :raises UnknownKeyError: if the version has none of that name."""
+        """Reads a tensor.
+
+        :raises UnknownKeyError: the version has no tensor of this name.
+        """
         key, array = self._place(name)
         part = TensorSlice(self._view, key, array, self._device)
         return part[...]
 
     def get_tensors(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Tensors by name. :raises UnknownKeyError: if the version has none of a name."""
+        """Reads tensors by name.
+
+        :raises UnknownKeyError: the version has no tensor of one of the names.
+        """
         return {name: self.get_tensor(name) for name in names}
 
     def get_slice(self, name: str) -> TensorSlice:
-        """A tensor that is read by an index. :raises UnknownKeyError: if the version has none of that name."""
+        """Returns a tensor that is read by indexing.
+
+        :raises UnknownKeyError: the version has no tensor of this name.
+        """
         key, array = self._place(name)
         return TensorSlice(self._view, key, array, self._device)
 
@@ -249,7 +258,7 @@ class safe_open:
         return self._found[name]
 
     def close(self) -> None:
-        """Ends the reading. Slices can be read no more."""
+        """Closes the version, after which slices can no longer be read."""
         self._view.close()
 
     def __enter__(self) -> Self:
@@ -261,12 +270,14 @@ class safe_open:
 
 
 def save(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The bytes of a safetensors file with these tensors, as of `safetensors.torch.save`, which must be installed.
+    """Returns the bytes of a safetensors file with these tensors, like `safetensors.torch.save`. safetensors must be
+    installed.
 
-    Such bytes have no checksums. `save_file` keeps them proven, with versions, and tensors that share memory.
+    Such bytes have no checksums. `save_file` keeps tensors with checksums and versions, including tensors that share
+    memory.
 
-    :raises RefusedError: for what such a file cannot hold as it is: tensors that share memory, `complex128`, what is no
-        plain tensor.
+    :raises RefusedError: such a file cannot hold a value unchanged: tensors that share memory, `complex128`, or a value
+        that is not a plain tensor.
 
     >>> import torch, remanent.torch
     >>> data = remanent.torch.save({"w": torch.ones(2)}, {"format": "pt"})
@@ -291,11 +302,12 @@ def save(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
 
 
 def load(data: bytes) -> dict[str, torch.Tensor]:
-    """The tensors in the bytes of a safetensors file, as by `safetensors.torch.load`, which must be installed.
+    """Returns the tensors in the bytes of a safetensors file, like `safetensors.torch.load`. safetensors must be
+    installed.
 
-    Nothing proves them: such a file has no checksums.
+    The tensors are not verified: such a file has no checksums.
 
-    :raises InvalidError: if `data` is no such file.
+    :raises InvalidError: `data` is not such a file.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load as decode
@@ -310,7 +322,7 @@ def load(data: bytes) -> dict[str, torch.Tensor]:
 
 
 def model_state(model: torch.nn.Module, metadata: Mapping[str, str] | None) -> tuple[dict[str, Any], dict[str, str]]:
-    """What `save_model` saves: the state, and the metadata with the versions of modules."""
+    """Returns what `save_model` saves: the state, and the metadata with the module versions."""
     state = model.state_dict()
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
@@ -328,7 +340,7 @@ def model_state(model: torch.nn.Module, metadata: Mapping[str, str] | None) -> t
 
 def load_into(model: torch.nn.Module, loaded: dict[str, torch.Tensor], metadata: Mapping[str, str] | None,
               strict: bool) -> tuple[list[str], list[str]]:
-    """Puts tensors into a model; returns the names that it has alone, and those that it does not have.
+    """Loads tensors into a model. Returns the names that only the model has and the names that it lacks.
 
     Nothing changes if a tensor does not fit.
     """

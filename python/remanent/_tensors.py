@@ -1,4 +1,4 @@
-"""Tensors of torch as pages, and back: which bytes of which storage a page holds."""
+"""Conversion of torch tensors to pages and back: which bytes of which storage a page holds."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from remanent._native import ArrayLayout, Block, Extent
 from remanent._overlaps import Part, bits, expanded_stride, squeezed, together_or_apart
 from remanent._pages import Arrays
 
-# Bytes that a load reads by one call, of which the pages are shorter: on the host, and on a GPU, whose bus is idle
-# where one call begins and where it ends.
+# The bytes of shorter pages that a load reads with one call, on the host and on a GPU, whose bus is idle at the start
+# and end of each call.
 _TOGETHER = 256 << 20
 _TOGETHER_ON_GPU = 2 << 30
 
-# Names of kinds as the store has them, for every kind of torch's that a store can hold.
+# The store's names of element types, for every torch type that a store can hold.
 SHORT: dict[torch.dtype, str] = {}
 for _name in ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "bfloat16",
               "float32", "float64", "complex32", "complex64", "complex128", "float8_e4m3fn", "float8_e4m3fnuz",
@@ -27,12 +27,12 @@ for _name in ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "ui
     if hasattr(torch, _name):
         SHORT[getattr(torch, _name)] = _native.dtype(_name)[1]
 DTYPE = {short: dtype for dtype, short in SHORT.items()}
-# Types of tensors that are no more than their elements.
+# The types of tensors that are nothing but their elements.
 PLAIN_TYPES: frozenset[type] = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
 
 
 def plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, if it is one whose elements lie in one storage as they are; else it is refused by its name."""
+    """Returns the tensor if its elements are in one storage as they are. Otherwise it is rejected by name."""
     kind = type(tensor)
     if torch.nn.parameter.is_lazy(tensor):
         raise RefusedError(f"{name}: it has no shape and no elements yet", remedy="run the model once before the save")
@@ -57,11 +57,11 @@ def plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Kinds(NamedTuple):
-    """What `_native.extents` knows of torch."""
+    """The torch types and functions that `_native.extents` needs."""
 
     tensor: type
     strided: torch.layout
-    # Elements that no view conjugates.
+    # Element types that no view conjugates.
     real: frozenset[torch.dtype]
     plain: Callable[[str, torch.Tensor], torch.Tensor]
 
@@ -70,14 +70,14 @@ _KINDS = _Kinds(torch.Tensor, torch.strided, frozenset(dtype for dtype in SHORT 
 
 
 def extents(tensors: dict[str, torch.Tensor]) -> list[Extent]:
-    """What is to be stored. What cannot be is refused by its name."""
+    """Returns the extents to store. A tensor that cannot be stored is rejected by name."""
     return _native.extents(tensors, _KINDS)
 
 
 def blocks(found: Iterable[Extent], *, on_host: bool = True) -> Iterator[Block]:
-    """The pages that hold these tensors: tensors that overlap in memory share one, so that they share memory again.
+    """Yields the pages of these tensors. Tensors that overlap in memory share a page, so that they share memory again.
 
-    Their bytes lie on the host, or where the tensors are.
+    The bytes are on the host, or where the tensors are.
     """
     for group in _native.extents_by_page(list(found)):
         if not group[0].nbytes:
@@ -90,8 +90,8 @@ def blocks(found: Iterable[Extent], *, on_host: bool = True) -> Iterator[Block]:
 
 
 def blocks_in_place(found: list[Extent]) -> Iterator[Block]:
-    """As `blocks`, but of tensors on a GPU of CUDA's the bytes stay there, for the commit to copy. Tensors whose
-    elements had to be put in a row first come to the host: there is more room."""
+    """Yields the same as `blocks`, but leaves the bytes of tensors on CUDA GPUs there for the commit to copy. Tensors
+    whose elements had to be reordered are copied to the host, which has more room."""
     held = {each.storage for each in found}
     for block in blocks(found, on_host=False):
         data = block.data
@@ -103,21 +103,21 @@ def blocks_in_place(found: list[Extent]) -> Iterator[Block]:
 
 
 def is_cuda(device: torch.device) -> bool:
-    """Whether it is a GPU of CUDA's: other kinds call themselves so, too."""
+    """Returns whether the device is a CUDA GPU: other device types use the same name."""
     return device.type == "cuda" and torch.version.hip is None
 
 
 def _array(extent: Extent) -> ArrayLayout:
-    """The tensor as the only one of its page."""
+    """Returns the layout of a tensor that is the only one of its page."""
     return ArrayLayout(extent.name, SHORT[extent.tensor.dtype], extent.tensor.shape)
 
 
 def _block_of_one(extent: Extent, on_host: bool) -> Block:
-    """The page of a tensor that shares memory with no other one."""
+    """Returns the page of a tensor that shares memory with no other one."""
     tensor = extent.tensor
     if tensor.is_contiguous():
         return Block((_array(extent),), bytes_of(tensor, on_host), extent.nbytes)
-    # Each element once, of those that `expand` repeated.
+    # Without the repetitions of `expand`.
     once = squeezed(tensor)
     if extent.end - extent.start <= once.nbytes:
         return _block(Part((extent,), None), on_host)
@@ -130,7 +130,7 @@ def _block_of_one(extent: Extent, on_host: bool) -> Block:
 
 
 def _has_shared_elements(tensor: torch.Tensor) -> bool:
-    """Whether elements of one tensor have one place, as those of overlapping windows have."""
+    """Returns whether several elements of a tensor share a location, such as those of overlapping windows."""
     reached = 0
     for step, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if length > 1:
@@ -144,28 +144,28 @@ def _has_shared_elements(tensor: torch.Tensor) -> bool:
 
 
 def _block(part: Part, on_host: bool) -> Block:
-    """The page of tensors that share memory, or of one whose elements lie in another order."""
+    """Returns the page of tensors that share memory, or of one whose elements are in another order."""
     group = part.extents
     first = group[0]
     if part.places is not None:
         data = part.packed()
         places, length = part.places, data.numel()
     else:
-        # A boundary of the widest elements, so that each tensor begins at a whole element of its own.
+        # Aligned to the widest elements, so that each tensor begins at a multiple of its element size.
         start = first.start - first.start % 16
         places = {each.name: (each.start - start, each.tensor.stride()) for each in group}
         length = max(each.end for each in group) - start
-        # Storages of one address, one of which may be longer.
+        # The storages have the same address, but one may be longer.
         storage = max((each.tensor.untyped_storage() for each in group), key=lambda storage: storage.nbytes())
         data = torch.empty(0, dtype=torch.uint8, device=first.tensor.device).set_(storage, start, (length,), (1,))
-    # In the order of names, so that the page is found again whichever tensor comes first in memory.
+    # Ordered by name, so that the page is found again regardless of which tensor is first in memory.
     arrays = tuple(ArrayLayout(each.name, SHORT[each.tensor.dtype], each.tensor.shape, places[each.name][1],
                                places[each.name][0]) for each in sorted(group, key=lambda each: each.name))
     return Block(arrays, data.cpu() if on_host else data, length)
 
 
 def _packed(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's elements row by row: a copy if they do not lie so, made on the current stream."""
+    """Returns the tensor's elements in row-major order, copied on the current stream if necessary."""
     packed = tensor if tensor.is_contiguous() else bits(tensor).contiguous()
     if packed is not tensor and tensor.is_cuda:
         # Its owner may free it before the copy has run.
@@ -174,14 +174,14 @@ def _packed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor, on_host: bool = True) -> torch.Tensor:
-    """A contiguous tensor's bytes, on the host or where they are."""
+    """Returns a contiguous tensor's bytes, on the host or in place."""
     # A dimension of one element may have any stride.
     flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     return flat.cpu() if on_host else flat
 
 
 def tensor_of(content: bytes | memoryview) -> torch.Tensor:
-    """A copy of bytes, on the host."""
+    """Returns a copy of bytes, on the host."""
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
@@ -194,15 +194,15 @@ def read_page(reader: _native.Reader, key: str) -> torch.Tensor:
 
 def load_pages(view: _native.View, pages: Mapping[str, Arrays],
                device: torch.device = torch.device("cpu")) -> Iterator[tuple[torch.Tensor, Arrays]]:
-    """The bytes of pages, in their order: on `device` if that is a GPU of CUDA's, else on the host. Some are read
-    ahead of the caller."""
+    """Yields the bytes of pages in order, on `device` if it is a CUDA GPU and otherwise on the host. Some pages are
+    prefetched."""
     lengths = {key: view.info(key).length for key in pages}
     there, name = torch.device("cpu"), "host"
     if is_cuda(device):
         there = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         name = str(there)
     for keys in together(lengths, there):
-        # In inference mode they would be tensors that no training can use.
+        # Created in inference mode, they would be tensors that no training can use.
         with torch.inference_mode(False):
             memory = {key: torch.empty(lengths[key], dtype=torch.uint8, device=there) for key in keys}
         view.load(memory, name)
@@ -211,7 +211,7 @@ def load_pages(view: _native.View, pages: Mapping[str, Arrays],
 
 
 def together(lengths: Mapping[str, int], device: torch.device = torch.device("cpu")) -> Iterator[list[str]]:
-    """Pages that are read by one call to a device, or proven: up to a number of bytes, or a longer one alone."""
+    """Yields groups of pages that one call reads or verifies: up to a number of bytes, or one longer page."""
     at_once = _TOGETHER_ON_GPU if is_cuda(device) else _TOGETHER
     group: list[str] = []
     held = 0
@@ -235,7 +235,7 @@ def tensors_of(page: torch.Tensor, arrays: Arrays, device: torch.device) -> dict
             raise RefusedError(f"{array.name}: this torch has no elements of {array.dtype}")
         tensor = torch.empty(0, dtype=dtype, device=device)
         stride = _pages.contiguous_stride(array.shape) if array.stride is None else array.stride
-        # Of one storage, so that tensors that shared memory share it again.
+        # All in one storage, so that tensors that shared memory share it again.
         tensor.set_(page.untyped_storage(), array.offset // tensor.element_size(), array.shape, stride)
         loaded[array.name] = tensor
     return loaded

@@ -1,4 +1,4 @@
-"""Work that a pool of threads does, for as long as threads can be started."""
+"""Running work on a thread pool as long as threads can be started."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ _T = TypeVar("_T")
 
 def started(pool: concurrent.futures.ThreadPoolExecutor, work: Callable[..., _T],
             *given: Any) -> concurrent.futures.Future[_T]:
-    """Has a thread of the pool do some work. As the interpreter ends, and no thread can be started, it is done at
-    once, and what it raises is raised here.
-    """
+    """Runs work on a thread of the pool. At interpreter exit, when no thread can be started, the work runs immediately
+    in the calling thread, and its errors are raised here."""
     try:
         return pool.submit(work, *given)
     except RuntimeError:

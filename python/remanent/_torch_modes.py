@@ -1,4 +1,4 @@
-"""Torch's global settings and contexts, under which the package's calls do what they do without them."""
+"""Handling of torch's global settings and modes, so that the package's calls behave the same under all of them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from remanent._errors import RefusedError
 
 
 def refuse_fake_tensors() -> None:
-    """Refuses a call while a mode of torch makes tensors that have no elements.
+    """Rejects a call while a torch mode creates tensors without elements.
 
-    :raises RefusedError: under `FakeTensorMode`, as while a program is traced. Nothing changed.
+    :raises RefusedError: `FakeTensorMode` is active, such as while a program is traced. Nothing changed.
     """
     kind = type(torch.empty(0, dtype=torch.uint8, device="cpu"))
     if kind is not torch.Tensor:
@@ -23,7 +23,7 @@ def refuse_fake_tensors() -> None:
 
 @contextlib.contextmanager
 def parameters_in_place() -> Iterator[None]:
-    """Has `load_state_dict` copy into the tensors of a module, whatever `set_swap_module_params_on_conversion` says."""
+    """Makes `load_state_dict` copy into a module's tensors, regardless of `set_swap_module_params_on_conversion`."""
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(False)
     try:

@@ -1,10 +1,10 @@
-"""Values of classes that a program defines: named tuples, members of enumerations, dataclasses, and numbers and texts
-of a class of their own.
+"""Values of classes that a program defines: named tuples, enum members, dataclasses, and subclasses of numbers and
+strings.
 
-A version has the name of such a class, `module:qualified name`. It is found among the modules that the program has
-imported, and nowhere else: a restore imports no module, and runs no code that a version names. What is found must be
-of the same kind, with the same fields or members, and its instances are made without a call of the class. A value with
-more state than that, which would be lost, is refused when it is saved.
+A version contains the name of such a class, `module:qualified name`. The class is looked up only in modules that the
+program has imported: a restore imports no module and runs no code that a version names. The class found must be of the
+same kind, with the same fields or members, and its instances are created without calling it. A value with additional
+state, which would be lost, is rejected when it is saved.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from remanent._errors import NoStateError, RefusedError
 
-# Bases of values, and what gives the plain value by the base's own method: a class may have another one.
+# Base types, and functions that return the plain value with the base's own method, which a class may override.
 _PLAIN: dict[type, Callable[[Any], Any]] = {
     int: int.__int__, float: float.__float__, str: str.__str__,
     bytes: lambda value: bytes.__getitem__(value, slice(None))}
@@ -35,12 +35,12 @@ class Encoded(NamedTuple):
     is_mutable: bool
 
 
-# Makes JSON of a plain value; raises for a path.
+# Converts a plain value to JSON; errors name the path.
 Code = Callable[[str, Any], Any]
 
 
 def encode(path: str, value: Any, code: Code) -> Encoded | None:
-    """As `_values.encode`, for a value of a program's own class."""
+    """Encodes a value of a program's own class, like `_values.encode`."""
     kind = type(value)
     if isinstance(value, enum.Enum):
         return _member(path, value, code)
@@ -72,12 +72,12 @@ def _members(kind: type) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether an enumeration's value can be compared with the one that a version has."""
+    """Returns whether an enum's value can be compared with the one in a version."""
     return value is None or type(value) in (bool, *_PLAIN) and value == value
 
 
 def _combines(kind: Any) -> bool:
-    """Whether no code of its own makes an enumeration's combined flags."""
+    """Returns whether an enum creates combined flags without its own code."""
     own, of_flags = (getattr(each._missing_, "__func__", None) for each in (kind, enum.Flag))
     return own is of_flags
 
@@ -104,7 +104,7 @@ def _is_made_plainly(kind: Any) -> bool:
 
 
 def _slot(kind: type, name: str) -> Any:
-    """The slot of an attribute; None if it is in the instance's `__dict__`."""
+    """Returns the slot of an attribute; None if it is in the instance's `__dict__`."""
     for each in kind.__mro__:
         found = vars(each).get(name)
         if isinstance(found, types.MemberDescriptorType):
@@ -113,7 +113,7 @@ def _slot(kind: type, name: str) -> Any:
 
 
 def _refuse_attributes(path: str, value: Any, fields: dict[str, Any]) -> None:
-    """Refuses a value that has more state than its class's base, or than its fields."""
+    """Rejects a value with more state than its class's base, or than its fields."""
     kind = type(value)
     held = set(getattr(value, "__dict__", {}))
     for each in kind.__mro__:
@@ -133,7 +133,7 @@ def _has(value: Any, slot: Any) -> bool:
 
 
 def _is_thin(kind: type, base: type) -> bool:
-    """Whether a class is made of this base by Python code alone."""
+    """Returns whether a class is derived from this base by Python code alone."""
     found: Any = kind
     while found is not base and found is not object and found.__flags__ & _DEFINED_IN_PYTHON:
         found = found.__base__
@@ -146,13 +146,13 @@ def _refused(path: str, kind: type, reason: str) -> RefusedError:
 
 
 def _fields_of(kind: type) -> tuple[str, ...] | None:
-    """The fields of a named tuple."""
+    """Returns the fields of a named tuple."""
     fields = next((vars(each)["_fields"] for each in kind.__mro__ if "_fields" in vars(each)), None)
     return fields if isinstance(fields, tuple) else None
 
 
 def _name(path: str, kind: type) -> str:
-    """The name of a class by which it is found again."""
+    """Returns the name of a class by which it can be found again."""
     name = f"{kind.__module__}:{kind.__qualname__}"
     if _found(name) is not kind:
         raise _refused(path, kind, f"is of a class that is not found as {name}, as one inside of a function is not")
@@ -160,7 +160,7 @@ def _name(path: str, kind: type) -> str:
 
 
 def _found(name: str) -> Any:
-    """What has this name, None if nothing has it. Looks into dicts alone: no attribute may run code."""
+    """Returns the object with this name, or None. Only dicts are searched: no attribute access may run code."""
     module, _, qualified = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in qualified.split("."):
@@ -198,7 +198,7 @@ def _made_member(name: str, member: str, *value: Any) -> Any:
 def _made_flag(name: str, value: int) -> Any:
     kind = _class(name, lambda kind: issubclass(kind, enum.Flag) and _combines(kind), "an enumeration of flags")
     try:
-        # A metaclass of its own is not asked.
+        # Without calling a custom metaclass.
         made = enum.EnumType.__call__(kind, value)
     except ValueError:
         made = None
@@ -232,6 +232,6 @@ DECODERS: dict[str, Callable[..., Any]] = {
     "namedtuple": _made_namedtuple, "enum": _made_member, "flag": _made_flag, "dataclass": _made_dataclass,
     "subclass": _made_subclass,
 }
-#: Of those, the kinds that are mutable containers, and the kinds whose tag ends with content of the walk.
+#: The kinds among these that are mutable containers, and those whose tag ends with content of the walk.
 MUTABLE = frozenset(("dataclass",))
 WITH_CONTENT = frozenset(("dataclass", "namedtuple"))

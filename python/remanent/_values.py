@@ -1,8 +1,9 @@
-"""Plain values as JSON, and back: those that the native walk (`_native.flatten`) leaves to Python, and keys.
+"""Conversion of plain values to JSON and back: those that the native walk (`_native.flatten`) leaves to Python, and
+keys.
 
-A value comes back with the same bits and of the same type, or it is refused by its path. JSON that stands for one is
-`{"$": [kind, …]}`. A mutable container that a state has in several places is stored once, and is one object again;
-one that contains itself is refused. `_user_types` has the classes that a program defines itself.
+A value is restored with the same bits and type, or it is rejected by its path. JSON that stands for such a value is
+`{"$": [kind, …]}`. A mutable container in several places of a state is stored once and is a single object again; one
+that contains itself is rejected. `_user_types` handles classes that a program defines.
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ from remanent._errors import DamagedError, NoStateError, RefusedError
 from remanent._user_types import Encoded
 
 TAG = "$"
-# Whole numbers beyond are no numbers of JSON: readers of other languages lose their last digits.
+# Larger whole numbers are not stored as JSON numbers: readers of other languages lose their last digits.
 _INT_MAX = 1 << 53
-# Beyond that many bits Python neither writes nor reads decimals.
+# Beyond this many bits Python neither writes nor parses decimals.
 _DECIMAL_BITS_MAX = 4096
 _DEPTH_MAX = 100
-# The NaN that `float("nan")` makes.
+# The NaN that `float("nan")` creates.
 _NAN_BITS = 0x7FF8 << 48
 _PATHS = (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath)
-# What a defaultdict may make: types alone, for a function cannot be stored.
+# What a defaultdict may create: only types, since a function cannot be stored.
 _FACTORIES: dict[str, type] = {
     kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set,
                                      frozenset, Counter, OrderedDict, deque)}
 
 
 class _Kind(NamedTuple):
-    """How the values of one type are stored, whose tag has the type's name."""
+    """How the values of a type are stored; the tag has the type's name."""
 
-    # What follows the name in the tag: plain JSON, and the content for the walk, or None.
+    # Returns what follows the name in the tag: plain JSON, and the content for the walk, or None.
     encode: Callable[[str, Any], tuple[list[Any], Any]]
     decode: Callable[..., Any]
     is_mutable: bool = False
@@ -50,7 +51,7 @@ class _Kind(NamedTuple):
 
 
 def encode_or_leave(path: str, value: Any) -> Any:
-    """As `encode`, for a walk that looks for tensors: what cannot be stored is left out."""
+    """Encodes a value like `encode`, for a walk that looks for tensors: values that cannot be stored are omitted."""
     try:
         return encode(path, value) or {}
     except RefusedError:
@@ -58,10 +59,10 @@ def encode_or_leave(path: str, value: Any) -> Any:
 
 
 def encode(path: str, value: Any) -> Encoded | None:
-    """The beginning of a value's tag; the content that the walk is to write after it, or None; and whether the value
-    is a mutable container. None for a type that is not known here.
+    """Returns the beginning of a value's tag; the content that the walk writes after it, or None; and whether the value
+    is a mutable container. None for an unknown type.
 
-    :raises RefusedError: for a value that would not come back as it is, by its path.
+    :raises RefusedError: the value would not be restored as it is. The message names its path.
     """
     kind = _KINDS.get(type(value))
     if kind is not None:
@@ -74,9 +75,9 @@ def encode(path: str, value: Any) -> Encoded | None:
 
 
 def key(path: str, value: Any, depth: int = 0) -> Any:
-    """A key of a dict, or an element of a set, as JSON.
+    """Returns a dict key, or an element of a set, as JSON.
 
-    :raises RefusedError: for one that is no plain value, by the path of what has it.
+    :raises RefusedError: the key is not a plain value. The message names the path of its container.
     """
     kind = type(value)
     if value is None or kind is bool or kind is str:
@@ -89,7 +90,7 @@ def key(path: str, value: Any, depth: int = 0) -> Any:
         raise _refused(path, f"values nest more than {_DEPTH_MAX} deep")
     if kind is tuple:
         return {TAG: ["tuple", [key(path, each, depth + 1) for each in value]]}
-    # Two of those could be in one dict, and nothing would tell them apart.
+    # A dict could contain two of them, which nothing would distinguish.
     if value != value:
         raise _refused(path, "a NaN as a key cannot be stored")
     if kind is float:
@@ -104,11 +105,11 @@ def key(path: str, value: Any, depth: int = 0) -> Any:
 
 
 class Decoder:
-    """Makes the values of JSON that a walk wrote, all of it by one call."""
+    """Decodes the JSON that a walk wrote, with a single call for all of it."""
 
     def __init__(self, adapt: Callable[[list[Any]], Any]) -> None:
         self._adapt = adapt
-        # In the order in which the walk began them.
+        # In the order in which the walk visited them.
         self._containers: list[Any] = []
 
     def value(self, held: Any) -> Any:
@@ -155,7 +156,7 @@ class Decoder:
         return made
 
     def _plain(self, held: Any) -> Any:
-        """A value whose containers the walk did not count."""
+        """Returns a value whose containers the walk did not count."""
         return Decoder(self._adapt).value(held)
 
     def _items(self, name: str, items: list[Any], attributes: Any = None) -> Any:
@@ -169,7 +170,7 @@ class Decoder:
 
 
 def unknown(tag: list[Any]) -> Any:
-    """Refuses a tag of no known kind."""
+    """Rejects a tag of an unknown kind."""
     raise NoStateError(f"the version holds a value of kind {tag[0]!r}, which this release of remanent does not know",
                        remedy="read it with the release that wrote it, or a later one")
 
@@ -184,12 +185,12 @@ def _plain(path: str, value: Any) -> Any:
 
 
 def _number(number: float) -> Any:
-    """A float as JSON, which has neither infinities nor NaNs."""
+    """Returns a float as JSON, which has neither infinities nor NaNs."""
     return number if abs(number) < float("inf") else {TAG: ["float", float_text(number)]}
 
 
 def float_text(number: float) -> str:
-    """A number as text, with the bits of a NaN."""
+    """Returns a number as text, including the bits of a NaN."""
     [bits] = struct.unpack("<Q", struct.pack("<d", number))
     return repr(number) if number == number or bits == _NAN_BITS else f"nan:{bits:016x}"
 
@@ -238,7 +239,7 @@ def _counter(path: str, value: Any) -> tuple[list[Any], Any]:
 
 def _made_counter(items: dict[Any, Any]) -> Any:
     made: Any = Counter()
-    # As they are: a counter made of a dict adds them up.
+    # Unchanged: a Counter built from a dict adds the counts.
     dict.update(made, items)
     return made
 
@@ -246,7 +247,7 @@ def _made_counter(items: dict[Any, Any]) -> Any:
 def _elements(path: str, value: Any) -> tuple[list[Any], Any]:
     import json
 
-    # A set has no order, and each save would find another one.
+    # A set has no order, so each save would find a different one.
     return [sorted((key(path, each) for each in value), key=json.dumps)], None
 
 
@@ -301,7 +302,8 @@ def _uuid(path: str, value: uuid.UUID) -> tuple[list[Any], Any]:
 
 
 def _numpy_scalar(path: str, value: Any, numpy: Any) -> list[Any]:
-    """By its bytes. NumPy has no name for the types of ml_dtypes, which have the module's."""
+    """Returns a scalar by its bytes. NumPy has no names for the types of ml_dtypes, which are named as in that module.
+    """
     kind, dtype = type(value), value.dtype
     if kind is numpy.str_:
         return ["numpy_str", str.__str__(value)]
@@ -317,9 +319,9 @@ def _numpy_scalar(path: str, value: Any, numpy: Any) -> list[Any]:
 
 
 def numpy_dtype(name: str) -> Any:
-    """The dtype that a version names: as NumPy does, or one of ml_dtypes, if the program has imported that.
+    """Returns the dtype that a version names: a NumPy dtype, or one of ml_dtypes if the program has imported that.
 
-    :raises NoStateError: if it has not.
+    :raises NoStateError: the program has not imported it.
     """
     import numpy
 
@@ -339,7 +341,7 @@ def _made_numpy(name: str, content: str) -> Any:
 
 
 def _made_scalar(name: str, value: Any) -> Any:
-    """Of an older version, which has the value of a scalar and not its bytes."""
+    """Decodes a scalar of an older version, which contains its value and not its bytes."""
     import numpy
 
     return numpy.dtype(name).type(value)
@@ -383,7 +385,7 @@ _KINDS: dict[type, _Kind] = {
     uuid.UUID: _Kind(_uuid, lambda text, is_safe: uuid.UUID(text, is_safe=uuid.SafeUUID[is_safe])),
     **{kind: _Kind(lambda path, value: ([str(value)], None), kind) for kind in _PATHS},
 }
-# Kinds whose tag has a name of its own.
+# Kinds whose tags are not the name of a type.
 _OTHERS: dict[str, Callable[..., Any]] = {
     "numpy": _made_numpy, "numpy_str": _made_numpy_str, "numpy_bytes": _made_numpy_bytes, "scalar": _made_scalar,
     **_user_types.DECODERS}

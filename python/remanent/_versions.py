@@ -1,4 +1,4 @@
-"""Which versions of a run are kept, and what each of them is found by."""
+"""The versions of a run: which of them are kept, and how they are found."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from remanent._removal import Removal
 _Path = str | os.PathLike[str]
 _T = TypeVar("_T")
 
-# How often versions are listed anew while files are going.
+# The number of attempts to list versions while files are being removed.
 _LIST_TRIES = 5
 STEP = "step "
-# The entry of the root that stands while a save has written a part of its version.
+# The entry of the root that is set while a save has written part of its version.
 SAVING = "saving"
 
 
@@ -28,7 +28,7 @@ _R = TypeVar("_R", bound=_native.Reader)
 
 
 def whole(reader: _R) -> _R:
-    """The reader, if what it reads is no half of a save."""
+    """Returns the reader, after checking that its state is not that of an interrupted save."""
     if SAVING in reader.root:
         raise NoStateError("a save of a run was ended halfway there", remedy="give a version: `versions` lists them")
     return reader
@@ -36,7 +36,8 @@ def whole(reader: _R) -> _R:
 
 @dataclass(frozen=True)
 class Version:
-    """A version of a run that is kept: its step, its batch, its name if it was given one, its time in seconds."""
+    """A version of a run that is kept: its step, the Lsn of its batch, its name if any, and its time in seconds since
+    1970."""
 
     step: int
     lsn: int
@@ -45,13 +46,13 @@ class Version:
 
 
 def did_you_mean(wanted: str, known: Iterable[str]) -> str:
-    """The end of a message on a name that is not there: the most similar one that is."""
+    """Returns the end of a message about an unknown name: the most similar known one."""
     near = _native.nearest(wanted, list(known))
     return "" if near is None else f"; did you mean {near!r}?"
 
 
 def no_version(at: int | str | Version, kept: Iterable[_Kept]) -> NoStateError:
-    """There is no such version of a run among those that are kept."""
+    """Returns the error that no such version of a run is kept."""
     names = [each.name for each in kept if each.name is not None]
     if isinstance(at, str):
         name = at.removeprefix("name:")
@@ -62,14 +63,14 @@ def no_version(at: int | str | Version, kept: Iterable[_Kept]) -> NoStateError:
 
 
 def named(at: int | str | Version | None) -> str:
-    """A version as errors name it, and as all ranks do."""
+    """Returns how errors name a version, identical on all ranks."""
     if isinstance(at, Version):
         return f"of step {at.step}" if at.name is None else f"named {at.name!r}"
     return repr(at)
 
 
 class _Kept(Protocol):
-    """What is known of a version that may go."""
+    """What is known about a version that may be removed."""
 
     @property
     def step(self) -> object: ...
@@ -86,13 +87,14 @@ _K = TypeVar("_K", bound=_Kept)
 
 @dataclass(frozen=True)
 class Keep:
-    """How many of the newest versions without a name are kept, and for how many seconds others are."""
+    """The number of newest versions without a name to keep, and the seconds for which others are kept."""
 
     count: int
     seconds: float | None
 
     def outlived(self, kept: Iterable[_K]) -> list[_K]:
-        """Those that go, of versions in their order. Of a step that was saved again the newest one stays."""
+        """Returns the versions to remove, given versions in order. If a step was saved again, its newest version stays.
+        """
         newest: dict[object, _K] = {}
         gone = []
         for version in kept:
@@ -105,10 +107,10 @@ class Keep:
 
 
 class Views:
-    """A version, to be read: what this rank has of it, and what the other ranks that saved it have.
+    """A version that is being read: this rank's part, and those of the other ranks that saved it.
 
-    :param own: what this rank goes on from.
-    :param number: which of the parts that is, if this rank saved it; None if it was none of those ranks.
+    :param own: the part from which this rank continues.
+    :param number: the number of that part if this rank saved it; None if this rank was not among those that saved.
     :param opened: opens the part of a rank.
     """
 
@@ -119,7 +121,7 @@ class Views:
         self._others: dict[int, _native.View] = {}
 
     def of(self, rank: int) -> _native.View:
-        """The part that a rank saved."""
+        """Returns the part that a rank saved."""
         if rank == self.number:
             return self.own
         if rank not in self._others:
@@ -127,7 +129,7 @@ class Views:
         return self._others[rank]
 
     def close(self) -> None:
-        """Lets go of all of them."""
+        """Closes all parts."""
         for view in (self.own, *self._others.values()):
             view.close()
 
@@ -136,42 +138,42 @@ class Versions(Protocol):
     """The versions that a run keeps."""
 
     def check_name(self, name: str) -> None:
-        """Refuses a name that another version has."""
+        """Rejects a name that another version has."""
 
     def is_busy(self, save: int, own: bool, waits: bool) -> bool:
-        """Whether a save is under way, of this rank or of another one, as the save with this number begins; and no
-        rank waits for it.
-        """
+        """Returns whether a save of this or another rank is in progress as the save with this number begins, and no
+        rank waits for it."""
 
     def begin(self, nbytes: int) -> None:
-        """A save of this number of bytes begins to write: keeps the newest version, if nothing keeps it."""
+        """Prepares a save that will write this number of bytes: keeps the newest version if nothing keeps it."""
 
     def keep(self, save: int, lsn: int, step: int, name: str | None) -> None:
-        """Keeps the version that batch `lsn` made, which is durable, and begins to give up those that go for it.
+        """Keeps the durable version of batch `lsn`, and begins to give up versions that it replaces.
 
-        :param save: the number of the save, as for `failed`. Of each save one of them is called, or both in this order.
+        :param save: the number of the save, as for `failed`. For each save one of them is called, or both in this
+            order.
         """
 
     def failed(self, save: int, error: BaseException) -> None:
-        """There is no version of that save."""
+        """Records that this save made no version."""
 
     def view(self, at: int | str | Version | None) -> _native.View:
-        """What this rank saved of a version: by its step, its name; or the newest."""
+        """Opens what this rank saved of a version, given by its step or name; None opens the newest."""
 
     def views(self, at: int | str | Version | None) -> Views:
-        """The same, with what other ranks saved; for a rank that saved nothing of it, too."""
+        """Does the same with the parts of other ranks, also for a rank that saved nothing of the version."""
 
     def proven(self, read: Callable[[], _T]) -> _T:
-        """What `read` finds in a version, if it can be read whole."""
+        """Returns the result of `read` on a version, if it can be read completely."""
 
     def newest_step(self) -> int | None:
-        """The step of the newest version; None if there is none."""
+        """Returns the step of the newest version, or None."""
 
     def listed(self) -> list[Version]:
-        """Those that are kept, the oldest first."""
+        """Returns the kept versions, oldest first."""
 
     def agreed(self) -> list[Version]:
-        """The same; with several ranks, those that all of them see. All ranks call it."""
+        """Does the same; with several ranks, returns the versions that all of them see. All ranks call it."""
 
     def give_up(self, name: str) -> None: ...
 
@@ -181,14 +183,14 @@ class Versions(Protocol):
 
 
 def of_step(step: int, lsn: int) -> str:
-    """The name of a snapshot. The Lsn makes it another one than that of an earlier save of the step."""
+    """Returns the name of a snapshot. The Lsn distinguishes it from that of an earlier save of the same step."""
     return f"{STEP}{step} @{lsn}"
 
 
 class _Snapshot(NamedTuple):
-    """A version without a name, as its snapshot tells it."""
+    """A version without a name, as derived from its snapshot."""
 
-    # As the name has it.
+    # The step as it appears in the snapshot's name.
     step: str
     name: None
     created: float
@@ -196,7 +198,7 @@ class _Snapshot(NamedTuple):
 
 
 def unnamed(store: _native.Store) -> Iterator[_Snapshot]:
-    """The snapshots of versions without a name, the oldest first."""
+    """Yields the snapshots of versions without a name, oldest first."""
     for info in store.snapshots():
         found = re.fullmatch(STEP + r"(.*) @\d+", info.name or "")
         if found and info.name:
@@ -204,7 +206,7 @@ def unnamed(store: _native.Store) -> Iterator[_Snapshot]:
 
 
 class OwnVersions:
-    """Those of a run of one process: named snapshots of its store."""
+    """The versions of a run of one process: named snapshots of its store."""
 
     def __init__(self, store: _native.Store, keep: Keep, *, always_prune: bool) -> None:
         self._store, self._keep = store, keep
@@ -222,14 +224,14 @@ class OwnVersions:
         self._keep_newest()
 
     def _keep_newest(self) -> None:
-        """Keeps the newest version, if nothing does: a fork's first one, or one whose process ended before that."""
+        """Keeps the newest version if nothing does: the first one of a fork, or one whose process ended too early."""
         root = self._store.root
         kept = max((info.end for info in self._store.snapshots() if info.name is not None), default=-1)
         if "step" in root and SAVING not in root and kept < self._store.lsn:
             self._store.snapshot(of_step(root["step"], self._store.lsn), verify=False)
 
     def keep(self, save: int, lsn: int, step: int, name: str | None) -> None:
-        # No batch comes before the snapshot is taken: the next save waits for this one.
+        # No batch precedes this snapshot, since the next save waits for this one.
         self._store.snapshot(name or of_step(step, lsn), verify=False)
         self._removal.wait()
         self._removal.begin([version.snapshot for version in self._keep.outlived(unnamed(self._store))])
@@ -244,7 +246,7 @@ class OwnVersions:
             root = self._store.root
             if "step" in root and SAVING not in root:
                 return _native.View(self._store.directory)
-            # A save was ended before its last batch: the newest whole version is a snapshot.
+            # A save was interrupted before its last batch: the newest complete version is a snapshot.
             versions = self.listed()
             if not versions:
                 raise NoStateError("the run has no version yet", remedy="save one first")
@@ -286,7 +288,7 @@ class OwnVersions:
         return self._listed()
 
     def _listed(self) -> list[Version]:
-        # Another thread may give up a version between the list and the look at it: then the list is made anew.
+        # Another thread may give up a version between the listing and its open; then the list is made again.
         versions: dict[int, Version] = {}
         for info in self._store.snapshots():
             if info.name is None:
@@ -296,7 +298,7 @@ class OwnVersions:
             if "step" in root and SAVING not in root:
                 name = None if info.name.startswith(STEP) else info.name
                 if name is not None or info.end not in versions:
-                    # A process that ended while it gave a name up leaves one version with two snapshots.
+                    # A process that ended while it gave up a name leaves a version with two snapshots.
                     versions[info.end] = Version(root["step"], info.end, name, info.created_unix_ms / 1000)
         return sorted(versions.values(), key=lambda version: version.lsn)
 
