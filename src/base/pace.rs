@@ -83,7 +83,7 @@ impl Pace {
     }
 }
 
-/// Longer than any snapshot takes, and short enough to be added to any time.
+/// A time longer than that of any snapshot, but short enough to be added to any instant.
 const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// Returns the minimum time for this number of bytes.

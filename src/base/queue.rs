@@ -19,7 +19,7 @@ impl<T> Default for Queue<T> {
 }
 
 impl<T> Queue<T> {
-    /// The number of items in a piece.
+    /// The maximum number of items in a piece.
     const PIECE_LEN: usize = PIECE_BYTES / size_of::<T>();
 
     pub fn len(&self) -> usize {

@@ -126,8 +126,8 @@ impl BlockTensors {
     /// [`BlockPages::create`].
     ///
     /// # Errors
-    /// The errors of [`write`](Self::write), and if the number of pages differs from the number of regions of the
-    /// layout.
+    /// The errors of [`write`](Self::write), and [`LayoutError::RegionCount`] if the number of pages differs
+    /// from the number of regions of the layout.
     pub fn write_new(
         &self,
         batch: &mut WriteBatch,

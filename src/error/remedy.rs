@@ -87,9 +87,9 @@ impl Error {
         }
     }
 
-    /// Returns whether the system was temporarily short of open files, memory or threads. The call had no
-    /// effect, and may succeed later. A failed sync is never a shortage, whatever its error code: the system
-    /// may have dropped the data that it could not write.
+    /// Returns whether the call failed because the system was temporarily short of open files, memory or
+    /// threads. Such a call had no effect, and may succeed later. A failed sync is never a shortage, whatever
+    /// its error code: the system may have dropped the data that it could not write.
     #[must_use]
     pub(crate) fn is_shortage(&self) -> bool {
         match self {

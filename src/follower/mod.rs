@@ -191,9 +191,9 @@ impl Follower {
 
     /// Returns the next batch, or `None` if none was logged within `timeout`. A timeout of zero checks once.
     ///
-    /// A batch is returned within about 10 ms of being logged, or sooner. A follower that has been idle for
-    /// long waits for a notification from the system. If the system sends none, the batch may be delayed by
-    /// an eighth of the idle time: by at most 4 seconds, or 8 if a notification was expected. There are no
+    /// Usually, a batch is returned within about 10 ms of being logged. A follower that has been idle for
+    /// long waits for a notification from the system. If there is none, the batch may be delayed by an eighth
+    /// of the idle time: by at most 4 seconds, or 8 if a notification was expected. The system sends no
     /// notifications if the user's inotify instances are used up (all followers of a store in a process share
     /// one), if another machine writes the files, or if the writer of a mapped log has no descriptor left. In
     /// any case, 300 idle followers use about a hundredth of a processor.

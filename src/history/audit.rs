@@ -8,8 +8,9 @@
 //!    checksums are of one state, and batches are applied between two chunks.
 //! 3. **Compare**. If an image contains exactly the page, its checksum is known. Otherwise the page is
 //!    composed from image and log.
-//! 4. Compute the checksums of pages that batches changed since 1 again, and open the state as of exactly
-//!    those checksums. Thus a page that changes all the time is compared too, and no step is repeated.
+//! 4. **Repeat** for the pages that batches changed since step 1: compute their checksums again, and open the
+//!    state as of exactly these checksums. Thus a page that changes all the time is compared too, and no step
+//!    is tried twice.
 //!
 //! Nothing is written, so a crash loses nothing.
 

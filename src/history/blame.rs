@@ -13,13 +13,13 @@ use crate::history::view::View;
 /// The maximum length of a range in bytes: each change contains two copies of it.
 const RANGE_LEN_MAX: u64 = 64 << 10;
 
-/// The number of times that files are surveyed while a writer removes old ones.
+/// The maximum number of surveys while a writer removes files.
 const ATTEMPTS: usize = 8;
 
 impl View {
-    /// Returns the changes of bytes `range` of a page up to this state, oldest first. Each has the batch, the
-    /// bytes before and after it, the batch's note, and the root after it. The changes reach back as far as
-    /// the log is kept without a gap, and before that they are determined from the kept snapshots. A batch
+    /// Returns the changes to bytes `range` of a page up to this state, oldest first. Each contains the
+    /// batch, the bytes before and after it, the batch's note, and the root after it. The changes reach back
+    /// as far as the log is kept without a gap; earlier ones are determined from the kept snapshots. A batch
     /// that writes the same bytes again is not listed.
     ///
     /// A view only keeps its own state alive: changes older than its snapshot may be lost when a writer
@@ -48,7 +48,7 @@ impl View {
     ///
     /// # Errors
     /// [`Error::UnknownPage`], [`Error::OutOfBounds`]; [`Error::Limit`] for a range of more than 64 KiB;
-    /// [`Error::Damaged`] if an image of the page is damaged, or the log; [`Error::Overtaken`] if a writer
+    /// [`Error::Damaged`] if an image of the page or the log is damaged; [`Error::Overtaken`] if a writer
     /// removes files faster than this call reads them; [`Error::OutOfMemory`], [`Error::Forked`].
     pub fn blame(&self, page: PageId, range: Range<u64>) -> Result<Vec<ValueChange>> {
         let (past, page_len) = (self.past()?, self.page(page)?.len);

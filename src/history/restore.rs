@@ -13,9 +13,9 @@
 //!
 //! At any time, only a few pieces of the old state are in host memory, regardless of the length of a page.
 //!
-//! The caller then takes a snapshot, so that a later open need not replay the restore. A crash before 3
-//! leaves a table that no record names. No space in 2 or 3 is a clean failure, and so is damage found in 1 or
-//! 2; every other failure after 1 poisons the store.
+//! The caller then takes a snapshot, so that a later open need not replay the restore. A crash before step 3
+//! leaves a table that no record names. A lack of space in step 2 or 3 is a clean failure, and so is damage
+//! found in step 1 or 2; every other failure after step 1 poisons the store.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -9,7 +9,7 @@
 //! 4. **Check** that the images from which the pages are composed still exist. If not, read the last seal
 //!    again, now that nothing more can be removed: it states whether they were lost or removed.
 //!
-//! The bytes of a page are read on demand, and verified with the checksums read in 1 and 3. Concurrent
+//! The bytes of a page are read on demand, and verified with the checksums of steps 1 and 3. Concurrent
 //! changes by a writer can thus cause an error, but never wrong bytes. Nothing is written, so a crash loses
 //! nothing.
 

@@ -136,8 +136,8 @@ impl View {
     /// ```
     ///
     /// # Errors
-    /// The errors of [`read`](Self::read); [`Error::OutOfBounds`] for memory that is shorter or longer than its
-    /// page.
+    /// The errors of [`read`](Self::read); [`Error::OutOfBounds`] if the length of a slice differs from that
+    /// of its page.
     pub fn read_pages(&self, pages: &mut [(PageId, &mut [u8])]) -> Result<()> {
         let past = self.past()?;
         for (page, out) in &*pages {

@@ -24,12 +24,12 @@ pub enum Ack {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum LogIo {
-    /// Stores into a shared mapping, made durable by `msync`. A commit needs no system call. Requires a file
-    /// system that overwrites in place.
+    /// Stores into a shared mapping and makes it durable with `msync`. A commit needs no system call.
+    /// Requires a file system that overwrites in place.
     Mapped,
-    /// `pwrite` and `fdatasync`. Works on every file system.
+    /// Writes with `pwrite` and `fdatasync`. Works on every file system.
     Buffered,
-    /// One write per group of frames, bypassing the page cache (`O_DIRECT`, `O_DSYNC`). A batch becomes
+    /// Writes each group of frames at once, bypassing the page cache (`O_DIRECT`, `O_DSYNC`). A batch becomes
     /// `Logged` only when it is `Durable`, and is not applied before.
     Direct,
 }
@@ -59,13 +59,13 @@ pub enum ImageIo {
     /// [`Place::Pinned`]: crate::Place::Pinned
     /// [`SnapshotStats::bytes_in_place`]: crate::SnapshotStats::bytes_in_place
     Mapped,
-    /// `pwrite` and `fdatasync`. Works on every file system.
+    /// Writes with `pwrite` and `fdatasync`. Works on every file system.
     #[default]
     Buffered,
     /// Writes that bypass the page cache (`O_DIRECT`), so a snapshot does not evict the cached data of other
-    /// programs. The next open reads the images from disk, because none of them are cached. The fastest way
-    /// to write to a disk in our measurements (`docs/measurements.md`); on an in-memory file system it is
-    /// identical to `Buffered`.
+    /// programs. The next open reads the images from disk, because none of them are cached. In measurements,
+    /// this was the fastest way to write to a disk (`docs/measurements.md`). On an in-memory file system it
+    /// is identical to `Buffered`.
     Direct,
 }
 

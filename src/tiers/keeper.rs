@@ -147,19 +147,20 @@ impl TierKeeper {
         self.called.notify_all();
     }
 
-    /// Returns whether pages can be evicted from this place, and `bytes` bytes can be free there.
+    /// Returns whether pages can be evicted from this place and its budget is at least `bytes` bytes.
     pub fn may_make_room(&self, place: Place, bytes: u64) -> bool {
         self.tier_that_has(place, bytes).is_some()
     }
 
-    /// Returns the index of the tier if pages can be evicted from this place, and `bytes` bytes can be free
-    /// there.
+    /// Returns the index of the tier if pages can be evicted from this place and its budget is at least
+    /// `bytes` bytes.
     fn tier_that_has(&self, place: Place, bytes: u64) -> Option<usize> {
         let mut left = self.tiers[..self.tiers.len() - 1].iter();
         left.position(|tier| tier.place == place && bytes <= tier.room.budget())
     }
 
-    /// Returns the first place below `place` that can have `bytes` bytes free, if `place` itself never can.
+    /// Returns the first place below `place` with a budget of at least `bytes` bytes, if that of `place` is
+    /// smaller.
     pub fn place_below(&self, place: Place, bytes: u64) -> Option<Place> {
         let at = self.tiers.iter().position(|tier| tier.place == place)?;
         let can_have = |tier: &&Tier| tier.place == Place::Disk || bytes <= tier.room.budget();
@@ -170,7 +171,7 @@ impl TierKeeper {
     /// the caller does. Returns `false` if no page can be evicted from the place.
     ///
     /// # Errors
-    /// The error of the thread when it moved pages.
+    /// The error with which the thread failed to move pages.
     pub fn make_room(&self, place: Place, bytes: u64) -> Result<bool> {
         let Some(tier) = self.tier_that_has(place, bytes) else { return Ok(false) };
         let room = &self.tiers[tier].room;

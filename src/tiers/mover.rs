@@ -53,15 +53,15 @@ impl PageMover {
     pub fn submit(&self, batch: &WriteBatch) -> Result<(LogPoint, Vec<PageId>)> {
         let submitted = self.submit_with_others(batch);
         let Some(keeper) = self.waits_for_others(&submitted) else { return submitted };
-        // Without holding the lock, because sources of the batch are caller-supplied code, and may move pages
-        // themselves.
+        // The lock is not held here, because sources of the batch are caller-supplied code, and may move
+        // pages themselves.
         drop(keeper.bringing.write());
         self.submit_with_others(batch)
     }
 
-    /// Returns the keeper if a call failed for lack of room that evictions can free. Pages that other calls
-    /// are moving cannot be evicted in the meantime, so two calls that have room one after the other would
-    /// make each other fail.
+    /// Returns the keeper if a call failed for lack of room that evictions could free. The caller then tries
+    /// again while no other call moves pages: pages in use by other calls cannot be evicted, so concurrent
+    /// calls may make each other fail although each of them has room on its own.
     fn waits_for_others<T>(&self, tried: &Result<T>) -> Option<&TierKeeper> {
         let Err(Error::OverBudget { place, asked, .. }) = tried else { return None };
         self.keeper.as_deref().filter(|keeper| keeper.may_make_room(*place, *asked))

@@ -103,12 +103,12 @@ impl Prefetch {
         Ok(self.job.check()?.state.lock().outcome.is_some())
     }
 
-    /// Waits until all pages have arrived. Returns immediately if the prefetch was canceled. A failure is
-    /// returned by only the first call after it.
+    /// Waits until all pages have arrived. Returns immediately if the prefetch was canceled. Only the first
+    /// call after a failure returns the error.
     ///
     /// # Errors
-    /// The errors of [`Store::ensure`](crate::Store::ensure), except that pages deleted in the meantime are skipped;
-    /// [`Error::Closed`] if the store was closed first.
+    /// The errors of [`Store::ensure`](crate::Store::ensure), except that pages deleted in the meantime are
+    /// skipped; [`Error::Closed`] if the store was closed first.
     pub fn wait(&self) -> Result<()> {
         let job = self.job.check()?;
         let mut state = job.state.lock();

@@ -111,7 +111,7 @@ impl LateDevice {
         self.changed.notify_all();
     }
 
-    /// Waits until some thread waits for a held stream.
+    /// Blocks until some thread waits for this stream, which must be held.
     pub fn until_waited_for(&self, stream: RawStream) {
         let mut state = self.state.lock();
         while state.streams.of(stream).waiting == 0 {

@@ -63,8 +63,8 @@ impl FileContent {
         self.sectors.get(index).cloned().unwrap_or_else(Sector::zero)
     }
 
-    /// Reads `out` from `offset`; returns `false` if the content ends before. An empty read succeeds at any
-    /// offset.
+    /// Fills `out` with the bytes from `offset` on; returns `false` if the content ends before. An empty read
+    /// succeeds at any offset.
     pub(super) fn read(&self, offset: u64, out: &mut [u8]) -> bool {
         let end = offset.checked_add(out.len() as u64);
         if !out.is_empty() && end.is_none_or(|end| end > self.len) {
