@@ -34,8 +34,8 @@ pub fn header_in_order(
     offset: u64,
 ) -> Result<(FrameHeader, LogPoint), Defect> {
     let (header, end) = UncheckedFrame::decode(bytes)?.follow(before, store, segment, offset)?;
-    // A group starts at a boundary. Every other frame directly follows the previous frame of its group (SPEC
-    // F6).
+    // A group starts at a boundary. Every other frame directly follows the previous frame of its group
+    // (SPEC F6).
     if header.group_start && !offset.is_multiple_of(GROUP_ALIGN) {
         return Err(Defect::Field { what: "start of a group", found: offset });
     }

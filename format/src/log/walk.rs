@@ -249,8 +249,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         &self.verified
     }
 
-    /// At the end of an incarnation's surviving frames, jumps to the opening of the next incarnation (SPEC
-    /// W2).
+    /// Jumps to the opening of the next incarnation at the end of this one's surviving frames (SPEC W2).
     fn cross_to_successors(&mut self) -> Result<(), Damage> {
         while let Some((segment, opening)) = self.map.successor(self.point.incarnation) {
             let last = opening.predecessor;
@@ -427,8 +426,8 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
             }
             return Err(at_break.damage(lost));
         }
-        // 2. A segment with frames has a successor, created and synced before its first frame (I8, SPEC E2
-        //    and E3).
+        // 2. A segment with frames has a successor, created and synced before its first frame (I8,
+        //    SPEC E2 and E3).
         for number in self.point.segment..=highest.max(self.point.segment.saturating_add(1)) {
             let file = FileName::Segment(number);
             match self.map.segments.get(&number) {

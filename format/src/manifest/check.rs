@@ -59,8 +59,8 @@ impl Manifest {
         check_equal("tombstones of the restored table", self.tombstones.len() as u64, 0)
     }
 
-    /// Checks a range of the entries: each one on its own (SPEC M6 and M7) and against the previous one (SPEC
-    /// M5).
+    /// Checks a range of the entries: each one on its own (SPEC M6 and M7) and against the previous one
+    /// (SPEC M5).
     pub(super) fn check_entries(&self, range: Range<usize>) -> Result<(), Defect> {
         self.check_order(range.clone())?;
         self.entries[range].iter().try_for_each(|entry| self.check_entry(entry))

@@ -262,7 +262,7 @@ impl Overlay {
         Ok(len)
     }
 
-    /// Checks that the overlay belongs to a page of length `len` and has the base named by its reference
+    /// Checks that the overlay has the base named by `image` and belongs to a page of length `len`
     /// (SPEC O4 and O5).
     ///
     /// # Errors
