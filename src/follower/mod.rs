@@ -13,8 +13,8 @@
 //!    read one of them has diverged.
 //!
 //! [`tail`] takes one step along the log. [`seek`] finds the starting point and the fate of an incarnation.
-//! [`survey`] distinguishes removed from lost files. [`backoff`] chooses the waiting times. [`replica`]
-//! applies the returned batches.
+//! [`survey`](mod@survey) distinguishes removed from lost files. [`backoff`] chooses the waiting times.
+//! [`replica`] applies the returned batches.
 
 mod batch;
 mod seek;
