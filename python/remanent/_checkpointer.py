@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 _Path = str | os.PathLike[str]
 
-# Batches of a save that are written at a time.
+# The number of batches of a save that are written concurrently.
 _WRITERS = min(4, os.cpu_count() or 1)
 # The number of pages of an interrupted save that one batch removes.
 _DELETED_AT_ONCE = 10_000
@@ -381,7 +381,7 @@ class Checkpointer:
         return Bar(nbytes, what, progress if self._ranks is None or self._ranks.rank == 0 else False)
 
     def _is_left_to_next(self, busy: str, waits: bool) -> bool:
-        """Whether a save is left to the next one because the previous one is in progress."""
+        """Returns whether a save is left to the next one because the previous one is in progress."""
         if busy not in ("wait", "refuse", "coalesce"):
             raise InvalidError(f"busy: {busy!r} is none of \"wait\", \"refuse\" and \"coalesce\"")
         if busy == "wait":

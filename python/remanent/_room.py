@@ -68,7 +68,7 @@ class Room:
         return self._memory
 
     def memory_aside(self, device: torch.device, size: int) -> torch.Tensor:
-        """Does the same for a GPU's memory for copies within the GPU."""
+        """Returns a GPU's memory for copies within the GPU, allocated again if it is shorter than `size`."""
         if device not in self._aside or self._aside[device].numel() < size:
             with torch.inference_mode(False):
                 self._aside[device] = torch.empty(size, dtype=torch.uint8, device=device)

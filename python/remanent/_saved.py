@@ -176,19 +176,19 @@ class LeftSaves:
         return saved
 
     def go_with(self, saved: Saved) -> None:
-        """Makes the saves that were left complete with this one, which is the next."""
+        """Ties the outcome of the saves that were left to `saved`, the next one."""
         for left in self._saves:
             left._goes_with(saved)
         self._saves = []
 
     def fail(self, error: BaseException) -> None:
-        """Makes the saves that were left fail, because the next one could not begin."""
+        """Fails the saves that were left, because the next one could not begin."""
         for left in self._saves:
             left._fails(error)
         self._saves = []
 
     def end(self, why: str) -> InUseError | None:
-        """Makes the saves that were left fail, because no next one follows. Returns the error of the last of them, if
+        """Fails the saves that were left, because no next one follows. Returns the error of the last of them, if
         any."""
         error = None
         for left in self._saves:

@@ -90,7 +90,7 @@ def blocks(found: Iterable[Extent], *, on_host: bool = True) -> Iterator[Block]:
 
 
 def blocks_in_place(found: list[Extent]) -> Iterator[Block]:
-    """Yields the same as `blocks`, but leaves the bytes of tensors on CUDA GPUs there for the commit to copy. Tensors
+    """Yields the pages of these tensors, leaving the bytes of tensors on CUDA GPUs there for the commit to copy. Tensors
     whose elements had to be reordered are copied to the host, which has more room."""
     held = {each.storage for each in found}
     for block in blocks(found, on_host=False):

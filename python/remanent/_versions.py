@@ -161,7 +161,7 @@ class Versions(Protocol):
         """Opens what this rank saved of a version, given by its step or name; None opens the newest."""
 
     def views(self, at: int | str | Version | None) -> Views:
-        """Does the same with the parts of other ranks, also for a rank that saved nothing of the version."""
+        """Opens a version with the parts of all ranks, also on a rank that saved nothing of it."""
 
     def proven(self, read: Callable[[], _T]) -> _T:
         """Returns the result of `read` on a version, if it can be read completely."""
@@ -173,7 +173,7 @@ class Versions(Protocol):
         """Returns the kept versions, oldest first."""
 
     def agreed(self) -> list[Version]:
-        """Does the same; with several ranks, returns the versions that all of them see. All ranks call it."""
+        """Returns the kept versions that all ranks see, oldest first. All ranks call it."""
 
     def give_up(self, name: str) -> None: ...
 
@@ -310,7 +310,7 @@ class OwnVersions:
             raise no_version(name, self.listed())
         newest = self.listed()[-1:]
         if [version.lsn for version in newest] == [kept[name].end]:
-            # The newest version stays, without its name, as one of those that are counted.
+            # The newest version is kept without its name, and counts toward the limit.
             unnamed = of_step(newest[0].step, newest[0].lsn)
             if unnamed not in kept and SAVING in self._store.root:
                 raise RefusedError(f"{name!r} names the newest version, and a save after it was ended halfway",

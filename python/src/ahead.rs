@@ -114,7 +114,7 @@ impl PyReadAhead {
         Ok(Self { opener, path, gate: gate.clone(), steps, ahead: Mutex::new(Some(held)) })
     }
 
-    /// The reader, unless another thread is using it.
+    /// Returns the reader, unless another thread is using it.
     fn ahead(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, Option<HeldAhead>>> {
         check_process(self.opener).or_raise(py, Some(&self.path))?;
         match self.ahead.try_lock() {
@@ -124,7 +124,7 @@ impl PyReadAhead {
         }
     }
 
-    /// The next step from the caller's iterable; `None` after the last one.
+    /// Returns the next step from the caller's iterable; `None` after the last one.
     fn given(&self, py: Python<'_>) -> PyResult<Option<Vec<PageId>>> {
         let Some(pages) = self.steps.bind(py).clone().next() else { return Ok(None) };
         let names = page_names(&pages?)?;

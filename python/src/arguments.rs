@@ -46,7 +46,8 @@ where
     object.extract().map_err(|error: T::Error| refused(object, name, expected, error.into()))
 }
 
-/// The error for an argument that could not be extracted. Errors of the object's own code are passed on.
+/// Returns the error for an argument that could not be extracted. Errors of the object's own code are passed
+/// on.
 fn refused(object: &Bound<'_, PyAny>, name: &str, expected: &str, error: PyErr) -> PyErr {
     let py = object.py();
     let remedy = || format!("give {expected}");
@@ -74,7 +75,7 @@ macro_rules! arguments {
     (@name $function:ident $name:literal) => { $name };
 }
 
-/// Does the same for arguments that borrow from the object.
+/// Defines such functions for arguments that borrow from the object.
 macro_rules! borrowed {
     ($($function:ident $(as $name:literal)?: $expected:ident;)*) => { $(
         pub fn $function<'a>(object: &'a Bound<'_, PyAny>) -> PyResult<&'a str> {
@@ -91,7 +92,7 @@ macro_rules! borrowed_or_none {
     )* };
 }
 
-/// Does the same for arguments that are objects of one class.
+/// Defines such functions for arguments that are objects of one class.
 macro_rules! objects {
     ($($function:ident $(as $name:literal)?: $type:ty, $expected:expr;)*) => { $(
         pub fn $function<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, $type>> {
@@ -185,7 +186,7 @@ objects! {
     pages as "pages": PyDict, DICT;
 }
 
-/// The metadata of a page by name.
+/// Returns the metadata of a page by name.
 pub fn metadata<'py>(object: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyDict>>> {
     optional_dict(object, "metadata")
 }

@@ -290,7 +290,7 @@ impl Batch {
         let indices: Vec<u32> = if unsafe { pyo3::ffi::PyObject_CheckBuffer(indices.as_ptr()) } == 1 {
             let buffer = pyo3::buffer::PyBuffer::<u32>::get(indices)
                 .map_err(|_| invalid_type("indices are a list of ints, or a buffer of uint32", UINT32))?;
-            // PyO3 takes them for the machine's own.
+            // PyO3 reads them in the machine's byte order.
             if cfg!(target_endian = "little") && buffer.format().to_bytes().starts_with(b">") {
                 return Err(invalid_type("indices of uint32 are in the machine's order of bytes", UINT32));
             }

@@ -73,7 +73,7 @@ impl Bells {
         }
     }
 
-    /// The number of wake-ups so far; see [`wait`](Self::wait).
+    /// Returns the number of wake-ups so far; see [`wait`](Self::wait).
     pub fn count(&self) -> u64 {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).count
     }

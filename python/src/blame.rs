@@ -64,13 +64,13 @@ impl PyValueChange {
     }
 }
 
-/// The bytes per element according to the page's metadata; 1 if it has no known dtype.
+/// Returns the bytes per element according to the page's metadata; 1 if it has no known dtype.
 fn width_of(info: &PageInfo) -> u64 {
     let dtype = info.metadata.get("dtype").and_then(remanent::Value::as_str);
     dtype.and_then(|dtype| Dtype::parse(dtype).ok()).map_or(1, |dtype| dtype.item_size() as u64)
 }
 
-/// The changes of a page's bytes up to a view's state.
+/// Returns the changes of a page's bytes up to a view's state.
 pub fn blame(
     view: &View,
     page: &PageName,

@@ -48,7 +48,7 @@ impl BufferView {
         Ok(Self(view))
     }
 
-    /// Whether elements, or parts of them, are references to objects.
+    /// Returns whether elements, or parts of them, are references to objects.
     fn has_objects(&self) -> bool {
         if self.0.format.is_null() {
             return false;
@@ -59,7 +59,7 @@ impl BufferView {
         format.split(|byte| *byte == b':').step_by(2).any(|kinds| kinds.contains(&b'O'))
     }
 
-    /// The elements, by the format and shape of the view; if the view has no format, by the dtype of
+    /// Returns the elements, by the format and shape of the view; if the view has no format, by the dtype of
     /// `object`.
     ///
     /// # Errors
@@ -95,7 +95,7 @@ impl BufferView {
         self.0.buf as usize
     }
 
-    /// The length in bytes.
+    /// Returns the length in bytes.
     pub fn len(&self) -> usize {
         self.0.len as usize
     }
@@ -104,7 +104,7 @@ impl BufferView {
         self.0.readonly != 0
     }
 
-    /// Whether the bytes are contiguous, in the order of the elements.
+    /// Returns whether the bytes are contiguous, in the order of the elements.
     pub fn is_contiguous(&self) -> bool {
         // SAFETY: this view was filled.
         unsafe { ffi::PyBuffer_IsContiguous(&raw const *self.0, b'C' as std::ffi::c_char) != 0 }

@@ -30,7 +30,7 @@ fn check_bounds(store: &Store, page: PageId, offset: u64) -> Result<()> {
     if offset > page_len { Err(Error::OutOfBounds { page, offset, len: 0, page_len }) } else { Ok(()) }
 }
 
-/// Does the same for ranges with separate memory, all of it on the GPU.
+/// Fills memory on the GPU, one buffer for each range, with ranges of pages as of one batch.
 pub fn fill_device(store: &Store, ranges: &[(PageId, Range<u64>)], outs: Vec<CudaBytes>) -> Result<u64> {
     let ranges = ranges.iter().zip(outs).map(|((page, range), out)| (*page, range.start, out));
     read_device(store, ranges.collect())

@@ -204,7 +204,7 @@ impl Drop for Imported {
     }
 }
 
-/// The elements of a tensor whose length was validated.
+/// Returns the elements of a tensor whose length was validated.
 fn elements(tensor: &DlTensor) -> Elements {
     let shape = match tensor.ndim {
         0 => &[],
@@ -216,7 +216,7 @@ fn elements(tensor: &DlTensor) -> Elements {
     Elements::of(Dtype::of_dlpack(tensor.dtype), shape.iter().map(|dim| *dim as u64).collect(), unnamed)
 }
 
-/// The length of a tensor in bytes.
+/// Returns the length of a tensor in bytes.
 ///
 /// # Errors
 /// `BufferError` if its elements are not contiguous.

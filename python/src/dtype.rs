@@ -61,13 +61,13 @@ static DTYPES: &[Dtype] = &[
 ];
 
 impl Dtype {
-    /// The type with this DLPack code and width.
+    /// Returns the type with this DLPack code and width.
     pub fn of_dlpack(dtype: DlDtype) -> Option<&'static Self> {
         let is_it = |known: &&Dtype| (known.code, known.bits, 1) == (dtype.code, dtype.bits, dtype.lanes);
         DTYPES.iter().find(is_it)
     }
 
-    /// The type with this element size and `struct` format, if it has the machine's byte order.
+    /// Returns the type with this element size and `struct` format, if it has the machine's byte order.
     pub fn of_format(format: &[u8], item_size: usize) -> Option<&'static Self> {
         let (order, kind) = match format {
             [order @ (b'@' | b'=' | b'<' | b'>' | b'!'), kind @ ..] => (*order, kind),
@@ -88,7 +88,7 @@ impl Dtype {
         Self::of_dlpack(DlDtype { code, bits, lanes: 1 })
     }
 
-    /// The type with this name, in either spelling.
+    /// Returns the type with this name, in either spelling.
     ///
     /// # Errors
     /// `ValueError` with the known names.
@@ -101,7 +101,7 @@ impl Dtype {
         })
     }
 
-    /// The bytes per element.
+    /// Returns the bytes per element.
     pub fn item_size(&self) -> usize {
         usize::from(self.bits) * usize::from(self.lanes) / 8
     }
@@ -111,8 +111,8 @@ impl Dtype {
     }
 }
 
-/// The type and shape of a page's elements, as given by the caller or else by the page's metadata; one
-/// dimension of bytes if neither is known.
+/// Returns the type and shape of a page's elements, as given by the caller or else by the page's metadata;
+/// one dimension of bytes if neither is known.
 ///
 /// # Errors
 /// `ValueError` if the page's length does not match.

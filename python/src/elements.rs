@@ -44,7 +44,7 @@ impl Elements {
         }
     }
 
-    /// The layout that a page with exactly these elements records; `None` for bytes.
+    /// Returns the layout that a page with exactly these elements records; `None` for bytes.
     ///
     /// # Errors
     /// `InvalidTypeError` for elements whose type has no name.
@@ -165,8 +165,8 @@ impl From<&PageInfo> for PageLayout {
     }
 }
 
-/// The metadata of a new page: the caller's, with the page's elements added if the caller's metadata does not
-/// state them.
+/// Returns the metadata of a new page: the caller's, with the page's elements added if the caller's metadata
+/// does not state them.
 ///
 /// # Errors
 /// `InvalidTypeError` for elements whose type has no name.

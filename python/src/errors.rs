@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
 use remanent::{Error, Key};
 
-/// The name of the exception class for an error.
+/// Returns the name of the exception class for an error.
 fn class_of(error: &Error) -> &'static str {
     match error {
         Error::Io { .. }
@@ -52,7 +52,7 @@ fn class_of(error: &Error) -> &'static str {
     }
 }
 
-/// The directory that the error names.
+/// Returns the directory that the error names.
 fn path_of(error: &Error) -> Option<&str> {
     match error {
         Error::Io { store, .. }
@@ -70,7 +70,7 @@ fn path_of(error: &Error) -> Option<&str> {
     }
 }
 
-/// A key as a Python object: str if it is UTF-8, else bytes.
+/// Returns a key as a Python object: str if it is UTF-8, else bytes.
 pub fn key_to_py<'py>(py: Python<'py>, key: &Key) -> Bound<'py, PyAny> {
     match key.as_str() {
         Some(text) => PyString::new(py, text).into_any(),
@@ -78,7 +78,7 @@ pub fn key_to_py<'py>(py: Python<'py>, key: &Key) -> Bound<'py, PyAny> {
     }
 }
 
-/// The attributes that describe what the error is about.
+/// Returns the attributes that describe what the error is about.
 fn details<'py>(py: Python<'py>, error: &Error, path: Option<&str>) -> PyResult<Bound<'py, PyDict>> {
     let fields = PyDict::new(py);
     fields.set_item("remedy", error.advice())?;
@@ -129,12 +129,13 @@ fn details<'py>(py: Python<'py>, error: &Error, path: Option<&str>) -> PyResult<
     Ok(fields)
 }
 
-/// The exception for an engine error. `path` is the store's directory, used if the error does not name one.
+/// Returns the exception for an engine error. `path` is the store's directory, used if the error does not
+/// name one.
 pub fn to_py(py: Python<'_>, error: &Error, path: Option<&str>) -> PyErr {
     to_py_with(py, error, "", path)
 }
 
-/// Does the same with an addition to the message.
+/// Returns the exception for an engine error, with `addition` at the end of its message.
 pub fn to_py_with(py: Python<'_>, error: &Error, addition: &str, path: Option<&str>) -> PyErr {
     let made = || {
         let class = py.import("remanent._errors")?.getattr(class_of(error))?;
@@ -155,37 +156,37 @@ pyo3::import_exception!(remanent._errors, OutOfBoundsError);
 pyo3::import_exception!(remanent._errors, InUseError);
 pyo3::import_exception!(remanent._errors, StoreIOError);
 
-/// The exception for an argument with a wrong value.
+/// Returns the exception for an argument with a wrong value.
 pub fn invalid(message: impl Into<String>, remedy: impl Into<String>) -> PyErr {
     InvalidError::new_err((message.into(), remedy.into()))
 }
 
-/// The exception for an argument of a wrong type.
+/// Returns the exception for an argument of a wrong type.
 pub fn invalid_type(message: impl Into<String>, remedy: impl Into<String>) -> PyErr {
     InvalidTypeError::new_err((message.into(), remedy.into()))
 }
 
-/// Whether the exception is one of [`invalid_type`].
+/// Returns whether the exception is one of [`invalid_type`].
 pub fn is_invalid_type(py: Python<'_>, error: &PyErr) -> bool {
     error.is_instance_of::<InvalidTypeError>(py)
 }
 
-/// The exception for memory that a call cannot use.
+/// Returns the exception for memory that a call cannot use.
 pub fn memory_refused(message: impl Into<String>, remedy: impl Into<String>) -> PyErr {
     MemoryRefusedError::new_err((message.into(), remedy.into()))
 }
 
-/// The exception for an index out of range.
+/// Returns the exception for an index out of range.
 pub fn out_of_bounds(message: impl Into<String>) -> PyErr {
     OutOfBoundsError::new_err((message.into(), "give an index below the number of ranges"))
 }
 
-/// The exception for an object that another thread is using.
+/// Returns the exception for an object that another thread is using.
 pub fn in_use(message: &str) -> PyErr {
     InUseError::new_err((message.to_owned(), "let one thread at a time call it"))
 }
 
-/// The exception for a call that the operating system rejected.
+/// Returns the exception for a call that the operating system rejected.
 pub fn store_io(message: String, remedy: &str) -> PyErr {
     StoreIOError::new_err((message, remedy.to_owned()))
 }
@@ -214,13 +215,13 @@ pub const CHANGE_STREAM: Handle =
     Handle { ended: "the stream of changes is closed", remedy: "take a new one with store.changes()" };
 
 impl Handle {
-    /// The exception for a call after the object was closed.
+    /// Returns the exception for a call after the object was closed.
     pub fn closed(self, py: Python<'_>, path: Option<&str>) -> PyErr {
         own(py, "ClosedError", self.ended, self.remedy, path)
     }
 }
 
-/// An exception of the binding itself, for conditions that the engine does not know.
+/// Returns an exception of the binding itself, for conditions that the engine does not know.
 pub fn own(py: Python<'_>, class: &str, message: &str, remedy: &str, path: Option<&str>) -> PyErr {
     let made = || {
         let fields = PyDict::new(py);
@@ -237,7 +238,7 @@ pub trait OrRaise<T> {
     /// Raises the exception for the error.
     fn or_raise(self, py: Python<'_>, path: Option<&str>) -> PyResult<T>;
 
-    /// Does the same for a call on an object that may be closed.
+    /// Raises the exception for the error of a call on an object that may be closed.
     fn or_raise_of(self, py: Python<'_>, path: Option<&str>, handle: Handle) -> PyResult<T>;
 }
 

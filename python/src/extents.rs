@@ -73,7 +73,7 @@ impl Extent {
 }
 
 impl Kinds<'_> {
-    /// Whether a tensor is plain as it is, with as few queries as possible, since each is a call.
+    /// Returns whether a tensor is plain as it is, with as few queries as possible, since each is a call.
     fn is_plain(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
         let py = tensor.py();
         let says = |name| tensor.getattr(name)?.is_truthy();
@@ -215,7 +215,7 @@ pub fn extents_by_page<'py>(py: Python<'py>, extents: Extents<'py>) -> PyResult<
     Ok(pages)
 }
 
-/// The addresses of the bytes that a non-empty tensor uses.
+/// Returns the addresses of the bytes that a non-empty tensor uses.
 fn addresses(tensor: &Bound<'_, PyAny>, nbytes: u64) -> PyResult<Range<u64>> {
     let py = tensor.py();
     let start = tensor.call_method0(intern!(py, "data_ptr"))?.extract::<u64>()?;

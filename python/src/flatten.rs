@@ -401,7 +401,7 @@ impl<'a, 'py> Walk<'a, 'py> {
 }
 
 impl Leaves<'_> {
-    /// Whether a value of these types is passed to `adapt`.
+    /// Returns whether a value of these types is passed to `adapt`.
     fn is_other(&self, value: &Bound<'_, PyAny>) -> PyResult<bool> {
         self.unless.as_ref().map_or(Ok(false), |name| value.getattr(name)?.is_truthy())
     }

@@ -221,7 +221,7 @@ pub fn close_all(py: Python<'_>) {
     }
 }
 
-/// Whether this is the main thread of the process, which receives the interpreter's signals.
+/// Returns whether this is the main thread of the process, which receives the interpreter's signals.
 fn is_main_thread() -> bool {
     // SAFETY: the call has no arguments and cannot fail.
     let thread = unsafe { libc::gettid() };

@@ -53,7 +53,7 @@ impl<S: Send, T: Send> Handover<S, T> {
         }
     }
 
-    /// The exception for an error, which depends on whether the source or its store is closed.
+    /// Returns the exception for an error, which depends on whether the source or its store is closed.
     pub fn raised(&self, py: Python<'_>, error: &Error) -> PyErr {
         let is_closed = self.source(py).is_ok_and(|source| source.is_none());
         match error {

@@ -11,7 +11,7 @@ use crate::gate::Gate;
 use crate::page_name::{PageName, state_point};
 use crate::snapshot::{Pruned, SnapshotInfo};
 
-/// The current directory of the store.
+/// Returns the current directory of the store.
 pub fn here(store: &Store) -> Result<PathBuf, Error> {
     Ok(store.directory()?.expect("a store that was opened by its path lies in a file system"))
 }

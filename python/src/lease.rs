@@ -105,7 +105,7 @@ impl PyLease {
         py.detach(|| run(self.held()?.cell.borrow_dependent())).or_raise_of(py, Some(&self.path), LEASE)
     }
 
-    /// The address of the bytes, once all batches in flight are applied.
+    /// Returns the address of the bytes, once all batches in flight are applied.
     fn bytes_address(&self, py: Python<'_>) -> PyResult<usize> {
         self.look(py, |lease| lease.bytes().map(|bytes| bytes.as_ptr() as usize))
     }
@@ -171,7 +171,7 @@ impl PyLease {
     /// number.
     fn on(&self, py: Python<'_>, #[pyo3(from_py_with = arguments::stream)] stream: u64) -> PyResult<()> {
         self.look(py, |lease| {
-            // SAFETY: the caller names a stream of its own, and keeps it until the lease has ended.
+            // SAFETY: the caller names a stream that it owns and keeps until the lease has ended.
             let stream = unsafe { RawStream::from_cuda(stream) };
             lease.on(stream).map(drop)
         })

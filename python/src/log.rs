@@ -57,7 +57,7 @@ struct LogRecord {
 }
 
 impl LogQueue {
-    /// The queue of this process, if it exists.
+    /// Returns the queue of this process, if it exists.
     fn current() -> Option<&'static Self> {
         let queue = QUEUE.load(Ordering::Acquire);
         // SAFETY: null, or leaked by `begin_queue` and never freed.

@@ -99,7 +99,7 @@ impl CudaBytes {
         &self.elements
     }
 
-    /// The bytes as a source for a batch of a store that does not use this GPU.
+    /// Returns the bytes as a source for a batch of a store that does not use this GPU.
     ///
     /// # Errors
     /// `MemoryRefused` if the producer does not provide the number of its GPU.
@@ -114,7 +114,7 @@ impl CudaBytes {
         Ok(Arc::new(copier.source(bytes)?))
     }
 
-    /// The bytes, adopted by a store's device.
+    /// Returns the bytes, adopted by a store's device.
     ///
     /// # Errors
     /// `MemoryRefused` if pages live in host memory, and for memory that the device does not know.
@@ -122,7 +122,7 @@ impl CudaBytes {
         self.adopt_by(|memory| store.caller_bytes(memory))
     }
 
-    /// Does the same as [`adopt`](Self::adopt) for any device.
+    /// Returns the bytes, adopted by any device; see [`adopt`](Self::adopt).
     ///
     /// # Errors
     /// As for `adopt`.
@@ -209,7 +209,7 @@ impl Input {
         ))
     }
 
-    /// What is known about the elements.
+    /// Returns what is known about the elements.
     pub fn elements(&self) -> &Elements {
         match self {
             Input::Host(bytes) => bytes.elements(),
@@ -217,7 +217,7 @@ impl Input {
         }
     }
 
-    /// The length in bytes.
+    /// Returns the length in bytes.
     pub fn byte_len(&self) -> u64 {
         match self {
             Input::Host(bytes) => bytes.len() as u64,
@@ -225,8 +225,8 @@ impl Input {
         }
     }
 
-    /// The memory into which an open places a page. It does not wait for a stream: no work is in flight on
-    /// the memory.
+    /// Returns the memory into which an open places a page. It does not wait for a stream: no work is in
+    /// flight on the memory.
     pub fn caller_memory(self) -> CallerMemory {
         match self {
             Input::Host(bytes) => CallerMemory::from_host(Output(bytes), Place::Host),
@@ -235,7 +235,7 @@ impl Input {
         }
     }
 
-    /// The memory, adopted by a store's device.
+    /// Returns the memory, adopted by a store's device.
     ///
     /// # Errors
     /// `MemoryRefused` for memory that the device does not know.
@@ -346,7 +346,7 @@ fn interface_refused(what: String) -> PyErr {
     )
 }
 
-/// The elements according to the interface's type string, such as `<f4`.
+/// Returns the elements according to the interface's type string, such as `<f4`.
 fn elements_of(typestr: &str, shape: &[u64], item: u64) -> Elements {
     let (order, kind) = typestr.split_at(typestr.len().min(1));
     let format = match kind.as_bytes().first() {
@@ -371,7 +371,7 @@ impl Output {
         Self(bytes)
     }
 
-    /// The range of its addresses.
+    /// Returns the range of its addresses.
     pub fn addresses(&self) -> Range<usize> {
         self.0.address..self.0.address + self.0.len
     }

@@ -29,7 +29,7 @@ impl Raised {
     }
 }
 
-/// Makes an open request the memory of each page from `source`, a callable.
+/// Returns options with which an open requests the memory of each page from `source`, a callable.
 pub fn page_memory(options: Options, source: Py<PyAny>, raised: &Raised) -> Options {
     let raised = raised.clone();
     options.page_memory(move |info| {

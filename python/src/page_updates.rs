@@ -180,8 +180,8 @@ fn changes(
     Ok((info, Some((changes, taken))))
 }
 
-/// The bytes that changes take until the next snapshot: in the log, or in the memory that holds the changes
-/// of a page on disk.
+/// Returns the bytes that changes take until the next snapshot: in the log, or in the memory that holds the
+/// changes of a page on disk.
 fn taken(info: &PageInfo, changes: &mut PageChanges) -> u64 {
     if info.place == Place::Disk { changes.pending_bytes().max(changes.cost()) } else { changes.cost() }
 }

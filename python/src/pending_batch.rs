@@ -107,7 +107,7 @@ impl PendingBatch {
         state.batch.as_mut().map(add).map_err(|end| *end)
     }
 
-    /// The exception for a batch that takes no more operations.
+    /// Returns the exception for a batch that takes no more operations.
     fn ended(&self, py: Python<'_>, end: BatchEnd) -> PyErr {
         own(py, "ClosedError", &end.message(), NEW_BATCH, Some(&self.gate.path))
     }
@@ -239,7 +239,7 @@ impl PendingBatch {
         added.map_err(|end| self.ended(py, end))
     }
 
-    /// The bytes that its updates log, or keep in memory until the next snapshot.
+    /// Returns the bytes that its updates log, or keep in memory until the next snapshot.
     pub fn logged(&self) -> u64 {
         self.lock().logged
     }
@@ -276,7 +276,7 @@ impl PendingBatch {
         Ok(())
     }
 
-    /// Whether it was neither submitted nor discarded.
+    /// Returns whether it was neither submitted nor discarded.
     pub fn is_open(&self) -> bool {
         self.lock().batch.is_ok()
     }

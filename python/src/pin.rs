@@ -127,7 +127,7 @@ impl PyPin {
     /// :raises ClosedError: the pin has ended.
     fn on(&self, py: Python<'_>, #[pyo3(from_py_with = arguments::stream)] stream: u64) -> PyResult<()> {
         self.look(py, |pin| {
-            // SAFETY: the caller names a stream of its own and keeps it until the pin has ended.
+            // SAFETY: the caller names a stream that it owns and keeps until the pin has ended.
             let stream = unsafe { RawStream::from_cuda(stream) };
             pin.on(stream).map(drop)
         })

@@ -148,7 +148,7 @@ impl PyReadMany {
         Ok(true)
     }
 
-    /// The bytes of a completed read.
+    /// Returns the bytes of a completed read.
     fn bytes(&self) -> Result<Arc<ManyBytes>> {
         match &*self.state()? {
             ReadProgress::Done(bytes) => Ok(bytes.clone()),

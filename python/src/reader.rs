@@ -109,7 +109,7 @@ impl Reader {
         to_py_with(py, error, &addition, self.source.path())
     }
 
-    /// The most similar key, if there are few enough keys to compare them all.
+    /// Returns the most similar key, if there are few enough keys to compare them all.
     fn similar_key(&self, py: Python<'_>, wanted: &str) -> Option<String> {
         let similar = |pages: &dyn ReadPages| {
             if pages.page_count()? > COMPARED_KEYS_MAX {

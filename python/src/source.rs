@@ -87,7 +87,7 @@ impl Source {
         }
     }
 
-    /// How errors name the source once it is closed.
+    /// Returns how errors name the source once it is closed.
     pub fn handle(&self) -> crate::errors::Handle {
         match self {
             Source::Store(_) | Source::Replica(_) => crate::errors::STORE,

@@ -110,7 +110,7 @@ fn transfers_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, P
     Ok(list)
 }
 
-/// The lists of each lane, and the waits for them.
+/// Returns the lists of each lane, and the waits for them.
 fn lanes_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDict>> {
     let lanes = PyDict::new(py);
     for (lane, of) in &stats.lanes {

@@ -55,14 +55,20 @@ use crate::working_copy::PyWorkingCopy;
 /// A store has one writer at a time; threads can share the object. Used as a context manager, it is closed at
 /// the end of the block. Lengths are in bytes, times in seconds.
 ///
-/// :param path: the directory. If it is missing or empty and `create` is true, it is created with its
-///     parents.
+/// :param path: the directory.
+/// :param create: whether to create the store, with its parent directories, if the directory is missing or
+///     empty.
 /// :param ack: what commits wait for by default: "applied", "logged" (survives the death of the process) or
 ///     "durable" (survives a power cut).
-/// :param device: "auto", "host" or "cuda:N". `slots` is a list of such devices, to which the places
-///     "device:0", "device:1", … refer.
+/// :param device: the device that holds the pages: "auto", "host" or "cuda:N".
+/// :param slots: a list of devices to which the places "device:0", "device:1", … refer. None binds all of
+///     them to `device`.
 /// :param log_io: how the log is written: "mapped", "buffered" or "direct"; None chooses automatically.
 /// :param image_io: how images of pages are written: "mapped", "buffered" or "direct".
+/// :param segment_len: the largest length of a log segment, a multiple of 4096 of at least 16 KiB.
+/// :param reserve_bytes: the disk space reserved for deletes on a full disk; None reserves two segments.
+/// :param spare_bytes: the obsolete log segments kept for reuse; None keeps a hundredth of the file system,
+///     at most 512 MiB.
 /// :param budget: limits in bytes by place, such as `{"host": 1 << 30}`. A place without an entry has no
 ///     limit.
 /// :param tiers: places in order, such as `["device:0", "pinned", "disk"]`. When one is full, unused pages
@@ -71,15 +77,21 @@ use crate::working_copy::PyWorkingCopy;
 /// :param identity: the caller's own description of the store. If given again, it must be the same.
 /// :param layout_fingerprint: 32 bytes that identify what the meaning of the pages depends on. If given
 ///     again, they must be the same.
-/// :param snapshots_kept: the number of newest snapshots to keep. `snapshots_kept_for` (seconds) and
-///     `log_kept` (bytes) keep more.
-/// :param page_load: "eager" loads all pages before the open returns. "on_demand" loads only pages that the log
-///     changed before it returns, and all others in the background, requested pages first.
-/// :param snapshot_log_bytes: the length of log after which a snapshot is taken automatically; None disables
-///     this trigger. `snapshot_interval` does the same after a time in seconds, and `scrub_interval` for
-///     scrubs.
-/// :param page_memory: a callable that gives pages memory to live in, such as a model's tensors. For each
-///     page with bytes, the open calls it with the page's PageInfo; it returns writable memory of the page's
+/// :param snapshots_kept: the number of newest snapshots to keep.
+/// :param snapshots_kept_for: the age in seconds up to which snapshots are kept in addition.
+/// :param log_kept: the smallest number of bytes of log to keep.
+/// :param compression: whether snapshots compress the images of pages.
+/// :param page_load: "eager" loads all pages before the open returns. "on_demand" loads only pages that the
+///     log changed before it returns, and all others in the background, requested pages first.
+/// :param snapshot_log_bytes: the bytes of log after which a background snapshot is taken; None disables this
+///     trigger.
+/// :param snapshot_interval: the seconds after which a background snapshot is taken; None disables this
+///     trigger.
+/// :param snapshot_bytes_per_second: the rate limit of background snapshots; None sets no limit.
+/// :param scrub_interval: the seconds between background scrubs; None disables them.
+/// :param scrub_bytes_per_second: the rate limit of background scrubs; None sets no limit.
+/// :param page_memory: a callable that provides memory for pages, such as a model's tensors. For each page
+///     with bytes, the open calls it with the page's PageInfo; it returns writable memory of the page's
 ///     length in the page's place, or None to use the store's own memory. No work may be in flight on this
 ///     memory. The page then lives there as after `Batch.create_in`. The callable runs on other threads; an
 ///     exception from it ends the open.

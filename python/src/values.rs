@@ -38,7 +38,7 @@ impl ReadOnly {
         freeze.bind(py).call1((copy.into_any(), self.what, self.instead))
     }
 
-    /// Does the same with a list of values.
+    /// Converts values to a list of a class that rejects changes.
     pub fn freeze_list<'py, T>(
         self,
         py: Python<'py>,

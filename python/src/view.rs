@@ -59,7 +59,7 @@ impl PyLiveView {
     }
 }
 
-/// A reader as text, without reading any page.
+/// Returns a reader as text, without reading any page.
 fn described(kind: &str, reader: &Reader) -> String {
     let path = reader.source.path().unwrap_or_default();
     match reader.source.with(|pages| pages.lsn()) {
