@@ -13,9 +13,9 @@ pub enum Defect {
     /// The structure extends past the available bytes.
     #[error("cut short: {needed} bytes needed, {have} there")]
     Truncated {
-        /// Bytes needed by the structure.
+        /// Number of bytes that the structure needs.
         needed: u64,
-        /// Bytes available.
+        /// Number of bytes available.
         have: u64,
     },
     /// The magic number is not that of the expected structure.
@@ -88,7 +88,7 @@ pub enum Defect {
     /// The bytes do not fit into memory. They may be intact, or the length may be corrupt.
     #[error("there is no memory for {needed} bytes")]
     Memory {
-        /// Bytes requested.
+        /// Number of bytes requested.
         needed: u64,
     },
     /// The medium reported an error.
@@ -115,7 +115,7 @@ pub struct Damage {
     pub offset: u64,
     /// The affected batch, if known.
     pub lsn: Option<Lsn>,
-    /// The defect.
+    /// The defect itself.
     pub defect: Defect,
 }
 

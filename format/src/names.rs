@@ -9,11 +9,11 @@ use crate::limits::NUMBER_MAX;
 pub enum Folder {
     /// The store directory itself.
     Root,
-    /// Log segments.
+    /// The folder of log segments.
     Log,
-    /// Image files and table files.
+    /// The folder of image files and tables.
     Pages,
-    /// Manifests.
+    /// The folder of manifests.
     Snapshots,
 }
 

@@ -118,7 +118,7 @@ layout! {
 }
 
 layout! {
-    /// Encoded tombstone.
+    /// An encoded tombstone.
     pub struct TombstoneRaw: 16 {
         /// Page that was deleted.
         0 => page: PageId,

@@ -277,7 +277,7 @@ pub enum Op<'a> {
 /// An operation and the offset of its body in the payload.
 #[derive(Clone, Debug, PartialEq)]
 pub struct OpAt<'a> {
-    /// The operation.
+    /// The operation itself.
     pub op: Op<'a>,
     /// Offset of the body from the start of the payload, in bytes.
     pub body_at: usize,

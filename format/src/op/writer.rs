@@ -16,7 +16,7 @@ pub trait PayloadBytes: AsMut<[u8]> {
     /// Returns the current length in bytes.
     fn byte_len(&self) -> usize;
 
-    /// Appends `bytes`.
+    /// Appends `bytes` at the end.
     ///
     /// # Errors
     /// Returns [`Defect::Memory`] if the buffer cannot grow.

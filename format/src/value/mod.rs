@@ -50,7 +50,7 @@ pub enum Value {
     F64(f64),
     /// Text in UTF-8.
     String(String),
-    /// Arbitrary bytes.
+    /// Bytes with arbitrary content.
     Bytes(#[serde(serialize_with = "serialize_bytes")] Vec<u8>),
     /// An ordered list of values.
     List(Vec<Value>),

@@ -97,7 +97,7 @@ pub enum Refusal {
     /// There is no memory for the plan.
     #[error("there is no memory for {needed} bytes")]
     Memory {
-        /// Bytes requested.
+        /// Number of bytes requested.
         needed: u64,
     },
 }
