@@ -1,8 +1,8 @@
-//! Looks at a store that other processes may write to, without a lock.
+//! Repeated reads of a store that other processes may be writing to, without a lock.
 //!
-//! Files come and go between two reads, and frames are read half written: that is no damage, and a moment
-//! later the store looks whole, or another file looks damaged. So damage counts if the directory stood still
-//! while it was found, or if every one of some looks found it.
+//! Files appear and disappear between two reads, and frames may be read half written. This is not damage: a
+//! moment later, the store looks intact, or another file looks damaged. Damage therefore counts only if the
+//! directory did not change while it was found, or if every one of several reads found it.
 
 use std::io;
 
@@ -11,11 +11,10 @@ use remanent_format::Folder;
 use crate::cli::exit::Failure;
 use crate::read::store_dir::StoreDir;
 
-/// Number of looks at a store that is being written to, before damage in it is reported.
+/// Number of reads of a changing store before damage in it is reported.
 const LOOKS: usize = 5;
 
-/// The files of a directory at a moment, by their names and what they are, and the process that has the store
-/// open.
+/// The file names and inodes of a directory at one moment, and the process that has the store open.
 #[derive(PartialEq)]
 struct Moment {
     holder: Option<u32>,
@@ -29,11 +28,13 @@ impl Moment {
     }
 }
 
-/// Looks until a look finds no damage, or no process can have written meanwhile, or often enough. Each look
-/// is told the damage that all before it found. Returns the last look, and the damage in it that counts.
+/// Reads a store with `look_once` until a read finds no damage, no process can have written during the read,
+/// or the limit is reached. Each read receives the damage that all earlier reads found. Returns the last
+/// result and the damage that counts.
 ///
 /// # Errors
-/// Those of a look; [`Failure::Environment`] if there was damage in each look, and none in all.
+/// Returns an error of `look_once`, or [`Failure::Environment`] if every read found damage but no damage was
+/// found by all reads.
 pub fn look<T, D: PartialEq>(
     dir: &StoreDir,
     mut look_once: impl FnMut(Option<&[D]>) -> Result<T, Failure>,
@@ -74,13 +75,13 @@ mod tests {
     use super::*;
 
     struct Looks {
-        /// The damage that each look was told of.
+        /// Damage that was passed to each read.
         told: Vec<Vec<u8>>,
-        /// The last look, and the damage that counts.
+        /// The last read, and the damage that counts.
         outcome: Result<(usize, Vec<u8>), Failure>,
     }
 
-    /// Looks at a directory that each look makes a file in, so that no two see the same.
+    /// Reads a directory in which each read creates a file, so that it changes every time.
     fn changing(looks: &[&[u8]]) -> Looks {
         let folder = tempfile::tempdir().unwrap();
         let dir = StoreDir::open(folder.path()).unwrap();

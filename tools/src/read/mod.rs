@@ -1,4 +1,5 @@
-//! A store directory as inspecting commands see it: its files, its frames, its states, sound or not.
+//! Read access to a store directory for inspecting commands: its files, its frames and its states, intact or
+//! not.
 
 pub(crate) mod writer_lock;
 pub(crate) mod store_dir;

@@ -1,5 +1,5 @@
-//! The bytes of a state's pages, read window by window: what they are made from is proven before any of it is
-//! handed out, and memory is held for a window, however long a page is.
+//! The bytes of a state's pages, read in windows. The base of a page is proven before any of its bytes are
+//! returned, and memory is needed for one window only, however long a page is.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -11,16 +11,15 @@ use remanent_format::{Damage, PageId, PageInfo, PageTable, SnapshotId};
 
 use crate::read::store_dir::StoreDir;
 
-/// Bytes of a page that are read at a time. Operations that set elements here and there are read for each
-/// window.
+/// Length of a window in bytes. Operations on scattered elements are read again for each window.
 const WINDOW_LEN: u64 = 32 << 20;
 
-/// The parts in which a page of this length is read.
+/// Returns the windows in which a page of length `len` is read.
 pub fn windows(len: u64) -> impl Iterator<Item = Range<u64>> {
     (0..len).step_by(WINDOW_LEN as usize).map(move |from| from..len.min(from.saturating_add(WINDOW_LEN)))
 }
 
-/// A state's pages, as far as they are wanted, each proven or lost.
+/// The wanted pages of a state, each proven or lost.
 pub struct PageBytes<'d> {
     dir: &'d StoreDir,
     base: Option<SnapshotId>,
@@ -30,7 +29,7 @@ pub struct PageBytes<'d> {
 }
 
 impl<'d> PageBytes<'d> {
-    /// Proves the pages of a state that are wanted, if they take no more than `page_bytes_max` together.
+    /// Proves the wanted pages of a state. Fails if they take more than `page_bytes_max` bytes in total.
     pub fn prove(
         dir: &'d StoreDir,
         resolution: Resolution,
@@ -48,44 +47,44 @@ impl<'d> PageBytes<'d> {
         Ok(Self { dir, base, resolved, trails, pages })
     }
 
-    /// As they are if not one of them is lost.
+    /// Returns the pages unchanged, or the first damage if any of them is lost.
     pub fn whole(self) -> Result<Self, Damage> {
         let first = self.damage().next().cloned();
         first.map_or(Ok(self), Err)
     }
 
-    /// Why pages are lost.
+    /// Returns the damage of each lost page.
     pub fn damage(&self) -> impl Iterator<Item = &Damage> {
         self.lost().map(|(_, damage)| damage)
     }
 
-    /// The pages that are lost, each with the damage.
+    /// Returns the lost pages with their damage.
     pub fn lost(&self) -> impl Iterator<Item = (PageId, &Damage)> {
         self.pages.iter().filter_map(|(page, proven)| Some((*page, proven.as_ref().err()?)))
     }
 
-    /// The snapshot from which the state was followed; `None` is the log's beginning.
+    /// Returns the snapshot from which the state was computed, or `None` for the log's beginning.
     pub fn base(&self) -> Option<SnapshotId> {
         self.base
     }
 
-    /// The state's pages and root.
+    /// Returns the pages and the root of the state.
     pub fn table(&self) -> &PageTable {
         &self.resolved.table
     }
 
-    /// Fails if a page that was wanted is lost.
+    /// Fails if a wanted page is lost.
     pub fn check(&self, page: PageId) -> Result<(), Damage> {
         self.pages[&page].as_ref().map(drop).map_err(Clone::clone)
     }
 
-    /// A window of a page that was wanted.
+    /// Reads a window of a wanted page.
     pub fn window(&self, page: PageId, window: &Range<u64>) -> Result<Vec<u8>, Damage> {
         let proven = self.pages[&page].as_ref().map_err(Clone::clone)?;
         self.trails.window(self.dir, proven, window)
     }
 
-    /// Hands the bytes of a page that was wanted to `sink`, window by window.
+    /// Passes the bytes of a wanted page to `sink`, window by window.
     pub fn stream<E: From<Damage>>(
         &self,
         info: &PageInfo,
@@ -95,7 +94,8 @@ impl<'d> PageBytes<'d> {
         windows(info.len).try_for_each(|window| sink(&self.window(info.page, &window)?))
     }
 
-    /// The checksum of a page's bytes. Where an image holds just these, it is the image's.
+    /// Returns the CRC-32 of a wanted page. If an image contains exactly its bytes, this is the image's
+    /// checksum.
     pub fn crc32(&self, info: &PageInfo) -> Result<u32, Damage> {
         self.check(info.page)?;
         if let Some(image) = self.trails.exact_image(&self.resolved, info.page) {

@@ -1,6 +1,7 @@
-//! The readable parts of a store, sound or not. `rebuild` computes a state or refuses it as a whole. This
-//! view has it in parts: the state before the first damage in the log, pages whose bytes are lost together
-//! with pages whose bytes are there.
+//! A view of the readable parts of a store, intact or not.
+//!
+//! `rebuild` computes a whole state or fails. This view gives partial results: the state before the first
+//! damage in the log, and both the pages whose bytes are lost and those whose bytes are readable.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -21,25 +22,25 @@ use crate::read::looks::look;
 use crate::read::page_bytes::PageBytes;
 use crate::read::store_dir::StoreDir;
 
-/// A store, as far as it can be made out.
+/// A store, as far as it can be determined.
 pub struct PartialView {
-    /// Every file, looked at and not judged.
+    /// All files as read, without a verdict.
     pub survey: Survey,
-    /// The newest state that the log leads to; `None` if there is no way to any.
+    /// The newest state that can be computed from the log, or `None` if there is none.
     pub state: Option<Resolution>,
-    /// The damage in the way, the gravest first.
+    /// The damage found, the most serious first.
     pub damage: Vec<Damage>,
 }
 
 impl PartialView {
-    /// Looks at a directory. The images are left for later.
+    /// Reads a directory, without the images. Repeats the read if other processes may be writing.
     pub fn take(dir: &StoreDir) -> Result<Self, Failure> {
         let look_once = |_: Option<&[Damage]>| Self::take_once(dir);
         let (view, damage) = look(dir, look_once, |view| view.damage.clone())?;
         Ok(Self { damage, ..view })
     }
 
-    /// One look at a directory.
+    /// Reads a directory once.
     pub fn take_once(dir: &StoreDir) -> Result<Self, Failure> {
         let (survey, identity_damage) = survey(dir)?;
         let mut damage: Vec<Damage> = identity_damage.into_iter().collect();
@@ -75,8 +76,8 @@ impl PartialView {
         Ok(Self { survey, state: arrived.or(furthest), damage })
     }
 
-    /// Looks at a directory and its images: the view, and the bytes of all pages in it, if they take no more
-    /// than `page_bytes_max` together. If not, none is there.
+    /// Reads a directory and its images. Returns the view and the bytes of all its pages, or `None` for the
+    /// bytes if they take more than `page_bytes_max` in total.
     pub fn with_bytes(dir: &StoreDir, page_bytes_max: u64) -> Result<(Self, Option<PageBytes<'_>>), Failure> {
         let look_once = |_: Option<&[Damage]>| Self::with_bytes_once(dir, page_bytes_max);
         let ((view, bytes), damage) = look(dir, look_once, |(view, _)| view.damage.clone())?;
@@ -94,7 +95,7 @@ impl PartialView {
             bytes.map_err(|damage| passed_over.push(damage)).ok()
         });
         if let Some(bytes) = opened {
-            // The snapshot that was followed just now may be one whose images are damaged.
+            // `view.state` may have been computed from a snapshot whose images are damaged.
             if view.state.as_ref().is_some_and(|state| state.base != bytes.base()) {
                 passed_over.into_iter().for_each(|damage| view.add(damage));
             }
@@ -109,8 +110,7 @@ impl PartialView {
                 bytes.damage().for_each(|damage| add(&mut view.damage, damage.clone()));
                 Ok((view, Some(bytes)))
             }
-            // There are more bytes than there may be; or the log, which held a moment ago, is being written
-            // to.
+            // Either there are more bytes than allowed, or the log changed since it was read.
             Err(damage) => {
                 view.add(damage);
                 Ok((view, None))
@@ -118,8 +118,8 @@ impl PartialView {
         }
     }
 
-    /// The pages' bytes as an open makes them from a base. It starts there though pages are lost whose images
-    /// it leaves unread.
+    /// Proves the pages' bytes as an open from `base` does. Like an open, it succeeds if only images that an
+    /// open leaves unread are damaged.
     fn opened<'d>(
         &self,
         dir: &'d StoreDir,
@@ -140,7 +140,7 @@ impl PartialView {
         blocking.map_or(Ok(bytes), Err)
     }
 
-    /// The pages' bytes as the log makes them from a base.
+    /// Proves the pages' bytes as the log produces them from `base`.
     fn bytes<'d>(
         &self,
         dir: &'d StoreDir,
@@ -153,17 +153,18 @@ impl PartialView {
         PageBytes::prove(dir, resolution, trails, page_bytes_max, |_| true)
     }
 
-    /// Damage is told once, however many ways lead to it.
+    /// Adds damage, unless it was already found in another way.
     fn add(&mut self, damage: Damage) {
         add(&mut self.damage, damage);
     }
 
-    /// The pages in the state, in the order of their numbers.
+    /// Returns the pages of the state, in the order of their ids.
     pub fn pages(&self) -> impl Iterator<Item = PageInfo> {
         self.state.iter().flat_map(|state| state.resolved.table.pages())
     }
 
-    /// The snapshots, oldest first; also those that cannot be read. A link that only others need is none.
+    /// Returns the snapshots, oldest first, including unreadable ones. Excludes links that exist only for
+    /// other snapshots.
     pub fn snapshots(&self) -> impl Iterator<Item = SnapshotId> {
         let reach = self.end().map(|end| Reach::of(&self.survey, &end.verified));
         let links = self.survey.links.iter();
@@ -173,23 +174,23 @@ impl PartialView {
             .map(|(snapshot, _)| *snapshot)
     }
 
-    /// The end of the log, if the way there is clear.
+    /// Returns the end of the log, if the log was followed to it.
     pub fn end(&self) -> Option<&LogEnd> {
         self.state.as_ref()?.end.as_ref()
     }
 
-    /// Fails if anything stood in the way.
+    /// Fails with all damage found, if any.
     pub fn complain(&self) -> Result<(), Failure> {
         let lines: Vec<String> = self.damage.iter().map(ToString::to_string).collect();
         if lines.is_empty() { Ok(()) } else { Err(Failure::Damage(lines.join("\n"))) }
     }
 
-    /// The last batch in the state.
+    /// Returns the last batch of the state.
     pub fn lsn(&self) -> Lsn {
         self.state.as_ref().map_or(Lsn(0), |state| state.resolved.table.lsn())
     }
 
-    /// The newest batch that is known to be durable.
+    /// Returns the newest batch known to be durable.
     pub fn durable(&self) -> Lsn {
         self.end().map_or_else(|| self.survey.mark(), |end| end.proven.lsn)
     }
@@ -201,7 +202,7 @@ fn add(all: &mut Vec<Damage>, damage: Damage) {
     }
 }
 
-/// Reads all fixed structures.
+/// Reads all fixed structures of a store.
 fn survey(dir: &StoreDir) -> Result<(Survey, Option<Damage>), Failure> {
     let (store, refused) = identity(dir)?;
     match Survey::read_as(dir, store) {
@@ -210,7 +211,7 @@ fn survey(dir: &StoreDir) -> Result<(Survey, Option<Damage>), Failure> {
     }
 }
 
-/// The store's identity. A damaged STORE is worked around: every other file names the store too; the rest of
+/// Reads the store's identity. If STORE is damaged, the id is taken from the log segments, and the rest of
 /// its content is lost.
 pub fn identity(dir: &StoreDir) -> Result<(StoreFile, Option<Damage>), Failure> {
     let read = dir.read_whole(FileName::Store).map_err(|error| Defect::Unreadable(error.to_string()));
@@ -229,7 +230,7 @@ pub fn identity(dir: &StoreDir) -> Result<(StoreFile, Option<Damage>), Failure> 
     Ok((store, Some(refused)))
 }
 
-/// The store that most segments name.
+/// Returns the store id found in most segment headers.
 fn store_of_segments(dir: &StoreDir) -> Option<StoreId> {
     let mut votes: BTreeMap<[u8; 16], usize> = BTreeMap::new();
     for name in dir.list(Folder::Log).ok()? {
@@ -244,7 +245,7 @@ fn store_of_segments(dir: &StoreDir) -> Option<StoreId> {
     votes.into_iter().max_by_key(|(_, count)| *count).map(|(store, _)| StoreId(store))
 }
 
-/// The state just before the batch at which the log stops, if the snapshot reaches that far.
+/// Computes the state just before the batch at which the log stops, if the snapshot ends early enough.
 fn resolve_before(
     dir: &StoreDir,
     survey: &Survey,

@@ -1,8 +1,9 @@
-//! Every frame that lies in the log, in the order of segments and offsets, whether or not it still counts.
+//! A scan of every own frame in the log, in the order of segments and offsets, whether or not it still
+//! counts.
 //!
-//! Recovery walks the log and stops at the first frame that is not valid. To inspect a damaged store, a
-//! person needs the frames beyond, too. So this scan asks each frame only to lie where it was written, and
-//! says of each how it relates to the one before.
+//! Recovery walks the log and stops at the first invalid frame. To inspect a damaged store, a person also
+//! needs the frames after it. The scan therefore requires only that a frame is at the location where it was
+//! written, and reports how it relates to the previous frame.
 
 use remanent_format::frame::{
     FRAME_HEADER_LEN, FrameHeader, FrameHeaderRaw, FrameKind, UncheckedFrame, check_payload,
@@ -12,39 +13,39 @@ use remanent_format::log::LogMap;
 use remanent_format::segment::SEGMENT_HEADER_BLOCK;
 use remanent_format::{Defect, FileName, Incarnation, LogPoint, Lsn, ReadAt, StoreId};
 
-/// How a frame relates to the frames before it.
+/// The relation of a frame to the frames before it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Chain {
-    /// It names the frame before it.
+    /// The frame names the previous frame by its chain hash.
     Follows,
-    /// It is the first frame that is kept.
+    /// The frame is the first one that is kept.
     First,
-    /// It does not follow the frame before it.
+    /// The frame does not follow the previous frame.
     Broken(Defect),
-    /// It lies past the end of its incarnation: a later open cut it.
+    /// The frame is past the end of its incarnation, because a later open cut it.
     LeftBehind {
-        /// The incarnation that goes on instead.
+        /// The incarnation that continues instead.
         by: Incarnation,
     },
 }
 
-/// A frame that lies where it was written.
+/// A frame at the location where it was written.
 #[derive(Clone, Debug)]
 pub struct ScannedFrame {
     /// The frame's header.
     pub header: FrameHeader,
-    /// How it relates to the frames before it.
+    /// The relation to the frames before it.
     pub chain: Chain,
-    /// Its payload, if that is whole.
+    /// The payload, or its defect.
     pub payload: Result<Vec<u8>, Defect>,
 }
 
-/// The scan: an iterator over frames.
+/// An iterator over all own frames of a log.
 pub struct Scan<'s> {
     source: &'s dyn ReadAt,
     store: StoreId,
     map: &'s LogMap,
-    /// Segments to come, the next one last.
+    /// Remaining segments in descending order.
     segments: Vec<u64>,
     segment: u64,
     offset: u64,
@@ -53,13 +54,13 @@ pub struct Scan<'s> {
 }
 
 impl<'s> Scan<'s> {
-    /// A scan of all segments.
+    /// Creates a scan of all segments.
     pub fn new(source: &'s dyn ReadAt, store: StoreId, map: &'s LogMap) -> Self {
         let segments = map.segments().keys().rev().copied().collect();
         Self { source, store, map, segments, segment: 0, offset: 0, file_len: 0, before: None }
     }
 
-    /// Goes on to the next segment; `None` after the last.
+    /// Advances to the next segment. Returns `None` after the last one.
     fn next_segment(&mut self) -> Option<()> {
         let number = self.segments.pop()?;
         let segment = &self.map.segments()[&number];
@@ -72,7 +73,7 @@ impl<'s> Scan<'s> {
         Some(())
     }
 
-    /// The frame at the current offset, if one was written there.
+    /// Returns the frame at the current offset, if it was written there.
     fn frame_here(&self) -> Option<UncheckedFrame> {
         let mut bytes = [0; FrameHeaderRaw::LEN];
         self.source.read_at(FileName::Segment(self.segment), self.offset, &mut bytes).ok()?;
@@ -81,7 +82,7 @@ impl<'s> Scan<'s> {
     }
 
     fn payload(&self, header: &FrameHeader) -> Result<Vec<u8>, Defect> {
-        // No length is believed before the file proves that it could be true.
+        // No length is trusted before the file is known to be long enough.
         let end = header.offset.saturating_add(FRAME_HEADER_LEN + u64::from(header.payload_len));
         if end > self.file_len {
             return Err(Defect::Truncated { needed: end, have: self.file_len });
@@ -94,11 +95,11 @@ impl<'s> Scan<'s> {
         Ok(payload)
     }
 
-    /// How a frame relates to the ones before, and the point at its end.
+    /// Determines how a frame relates to those before it, and the point at its end.
     fn relate(&self, frame: UncheckedFrame) -> (Chain, Option<LogPoint>) {
         let header = *frame.unproven();
         let follow = |before: &LogPoint| frame.follow(before, self.store, self.segment, self.offset);
-        // The point from which the frame says that it goes on.
+        // The point that the frame claims to follow.
         let claimed = LogPoint {
             incarnation: header.incarnation,
             lsn: match header.kind {
@@ -141,7 +142,7 @@ impl Iterator for Scan<'_> {
                 continue;
             }
             let Some(frame) = self.frame_here() else {
-                // A frame stands right after the one before it or begins a group.
+                // A frame directly follows the previous one, or starts a group.
                 self.offset = align_up(self.offset + 1, GROUP_ALIGN);
                 continue;
             };
@@ -149,7 +150,7 @@ impl Iterator for Scan<'_> {
             let (chain, end) = self.relate(frame);
             let payload = self.payload(&header);
             self.before = end.or(self.before);
-            // The header is proven by its own checksum, so its length holds even where the payload does not.
+            // The header's own checksum proves its length, even if the payload is invalid.
             self.offset = header.end();
             return Some(ScannedFrame { header, chain, payload });
         }
@@ -186,7 +187,7 @@ mod tests {
         bytes
     }
 
-    /// Writes a frame at the group boundary at or after the point, and moves the point to its end.
+    /// Writes a frame at the group boundary at or after `point`, and moves `point` to its end.
     fn append(segment: &mut [u8], point: &mut LogPoint, payload: &[u8]) {
         let offset = align_up(point.offset, GROUP_ALIGN);
         let header = FrameHeader {
@@ -209,7 +210,8 @@ mod tests {
         *point = LogPoint { lsn: header.lsn, offset: header.end(), chain, ..*point };
     }
 
-    /// Three frames in segment 1; segment 2 opens an incarnation that goes on after the second of them.
+    /// Returns three frames in segment 1, and segment 2 with an incarnation that continues after the second
+    /// frame.
     fn two_incarnations() -> [Vec<u8>; 2] {
         let mut first = opening(1, 1, LogPoint::default());
         let mut point = LogPoint {

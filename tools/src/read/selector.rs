@@ -1,19 +1,19 @@
-//! How a page is named on the command line: by its number, its key as it is shown, or its tensor's name.
+//! Page selection on the command line: by id, by key as displayed, or by the name of a tensor.
 
 use std::fmt;
 use std::str::FromStr;
 
 use remanent_format::{Key, PageId, PageInfo};
 
-/// A page, as it was typed.
+/// A page as specified by the user.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Selector {
-    /// `page:N`, or digits alone.
+    /// `page:N`, or only digits.
     Number(PageId),
-    /// `key:K`: the key's text, or its bytes as `0x` and hexadecimal digits, or with unprintable bytes
-    /// escaped.
+    /// `key:K`, where K is the key's text, its bytes as `0x` and hexadecimal digits, or its text with
+    /// unprintable characters escaped.
     Key(String),
-    /// Any other text: a tensor's full name, or a key as after `key:`.
+    /// Any other text: the full name of a tensor, or a key as after `key:`.
     Name(String),
 }
 
@@ -47,10 +47,10 @@ impl fmt::Display for Selector {
 }
 
 impl Selector {
-    /// The page that is meant; if there is none, the error, which names the most similar one.
+    /// Finds the selected page.
     ///
     /// # Errors
-    /// What is missing.
+    /// Returns a message that states what is missing and suggests the most similar name.
     pub fn find(&self, pages: impl Iterator<Item = PageInfo>) -> Result<PageInfo, String> {
         let (mut best, mut names) = (None, Vec::new());
         for info in pages {
@@ -88,23 +88,23 @@ impl Selector {
     }
 }
 
-/// The full name of the tensor that a page holds, by its metadata.
+/// Returns the full name of the tensor in a page, from its metadata.
 fn name_of(info: &PageInfo) -> Option<&str> {
     info.metadata.get("name")?.as_str()
 }
 
-/// Whether a text names a key.
+/// The result of matching text with a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fit {
-    /// These are its bytes.
+    /// The text equals the key's bytes.
     Exact,
-    /// This is how it is shown. A key whose bytes these are goes before.
+    /// The text equals the key as displayed. An exact match of another key takes precedence.
     Shown,
-    /// It is another one's.
+    /// The text does not match the key.
     No,
 }
 
-/// How well a text names a key.
+/// Matches text with a key.
 fn fit(key: &Key, text: &str) -> Fit {
     match key.as_bytes() == text.as_bytes() {
         true => Fit::Exact,

@@ -1,7 +1,7 @@
-//! A store's kept states: the ones that `--at` names, and how such a state is put together.
+//! The kept states of a store: resolving `--at`, and computing a state.
 //!
-//! The state at a batch is the newest snapshot that ends at or before it, and the log from there up to it. If
-//! an image of that snapshot is damaged, an older one gives the same state.
+//! The state at a batch is computed from the newest snapshot that ends at or before it, and the log up to it.
+//! If an image of that snapshot is damaged, an older snapshot gives the same state.
 
 use std::cell::OnceCell;
 
@@ -20,13 +20,13 @@ use crate::read::store_dir::StoreDir;
 /// All kept states of a directory.
 pub struct KeptStates<'d> {
     dir: &'d StoreDir,
-    /// Every file, looked at and not judged.
+    /// All files as read, without a verdict.
     pub survey: Survey,
 }
 
 impl<'d> KeptStates<'d> {
-    /// Calls a function with the kept states of a directory. It is called again where a state looks damaged
-    /// and a process may be writing.
+    /// Calls `look` with the kept states of a directory, and calls it again if a state seems damaged while a
+    /// process may be writing.
     pub fn look<T>(
         dir: &'d StoreDir,
         mut look: impl FnMut(&KeptStates<'d>) -> Result<T, Failure>,
@@ -48,12 +48,12 @@ impl<'d> KeptStates<'d> {
         Ok(Self { dir, survey })
     }
 
-    /// The store's directory.
+    /// Returns the store's directory.
     pub fn dir(&self) -> &'d StoreDir {
         self.dir
     }
 
-    /// The batch after which a state stood; `None`, the newest one, for no point.
+    /// Returns the batch that produced the state at `at`, or `None` for the newest state if `at` is `None`.
     pub fn lsn(&self, at: Option<&StatePoint>) -> Result<Option<Lsn>, Failure> {
         match at {
             None => Ok(None),
@@ -73,12 +73,12 @@ impl<'d> KeptStates<'d> {
         }
     }
 
-    /// The pages and the root after a batch, without their bytes.
+    /// Returns the pages and the root after batch `until`, without the pages' bytes.
     pub fn table(&self, until: Option<Lsn>) -> Result<PageTable, Failure> {
         self.first_that_holds(until, |resolution, _| Ok(resolution.resolved.table))
     }
 
-    /// The bytes after a batch of the pages that are wanted, proven.
+    /// Proves the bytes of the wanted pages after batch `until`.
     pub fn bytes(
         &self,
         until: Option<Lsn>,
@@ -90,17 +90,17 @@ impl<'d> KeptStates<'d> {
         })
     }
 
-    /// Follows the log from the best base that leads to a batch.
+    /// Follows the log to batch `until` from the best candidate for which `finish` succeeds.
     fn first_that_holds<T>(
         &self,
         until: Option<Lsn>,
         finish: impl Fn(Resolution, Trails) -> Result<T, Damage>,
     ) -> Result<T, Failure> {
-        // A state that the floor leaves out is not kept, whether or not its files are still there.
+        // A state below the floor is not kept, whether or not its files still exist.
         let kept = OnceCell::new();
         let kept = || kept.get_or_init(|| Reach::at_the_end(&self.survey, self.dir)).as_ref();
         let newest = self.survey.readable().next_back().map(|link| link.snapshot);
-        // The newest one is always a start, and mostly the one that is wanted.
+        // The newest snapshot is always a start, and usually the one needed.
         let is_newest = |snapshot: Option<SnapshotId>| snapshot.is_some() && snapshot == newest;
         let leads_to =
             |snapshot| is_newest(snapshot) || kept().is_none_or(|(_, reach)| reach.leads_to(snapshot, until));
@@ -133,7 +133,7 @@ impl<'d> KeptStates<'d> {
             };
         }
         Err(match (first_damage, until, kept()) {
-            // The words of the engine.
+            // Use the engine's error message.
             (_, Some(asked), Some((newest, reach)))
                 if reach.opens_at().is_some_and(|oldest| asked < oldest) =>
             {
@@ -148,17 +148,17 @@ impl<'d> KeptStates<'d> {
     }
 }
 
-/// No snapshot of these has the name.
+/// Creates the error that no snapshot has this name. It suggests the most similar known name.
 pub fn no_snapshot_named<'n>(name: &str, known: impl IntoIterator<Item = &'n str>) -> Error {
     Error::NoSnapshotNamed { name: name.to_owned(), nearest: nearest(name, known).map(str::to_owned) }
 }
 
-/// A refusal in the words of the engine, with its remedy.
+/// Converts an error of the engine to a failure, including its remedy.
 pub fn refused(error: &Error) -> Failure {
     Failure::Environment(format!("{error}; {}", error.advice()))
 }
 
-/// Damage, as a command ends with it. Too little memory is no damage.
+/// Converts damage to a command's failure. A lack of memory is not damage.
 pub fn damaged(damage: Damage) -> Failure {
     match damage.defect {
         Defect::Memory { .. } | Defect::Limit { what: "bytes of all pages", .. } => {
@@ -168,7 +168,8 @@ pub fn damaged(damage: Damage) -> Failure {
     }
 }
 
-/// Damage in what was proven before. A file that is missing was there then: a process has removed it since.
+/// Converts damage to something that was proven before. If a file is missing, another process has removed it
+/// since.
 pub fn damaged_since(damage: Damage) -> Failure {
     match damage.defect {
         Defect::Missing => Failure::Environment(format!(

@@ -1,4 +1,4 @@
-//! A store directory as the inspecting commands see it: files opened for reading, no lock, no writes.
+//! Read-only access to a store directory, without locks or writes.
 
 use std::cell::RefCell;
 use std::fs::{self, File};
@@ -16,14 +16,14 @@ use crate::read::writer_lock;
 /// A directory opened for reading.
 pub struct StoreDir {
     path: PathBuf,
-    /// The longest file that is read as a whole.
+    /// Maximum length in bytes of files that are read as a whole.
     whole_max: u64,
-    /// The file that was read last: most reads go on where the one before ended.
+    /// The last file read, kept open because most reads continue where the previous one ended.
     last: RefCell<Option<(FileName, File)>>,
 }
 
 impl StoreDir {
-    /// The directory, which must exist.
+    /// Opens an existing directory.
     pub fn open(path: &Path) -> Result<Self, Failure> {
         match fs::read_dir(path) {
             Ok(_) => Ok(Self { path: path.to_owned(), whole_max: available(), last: RefCell::new(None) }),
@@ -31,20 +31,20 @@ impl StoreDir {
         }
     }
 
-    /// The directory's path.
+    /// Returns the path of the directory.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The failure that there is no store here. A run of several ranks has one in each of its folders: those
-    /// that are stores are named.
+    /// Returns the error that the directory is not a store. It names stores in subfolders, such as those of a
+    /// run with several ranks.
     pub fn no_store(&self) -> Failure {
         let here = self.path.display();
         let entries = fs::read_dir(&self.path).into_iter().flatten().filter_map(Result::ok);
         let inner = entries.map(|entry| entry.path());
         let mut stores: Vec<PathBuf> =
             inner.filter(|path| path.join(FileName::Store.name()).is_file()).collect();
-        // rank-2 comes before rank-10.
+        // Sort rank-2 before rank-10.
         stores.sort_by_key(|path| (path.as_os_str().len(), path.clone()));
         Failure::Environment(match &stores[..] {
             [] => format!("there is no store in {here}"),
@@ -58,12 +58,13 @@ impl StoreDir {
         })
     }
 
-    /// Every file of the directory, ours and others', with its length in bytes.
+    /// Lists every file in the directory with its length in bytes, including files that are not part of the
+    /// store.
     pub fn files(&self) -> io::Result<Vec<(Folder, String, u64)>> {
         let mut files = Vec::new();
         for folder in [Folder::Root].into_iter().chain(Folder::INNER) {
             for name in self.list(folder)? {
-                // A writer may have removed the file, or renamed it, since its name was listed.
+                // A writer may have removed or renamed the file after its name was listed.
                 let metadata = match fs::symlink_metadata(self.path.join(folder.name()).join(&name)) {
                     Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
                     metadata => metadata?,
@@ -78,7 +79,7 @@ impl StoreDir {
         Ok(files)
     }
 
-    /// Every file of the directory with its inode: a file that another takes the place of has another one.
+    /// Lists every file in the directory with its inode, which changes if a file is replaced.
     pub fn inodes(&self) -> io::Result<Vec<(Folder, String, u64)>> {
         let mut inodes = Vec::new();
         for folder in [Folder::Root].into_iter().chain(Folder::INNER) {
@@ -95,20 +96,20 @@ impl StoreDir {
         Ok(inodes)
     }
 
-    /// The process that has the store open, if one has; 0 if its number is not known.
+    /// Returns the id of the process that has the store open, if any; 0 if the id is unknown.
     pub fn holder(&self) -> Option<u32> {
         self.len(FileName::Lock).ok()??;
-        // These ask and take nothing.
+        // These calls query locks without taking any.
         let lock = File::open(self.file(FileName::Lock)).ok()?;
-        // The owner's process has a lock on the first byte. The system names that process, but not the owner
-        // of the lock on all other bytes, which is an open file.
+        // The owner's process holds a lock on the first byte, for which the system reports the process. The
+        // lock on all other bytes belongs to an open file, for which it does not.
         let first = Flock { length: 1, ..Flock::from(FlockType::WriteLock) };
         let named = rustix::process::fcntl_getlk(&lock, &first).ok().flatten();
         if let Some(pid) = named.and_then(|held| held.pid) {
             return u32::try_from(pid.as_raw_pid()).ok();
         }
-        // Code of the owner's process may have closed a descriptor of the file: only the open file's lock is
-        // left then, and the owner's own description.
+        // If code in the owner's process closed a descriptor of the file, only the open file's lock and the
+        // owner's own description remain.
         if !writer_lock::is_held(&self.path)? {
             return None;
         }
@@ -117,7 +118,7 @@ impl StoreDir {
         Some(number.and_then(|number| number.parse().ok()).unwrap_or(0))
     }
 
-    /// A whole file; `None` if there is no such file.
+    /// Reads a whole file. Returns `None` if it does not exist.
     pub fn read_whole(&self, file: FileName) -> io::Result<Option<Vec<u8>>> {
         let Some(len) = self.len(file)? else { return Ok(None) };
         let len = usize::try_from(len).map_err(|_| io::Error::from(ErrorKind::FileTooLarge))?;
@@ -126,10 +127,11 @@ impl StoreDir {
         Ok(Some(bytes))
     }
 
-    /// Refuses a file to write that lies in the directory: an inspecting command never writes to the store
-    /// that it inspects.
+    /// Checks that an output file is outside this directory, because an inspecting command never writes to
+    /// the store that it inspects.
     pub fn refuse_to_write_into(&self, file: &Path) -> Result<(), Failure> {
-        // A file that is not there yet will lie where its folder is; one that is there may be a link.
+        // A file that does not exist yet will be created in its parent folder; an existing one may be a
+        // symbolic link.
         let folder = match file.parent() {
             Some(folder) if !folder.as_os_str().is_empty() => folder,
             _ => Path::new("."),
@@ -143,7 +145,7 @@ impl StoreDir {
         }
     }
 
-    /// A file's path.
+    /// Returns the path of a file.
     fn file(&self, file: FileName) -> PathBuf {
         self.path.join(file.folder().name()).join(file.name())
     }
@@ -152,7 +154,7 @@ impl StoreDir {
 impl ReadAt for StoreDir {
     fn list(&self, folder: Folder) -> io::Result<Vec<String>> {
         match fs::read_dir(self.path.join(folder.name())) {
-            // A name that is no UTF-8 is no file of a store, so it may be shown inexactly.
+            // A name that is not UTF-8 cannot be a file of a store, so it may be shown inexactly.
             Ok(entries) => {
                 entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect()
             }
@@ -163,12 +165,12 @@ impl ReadAt for StoreDir {
 
     fn len(&self, file: FileName) -> io::Result<Option<u64>> {
         match fs::metadata(self.file(file)) {
-            // These are read as a whole, and a file's length may be a hole.
+            // These files are read as a whole, and a sparse file may claim any length.
             Ok(metadata) if metadata.is_file() && is_whole(file) && metadata.len() > self.whole_max => Err(
                 io::Error::new(ErrorKind::OutOfMemory, "the file is longer than the memory that is there"),
             ),
             Ok(metadata) if metadata.is_file() => Ok(Some(metadata.len())),
-            // Opening a pipe of that name would wait for a writer.
+            // Opening a named pipe would wait for a writer.
             Ok(_) => Err(io::Error::new(ErrorKind::InvalidData, "not a regular file")),
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
             Err(error) => Err(error),
@@ -185,7 +187,7 @@ impl ReadAt for StoreDir {
         }
         let (_, open) = last.as_ref().expect("a file was just put there");
         open.read_exact_at(out, offset)?;
-        // A writer takes an image file's name away before it writes over it.
+        // A writer removes an image file's name before it overwrites the file.
         let is_there = |now: fs::Metadata| Ok(now.ino() == open.metadata()?.ino());
         match file {
             FileName::Pages(_) if !fs::metadata(self.file(file)).and_then(is_there)? => {
@@ -197,7 +199,7 @@ impl ReadAt for StoreDir {
     }
 }
 
-/// Whether a file is read into memory as a whole.
+/// Returns true if a file is read into memory as a whole.
 fn is_whole(file: FileName) -> bool {
     matches!(file, FileName::Store | FileName::Manifest(_) | FileName::Table(_))
 }

@@ -1,11 +1,12 @@
-//! Whether a store has a writer. Of the engine, this asks the disk alone: it opens no store.
+//! Detection of a writer. This module uses only the engine's disk layer and opens no store.
 
 use std::path::Path;
 
 use remanent::disk::Disk;
 use remanent::disk::dir::DirDisk;
 
-/// Whether a writer holds the lock of the store in this directory; `None` if the system does not say.
+/// Returns whether a writer holds the lock of the store in this directory, or `None` if the system cannot
+/// tell.
 pub fn is_held(directory: &Path) -> Option<bool> {
     DirDisk::new(directory).is_locked().ok()
 }
