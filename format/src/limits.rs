@@ -7,50 +7,51 @@ pub const FRAME_ALIGN: u64 = 16;
 /// Smallest write, in bytes, that a medium performs atomically.
 pub const SECTOR_LEN: usize = 512;
 
-/// Highest page id, Lsn, epoch or file number. It is far enough below `u64::MAX` that counting up never
-/// overflows.
+/// Highest Lsn, epoch or file number; page ids are below it. It is far enough below `u64::MAX` that counting
+/// up never overflows.
 pub const NUMBER_MAX: u64 = 1 << 62;
-/// Length of the shortest segment, in bytes.
+/// Minimum length of a segment, in bytes.
 pub const SEGMENT_LEN_MIN: u64 = 16 << 10;
-/// Length of the longest ordinary segment, in bytes. A frame too long for it gets a segment of its own, up to
+/// Maximum length of an ordinary segment, in bytes. A frame too long for it gets a segment of its own, up to
 /// twice as long.
 pub const SEGMENT_LEN_MAX: u64 = 4 << 30;
-/// Length of the longest frame payload, in bytes.
+/// Maximum length of a frame payload, in bytes.
 pub const FRAME_PAYLOAD_LEN_MAX: u64 = 1 << 30;
 
-/// Length of the longest page key, in bytes.
+/// Maximum length of a page key, in bytes.
 pub const KEY_LEN_MAX: usize = 64;
-/// Length of the longest page, in bytes.
+/// Maximum length of a page, in bytes.
 pub const PAGE_LEN_MAX: u64 = 1 << 40;
 /// Highest ordinal of a logical device slot.
 pub const DEVICE_ORDINAL_MAX: u32 = 63;
-/// Length of the longest encoding of one page's metadata, in bytes.
+/// Maximum length of the encoding of a page's metadata, in bytes.
 pub const METADATA_LEN_MAX: usize = 64 << 10;
-/// Length of the longest encoding of the root, in bytes.
+/// Maximum length of the encoding of the root, in bytes.
 pub const ROOT_LEN_MAX: usize = 1 << 20;
 /// Maximum nesting depth of lists and maps in a value.
 pub const VALUE_DEPTH_MAX: usize = 32;
-/// Length of the longest name of a metadata or root entry, in bytes.
+/// Maximum length of the name of a metadata or root entry, in bytes.
 pub const NAME_LEN_MAX: usize = 255;
-/// Length of the longest note in a batch, in bytes.
+/// Maximum length of a note in a batch, in bytes.
 pub const NOTE_LEN_MAX: usize = 64 << 10;
-/// Length of the longest identity blob, in bytes.
+/// Maximum length of an identity blob, in bytes.
 pub const IDENTITY_LEN_MAX: usize = 64 << 10;
 /// Maximum number of ancestor stores whose image files a store can share.
 pub const ANCESTORS_MAX: usize = 64;
-/// Length of the longest STORE record: the identity blob, the ancestors and 57 bytes of other fields.
+/// Maximum length of the STORE record, in bytes: the identity blob, the ancestors and 57 bytes of other
+/// fields.
 pub const STORE_RECORD_LEN_MAX: usize = IDENTITY_LEN_MAX + 16 * ANCESTORS_MAX + 57;
 /// Maximum number of images in one chunk.
 pub const CHUNK_IMAGES_MAX: u32 = 1 << 16;
-/// Length of the longest chunk, in bytes. A page of the maximum length always fits.
+/// Maximum length of a chunk, in bytes. A page of the maximum length always fits.
 pub const CHUNK_LEN_MAX: u64 = 2 * PAGE_LEN_MAX;
 /// Maximum number of links in a snapshot's chain, including the base. A reader rejects a longer chain.
 pub const CHAIN_LINKS_MAX: usize = 64;
-/// Length of the longest snapshot name, in bytes.
+/// Maximum length of a snapshot name, in bytes.
 pub const SNAPSHOT_NAME_LEN_MAX: usize = 64;
 /// Maximum number of entries in a manifest; the same limit applies to its tombstones.
 pub const MANIFEST_ENTRIES_MAX: u64 = 1 << 32;
-/// Length of the longest body of one manifest copy, in bytes.
+/// Maximum length of the body of one manifest copy, in bytes.
 pub const MANIFEST_BODY_LEN_MAX: u64 = 1 << 40;
 
 /// Rounds `value` up to a multiple of `align`, which must be a power of two.
