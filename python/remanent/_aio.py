@@ -66,7 +66,7 @@ async def _rung(poll: Callable[[_native.Bell, int], tuple[bool, Waiting | None]]
             if done:
                 return
             await future
-            # Kept until here: dropping it would end the wait.
+            # `waiting` is kept until here: dropping it would end the wait.
             del waiting
     finally:
         ringer.waiting.pop(number, None)
@@ -120,8 +120,8 @@ async def _done(reading: concurrent.futures.Future[bool | None]) -> None:
 async def _fetched(source: Follower | ChangeStream) -> bool:
     """Waits until the source keeps its next item. Returns False if there will be none."""
     while True:
-        # Only one thread at a time reads from a source, for the tasks of all loops: a read for a cancelled task is
-        # waited for.
+        # Only one thread at a time reads from a source, for the tasks of all loops. A read started for a cancelled task
+        # is awaited.
         with _beginning:
             reading = _reading.get(source)
             if reading is None or reading.done():

@@ -54,7 +54,7 @@ def open_store(path: str | os.PathLike[str], identity: Mapping[str, Any], interv
 def _difference(there: str, here: str) -> str:
     """Returns what differs between two identities."""
     old, new = json.loads(there), json.loads(here)
-    # Compared as text, since 1 and 1.0 are equal but not the same.
+    # The values are compared as text, since 1 and 1.0 are equal but not the same.
     said = [(name, *(json.dumps(each[name], sort_keys=True) if name in each else "nothing" for each in (old, new)))
             for name in {**old, **new}]
     return ", ".join(f"{name} is {was} there and {now} here" for name, was, now in said if was != now)

@@ -297,7 +297,7 @@ class Checkpointer:
             is_next = not is_left
             if is_next:
                 _refuse_modes()
-                # Whether its step counts is known once the previous save has ended.
+                # Only once the previous save has ended is it known whether its step counts.
                 self._finish()
             step = self._next_step(step)
             if is_left:
@@ -330,7 +330,8 @@ class Checkpointer:
             if bar is not None:
                 bar.close()
             if done is None and not is_left:
-                # In the order of the saves: other ranks may be writing theirs. At interpreter exit no thread does this.
+                # The failure is reported in the order of the saves, since other ranks may be writing theirs. At
+                # interpreter exit no thread can do this.
                 with contextlib.suppress(RuntimeError):
                     self._worker.submit(self._versions.failed, self._saves, error)
             if done is None and is_next:
@@ -464,7 +465,7 @@ class Checkpointer:
             passage.send(aside)
             passage.end()
         except WriterEndedError:
-            # Its own exception gives the reason.
+            # The writer's own exception gives the reason.
             pass
         except BaseException as error:
             passage.give_up(error)
@@ -505,7 +506,7 @@ class Checkpointer:
             _pages.update(batch, updates, logged_max=0)
             ticket = self.store.submit(batch)
             ticket.wait(ack="logged")
-            # From then on, the memory that it keeps is counted.
+            # From then on, `pending_bytes` includes the memory that the batch keeps.
             ticket.wait(ack="applied")
 
         def make_room(needed: int) -> None:
@@ -516,7 +517,8 @@ class Checkpointer:
             if self.store.stats()["pending_bytes"] > max(0, min(room, self._pending_max // 4)):
                 while running:
                     finish()
-                # It frees memory once it has been read back, which is waited for if there is no other room.
+                # The snapshot frees memory once it has been read back. This is only waited for if there is no other
+                # room.
                 self.store.snapshot(verify=False)
                 if self.store.stats()["pending_bytes"] > max(0, room):
                     self.store.snapshot()
@@ -569,7 +571,7 @@ class Checkpointer:
                 for page in left[at:at + _DELETED_AT_ONCE]:
                     batch.delete(page)
                 self.store.commit(batch, "logged")
-            # Otherwise what it captured would stay in memory and leave no room for later saves.
+            # Without a snapshot, the changes that it captured would stay in memory and leave no room for later saves.
             self.store.snapshot()
         else:
             self._versions.begin(nbytes)
@@ -614,7 +616,7 @@ class Checkpointer:
             if last is not None and not last._told.is_set():
                 last.wait()
         finally:
-            # After Ctrl-C it is still in progress.
+            # After Ctrl-C the save is still in progress.
             if last is None or last._has_ended:
                 self._forget_last()
         self._settle()

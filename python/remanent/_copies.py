@@ -25,7 +25,7 @@ class Copies:
         self.device = device
         self._store = store
         self._shadow = shadow
-        # By page key, each with the location of its tensor.
+        # The location of the tensor and its working copy, by page key.
         self._held: dict[str, tuple[tuple[int, int, int], _native.WorkingCopy]] = {}
         # The keys of those that were captured since `blocks` was called.
         self._used: set[str] = set()
@@ -57,7 +57,7 @@ class Copies:
             width //= 2
         place = (block.data.data_ptr(), block.nbytes, width)
         held = self._held.get(key)
-        # For another page, or one that another batch changed, the memory belongs to none of its versions.
+        # If this is another page, or another batch changed the page, the memory belongs to none of its versions.
         if held is None or held[0] != place or (held[1].page, held[1].epoch) != (info.page, info.epoch):
             # A thread's current GPU is the first one by default, and torch exports no tensor of another one.
             with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():

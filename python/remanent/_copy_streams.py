@@ -71,7 +71,7 @@ class CopyStreams:
         stream = self._streams.get(source.device)
         target.copy_(source, non_blocking=stream is not None)
         if stream is not None:
-            # Its owner may free it before the copy has run.
+            # The owner may free the source before the copy has run.
             source.record_stream(stream)
 
     def copy_within(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

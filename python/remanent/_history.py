@@ -213,7 +213,7 @@ def number_of(versions: Sequence[Version], at: int | str | Version | None) -> in
     for number in range(len(versions) - 1, -1, -1):
         version = versions[number]
         if isinstance(at, Version):
-            # On a new rank, versions from before refer to another rank's batches.
+            # On a new rank, the Lsns of earlier versions are those of another rank's batches.
             is_it = (at.step, at.lsn) == (version.step, version.lsn)
         else:
             is_it = at is None or value == {"step": version.step, "lsn": version.lsn, "name": version.name}[kind]

@@ -46,7 +46,7 @@ def reader(pages: _native.Reader) -> str:
     try:
         infos, root, lsn = pages.pages(), pages.root, pages.lsn
     except Error as error:
-        # Closed, or inherited by a forked child.
+        # The reader is closed, or inherited by a forked child.
         return title + f"<p>{_cell(str(error))}</p>"
     total = sum(info.length for info in infos)
     rows = [(info.page, "" if info.key is None else info.key, _size(info.length), _shape(info.metadata), info.place,

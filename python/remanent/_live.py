@@ -164,7 +164,7 @@ class Uploads:
 
     def __init__(self) -> None:
         self._pinned: torch.Tensor | None = None
-        # Recorded after the last copy from the memory.
+        # The event that follows the last copy from the pinned memory.
         self._taken: Any = None
 
     def brought(self, given: memoryview, device: torch.device) -> torch.Tensor:

@@ -100,7 +100,7 @@ _mark = 0
 def _pump() -> None:
     global _mark
     while True:
-        # Also woken at interpreter exit.
+        # The wait also ends at interpreter exit.
         taken = _native._log_take(3600.0, _mark)
         if taken is None:
             return
@@ -128,7 +128,7 @@ def _emit(level: int, target: str, file: str, line: int, thread: tuple[str, int]
         record.threadName = thread[0] or _name_of(thread[1])
         logger.handle(record)
     except Exception:
-        # As `logging` does for a failing handler: later engine events must still be delivered.
+        # `logging` treats a failing handler the same way: later engine events must still be delivered.
         if logging.raiseExceptions:
             traceback.print_exc()
 
@@ -146,8 +146,8 @@ def _end() -> None:
     _native._log_level(None)
     _native._log_end()
     if _thread is not None:
-        # For slow handlers. A handler that never returns also blocks `logging.shutdown`, which runs next, and any other
-        # caller.
+        # The timeout is for slow handlers. A handler that never returns also blocks `logging.shutdown`, which runs
+        # next, and any other caller.
         _thread.join(5.0)
 
 

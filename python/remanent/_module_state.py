@@ -47,7 +47,7 @@ class LiveModule:
         for path, each in module.named_modules(remove_duplicate=False):
             prefix = f"{path}." if path else ""
             if not _loads_by_torch(each):
-                # With the segments that wrappers add to its name, and without.
+                # The name is added with the segments of wrappers, and without them.
                 own += [prefix, without(prefix, _WRAPPERS[2:])]
             elif type(each)._load_from_state_dict is not _Module._load_from_state_dict or each._load_state_dict_pre_hooks:
                 self._special[prefix] = each
@@ -213,7 +213,7 @@ class ModuleLoad:
                  metadata: Mapping[str, Any] | None) -> None:
         self._module = live.module
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        # Of the same type as torch's own states, which carries the modules' versions.
+        # The type of torch's own states, which carries the modules' versions.
         self._state: OrderedDict[str, Any] = OrderedDict()
         for name, value in state.items():
             own = live.objects.get(name)

@@ -14,7 +14,7 @@ import torch
 
 from remanent._native import Extent
 
-# For sparser groups, only the bytes in use are stored.
+# The share of the memory that must be in use; for sparser groups, only the bytes in use are stored.
 _USED_MIN = 0.5
 _ALIGN = 16
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -24,8 +24,8 @@ class Part(NamedTuple):
     """The tensors of one page."""
 
     extents: tuple[Extent, ...]
-    # For each tensor, its offset in the packed page, in bytes, and its strides there, in elements; None for a page that
-    # is their memory unchanged.
+    # The offset of each tensor in the packed page, in bytes, and its strides there, in elements; None for a page that
+    # is the tensors' memory unchanged.
     places: dict[str, tuple[int, tuple[int, ...]]] | None
 
     def packed(self) -> torch.Tensor:
@@ -140,7 +140,7 @@ def _part(runs: list[_Runs]) -> Part:
     starts, order = torch.cat([each.starts for each in runs]).sort(stable=True)
     ends = torch.cat([each.starts + each.length for each in runs])[order]
     reached = ends.cummax(0).values
-    # For each segment in use, its location in memory and in the packed page.
+    # The location of each segment in use, in memory and in the packed page.
     is_first = torch.cat([torch.ones(1, dtype=torch.bool, device="cpu"), starts[1:] > reached[:-1]])
     begins = starts[is_first]
     last = torch.cat([is_first[1:], torch.ones(1, dtype=torch.bool, device="cpu")])

@@ -146,7 +146,7 @@ class Layouts:
             try:
                 state = dict(held) if isinstance(held, Mapping) else held.state_dict()
             except Exception:
-                # It may have no state before its first load.
+                # The part may have no state before its first load.
                 state = {}
             for name, tensor in _dtensors(part, state).items():
                 self._by_name[name] = _Layout(tensor.device_mesh, tensor.placements)

@@ -86,8 +86,8 @@ class SharedVersions:
         try:
             ranks.by_first(self._check)
             ranks.all_or_none(lambda: opened.append(self._open(options)))
-            # For queries while a save is in progress. Created here, where a rank that dies meanwhile keeps no main
-            # thread waiting.
+            # Used for queries while a save is in progress. It is created here, where a rank that dies meanwhile keeps
+            # no main thread waiting.
             self._aside = Ranks(process_group)
         except BaseException:
             for store in opened:
@@ -232,8 +232,8 @@ class SharedVersions:
         points = self._points.readable()[0]
         for point in reversed(points):
             if isinstance(at, Version):
-                # Compared for this rank, as `at` is. The batch may have been another rank's when there were fewer
-                # ranks.
+                # The comparison uses this rank's part, as `at` does. The batch may have been another rank's when there
+                # were fewer ranks.
                 is_it = (point.part(self._ranks.rank).lsn, point.step, point.created) == (at.lsn, at.step, at.created)
             else:
                 is_it = value == (point.step if kind == "step" else point.name)
@@ -338,7 +338,7 @@ class _Points:
             try:
                 points.append(_read(path))
             except FileNotFoundError:
-                # It was given up between the listing and the read.
+                # The point was given up between the listing and the read.
                 continue
             except (DamagedError, OSError) as error:
                 all_read = False

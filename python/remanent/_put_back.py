@@ -56,7 +56,7 @@ class PutBack:
                 of_optimizer = OptimizerLoad(name, part, state, cast=cast)
                 self._then.append(_Change(name, of_optimizer.load, of_optimizer.undo))
             elif isinstance(part, torch.nn.Module):
-                # Its own load may look at the tensors.
+                # The module's own load may look at its tensors.
                 self._then.append(_of_object(name, part, state))
             else:
                 self._first.append(_of_object(name, part, state))

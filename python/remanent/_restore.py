@@ -91,7 +91,7 @@ class Restoration:
                     for key in keys:
                         bar.add(memory[key].numel())
         finally:
-            # As `copy_` does, so that backward passes detect that their saved tensors were changed.
+            # `copy_` does the same. It lets backward passes detect that their saved tensors were changed.
             for tensor in self._tensors:
                 torch.autograd.graph.increment_version(tensor)
 

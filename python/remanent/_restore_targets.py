@@ -47,7 +47,7 @@ class Targets:
         #: The modules among the parts, in their current state.
         self.modules: dict[str, LiveModule] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
-        # For optimizers whose states torch loads: their parameters, by their numbers in a version.
+        # The parameters of optimizers whose states torch loads, by their numbers in a version.
         self._parameters: dict[str, dict[int, torch.Tensor]] = {}
         # The setting of the restoring thread, not of the one that verifies.
         self._is_in_inference = torch.is_inference_mode_enabled()
@@ -59,7 +59,7 @@ class Targets:
             try:
                 found.look(name, part)
             except Exception:
-                # It may have no state before its first load, or one that could not be saved.
+                # The part may have no state before its first load, or one that could not be saved.
                 continue
             finally:
                 if found.module is not None:

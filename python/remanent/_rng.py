@@ -40,7 +40,7 @@ class RngLoad:
     """
 
     def __init__(self, state: dict[str, Any]) -> None:
-        # For each generator: the function that sets its state, the new state, and its current state.
+        # The function that sets a generator's state, the new state, and the current state, for each generator.
         self._sets: list[tuple[Callable[[Any], object], Any, Any]] = []
         self._add("python", random.setstate, state, random.getstate, random.Random().setstate)
         self._add("torch", torch.set_rng_state, state, torch.get_rng_state, torch.Generator("cpu").set_state)

@@ -142,7 +142,7 @@ class Passage:
         for block in blocks:
             if not block.nbytes or (not copied and block.data.device.type == "cpu"):
                 self._post()
-                # It may be a temporary copy of a non-contiguous tensor: only a few at a time.
+                # The block may be a temporary copy of a non-contiguous tensor, so only a few wait at a time.
                 self._wait_until(lambda: len(self._coming) < _COMING_MAX, for_memory=False)
                 self._push(block)
             elif block.nbytes > self._size:
@@ -201,7 +201,7 @@ class Passage:
                 self._check()
                 self._waits = for_memory
                 self._changed.notify_all()
-                # In slices, so that Ctrl-C ends the wait.
+                # The wait is in slices, so that Ctrl-C ends it.
                 self._changed.wait(0.1)
             self._waits = False
 

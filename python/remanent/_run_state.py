@@ -18,7 +18,7 @@ def flatten_state(state: object, tensors: dict[str, torch.Tensor], *, of_rank: b
     :param of_rank: whether it is the state of one of several ranks, for which this rank's part of a DTensor is taken.
     """
     leaves = _pages.Leaves(frozenset((torch.Tensor,)), "tensor", tensors, "requires_grad")
-    # For the local parts of DTensors, without gradients.
+    # The local parts of DTensors must be taken without gradients.
     with torch.no_grad():
         capture = _Capture(tensors, of_rank)
         text = _native.flatten("", state, capture, leaves)

@@ -134,7 +134,7 @@ class Saved:
         """
         until = None if timeout is None else time.monotonic() + timeout
         while True:
-            # In slices, so that Ctrl-C ends the wait and a save that was left notices the next one.
+            # The wait is in slices, so that Ctrl-C ends it and a save that was left notices the next one.
             left = 0.1 if until is None else max(0.0, min(0.1, until - time.monotonic()))
             if self._done is not None:
                 if concurrent.futures.wait([self._done], left).done:

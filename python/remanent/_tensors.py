@@ -117,7 +117,7 @@ def _block_of_one(extent: Extent, on_host: bool) -> Block:
     tensor = extent.tensor
     if tensor.is_contiguous():
         return Block((_array(extent),), bytes_of(tensor, on_host), extent.nbytes)
-    # Without the repetitions of `expand`.
+    # The tensor without the repetitions of `expand`.
     once = squeezed(tensor)
     if extent.end - extent.start <= once.nbytes:
         return _block(Part((extent,), None), on_host)
@@ -151,14 +151,14 @@ def _block(part: Part, on_host: bool) -> Block:
         data = part.packed()
         places, length = part.places, data.numel()
     else:
-        # Aligned to the widest elements, so that each tensor begins at a multiple of its element size.
+        # The start is aligned to the widest elements, so that each tensor begins at a multiple of its element size.
         start = first.start - first.start % 16
         places = {each.name: (each.start - start, each.tensor.stride()) for each in group}
         length = max(each.end for each in group) - start
         # The storages have the same address, but one may be longer.
         storage = max((each.tensor.untyped_storage() for each in group), key=lambda storage: storage.nbytes())
         data = torch.empty(0, dtype=torch.uint8, device=first.tensor.device).set_(storage, start, (length,), (1,))
-    # Ordered by name, so that the page is found again regardless of which tensor is first in memory.
+    # The arrays are ordered by name, so that the page is found again regardless of which tensor is first in memory.
     arrays = tuple(ArrayLayout(each.name, SHORT[each.tensor.dtype], each.tensor.shape, places[each.name][1],
                                places[each.name][0]) for each in sorted(group, key=lambda each: each.name))
     return Block(arrays, data.cpu() if on_host else data, length)
@@ -168,7 +168,7 @@ def _packed(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor's elements in row-major order, copied on the current stream if necessary."""
     packed = tensor if tensor.is_contiguous() else bits(tensor).contiguous()
     if packed is not tensor and tensor.is_cuda:
-        # Its owner may free it before the copy has run.
+        # The owner may free the tensor before the copy has run.
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return packed
 
@@ -202,7 +202,7 @@ def load_pages(view: _native.View, pages: Mapping[str, Arrays],
         there = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         name = str(there)
     for keys in together(lengths, there):
-        # Created in inference mode, they would be tensors that no training can use.
+        # Tensors created in inference mode could not be used in training.
         with torch.inference_mode(False):
             memory = {key: torch.empty(lengths[key], dtype=torch.uint8, device=there) for key in keys}
         view.load(memory, name)
@@ -235,7 +235,7 @@ def tensors_of(page: torch.Tensor, arrays: Arrays, device: torch.device) -> dict
             raise RefusedError(f"{array.name}: this torch has no elements of {array.dtype}")
         tensor = torch.empty(0, dtype=dtype, device=device)
         stride = _pages.contiguous_stride(array.shape) if array.stride is None else array.stride
-        # All in one storage, so that tensors that shared memory share it again.
+        # All tensors use one storage, so that those that shared memory share it again.
         tensor.set_(page.untyped_storage(), array.offset // tensor.element_size(), array.shape, stride)
         loaded[array.name] = tensor
     return loaded

@@ -198,7 +198,7 @@ def _made_member(name: str, member: str, *value: Any) -> Any:
 def _made_flag(name: str, value: int) -> Any:
     kind = _class(name, lambda kind: issubclass(kind, enum.Flag) and _combines(kind), "an enumeration of flags")
     try:
-        # Without calling a custom metaclass.
+        # This does not call a custom metaclass.
         made = enum.EnumType.__call__(kind, value)
     except ValueError:
         made = None

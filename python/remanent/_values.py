@@ -109,7 +109,7 @@ class Decoder:
 
     def __init__(self, adapt: Callable[[list[Any]], Any]) -> None:
         self._adapt = adapt
-        # In the order in which the walk visited them.
+        # The containers in the order in which the walk visited them.
         self._containers: list[Any] = []
 
     def value(self, held: Any) -> Any:
@@ -239,7 +239,7 @@ def _counter(path: str, value: Any) -> tuple[list[Any], Any]:
 
 def _made_counter(items: dict[Any, Any]) -> Any:
     made: Any = Counter()
-    # Unchanged: a Counter built from a dict adds the counts.
+    # `dict.update` sets the counts unchanged, whereas `Counter.update` would add them.
     dict.update(made, items)
     return made
 

@@ -212,12 +212,12 @@ class StorageWriter(_AtPath, storage.StorageWriter):
         """Writes this rank's items and takes its snapshot, which is durable when this returns."""
         store_name = plan.storage_data or _store_of(self._rank)
         self._end_saving()
-        # Announced before the checkpoints are listed, so that another save that lists them later finds this one.
+        # The save is announced before the checkpoints are listed, so that another save that lists them later finds it.
         self._saving = _Saving(self._stores, self.save_id)
         own = {"device": "host", "page_load": "on_demand", "snapshots_kept": 1, "compression": False,
                "spare_bytes": 0}
         with _open_store(self._stores / store_name, {**own, **self._options}) as store:
-            # Done before anything is written, so that the space of removed checkpoints is available for this one.
+            # This happens before anything is written, so that the space of removed checkpoints is available.
             _give_up(store, store_name, self._path.parent)
             keys = _write_items(store, plan, planner)
             label = self._path.name.encode(errors="ignore")[:24].decode(errors="ignore")
@@ -354,7 +354,7 @@ class StorageReader(_AtPath, storage.StorageReader):
         target = planner.resolve_tensor(item).detach()
         if target.numel():
             for block in _row_blocks(view, key, item, target):
-                # Copied in the calling thread, whose streams and modes apply to the target.
+                # The copy runs in the calling thread, whose streams and modes apply to the target.
                 jobs.run(block.read, block.copy)
         # Jobs finish in order, so this runs after the last block.
         jobs.run(None, functools.partial(planner.commit_tensor, item, target))
@@ -437,7 +437,7 @@ def _write_group(store: _native.Store, group: list[_Write]) -> None:
     for write in group:
         was, length = write.before, write.content.numel()
         if was is not None and was.metadata != write.said:
-            # With another element type or shape, it is another page.
+            # A page with another element type or shape is a different page.
             batch.delete(was.page)
             was = None
         if was is None:
@@ -534,7 +534,7 @@ def _row_blocks(view: _native.View, key: str, item: ReadItem, target: torch.Tens
     offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
     rows, first = (lengths[0], offsets[0]) if shape else (1, 0)
     row = dtype.itemsize * math.prod(shape[1:])
-    # Directly into the target, without a copy.
+    # Whether the bytes are read directly into the target, without a copy.
     in_place = (lengths[1:] == shape[1:] and target.device.type == "cpu" and target.dtype == dtype
                 and target.is_contiguous() and not target.is_conj() and not target.is_neg())
     at_once = max(1, _READ_BYTES // row)
@@ -592,7 +592,8 @@ class _Saving:
     def __init__(self, stores: Path, save_id: str) -> None:
         self.token = save_id[:_TOKEN_LEN]
         self._path = stores / f"saving-{self.token}"
-        # It has another name until it is locked: an unlocked file would be taken for one that a dead process left.
+        # The file has another name until it is locked: an unlocked file would be taken for one that a dead process
+        # left.
         unlocked = stores / f"unlocked-{self.token}"
         self._file = os.open(unlocked, os.O_CREAT | os.O_RDWR, 0o644)
         _savings.add(self)
@@ -660,9 +661,9 @@ def _kept_snapshots(root: Path) -> dict[str, set[tuple[str, str]]] | None:
                 stores = json.loads(_proven(path)[0])
             except NoStateError as error:
                 if path.exists():
-                    # It belongs to another program.
+                    # The file belongs to another program.
                     continue
-                # It existed a moment ago: it may be in the middle of a rename.
+                # The file existed a moment ago: it may be in the middle of a rename.
                 raise error
             for store, (store_id, snapshot) in stores.items():
                 kept.setdefault(store, set()).add((store_id, snapshot))

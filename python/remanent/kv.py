@@ -422,7 +422,7 @@ class BlockCache:
                                       path=self._store.path)
         for job in jobs:
             self._arrived(job)
-            # Before the future is done: its caller may free the memory then.
+            # The buffers are released before the future is done, since its caller may then free the memory.
             job.release()
             if failure is None:
                 job.future.set_result(sum(stored.pop(task.key, 0) for task in job.work))

@@ -234,7 +234,7 @@ class RemanentL2Adapter(L2AdapterInterface):
             future = begin(map(_encode, keys), (each.byte_array for each in held), map(_kind, held))
         except Exception as error:
             future = Future()
-            # Without the frames that it passed through, which hold buffers.
+            # The traceback is dropped because its frames hold buffers.
             future.set_exception(error.with_traceback(None))
         future.add_done_callback(done)
 

@@ -113,7 +113,7 @@ class RemanentTier(SecondaryTierManager):
         return self._cache
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        # Checked first: a block that arrives in between is then found.
+        # `is_arriving` is checked first, so that a block that arrives in between is found.
         is_arriving = self._cache.is_arriving(key)
         if key in self._cache:
             return LookupResult.HIT
@@ -164,7 +164,7 @@ class RemanentTier(SecondaryTierManager):
             future = begin(keys, [self._row(int(number)) for number in job.chunk_ids])
         except Exception as error:
             future = Future()
-            # Without the frames that it passed through: they hold rows, and vLLM could not unmap its memory.
+            # The traceback is dropped because its frames hold rows, and vLLM could not unmap its memory.
             future.set_exception(error.with_traceback(None))
         future.add_done_callback(finish)
 

@@ -89,8 +89,8 @@ impl PyChangeStream {
         event.map(|event| event_to_py(py, event)).transpose()
     }
 
-    /// Reads the next event and keeps it. Returns whether there is one, or None if no more will arrive. For
-    /// tasks, which may be cancelled.
+    /// Reads the next event and keeps it for `_take`, so that a cancelled task loses nothing. Returns whether
+    /// there is one, or None if no more will arrive.
     fn _fetch(
         &self,
         py: Python<'_>,

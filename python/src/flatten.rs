@@ -220,7 +220,7 @@ impl<'a, 'py> Walk<'a, 'py> {
     /// Writes an OrderedDict in its own order, with its additional attributes, which torch's module states
     /// have.
     fn ordered_dict(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> PyResult<()> {
-        // By its method: a subclass may define its own order.
+        // Called as a method, since a subclass may define its own order.
         let items = value.call_method0("items")?.try_iter()?.collect::<PyResult<Vec<_>>>()?;
         let attributes = value.getattr("__dict__")?.cast_into::<PyDict>()?;
         let attributes = (!attributes.is_empty()).then_some(attributes);
@@ -319,7 +319,7 @@ impl<'a, 'py> Walk<'a, 'py> {
                 let start = self.text.len();
                 self.key(key)?;
                 let text = self.text.split_off(start);
-                // Without the brackets of the tag.
+                // The brackets of the tag are removed.
                 let inner = text.strip_prefix("{\"$\":[\"").and_then(|text| text.strip_suffix("]}"));
                 let text = match inner.and_then(|inner| inner.split_once("\",")) {
                     Some((kind, rest)) => Cow::Owned(format!("{kind}{rest}")),
@@ -357,7 +357,7 @@ impl<'a, 'py> Walk<'a, 'py> {
 
     fn string(&mut self, text: &Bound<'py, PyString>) -> PyResult<()> {
         let Ok(plain) = text.to_str() else {
-            // It contains unpaired UTF-16 surrogates, which JSON can represent and Rust strings cannot.
+            // The text contains unpaired UTF-16 surrogates, which JSON can represent and Rust strings cannot.
             return self.json(text);
         };
         self.text.push('"');

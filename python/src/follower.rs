@@ -112,7 +112,8 @@ impl PyFollower {
         self.next_batch(py, seconds(timeout)?)
     }
 
-    /// Reads the next batch and keeps it. Returns whether there is one. For tasks, which may be cancelled.
+    /// Reads the next batch and keeps it for `_take`, so that a cancelled task loses nothing. Returns whether
+    /// there is one.
     fn _fetch(
         &self,
         py: Python<'_>,

@@ -20,8 +20,8 @@ pub struct Handover<S, T> {
     handle: Handle,
     /// `None` once closed. Locked while a thread reads.
     source: Mutex<Option<S>>,
-    /// Filled by the thread that holds the source. A separate lock, so that a task can take its item while
-    /// another thread reads on.
+    /// The item, filled in by the thread that holds the source. It has its own lock, so that a task can take
+    /// its item while another thread reads on.
     kept: Mutex<Option<T>>,
 }
 

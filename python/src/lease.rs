@@ -266,7 +266,7 @@ impl PyLease {
                 "take it by DLPack, or lease the page with dtype \"uint8\"",
             ));
         };
-        // Counted before the lease is read: another thread may be ending it.
+        // The view is counted before the lease is read, since another thread may be ending the lease.
         this.exports.fetch_add(1, Ordering::AcqRel);
         let address = match this.bytes_address(slf.py()) {
             Ok(address) => address,

@@ -170,7 +170,8 @@ impl Input {
                 Err(refused) => return Err(refused),
             }
         }
-        // Tried before the older interface: only with DLPack does torch order the work of its current stream.
+        // DLPack is tried before the older interface, because only then does torch order the work of its
+        // current stream.
         if has_dlpack {
             // torch exports such a tensor's stored bytes without applying the pending negation.
             if let Some(is_neg) = object.getattr_opt("is_neg")?

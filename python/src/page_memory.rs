@@ -68,7 +68,7 @@ fn ask(source: &Bound<'_, PyAny>, info: &PageInfo) -> PyResult<Option<CallerMemo
 pub struct PyPageMemory {
     opener: u32,
     path: String,
-    /// Present until dropped.
+    /// `Some` until dropped.
     bytes: Option<DeviceBytes>,
 }
 

@@ -29,7 +29,7 @@ const MIDDLE_ALIGN: usize = 4 << 10;
 /// The new bytes of a page.
 enum NewBytes {
     Host(HostBytes),
-    /// On a GPU, with their length: they are copied to the host piece by piece.
+    /// The bytes are on a GPU and have this length; they are copied to the host piece by piece.
     Elsewhere(Arc<dyn ByteSource>, u64),
 }
 
@@ -141,7 +141,8 @@ fn changes(
     let (data_len, mut held) = (data.len() as usize, Vec::new());
     let mut before = vec![0; COMPARED_LEN.min(data_len)];
     if left == 0 {
-        // All or nothing: it does not matter which elements differ. A page that changed a lot differs early.
+        // With no budget left, it does not matter which elements differ: one difference means that the whole
+        // page is written. A page that changed a lot differs early.
         let (mut at, mut len) = (0, PROBED_LEN);
         while at < data_len {
             let after = data.piece(at, len.min(data_len - at), &mut held)?;

@@ -78,8 +78,8 @@ impl PyPin {
             check_process(self.opener)?;
             let held =
                 self.pin.lock().unwrap_or_else(PoisonError::into_inner).clone().ok_or(Error::Closed)?;
-            // If another thread ended the pin meanwhile, it is dropped here, still without the interpreter's
-            // lock.
+            // If another thread ended the pin meanwhile, the pin is dropped here, still without the
+            // interpreter's lock.
             run(held.cell.borrow_dependent())
         })
         .or_raise_of(py, Some(&self.path), PIN)

@@ -284,7 +284,7 @@ impl Reader {
         let (page, len) = self.look(py, |pages| {
             let info = pages.page(page)?;
             let len = length.unwrap_or_else(|| info.len.saturating_sub(offset));
-            // Checked before any memory is allocated for the range.
+            // The range is checked before any memory is allocated for it.
             if offset.checked_add(len).is_none_or(|end| end > info.len) {
                 return Err(Error::OutOfBounds { page: info.page, offset, len, page_len: info.len });
             }

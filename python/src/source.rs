@@ -112,7 +112,7 @@ impl Source {
             Source::Live(live) => {
                 let view = live.get()?;
                 let read = view.cell.with_dependent(|_, view| run(view));
-                // If another thread closed the view meanwhile, it ends here.
+                // If another thread closed the view meanwhile, the view is dropped here.
                 detached(view);
                 read
             }

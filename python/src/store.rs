@@ -794,6 +794,8 @@ impl PyStore {
     }
 
     /// Makes everything durable, seals the log and releases the directory. Closing twice is allowed.
+    ///
+    /// :raises InUseError: leases, pins or views still use the store, which stays open.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.gate.close(py)
     }

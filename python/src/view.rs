@@ -64,7 +64,7 @@ fn described(kind: &str, reader: &Reader) -> String {
     let path = reader.source.path().unwrap_or_default();
     match reader.source.with(|pages| pages.lsn()) {
         Ok(lsn) => format!("{kind}({path:?}, lsn={lsn})"),
-        // Closed, or inherited by a forked child.
+        // The reader is closed, or inherited by a forked child.
         Err(_) => format!("{kind}({path:?}, closed)"),
     }
 }

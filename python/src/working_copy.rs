@@ -30,7 +30,7 @@ use crate::options::{place, width};
 #[pyclass(frozen, name = "WorkingCopy", module = "remanent")]
 pub struct PyWorkingCopy {
     gate: Arc<Gate>,
-    /// Present until dropped.
+    /// `Some` until dropped.
     copy: Option<remanent::WorkingCopy>,
 }
 
