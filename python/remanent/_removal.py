@@ -1,4 +1,4 @@
-"""Removal of given-up versions in the background: removing files of gigabytes takes a while."""
+"""Removal of given-up versions in the background, since deleting gigabytes of files takes a while."""
 
 from __future__ import annotations
 

@@ -505,8 +505,8 @@ class _Files:
         self._store.close()
 
     def _adopt(self) -> None:
-        """Creates the second names again if the root was copied: a copy may have lost that two names belong to one
-        file."""
+        """Creates the second names again if the root was copied, since copying may turn the two names of a file into
+        two files."""
         held = self._marks.stat()
         # The device number may change after a restart: then the search finds nothing to do.
         here, known = f"{held.st_dev}:{held.st_ino}", self._store.root.get(_MARKS)

@@ -38,8 +38,8 @@ impl Rope {
     fn pull(&self, id: u64) {
         self.ready.lock().unwrap_or_else(PoisonError::into_inner).push(id);
         let one = 1_u64;
-        // A write to a full counter is not needed: the descriptor is already readable. SAFETY: the descriptor
-        // is open as long as `self`, and the pointer is to eight bytes.
+        // If the counter is full, the write fails, but the descriptor is already readable.
+        // SAFETY: the descriptor is open as long as `self`, and the pointer is to eight bytes.
         let _ = unsafe { libc::write(self.event.as_raw_fd(), (&raw const one).cast(), 8) };
     }
 }
@@ -122,8 +122,8 @@ impl Bell {
     /// Returns and clears the numbers of the tasks to poll.
     fn take(&self) -> Vec<u64> {
         let mut count = 0_u64;
-        // SAFETY: the descriptor is open, and the pointer is to eight bytes. A read of an empty counter
-        // fails, which is harmless.
+        // A read of an empty counter fails, which is harmless.
+        // SAFETY: the descriptor is open, and the pointer is to eight bytes.
         let _ = unsafe { libc::read(self.0.event.as_raw_fd(), (&raw mut count).cast(), 8) };
         std::mem::take(&mut self.0.ready.lock().unwrap_or_else(PoisonError::into_inner))
     }

@@ -64,7 +64,7 @@ pub fn create(
         }
         Input::Host(bytes) => pending.create(py, key.as_ref(), layout, |batch| {
             let bytes = bytes.as_slice();
-            // Creates the page with a length and then writes: this way the memory for the copy can be
+            // The page is created with a length and then written: this way the memory for the copy can be
             // refused.
             let new = named(batch.create(bytes.len() as u64, place));
             if !bytes.is_empty() {

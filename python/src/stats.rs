@@ -64,7 +64,7 @@ pub fn stats_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, P
     Ok(dict)
 }
 
-/// Requests and evictions by place.
+/// Converts requests and evictions by place to a dict.
 fn tiers_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDict>> {
     let tiers = PyDict::new(py);
     for tier in &stats.tiers {
@@ -79,7 +79,7 @@ fn tiers_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDic
     Ok(tiers)
 }
 
-/// Pages that the store moved, by source and target place.
+/// Converts the pages that the store moved, by source and target place, to a list.
 fn moves_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyList>> {
     let list = PyList::empty(py);
     for of in &stats.moves {
@@ -94,7 +94,7 @@ fn moves_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyLis
     Ok(list)
 }
 
-/// Transfers between places by lists of device commands.
+/// Converts transfers between places by lists of device commands to a list.
 fn transfers_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyList>> {
     let list = PyList::empty(py);
     for of in &stats.transfers {
@@ -110,7 +110,7 @@ fn transfers_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, P
     Ok(list)
 }
 
-/// Returns the lists of each lane, and the waits for them.
+/// Converts the lists of each lane, and the waits for them, to a dict.
 fn lanes_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDict>> {
     let lanes = PyDict::new(py);
     for (lane, of) in &stats.lanes {
