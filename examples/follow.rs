@@ -8,7 +8,9 @@
 use std::thread;
 use std::time::Duration;
 
-use remanent::{FollowFrom, Follower, Options, Place, ReadPages, Replica, Result, Store};
+use remanent::follow::{FollowFrom, Follower, Replica};
+use remanent::store::ReadPages;
+use remanent::{Options, Place, Result, Store};
 
 const BATCHES: u64 = 200;
 

@@ -7,7 +7,8 @@
 
 use std::collections::VecDeque;
 
-use remanent::{Error, Key, Options, PageId, Place, ReadPages, Result, Store};
+use remanent::store::ReadPages;
+use remanent::{Error, Key, Options, PageId, Place, Result, Store};
 
 /// Bytes of a block.
 const BLOCK_LEN: usize = 16 << 10;

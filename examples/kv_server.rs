@@ -24,10 +24,10 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use remanent::blocks::{BlockPages, BlockTensors};
 use remanent::layout::{Arrangement, BlockLayout, BlockShape};
-use remanent::{
-    BlockPages, BlockTensors, Budget, DeviceChoice, Error, Key, Options, PageInfo, Place, Store, Tiers,
-};
+use remanent::tiers::Tiers;
+use remanent::{Budget, DeviceChoice, Error, Key, Options, PageInfo, Place, Store};
 
 type Anything<T> = Result<T, Box<dyn std::error::Error>>;
 

@@ -24,8 +24,9 @@ mod gpu {
     use std::ptr;
 
     use cudarc::driver::sys;
+    use remanent::batch::{Direction, Shadow, Width};
     use remanent::device::RawStream;
-    use remanent::{DeviceChoice, Direction, Error, Options, Place, Result, Shadow, Store, Width};
+    use remanent::{DeviceChoice, Error, Options, Place, Result, Store};
 
     /// Adds one to every hundredth byte. A caller's own kernel comes from nvcc or NVRTC.
     const PTX: &str = r"

@@ -6,9 +6,9 @@
 //! ```
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "an example shows what it does")]
 
-use remanent::{
-    Metadata, Options, PageId, Place, ReadPages, Result, SnapshotOptions, StatePoint, Store, Value, Width,
-};
+use remanent::batch::Width;
+use remanent::store::ReadPages;
+use remanent::{Metadata, Options, PageId, Place, Result, SnapshotOptions, StatePoint, Store, Value};
 
 /// Parameters of the one layer, each a little-endian `f32`.
 const PARAMETERS: u32 = 1024;

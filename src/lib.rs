@@ -1,11 +1,9 @@
-//! Remanent: pages that live in GPU memory and survive a crash.
+//! An embedded store for pages that live in GPU memory and survive a crash.
 //!
-//! A store is a directory and the pages in it. Pages are changed by batches of deltas; each batch reaches a
-//! write-ahead log before it is applied; snapshots are taken while mutation goes on; after a crash
-//! [`Store::open`] rebuilds page table, memory and root up to the last acknowledged batch, bit for bit.
-//!
-//! Pages live in the memory of a GPU, in pinned host memory, or, where there is no GPU, in the host's
-//! ordinary memory; [`Options::device`] says which.
+//! A store is a directory. An application creates pages in the memory of a GPU, in host memory or on disk,
+//! and changes them by batches of deltas. Each batch reaches a write-ahead log before it changes a page.
+//! Snapshots are written while batches are committed. After a crash, [`Store::open`] rebuilds the page table,
+//! the page memory and the metadata as of the last acknowledged batch, bit for bit.
 //!
 //! ```
 //! use remanent::{Options, Place, Store};
@@ -26,194 +24,167 @@
 //! # Ok::<(), remanent::Error>(())
 //! ```
 //!
-//! # Words
+//! [`Options::device`] selects the GPU. Without a GPU, host memory takes the place of GPU memory.
 //!
-//! One word, one meaning.
+//! # Terms
 //!
-//! | word | meaning |
+//! ```text
+//!                           the application
+//!            submit | commit            ^ read, lease, view
+//!                   v                   |
+//!   batch ---> write-ahead log ---> pages in memory ---> snapshot: images and a manifest
+//!   Lsn 8      ... 5 6 7 8          epoch of each        pages as of an Lsn
+//!                   |                                       |
+//!                   +----------- open after a crash --------+
+//!                       newest snapshot + the log after it
+//! ```
+//!
+//! | term | meaning |
 //! |---|---|
-//! | Store | one directory and the pages in it; one writer at a time |
-//! | Page, [`PageId`] | bytes in one place; ids rise and are never used again |
-//! | [`Key`] | the user's own name for a page, at most 64 bytes, unique, free again after a delete |
-//! | [`Place`] | where a page lives |
-//! | [`Epoch`] | counts a page's contents: +1 for each batch that changes bytes, length, metadata; not place |
-//! | Root | the store's own metadata, committed in the same batches as pages |
-//! | Delta | after-image bytes for one page: dense range, masked range, or sparse elements |
-//! | [`WriteBatch`] | operations that become visible and durable together or not at all |
-//! | [`Lsn`] | number of a committed batch: dense, +1 each; seals take none |
-//! | [`Position`] | an Lsn and the incarnation in which it was acknowledged |
-//! | [`Incarnation`] | one run of the log, begun by every writable open |
-//! | Frame | one batch, or a seal, as bytes in the log |
-//! | Group | the frames that one sync makes durable; starts on a 4096-byte boundary |
-//! | Segment | one preallocated file of the log |
-//! | Seal | a frame without a batch that says what is durable: at the end of each busy period, not of a segment |
-//! | Mark | the newest durable Lsn, as a frame, an opening or a manifest states it |
-//! | Opening | the first segment of an incarnation: built whole, renamed into place |
-//! | Keeper, maker | the log's threads: one syncs and seals, the other makes segments in advance |
-//! | Draft | a batch that is encoded and has its memory, before it has an Lsn |
-//! | Image | one page's bytes in an image file, with page, epoch, Lsn, length, checksum |
-//! | Snapshot | a manifest and the images it names: with the log after it, enough to rebuild everything |
-//! | Redo, end | of a snapshot: the last batches applied before its first and after its last page was gathered |
-//! | Tombstone | in a manifest: a page that an earlier link names is gone |
-//! | Thin snapshot | one that writes no images, so that a full disk gives back what deleted pages held |
-//! | Floor | the oldest batch from which replay is promised; below it only the ends of snapshots can be had |
-//! | Retention | what is kept beyond the newest snapshot: by number, age, bytes of log, name |
-//! | Hold | a reader's lock on a snapshot or on the log's beginning: retention passes over what it holds |
-//! | Exact cut | pages as they were after one batch, kept until an exact snapshot has gathered them |
-//! | Fork | a new store that begins at a state of another one |
-//! | Tier | a place in the order through which pages that are not used go down |
-//! | Eviction | a page leaves a place to make room; the policy says which |
-//! | Whole page | a page that a batch writes from first byte to last; a long one goes to an image first |
-//! | [`ByteSource`] | bytes that a batch takes for a page when it is committed, piece by piece |
-//! | [`Follower`] | a reader of batches as they are logged, in order, each once |
-//! | [`Replica`] | pages in host memory that a follower's batches are applied to |
-//! | Scrub | a reading of what lies on disk and is needed, which mends from memory what is damaged |
-//! | Link | one manifest of a snapshot: a base names all pages, a change those changed since the link before |
-//! | Recovery | opening what a crash left |
-//! | Restore | one more batch that makes the state an earlier one; the states in between stay reachable |
-//! | On disk | of a page: it has no memory; its bytes are an image's, under what batches wrote since |
-//! | Unloaded | of a page: its bytes are on disk only, and are loaded before any reader or batch gets to them |
-//! | Lane | an ordered queue of device work |
-//! | Staging | host memory that a lane copies to or from |
-//! | Lent memory | memory of the caller's in which a page lives; only the store writes there |
-//! | [`StreamGuard`] | a use of memory by a caller's stream; what comes next is ordered after it |
-//! | Working copy | device memory that the caller's kernels write; a capture commits what changed there |
-//! | Shadow | what a working copy was when it was captured last: the page, a copy, or digests of its chunks |
-//! | Slot | the *n* of `Place::Device(n)`; bound to a device at open |
-//! | Fence, Pending | a point in a lane; a list in flight that owns its staging |
-//! | [`Ticket`] | a submitted batch: what one waits on |
-//! | [`Lease`] | the right to read a page where it lies, for a while |
-//! | [`Pin`] | the promise that a page keeps its address while batches change it |
-//! | Version | what a page, or the root, is after one batch: lookups find it without a lock |
-//! | Visible | of a batch: its versions are in place and it is logged, so that lookups and reads see it |
-//! | [`LiveView`] | root and page table of an open store as of one batch, and bytes that are unchanged since |
-//! | [`Audit`] | a look whether memory is what the batches say |
-//! | Registered file | an image file whose memory the device copies to |
-//! | Spare, reserve | a segment or image file that waits to be used again; segments kept back for a full disk |
-//! | Relocation | memory to which a leased page moves when a batch changes it |
-//! | Turn | work that runs on the applier between two batches |
-//! | [`Budget`] | limits in bytes, one per place, checked before anything is allocated |
+//! | [`Store`] | a directory and its pages; one process writes to it at a time |
+//! | page, [`PageId`] | a run of bytes in one place; ids increase and are never reused |
+//! | [`Key`] | an optional unique name of a page, up to 64 bytes |
+//! | [`Place`] | where a page lives: a GPU, pinned host memory, host memory, or disk |
+//! | [`Epoch`] | the version counter of a page: each batch that changes the page adds 1 |
+//! | root | the store's own metadata, a map of names to values |
+//! | [`WriteBatch`] | deltas and other operations that become visible and durable together |
+//! | [`Lsn`] | the number of a committed batch: 1, 2, 3 and so on |
+//! | [`Ticket`], [`Ack`] | a handle to a submitted batch, and what to wait for: logged, applied or durable |
+//! | [`Lease`], [`Pin`] | access to a page's memory: a lease keeps the bytes, a pin keeps the address |
+//! | snapshot | a manifest and the page images that it names; an open starts from one |
+//! | [`StatePoint`] | an earlier state, by Lsn, snapshot or name: to view, restore or fork |
+//! | [`View`] | a read-only handle to a state on disk, also next to a writer in another process |
+//! | [`follow::Follower`] | a reader that receives each batch as it is logged |
+//!
+//! The engine's own terms are in `docs/architecture.md`.
+//!
+//! # Modules
+//!
+//! The crate root contains what a first program needs. [`batch`] contains the parts of a batch, [`options`]
+//! the values of options, [`store`] the results of reads, [`snapshot`], [`history`] and [`tiers`] what the
+//! methods of that name return, [`follow`] readers of the log, [`stats`] counters, [`error`] the parts of an
+//! [`Error`], [`device`] devices and memory that callers bring, [`blocks`] and [`layout`] the key-value
+//! blocks of an inference engine.
 //!
 //! # Processes, threads, tasks
 //!
-//! **Child processes.** A store belongs to the process that opened it. In a forked child every call on an
-//! inherited store, [`Ticket`], [`Lease`], [`Pin`], [`LiveView`], [`ReadMany`], [`ChangeStream`],
-//! [`Follower`], [`View`], [`StreamGuard`] or [`device::DeviceBytes`] says [`Error::Forked`], before it
-//! writes a byte or waits for a lock; getters that cannot fail return empty values. Dropping what was
-//! inherited gives nothing back, and the parent goes on. A child may open other stores, and this one once its
-//! parent has closed it, whatever the parent's threads were at (but not at the very start or end of a thread,
-//! when the list of threads that read without locks may be held; an `exec` is always safe); a [`Replica`] is
-//! plain memory and goes on in both. The writer's lock and the snapshots that a [`View`] holds are the
-//! parent's: they end with the parent, whatever children live on. A child of a bare `clone` system call,
-//! which runs no handlers of `pthread_atfork`, keeps them until it ends. A GPU cannot be used in a child of a
-//! process that used it: that is the driver's rule.
+//! **Child processes.** A store belongs to the process that opened it. In a forked child, every call on an
+//! inherited handle returns [`Error::Forked`] before it writes a byte or waits for a lock. Getters that
+//! cannot fail return empty values. Dropping an inherited handle frees nothing of the parent. A child may
+//! open other stores, and this one once its parent has closed it, whatever the parent's threads did at the
+//! fork. There is one exception: a fork at the very start or end of a thread can inherit the locked list of
+//! threads that read without locks. An `exec` is always safe. A [`follow::Replica`] is plain memory and works
+//! in both processes. The writer lock and the snapshots that a [`View`] holds belong to the parent: they end
+//! with the parent, whatever children live on. A child of a bare `clone` system call runs no handlers of
+//! `pthread_atfork`, and keeps them until it ends. The driver does not support a GPU in a child of a process
+//! that used it.
 //!
-//! **What waits for what.**
+//! **What each call waits for.**
 //!
 //! | call | waits for |
 //! |---|---|
 //! | [`Store::submit`] | other submissions; room in the log, or for changes of pages on disk; pages to copy or load; sources; an image file; a full queue |
-//! | [`Store::commit`], [`Ticket::wait`] | what [`Ack`] says: nothing, the applier, or a sync of the log |
+//! | [`Store::commit`], [`Ticket::wait`] | the requested [`Ack`]: nothing, the applier, or a sync of the log |
 //! | [`Store::page`], [`Store::page_by_key`], [`Store::root`], [`Store::view`] and other lookups | nothing |
-//! | [`Store::read`] and its kin | the applier: batches of that page; on a GPU, all batches before; a page's load; the disk |
+//! | [`Store::read`] and other reads | the applier: batches of that page, and on a GPU all earlier batches; the page's load; the disk |
 //! | [`Store::read_many`] | pages that are not loaded |
-//! | [`ChangeStream::next_timeout`] with a time of zero | nothing |
-//! | [`Store::release`] | a sync of the log, the applier, and streams of leases of the page that have ended |
-//! | [`Store::compare`] | the applier: all batches before; after two tries in vain it holds batches up |
+//! | [`ChangeStream::next_timeout`](follow::ChangeStream::next_timeout) with a time of zero | nothing |
+//! | [`Store::release`] | a sync of the log, the applier, and streams of ended leases of the page |
+//! | [`Store::compare`] | the applier: all earlier batches; after two failed attempts it delays new batches |
 //! | [`Store::snapshots`], [`Store::would_prune`], [`Store::stats`] | nothing, not even a running snapshot or scrub |
-//! | [`Store::snapshot`] and its kin, [`Store::prune`] | each other, and a background snapshot, which goes on at full speed |
-//! | [`Store::scrub`], [`Store::audit`] | the same; a scrub for another scrub |
-//! | [`Store::restore`] | the same, and commits wait for it |
+//! | [`Store::snapshot`] and its variants, [`Store::prune`] | each other, and a background snapshot, which then runs at full speed |
+//! | [`Store::scrub`], [`Store::audit`] | the same; a scrub also for another scrub |
+//! | [`Store::restore`] | the same; commits wait for it |
 //!
-//! **Async.** Two calls give futures, [`Ticket::acknowledged`] and [`Store::read_many`]. A call that waits
-//! for a disk belongs on a thread that may block (tokio's `spawn_blocking`); so does dropping a store.
-//! [`Store::submit`] and, later, one [`Ticket::wait`] for many batches keep such threads few. A pin is not
-//! held across an `await` if another task may commit to its page; a lease may be.
+//! **Async.** Two calls return futures: [`Ticket::acknowledged`] and [`Store::read_many`]. Other calls can
+//! block on a disk and belong on a thread that may block (tokio's `spawn_blocking`); so does dropping a
+//! store. [`Store::submit`], followed by one [`Ticket::wait`] for many batches, needs few such threads. Do
+//! not hold a pin across an `await` if another task may commit to its page. A lease may be held.
 //!
-//! **Failures.** Which of them stop a store is listed in `docs/failures.md`.
+//! **Failures.** `docs/failures.md` lists the failures that stop a store and those that only fail a call.
 //!
 //! # Map
 //!
-//! A folder imports only from those below it. Bytes on disk, and the pure `rebuild` that recovery is held
-//! against, are the crate `remanent-format`'s.
+//! A folder imports only from those below it. The crate `remanent-format` defines the bytes on disk, and
+//! contains a pure `rebuild` that the tests compare recovery with.
 //!
-//! | folder | what it is for |
+//! | folder | purpose |
 //! |---|---|
 //! | `blocks/` | blocks of an inference engine's cache: in pages, and in the engine's own tensors |
 //! | `store/` | the handle that a caller holds |
-//! | `tiers/` | pages that go down where a place is full, and come up when they are asked for |
-//! | `history/` | looking at, going back to, and branching from earlier states |
-//! | `write/` | a batch as the caller asks for it, and as it is checked, encoded, logged and handed over |
-//! | `recovery/` | the decision table of an open, and the recipe that follows it |
-//! | `snapshot/` | choosing, gathering, publishing and verifying snapshots; scrubs |
-//! | `engine.rs` | the parts of an open store that all of these share |
+//! | `tiers/` | demotion of unused pages from a full place, and promotion on demand |
+//! | `history/` | views of earlier states, restores, forks |
+//! | `write/` | a batch: checked, encoded, logged and handed over |
+//! | `recovery/` | the decision table of an open, and its steps |
+//! | `snapshot/` | selecting, gathering, publishing and verifying snapshots; scrubs |
+//! | `engine.rs` | the shared parts of an open store |
 //! | `applier/` | the one thread that changes pages; leases and pins |
 //! | `follower/` | reading batches as they are logged |
 //! | `catalog/` | which snapshots, images and segments are kept, and why |
-//! | `images/` | pages' bytes in image files |
+//! | `images/` | page contents in image files |
 //! | `log/` | segments, group commit, syncing |
-//! | `versions/` | what lookups find of pages and root without a lock |
-//! | `memory/` | page memory, host memory that lanes copy through, and files that they copy to |
+//! | `versions/` | lock-free lookups of pages and root |
+//! | `memory/` | page memory, staging memory, and files that devices copy to |
 //! | `testing/` | a simulated disk, devices that fail or lag; only with the feature `testing` |
-//! | `device/` | the seam to devices: host, CUDA, several as one |
-//! | `disk/` | the seam to files: a directory, and its ways to write |
-//! | `base/` | locks and threads, parallel work, the process, memory that can be refused, poison |
+//! | `device/` | the interface to devices: host, CUDA, several as one |
+//! | `disk/` | the interface to files: a directory, and the ways to write it |
+//! | `base/` | locks and threads, parallel work, the process, fallible allocation, poison |
 //! | `options/` | how a store is opened |
-//! | `eviction/` | policies: which page leaves a place that is full |
-//! | `error/` | what can go wrong, whose fault it is, and what helps |
-//! | `layout/` | where the bytes of such blocks lie: addresses alone |
+//! | `eviction/` | policies that choose which page leaves a full place |
+//! | `error/` | errors: cause, fault, state of the store, remedy |
+//! | `layout/` | the addresses of such blocks |
 //!
 //! # Invariants
 //!
-//! Cited in the code by their numbers.
+//! The code cites them by number.
 //!
-//! - **I1** Log first: no page changes before the frame that holds the change is `Logged`. An Lsn is
-//!   assigned only when payload and checksum are in hand.
-//! - **I2** The log holds after-images only: replaying a frame twice, or over a newer image, gives the same
+//! - **I1** Log first: no page changes before the frame with the change is `Logged`. A batch gets its Lsn only
+//!   once its payload and checksum are complete.
+//! - **I2** The log contains after-images only: replaying a frame twice, or over a newer image, gives the same
 //!   bytes.
-//! - **I3** In the order of the log a frame is valid if and only if header checksum, payload checksum, store,
-//!   incarnation, own position, Lsn and the chain hash of the frame before it all hold.
+//! - **I3** In log order a frame is valid if and only if its header checksum, payload checksum, store,
+//!   incarnation, own position, Lsn and the chain hash of the previous frame are all correct.
 //! - **I4** Every frame carries the durable mark known when it was written. The first invalid frame is a
-//!   torn tail only if no mark covers it; else it is damage, and opening is refused.
-//! - **I5** No sector that holds a synced frame is written again while its segment belongs to the log. STORE,
+//!   torn tail only if no mark covers it. Otherwise it is damage, and the open is refused.
+//! - **I5** No sector with a synced frame is written again while its segment belongs to the log. STORE,
 //!   manifests and tables change by rename only. Recovery removes nothing that was acknowledged. Every
-//!   writable open begins a new incarnation, whose opening segment is built whole and renamed into place;
-//!   that rename is the only commit point of recovery.
-//! - **I6** Recovery treats batches above the last mark as if only the page cache had them, even when it can
-//!   read them: it copies them. Bytes under a mark it reads from the medium at least once, past the page
-//!   cache or by a read that found none of them cached.
-//! - **I7** A manifest is published only after all that it names is synced and the log is durable up to the
-//!   manifest's `end`, and a snapshot with a name was read back and recorded before the next manifest. What a
-//!   snapshot replaces goes only once the snapshot was read back and a synced seal says so.
+//!   writable open begins a new incarnation, whose opening segment is built completely and then renamed into
+//!   place. That rename is the only commit point of recovery.
+//! - **I6** Recovery treats batches above the last mark as if only the page cache held them, even if it can
+//!   read them: it copies them. It reads bytes under a mark from the medium at least once: past the page
+//!   cache, or by a read that found none of them cached.
+//! - **I7** A manifest is published only after everything that it names is synced and the log is durable up
+//!   to the manifest's `end`, and after a named snapshot before it was read back and recorded. The data that
+//!   a snapshot replaces is removed only once the snapshot was read back and a synced seal records that.
 //! - **I8** Nothing is recycled that a kept snapshot needs or a kept frame names. The newest snapshot is
-//!   kept, whatever is given up: the next one shares its images. No frame enters a segment before the next
-//!   one exists, synced, with its name.
-//! - **I9** What is read from disk is untrusted: lengths are checked before they are used.
-//! - **I10** Page memory and the copies beside it stay within [`Options::budget`]; recovery checks the final
-//!   page table before it allocates.
-//! - **I11** The host device defines "correct": every other device gives the same bytes.
-//! - **I12** Images, payloads born on a device, and long writes that cross a bus are summed on both sides of
-//!   it before anything logs, names or serves what arrived; an image that a device copies to the memory of a
-//!   file, before its snapshot counts as verified. A device's sum that differs is not damage on disk: the
-//!   host's sum of what lies there decides.
-//! - **I13** An image file is written over only when nothing names it, durably, and no other name leads to
-//!   it. It loses its name before. Its next chunks are written after its next name, a new number, is durable.
-//!   It is neither cut nor removed while a device knows its memory.
+//!   always kept: the next one shares its images. No frame enters a segment before the next segment exists
+//!   and is synced with its name.
+//! - **I9** Bytes from disk are untrusted: lengths are checked before they are used.
+//! - **I10** Page memory and its copies stay within [`Options::budget`]. Recovery checks the final page table
+//!   before it allocates.
+//! - **I11** The host device defines correct results: every other device gives the same bytes.
+//! - **I12** Images, payloads from a device, and long writes that cross a bus are summed on both sides of it
+//!   before anything logs, names or serves them. An image that a device copies to a file's memory is summed
+//!   before its snapshot counts as verified. A differing sum of a device is not damage on disk: the host's
+//!   sum of the bytes there decides.
+//! - **I13** An image file is overwritten only when no durable record names it and no other name leads to
+//!   it. It loses its name first. Its new chunks are written after its next name, a new number, is durable.
+//!   It is neither truncated nor removed while a device has its memory registered.
 //!
-//! Decisions that may surprise, with their reasons: `docs/decisions.md`.
+//! `docs/decisions.md` gives the reasons for decisions that may surprise.
 
 #[cfg(not(target_os = "linux"))]
 compile_error!(
     "Remanent runs on Linux only: it relies on how ext4, XFS and tmpfs write, and on locks of open file descriptions"
 );
 
-mod blocks;
-mod store;
-mod tiers;
-mod history;
+pub mod blocks;
+pub mod store;
+pub mod tiers;
+pub mod history;
 mod write;
 mod recovery;
-mod snapshot;
+pub mod snapshot;
 mod engine;
 mod applier;
 mod follower;
@@ -231,7 +202,7 @@ pub mod options;
 mod eviction;
 pub mod error;
 pub mod layout;
-/// What users of other systems know, and what does its work here.
+/// Remanent's equivalents of what users of other systems know.
 #[cfg(doc)]
 #[doc = include_str!("../docs/coming-from.md")]
 pub mod coming_from {}
@@ -239,58 +210,56 @@ pub mod coming_from {}
 use std::path::Path;
 use std::sync::Arc;
 
-pub use applier::descriptor::{MemoryDescriptor, MemoryKind};
 pub use applier::lease::Lease;
 pub use applier::pin::Pin;
-pub use applier::{AppliedBatch, AppliedChange, AppliedPage, ChangeEvent, ChangeStream};
-pub use blocks::{BlockPages, BlockTensors, PagedBlock, WorkingBlocks};
-pub use catalog::SnapshotInfo;
-pub use device::{Access, AllocationStats, DeviceBytes, LaneStats, RawStream, StreamGuard, TransferStats};
-pub use device::{UnifiedHint, UnifiedSide, UnifiedSupport};
-#[doc(hidden)]
-pub use error::nearest;
-pub use error::{Error, Remedy, Result, StoreDamage};
-pub use eviction::{EvictionPolicy, Lru, S3Fifo};
-pub use follower::{
-    Batches, FollowFrom, FollowedBatch, Follower, FollowerPosition, ParsePositionError, Replica,
-    RestoredState,
-};
-pub use history::audit::{Audit, ChangedPage};
-pub use history::copier::DeviceCopier;
+pub use error::{Error, Result};
 pub use history::point::StatePoint;
-#[doc(hidden)]
-pub use history::seed::Seed;
 pub use history::view::View;
-pub use images::disk_pages::DiskUsage;
-pub use log::LogStats;
-pub use memory::arena::{PlaceUsage, Purpose};
-pub use options::{
-    Ack, Budget, CallerMemory, Compression, Create, DeviceChoice, HostMemory, ImageIo, LogIo, Options,
-    PageLoad, Retention, SnapshotOptions, Tiers,
-};
-pub use recovery::RecoveryReport;
-pub use remanent_format::log::TornTail;
-pub use remanent_format::op::{Indices, Op};
-pub use remanent_format::state::bisection::{BisectVerdict, Bisection};
-pub use remanent_format::state::blame::{ChangeCause, ValueChange};
+pub use options::{Ack, Budget, DeviceChoice, Options, Retention, SnapshotOptions};
 pub use remanent_format::{
-    Damage, Defect, Epoch, FileName, Folder, Incarnation, Key, KeyLenError, LogPoint, Lsn, Metadata, PageId,
-    PageInfo, Place, Position, SharedMetadata, SnapshotId, StoreId, UnknownPlace, Value, Width,
+    Epoch, Key, Lsn, Metadata, PageId, PageInfo, Place, Position, SnapshotId, StoreId, Value,
 };
-pub use snapshot::{PruneReport, ScrubReport, ScrubStats, SnapshotPhase, SnapshotStats};
-pub use store::{
-    Acknowledged, CommitReceipt, Comparison, LiveView, ManyBytes, Pages, ReadMany, ReadPages, Stats, Store,
-    Ticket, UnloadedPages,
-};
-pub use tiers::{MoveStats, Prefetch, ReadAhead, TierStats};
-pub use write::batch::{ByteSource, CreatePage, NewPage, PageChanges, PageRef, WorkingCopy, WriteBatch};
-pub use write::commit::{Direction, Shadow};
+pub use store::{CommitReceipt, Store, Ticket};
+pub use write::batch::WriteBatch;
+
+/// The parts of a batch: new pages, changes of pages, sources of bytes, working copies on a device.
+pub mod batch {
+    pub use remanent_format::Width;
+    pub use remanent_format::op::{Indices, Op};
+
+    pub use crate::write::batch::{ByteSource, CreatePage, NewPage, PageChanges, PageRef, WorkingCopy};
+    pub use crate::write::commit::{Direction, Shadow};
+}
+
+/// Readers of batches as they are logged or applied, in order.
+pub mod follow {
+    pub use crate::applier::{AppliedBatch, AppliedChange, AppliedPage, ChangeEvent, ChangeStream};
+    pub use crate::follower::{
+        Batches, FollowFrom, FollowedBatch, Follower, FollowerPosition, ParsePositionError, Replica,
+        RestoredState,
+    };
+}
+
+/// The counters that [`Store::stats`] returns.
+pub mod stats {
+    pub use crate::device::counted::{AllocationStats, LaneStats, TransferStats};
+    pub use crate::images::disk_pages::DiskUsage;
+    pub use crate::log::LogStats;
+    pub use crate::memory::arena::{PlaceUsage, Purpose};
+    pub use crate::snapshot::progress::SnapshotStats;
+    pub use crate::snapshot::scrub::ScrubStats;
+    pub use crate::store::stats::Stats;
+    pub use crate::tiers::stats::{MoveStats, TierStats};
+}
 
 use device::Device;
 use device::host::HostDevice;
 use device::multi::MultiDevice;
 use disk::Disk;
 use disk::dir::DirDisk;
+use follow::{FollowFrom, Follower, Replica};
+use history::DeviceCopier;
+use snapshot::PruneReport;
 
 impl Store {
     /// Opens the store in `directory`; creates it, with the directories above it, if the directory is missing
@@ -478,7 +447,7 @@ impl Store {
     #[doc(hidden)]
     pub fn create_at<E: From<Error>>(
         directory: impl AsRef<Path>,
-        origin: &Seed,
+        origin: &history::Seed,
         mut read: impl FnMut(&PageInfo, u64, &mut [u8]) -> Result<(), E>,
     ) -> Result<StoreId, E> {
         let disk: Arc<dyn Disk> = Arc::new(DirDisk::new(directory));
@@ -572,25 +541,25 @@ const _: () = {
     shared::<Store>();
     shared::<View>();
     shared::<DeviceCopier>();
-    shared::<LiveView<'_>>();
+    shared::<store::LiveView<'_>>();
     shared::<Lease<'_>>();
     shared::<Ticket>();
-    shared::<Acknowledged>();
-    shared::<ReadMany>();
-    shared::<ManyBytes>();
-    shared::<ChangeStream>();
+    shared::<store::Acknowledged>();
+    shared::<store::ReadMany>();
+    shared::<store::ManyBytes>();
+    shared::<follow::ChangeStream>();
     shared::<Replica>();
-    shared::<FollowedBatch>();
-    shared::<DeviceBytes>();
-    shared::<CallerMemory>();
-    shared::<StreamGuard>();
+    shared::<follow::FollowedBatch>();
+    shared::<device::DeviceBytes>();
+    shared::<device::CallerMemory>();
+    shared::<device::StreamGuard>();
     shared::<Error>();
     shared::<Options>();
     sent::<Follower>();
     sent::<WriteBatch>();
-    shared::<dyn ByteSource>();
+    shared::<dyn batch::ByteSource>();
     sent::<Pin<'_>>();
-    sent::<Pages<'_>>();
+    sent::<store::Pages<'_>>();
 };
 
 /// The README's example, run as a test.

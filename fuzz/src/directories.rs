@@ -11,8 +11,11 @@ use std::time::Duration;
 
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
+use remanent::error::FileName;
+use remanent::follow::{FollowFrom, Follower};
+use remanent::options::Create;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Budget, Create, Error, FileName, FollowFrom, Follower, Options, Place, Store, View};
+use remanent::{Budget, Error, Options, Place, Store, View};
 use remanent_format::limits::DEVICE_ORDINAL_MAX;
 use remanent_format::salvage::{PageRemains, Salvage};
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};

@@ -11,9 +11,10 @@ use arbitrary::{Arbitrary, Unstructured};
 use remanent::device::Device;
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
+use remanent::options::{ImageIo, LogIo};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::{CrashImage, CrashPlan, Moment, SimDisk, Tears};
-use remanent::{Ack, Error, ImageIo, LogIo, Options, StatePoint, Store, View};
+use remanent::{Ack, Error, Options, StatePoint, Store, View};
 use remanent_format::ReadAt;
 
 use crate::model::history::Action;

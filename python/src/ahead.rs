@@ -4,7 +4,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use pyo3::prelude::*;
 use pyo3::types::PyIterator;
-use remanent::{PageId, Place, Prefetch, ReadAhead, Store};
+use remanent::tiers::{Prefetch, ReadAhead};
+use remanent::{PageId, Place, Store};
 use self_cell::self_cell;
 
 use crate::arguments;

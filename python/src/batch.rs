@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
-use remanent::{Ack, Epoch, PageChanges, PageId};
+use remanent::batch::PageChanges;
+use remanent::{Ack, Epoch, PageId};
 
 use crate::arguments;
 use crate::elements::Elements;

@@ -9,7 +9,8 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use remanent::{Ack, Acknowledged, Result, Ticket};
+use remanent::store::Acknowledged;
+use remanent::{Ack, Result, Ticket};
 
 use crate::errors::store_io;
 

@@ -2,7 +2,9 @@
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
-use remanent::{BisectVerdict, Bisection, ChangeCause, Lsn, PageInfo, ReadPages, View};
+use remanent::history::{BisectVerdict, Bisection, ChangeCause};
+use remanent::store::ReadPages;
+use remanent::{Lsn, PageInfo, View};
 
 use crate::arguments;
 use crate::dtype::Dtype;
@@ -12,7 +14,7 @@ use crate::values::{REPORT, metadata_to_py};
 
 /// A change of a page's bytes, as `View.blame` returns it.
 #[pyclass(frozen, name = "ValueChange", module = "remanent")]
-pub struct PyValueChange(remanent::ValueChange);
+pub struct PyValueChange(remanent::history::ValueChange);
 
 #[pymethods]
 impl PyValueChange {

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use pyo3::exceptions::PyStopIteration;
 use pyo3::prelude::*;
-use remanent::{AppliedBatch, AppliedChange, AppliedPage, ChangeEvent, ChangeStream};
+use remanent::follow::{AppliedBatch, AppliedChange, AppliedPage, ChangeEvent, ChangeStream};
 
 use crate::arguments;
 use crate::errors::CHANGE_STREAM;

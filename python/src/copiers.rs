@@ -2,7 +2,8 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use remanent::{DeviceChoice, DeviceCopier, Result};
+use remanent::history::DeviceCopier;
+use remanent::{DeviceChoice, Result};
 
 /// The copiers, each with the process that created it: a forked child creates its own.
 ///

@@ -2,7 +2,7 @@
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use remanent::MemoryDescriptor;
+use remanent::store::MemoryDescriptor;
 
 /// Converts a descriptor to a dict.
 pub fn descriptor_to_py<'py>(py: Python<'py>, memory: &MemoryDescriptor) -> PyResult<Bound<'py, PyDict>> {

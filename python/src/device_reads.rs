@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use remanent::{DeviceBytes, Error, PageId, Result, Store};
+use remanent::device::DeviceBytes;
+use remanent::{Error, PageId, Result, Store};
 
 use crate::memory::CudaBytes;
 

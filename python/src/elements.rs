@@ -4,7 +4,8 @@
 use std::collections::BTreeMap;
 
 use pyo3::prelude::*;
-use remanent::{Metadata, PageInfo, PageRef, Value, WriteBatch};
+use remanent::batch::PageRef;
+use remanent::{Metadata, PageInfo, Value, WriteBatch};
 
 use crate::dtype::Dtype;
 use crate::errors::{invalid, invalid_type};

@@ -9,7 +9,8 @@ use pyo3::exceptions::PyStopIteration;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
-use remanent::{FollowFrom, FollowedBatch, Follower, FollowerPosition, PageId, Replica};
+use remanent::PageId;
+use remanent::follow::{FollowFrom, FollowedBatch, Follower, FollowerPosition, Replica};
 
 use crate::arguments;
 use crate::array::{BufferParts, fill_buffer, release_buffer};
@@ -78,12 +79,14 @@ impl PyFollower {
         let from = match start {
             "beginning" => FollowFrom::Beginning,
             "snapshot" => FollowFrom::Snapshot,
-            text => FollowFrom::Position(text.parse().map_err(|error: remanent::ParsePositionError| {
-                invalid(
-                    format!("start: {error}; nor is it \"beginning\" or \"snapshot\""),
-                    "give \"beginning\", \"snapshot\", or the position of a follower or a batch",
-                )
-            })?),
+            text => FollowFrom::Position(text.parse().map_err(
+                |error: remanent::follow::ParsePositionError| {
+                    invalid(
+                        format!("start: {error}; nor is it \"beginning\" or \"snapshot\""),
+                        "give \"beginning\", \"snapshot\", or the position of a follower or a batch",
+                    )
+                },
+            )?),
         };
         let shown = path.display().to_string();
         crate::log::look(py)?;

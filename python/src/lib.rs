@@ -221,7 +221,7 @@ mod _native {
         #[pyo3(from_py_with = arguments::text)] wanted: &str,
         #[pyo3(from_py_with = arguments::names)] names: Vec<String>,
     ) -> Option<String> {
-        remanent::nearest(wanted, names.iter().map(String::as_str)).map(str::to_owned)
+        remanent::error::nearest(wanted, names.iter().map(String::as_str)).map(str::to_owned)
     }
 
     /// Escapes a name for use as a segment of the paths that `flatten` creates.

@@ -11,8 +11,10 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use remanent::batch::ByteSource;
 use remanent::device::RawStream;
-use remanent::{ByteSource, CallerMemory, DeviceBytes, DeviceChoice, HostMemory, Place, Store};
+use remanent::device::{CallerMemory, DeviceBytes, HostMemory};
+use remanent::{DeviceChoice, Place, Store};
 
 use crate::buffer_view::BufferView;
 use crate::copiers::copier;

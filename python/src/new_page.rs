@@ -1,7 +1,7 @@
 //! A page that a batch creates, as a handle for its caller.
 
 use pyo3::prelude::*;
-use remanent::NewPage;
+use remanent::batch::NewPage;
 
 /// A page that a batch creates, usable in later calls of the same batch.
 #[pyclass(frozen, name = "NewPage", module = "remanent", from_py_object)]

@@ -5,7 +5,7 @@ use std::thread;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
-use remanent::Op;
+use remanent::batch::Op;
 
 use crate::array::{Aligned, Array};
 use crate::dtype::Dtype;

@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use remanent::{
-    Ack, Budget, Compression, Create, DeviceChoice, ImageIo, LogIo, Options, PageLoad, Place, Store, Tiers,
-};
+use remanent::options::{Compression, Create, ImageIo, LogIo, PageLoad};
+use remanent::tiers::Tiers;
+use remanent::{Ack, Budget, DeviceChoice, Options, Place, Store};
 
 use crate::arguments;
 use crate::errors::{OrRaise, invalid, invalid_type};
@@ -33,14 +33,14 @@ pub fn ack(word: &str) -> PyResult<Ack> {
 
 /// Parses the name of a place.
 pub fn place(py: Python<'_>, text: &str) -> PyResult<Place> {
-    text.parse().map_err(|error: remanent::UnknownPlace| {
+    text.parse().map_err(|error: remanent::error::UnknownPlace| {
         crate::errors::own(py, "InvalidError", &error.to_string(), PLACES, None)
     })
 }
 
 /// Converts an element width from its number of bytes.
-pub fn width(bytes: usize) -> PyResult<remanent::Width> {
-    remanent::Width::from_bytes(bytes).ok_or_else(|| {
+pub fn width(bytes: usize) -> PyResult<remanent::batch::Width> {
+    remanent::batch::Width::from_bytes(bytes).ok_or_else(|| {
         invalid(format!("elements are 1, 2, 4, 8 or 16 bytes wide, not {bytes}"), "give one of these widths")
     })
 }

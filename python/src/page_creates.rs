@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use remanent::{CreatePage, Key, Metadata, Place};
+use remanent::batch::CreatePage;
+use remanent::{Key, Metadata, Place};
 
 use crate::arguments;
 use crate::elements::{Elements, new_metadata};

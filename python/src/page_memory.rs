@@ -6,7 +6,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use pyo3::exceptions::PyAttributeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
-use remanent::{CallerMemory, DeviceBytes, Options, PageInfo, Result};
+use remanent::device::{CallerMemory, DeviceBytes};
+use remanent::{Options, PageInfo, Result};
 
 use crate::arguments;
 use crate::errors::OrRaise;

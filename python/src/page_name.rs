@@ -2,7 +2,8 @@
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyInt, PyIterator, PyString};
-use remanent::{Error, Key, PageId, PageInfo, ReadPages, Result, StatePoint, Store};
+use remanent::store::ReadPages;
+use remanent::{Error, Key, PageId, PageInfo, Result, StatePoint, Store};
 
 use crate::errors::{OrRaise, invalid, invalid_type};
 use crate::page_info::Info;

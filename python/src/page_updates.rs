@@ -4,7 +4,8 @@
 use std::sync::Arc;
 
 use pyo3::prelude::*;
-use remanent::{ByteSource, Error, PageChanges, PageId, PageInfo, Place, Store, Width, WriteBatch};
+use remanent::batch::{ByteSource, PageChanges, Width};
+use remanent::{Error, PageId, PageInfo, Place, Store, WriteBatch};
 
 use crate::elements::{Elements, PageLayout};
 use crate::errors::OrRaise;

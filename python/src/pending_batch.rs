@@ -8,7 +8,8 @@ use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pyo3::prelude::*;
-use remanent::{Ack, Error, Key, NewPage, PageId, PageRef, WriteBatch};
+use remanent::batch::{NewPage, PageRef};
+use remanent::{Ack, Error, Key, PageId, WriteBatch};
 
 use crate::elements::PageLayout;
 use crate::errors::{invalid, own};

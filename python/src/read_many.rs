@@ -10,7 +10,8 @@ use std::time::Duration;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
-use remanent::{Error, ManyBytes, PageId, PageInfo, ReadMany, ReadPages, Result};
+use remanent::store::{ManyBytes, ReadMany, ReadPages};
+use remanent::{Error, PageId, PageInfo, Result};
 
 use crate::arguments;
 use crate::array::{BufferParts, fill_buffer, release_buffer};

@@ -2,7 +2,8 @@
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
-use remanent::{Error, Key, PageInfo, ReadPages, Result};
+use remanent::store::ReadPages;
+use remanent::{Error, Key, PageInfo, Result};
 
 use crate::arguments;
 use crate::array::{Aligned, Array};
@@ -116,7 +117,8 @@ impl Reader {
                 return Ok(None);
             }
             let keys: Vec<Key> = pages.pages()?.filter_map(|info| info.key).collect();
-            Ok(remanent::nearest(wanted, keys.iter().filter_map(|key| key.as_str())).map(str::to_owned))
+            Ok(remanent::error::nearest(wanted, keys.iter().filter_map(|key| key.as_str()))
+                .map(str::to_owned))
         };
         self.source.look(py, similar).ok().flatten()
     }

@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use remanent::{PruneReport, Store};
+use remanent::Store;
+use remanent::snapshot::PruneReport;
 
 use crate::values::REPORT;
 
@@ -31,8 +32,8 @@ pub struct SnapshotInfo {
     pub verified: bool,
 }
 
-impl From<&remanent::SnapshotInfo> for SnapshotInfo {
-    fn from(info: &remanent::SnapshotInfo) -> Self {
+impl From<&remanent::snapshot::SnapshotInfo> for SnapshotInfo {
+    fn from(info: &remanent::snapshot::SnapshotInfo) -> Self {
         Self {
             id: info.id.0,
             name: info.name.clone(),

@@ -5,7 +5,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
-use remanent::{Error, LiveView, ReadPages, Replica, Result, Store, View};
+use remanent::follow::Replica;
+use remanent::store::{LiveView, ReadPages};
+use remanent::{Error, Result, Store, View};
 use self_cell::self_cell;
 
 use crate::gate::{Gate, Handle, check_process, detached};

@@ -2,7 +2,8 @@
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
-use remanent::{RecoveryReport, Stats};
+use remanent::stats::Stats;
+use remanent::store::RecoveryReport;
 
 /// Converts the report of what an open found and did.
 pub fn report_to_py(py: Python<'_>, report: RecoveryReport) -> PyResult<Bound<'_, PyDict>> {

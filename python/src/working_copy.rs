@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use pyo3::prelude::*;
-use remanent::{Direction, PageId, Shadow};
+use remanent::PageId;
+use remanent::batch::{Direction, Shadow};
 
 use crate::gate::{Gate, detached};
 use crate::memory::Input;
@@ -31,7 +32,7 @@ use crate::options::{place, width};
 pub struct PyWorkingCopy {
     gate: Arc<Gate>,
     /// `Some` until dropped.
-    copy: Option<remanent::WorkingCopy>,
+    copy: Option<remanent::batch::WorkingCopy>,
 }
 
 impl PyWorkingCopy {
@@ -57,7 +58,7 @@ impl PyWorkingCopy {
         Ok(Self { gate: gate.clone(), copy: Some(copy) })
     }
 
-    pub fn copy(&self) -> &remanent::WorkingCopy {
+    pub fn copy(&self) -> &remanent::batch::WorkingCopy {
         self.copy.as_ref().expect("it is there until it is dropped")
     }
 }

@@ -14,7 +14,8 @@ use crate::write::batch::{NewPage, WriteBatch};
 ///
 /// ```
 /// use remanent::layout::{Arrangement, BlockLayout, BlockShape};
-/// use remanent::{BlockPages, Options, Place, Store};
+/// use remanent::blocks::BlockPages;
+/// use remanent::{Options, Place, Store};
 /// let shape = BlockShape { layers: 2, outer: 2, tokens: 4, inner: 8, width: 2 };
 /// let of_store = BlockLayout::new(shape, 1, Arrangement::Contiguous, 1)?;
 /// let of_engine = BlockLayout::new(shape, 10, Arrangement::LayersApart { block_first: true }, 1)?;
@@ -135,7 +136,8 @@ impl BlockPages {
     ///
     /// ```
     /// use remanent::layout::{Arrangement, BlockLayout, BlockShape};
-    /// use remanent::{BlockPages, Options, Place, Store};
+    /// use remanent::blocks::BlockPages;
+    /// use remanent::{Options, Place, Store};
     /// let shape = BlockShape { layers: 2, outer: 2, tokens: 4, inner: 8, width: 2 };
     /// let store_of = |arrangement, blocks| -> Result<_, remanent::Error> {
     ///     let store = Store::temporary(Options::default())?;

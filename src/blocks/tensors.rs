@@ -17,7 +17,8 @@ use crate::write::commit::{Direction, Shadow};
 ///
 /// ```
 /// use remanent::layout::{Arrangement, BlockLayout, BlockShape};
-/// use remanent::{BlockPages, BlockTensors, Options, Place, Store};
+/// use remanent::blocks::{BlockPages, BlockTensors};
+/// use remanent::{Options, Place, Store};
 /// # use remanent::DeviceChoice;
 /// # let options = Options::default().device(DeviceChoice::Host);
 /// let store = Store::temporary(options)?;

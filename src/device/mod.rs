@@ -25,7 +25,7 @@ mod memory_link;
 mod lent_ranges;
 mod stream_uses;
 mod unified;
-mod counted;
+pub(crate) mod counted;
 
 use std::any::Any;
 use std::sync::Arc;
@@ -38,7 +38,6 @@ pub use self::commands::{
     BITMAP_LEN_END, Command, CommandList, INDEX_OUT_OF_BOUNDS, INDEX_TWICE, IndexList, Payload, Piece,
     PieceKind, Selection, StagingSpan,
 };
-pub use self::counted::{AllocationStats, LaneStats, TransferStats};
 pub(crate) use self::counted::{CountedDevice, DeviceCounts};
 pub use self::digests::{
     DIGEST_CHUNK_LEN, DIGEST_KEY_LEN, DIGEST_LEN, DIGEST_SEED_LEN, Digest, digest_count, digest_key,
@@ -52,7 +51,7 @@ pub use self::streams::{RawStream, StreamEvent};
 pub use self::unified::{UnifiedHint, UnifiedSide, UnifiedSupport};
 use crate::disk::FileMemory;
 use crate::error::{Error, Result};
-pub use crate::options::CallerMemory;
+pub use crate::options::caller_memory::{CallerMemory, HostMemory};
 
 /// Memory that holds pages, and the queues through which it is changed.
 pub trait Device: Any + Send + Sync {

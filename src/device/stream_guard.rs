@@ -40,7 +40,8 @@ impl DeviceBytes {
     /// [`Pin`](crate::Pin), a batch that changes a page does not wait for a guard that reads it.
     ///
     /// ```no_run
-    /// use remanent::{Access, Options, Place, RawStream, Store};
+    /// use remanent::device::{Access, RawStream};
+    /// use remanent::{Options, Place, Store};
     /// # fn launch(_: Option<u64>) {}
     /// let store = Store::temporary(Options::default())?;
     /// assert!(store.supports_streams(), "pages live in host memory, so there are no streams");

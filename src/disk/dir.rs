@@ -26,7 +26,7 @@ use crate::options::{ImageIo, LogIo};
 ///
 /// ```
 /// use remanent::disk::{Disk, dir::DirDisk};
-/// use remanent::{FileName, Folder};
+/// use remanent::error::{FileName, Folder};
 /// let directory = tempfile::tempdir()?;
 /// let disk = DirDisk::new(directory.path().join("store"));
 /// disk.make_folder(Folder::Root)?;

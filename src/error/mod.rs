@@ -10,15 +10,16 @@ use std::io;
 use std::ops::Deref;
 use std::sync::Arc;
 
-use remanent_format::{
-    Damage, Defect, Epoch, FileName, Key, KeyLenError, Lsn, PageId, Place, Position, SnapshotId,
-};
+pub use remanent_format::log::TornTail;
+pub use remanent_format::{Damage, Defect, FileName, Folder, KeyLenError, UnknownPlace};
+use remanent_format::{Epoch, Key, Lsn, PageId, Place, Position, SnapshotId};
 
 use self::advice::advice_of_poisoned;
 use self::display::{
     Fingerprint, NearestDisplay, OffsetDisplay, PathDisplay, Size, StartFrom, StoreDisplay, Survived,
     single_states,
 };
+#[doc(hidden)]
 pub use self::nearest::nearest;
 pub use self::remedy::Remedy;
 pub use crate::layout::LayoutError;
@@ -32,7 +33,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// [`Error::advice`] the remedy in words.
 ///
 /// ```
-/// use remanent::{Error, Options, Remedy, Store};
+/// use remanent::error::Remedy;
+/// use remanent::{Error, Options, Store};
 /// let store = Store::temporary(Options::default())?;
 /// let mut out = [0; 4];
 /// let error = store.read(remanent::PageId(7), 0, &mut out).unwrap_err();

@@ -8,7 +8,7 @@ const LEN_MAX: usize = 256;
 /// letters.
 ///
 /// ```
-/// # use remanent::nearest;
+/// # use remanent::error::nearest;
 /// assert_eq!(nearest("wram", ["warm", "cold"]), Some("warm"));
 /// assert_eq!(nearest("bias", ["model/weight", "model/bias"]), Some("model/bias"));
 /// assert_eq!(nearest("gamma", ["warm", "cold"]), None);

@@ -16,12 +16,13 @@ pub use s3_fifo::S3Fifo;
 
 /// A policy that chooses which page is evicted from a place.
 ///
-/// A store has one policy for each place of its [`Tiers`](crate::Tiers) except the last, and notifies it of
+/// A store has one policy for each place of its [`Tiers`](crate::tiers::Tiers) except the last, and notifies it of
 /// the pages there in batch order. Uses are reported with some delay, and some are omitted if there are very
 /// many.
 ///
 /// ```
-/// use remanent::{EvictionPolicy, Lru, PageId};
+/// use remanent::tiers::{EvictionPolicy, Lru};
+/// use remanent::PageId;
 /// let mut policy = Lru::default();
 /// policy.arrived(PageId(1), 4096);
 /// policy.arrived(PageId(2), 4096);

@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 /// A batch as it was committed, with every byte verified.
 ///
 /// Its operations are after-images (I2): applied in order to the pages after the previous batch, they result
-/// in the pages after this one. [`crate::Replica`] applies them.
+/// in the pages after this one. [`crate::follow::Replica`] applies them.
 #[derive(Clone)]
 pub struct FollowedBatch {
     pub(super) disk: Arc<dyn Disk>,

@@ -77,7 +77,8 @@ impl From<FollowerPosition> for FollowFrom {
 ///
 /// ```
 /// use std::time::Duration;
-/// use remanent::{FollowFrom, Follower, Options, Place, Replica, Store};
+/// use remanent::follow::{FollowFrom, Follower, Replica};
+/// use remanent::{Options, Place, Store};
 /// # let directory = tempfile::tempdir().unwrap();
 /// # let path = directory.path().join("mystore");
 /// let store = Store::open(&path, Options::default())?;
@@ -442,7 +443,8 @@ impl Follower {
     /// timeout, and ends after the first error.
     ///
     /// ```
-    /// use remanent::{FollowFrom, Follower, Options, Store};
+    /// use remanent::follow::{FollowFrom, Follower};
+    /// use remanent::{Options, Store};
     /// # let directory = tempfile::tempdir().unwrap();
     /// # let path = directory.path().join("mystore");
     /// let store = Store::open(&path, Options::default())?;

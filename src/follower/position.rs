@@ -12,12 +12,12 @@ use remanent_format::{Incarnation, Lsn, Position};
 /// A position can be stored as text or as [`FollowerPosition::LEN`] bytes.
 ///
 /// ```
-/// use remanent::FollowerPosition;
+/// use remanent::follow::FollowerPosition;
 /// let position: FollowerPosition = "3-0badcafe:17:5eedf00d".parse()?;
 /// assert_eq!(position.lsn.0, 17);
 /// assert_eq!(position.to_string(), "3-0badcafe:17:5eedf00d");
 /// assert_eq!(FollowerPosition::from_bytes(&position.to_bytes()), position);
-/// # Ok::<(), remanent::ParsePositionError>(())
+/// # Ok::<(), remanent::follow::ParsePositionError>(())
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct FollowerPosition {

@@ -26,7 +26,8 @@ impl View {
     /// prunes.
     ///
     /// ```
-    /// use remanent::{ChangeCause, Options, Place, Store};
+    /// use remanent::history::ChangeCause;
+    /// use remanent::{Options, Place, Store};
     /// # let directory = tempfile::tempdir().unwrap();
     /// # let path = directory.path().join("mystore");
     /// let store = Store::open(&path, Options::default())?;

@@ -32,7 +32,9 @@ const STAGING_IDLE_BYTES: usize = 64 << 20;
 /// It keeps up to 64 MiB of pinned host memory between copies, and can be shared by threads.
 ///
 /// ```
-/// use remanent::{CallerMemory, DeviceChoice, DeviceCopier, Options, Place, Store};
+/// use remanent::device::CallerMemory;
+/// use remanent::history::DeviceCopier;
+/// use remanent::{DeviceChoice, Options, Place, Store};
 /// let directory = tempfile::tempdir()?;
 /// let store = Store::open(directory.path(), Options::default().device(DeviceChoice::Host))?;
 /// let mut batch = store.batch();
@@ -89,7 +91,9 @@ impl DeviceCopier {
     ///
     /// ```
     /// use std::sync::Arc;
-    /// use remanent::{CallerMemory, DeviceChoice, DeviceCopier, Options, Place, Store};
+    /// use remanent::device::CallerMemory;
+    /// use remanent::history::DeviceCopier;
+    /// use remanent::{DeviceChoice, Options, Place, Store};
     /// # let options = Options::default().device(DeviceChoice::Host);
     /// let copier = DeviceCopier::open(DeviceChoice::Host)?;
     /// // A stand-in for a tensor, which `CallerMemory::from_cuda` would describe.

@@ -10,3 +10,12 @@ pub(crate) mod seed;
 pub(crate) mod state;
 pub(crate) mod view;
 pub(crate) mod windows;
+
+pub use remanent_format::state::bisection::{BisectVerdict, Bisection};
+pub use remanent_format::state::blame::{ChangeCause, ValueChange};
+pub use remanent_format::{Incarnation, LogPoint};
+
+pub use self::audit::{Audit, ChangedPage};
+pub use self::copier::DeviceCopier;
+#[doc(hidden)]
+pub use self::seed::Seed;

@@ -116,7 +116,7 @@ impl View {
 
     /// Reads whole pages into memory with several threads; each slice must be as long as its page. Images are
     /// read once, and their checksums are computed in the process. After an error, the contents of the memory
-    /// are undefined. To read into GPU memory, use [`DeviceCopier`](crate::DeviceCopier).
+    /// are undefined. To read into GPU memory, use [`DeviceCopier`](crate::history::DeviceCopier).
     ///
     /// ```
     /// use remanent::{Options, Place, Store};

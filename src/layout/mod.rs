@@ -10,8 +10,8 @@
 //! | [`Arrangement::LayersApart`], block first | 1 for each layer | block, outer |
 //! | [`Arrangement::LayersApart`], outer first | 1 for each layer | outer, block |
 //!
-//! A *region* is one contiguous piece of memory: a page of the store ([`BlockPages`](crate::BlockPages)), a
-//! tensor of the engine ([`BlockTensors`](crate::BlockTensors)), or a slice. Blocks can be copied run by run
+//! A *region* is one contiguous piece of memory: a page of the store ([`BlockPages`](crate::blocks::BlockPages)), a
+//! tensor of the engine ([`BlockTensors`](crate::blocks::BlockTensors)), or a slice. Blocks can be copied run by run
 //! between any two layouts whose blocks have the same shape ([`BlockLayout::copies`]), regardless of their
 //! arrangements.
 //!

@@ -1,4 +1,4 @@
 //! Two kinds of memory: the page memory, and the host memory through which lanes copy.
 
-pub mod arena;
-pub mod staging;
+pub(crate) mod arena;
+pub(crate) mod staging;

@@ -57,7 +57,7 @@ pub enum ImageIo {
     /// [`SnapshotStats::bytes_in_place`] counts these bytes.
     ///
     /// [`Place::Pinned`]: crate::Place::Pinned
-    /// [`SnapshotStats::bytes_in_place`]: crate::SnapshotStats::bytes_in_place
+    /// [`SnapshotStats::bytes_in_place`]: crate::stats::SnapshotStats::bytes_in_place
     Mapped,
     /// Writes with `pwrite` and `fdatasync`. Works on every file system.
     #[default]
@@ -86,7 +86,7 @@ pub enum DeviceChoice {
     /// The first GPU if both the build and the machine support one, otherwise the host.
     /// [`RecoveryReport::device`] states which was chosen and, if it is the host, why no GPU is used.
     ///
-    /// [`RecoveryReport::device`]: crate::RecoveryReport::device
+    /// [`RecoveryReport::device`]: crate::store::RecoveryReport::device
     #[default]
     Auto,
     /// The GPU with this ordinal among those visible to the process. The open fails if it is unavailable.

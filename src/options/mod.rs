@@ -2,12 +2,12 @@
 
 mod choices;
 mod budget;
-mod caller_memory;
+pub(crate) mod caller_memory;
 mod retention;
 mod snapshot;
 mod getters;
 mod page_memory;
-mod tiers;
+pub(crate) mod tiers;
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -15,12 +15,11 @@ use std::time::Duration;
 use remanent_format::limits::{IDENTITY_LEN_MAX, SEGMENT_LEN_MAX, SEGMENT_LEN_MIN};
 
 pub use self::budget::Budget;
-pub use self::caller_memory::{CallerMemory, HostMemory};
 pub use self::choices::{Ack, Compression, Create, DeviceChoice, ImageIo, LogIo, PageLoad};
 pub(crate) use self::page_memory::PageMemorySource;
 pub use self::retention::Retention;
 pub use self::snapshot::SnapshotOptions;
-pub use self::tiers::Tiers;
+use self::tiers::Tiers;
 use crate::error::{Error, Result};
 
 /// Options for opening a store. Every option has a default.
@@ -114,7 +113,8 @@ impl Options {
     /// way.
     ///
     /// ```
-    /// use remanent::{ImageIo, Options, Store};
+    /// use remanent::options::ImageIo;
+    /// use remanent::{Options, Store};
     /// let store = Store::temporary(Options::default().image_io(ImageIo::Buffered))?;
     /// assert_eq!(store.recovered().image_io, "buffered");
     /// # drop(store);
@@ -345,7 +345,8 @@ impl Options {
     /// eager open detects all damage that it would have found before, and skips the snapshot if it can.
     ///
     /// ```
-    /// use remanent::{Options, Place, PageLoad, Store};
+    /// use remanent::options::PageLoad;
+    /// use remanent::{Options, Place, Store};
     /// # let directory = tempfile::tempdir().unwrap();
     /// # let path = directory.path().join("mystore");
     /// let store = Store::open(&path, Options::default())?;

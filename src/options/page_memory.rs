@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use remanent_format::PageInfo;
 
-use super::{CallerMemory, Options};
+use super::Options;
+use super::caller_memory::CallerMemory;
 #[cfg(doc)]
 use crate::error::Error;
 
@@ -41,7 +42,8 @@ impl Options {
     ///
     /// ```
     /// use std::sync::Arc;
-    /// use remanent::{CallerMemory, DeviceChoice, Options, Place, Store};
+    /// use remanent::device::CallerMemory;
+    /// use remanent::{DeviceChoice, Options, Place, Store};
     /// # let directory = tempfile::tempdir().unwrap();
     /// # let path = directory.path().join("mystore");
     /// let options = Options::default().device(DeviceChoice::Host);

@@ -22,13 +22,14 @@ type PolicyMaker = dyn Fn(Place) -> Box<dyn EvictionPolicy> + Send + Sync;
 ///
 /// If an open has less memory than the pages need, for example on a smaller machine, it demotes the pages
 /// that have been unchanged for longest before it loads any
-/// ([`RecoveryReport::lowered_pages`](crate::RecoveryReport)). Without tiers, such an open fails.
+/// ([`RecoveryReport::lowered_pages`](crate::store::RecoveryReport)). Without tiers, such an open fails.
 ///
 /// Pages are never promoted automatically: use [`Store::ensure`](crate::Store::ensure) and
 /// [`Store::prefetch`](crate::Store::prefetch).
 ///
 /// ```
-/// use remanent::{Budget, Options, Place, Store, Tiers};
+/// use remanent::tiers::Tiers;
+/// use remanent::{Budget, Options, Place, Store};
 /// let options = Options::default()
 ///     .budget(Budget::default().with(Place::Host, 64 << 10))
 ///     .tiers(Tiers::new([Place::Host, Place::Disk]));

@@ -19,7 +19,8 @@ use remanent_format::{Lsn, PageId, PageTable, Place};
 use crate::base::allocation::{collected, push};
 use crate::error::{Error, Result};
 use crate::images::disk_pages::pending_max;
-use crate::options::{Budget, Tiers};
+use crate::options::Budget;
+use crate::options::tiers::Tiers;
 
 /// The pages to demote, as a batch that is not logged yet.
 pub(super) struct LoweredPages {

@@ -40,7 +40,7 @@ pub struct SnapshotStats {
     /// Image files written over spare files since the open.
     pub files_reused: u64,
     /// Bytes of pages that the device copied directly to the memory of image files since the open; see
-    /// [`ImageIo::Mapped`](crate::ImageIo::Mapped).
+    /// [`ImageIo::Mapped`](crate::options::ImageIo::Mapped).
     pub bytes_in_place: u64,
     /// Snapshots taken since the open.
     pub taken: u64,

@@ -7,7 +7,7 @@ use remanent_format::{Key, Lsn, PageId, PageInfo, Place, Position};
 use super::Store;
 use super::ticket::{CommitReceipt, Ticket, wait};
 use crate::error::{Error, Result};
-use crate::options::Tiers;
+use crate::tiers::Tiers;
 use crate::tiers::{Prefetch, ReadAhead};
 use crate::write::batch::{PageRef, WriteBatch};
 
@@ -214,7 +214,8 @@ impl Store {
     /// will not be needed soon. Pages in the last place, or in a place that is not a tier, are unchanged.
     ///
     /// ```
-    /// use remanent::{Budget, Options, Place, Store, Tiers};
+    /// use remanent::tiers::Tiers;
+    /// use remanent::{Budget, Options, Place, Store};
     /// let options = Options::default()
     ///     .budget(Budget::default().with(Place::Pinned, 1 << 20))
     ///     .tiers(Tiers::new([Place::Pinned, Place::Disk]));

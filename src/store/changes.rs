@@ -16,7 +16,8 @@ impl Store {
     /// also reported as [`ChangeEvent::Lagged`].
     ///
     /// ```
-    /// use remanent::{AppliedChange, ChangeEvent, Options, Place, Store};
+    /// use remanent::follow::{AppliedChange, ChangeEvent};
+    /// use remanent::{Options, Place, Store};
     /// let store = Store::temporary(Options::default())?;
     /// let mut batch = store.batch();
     /// batch.create(100, Place::Host);

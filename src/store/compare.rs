@@ -113,7 +113,8 @@ impl Store {
     /// batches until it is done.
     ///
     /// ```
-    /// use remanent::{Options, Place, Store, Width};
+    /// use remanent::batch::Width;
+    /// use remanent::{Options, Place, Store};
     /// let store = Store::temporary(Options::default())?;
     /// let mut batch = store.batch();
     /// batch.create_from(*b"weights, before", Place::Host);

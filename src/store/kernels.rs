@@ -137,7 +137,8 @@ impl Store {
     /// accident.
     ///
     /// ```
-    /// use remanent::{Direction, Options, Place, Shadow, Store, Width};
+    /// use remanent::batch::{Direction, Shadow, Width};
+    /// use remanent::{Options, Place, Store};
     /// # use remanent::DeviceChoice;
     /// # let options = Options::default().device(DeviceChoice::Host);
     /// let store = Store::temporary(options)?;

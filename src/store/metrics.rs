@@ -7,7 +7,8 @@ use std::time::Duration;
 use metrics::{Label, counter, gauge};
 use remanent_format::Place;
 
-use super::{Stats, Store};
+use super::Store;
+use super::stats::Stats;
 use crate::memory::arena::PlaceUsage;
 
 impl Store {
@@ -41,11 +42,11 @@ impl Store {
     /// # Ok::<(), remanent::Error>(())
     /// ```
     ///
-    /// [`TierStats`]: crate::TierStats
-    /// [`MoveStats`]: crate::MoveStats
-    /// [`AllocationStats`]: crate::AllocationStats
-    /// [`TransferStats`]: crate::TransferStats
-    /// [`LaneStats`]: crate::LaneStats
+    /// [`TierStats`]: crate::stats::TierStats
+    /// [`MoveStats`]: crate::stats::MoveStats
+    /// [`AllocationStats`]: crate::stats::AllocationStats
+    /// [`TransferStats`]: crate::stats::TransferStats
+    /// [`LaneStats`]: crate::stats::LaneStats
     pub fn publish_metrics(&self) {
         if self.check_process().is_err() {
             return;

@@ -36,7 +36,7 @@ mod pages;
 mod read_many;
 mod read_pages;
 mod scrub;
-mod stats;
+pub(crate) mod stats;
 mod ticket;
 mod unified;
 mod view;
@@ -56,7 +56,7 @@ use crate::error::Error;
 use crate::error::Result;
 use crate::history::audit::Auditor;
 use crate::options::Options;
-use crate::recovery::{PageLoader, RecoveryReport};
+use crate::recovery::PageLoader;
 use crate::snapshot::{BackgroundSnapshots, Scrub, Scrubber, Snapshots};
 use crate::tiers::{PageMover, PrefetchThread, TierThread};
 use crate::write::commit::Committer;
@@ -65,9 +65,13 @@ pub use compare::Comparison;
 pub use pages::UnloadedPages;
 pub use read_many::{ManyBytes, ReadMany};
 pub use read_pages::ReadPages;
-pub use stats::Stats;
 pub use ticket::{Acknowledged, CommitReceipt, Ticket};
 pub use view::{LiveView, Pages};
+
+pub use remanent_format::SharedMetadata;
+
+pub use crate::applier::descriptor::{MemoryDescriptor, MemoryKind};
+pub use crate::recovery::RecoveryReport;
 
 /// A store directory that is open for reading and writing: its pages, root, log and snapshots.
 ///

@@ -33,11 +33,12 @@ impl Store {
     /// Batches may still change the page while it is leased; each such batch needs room for a copy of the
     /// page in the budget of its place.
     ///
-    /// A page on disk has no address. With [`Tiers`](crate::Tiers), it is first moved to the first tier that
+    /// A page on disk has no address. With [`Tiers`](crate::tiers::Tiers), it is first moved to the first tier that
     /// is memory, as by [`Store::ensure`], and stays there for as long as it is leased.
     ///
     /// ```
-    /// use remanent::{Budget, DeviceChoice, Options, Place, Store, Tiers};
+    /// use remanent::tiers::Tiers;
+    /// use remanent::{Budget, DeviceChoice, Options, Place, Store};
     /// let budget = Budget::default().with(Place::Host, 1 << 20);
     /// let tiers = Tiers::new([Place::Host, Place::Disk]);
     /// let options = Options::default().device(DeviceChoice::Host).budget(budget).tiers(tiers);

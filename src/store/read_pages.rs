@@ -15,7 +15,8 @@ use crate::history::view::View;
 /// them.
 ///
 /// ```
-/// use remanent::{Options, Place, ReadPages, Result, Store};
+/// use remanent::store::ReadPages;
+/// use remanent::{Options, Place, Result, Store};
 /// fn total(pages: &impl ReadPages) -> Result<u64> {
 ///     Ok(pages.pages()?.map(|info| info.len).sum())
 /// }
@@ -86,7 +87,8 @@ pub trait ReadPages {
     /// examines every page.
     ///
     /// ```
-    /// use remanent::{Options, Place, ReadPages, Store};
+    /// use remanent::store::ReadPages;
+    /// use remanent::{Options, Place, Store};
     /// let store = Store::temporary(Options::default())?;
     /// let mut batch = store.batch();
     /// for key in ["layer.0/w", "layer.1/w", "head"] {

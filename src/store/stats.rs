@@ -3,14 +3,16 @@
 use remanent_format::{Lsn, Place};
 
 use super::{Store, StoreParts};
-use crate::device::{AllocationStats, Lane, LaneStats, MemoryStats, TransferStats};
+use crate::device::counted::{AllocationStats, LaneStats, TransferStats};
+use crate::device::{Lane, MemoryStats};
 use crate::engine::Engine;
 use crate::error::Result;
 use crate::images::disk_pages::DiskUsage;
 use crate::log::LogStats;
 use crate::memory::arena::PlaceUsage;
-use crate::snapshot::{ScrubStats, SnapshotStats};
-use crate::tiers::{MoveStats, TierStats};
+use crate::snapshot::progress::SnapshotStats;
+use crate::snapshot::scrub::ScrubStats;
+use crate::tiers::stats::{MoveStats, TierStats};
 
 /// Counters and sizes of an open store, returned by [`Store::stats`].
 ///

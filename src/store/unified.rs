@@ -27,7 +27,8 @@ impl Store {
     /// out of unified memory, without its hints.
     ///
     /// ```
-    /// use remanent::{Error, Options, Place, Store, UnifiedHint, UnifiedSide};
+    /// use remanent::device::{UnifiedHint, UnifiedSide};
+    /// use remanent::{Error, Options, Place, Store};
     /// let store = Store::temporary(Options::default())?;
     /// let mut batch = store.batch();
     /// batch.create_from([7; 4096], Place::Unified);

@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use remanent_format::{PageId, PageTable, Place};
 
+use super::Tiers;
 use super::residents::Residents;
 use super::stats::TierCounts;
 use crate::base::poison::PanicPoisons;
@@ -21,7 +22,6 @@ use crate::base::sync::{Condvar, Instant, Mutex, RwLock, threads};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::memory::arena::PlaceRoom;
-use crate::options::Tiers;
 use crate::versions::uses::{PageUse, PageUses};
 use crate::write::batch::WriteBatch;
 use crate::write::commit::Committer;

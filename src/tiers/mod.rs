@@ -1,6 +1,6 @@
 //! Tiers, for more pages than fit in a place: unused pages are demoted, and promoted again when requested.
 //!
-//! [`Tiers`](crate::Tiers) defines an order of places. A thread ([`keeper`]) keeps part of each place free:
+//! [`Tiers`](crate::tiers::Tiers) defines an order of places. A thread ([`keeper`]) keeps part of each place free:
 //! it asks the eviction policy of the place for victims, and moves them to the next place with enough room by
 //! an ordinary batch, so after a crash each page is in either the old place or the new one. Commits and other
 //! calls that find no room wait for that thread ([`mover`]). Requested pages are promoted by the caller's own
@@ -15,7 +15,7 @@ mod mover;
 mod prefetch;
 mod read_ahead;
 mod residents;
-mod stats;
+pub(crate) mod stats;
 
 pub(crate) use keeper::{TierKeeper, TierThread};
 pub(crate) use mover::PageMover;
@@ -23,4 +23,6 @@ pub use prefetch::Prefetch;
 pub(crate) use prefetch::PrefetchThread;
 pub use read_ahead::ReadAhead;
 pub(crate) use stats::TierCounts;
-pub use stats::{MoveStats, TierStats};
+
+pub use crate::eviction::{EvictionPolicy, Lru, S3Fifo};
+pub use crate::options::tiers::Tiers;

@@ -16,7 +16,7 @@ pub struct TierStats {
     /// The number of pages that [`Store::ensure`](crate::Store::ensure) and
     /// [`Store::prefetch`](crate::Store::prefetch) requested here and found here.
     pub hits: u64,
-    /// The number of pages requested here and found elsewhere. [`Stats::moves`](crate::Stats::moves) states
+    /// The number of pages requested here and found elsewhere. [`Stats::moves`](crate::stats::Stats::moves) states
     /// where.
     pub misses: u64,
     /// The number of pages evicted to make room.
@@ -51,7 +51,7 @@ pub struct MoveStats {
     /// several places is divided among the places in proportion to their bytes.
     ///
     /// A device copies pages from one memory to another after that, while the caller continues.
-    /// [`TransferStats::time`](crate::TransferStats::time) of the same two places includes that copy.
+    /// [`TransferStats::time`](crate::stats::TransferStats::time) of the same two places includes that copy.
     pub took: Duration,
 }
 

@@ -8,10 +8,14 @@ use std::thread;
 use std::time::Duration;
 
 use remanent::device::host::HostDevice;
+use remanent::error::Remedy;
+use remanent::follow::{FollowFrom, Follower, Replica};
+use remanent::options::LogIo;
+use remanent::store::ReadPages;
 use remanent::testing::sim_disk::{DiskFault, Operation, SimDisk};
 use remanent::{
-    Ack, Error, FollowFrom, Follower, Key, LogIo, Lsn, Metadata, Options, PageId, Place, ReadPages, Remedy,
-    Replica, Result, Retention, SnapshotId, SnapshotOptions, StatePoint, Store, Value,
+    Ack, Error, Key, Lsn, Metadata, Options, PageId, Place, Result, Retention, SnapshotId, SnapshotOptions,
+    StatePoint, Store, Value,
 };
 
 /// Longer than anything here takes.

@@ -7,12 +7,14 @@
 use std::sync::Arc;
 use std::thread;
 
+use remanent::batch::{Direction, Shadow, Width};
+use remanent::device::DeviceBytes;
 use remanent::device::host::HostDevice;
 use remanent::device::{Command, CommandList, Lane, RawStream};
 use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{DeviceBytes, Direction, Error, PageId, Result, Shadow, Store, Width, WriteBatch};
+use remanent::{Error, PageId, Result, Store, WriteBatch};
 
 use crate::device_ops::{PLACE, content, open, page};
 

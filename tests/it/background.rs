@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use remanent::device::host::HostDevice;
+use remanent::error::FileName;
+use remanent::snapshot::SnapshotPhase;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{
-    Ack, Error, FileName, Lsn, Options, PageId, Place, SnapshotOptions, SnapshotPhase, StatePoint, Store,
-};
+use remanent::{Ack, Error, Lsn, Options, PageId, Place, SnapshotOptions, StatePoint, Store};
 
 use crate::faults::disk_full::{is_held, until};
 use crate::faults::watched;

@@ -3,12 +3,13 @@
 
 use std::collections::BTreeMap;
 
+use remanent::batch::{Direction, Shadow, Width};
+use remanent::blocks::{BlockPages, BlockTensors};
+use remanent::device::DeviceBytes;
 use remanent::device::Lane;
 use remanent::layout::{Arrangement, BlockLayout, BlockShape, LayoutError};
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{
-    Ack, BlockPages, BlockTensors, DeviceBytes, Direction, Error, PageId, Place, Shadow, Store, Width,
-};
+use remanent::{Ack, Error, PageId, Place, Store};
 
 use crate::device_ops::{PLACE, content, devices, open};
 use crate::kill::workload::Random;

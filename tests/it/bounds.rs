@@ -8,10 +8,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use remanent::disk::Disk;
+use remanent::error::{FileName, Folder};
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{
-    Error, FileName, Folder, Lsn, Options, PageId, Place, Retention, SnapshotOptions, StatePoint, Store, View,
-};
+use remanent::{Error, Lsn, Options, PageId, Place, Retention, SnapshotOptions, StatePoint, Store, View};
 use remanent_format::image::{ImageFileHeader, ImagePurpose};
 use remanent_format::limits::{GROUP_ALIGN, align_up};
 use remanent_format::log::LogWalk;

@@ -3,15 +3,14 @@
 
 use std::sync::Arc;
 
+use remanent::batch::Width;
 use remanent::device::Device;
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
+use remanent::error::{FileName, Folder, Remedy};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::{DiskFault, EIO, Operation, SimDisk};
-use remanent::{
-    Ack, Epoch, Error, FileName, Folder, Key, Options, PageId, Place, Remedy, Store, StoreId, Width,
-    WriteBatch,
-};
+use remanent::{Ack, Epoch, Error, Key, Options, PageId, Place, Store, StoreId, WriteBatch};
 use remanent_format::frame::FrameKind;
 use remanent_format::image::{ImageFileHeader, ImagePurpose};
 use remanent_format::log::LogWalk;

@@ -5,14 +5,13 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use remanent::batch::{Direction, Shadow, Width, WorkingCopy};
 use remanent::device::host::HostDevice;
+use remanent::device::{CallerMemory, DeviceBytes, HostMemory};
 use remanent::device::{Command, CommandList, Device, Lane, Pending, RawStream};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{
-    Budget, CallerMemory, DeviceBytes, Direction, Epoch, Error, HostMemory, Options, Place, Shadow, Store,
-    Width, WorkingCopy,
-};
+use remanent::{Budget, Epoch, Error, Options, Place, Store};
 
 use crate::device_ops::{PLACE, content, devices, open, page};
 use crate::kill::workload::Random;
@@ -551,7 +550,7 @@ fn an_array_of_another_owner_is_captured_where_it_lies() {
 fn memory_that_is_no_copy_of_the_page_is_refused() {
     let (store, other) = (host(), host());
     let page = page(&store, &[0; 12]);
-    let copy_in = |memory: &remanent::DeviceBytes, width| {
+    let copy_in = |memory: &remanent::device::DeviceBytes, width| {
         store.working_copy_in(page, memory, width, Shadow::Page, Direction::Load).map(drop)
     };
     let bytes = |len| store.device_bytes(len, PLACE).unwrap();

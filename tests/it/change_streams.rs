@@ -5,13 +5,12 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use remanent::batch::Width;
 use remanent::device::host::HostDevice;
+use remanent::follow::{AppliedBatch, AppliedChange, AppliedPage, ChangeEvent, ChangeStream};
 use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{
-    AppliedBatch, AppliedChange, AppliedPage, ChangeEvent, ChangeStream, Epoch, Error, Lsn, PageId, PageInfo,
-    Place, StatePoint, Store, Width, WriteBatch,
-};
+use remanent::{Epoch, Error, Lsn, PageId, PageInfo, Place, StatePoint, Store, WriteBatch};
 
 use crate::device_ops::{content, devices, open, page};
 use crate::kill::workload::Random;

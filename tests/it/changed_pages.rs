@@ -7,11 +7,12 @@
 
 use std::collections::BTreeSet;
 
+use remanent::batch::{Shadow, Width};
+use remanent::error::FileName;
+use remanent::options::Compression;
+use remanent::snapshot::SnapshotInfo;
 use remanent::testing::sim_disk::{DiskFault, ENOSPC, Moment, Operation, SimDisk};
-use remanent::{
-    Compression, Error, FileName, Options, PageId, Place, Shadow, SnapshotInfo, StatePoint, Store, Width,
-    WriteBatch,
-};
+use remanent::{Error, Options, PageId, Place, StatePoint, Store, WriteBatch};
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 use remanent_format::state::survey::Survey;
 

@@ -3,11 +3,12 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use remanent::batch::Width;
 use remanent::device::Device;
 use remanent::device::host::HostDevice;
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Ack, Budget, Error, Options, PageId, Place, Store, Width};
+use remanent::{Ack, Budget, Error, Options, PageId, Place, Store};
 
 use crate::device_ops::{PLACE, devices, open};
 use crate::kill::workload::Random;

@@ -2,7 +2,9 @@
 
 use std::path::Path;
 
-use remanent::{Compression, Options, PageId, Place, SnapshotInfo, StatePoint, Store};
+use remanent::options::Compression;
+use remanent::snapshot::SnapshotInfo;
+use remanent::{Options, PageId, Place, StatePoint, Store};
 use remanent_format::image::read::check_image;
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 use remanent_format::state::survey::Survey;

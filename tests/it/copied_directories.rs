@@ -24,7 +24,7 @@ const WAYS: [(&str, &str); 8] = [
 
 /// Options of stores whose files are used again soon.
 fn options(is_mapped: bool) -> Options {
-    let io = if is_mapped { remanent::LogIo::Mapped } else { remanent::LogIo::Buffered };
+    let io = if is_mapped { remanent::options::LogIo::Mapped } else { remanent::options::LogIo::Buffered };
     small().ack(Ack::Durable).log_io(io).spare_bytes(1 << 20)
 }
 

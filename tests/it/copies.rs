@@ -4,10 +4,11 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use remanent::batch::PageRef;
 use remanent::device::host::HostDevice;
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Error, Options, PageId, PageRef, Place, Store, WriteBatch};
+use remanent::{Error, Options, PageId, Place, Store, WriteBatch};
 
 use crate::device_ops::{content, devices, open, page};
 use crate::kill::workload::Random;

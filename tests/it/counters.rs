@@ -2,15 +2,15 @@
 
 use std::sync::Arc;
 
+use remanent::batch::Width;
 use remanent::device::host::HostDevice;
 use remanent::device::multi::MultiDevice;
 use remanent::device::{Device, Lane};
+use remanent::stats::{AllocationStats, LaneStats, Stats};
 use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{
-    Ack, AllocationStats, Error, LaneStats, Options, PageId, Place, Stats, Store, Width, WriteBatch,
-};
+use remanent::{Ack, Error, Options, PageId, Place, Store, WriteBatch};
 
 use crate::gpu;
 
@@ -174,7 +174,8 @@ fn metrics_are_those_of_the_stats() {
     use metrics::{
         Counter, CounterFn, Gauge, GaugeFn, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit,
     };
-    use remanent::{Budget, Tiers};
+    use remanent::Budget;
+    use remanent::tiers::Tiers;
 
     #[derive(Default)]
     struct Number(AtomicU64);

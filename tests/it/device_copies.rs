@@ -3,14 +3,15 @@
 
 use std::sync::Arc;
 
+use remanent::device::CallerMemory;
 use remanent::device::DeviceBytes;
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
+use remanent::history::DeviceCopier;
+use remanent::options::Compression;
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{
-    CallerMemory, Compression, DeviceCopier, Error, Options, PageId, Place, StatePoint, Store, View,
-};
+use remanent::{Error, Options, PageId, Place, StatePoint, Store, View};
 use remanent_format::FileName;
 use remanent_format::image::ImageRef;
 

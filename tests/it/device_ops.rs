@@ -3,12 +3,14 @@
 
 use std::sync::Arc;
 
+use remanent::batch::Width;
+use remanent::device::DeviceBytes;
 use remanent::device::host::HostDevice;
 use remanent::device::{Command, CommandList, Device, Lane};
 use remanent::testing::faulty_device::{DeviceFault, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Budget, DeviceBytes, Error, Options, PageId, Place, Store, Width, WriteBatch};
+use remanent::{Budget, Error, Options, PageId, Place, Store, WriteBatch};
 
 use crate::gpu;
 use crate::kill::workload::Random;

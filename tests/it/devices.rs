@@ -6,14 +6,16 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
+use remanent::batch::Width;
 use remanent::device::host::HostDevice;
 use remanent::device::{
     Command, CommandList, Device, Fence, IndexList, Lane, MemoryId, PageBytes, Payload, Pending, Piece,
     PieceKind, RawStream, Selection, Span, Staging, StagingMemory, StagingSpan,
 };
+use remanent::error::Remedy;
 use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::late_device::{LateDevice, POISON};
-use remanent::{Error, Place, Remedy, Width};
+use remanent::{Error, Place};
 
 use crate::gpu;
 

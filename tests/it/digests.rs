@@ -3,12 +3,12 @@
 
 use std::sync::{Arc, Mutex};
 
+use remanent::batch::{Direction, Shadow, Width, WorkingCopy};
 use remanent::device::host::HostDevice;
 use remanent::device::{Command, CommandList, DIGEST_CHUNK_LEN, DIGEST_KEY_LEN, Device, Lane, Pending, Span};
+use remanent::options::Compression;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{
-    Budget, Compression, Direction, Error, Options, PageId, Place, Shadow, Store, Width, WorkingCopy,
-};
+use remanent::{Budget, Error, Options, PageId, Place, Store};
 
 use crate::device_ops::{PLACE, content, open, page};
 use crate::kill::workload::Random;

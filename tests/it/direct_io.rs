@@ -5,7 +5,7 @@
 use std::io::Write;
 
 use remanent::disk::{Disk, dir::DirDisk};
-use remanent::{ImageIo, LogIo};
+use remanent::options::{ImageIo, LogIo};
 
 /// The way to write images that goes with a way to write the log: so tests of each of three logs are tests of
 /// each way to write images, too.

@@ -4,11 +4,13 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use remanent::batch::{Direction, Shadow, Width};
 use remanent::device::Device;
 use remanent::device::host::HostDevice;
+use remanent::error::FileName;
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Budget, Direction, Error, FileName, PageId, Place, Shadow, Store, Width};
+use remanent::{Budget, Error, PageId, Place, Store};
 
 use crate::files::Files;
 use crate::kill::workload::Random;
@@ -20,7 +22,7 @@ const PAGE: u64 = 16 * CHUNK;
 const SHADOWS: [Shadow; 2] = [Shadow::Kept(Place::Host), Shadow::Digest];
 
 /// Bytes of the caller's, as long as a page, for kernels to write.
-fn tensor(store: &Store, bytes: &[u8]) -> remanent::DeviceBytes {
+fn tensor(store: &Store, bytes: &[u8]) -> remanent::device::DeviceBytes {
     let tensor = store.device_bytes(bytes.len() as u64, Place::Device(0)).unwrap();
     tensor.write(0, bytes).unwrap();
     tensor
@@ -66,7 +68,7 @@ fn stands_for_a_page_on_disk(shadow: Shadow, device: &Arc<dyn Device>) {
         "{refused:?}"
     );
     let copy = store.working_copy_in(page, &memory, Width::W4, shadow, Direction::Load).unwrap();
-    let in_memory = |copy: &remanent::WorkingCopy| {
+    let in_memory = |copy: &remanent::batch::WorkingCopy| {
         let mut found = vec![0; LEN];
         copy.bytes().read(0, &mut found).unwrap();
         found

@@ -9,11 +9,10 @@ use std::sync::Arc;
 use remanent::device::host::HostDevice;
 use remanent::disk::dir::{DirDisk, DirReader};
 use remanent::disk::{Disk, DiskFile};
+use remanent::error::{FileName, Folder, Remedy};
+use remanent::options::{Create, LogIo};
 use remanent::testing::sim_disk::{DiskFault, Operation, SimDisk};
-use remanent::{
-    Create, Error, FileName, Folder, LogIo, Options, Place, Remedy, Result, SnapshotOptions, StatePoint,
-    Store, View,
-};
+use remanent::{Error, Options, Place, Result, SnapshotOptions, StatePoint, Store, View};
 use remanent_format::ReadAt;
 use rustix::thread::CapabilitySet;
 

@@ -8,8 +8,10 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use remanent::disk::dir::DirDisk;
 use remanent::disk::{Disk, DiskFile, Hold, Window};
+use remanent::error::{FileName, Folder};
+use remanent::options::{ImageIo, LogIo};
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Error, FileName, Folder, ImageIo, LogIo, Result, SnapshotId};
+use remanent::{Error, Result, SnapshotId};
 
 const BLOCK: u64 = 4096;
 

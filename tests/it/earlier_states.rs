@@ -7,11 +7,11 @@ use std::sync::{Arc, Mutex, Once};
 use std::time::{Duration, Instant};
 
 use remanent::disk::{Disk, DiskFile, DiskLock, Hold};
+use remanent::error::{FileName, Folder};
+use remanent::history::{ChangeCause, ValueChange};
+use remanent::options::{Compression, ImageIo, LogIo};
 use remanent::testing::sim_disk::{Moment, SimDisk};
-use remanent::{
-    Ack, ChangeCause, Compression, Error, FileName, Folder, ImageIo, Key, LogIo, Lsn, Options, PageId, Place,
-    Result, SnapshotId, StatePoint, Store, ValueChange, View,
-};
+use remanent::{Ack, Error, Key, Lsn, Options, PageId, Place, Result, SnapshotId, StatePoint, Store, View};
 
 use crate::files::{open, open_with, small};
 

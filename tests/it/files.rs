@@ -6,8 +6,9 @@ use std::sync::Arc;
 
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
+use remanent::error::{FileName, Folder};
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Error, FileName, Folder, Metadata, Options, PageId, PageInfo, Store};
+use remanent::{Error, Metadata, Options, PageId, PageInfo, Store};
 use remanent_format::state::rebuild::RebuiltStore;
 
 pub use crate::archive::Files;

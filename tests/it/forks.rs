@@ -5,8 +5,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use remanent::disk::Disk;
+use remanent::error::FileName;
+use remanent::options::Create;
 use remanent::testing::sim_disk::{CrashPlan, SimDisk};
-use remanent::{Create, Error, FileName, Lsn, PageId, Place, StatePoint, Store, View};
+use remanent::{Error, Lsn, PageId, Place, StatePoint, Store, View};
 
 use crate::earlier_states::unlockable;
 use crate::files::{Files, State, open, open_with, small};

@@ -8,8 +8,10 @@ use std::sync::Arc;
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::disk::dir::DirReader;
+use remanent::error::{FileName, Folder};
+use remanent::options::LogIo;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Ack, Error, FileName, Folder, LogIo, Options, PageId, Place, Store};
+use remanent::{Ack, Error, Options, PageId, Place, Store};
 use remanent_format::segment::{SegmentHeader, SegmentHeaderRaw};
 use remanent_format::state::survey::Survey;
 

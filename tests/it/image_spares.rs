@@ -8,11 +8,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use remanent::disk::Disk;
+use remanent::error::{FileName, Folder};
+use remanent::follow::{FollowFrom, Follower};
+use remanent::options::{Compression, ImageIo};
 use remanent::testing::sim_disk::{CrashPlan, SimDisk, SyncPoint, Tears};
-use remanent::{
-    Compression, Error, FileName, Folder, FollowFrom, Follower, ImageIo, Options, PageId, Place, Retention,
-    StatePoint, Store, View,
-};
+use remanent::{Error, Options, PageId, Place, Retention, StatePoint, Store, View};
 use remanent_format::state::survey::Survey;
 
 use crate::files::{Files, State, open_with, small};

@@ -3,8 +3,10 @@
 use std::collections::BTreeMap;
 
 use remanent::disk::Disk;
+use remanent::error::{FileName, Folder};
+use remanent::options::{Compression, ImageIo};
 use remanent::testing::sim_disk::{Moment, Operation, SimDisk};
-use remanent::{Compression, Error, FileName, Folder, ImageIo, Options, PageId, Place, Store};
+use remanent::{Error, Options, PageId, Place, Store};
 
 use crate::files::{Files, State, open_with, small};
 use crate::kill::workload::Random;

@@ -9,11 +9,13 @@ use std::sync::Arc;
 use remanent::device::Device;
 use remanent::device::host::HostDevice;
 use remanent::device::multi::MultiDevice;
+use remanent::error::{FileName, Folder};
+use remanent::options::{Compression, ImageIo};
+use remanent::stats::Purpose;
 use remanent::testing::faulty_device::{BitFlip, BusWay, DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
 use remanent::{
-    Budget, Compression, Error, FileName, Folder, ImageIo, Options, PageId, Place, Purpose, Result,
-    Retention, SnapshotOptions, StatePoint, Store,
+    Budget, Error, Options, PageId, Place, Result, Retention, SnapshotOptions, StatePoint, Store,
 };
 
 use crate::files::{State, small};

@@ -9,8 +9,10 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, ThreadId};
 
 use remanent::disk::{Disk, DiskFile, DiskLock, Hold, Window};
+use remanent::error::{FileName, Folder};
+use remanent::options::{ImageIo, LogIo};
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{FileName, Folder, ImageIo, LogIo, Result, SnapshotId};
+use remanent::{Result, SnapshotId};
 
 type Strike = Box<dyn FnOnce() + Send>;
 

@@ -7,15 +7,15 @@
 use std::sync::Arc;
 use std::thread::{self, ThreadId};
 
+use remanent::batch::{Direction, Shadow, Width};
 use remanent::device::Device;
 use remanent::device::cuda::CudaDevice;
 use remanent::device::host::HostDevice;
+use remanent::device::{CallerMemory, DeviceBytes};
+use remanent::stats::Purpose;
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{
-    Ack, Budget, CallerMemory, DeviceBytes, Direction, Error, Options, PageId, Place, Purpose, Shadow,
-    SnapshotOptions, StatePoint, Store, Width, WriteBatch,
-};
+use remanent::{Ack, Budget, Error, Options, PageId, Place, SnapshotOptions, StatePoint, Store, WriteBatch};
 
 use crate::device_ops::bytes_of;
 use crate::gpu;

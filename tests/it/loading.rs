@@ -6,8 +6,10 @@ use std::sync::Arc;
 use remanent::device::Device;
 use remanent::device::host::HostDevice;
 use remanent::disk::dir::{DirDisk, DirReader};
+use remanent::options::{Compression, PageLoad};
+use remanent::snapshot::SnapshotInfo;
 use remanent::testing::late_device::LateDevice;
-use remanent::{Compression, Options, PageId, PageLoad, Place, SnapshotInfo, Store};
+use remanent::{Options, PageId, Place, Store};
 use remanent_format::state::survey::Survey;
 use remanent_format::{Defect, FileName, Folder};
 

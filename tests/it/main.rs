@@ -54,7 +54,6 @@ mod interrupted_reads;
 #[cfg(feature = "cuda")]
 mod kernels;
 mod kill;
-mod language;
 mod laws;
 mod layout;
 mod leases;

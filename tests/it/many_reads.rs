@@ -9,10 +9,11 @@ use std::time::Duration;
 
 use remanent::device::host::HostDevice;
 use remanent::device::{Device, Fence, Lane};
+use remanent::store::{ManyBytes, ReadMany};
 use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Ack, Error, ManyBytes, PageId, Place, ReadMany, Store};
+use remanent::{Ack, Error, PageId, Place, Store};
 
 use crate::device_ops::{PLACE, content, devices, open, page};
 use crate::kill::workload::Random;

@@ -3,7 +3,9 @@
 use std::path::Path;
 use std::time::Duration;
 
-use remanent::{Ack, Error, FollowFrom, Follower, Lsn, PageId, Place, Remedy, Retention, StatePoint, Store};
+use remanent::error::Remedy;
+use remanent::follow::{FollowFrom, Follower};
+use remanent::{Ack, Error, Lsn, PageId, Place, Retention, StatePoint, Store};
 
 use crate::files::{State, small};
 

@@ -4,18 +4,18 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex};
 use std::thread;
 
+use remanent::batch::Width;
 use remanent::device::host::HostDevice;
 use remanent::device::multi::MultiDevice;
 use remanent::device::{
     Command, CommandList, Device, Fence, Lane, MemoryId, Payload, Pending, Piece, PieceKind, Span,
     StagingSpan,
 };
+use remanent::error::Remedy;
 use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{
-    DeviceChoice, Error, Options, PageId, Place, Remedy, SnapshotOptions, StatePoint, Store, Width,
-};
+use remanent::{DeviceChoice, Error, Options, PageId, Place, SnapshotOptions, StatePoint, Store};
 
 use crate::faults::Gauge;
 use crate::gpu::{self, Caller};

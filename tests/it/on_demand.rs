@@ -6,14 +6,15 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex};
 
+use remanent::batch::{Direction, Shadow, Width};
 use remanent::device::host::HostDevice;
 use remanent::device::{Command, CommandList, Device, Lane, MemoryId, Pending};
+use remanent::error::{FileName, Remedy};
+use remanent::options::{Compression, PageLoad};
+use remanent::store::UnloadedPages;
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::{Moment, Operation, SimDisk};
-use remanent::{
-    Compression, Direction, Error, FileName, Lsn, Options, PageId, PageLoad, Place, Remedy, Result, Shadow,
-    SnapshotId, StatePoint, Store, UnloadedPages, Width,
-};
+use remanent::{Error, Lsn, Options, PageId, Place, Result, SnapshotId, StatePoint, Store};
 use remanent_format::state::survey::Survey;
 
 use crate::files::{Files, State};

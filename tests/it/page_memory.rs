@@ -3,14 +3,15 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
+use remanent::device::CallerMemory;
 use remanent::device::Device;
 use remanent::device::host::HostDevice;
+use remanent::error::Remedy;
+use remanent::options::{Compression, PageLoad};
+use remanent::stats::Purpose;
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{
-    Budget, CallerMemory, Compression, Error, Options, PageId, PageLoad, Place, Purpose, Remedy, Store,
-    WriteBatch,
-};
+use remanent::{Budget, Error, Options, PageId, Place, Store, WriteBatch};
 
 use crate::gpu;
 
@@ -184,7 +185,7 @@ fn what_is_wrong_with_the_memory_fails_the_open_and_harms_nothing() {
             batch.create_from(vec![2; 64], PLACE);
         });
         store.close().unwrap();
-        let files = |disk: &SimDisk| disk.bytes(remanent::FileName::Store);
+        let files = |disk: &SimDisk| disk.bytes(remanent::error::FileName::Store);
         let before = files(&disk);
         let opened = Store::open_on(Arc::new(disk.clone()), device.clone(), options().page_memory(give));
         let error = opened.map(drop).unwrap_err();
@@ -217,7 +218,7 @@ fn an_open_that_passes_over_a_snapshot_takes_the_same_memory_again() {
     commit(&store, |batch| _ = batch.fill(page, 0, 5000, &[2]));
     store.snapshot().unwrap();
     store.close().unwrap();
-    let newest = (1..9).rev().map(remanent::FileName::Pages).find(|file| disk.bytes(*file).is_some());
+    let newest = (1..9).rev().map(remanent::error::FileName::Pages).find(|file| disk.bytes(*file).is_some());
     let newest = newest.expect("the images of a snapshot");
     let image = disk.bytes(newest).unwrap();
     let at = image.windows(64).rposition(|bytes| bytes == [2; 64]).expect("an image that is not compressed");

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use remanent::batch::Width;
 use remanent::device::host::HostDevice;
+use remanent::error::{FileName, Folder, Remedy};
+use remanent::options::{Compression, PageLoad};
 use remanent::testing::sim_disk::{Operation, SimDisk};
-use remanent::{
-    Ack, Budget, Compression, Error, FileName, Folder, Options, PageId, PageLoad, Place, Remedy,
-    SnapshotOptions, StatePoint, Store, Width,
-};
+use remanent::{Ack, Budget, Error, Options, PageId, Place, SnapshotOptions, StatePoint, Store};
 
 use crate::files::{Files, small};
 use crate::gpu::{self, on_each_device};

@@ -6,9 +6,11 @@ use std::sync::{Arc, Mutex};
 
 use remanent::device::host::HostDevice;
 use remanent::device::{Command, CommandList, Lane, StagingSpan};
+use remanent::error::Remedy;
+use remanent::store::MemoryKind;
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Error, Lsn, MemoryKind, Options, PageId, Place, Remedy, StatePoint, Store, WriteBatch};
+use remanent::{Error, Lsn, Options, PageId, Place, StatePoint, Store, WriteBatch};
 
 const LEN: u64 = 64;
 const PLACE: Place = Place::Device(0);
@@ -167,7 +169,7 @@ fn a_transport_is_told_where_a_page_lies() {
         assert!(pin.descriptor().unwrap().to_json().contains(&format!("\"kind\":\"{kind}\"")));
     }
     // Nothing is made up where there is no address.
-    let nowhere = |found: remanent::Result<remanent::MemoryDescriptor>, why: &str| {
+    let nowhere = |found: remanent::Result<remanent::store::MemoryDescriptor>, why: &str| {
         assert!(
             matches!(&found, Err(Error::PlaceUnavailable { reason, .. }) if reason.contains(why)),
             "{found:?}"

@@ -6,10 +6,9 @@ use std::thread;
 
 use remanent::device::host::HostDevice;
 use remanent::device::{CommandList, Device, Lane, MemoryId, Pending};
+use remanent::options::LogIo;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{
-    Ack, Error, Key, LogIo, Lsn, Options, PageId, PageInfo, Place, Result, StatePoint, Store, Value,
-};
+use remanent::{Ack, Error, Key, Lsn, Options, PageId, PageInfo, Place, Result, StatePoint, Store, Value};
 
 use crate::faults::watched;
 

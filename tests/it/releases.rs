@@ -6,10 +6,12 @@ use std::thread;
 
 use remanent::device::host::HostDevice;
 use remanent::device::{Command, CommandList, Device, Lane, StagingSpan};
+use remanent::options::PageLoad;
+use remanent::stats::Purpose;
 use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::{DiskFault, Operation, SimDisk};
-use remanent::{Ack, Budget, Error, PageId, PageLoad, Place, Purpose, Store, WriteBatch};
+use remanent::{Ack, Budget, Error, PageId, Place, Store, WriteBatch};
 
 use crate::device_ops::bytes_of;
 use crate::gpu;
@@ -242,7 +244,7 @@ fn a_gpus_memory_is_handed_out_at_its_address() {
         // Given back like any other.
         drop(memory);
         store.trim().unwrap();
-        let usage = |(of, usage): &(Place, remanent::PlaceUsage)| (*of == place).then(|| usage.used());
+        let usage = |(of, usage): &(Place, remanent::stats::PlaceUsage)| (*of == place).then(|| usage.used());
         assert_eq!(store.stats().places.iter().find_map(usage), Some(if place == PLACE { LEN } else { 0 }));
     }
 }

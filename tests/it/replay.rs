@@ -4,13 +4,15 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use remanent::batch::Width;
 use remanent::device::Device;
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::disk::dir::DirDisk;
+use remanent::options::LogIo;
 use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Error, LogIo, Options, PageId, Place, Result, Store, Width};
+use remanent::{Error, Options, PageId, Place, Result, Store};
 
 use crate::interrupted_reads::InterruptedDisk;
 use crate::kill::workload::Random;

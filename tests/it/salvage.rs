@@ -4,10 +4,11 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
+use remanent::error::{Defect, FileName};
+use remanent::history::Seed;
+use remanent::options::Create;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{
-    Create, Defect, Error, FileName, Lsn, Metadata, Options, PageInfo, Place, Seed, StatePoint, Store,
-};
+use remanent::{Error, Lsn, Metadata, Options, PageInfo, Place, StatePoint, Store};
 use remanent_format::frame::FRAME_HEADER_LEN;
 use remanent_format::limits::SECTOR_LEN;
 use remanent_format::log::frames_of_segment;

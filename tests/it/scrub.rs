@@ -8,10 +8,9 @@ use std::time::Duration;
 
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
+use remanent::error::{Damage, FileName};
 use remanent::testing::sim_disk::{Moment, SimDisk};
-use remanent::{
-    Damage, Error, FileName, Lsn, Options, PageId, Place, SnapshotId, SnapshotOptions, StatePoint, Store,
-};
+use remanent::{Error, Lsn, Options, PageId, Place, SnapshotId, SnapshotOptions, StatePoint, Store};
 use remanent_format::frame::{FrameHeader, FrameKind};
 use remanent_format::image::ImageRef;
 use remanent_format::log::LogWalk;

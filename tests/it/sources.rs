@@ -5,12 +5,13 @@ use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
+use remanent::batch::ByteSource;
 use remanent::device::host::HostDevice;
+use remanent::error::{FileName, Remedy};
+use remanent::options::Compression;
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::{DiskFault, EIO, Operation, SimDisk};
-use remanent::{
-    Ack, Budget, ByteSource, Compression, Error, FileName, Options, PageId, Place, Remedy, Store, WriteBatch,
-};
+use remanent::{Ack, Budget, Error, Options, PageId, Place, Store, WriteBatch};
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 
 use crate::files::{Files, State, open, open_with, small};

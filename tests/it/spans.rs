@@ -5,9 +5,11 @@ use std::fmt::Debug;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
+use remanent::batch::{Shadow, Width};
 use remanent::device::host::HostDevice;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Ack, Budget, Place, Shadow, Store, Tiers, Width};
+use remanent::tiers::Tiers;
+use remanent::{Ack, Budget, Place, Store};
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Metadata, Subscriber};

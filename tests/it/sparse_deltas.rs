@@ -3,8 +3,9 @@
 
 use std::collections::BTreeMap;
 
+use remanent::batch::Width;
 use remanent::disk::dir::DirReader;
-use remanent::{Lsn, Options, Place, Store, Width};
+use remanent::{Lsn, Options, Place, Store};
 use remanent_format::frame::FrameKind;
 use remanent_format::limits::GROUP_ALIGN;
 use remanent_format::log::LogWalk;

@@ -4,10 +4,11 @@ use std::fs::File;
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 
+use remanent::batch::Width;
 use remanent::disk::dir::{DirDisk, DirReader};
+use remanent::error::{FileName, Folder};
 use remanent::{
-    Ack, Error, FileName, Folder, Key, Lsn, Metadata, Options, PageId, Place, SnapshotId, StatePoint, Store,
-    Value, Width,
+    Ack, Error, Key, Lsn, Metadata, Options, PageId, Place, SnapshotId, StatePoint, Store, Value,
 };
 use remanent_format::state::survey::Survey;
 

@@ -7,12 +7,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 
+use remanent::batch::Width;
 use remanent::device::host::HostDevice;
+use remanent::device::{Access, CallerMemory, DeviceBytes};
 use remanent::device::{Command, CommandList, Device, Lane, RawStream, Span, StagingSpan};
 use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Access, CallerMemory, DeviceBytes, Error, Options, PageId, Place, Store, Width, WriteBatch};
+use remanent::{Error, Options, PageId, Place, Store, WriteBatch};
 
 use crate::gpu::{self, Caller};
 

@@ -6,11 +6,10 @@
 
 use std::thread;
 
+use remanent::batch::{Direction, Shadow, Width, WorkingCopy};
 use remanent::device::Lane;
 use remanent::device::cuda::CudaDevice;
-use remanent::{
-    DeviceChoice, Direction, Error, Lease, Options, PageId, Place, Shadow, Store, Width, WorkingCopy,
-};
+use remanent::{DeviceChoice, Error, Lease, Options, PageId, Place, Store};
 
 use crate::gpu::{self, Caller, Memory, Stream};
 

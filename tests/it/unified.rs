@@ -5,8 +5,9 @@ use std::sync::Arc;
 use remanent::device::Device;
 use remanent::device::host::HostDevice;
 use remanent::device::multi::MultiDevice;
+use remanent::device::{UnifiedHint, UnifiedSide};
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Error, Options, PageId, Place, Store, UnifiedHint, UnifiedSide};
+use remanent::{Error, Options, PageId, Place, Store};
 
 use crate::gpu;
 

@@ -7,10 +7,11 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use remanent::batch::Width;
 use remanent::disk::dir::DirReader;
-use remanent::{
-    Follower, Lsn, Options, PageId, PageLoad, Place, Replica, SnapshotOptions, StatePoint, Store, View, Width,
-};
+use remanent::follow::{Follower, Replica};
+use remanent::options::PageLoad;
+use remanent::{Lsn, Options, PageId, Place, SnapshotOptions, StatePoint, Store, View};
 use remanent_format::salvage::{PageRemains, Salvage};
 use remanent_format::state::survey::read_store;
 use rustix::process::{Resource, Rlimit, setrlimit};

@@ -5,10 +5,10 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use remanent::batch::{ByteSource, Width};
 use remanent::disk::dir::DirReader;
-use remanent::{
-    ByteSource, Follower, Options, PageId, Place, Replica, StatePoint, Store, View, Width, WriteBatch,
-};
+use remanent::follow::{Follower, Replica};
+use remanent::{Options, PageId, Place, StatePoint, Store, View, WriteBatch};
 use remanent_format::salvage::{PageRemains, Salvage};
 use remanent_format::state::survey::read_store;
 
@@ -107,7 +107,7 @@ fn life(content: Content) {
     check(&store, page, content);
     store.close().unwrap();
 
-    let on_demand = options().page_load(remanent::PageLoad::OnDemand);
+    let on_demand = options().page_load(remanent::options::PageLoad::OnDemand);
     let ((), taken) = peak(|| {
         let store = Store::open(directory.path(), on_demand).unwrap();
         store.read(page, 5, &mut [0; 5]).unwrap();

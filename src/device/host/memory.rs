@@ -17,9 +17,9 @@ use zerocopy::FromZeros;
 
 use super::super::{MemoryId, Span};
 use crate::base::sync::locks::RwLock;
+use crate::device::HostMemory;
 use crate::disk::FileMemory;
 use crate::error::{Error, Result};
-use crate::options::HostMemory;
 
 /// The longest allocation, in bytes, that is placed in a slab.
 const SLOT_LEN_MAX: u64 = 1024;

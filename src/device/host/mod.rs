@@ -31,9 +31,9 @@ use super::{
 use crate::base::aligned_buf::AlignedBuf;
 use crate::base::sync::Mutex;
 use crate::base::sync::locks::RwLock;
+use crate::device::HostMemory;
 use crate::disk::FileMemory;
 use crate::error::{Error, Result};
-use crate::options::HostMemory;
 
 /// Bytes of consecutive deltas in a list from which several threads apply them.
 const WIDE_BYTES_MIN: u64 = 4 << 20;
@@ -319,7 +319,8 @@ impl CallerMemory {
     /// them. [`Store::caller_bytes`](crate::Store::caller_bytes) of the same value reads them back.
     ///
     /// ```
-    /// use remanent::{CallerMemory, Options, Place, Store};
+    /// use remanent::device::CallerMemory;
+    /// use remanent::{Options, Place, Store};
     /// # use remanent::DeviceChoice;
     /// # let options = Options::default().device(DeviceChoice::Host);
     /// let store = Store::temporary(options)?;
@@ -341,7 +342,9 @@ impl CallerMemory {
     ///
     /// ```
     /// use std::ops::Range;
-    /// use remanent::{CallerMemory, Direction, HostMemory, Options, Place, Shadow, Store, Width};
+    /// use remanent::batch::{Direction, Shadow, Width};
+    /// use remanent::device::{CallerMemory, HostMemory};
+    /// use remanent::{Options, Place, Store};
     /// # use remanent::DeviceChoice;
     /// # let options = Options::default().device(DeviceChoice::Host);
     ///

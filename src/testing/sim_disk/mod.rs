@@ -48,7 +48,7 @@ const EBADF: i32 = 9;
 /// ```
 /// use remanent::disk::Disk;
 /// use remanent::testing::sim_disk::{CrashPlan, SimDisk};
-/// use remanent::{FileName, Folder};
+/// use remanent::error::{FileName, Folder};
 /// let disk = SimDisk::new();
 /// let file = disk.create(FileName::Store)?;
 /// file.write_at(0, b"bytes")?;

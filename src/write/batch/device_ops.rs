@@ -155,7 +155,8 @@ impl WriteBatch {
     /// image file that the log names, instead of logging the changes.
     ///
     /// ```
-    /// use remanent::{Options, Place, Shadow, Store, Width};
+    /// use remanent::batch::{Shadow, Width};
+    /// use remanent::{Options, Place, Store};
     /// # use remanent::DeviceChoice;
     /// # let options = Options::default().device(DeviceChoice::Host);
     /// let store = Store::temporary(options)?;

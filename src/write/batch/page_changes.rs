@@ -22,7 +22,8 @@ const SETTLED_AFTER: u64 = 4096;
 /// versions are never in memory as a whole; otherwise use [`WriteBatch::write_changes`].
 ///
 /// ```
-/// use remanent::{Options, PageChanges, Place, Store, Width};
+/// use remanent::batch::{PageChanges, Width};
+/// use remanent::{Options, Place, Store};
 /// let store = Store::temporary(Options::default())?;
 /// let (before, after) = ([7; 4096], { let mut after = [7; 4096]; after[100] = 8; after });
 /// let mut batch = store.batch();
@@ -211,7 +212,8 @@ impl WriteBatch {
     /// Only the differences are written, so `before` should be the page's current contents.
     ///
     /// ```
-    /// use remanent::{Options, Place, Store, Width};
+    /// use remanent::batch::Width;
+    /// use remanent::{Options, Place, Store};
     /// let store = Store::temporary(Options::default())?;
     /// let before = vec![1; 1 << 20];
     /// let mut batch = store.batch();

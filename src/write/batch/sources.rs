@@ -61,7 +61,8 @@ impl WriteBatch {
     /// ```
     /// use std::sync::Arc;
     /// use std::{fs, io};
-    /// use remanent::{ByteSource, Options, Place, Store};
+    /// use remanent::batch::ByteSource;
+    /// use remanent::{Options, Place, Store};
     /// let store = Store::temporary(Options::default())?;
     /// # let directory = tempfile::tempdir().unwrap();
     /// # let path = directory.path().join("weights");

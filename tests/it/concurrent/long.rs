@@ -2,8 +2,9 @@
 
 use std::collections::BTreeMap;
 
+use remanent::SnapshotOptions;
+use remanent::options::Compression;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Compression, SnapshotOptions};
 use remanent_format::manifest::ManifestEntry;
 
 use super::*;

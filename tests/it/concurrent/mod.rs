@@ -5,16 +5,16 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::thread::ThreadId;
 
-use remanent::Purpose;
 use remanent::device::host::HostDevice;
 use remanent::device::{Command, CommandList, Device, Lane, Pending};
 use remanent::disk::Disk;
 use remanent::disk::dir::{DirDisk, DirReader};
+use remanent::snapshot::SnapshotPhase;
+use remanent::stats::Purpose;
 use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
 use remanent::{
-    Ack, Budget, Error, Lsn, Metadata, Options, PageId, Place, Result, SnapshotOptions, SnapshotPhase,
-    StatePoint, Store,
+    Ack, Budget, Error, Lsn, Metadata, Options, PageId, Place, Result, SnapshotOptions, StatePoint, Store,
 };
 use remanent_format::image::read::read_image;
 use remanent_format::state::survey::Survey;
@@ -166,7 +166,9 @@ fn an_exact_snapshot_is_the_state_of_one_moment() {
                 2 => batch.set_metadata(page, "gathered", gathered as u64),
                 // Every page was created in host memory.
                 3 => batch.move_to(page, if page.0.is_multiple_of(2) { Place::Host } else { Place::Unified }),
-                _ => batch.fill(page, 0, 100, &[0xcc]).scatter(page, remanent::Width::W1, &[500], &[1]),
+                _ => {
+                    batch.fill(page, 0, 100, &[0xcc]).scatter(page, remanent::batch::Width::W1, &[500], &[1])
+                }
             };
         }
         batch.create(100, Place::Host);

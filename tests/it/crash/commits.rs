@@ -1,7 +1,8 @@
 //! Commits: groups, rolls, frames and pages of any length, and stores that were killed before.
 
+use remanent::options::{ImageIo, LogIo};
 use remanent::testing::sim_disk::Tears;
-use remanent::{Ack, ImageIo, LogIo, Metadata};
+use remanent::{Ack, Metadata};
 
 use super::explore::Level;
 use super::model::{Act, Target};

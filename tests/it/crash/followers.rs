@@ -8,8 +8,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use remanent::disk::Disk;
+use remanent::follow::{Follower, Replica};
 use remanent::testing::sim_disk::{Crash, CrashImage, Moment, SimDisk};
-use remanent::{Ack, Error, Follower, Options, Replica, Store};
+use remanent::{Ack, Error, Options, Store};
 
 use super::explore::{Kind, Violation, commit_another};
 use super::model::{Line, replicated};

@@ -4,8 +4,10 @@
 //! image files under two names, which are never written to again. So the crashes of one disk say all about
 //! it, in whatever state those of the other one leave the other, and each disk is explored by itself.
 
+use remanent::error::FileName;
+use remanent::options::ImageIo;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Ack, Error, FileName, ImageIo, Metadata, PageId, Store};
+use remanent::{Ack, Error, Metadata, PageId, Store};
 
 use super::model::{Act, Target};
 use super::work::{Driver, Random};

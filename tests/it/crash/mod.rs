@@ -44,8 +44,9 @@ mod table;
 
 use std::time::Instant;
 
+use remanent::options::ImageIo;
 use remanent::testing::sim_disk::{SimDisk, Tears};
-use remanent::{Error, ImageIo, Options};
+use remanent::{Error, Options};
 
 use explore::{Explorer, Level, Violation};
 use model::Line;

@@ -4,10 +4,9 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use remanent::{
-    ByteSource, Direction, Key, Metadata, NewPage, PageId, PageInfo, PageRef, Place, Replica, Shadow, Store,
-    Value, View, Width, WriteBatch,
-};
+use remanent::batch::{ByteSource, Direction, NewPage, PageRef, Shadow, Width};
+use remanent::follow::Replica;
+use remanent::{Key, Metadata, PageId, PageInfo, Place, Store, Value, View, WriteBatch};
 
 /// A page that an operation names: one that exists, or the n-th that its own batch creates.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -8,8 +8,11 @@
 //!
 //! The same table is opened once more with each segment of the log lost, and with each pair of them.
 
+use remanent::error::FileName;
+use remanent::follow::Replica;
+use remanent::options::LogIo;
 use remanent::testing::sim_disk::{SimDisk, Tears};
-use remanent::{Ack, Error, FileName, LogIo, Metadata, Options, PageId, Replica, Store};
+use remanent::{Ack, Error, Metadata, Options, PageId, Store};
 use remanent_format::judge::{ImageProofs, judge};
 use remanent_format::segment::SEGMENT_HEADER_BLOCK;
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};

@@ -1,8 +1,10 @@
 //! Scrubs that find damage: at whatever moment a crash strikes, acknowledged batches are there, and once the
 //! scrub has returned no file needs the damaged bytes.
 
+use remanent::error::FileName;
+use remanent::snapshot::SnapshotInfo;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Error, FileName, PageId, SnapshotId, SnapshotInfo};
+use remanent::{Error, PageId, SnapshotId};
 use remanent_format::image::ImageRef;
 use remanent_format::state::survey::Survey;
 

@@ -1,7 +1,8 @@
 //! Snapshots, the files that they share and replace; and restores. Batches run beside the snapshots, so that
 //! each image is of a moment of its own, and replay goes over images that are newer than its batches (I2).
 
-use remanent::{Ack, Error, ImageIo, Metadata, PageLoad, Place};
+use remanent::options::{ImageIo, PageLoad};
+use remanent::{Ack, Error, Metadata, Place};
 
 use super::model::{Act, Target};
 use super::work::{Random, Writer, commit_concurrently};

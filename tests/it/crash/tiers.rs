@@ -5,7 +5,8 @@
 //! page has to be exactly where the log says. Explored stores are opened without tiers, so that nothing moves
 //! any more. Opens with tiers, which may take pages down, are in `tiers::`.
 
-use remanent::{Ack, Budget, Error, Options, PageId, Place, Store, Tiers};
+use remanent::tiers::Tiers;
+use remanent::{Ack, Budget, Error, Options, PageId, Place, Store};
 
 use super::model::{Act, Target};
 use super::work::{Driver, Random};

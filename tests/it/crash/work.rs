@@ -5,12 +5,15 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
+use remanent::batch::{Op, Width};
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
+use remanent::follow::{FollowFrom, Follower, Replica};
+use remanent::snapshot::SnapshotInfo;
 use remanent::testing::sim_disk::{Crash, CrashImage, CrashPlan, Moment, SimDisk};
 use remanent::{
-    Ack, Error, FollowFrom, Follower, Key, Lsn, Metadata, Op, Options, PageId, Position, Replica, SnapshotId,
-    SnapshotInfo, SnapshotOptions, StatePoint, Store, Value, View, Width,
+    Ack, Error, Key, Lsn, Metadata, Options, PageId, Position, SnapshotId, SnapshotOptions, StatePoint,
+    Store, Value, View,
 };
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 

@@ -2,13 +2,15 @@
 
 use std::sync::Arc;
 
+use remanent::batch::Width;
+use remanent::device::CallerMemory;
 use remanent::device::host::HostDevice;
 use remanent::device::multi::MultiDevice;
 use remanent::device::{Command, CommandList, Device, Lane, Span};
 use remanent::testing::faulty_device::FaultyDevice;
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{CallerMemory, Error, Options, Place, Store, Width};
+use remanent::{Error, Options, Place, Store};
 
 use super::{PLACE, content};
 use crate::gpu;

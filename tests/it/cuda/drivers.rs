@@ -9,7 +9,8 @@ use std::process::Command as Process;
 
 use remanent::device::Device;
 use remanent::device::cuda::CudaDevice;
-use remanent::{DeviceChoice, Error, Options, Remedy, Store};
+use remanent::error::Remedy;
+use remanent::{DeviceChoice, Error, Options, Store};
 
 use super::{ERRAND, assert_success, in_a_child};
 use crate::gpu;

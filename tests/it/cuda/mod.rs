@@ -10,14 +10,16 @@ use std::path::Path;
 use std::process::{Command as Process, Output};
 use std::sync::Arc;
 
+use remanent::batch::Width;
 use remanent::device::cuda::CudaDevice;
 use remanent::device::cuda::resource::{DriverMemory, LimitedMemory, Pool};
 use remanent::device::host::HostDevice;
 use remanent::device::{
     Command, CommandList, Device, Lane, MemoryId, Payload, Piece, PieceKind, Span, Staging, StagingSpan,
 };
+use remanent::error::Remedy;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Error, Options, Place, Remedy, Store, Width};
+use remanent::{Error, Options, Place, Store};
 
 use crate::gpu::{self, Caller};
 use crate::kill::workload::Random;

@@ -3,12 +3,13 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use remanent::batch::Width;
 use remanent::device::cuda::CudaDevice;
 use remanent::device::{
     Command, CommandList, Device, Lane, Payload, Piece, PieceKind, Selection, Span, StagingSpan,
 };
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Error, Options, Place, Store, Width};
+use remanent::{Error, Options, Place, Store};
 
 use super::{PLACE, content};
 use crate::gpu::{self, Caller};

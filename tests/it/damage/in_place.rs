@@ -3,8 +3,9 @@
 //!
 //! The files come from a file system in memory, for a simulated disk has none that a device may write to.
 
+use remanent::Options;
 use remanent::device::host::HostDevice;
-use remanent::{Compression, Options};
+use remanent::options::Compression;
 use remanent_format::image::ImageRef;
 
 use super::*;

@@ -6,9 +6,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use remanent::disk::Disk;
-use remanent::{
-    Compression, Error, FileName, ImageIo, Lsn, Place, Retention, SnapshotOptions, StatePoint, View,
-};
+use remanent::error::FileName;
+use remanent::options::{Compression, ImageIo};
+use remanent::{Error, Lsn, Place, Retention, SnapshotOptions, StatePoint, View};
 use remanent_format::judge::{ImageProofs, Start, Verdict, judge};
 use remanent_format::limits::SECTOR_LEN;
 use remanent_format::state::reach::Role;

@@ -20,10 +20,11 @@ mod verdicts;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 
+use remanent::batch::Width;
+use remanent::error::{FileName, Folder};
+use remanent::options::ImageIo;
 use remanent::testing::sim_disk::{CrashPlan, Moment, SimDisk, Tears};
-use remanent::{
-    Error, FileName, Folder, ImageIo, Key, Lsn, Metadata, PageId, Place, SnapshotId, Store, Width,
-};
+use remanent::{Error, Key, Lsn, Metadata, PageId, Place, SnapshotId, Store};
 use remanent_format::limits::SECTOR_LEN;
 use remanent_format::log::TornTail;
 use remanent_format::state::rebuild::rebuild;

@@ -4,7 +4,9 @@
 //! An open reads no image that was proven before, so the damage is found where the page is read. Then the
 //! error names the file, every other page has its bytes, and the store goes on.
 
-use remanent::{Compression, Direction, Options, Shadow};
+use remanent::Options;
+use remanent::batch::{Direction, Shadow};
+use remanent::options::Compression;
 use remanent_format::image::Codec;
 
 use super::*;

@@ -3,10 +3,10 @@
 
 use std::fs;
 
+use remanent::error::FileName;
+use remanent::options::{Compression, ImageIo, LogIo};
 use remanent::testing::sim_disk::Operation;
-use remanent::{
-    Compression, Error, FileName, ImageIo, LogIo, Options, Place, SnapshotId, SnapshotOptions, Store,
-};
+use remanent::{Error, Options, Place, SnapshotId, SnapshotOptions, Store};
 use remanent_format::frame::FrameKind;
 use remanent_format::judge::{ImageProofs, judge};
 use remanent_format::log::LogWalk;

@@ -7,11 +7,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use remanent::disk::Disk;
+use remanent::error::{Damage, FileName};
+use remanent::options::{Compression, ImageIo};
+use remanent::store::RecoveryReport;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{
-    Compression, Damage, Error, FileName, ImageIo, Lsn, Options, PageId, Place, RecoveryReport,
-    SnapshotOptions, StatePoint, Store, View,
-};
+use remanent::{Error, Lsn, Options, PageId, Place, SnapshotOptions, StatePoint, Store, View};
 use remanent_format::judge::{ImageProofs, Verdict, judge};
 use remanent_format::limits::SECTOR_LEN;
 use remanent_format::state::reach::Role;

@@ -9,12 +9,14 @@
 
 use std::sync::OnceLock;
 
+use remanent::batch::{ByteSource, Direction, Shadow, Width};
+use remanent::device::CallerMemory;
 use remanent::disk::Disk;
+use remanent::history::DeviceCopier;
+use remanent::options::PageLoad;
 use remanent::testing::faulty_device::{BitFlip, BusWay, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
-use remanent::{
-    ByteSource, CallerMemory, DeviceCopier, Direction, PageLoad, Shadow, SnapshotOptions, View, Width,
-};
+use remanent::{SnapshotOptions, View};
 
 use super::*;
 

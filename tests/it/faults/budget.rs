@@ -1,7 +1,8 @@
 //! Budgets, and memory that runs out: exact figures, and no change in the store.
 
 use remanent::disk::Disk;
-use remanent::{Budget, FileName, SnapshotId, StatePoint, View};
+use remanent::error::FileName;
+use remanent::{Budget, SnapshotId, StatePoint, View};
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 use remanent_format::state::survey::Survey;
 

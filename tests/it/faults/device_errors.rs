@@ -1,8 +1,9 @@
 //! Errors of the device at every call, one after the other.
 
+use remanent::error::Remedy;
+use remanent::options::PageLoad;
 use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
-use remanent::{PageLoad, Remedy};
 
 use super::*;
 

@@ -1,8 +1,10 @@
 //! Input and output errors at every operation of the disk, one after the other.
 
+use remanent::WriteBatch;
 use remanent::disk::Disk;
+use remanent::error::{FileName, Folder, Remedy};
+use remanent::options::{ImageIo, LogIo};
 use remanent::testing::sim_disk::{DiskFault, EIO, Moment, Operation};
-use remanent::{FileName, Folder, ImageIo, LogIo, Remedy, WriteBatch};
 
 use super::*;
 

@@ -1,8 +1,10 @@
 //! A full disk: commits fail cleanly, everything else goes on, and no store has to be opened anew.
 
 use remanent::disk::Disk;
+use remanent::error::{FileName, Folder};
+use remanent::options::{Compression, ImageIo};
 use remanent::testing::sim_disk::ENOSPC;
-use remanent::{Compression, FileName, Folder, ImageIo, PageInfo, WriteBatch};
+use remanent::{PageInfo, WriteBatch};
 
 use super::*;
 use crate::files::{Files, KEPT_FOR_OPENS, State};
@@ -91,7 +93,7 @@ fn fill(store: &Store, line: &mut Line) {
                     matches!(error, Error::DiskFull { file: FileName::Segment(_), needed: SEGMENT, .. }),
                     "{error}"
                 );
-                assert_eq!(error.remedy(), remanent::Remedy::FreeSpace);
+                assert_eq!(error.remedy(), remanent::error::Remedy::FreeSpace);
                 let after = store.stats().places;
                 assert_eq!((store.lsn(), pages(store)), (before.0, before.1));
                 for ((place, before), (_, after)) in before.2.iter().zip(&after) {

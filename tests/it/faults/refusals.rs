@@ -4,8 +4,10 @@ use std::collections::BTreeSet;
 use std::io;
 
 use remanent::disk::dir::DirDisk;
+use remanent::error::{Defect, FileName, Remedy};
 use remanent::layout::{Arrangement, BlockLayout, BlockShape};
-use remanent::{Create, Defect, Epoch, FileName, Key, Lsn, Position, Remedy};
+use remanent::options::Create;
+use remanent::{Epoch, Key, Lsn, Position};
 
 use super::*;
 

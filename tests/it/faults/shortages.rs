@@ -4,11 +4,12 @@
 
 use std::path::Path;
 
+use remanent::error::{FileName, Folder, Remedy};
+use remanent::follow::{FollowFrom, Follower};
+use remanent::options::{LogIo, PageLoad};
 use remanent::testing::sim_disk::{DiskFault, Operation};
 use remanent::testing::thread_refusals;
-use remanent::{
-    FileName, Folder, FollowFrom, Follower, LogIo, PageLoad, Remedy, SnapshotOptions, StatePoint,
-};
+use remanent::{SnapshotOptions, StatePoint};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::*;
@@ -160,7 +161,8 @@ fn a_shortage_during_an_open_fails_that_open() {
         }
         let store = open_on_host(&disk).unwrap();
         line.check(&store, line.logged);
-        let ids = |kept: &[remanent::SnapshotInfo]| kept.iter().map(|info| info.id).collect::<Vec<_>>();
+        let ids =
+            |kept: &[remanent::snapshot::SnapshotInfo]| kept.iter().map(|info| info.id).collect::<Vec<_>>();
         assert_eq!(ids(&store.snapshots()), ids(&kept));
         struck
     });

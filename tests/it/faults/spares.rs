@@ -2,8 +2,9 @@
 //! full.
 
 use remanent::disk::Disk;
+use remanent::error::{FileName, Folder};
+use remanent::options::Compression;
 use remanent::testing::sim_disk::{CrashPlan, DiskFault, EIO, Operation, Tears};
-use remanent::{Compression, FileName, Folder};
 
 use super::disk_full::{is_held, until};
 use super::*;

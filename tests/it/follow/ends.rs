@@ -1,6 +1,7 @@
 //! The two ways in which a following ends: the log went on without the follower, or its batch was lost.
 
-use remanent::{FileName, Folder, Incarnation, Remedy};
+use remanent::error::{FileName, Folder, Remedy};
+use remanent::history::Incarnation;
 
 use super::*;
 

@@ -1,6 +1,7 @@
 //! Batches whose long pages lie in image files, written ahead: their bytes are read when they are asked for.
 
-use remanent::{Compression, FileName, Folder};
+use remanent::error::{FileName, Folder};
+use remanent::options::Compression;
 
 use super::*;
 use crate::kill::workload::Random;

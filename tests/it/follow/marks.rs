@@ -1,6 +1,6 @@
 //! Incomplete frames: not there yet, or damaged. A durable mark makes the difference.
 
-use remanent::FileName;
+use remanent::error::FileName;
 
 use super::*;
 

@@ -14,14 +14,14 @@ mod races;
 use std::sync::Arc;
 use std::time::Duration;
 
+use remanent::batch::Op;
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::disk::dir::DirDisk;
+use remanent::follow::{FollowFrom, FollowedBatch, Follower, FollowerPosition, Replica};
+use remanent::options::LogIo;
 use remanent::testing::sim_disk::{Moment, SimDisk};
-use remanent::{
-    Error, FollowFrom, FollowedBatch, Follower, FollowerPosition, LogIo, Lsn, Op, Options, PageId, Place,
-    Replica, StatePoint, Store,
-};
+use remanent::{Error, Lsn, Options, PageId, Place, StatePoint, Store};
 use remanent_format::state::survey::Survey;
 
 use crate::kill::model::Model;

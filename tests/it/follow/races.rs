@@ -4,7 +4,7 @@
 
 use std::sync::Mutex;
 
-use remanent::{FileName, Folder};
+use remanent::error::{FileName, Folder};
 
 use super::*;
 use crate::interrupted_reads::InterruptedDisk;

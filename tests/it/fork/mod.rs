@@ -12,9 +12,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use remanent::batch::{Shadow, Width};
+use remanent::device::{RawStream, UnifiedHint, UnifiedSupport};
+use remanent::follow::{FollowFrom, Follower, Replica};
+use remanent::options::LogIo;
+use remanent::snapshot::SnapshotPhase;
 use remanent::{
-    Ack, DeviceChoice, Error, FollowFrom, Follower, Key, LogIo, Lsn, Options, PageId, Place, RawStream,
-    Replica, Shadow, SnapshotOptions, SnapshotPhase, StatePoint, Store, UnifiedHint, UnifiedSupport, Width,
+    Ack, DeviceChoice, Error, Key, Lsn, Options, PageId, Place, SnapshotOptions, StatePoint, Store,
     WriteBatch,
 };
 

@@ -1,7 +1,8 @@
 //! One life on a disk that has little space, in an order of steps that covers what is promised there.
 
 use remanent::disk::Disk;
-use remanent::{Compression, Error, LogIo, Options, PageId, Place, SnapshotOptions, StatePoint, Store};
+use remanent::options::{Compression, LogIo};
+use remanent::{Error, Options, PageId, Place, SnapshotOptions, StatePoint, Store};
 
 use super::RESERVE;
 use crate::damage::mix;

@@ -13,8 +13,10 @@ use std::time::Duration;
 
 use remanent::device::host::HostDevice;
 use remanent::disk::{Disk, dir::DirDisk};
+use remanent::error::Remedy;
+use remanent::options::{Create, LogIo};
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Ack, Create, Error, LogIo, Options, PageId, Place, Remedy, StatePoint, Store, View};
+use remanent::{Ack, Error, Options, PageId, Place, StatePoint, Store, View};
 
 use self::life::{Course, LIFE_LEN, Ways, changes_nothing_if_refused, is_fork_of, life, life_options, noise};
 use crate::direct_io;

@@ -6,7 +6,9 @@
 //! from the newest snapshot, as it is told. A kill takes nothing that a follower may have read, so none ever
 //! diverges. A follower that went on with a fork has diverged.
 
-use remanent::{Error, FollowFrom, FollowedBatch, Follower, Op, Replica};
+use remanent::Error;
+use remanent::batch::Op;
+use remanent::follow::{FollowFrom, FollowedBatch, Follower, Replica};
 
 use super::*;
 

@@ -4,7 +4,8 @@ use std::ops::RangeInclusive;
 use std::path::Path;
 
 use remanent::disk::dir::DirReader;
-use remanent::{Lsn, Metadata, PageInfo, Place, SnapshotInfo, StatePoint, Store};
+use remanent::snapshot::SnapshotInfo;
+use remanent::{Lsn, Metadata, PageInfo, Place, StatePoint, Store};
 
 use super::diary::Entry;
 use super::model::State;

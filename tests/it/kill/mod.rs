@@ -25,8 +25,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use remanent::options::LogIo;
 use remanent::testing::phases::Phase;
-use remanent::{LogIo, Lsn, Store};
+use remanent::{Lsn, Store};
 
 use board::{Board, PHASES};
 use diary::{Diary, Entry};

@@ -12,7 +12,7 @@ use crate::machine::skipped;
 struct Plan {
     kind: Kind,
     log_io: Option<LogIo>,
-    /// The value that [`remanent::RecoveryReport::log_io`] must have.
+    /// The value that [`remanent::store::RecoveryReport::log_io`] must have.
     says: &'static str,
     /// Cuts in the short form.
     cuts: usize,

@@ -6,7 +6,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread;
 
-use remanent::{Ack, Error, LogIo, Lsn, Remedy, Result, SnapshotOptions};
+use remanent::error::Remedy;
+use remanent::options::LogIo;
+use remanent::{Ack, Error, Lsn, Result, SnapshotOptions};
 use remanent_format::Defect;
 
 use super::board::Board;

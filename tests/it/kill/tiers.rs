@@ -4,7 +4,8 @@
 //! The store moves pages by batches of its own, so that the number of a batch is not its Lsn. It is in the
 //! root.
 
-use remanent::{Budget, Error, Lsn, Metadata, Options, PageId, Place, Result, Store, Tiers, Value};
+use remanent::tiers::Tiers;
+use remanent::{Budget, Error, Lsn, Metadata, Options, PageId, Place, Result, Store, Value};
 use remanent_format::PageTable;
 
 use super::worker::Work;

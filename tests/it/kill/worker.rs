@@ -9,9 +9,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use remanent::disk::{Disk, dir::DirDisk};
+use remanent::options::{Compression, ImageIo, LogIo, PageLoad};
 use remanent::{
-    Ack, Compression, Error, ImageIo, LogIo, Lsn, Options, PageLoad, Position, Result, SnapshotOptions,
-    StatePoint, Store, Ticket, WriteBatch,
+    Ack, Error, Lsn, Options, Position, Result, SnapshotOptions, StatePoint, Store, Ticket, WriteBatch,
 };
 
 use super::board::Board;

@@ -4,7 +4,8 @@
 
 use std::collections::BTreeMap;
 
-use remanent::{DeviceChoice, Key, Lsn, Metadata, PageId, Place, Value, Width, WriteBatch};
+use remanent::batch::Width;
+use remanent::{DeviceChoice, Key, Lsn, Metadata, PageId, Place, Value, WriteBatch};
 
 /// The pages there are, with their lengths: all of the state that the next batch depends on.
 pub type Shape = BTreeMap<PageId, u64>;

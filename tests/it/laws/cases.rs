@@ -1,6 +1,6 @@
 //! The table of cases, and cases drawn at random.
 
-use remanent::Width;
+use remanent::batch::Width;
 use remanent::device::{
     Command, DIGEST_CHUNK_LEN, DIGEST_LEN, DIGEST_SEED_LEN, IndexList, Lane, MemoryId, Payload, Piece,
     PieceKind, Selection, Span, StagingSpan, digest_count, digest_key,

@@ -13,6 +13,7 @@ mod receipt;
 
 use std::sync::Arc;
 
+use remanent::batch::Width;
 use remanent::device::cuda::CudaDevice;
 use remanent::device::cuda::resource::{
     DriverMemory, GuardedMemory, LimitedMemory, LoggedMemory, MemoryAccess, Pool,
@@ -25,7 +26,7 @@ use remanent::device::{
 };
 use remanent::testing::faulty_device::FaultyDevice;
 use remanent::testing::late_device::LateDevice;
-use remanent::{Error, Place, Width};
+use remanent::{Error, Place};
 
 use self::model::{Case, Outcome};
 use self::receipt::Receipt;

@@ -4,8 +4,9 @@ use std::collections::BTreeSet;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
+use remanent::SnapshotId;
 use remanent::disk::dir::DirReader;
-use remanent::{FileName, SnapshotId};
+use remanent::error::FileName;
 use remanent_format::state::survey::Survey;
 
 use super::model::Kept;

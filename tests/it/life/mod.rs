@@ -41,7 +41,8 @@ use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use remanent::{Error, LogIo, Lsn, StatePoint, Store};
+use remanent::options::LogIo;
+use remanent::{Error, Lsn, StatePoint, Store};
 
 use crate::direct_io;
 use crate::kill::workload::Random;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use remanent::LogIo;
+use remanent::options::LogIo;
 
 use super::ages::KEPT_FOR_MS;
 use super::bounds::disk_bytes;

@@ -3,8 +3,10 @@
 
 use std::sync::Arc;
 
+use remanent::options::{ImageIo, LogIo};
 use remanent::testing::sim_disk::{Moment, SimDisk};
-use remanent::{Budget, ImageIo, Key, LogIo, Options, PageId, Place, Store, Tiers};
+use remanent::tiers::Tiers;
+use remanent::{Budget, Key, Options, PageId, Place, Store};
 
 use crate::files::{Files, small};
 use crate::gpu;

@@ -8,9 +8,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use remanent::follow::{FollowFrom, Follower, Replica};
+use remanent::options::{Compression, LogIo, PageLoad};
 use remanent::{
-    Ack, Compression, Error, FollowFrom, Follower, Key, LogIo, Lsn, Options, PageId, PageInfo, PageLoad,
-    Place, Replica, SnapshotOptions, StatePoint, Store, Ticket, Value,
+    Ack, Error, Key, Lsn, Options, PageId, PageInfo, Place, SnapshotOptions, StatePoint, Store, Ticket, Value,
 };
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 

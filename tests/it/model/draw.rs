@@ -4,7 +4,8 @@ use proptest::bool::weighted;
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::select;
-use remanent::{Place, Value, Width};
+use remanent::batch::Width;
+use remanent::{Place, Value};
 
 use super::history::{Action, Bad, KEYS, MoveCall, NAMES, SNAPSHOT_NAMES, Step};
 

@@ -2,7 +2,8 @@
 //! random; a fuzzer's bytes make them here.
 
 use arbitrary::{Arbitrary, Result, Unstructured};
-use remanent::{Place, Value, Width};
+use remanent::batch::Width;
+use remanent::{Place, Value};
 
 /// Keys that pages may have: few, so that they are taken, freed and given again.
 pub const KEYS: [&str; 4] =

@@ -30,8 +30,9 @@ use remanent::device::Device;
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::disk::dir::{DirDisk, DirReader};
+use remanent::options::{LogIo, PageLoad};
 use remanent::testing::late_device::LateDevice;
-use remanent::{Error, LogIo, Options, PageLoad, Place, StatePoint, Store};
+use remanent::{Error, Options, Place, StatePoint, Store};
 use remanent_format::ReadAt;
 use tempfile::TempDir;
 

@@ -3,10 +3,9 @@
 
 use std::collections::BTreeMap;
 
-use remanent::{
-    Epoch, Error, Key, Metadata, NewPage, PageId, PageRef, Place, SnapshotId, SnapshotInfo, Value, Width,
-    WriteBatch,
-};
+use remanent::batch::{NewPage, PageRef, Width};
+use remanent::snapshot::SnapshotInfo;
+use remanent::{Epoch, Error, Key, Metadata, PageId, Place, SnapshotId, Value, WriteBatch};
 
 use super::history::{Bad, KEYS, NAMES, Step, TIERS};
 

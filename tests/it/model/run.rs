@@ -3,11 +3,14 @@
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 
+use remanent::batch::{Direction, Shadow, Width};
 use remanent::device::Device;
 use remanent::disk::Disk;
+use remanent::snapshot::SnapshotInfo;
+use remanent::tiers::Tiers;
 use remanent::{
-    Budget, Direction, Error, Key, Lsn, Options, PageId, PageInfo, Place, Position, Shadow, SnapshotInfo,
-    SnapshotOptions, StatePoint, Store, Tiers, View, Width,
+    Budget, Error, Key, Lsn, Options, PageId, PageInfo, Place, Position, SnapshotOptions, StatePoint, Store,
+    View,
 };
 use remanent_format::ReadAt;
 use remanent_format::state::rebuild::{RebuildOptions, RebuiltStore, rebuild};

@@ -6,7 +6,8 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use remanent::device::MemoryId;
-use remanent::{Ack, Lsn, Result, SnapshotInfo, SnapshotOptions, WriteBatch};
+use remanent::snapshot::SnapshotInfo;
+use remanent::{Ack, Lsn, Result, SnapshotOptions, WriteBatch};
 
 use super::*;
 

@@ -7,14 +7,15 @@ mod concurrent;
 
 use std::sync::Arc;
 
+use remanent::batch::Width;
 use remanent::device::Device;
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
+use remanent::error::Remedy;
+use remanent::follow::{FollowFrom, Follower, Replica};
+use remanent::options::Compression;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{
-    Budget, Compression, Error, FollowFrom, Follower, Options, PageId, Place, Remedy, Replica,
-    SnapshotOptions, StatePoint, Store, View, Width,
-};
+use remanent::{Budget, Error, Options, PageId, Place, SnapshotOptions, StatePoint, Store, View};
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 
 use crate::files::{Files, State, small};
@@ -455,7 +456,7 @@ fn followers_are_told_of_moves() {
     store.wait_durable(store.lsn()).unwrap();
     let mut kinds = Vec::new();
     while let Some(batch) = follower.next(std::time::Duration::ZERO).unwrap() {
-        kinds.push(batch.operations().iter().map(remanent::Op::kind).collect::<Vec<_>>().join(" "));
+        kinds.push(batch.operations().iter().map(remanent::batch::Op::kind).collect::<Vec<_>>().join(" "));
         replica.apply(&batch).unwrap();
     }
     assert_eq!(kinds[1..], ["move", "move fill", "restore", "move"]);

@@ -5,8 +5,10 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use remanent::disk::Disk;
+use remanent::options::ImageIo;
+use remanent::store::ReadPages;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Error, ImageIo, Options, PageId, Place, ReadPages, SnapshotOptions, StatePoint, Store, View};
+use remanent::{Error, Options, PageId, Place, SnapshotOptions, StatePoint, Store, View};
 
 use super::{image_of, is_overlay};
 use crate::files::{Files, small};

@@ -5,11 +5,12 @@ mod life;
 use std::sync::Arc;
 
 use remanent::disk::Disk;
+use remanent::error::{FileName, Folder};
+use remanent::options::ImageIo;
+use remanent::snapshot::{SnapshotInfo, SnapshotPhase};
+use remanent::store::ReadPages;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{
-    Error, FileName, Folder, ImageIo, Options, PageId, Place, ReadPages, SnapshotInfo, SnapshotPhase,
-    StatePoint, Store, View,
-};
+use remanent::{Error, Options, PageId, Place, StatePoint, Store, View};
 use remanent_format::image::{Codec, ImageRef};
 use remanent_format::state::survey::Survey;
 
@@ -356,7 +357,7 @@ fn no_overlay_is_laid_over_a_base_that_is_known_to_be_damaged() {
     assert!(images.iter().all(is_overlay) && bases[0] == bases[1]);
     disk.damage(FileName::Pages(bases[0].0), 4096 + 2_000_000, &[1, 2, 3, 4]);
     let found = store.scrub().unwrap();
-    let is_base = |damage: &remanent::Damage| damage.file == FileName::Pages(bases[0].0);
+    let is_base = |damage: &remanent::error::Damage| damage.file == FileName::Pages(bases[0].0);
     assert!(found.damage.iter().any(is_base), "{found:?}");
     // Both overlays are of no use, though the damage was found by way of one of them.
     write(&store, page, &mut plain, 100, &mut random);

@@ -1,8 +1,9 @@
 //! Stores in the state of a row, and the report that an open must give of one that it refuses.
 
 use remanent::disk::Disk;
+use remanent::error::{Defect, FileName, Remedy};
 use remanent::testing::sim_disk::{CrashPlan, SimDisk, Tears};
-use remanent::{Defect, Error, FileName, Lsn, Options, PageId, Place, Remedy, Store};
+use remanent::{Error, Lsn, Options, PageId, Place, Store};
 use remanent_format::frame::{FrameHeader, FrameHeaderRaw, FrameKind, UncheckedFrame};
 use remanent_format::segment::SEGMENT_HEADER_BLOCK;
 use remanent_format::state::rebuild::{RebuiltStore, rebuild};

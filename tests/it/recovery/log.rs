@@ -1,8 +1,9 @@
 //! The rows of the log: torn tails, damage, segments that are missing, openings that were cut short.
 
 use remanent::disk::Disk;
+use remanent::error::{Defect, FileName, Remedy};
 use remanent::testing::sim_disk::{CrashPlan, DiskFault, EIO, Operation, SimDisk};
-use remanent::{Defect, FileName, Lsn, PageId, Remedy};
+use remanent::{Lsn, PageId};
 use remanent_format::frame::{FrameHeader, FrameHeaderRaw, FrameKind, UncheckedFrame};
 use remanent_format::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
 use remanent_format::state::survey::Survey;

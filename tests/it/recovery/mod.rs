@@ -15,8 +15,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use remanent::disk::Disk;
+use remanent::error::{Defect, FileName, Folder, Remedy};
+use remanent::options::Create;
 use remanent::testing::sim_disk::{CrashPlan, DiskFault, Operation, SimDisk};
-use remanent::{Create, Defect, Error, FileName, Folder, Lsn, Place, Remedy, Store, View};
+use remanent::{Error, Lsn, Place, Store, View};
 use remanent_format::frame::{FrameHeader, FrameKind};
 use remanent_format::image::{ImageFileHeader, ImagePurpose, ImageRef};
 use remanent_format::segment::{SEGMENT_HEADER_BLOCK, SegmentHeader};

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use remanent::disk::Disk;
+use remanent::error::FileName;
 use remanent::testing::sim_disk::{CrashImage, CrashPlan, SimDisk, Tears};
-use remanent::{FileName, Lsn, SnapshotId, View};
+use remanent::{Lsn, SnapshotId, View};
 use remanent_format::state::survey::Survey;
 
 use super::bench::{create_page, flip, step, stepped};

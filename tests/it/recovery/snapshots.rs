@@ -1,7 +1,8 @@
 //! The rows of damaged, lost and unrecorded snapshots.
 
+use remanent::error::{Defect, FileName};
 use remanent::testing::sim_disk::{Moment, Operation, SimDisk};
-use remanent::{Defect, Error, FileName, PageId, SnapshotId, SnapshotOptions};
+use remanent::{Error, PageId, SnapshotId, SnapshotOptions};
 use remanent_format::state::survey::Survey;
 
 use super::bench::{create_page, flip, refused_at, remove, step, with_snapshots};

@@ -7,10 +7,12 @@
 
 use std::sync::Arc;
 
+use remanent::batch::Width;
 use remanent::device::Device;
 use remanent::device::host::HostDevice;
+use remanent::error::{Damage, FileName, TornTail};
 use remanent::testing::sim_disk::{Moment, SimDisk};
-use remanent::{Damage, Error, FileName, Lsn, PageId, Place, Store, TornTail, Width};
+use remanent::{Error, Lsn, PageId, Place, Store};
 use remanent_format::frame::FrameKind;
 use remanent_format::log::frames_of_segment;
 use remanent_format::state::rebuild::rebuild;

@@ -7,11 +7,11 @@ use std::collections::BTreeSet;
 use std::num::NonZero;
 use std::ops::Range;
 
+use remanent::error::FileName;
+use remanent::options::Compression;
+use remanent::snapshot::SnapshotInfo;
 use remanent::testing::sim_disk::{SimDisk, SyncPoint};
-use remanent::{
-    Compression, Error, FileName, Options, PageId, Place, SnapshotId, SnapshotInfo, SnapshotOptions,
-    StatePoint, Store,
-};
+use remanent::{Error, Options, PageId, Place, SnapshotId, SnapshotOptions, StatePoint, Store};
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 use remanent_format::state::survey::Survey;
 

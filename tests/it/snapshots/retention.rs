@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use remanent::disk::{Disk, Hold};
+use remanent::error::Folder;
 use remanent::testing::sim_disk::Moment;
-use remanent::{Folder, Lsn, SnapshotOptions, StatePoint, View};
+use remanent::{Lsn, SnapshotOptions, StatePoint, View};
 
 use super::*;
 

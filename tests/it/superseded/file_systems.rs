@@ -7,7 +7,8 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use remanent::{Ack, DeviceChoice, Error, LogIo, Options, PageId, Place, Store};
+use remanent::options::LogIo;
+use remanent::{Ack, DeviceChoice, Error, Options, PageId, Place, Store};
 
 use super::superseded;
 use crate::direct_io;

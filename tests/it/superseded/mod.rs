@@ -9,8 +9,10 @@ use std::time::Duration;
 
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
+use remanent::error::Remedy;
+use remanent::options::LogIo;
 use remanent::testing::sim_disk::{SimDisk, SyncPoint};
-use remanent::{Ack, Error, LogIo, Options, PageId, Place, Remedy, Result, Store, Ticket};
+use remanent::{Ack, Error, Options, PageId, Place, Result, Store, Ticket};
 
 use crate::files::small;
 use crate::machine::{alone_for, effort, in_parallel};

@@ -1,7 +1,8 @@
 //! Batches by which pages grow, in whatever place they are by then.
 
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Ack, Budget, Error, PageId, Place, Tiers};
+use remanent::tiers::Tiers;
+use remanent::{Ack, Budget, Error, PageId, Place};
 
 use super::{DEVICE, LEN, bytes, open, put};
 use crate::files::small;

@@ -3,8 +3,10 @@
 use std::sync::Arc;
 
 use remanent::device::host::HostDevice;
+use remanent::options::PageLoad;
 use remanent::testing::sim_disk::{CrashImage, SimDisk};
-use remanent::{Ack, Budget, Error, PageId, PageLoad, Place, Store, Tiers};
+use remanent::tiers::Tiers;
+use remanent::{Ack, Budget, Error, PageId, Place, Store};
 
 use super::{
     DEVICE, LEN, ROOM, bytes, each_crash, goes_on, open, open_after, peak, places, places_after, put,

@@ -11,8 +11,10 @@ mod sources;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use remanent::stats::TierStats;
 use remanent::testing::sim_disk::{CrashImage, CrashPlan, SimDisk, Tears};
-use remanent::{Ack, Budget, Error, Key, Options, PageId, Place, Store, TierStats, Tiers};
+use remanent::tiers::Tiers;
+use remanent::{Ack, Budget, Error, Key, Options, PageId, Place, Store};
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 
 use crate::files::small;

@@ -4,7 +4,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Ack, EvictionPolicy, PageId, Place, Tiers};
+use remanent::tiers::{EvictionPolicy, Tiers};
+use remanent::{Ack, PageId, Place};
 
 use super::{DEVICE, LEN, ROOM, open, places, put, tier, two_tiers};
 use crate::gpu::on_each_device;

@@ -1,7 +1,8 @@
 //! Reading ahead: each step's pages are there when it is due, however far ahead the store goes.
 
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Ack, Budget, Error, PageId, Place, Store, Tiers};
+use remanent::tiers::Tiers;
+use remanent::{Ack, Budget, Error, PageId, Place, Store};
 
 use super::{DEVICE, LEN, ROOM, bytes, open, peak, place, put, two_tiers};
 use crate::files::small;

@@ -6,7 +6,8 @@ use std::time::Duration;
 use remanent::device::host::HostDevice;
 use remanent::testing::faulty_device::FaultyDevice;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Budget, Error, PageId, Place, Store, Tiers};
+use remanent::tiers::Tiers;
+use remanent::{Budget, Error, PageId, Place, Store};
 
 use super::{DEVICE, LEN, ROOM, bytes, key, open, peak, place, places, put, tier, two_tiers};
 use crate::faults::disk_full::{is_held, until};
@@ -161,7 +162,7 @@ fn commits_wait_for_no_slow_disk_while_there_is_room() {
 fn a_full_disk_keeps_pages_where_they_are() {
     on_each_device(|| {
         let disk = SimDisk::new();
-        let options = || two_tiers().compression(remanent::Compression::Off);
+        let options = || two_tiers().compression(remanent::options::Compression::Off);
         let mut store = open(&disk, options());
         let mut held: Vec<(u64, PageId)> = Vec::new();
         let mut next = 0;

@@ -3,8 +3,9 @@
 use std::io;
 use std::sync::{Arc, Weak};
 
+use remanent::batch::ByteSource;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Ack, ByteSource, Error, PageId, Place, Store};
+use remanent::{Ack, Error, PageId, Place, Store};
 
 use super::{DEVICE, LEN, ROOM, open, put, two_tiers};
 use crate::faults::watched;

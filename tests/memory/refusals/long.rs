@@ -3,10 +3,8 @@
 use std::path::Path;
 use std::sync::{Arc, LazyLock, Mutex};
 
-use remanent::{
-    ByteSource, PageId, Place, Retention, Shadow, SnapshotId, SnapshotOptions, StatePoint, Store, Width,
-    WriteBatch,
-};
+use remanent::batch::{ByteSource, Shadow, Width};
+use remanent::{PageId, Place, Retention, SnapshotId, SnapshotOptions, StatePoint, Store, WriteBatch};
 
 use super::Operation::{self, Call, Commit, Outside};
 use super::{

@@ -4,8 +4,9 @@
 use std::ops::Range;
 use std::path::Path;
 
+use remanent::batch::Width;
 use remanent::{
-    Key, Lsn, PageId, Place, Retention, SnapshotId, SnapshotOptions, StatePoint, Store, Width, WriteBatch,
+    Key, Lsn, PageId, Place, Retention, SnapshotId, SnapshotOptions, StatePoint, Store, WriteBatch,
 };
 
 use super::Operation::{self, Call, Commit, Outside};
@@ -86,7 +87,7 @@ pub const MANY: [(&str, Operation); 35] = [
     (
         "open that loads all later",
         Outside(|directory| {
-            let store = Store::open(directory, options().page_load(remanent::PageLoad::OnDemand))?;
+            let store = Store::open(directory, options().page_load(remanent::options::PageLoad::OnDemand))?;
             let loaded = store.wait_loaded();
             store.close()?;
             loaded

@@ -21,9 +21,11 @@ use std::sync::atomic::{AtomicIsize, Ordering};
 use std::time::Duration;
 
 use remanent::disk::dir::DirReader;
+use remanent::follow::{FollowFrom, Follower, Replica};
+use remanent::history::Seed;
+use remanent::options::PageLoad;
 use remanent::{
-    Error, FollowFrom, Follower, Lsn, Options, PageId, PageInfo, PageLoad, Replica, Result, Seed,
-    SnapshotOptions, StatePoint, Store, View, WriteBatch,
+    Error, Lsn, Options, PageId, PageInfo, Result, SnapshotOptions, StatePoint, Store, View, WriteBatch,
 };
 use remanent_format::salvage::{PageRemains, Salvage};
 use remanent_format::store::StoreFile;

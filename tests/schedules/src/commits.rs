@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
+use remanent::options::LogIo;
 use remanent::testing::sim_disk::{DiskFault, EIO, Operation};
-use remanent::{Ack, Epoch, Error, LogIo, Lsn, Place};
+use remanent::{Ack, Epoch, Error, Lsn, Place};
 
 use crate::ground::{Ground, PAGE_LEN, options};
 use crate::runner::{at_once, explore};

@@ -7,9 +7,10 @@ use std::time::Duration;
 use remanent::device::Device;
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
+use remanent::error::{FileName, Folder};
 use remanent::testing::sim_disk::{SimDisk, Tears};
 use remanent::testing::sync::{Instant, Mutex};
-use remanent::{Ack, FileName, Folder, Lsn, Options, PageId, Place, Store, Value, WriteBatch};
+use remanent::{Ack, Lsn, Options, PageId, Place, Store, Value, WriteBatch};
 use remanent_format::state::rebuild::{RebuildOptions, RebuiltStore, rebuild};
 
 use crate::archive::Files;

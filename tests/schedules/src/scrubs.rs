@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use remanent::disk::Disk;
-use remanent::{Ack, FileName, Folder, Lsn, ScrubReport, SnapshotId};
+use remanent::error::{FileName, Folder};
+use remanent::snapshot::ScrubReport;
+use remanent::{Ack, Lsn, SnapshotId};
 use remanent_format::image::ImageRef;
 use remanent_format::state::survey::Survey;
 

@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use remanent::{Ack, Budget, Lsn, Place, ScrubReport, SnapshotOptions};
+use remanent::snapshot::ScrubReport;
+use remanent::{Ack, Budget, Lsn, Place, SnapshotOptions};
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 
 use crate::ground::{Ground, PAGE_LEN, files, options};

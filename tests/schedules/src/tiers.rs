@@ -4,7 +4,8 @@
 use std::time::Duration;
 
 use remanent::testing::sync::Mutex;
-use remanent::{Ack, Budget, Options, PageId, Place, Tiers};
+use remanent::tiers::Tiers;
+use remanent::{Ack, Budget, Options, PageId, Place};
 
 use crate::ground::{Ground, PAGE_LEN, options};
 use crate::runner::{Time, at_once, explore};

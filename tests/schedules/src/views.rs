@@ -3,7 +3,8 @@
 
 use std::time::Duration;
 
-use remanent::{Ack, LogIo, Lsn, Store, Value};
+use remanent::options::LogIo;
+use remanent::{Ack, Lsn, Store, Value};
 
 use crate::ground::{Ground, PAGE_LEN, bytes, options};
 use crate::runner::{at_once, explore};

@@ -10,7 +10,8 @@ use std::collections::{HashMap, HashSet};
 use std::io::Write;
 use std::path::Path;
 
-use remanent::{EvictionPolicy, Lru, PageId};
+use remanent::PageId;
+use remanent::tiers::{EvictionPolicy, Lru};
 use serde::Deserialize;
 
 use crate::cli::exit::Failure;

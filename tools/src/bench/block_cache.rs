@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use remanent::{Error, Key, PageId, Place, Prefetch, ReadAhead, Store};
+use remanent::tiers::{Prefetch, ReadAhead};
+use remanent::{Error, Key, PageId, Place, Store};
 
 use super::latency::Latency;
 use super::room::{BenchStop, Room};

@@ -2,10 +2,11 @@
 
 use std::time::{Duration, Instant};
 
+use remanent::batch::{Direction, Shadow, Width, WorkingCopy};
 use remanent::device::{
     Command, DIGEST_CHUNK_LEN, DIGEST_LEN, DIGEST_SEED_LEN, Lane, Span, StagingSpan, digest_count, digest_key,
 };
-use remanent::{Ack, Budget, Direction, Place, Shadow, Store, Width, WorkingCopy};
+use remanent::{Ack, Budget, Place, Store};
 
 use super::figures::{Figure, Findings, Group, Unit};
 use super::room::{self, BenchStop, Room, size};

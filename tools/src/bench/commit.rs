@@ -4,7 +4,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use clap::ValueEnum;
-use remanent::{Ack, LogIo, PageId, Store};
+use remanent::options::LogIo;
+use remanent::{Ack, PageId, Store};
 
 use super::figures::{Figure, Findings, Group, TimeSeries, Unit};
 use super::latency::Latency;

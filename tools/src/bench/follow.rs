@@ -4,7 +4,9 @@ use std::collections::HashMap;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use remanent::{Ack, FollowFrom, Follower, LogIo, Lsn, PageId, Store};
+use remanent::follow::{FollowFrom, Follower};
+use remanent::options::LogIo;
+use remanent::{Ack, Lsn, PageId, Store};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::figures::{Figure, Findings, Group, Unit};

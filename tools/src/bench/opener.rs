@@ -7,7 +7,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use remanent::disk::dir::DirDisk;
-use remanent::{DeviceChoice, Folder, Store};
+use remanent::error::Folder;
+use remanent::{DeviceChoice, Store};
 use serde::{Deserialize, Serialize};
 
 use super::peak::{self, Watch};

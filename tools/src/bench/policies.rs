@@ -3,7 +3,8 @@
 use std::collections::HashSet;
 
 use clap::ValueEnum;
-use remanent::{EvictionPolicy, Lru, PageId, S3Fifo, Tiers};
+use remanent::PageId;
+use remanent::tiers::{EvictionPolicy, Lru, S3Fifo, Tiers};
 
 /// A policy of the engine's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

@@ -3,7 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use remanent::{DeviceChoice, PageId, PageLoad as Loading};
+use remanent::options::PageLoad as Loading;
+use remanent::{DeviceChoice, PageId};
 
 use super::figures::{Figure, Findings, Group, Unit};
 use super::room::{self, BenchStop, Room};

@@ -11,7 +11,8 @@ use remanent::device::Device;
 use remanent::device::cuda::CudaDevice;
 use remanent::device::host::HostDevice;
 use remanent::disk::dir::DirDisk;
-use remanent::{Compression, DeviceChoice, Error, Options, Place, Store};
+use remanent::options::Compression;
+use remanent::{DeviceChoice, Error, Options, Place, Store};
 use rustix::fs::statvfs;
 use tempfile::TempDir;
 

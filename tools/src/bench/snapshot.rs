@@ -6,7 +6,9 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use clap::ValueEnum;
-use remanent::{Ack, ImageIo, PageId, SnapshotInfo, SnapshotOptions, SnapshotPhase, Store, WriteBatch};
+use remanent::options::ImageIo;
+use remanent::snapshot::{SnapshotInfo, SnapshotPhase};
+use remanent::{Ack, PageId, SnapshotOptions, Store, WriteBatch};
 
 use super::figures::{Figure, Findings, Group, TimeSeries, Unit};
 use super::latency::Latency;

@@ -6,7 +6,8 @@
 
 use std::time::{Duration, Instant};
 
-use remanent::{Ack, Budget, Compression, Options, PageId, Place, Store};
+use remanent::options::Compression;
+use remanent::{Ack, Budget, Options, PageId, Place, Store};
 
 use super::figures::{Figure, Group, Unit, rate};
 use super::room::{BenchStop, Room};

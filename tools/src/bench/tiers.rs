@@ -8,7 +8,10 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use clap::builder::RangedU64ValueParser;
-use remanent::{Ack, Budget, Compression, MoveStats, Options, Place, TierStats, Tiers};
+use remanent::options::Compression;
+use remanent::stats::{MoveStats, TierStats};
+use remanent::tiers::Tiers;
+use remanent::{Ack, Budget, Options, Place};
 
 use super::block_cache::{Ahead, BlockCache, Played};
 use super::figures::{Figure, Findings, Group, Unit, rate};

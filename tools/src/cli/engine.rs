@@ -3,7 +3,9 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use remanent::{Create, Error, FileName, Options, Retention, Store};
+use remanent::error::FileName;
+use remanent::options::Create;
+use remanent::{Error, Options, Retention, Store};
 
 use crate::cli::exit::Failure;
 

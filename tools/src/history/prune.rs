@@ -4,7 +4,10 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use remanent::{Create, FileName, PruneReport, Retention, SnapshotId, Store};
+use remanent::error::FileName;
+use remanent::options::Create;
+use remanent::snapshot::PruneReport;
+use remanent::{Retention, SnapshotId, Store};
 use serde_json::json;
 
 use crate::cli::engine;

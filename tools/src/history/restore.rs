@@ -2,7 +2,8 @@
 
 use std::path::PathBuf;
 
-use remanent::{Create, StatePoint};
+use remanent::StatePoint;
+use remanent::options::Create;
 
 use crate::cli::engine;
 use crate::cli::engine::engine_failure;

@@ -15,7 +15,8 @@ use std::path::{Path, PathBuf};
 
 use comfy_table::Table;
 use indicatif::ProgressBar;
-use remanent::{Error, Seed, Store, StoreId};
+use remanent::history::Seed;
+use remanent::{Error, Store, StoreId};
 use remanent_format::salvage::{FoundBytes, LogRemainder, PageRemains, Salvage as Search};
 use remanent_format::store::StoreFile;
 use remanent_format::{Damage, Defect, Lsn, PageId, PageInfo, PageTable};

@@ -2,7 +2,8 @@
 
 use std::path::PathBuf;
 
-use remanent::{Create, SnapshotOptions};
+use remanent::SnapshotOptions;
+use remanent::options::Create;
 
 use crate::cli::engine;
 use crate::cli::engine::engine_failure;

@@ -7,7 +7,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use remanent::disk::{Disk, dir::DirDisk};
-use remanent::{ImageIo, Options, Store};
+use remanent::options::ImageIo;
+use remanent::{Options, Store};
 use rustix::fs::OFlags;
 use rustix::process::{Resource, getrlimit};
 use serde_json::{Value, json};

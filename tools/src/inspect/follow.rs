@@ -5,7 +5,9 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::{Duration, Instant};
 
-use remanent::{Error, FollowFrom, FollowedBatch, Follower, Op};
+use remanent::Error;
+use remanent::batch::Op;
+use remanent::follow::{FollowFrom, FollowedBatch, Follower};
 
 use crate::cli::exit::{Ending, Failure, Outcome};
 use crate::cli::interrupt::Interrupt;

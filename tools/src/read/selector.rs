@@ -81,7 +81,7 @@ impl Selector {
             Self::Number(_) => "",
             Self::Key(text) | Self::Name(text) => text,
         };
-        match remanent::nearest(wanted, names.iter().map(String::as_str)) {
+        match remanent::error::nearest(wanted, names.iter().map(String::as_str)) {
             Some(near) => format!("there is no {self}; did you mean {near:?}?"),
             None => format!("there is no {self}; `remanent pages` lists all pages"),
         }

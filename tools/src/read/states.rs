@@ -5,7 +5,8 @@
 
 use std::cell::OnceCell;
 
-use remanent::{Error, StatePoint, nearest};
+use remanent::error::nearest;
+use remanent::{Error, StatePoint};
 use remanent_format::state::follow::Resolution;
 use remanent_format::state::reach::Reach;
 use remanent_format::state::survey::Survey;

@@ -7,7 +7,8 @@ use std::process::{Child, ChildStdout, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
-use remanent::{DeviceChoice, LogIo};
+use remanent::DeviceChoice;
+use remanent::options::LogIo;
 
 use crate::cli::exit::Failure;
 use crate::cli::program;

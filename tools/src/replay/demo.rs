@@ -7,7 +7,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Instant, SystemTime};
 
 use indicatif::ProgressBar;
-use remanent::{Create, DeviceChoice, Options, StatePoint, Store};
+use remanent::options::Create;
+use remanent::{DeviceChoice, Options, StatePoint, Store};
 
 use crate::cli::engine::engine_failure;
 use crate::cli::exit::{Ending, Failure, Outcome};

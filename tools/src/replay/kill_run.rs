@@ -8,7 +8,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use indicatif::ProgressBar;
-use remanent::FileName;
+use remanent::error::FileName;
 use remanent_format::state::rebuild::RebuiltStore;
 
 use crate::cli::exit::Failure;

@@ -21,9 +21,10 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use clap::ValueEnum;
-use remanent::{
-    Ack, DeviceChoice, LogIo, Options, PageId, PageRef, Place, Position, RecoveryReport, Store, Value,
-};
+use remanent::batch::PageRef;
+use remanent::options::LogIo;
+use remanent::store::RecoveryReport;
+use remanent::{Ack, DeviceChoice, Options, PageId, Place, Position, Store, Value};
 
 use crate::cli::engine::engine_failure;
 use crate::cli::exit::{Ending, Failure, Outcome};

@@ -8,7 +8,8 @@ use std::fs;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use remanent::{Create, Error, Options, Store};
+use remanent::options::Create;
+use remanent::{Error, Options, Store};
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 use remanent_format::{FileName, Folder, Lsn};
 

@@ -1,6 +1,7 @@
 //! Kills: a replay dies at random moments, with each way to write the log.
 
-use remanent::{Error, LogIo, Options, Store};
+use remanent::options::LogIo;
+use remanent::{Error, Options, Store};
 
 use super::{Chamber, TortureTable};
 use crate::cli::engine::engine_failure;

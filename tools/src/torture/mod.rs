@@ -14,7 +14,8 @@ mod power;
 use std::path::{Path, PathBuf};
 
 use indicatif::ProgressBar;
-use remanent::{DeviceChoice, LogIo, Options, Store};
+use remanent::options::LogIo;
+use remanent::{DeviceChoice, Options, Store};
 use serde_json::json;
 
 use crate::cli::engine::engine_failure;

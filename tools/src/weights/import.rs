@@ -10,9 +10,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use indicatif::ProgressBar;
-use remanent::{
-    Create, Error, FileName, Folder, Key, Lsn, PageChanges, PageInfo, Place, Store, Value, Width, WriteBatch,
-};
+use remanent::batch::{PageChanges, Width};
+use remanent::error::{FileName, Folder};
+use remanent::options::Create;
+use remanent::{Error, Key, Lsn, PageInfo, Place, Store, Value, WriteBatch};
 
 use crate::cli::engine;
 use crate::cli::engine::engine_failure;

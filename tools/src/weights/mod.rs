@@ -18,7 +18,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use remanent::ByteSource;
+use remanent::batch::ByteSource;
 use remanent_format::limits::KEY_LEN_MAX;
 use remanent_format::{Key, Metadata, PageInfo, Value};
 use safetensors::Dtype;

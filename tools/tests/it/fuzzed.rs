@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use remanent::{FileName, Folder};
+use remanent::error::{FileName, Folder};
 
 use crate::archive::Files;
 use crate::command::Scratch;

@@ -7,7 +7,8 @@ use std::process::Stdio;
 use std::time::SystemTime;
 use std::{fs, io};
 
-use remanent::{Ack, Compression, Key, Metadata, Options, Place, Store, Value};
+use remanent::options::Compression;
+use remanent::{Ack, Key, Metadata, Options, Place, Store, Value};
 
 use crate::command::{Scratch, command, run};
 
@@ -427,7 +428,7 @@ fn a_hole_as_long_as_the_disk_is_damage_and_does_not_abort() {
 fn spare_image_files_are_told_apart_and_a_prune_removes_them() {
     const LEN: u64 = 3 << 20;
     let scratch = Scratch::new();
-    let options = Options::default().snapshots_kept(1).compression(remanent::Compression::Off);
+    let options = Options::default().snapshots_kept(1).compression(remanent::options::Compression::Off);
     let store = Store::open(scratch.store(), options).unwrap();
     let mut batch = store.batch();
     batch.create(LEN, Place::Host);

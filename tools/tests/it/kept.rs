@@ -3,7 +3,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use remanent::{Compression, Options, Place, Retention, Store};
+use remanent::options::Compression;
+use remanent::{Options, Place, Retention, Store};
 
 use crate::command::{Scratch, run};
 use crate::inspect::copy;

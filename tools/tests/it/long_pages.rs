@@ -3,7 +3,8 @@
 use std::fs;
 use std::os::unix::fs::FileExt;
 
-use remanent::{Options, Place, Store, Width};
+use remanent::batch::Width;
+use remanent::{Options, Place, Store};
 use serde_json::json;
 
 use crate::command::{Run, Scratch, command, finished};

@@ -3,7 +3,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use remanent::{Compression, Key, Options, Place, Store};
+use remanent::options::Compression;
+use remanent::{Key, Options, Place, Store};
 
 use crate::command::{Scratch, run};
 use crate::inspect::files;

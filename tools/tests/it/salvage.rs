@@ -5,7 +5,8 @@ use std::fs;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use remanent::{Compression, Key, Options, Place, Store};
+use remanent::options::Compression;
+use remanent::{Key, Options, Place, Store};
 use serde_json::{Value, json};
 
 use crate::command::{Scratch, run};

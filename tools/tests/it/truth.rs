@@ -5,7 +5,8 @@ use std::fs;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use remanent::{Compression, Key, Options, Place, SnapshotOptions, Store};
+use remanent::options::Compression;
+use remanent::{Key, Options, Place, SnapshotOptions, Store};
 
 use crate::command::{Scratch, run};
 use crate::inspect::{copy, files, newest, small_store};

@@ -5,7 +5,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use remanent::{Compression, Error, Lsn, Options, Place, SnapshotOptions, StatePoint, Store};
+use remanent::options::Compression;
+use remanent::{Error, Lsn, Options, Place, SnapshotOptions, StatePoint, Store};
 
 use crate::command::{Scratch, run};
 use crate::inspect::{copy, files, newest};

@@ -14,7 +14,9 @@ use std::time::Duration;
 use remanent::device::Device;
 use remanent::device::cuda::CudaDevice;
 use remanent::device::host::HostDevice;
-use remanent::{Compression, Error, ImageIo, Options, Place, Remedy, Result, SnapshotId, StatePoint, Store};
+use remanent::error::Remedy;
+use remanent::options::{Compression, ImageIo};
+use remanent::{Error, Options, Place, Result, SnapshotId, StatePoint, Store};
 
 use self::driver::{CallerStream, Driver};
 use self::work::Work;

@@ -10,8 +10,9 @@ mod scenes;
 
 use std::fmt;
 
+use remanent::error::Folder;
 use remanent::testing::sim_disk::Tears;
-use remanent::{Error, Folder, Options};
+use remanent::{Error, Options};
 
 use super::explore::{Explorer, Level, Violation};
 use super::options;

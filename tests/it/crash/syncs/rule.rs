@@ -1,7 +1,7 @@
 //! The choice of the sync that is left out.
 
+use remanent::error::{FileName, Folder};
 use remanent::testing::sim_disk::SyncPoint;
-use remanent::{FileName, Folder};
 
 /// A kind of sync.
 #[derive(Clone, Copy, Debug)]

@@ -1,8 +1,9 @@
 //! The works in which a sync is left out. Each says from which event on that counts.
 
 use remanent::disk::Disk;
+use remanent::error::{FileName, Folder};
 use remanent::testing::sim_disk::{DiskFault, ENOSPC, Operation, SimDisk};
-use remanent::{Ack, Error, FileName, Folder, Metadata, Options, Store};
+use remanent::{Ack, Error, Metadata, Options, Store};
 
 use super::super::forks::pages_to_share;
 use super::super::model::{Act, Line, Target};

@@ -8,6 +8,8 @@ use std::mem::size_of;
 
 use kernels_on_cpu::{launch, launch_apply};
 use memory::{Fenced, Random};
+use remanent::Place;
+use remanent::batch::Width;
 use remanent::device::cuda::abi::{
     APPLY_BY_BLOCK, APPLY_BY_WARP, CRC_CHUNK_LEN, CRC_CHUNKS, CRC_COMBINE, CRC_FIRST, CRC_LAST, CombineRow,
     CrcRow, DIFF, DIGEST, DiffRow, DigestRow, IndexRow, MASK_STEPS, OUT_OF_BOUNDS, PartRow, PieceRow,
@@ -18,7 +20,6 @@ use remanent::device::{
     Command, CommandList, DIGEST_CHUNK_LEN, DIGEST_LEN, DIGEST_SEED_LEN, Device, Lane, Payload, Piece,
     PieceKind, Span, Staging, StagingSpan, digest_count, digest_key,
 };
-use remanent::{Place, Width};
 
 const WIDTHS: [Width; 5] = [Width::W1, Width::W2, Width::W4, Width::W8, Width::W16];
 

@@ -2,7 +2,9 @@
 
 use std::path::Path;
 
-use remanent::{Ack, Budget, Compression, DeviceChoice, Key, Options, PageId, Place, Store, Tiers};
+use remanent::options::Compression;
+use remanent::tiers::Tiers;
+use remanent::{Ack, Budget, DeviceChoice, Key, Options, PageId, Place, Store};
 
 use super::{Blocks, Commit, Found, RECORDS, Result};
 use crate::record;
