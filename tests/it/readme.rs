@@ -37,3 +37,43 @@ fn evidence_that_is_missing_is_found() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     assert_eq!(missing(page, root, "fn a_test_that_is() {}"), ["src/gone.rs", "one_that_is_not"]);
 }
+
+/// The pages that describe the code, with the folders below which they name files.
+const PAGES: &[(&str, &[&str])] = &[
+    ("docs/architecture.md", &["", "src"]),
+    ("docs/concurrency.md", &["", "src"]),
+    ("docs/decisions.md", &["", "src"]),
+];
+
+#[test]
+fn files_that_the_documents_name_exist() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let is_file = |name: &str| name.ends_with(".rs") || name.ends_with(".md") || name.ends_with('/');
+    let is_path =
+        |name: &str| name.contains('/') && !name.starts_with('/') && !name.contains(['<', '*', ' ']);
+    for (page, folders) in PAGES {
+        let text = fs::read_to_string(root.join(page)).expect("the page is part of the repository");
+        let prose = text.split("```").step_by(2);
+        let names = prose.flat_map(|text| text.split('`').skip(1).step_by(2));
+        let named: Vec<_> = names.filter(|name| is_path(name) && is_file(name)).collect();
+        let exists = |name: &&str| folders.iter().any(|folder| root.join(folder).join(name).exists());
+        let missing: Vec<_> = named.iter().filter(|name| !exists(name)).collect();
+        assert!(missing.is_empty(), "{page} names {missing:?}");
+    }
+}
+
+#[test]
+fn every_thread_has_a_row() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let page = fs::read_to_string(root.join("docs/concurrency.md")).expect("the page exists");
+    let mut started = 0;
+    for (file, text) in read("src") {
+        for name in text.split("\"remanent-").skip(1).filter_map(|rest| rest.split('"').next()) {
+            if name.chars().all(|letter| letter.is_ascii_lowercase()) {
+                started += 1;
+                assert!(page.contains(&format!("`remanent-{name}`")), "{file} starts remanent-{name}");
+            }
+        }
+    }
+    assert!(started > 10, "threads are not recognized");
+}
