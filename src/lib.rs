@@ -202,10 +202,6 @@ pub mod options;
 mod eviction;
 pub mod error;
 pub mod layout;
-/// Remanent's equivalents of what users of other systems know.
-#[cfg(doc)]
-#[doc = include_str!("../docs/coming-from.md")]
-pub mod coming_from {}
 
 use std::path::Path;
 use std::sync::Arc;

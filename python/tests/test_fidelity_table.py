@@ -258,13 +258,13 @@ def observed(root: Path) -> dict[str, dict[str, str]]:
 
 HEAD = """# What a restore gives back
 
-A restore gives back the same bits, dtype, shape, type and aliasing, or the save refuses the value by its name before
-anything is written. Nothing is converted unless a call asks for it: `Checkpointer.restore(cast=True)`, a dtype in a
-template of Orbax.
+A restore returns the same bits, dtype, shape, type and aliasing, or the save refuses the value by its name before it
+writes anything. Nothing is converted unless a call asks for it: `Checkpointer.restore(cast=True)`, or a dtype in an
+Orbax template.
 
-`python/tests/test_fidelity_table.py` observes every row and fails where this page says otherwise; with
-`REMANENT_WRITE_FIDELITY=1` it writes the page. The rows are those that the libraries list themselves. *No state*: the
-object has none, so there is nothing to lose. Trees of JAX's arrays: `python/tests/test_jax.py`; Orbax:
+`python/tests/test_fidelity_table.py` observes every row and fails if this page states otherwise. With
+`REMANENT_WRITE_FIDELITY=1` it writes the page. The rows are the kinds that each library lists. *No state* means that
+the object has none, so nothing can be lost. Trees of JAX arrays are tested in `python/tests/test_jax.py`, Orbax in
 `python/tests/test_orbax.py`.
 
 """

@@ -77,3 +77,29 @@ fn every_thread_has_a_row() {
     }
     assert!(started > 10, "threads are not recognized");
 }
+
+/// The names that a page defines as links to sources, and those sources.
+fn defined_links(page: &str) -> Vec<(&str, &str)> {
+    let links = page.lines().filter_map(|line| line.strip_prefix("[`")?.split_once("`]: ../"));
+    links.filter(|(_, file)| file.ends_with(".rs")).collect()
+}
+
+#[test]
+fn api_names_of_other_systems_page_exist() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let page = fs::read_to_string(root.join("docs/coming-from.md")).expect("the page exists");
+    let links = defined_links(&page);
+    assert!(links.len() > 50, "links are not recognized");
+    for (name, file) in &links {
+        let source = fs::read_to_string(root.join(file)).unwrap_or_default();
+        let last = name.rsplit("::").next().unwrap_or(name);
+        let kinds = ["fn", "struct", "enum", "trait", "type"];
+        let is_item = kinds.iter().any(|kind| source.contains(&format!("{kind} {last}")));
+        let is_variant = ["(", " {", ","].iter().any(|end| source.contains(&format!("    {last}{end}")));
+        assert!(is_item || is_variant, "{file} has no {name}");
+    }
+    let used = page.lines().filter(|line| line.starts_with('|')).flat_map(|line| line.split("[`").skip(1));
+    for name in used.filter_map(|rest| rest.split_once("`]").map(|(name, _)| name)) {
+        assert!(links.iter().any(|(defined, _)| *defined == name), "{name} is not linked");
+    }
+}
