@@ -67,7 +67,7 @@ def _built(structure: Any, leaves: Callable[[tuple[str, ...]], Any], at: tuple[s
         return leaves(at)
     kind, parts = structure
     if kind == "dict":
-        named = [(_pages.unflatten(name, lambda tag: None), part) for name, part in parts]
+        named = [(_pages.unflatten(name), part) for name, part in parts]
         return {name: _built(part, leaves, (*at, str(name))) for name, part in named}
     built = [_built(part, leaves, (*at, str(number))) for number, part in enumerate(parts)]
     return tuple(built) if kind == "tuple" else built
@@ -79,7 +79,7 @@ def _leaf_names(structure: Any, at: tuple[str, ...] = ()) -> list[tuple[str, ...
         return [at]
     kind, parts = structure
     if kind == "dict":
-        parts = [(_pages.unflatten(name, lambda tag: None), part) for name, part in parts]
+        parts = [(_pages.unflatten(name), part) for name, part in parts]
     else:
         parts = list(enumerate(parts))
     return [found for name, part in parts for found in _leaf_names(part, (*at, str(name)))]
@@ -130,7 +130,7 @@ class Version:
         path = self._source(path)
         tag = trees.tag_of(self._held[path])
         if tag[0] not in ("array", "key"):
-            return _pages.unflatten(self._held[path], lambda tag: None)
+            return _pages.unflatten(self._held[path])
         _, array = self._where[path]
         shape, dtype = array.shape, jax.numpy.dtype(_native.dtype(array.dtype)[0])
         abstract: Any = jax.ShapeDtypeStruct
@@ -174,7 +174,7 @@ class Version:
         if issubclass(kind, _SCALARS):
             return self._scalar(path, source, kind)
         is_jax = issubclass(kind, (jax.Array, jax.ShapeDtypeStruct)) or hasattr(like, "sharding")
-        if not is_array and not isinstance(_pages.unflatten(self._held[source], lambda tag: None), (int, float)):
+        if not is_array and not isinstance(_pages.unflatten(self._held[source]), (int, float)):
             raise NoStateError(f"{path}: the version holds a value and no array", remedy="omit it, or give its type")
         if tag[0] == "key":
             return self._key(path, source, tag, like)
@@ -195,7 +195,7 @@ class Version:
         if tag[0] == "key":
             return self._key(source, source, tag, None)
         if tag[0] != "array":
-            return _pages.unflatten(self._held[source], lambda tag: None)
+            return _pages.unflatten(self._held[source])
         elements = self._elements(source, source, None)
         if tag[1] == "jax":
             return trees.placed_array(source, elements, trees.saved_properties(self._held[source]).get("weak", False), None)
@@ -220,7 +220,7 @@ class Version:
             key, array = self._where[source]
             elements = trees.read_elements(self._view, key, array)
         else:
-            elements = numpy.asarray(_pages.unflatten(self._held[source], lambda tag: None))
+            elements = numpy.asarray(_pages.unflatten(self._held[source]))
         if dtype is None or elements.dtype == dtype:
             return elements
         try:

@@ -227,6 +227,21 @@ def test_a_version_from_before_the_structure_was_kept_is_read(tmp_path: Path, co
     assert flat["['plain'][0]"] == 1 and told(found) == told(tree())
 
 
+@pytest.mark.parametrize(("leaf", "structure"), [
+    ({"$": ["later", 1]}, ["dict", [["a", None]]]), (1, ["dict", [[{"$": ["later", 1]}, None]]]),
+], ids=["value", "name"])
+def test_values_of_later_releases_are_refused(tmp_path: Path, context: Any, leaf: Any, structure: Any) -> None:
+    with context:
+        ocp.save_checkpointables(tmp_path / "step", {"weights": {"a": 1}})
+        store = next((tmp_path / "step").rglob("STORE")).parent
+        remanent.jax.write([["['a']", leaf]], {}, store, note=None, name=None, durable=True, structure=[structure])
+        for template in (None, {"weights": {"a": 1}}, {"weights": {"a": None}}):
+            with pytest.raises(Exception, match="weights") as raised:
+                ocp.load_checkpointables(tmp_path / "step", template)
+            assert isinstance(raised.value.__cause__, remanent.NoStateError)
+            assert "a value of kind 'later', which this release" in str(raised.value.__cause__)
+
+
 def test_what_is_saved_in_the_background_is_what_was_there(tmp_path: Path, context: Any) -> None:
     array = np.arange(100_000)
     with context:
