@@ -50,10 +50,10 @@ def step(optimizer: torch.optim.Optimizer, seed: int) -> None:
 
 
 def same(value: Any, other: Any) -> bool:
-    """Whether two values have the same types, and tensors the same bits."""
+    """Whether two values have the same types, and tensors the same bits, on whatever devices they are."""
     if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
         return (type(value), value.dtype, value.shape) == (type(other), other.dtype, other.shape) and bool(
-            torch.equal(value.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)))
+            torch.equal(_bytes(value), _bytes(other)))
     if type(value) is not type(other):
         return False
     if isinstance(value, dict):
@@ -63,6 +63,10 @@ def same(value: Any, other: Any) -> bool:
     if type(value).__module__ == "numpy":
         return bool(value.dtype == other.dtype and value.shape == other.shape and value.tobytes() == other.tobytes())
     return bool(value == other) or value != value
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
 # Arguments of modules that none of `_ARGUMENTS` makes.
