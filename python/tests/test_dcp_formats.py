@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from torch.distributed.checkpoint import format_utils  # noqa: E402
 
+from remanent import _dcp_formats  # noqa: E402
 from remanent.dcp import (  # noqa: E402
     StorageReader,
     StorageWriter,
@@ -104,6 +105,8 @@ def test_checkpoints_go_from_and_to_those_of_dcp(root: Path, checkpoint: Path) -
 
 def test_a_checkpoint_becomes_a_safetensors_file_and_back(root: Path, checkpoint: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
+    from safetensors import safe_open
+
     with pytest.raises(remanent.RefusedError, match="optimizer.lr: a float is no tensor"):
         dcp_to_safetensors(checkpoint, root / "model.safetensors")
     with pytest.raises(remanent.NoStateError, match="no entry 'modle'"):
@@ -112,6 +115,8 @@ def test_a_checkpoint_becomes_a_safetensors_file_and_back(root: Path, checkpoint
     dcp_to_safetensors(checkpoint, root / "model.safetensors", key="model", metadata={"format": "pt"})
     found = safetensors.load_file(root / "model.safetensors")
     assert same(found, expected(root)["model"])
+    with safe_open(root / "model.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
     safetensors_to_dcp(root / "model.safetensors", root / "again", key="model")
     assert same(loaded(root / "again"), {"model": found})
 
@@ -137,3 +142,43 @@ def test_what_is_no_checkpoint_makes_no_file(root: Path) -> None:
     with pytest.raises(dcp.CheckpointException):
         dcp_to_torch_save(root / "nothing", root / "file.pt")
     assert os.listdir(root) == []
+
+
+def test_two_tensors_of_one_joined_name_are_refused() -> None:
+    # DCP makes no such checkpoint.
+    with pytest.raises(remanent.RefusedError, match="a.b: two tensors of the state have this name"):
+        _dcp_formats._flatten("", {"a": {"b": torch.ones(2)}, "a.b": torch.zeros(2)}, {})
+
+
+def test_a_write_that_fails_leaves_the_file_of_before(root: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+                                                      ) -> None:
+    (root / "file.pt").write_bytes(b"before")
+    sound, names = torch.save, sorted(os.listdir(root))
+
+    def failing(state: Any, path: Path) -> None:
+        sound(state, path)
+        raise OSError("as arranged")
+
+    monkeypatch.setattr(torch, "save", failing)
+    with pytest.raises(OSError, match="as arranged"):
+        dcp_to_torch_save(checkpoint, root / "file.pt")
+    assert (root / "file.pt").read_bytes() == b"before" and sorted(os.listdir(root)) == names
+
+
+def test_a_file_is_synced_before_it_takes_its_place(root: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def recorded(name: str) -> Any:
+        sound = getattr(os, name)
+
+        def call(*given: Any) -> Any:
+            calls.append(name)
+            return sound(*given)
+
+        return call
+
+    for name in ("fsync", "replace"):
+        monkeypatch.setattr(os, name, recorded(name))
+    dcp_to_torch_save(checkpoint, root / "file.pt")
+    # The file, and then the folder that has its name.
+    assert calls == ["fsync", "replace", "fsync"]
