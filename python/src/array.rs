@@ -172,9 +172,16 @@ impl Array {
         unsafe { release_buffer(view) };
     }
 
-    /// Returns a NumPy array of the same memory.
+    /// Returns a NumPy array of the same memory. An element type that NumPy lacks, such as bfloat16, becomes that
+    /// of `ml_dtypes`.
+    ///
+    /// :raises MemoryRefusedError: `ml_dtypes` cannot be imported, or it lacks the element type too.
     fn numpy<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        as_numpy(slf)
+        let this = slf.get();
+        as_numpy(slf, this.dtype, &this.shape, || {
+            let (address, len) = (this.bytes.address(), this.bytes.len);
+            Ok(MemoryBytes { address, len, read_only: false, owner: slf.clone().into_any().unbind() })
+        })
     }
 
     fn __repr__(&self) -> String {
@@ -182,11 +189,56 @@ impl Array {
     }
 }
 
-/// Returns an exporter's memory as a NumPy array. A memoryview comes first: for an object that refuses its
-/// buffer, NumPy would create an array that holds the object itself.
-pub fn as_numpy<'py, T>(exporter: &Bound<'py, T>) -> PyResult<Bound<'py, PyAny>> {
-    let view = PyMemoryView::from(exporter.as_any())?;
-    exporter.py().import("numpy")?.call_method1("asarray", (view,))
+/// Returns an exporter's memory as a NumPy array. `bytes` exports the same memory if the buffer protocol has no
+/// format for the elements.
+pub fn as_numpy<'py, T>(
+    exporter: &Bound<'py, T>,
+    dtype: &Dtype,
+    shape: &[i64],
+    bytes: impl FnOnce() -> PyResult<MemoryBytes>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = exporter.py();
+    let wanted = dtype.numpy(py)?;
+    // A memoryview comes first: for an object that refuses its buffer, NumPy would create an array that holds
+    // the object itself.
+    let array = |object: &Bound<'py, PyAny>| {
+        py.import("numpy")?.call_method1("asarray", (PyMemoryView::from(object)?,))
+    };
+    if dtype.format.is_some() {
+        return array(exporter.as_any());
+    }
+    let bytes = array(Bound::new(py, bytes()?)?.as_any())?;
+    bytes.call_method1("view", (wanted,))?.call_method1("reshape", (PyTuple::new(py, shape)?,))
+}
+
+/// Exports another object's memory as bytes, and keeps that object alive.
+#[pyclass(frozen, module = "remanent._native")]
+pub struct MemoryBytes {
+    pub address: usize,
+    pub len: usize,
+    pub read_only: bool,
+    pub owner: Py<PyAny>,
+}
+
+#[pymethods]
+impl MemoryBytes {
+    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        let this = slf.get();
+        // SAFETY: the interpreter gives a view to fill, which keeps this object, and so the owner.
+        match unsafe {
+            ffi::PyBuffer_FillInfo(
+                view,
+                slf.as_ptr(),
+                this.address as *mut std::ffi::c_void,
+                this.len as isize,
+                c_int::from(this.read_only),
+                flags,
+            )
+        } {
+            0 => Ok(()),
+            _ => Err(PyErr::fetch(slf.py())),
+        }
+    }
 }
 
 /// Rejects what an export from host memory does not support.

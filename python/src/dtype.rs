@@ -2,10 +2,11 @@
 
 use std::ffi::CStr;
 
+use pyo3::exceptions::{PyAttributeError, PyImportError};
 use pyo3::prelude::*;
 
 use crate::dlpack::DlDtype;
-use crate::errors::invalid;
+use crate::errors::{invalid, memory_refused};
 
 /// An element type.
 #[derive(Debug)]
@@ -108,6 +109,29 @@ impl Dtype {
 
     pub fn dlpack(&self) -> DlDtype {
         DlDtype { code: self.code, bits: self.bits, lanes: self.lanes }
+    }
+
+    /// Returns the dtype of NumPy arrays with these elements: NumPy's own, or that of the package `ml_dtypes`.
+    ///
+    /// # Errors
+    /// `MemoryRefusedError` if neither has one.
+    pub fn numpy<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        if self.format.is_some() {
+            return py.import("numpy")?.call_method1("dtype", (self.name,));
+        }
+        py.import("ml_dtypes").and_then(|added| added.getattr(self.name)).map_err(|error| {
+            let instead = "read the page with dtype \"uint8\", or take it by DLPack";
+            let refused = if error.is_instance_of::<PyAttributeError>(py) {
+                memory_refused(format!("neither NumPy nor ml_dtypes has a dtype {}", self.name), instead)
+            } else if error.is_instance_of::<PyImportError>(py) {
+                let message = format!("NumPy has no dtype {}, and ml_dtypes cannot be imported", self.name);
+                memory_refused(message, format!("install ml_dtypes; or {instead}"))
+            } else {
+                return error;
+            };
+            refused.set_cause(py, Some(error));
+            refused
+        })
     }
 }
 

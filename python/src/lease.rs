@@ -12,7 +12,9 @@ use remanent::{Error, Lease, PageId, Result, Store};
 use self_cell::self_cell;
 
 use crate::arguments;
-use crate::array::{Aligned, Array, BufferParts, as_numpy, check_export, fill_buffer, release_buffer};
+use crate::array::{
+    Aligned, Array, BufferParts, MemoryBytes, as_numpy, check_export, fill_buffer, release_buffer,
+};
 use crate::descriptor::descriptor_to_py;
 use crate::dlpack::{self, Export};
 use crate::dtype::{Dtype, layout};
@@ -299,9 +301,14 @@ impl PyLease {
     }
 
     /// Returns the bytes as a read-only NumPy array in the store's memory, which prevents the lease from
-    /// ending.
+    /// ending. Errors are those of `Array.numpy`.
     fn numpy<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        as_numpy(slf)
+        let (py, this) = (slf.py(), slf.get());
+        as_numpy(slf, this.dtype, &this.shape, || {
+            let owner = Bound::new(py, Exported::new(py, slf)?)?;
+            let (address, len) = (owner.get().address, this.info.len as usize);
+            Ok(MemoryBytes { address, len, read_only: true, owner: owner.into_any().unbind() })
+        })
     }
 
     fn __repr__(&self) -> String {
@@ -316,7 +323,7 @@ impl Drop for PyLease {
     }
 }
 
-/// One DLPack export of a lease's memory, alive as long as its consumer holds it.
+/// One export of a lease's memory, by DLPack or as bytes, alive as long as its consumer holds it.
 #[pyclass(frozen, module = "remanent._native")]
 struct Exported {
     address: usize,

@@ -334,7 +334,7 @@ impl PyManyBytes {
     /// :param shape: the shape, in elements. None uses the shape in the page's metadata if the range is the
     ///     whole page, or one dimension.
     /// :raises ValueError: the length of the range does not match `dtype` and `shape`.
-    /// :raises BufferError: NumPy has no such element type.
+    /// :raises MemoryRefusedError: as for `Array.numpy`.
     #[pyo3(signature = (index, dtype=None, shape=None))]
     fn numpy<'py>(
         slf: &Bound<'py, Self>,
@@ -351,12 +351,8 @@ impl PyManyBytes {
             info.metadata.make_mut().remove("shape");
         }
         let (dtype, shape) = layout(dtype, shape, &info, range.len())?;
-        if dtype.format.is_none() {
-            let message = format!("NumPy has no dtype {}", dtype.name);
-            return Err(memory_refused(message, "give dtype \"uint8\", or one of that width that NumPy has"));
-        }
         let options = PyDict::new(py);
-        options.set_item("dtype", dtype.name)?;
+        options.set_item("dtype", dtype.numpy(py)?)?;
         options.set_item("buffer", slf)?;
         options.set_item("offset", range.start)?;
         py.import("numpy")?.call_method("ndarray", (shape,), Some(&options))

@@ -370,7 +370,8 @@ impl Reader {
         Ok(Array::new(bytes, dtype, &shape))
     }
 
-    /// Returns a copy of a whole page as a NumPy array. `dtype`, `shape` and errors are those of `array`.
+    /// Returns a copy of a whole page as a NumPy array. `dtype`, `shape` and errors are those of `array`, and
+    /// errors those of `Array.numpy` too.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     with store.batch() as batch:

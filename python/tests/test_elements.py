@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import array
 import ctypes
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,45 @@ def test_arrays_come_back_as_they_were(store: remanent.Store, short: str, shape:
         assert np.from_dlpack(store.array(key)).shape == shape
         with store.lease(key) as lease:
             assert lease.shape == shape and lease.numpy().dtype == given.dtype
+
+
+def numpy_arrays(store: remanent.Store, dtype: str | None = None) -> Iterator[Any]:
+    """The page "k" as each call that returns an array of NumPy does."""
+    yield store.numpy("k", dtype)
+    yield store.array("k", dtype).numpy()
+    yield store.read_many(["k"]).result().numpy(0, dtype)
+    with store.lease("k", dtype) as lease:
+        array = lease.numpy()
+        with pytest.raises(remanent.MemoryRefusedError, match="1 views"):
+            lease.end()
+        assert not array.flags.writeable
+        yield array.copy()
+        del array
+
+
+def test_kinds_that_numpy_lacks_are_those_of_ml_dtypes(store: remanent.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    names = ("bfloat16", "complex32", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
+             "float8_e8m0fnu", "float4_e2m1fn_x2")
+    # Releases before 0.6 lack complex32, and none has two numbers in a byte.
+    named = [name for name in names if hasattr(ml_dtypes, name)]
+    assert "bfloat16" in named and "float4_e2m1fn_x2" not in named
+    for name in named:
+        dtype = np.dtype(getattr(ml_dtypes, name))
+        for shape in ((2, 128), (), (0, 3), (256,)):
+            bits = np.random.default_rng(0).bytes(int(np.prod(shape)) * dtype.itemsize)
+            store["k"] = given = np.frombuffer(bits, dtype).reshape(shape)
+            for found in numpy_arrays(store):
+                assert (found.dtype, found.shape, found.tobytes()) == (dtype, shape, given.tobytes())
+    store["k"] = bytes(4)
+    for name in set(names) - set(named):
+        with pytest.raises(remanent.MemoryRefusedError, match=f"neither NumPy nor ml_dtypes has a dtype {name}"):
+            store.numpy("k", name)
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    for name in named:
+        with pytest.raises(remanent.MemoryRefusedError, match=f"NumPy has no dtype {name}, and ml_dtypes cannot") as raised:
+            store.numpy("k", name)
+        assert "install ml_dtypes" in raised.value.remedy and isinstance(raised.value.__cause__, ImportError)
 
 
 def test_kinds_without_a_format_keep_their_names(store: remanent.Store) -> None:
