@@ -11,6 +11,7 @@ import torch
 
 from remanent._errors import InvalidError
 from remanent._pages import path_of
+from remanent._run_state import parts_module
 from remanent._tensors import PLAIN_TYPES
 from remanent._torch_modes import parameters_in_place
 
@@ -42,6 +43,7 @@ class LiveModule:
         own: list[str] = []
         self._special: dict[str, torch.nn.Module] = {}
         self._extra: set[str] = set()
+        renaming: list[str] = []
         if type(module).load_state_dict is not _Module.load_state_dict:
             own.append("")
         for path, each in module.named_modules(remove_duplicate=False):
@@ -51,9 +53,12 @@ class LiveModule:
                 own += [prefix, without(prefix, _WRAPPERS[2:])]
             elif type(each)._load_from_state_dict is not _Module._load_from_state_dict or each._load_state_dict_pre_hooks:
                 self._special[prefix] = each
+            if each._load_state_dict_pre_hooks:
+                renaming.append(prefix)
             if type(each).set_extra_state is not _Module.set_extra_state:
                 self._extra.add(prefix + _EXTRA_STATE)
         self._own = tuple(own)
+        self._renaming = tuple(renaming)
         #: Whether hooks may tolerate missing or unexpected names.
         self.is_forgiving = bool(own) or any(each._load_state_dict_post_hooks for each in module.modules())
 
@@ -71,6 +76,22 @@ class LiveModule:
         module = self._special.get(prefix)
         return None if module is None else (prefix, module)
 
+    def refused_plain(self, name: str) -> str | None:
+        """Returns why torch's load would reject a plain tensor for this name of the model's state; None if it would not."""
+        if self.loads_itself(name) or self.is_extra(name) or self.special(name):
+            return None
+        tensor = self.state[name]
+        parts = parts_module()
+        kind = type(tensor)
+        if not (kind in PLAIN_TYPES or is_lazy(tensor) or (parts is not None and kind is parts.DTensor)):
+            return f"the version contains a plain tensor, but the model has a {kind.__module__}.{kind.__name__}"
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            layout = "nested" if tensor.is_nested else tensor.layout
+            return f"the version contains a dense tensor, but the model has one of layout {layout}"
+        # Hooks may rename values before the load, or tolerate unexpected names after it.
+        if name not in self.objects and not self.is_forgiving and not name.startswith(self._renaming):
+            return "the model's own code adds this value to its state, but torch's load_state_dict does not accept it"
+        return None
 
     def adopted(self, state: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str, Any]:
         """Returns a version's state by the model's names, with its modules' versions, if any, by the model's paths."""
@@ -167,6 +188,9 @@ def refuse_misfit(part: str, live: LiveModule, saved: Mapping[str, Any], *, cast
                 raise InvalidError(f"{path_of(part, name)}: the version has a {type(then).__name__} there, and the model "
                                    "a tensor", remedy=_AS_RUN_HAD_IT)
             continue
+        if (reason := live.refused_plain(name)) is not None:
+            raise InvalidError(f"{path_of(part, name)}: {reason}",
+                               remedy="restore into a model with plain tensors, then convert it")
         if not (live.loads_itself(name) or live.special(name) or is_lazy(now)) and tuple(now.shape) != then.shape:
             raise InvalidError(f"{path_of(part, name)}: the version has the shape {list(then.shape)}, and the model "
                                f"{list(now.shape)}", remedy=_AS_RUN_HAD_IT)

@@ -22,6 +22,7 @@ from remanent._errors import (
     UnknownKeyError,
 )
 from remanent._kept_versions import ListedVersion, at_of
+from remanent._module_state import LiveModule
 from remanent._native import ArrayLayout
 from remanent._storages import extents_there
 from remanent._tensors import DTYPE
@@ -346,7 +347,8 @@ def load_into(model: torch.nn.Module, loaded: dict[str, torch.Tensor], metadata:
     """
     from collections import OrderedDict
 
-    own = model.state_dict()
+    live = LiveModule(model)
+    own = live.state
     missing, unexpected = [name for name in own if name not in loaded], [name for name in loaded if name not in own]
     if strict and (missing or unexpected):
         raise MismatchError(f"the version and the model differ in {len(missing) + len(unexpected)} names: missing "
@@ -359,6 +361,8 @@ def load_into(model: torch.nn.Module, loaded: dict[str, torch.Tensor], metadata:
         if there.is_meta:
             raise MismatchError(f"{name}: the model's tensor is on the meta device, and holds no elements",
                                 remedy="call `model.to_empty(device=…)` first")
+        if (reason := live.refused_plain(name)) is not None:
+            raise MismatchError(f"{name}: {reason}", remedy="load into a model with plain tensors, then convert it")
         if (there.shape, there.dtype) != (saved.shape, saved.dtype):
             raise MismatchError(f"{name}: the version has {saved.dtype} of shape {tuple(saved.shape)}, and the model "
                                 f"{there.dtype} of shape {tuple(there.shape)}", remedy="make the model like the one that "

@@ -31,7 +31,7 @@ def made(makers: dict[str, Any], dtype: torch.dtype, length: int) -> dict[str, A
         try:
             options = {"momentum": 0.9} if name.startswith(("SGD", "LARS", "RMSprop", "PytorchLARS")) else {}
             found[name] = kind(parameters, lr=0.01, **options)
-        except (TypeError, ValueError, NotImplementedError, RuntimeError):
+        except (TypeError, ValueError, NotImplementedError, RuntimeError, AssertionError):
             # Wrappers of other optimizers, and those that need a GPU.
             continue
     return found
@@ -86,7 +86,7 @@ def test_states_of_torchao_come_back_or_are_refused(directory: str) -> None:
             is_plain = type(optimizer.state[parameter]["exp_avg"]) is torch.Tensor
             with Checkpointer(path, optimizer=optimizer) as run:
                 if not is_plain:
-                    with pytest.raises(remanent.RefusedError, match="optimizer/state/0/exp_avg: a OptimState"):
+                    with pytest.raises(remanent.RefusedError, match=r"optimizer/state/0/exp_avg: a torchao\..*OptimState"):
                         run.save(1)
                     continue
                 optimizer.state[parameter]["exp_avg"].fill_(1 / 3)

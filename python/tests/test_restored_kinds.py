@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from kinds import module_makers, observer_makers, optimizer_makers, same, step  # noqa: E402
 
-from remanent.torch import Checkpointer  # noqa: E402
+from remanent.torch import Checkpointer, load_model, save_model  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -371,6 +371,65 @@ def test_models_that_cannot_have_the_values_are_refused(directory: str, make: An
         with pytest.raises(remanent.InvalidError, match=said):
             run.restore()
     assert extra == {"a": {"x": 2}}
+
+
+class Packed(torch.Tensor):
+    """Codes and a scale that stand for elements, as quantized tensors of other libraries are."""
+
+    @staticmethod
+    def __new__(cls, codes: Any, scale: float) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes: Any, scale: float) -> None:
+        self.codes, self.scale = codes, scale
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+        if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return Packed(given[0].codes, given[0].scale)
+        raise NotImplementedError(function)
+
+
+def packed() -> Any:
+    model = torch.nn.Linear(2, 2)
+    model.weight = torch.nn.Parameter(Packed(torch.ones(2, 2, dtype=torch.int8), 0.5), requires_grad=False)
+    return model
+
+
+def sparse() -> Any:
+    model = torch.nn.Linear(2, 2)
+    model.weight = torch.nn.Parameter(torch.ones(2, 2).to_sparse())
+    return model
+
+
+class SavesMore(torch.nn.Linear):
+    """Has a scale in its state that no load takes."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "weight.scale"] = torch.ones(2)
+
+
+@pytest.mark.parametrize(("then", "now", "said"), [
+    (torch.nn.Linear, packed, f"the version contains a plain tensor, but the model has a {__name__}.Packed"),
+    (torch.nn.Linear, sparse, "the version contains a dense tensor, but the model has one of layout torch.sparse_coo"),
+    (SavesMore, lambda: SavesMore(2, 2), "weight.scale: .*torch's load_state_dict does not accept it"),
+], ids=["wrapper", "sparse", "saves more"])
+def test_plain_values_that_torch_cannot_load_are_refused(directory: str, then: Any, now: Any, said: str) -> None:
+    saved, model = then(2, 2), now()
+    before = model.bias.detach().clone()
+    with Checkpointer(f"{directory}/run", saved, rng=False) as run:
+        run.save(1)
+    save_model(saved, f"{directory}/model")
+    with Checkpointer(f"{directory}/run", model, rng=False) as run:
+        with pytest.raises(remanent.InvalidError, match=said):
+            run.restore()
+    with pytest.raises(remanent.MismatchError, match=said):
+        load_model(model, f"{directory}/model")
+    assert torch.equal(model.bias, before)
+    if now is packed:
+        with pytest.raises(remanent.RefusedError, match=f"weight: a {__name__}.Packed cannot be stored"):
+            save_model(model, f"{directory}/other")
 
 
 def test_elements_are_converted_where_the_caller_asks_for_it(directory: str) -> None:
