@@ -91,7 +91,11 @@ def test_states_of_torchao_come_back_or_are_refused(directory: str) -> None:
                     continue
                 optimizer.state[parameter]["exp_avg"].fill_(1 / 3)
                 run.save(1)
-            found = made({name: makers[name]}, torch.bfloat16, length)[name]
-            with Checkpointer(path, optimizer=found) as run:
-                run.restore()
-            assert same(found.state_dict(), optimizer.state_dict())
+            for has_state in (False, True):
+                found = made({name: makers[name]}, torch.bfloat16, length)[name]
+                if has_state:
+                    [other] = found.param_groups[0]["params"]
+                    found.state[other] = {key: torch.zeros_like(value) for key, value in optimizer.state[parameter].items()}
+                with Checkpointer(path, optimizer=found) as run:
+                    run.restore()
+                assert same(found.state_dict(), optimizer.state_dict())
