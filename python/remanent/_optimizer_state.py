@@ -152,19 +152,23 @@ class OptimizerLoad:
 
     def _placed(self, parameter: torch.Tensor, values: Any, group: _Group, number: int) -> Any:
         """Returns a parameter's state on the devices on which its optimizer keeps it."""
-        own = {id(target) for target, _ in self._copies}
+        live = self._optimizer.state.get(parameter)
+        live = live if isinstance(live, Mapping) else {}
         stays = not (group.get("capturable") or group.get("fused"))
 
         def place(path: Any, tensor: torch.Tensor) -> torch.Tensor:
             name = path[0].key if path and isinstance(path[0], _pytree.MappingKey) else None
-            if id(tensor) in own:
+            there = live.get(name) if len(path) == 1 else None
+            if there is tensor:
                 return tensor
             if self._cast:
                 return _Optimizer._process_value_according_to_param_policy(
                     parameter, tensor, number, self._given["param_groups"], name)
+            if isinstance(there, torch.Tensor) and not there.is_meta:
+                return tensor.to(there.device)
             return tensor if name == "step" and stays else tensor.to(parameter.device)
 
-        if not self._cast and parameter.device.type == "cpu":
+        if not self._cast and not live and parameter.device.type == "cpu":
             return values
         return _pytree.tree_map_with_path(
             lambda path, value: place(path, value) if isinstance(value, torch.Tensor) else value, values)

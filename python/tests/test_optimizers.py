@@ -10,6 +10,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from kinds import optimizer_makers, step  # noqa: E402
+
+from remanent._optimizer_state import OptimizerLoad  # noqa: E402
 from remanent.torch import Checkpointer  # noqa: E402
 
 optim = torch.optim
@@ -176,3 +179,39 @@ def test_an_optimizer_with_a_way_of_its_own_to_load_gets_what_was_loaded(directo
         held.zero_()
         run.restore()
         assert given[0] is not held and not held.any() and optimizer.state_dict()["state"][0]["momentum_buffer"].any()
+
+
+def devices_of(optimizer: Any) -> dict[str, str]:
+    return {name: tensor.device.type for name, tensor in tensors_of(optimizer).items()}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_states_are_on_the_devices_where_torch_puts_them(device: str) -> None:
+    makers: dict[str, Any] = optimizer_makers() | {
+        f"{kind.__name__} capturable": lambda given, kind=kind: kind(given, capturable=True)
+        for kind in (optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.ASGD, optim.Rprop)}
+    seen = []
+    for name, make in makers.items():
+        saved = make([torch.nn.Parameter(torch.ones(2, 3))])
+        # A host has no graphs of CUDA, and its first step refuses to prepare for one.
+        saved.param_groups[0]["capturable"] = False
+        step(saved, 1)
+        saved.param_groups[0]["capturable"] = "capturable" in name
+        state = saved.state_dict()
+        try:
+            ours, theirs, moved = (make([torch.nn.Parameter(torch.ones(2, 3, device=device))]) for _ in range(3))
+        except RuntimeError:
+            # Fused steps are not for the meta device.
+            continue
+        theirs.load_state_dict(copy.deepcopy(state))
+        OptimizerLoad("optimizer", ours, copy.deepcopy(state), cast=False).load()
+        assert devices_of(ours) == devices_of(theirs), name
+        seen += devices_of(ours).values()
+        # What an optimizer has elsewhere stays there, also if the version has elements of another kind.
+        [parameter] = moved.param_groups[0]["params"]
+        for key, value in state["state"].get(0, {}).items():
+            if isinstance(value, torch.Tensor):
+                moved.state[parameter][key] = torch.zeros(value.shape, dtype=torch.float64)
+        OptimizerLoad("optimizer", moved, copy.deepcopy(state), cast=False).load()
+        assert set(devices_of(moved).values()) <= {"cpu"}, name
+    assert len(seen) > 50 and set(seen) == {"cpu", device}
