@@ -24,7 +24,7 @@ mod gpu {
     use std::ptr;
 
     use cudarc::driver::sys;
-    use remanent::batch::{Direction, Shadow, Width};
+    use remanent::batch::{InitialCopy, Shadow, Width};
     use remanent::device::RawStream;
     use remanent::{DeviceChoice, Error, Options, Place, Result, Store};
 
@@ -96,7 +96,7 @@ mod gpu {
         //    its last use below.
         let raw = unsafe { RawStream::from_cuda(stream as u64) };
         let memory = store.device_bytes(LEN, Place::Device(0))?.on(raw);
-        let copy = store.working_copy_in(page, &memory, Width::W1, Shadow::Page, Direction::Load)?;
+        let copy = store.working_copy_in(page, &memory, Width::W1, Shadow::Page, InitialCopy::Load)?;
         let mut address = copy.bytes().address().expect("memory of a GPU has an address");
         let mut count = u32::try_from(LEN.div_ceil(100)).expect("a short page");
         let mut parameters = [(&raw mut address).cast::<c_void>(), (&raw mut count).cast::<c_void>()];

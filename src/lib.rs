@@ -224,7 +224,7 @@ pub mod batch {
     pub use remanent_format::op::{Indices, Op};
 
     pub use crate::write::batch::{ByteSource, CreatePage, NewPage, PageChanges, PageRef, WorkingCopy};
-    pub use crate::write::commit::{Direction, Shadow};
+    pub use crate::write::commit::{InitialCopy, Shadow};
 }
 
 /// Readers of batches as they are logged or applied, in order.

@@ -657,7 +657,7 @@ impl PyStore {
     /// ...     store.prove_written_ahead()
     /// 20971520
     fn prove_written_ahead(&self, py: Python<'_>) -> PyResult<u64> {
-        self.gate.call(py, |store| store.prove_written_ahead())
+        self.gate.call(py, |store| store.verify_pending_images())
     }
 
     /// Returns the snapshots that are kept, oldest first.

@@ -108,7 +108,7 @@ impl Ticket {
     /// Returns whether the batch is acknowledged at this level, without waiting.
     #[pyo3(name = "is_", signature = (ack="durable"))]
     fn is(&self, py: Python<'_>, #[pyo3(from_py_with = arguments::ack)] ack: &str) -> PyResult<bool> {
-        self.ticket.is(self::ack(ack)?).or_raise(py, Some(&self.path))
+        self.ticket.is_acknowledged(self::ack(ack)?).or_raise(py, Some(&self.path))
     }
 
     /// Waits until the batch is acknowledged, up to `timeout` seconds. Returns whether it is. Ctrl-C ends the

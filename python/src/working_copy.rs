@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 use remanent::PageId;
-use remanent::batch::{Direction, Shadow};
+use remanent::batch::{InitialCopy, Shadow};
 
 use crate::gate::{Gate, detached};
 use crate::memory::Input;
@@ -50,10 +50,10 @@ impl PyWorkingCopy {
             "digests" => Shadow::Digest,
             place => Shadow::Kept(self::place(py, place)?),
         };
-        let direction = if is_loaded { Direction::Load } else { Direction::Store };
+        let initial_copy = if is_loaded { InitialCopy::Load } else { InitialCopy::Store };
         let copy = gate.call(py, |store| {
             let memory = memory.adopt(store)?;
-            store.working_copy_in(page, &memory, width, shadow, direction)
+            store.working_copy_in(page, &memory, width, shadow, initial_copy)
         })?;
         Ok(Self { gate: gate.clone(), copy: Some(copy) })
     }

@@ -17,7 +17,7 @@ use crate::error::Result;
 #[derive(Default)]
 pub(super) struct InFlight {
     lists: VecDeque<SubmittedList>,
-    untold: VecDeque<UntoldBatches>,
+    untold: VecDeque<UnreportedBatches>,
 }
 
 struct SubmittedList {
@@ -27,7 +27,7 @@ struct SubmittedList {
 }
 
 /// Batches that are in the lane and not reported yet.
-pub(super) struct UntoldBatches {
+pub(super) struct UnreportedBatches {
     /// The newest of the batches.
     pub applied: Lsn,
     /// The value of a fence after their lists.
@@ -43,7 +43,7 @@ impl InFlight {
     }
 
     /// Adds batches whose lists were added.
-    pub fn note(&mut self, batches: UntoldBatches) {
+    pub fn note(&mut self, batches: UnreportedBatches) {
         self.untold.push_back(batches);
     }
 
@@ -75,7 +75,7 @@ impl InFlight {
     }
 
     /// Returns the next batches that may be reported: no list up to theirs remains to be proven.
-    pub fn next_told(&mut self) -> Option<UntoldBatches> {
+    pub fn next_told(&mut self) -> Option<UnreportedBatches> {
         let unproven = self.lists.iter().find(|list| !list.proofs.is_empty());
         let bound = unproven.map_or(u64::MAX, |list| list.pending.fence().value);
         let may_be_told = self.untold.front().is_some_and(|batches| batches.fence < bound);

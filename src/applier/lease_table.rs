@@ -46,7 +46,7 @@ struct LeaseState {
     /// Pages that must stay in place, with the number of pins on each.
     pins: HashMap<PageId, usize>,
     /// Memory that its page left while it was leased, and the fence of the store's last use of it.
-    given_up: Vec<(PageMemory, Fence)>,
+    orphaned: Vec<(PageMemory, Fence)>,
 }
 
 struct Record {
@@ -258,7 +258,7 @@ impl Leases {
 
     /// Takes memory that its page has left. The store's own last use of it ends with `fence`.
     pub fn give_up(&self, memory: PageMemory, fence: Fence) {
-        self.state.lock().given_up.push((memory, fence));
+        self.state.lock().orphaned.push((memory, fence));
         if let Err(error) = self.release_free() {
             let error = self.poison.set_by_device(error);
             tracing::warn!(%error, "memory that was leased stays allocated");
@@ -277,14 +277,14 @@ impl Leases {
     /// Frees memory that pages have left and that no open lease names.
     fn release_free(&self) -> Result<()> {
         let mut state = self.state.lock();
-        let LeaseState { pages, given_up, .. } = &mut *state;
+        let LeaseState { pages, orphaned, .. } = &mut *state;
         let is_open = |memory: &PageMemory| {
             let open =
                 |record: &Record| record.ended.is_none() && record.memory == Some(memory.span().memory);
             pages.values().flatten().any(open)
         };
         let free: Vec<(PageMemory, Fence)> =
-            given_up.extract_if(.., |(memory, _)| !is_open(memory)).collect();
+            orphaned.extract_if(.., |(memory, _)| !is_open(memory)).collect();
         if free.is_empty() {
             return Ok(());
         }

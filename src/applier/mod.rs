@@ -11,7 +11,7 @@
 pub(crate) mod lease;
 pub(crate) mod pin;
 pub(crate) mod descriptor;
-mod catch;
+mod page_gather;
 mod unloaded;
 mod exact_cut;
 mod handover;
@@ -36,15 +36,15 @@ use remanent_format::state::table::Changes;
 use remanent_format::{LogPoint, Lsn, PageId, PageInfo, PageTable, Place};
 
 pub(crate) use arrival::{ArrivalProof, ArrivalSums};
-pub(crate) use catch::Catch;
 pub use changes::{AppliedBatch, AppliedChange, AppliedPage, ChangeEvent, ChangeStream};
 pub(crate) use commands::{ListBuilder, ListRoom, PayloadAt, is_payload_enough, needs_aside, stage_aside};
 pub(crate) use exact_cut::ExactCut;
 pub(crate) use filled::FilledMemory;
 pub(crate) use handover::Handover;
 pub(crate) use lease_table::{LeaseId, Leases};
+pub(crate) use page_gather::PageGather;
 pub(crate) use provision::Provision;
-pub(crate) use readback::{Caught, Drain, Drained};
+pub(crate) use readback::{Drain, Drained, GatheredBytes};
 pub(crate) use reads::{ReadOutcome, ReadState, Reads};
 pub(crate) use unloaded::{UnloadedPage, UnloadedSet};
 pub(crate) use version_reads::VersionRange;
@@ -104,7 +104,7 @@ pub(crate) struct AppliedState {
     /// Pages that an exact snapshot has not gathered yet.
     pub cut: Option<ExactCut>,
     /// Pages that a snapshot has gathered in part.
-    pub catches: HashMap<PageId, Catch>,
+    pub gathers: HashMap<PageId, PageGather>,
 }
 
 impl AppliedState {
@@ -304,8 +304,8 @@ impl Applier {
         len_known: u64,
         range: impl FnOnce(&PageInfo) -> (u64, u64) + Send + 'static,
     ) -> Result<(PageInfo, Lsn, StagingBuf)> {
-        let (info, lsn, caught) = self.read_by(staging, page, len_known, range, false)?;
-        Ok((info, lsn, caught.finish(device)?))
+        let (info, lsn, gathered) = self.read_by(staging, page, len_known, range, false)?;
+        Ok((info, lsn, gathered.finish(device)?))
     }
 
     /// Like [`read`](Self::read), with sums on both sides of the bus, for bytes that are logged.
@@ -321,8 +321,8 @@ impl Applier {
         range: impl Fn(&PageInfo) -> (u64, u64) + Clone + Send + 'static,
     ) -> Result<(PageInfo, StagingBuf)> {
         let once = || {
-            let (info, _, caught) = self.read_by(staging, page, len_known, range.clone(), true)?;
-            Ok::<_, Error>(caught.finish_once(device)?.map(|bytes| (info, bytes)))
+            let (info, _, gathered) = self.read_by(staging, page, len_known, range.clone(), true)?;
+            Ok::<_, Error>(gathered.finish_once(device)?.map(|bytes| (info, bytes)))
         };
         if let Some(read) = once()? {
             return Ok(read);
@@ -338,7 +338,7 @@ impl Applier {
         len_known: u64,
         range: impl FnOnce(&PageInfo) -> (u64, u64) + Send + 'static,
         is_summed: bool,
-    ) -> Result<(PageInfo, Lsn, CaughtRange)> {
+    ) -> Result<(PageInfo, Lsn, GatheredRange)> {
         self.unloaded.wait([page])?;
         let staged = staging.take(host_len(len_known)?)?;
         let pool = staging.clone();
@@ -352,8 +352,8 @@ impl Applier {
             // The page may have grown since, and the range with it.
             let staged = pool.shorten(staged, host_len(len)?)?;
             if let Some(on_disk) = turn.applied.on_disk.get(page) {
-                let caught = CaughtRange::OnDisk(on_disk.part(&(offset..offset + len)), offset, staged);
-                return Ok((info, turn.applied.point.lsn, caught));
+                let gathered = GatheredRange::OnDisk(on_disk.part(&(offset..offset + len)), offset, staged);
+                return Ok((info, turn.applied.point.lsn, gathered));
             }
             let source = turn.applied.memory[page].part(offset, len);
             let sums = is_summed.then_some(&pool);
@@ -364,7 +364,7 @@ impl Applier {
             } else {
                 turn.drain_in_order(vec![(source, 0)], staged, 0, sums)?
             };
-            Ok((info, turn.applied.point.lsn, CaughtRange::InMemory(drain)))
+            Ok((info, turn.applied.point.lsn, GatheredRange::InMemory(drain)))
         })
     }
 
@@ -473,27 +473,27 @@ impl Drop for ApplierGuard {
 }
 
 /// A range of a page as of some batch.
-enum CaughtRange {
+enum GatheredRange {
     /// In flight from memory.
     InMemory(Drain),
     /// To be read from disk: the page, the offset, and staging as long as the range.
     OnDisk(DiskPage, u64, StagingBuf),
 }
 
-impl CaughtRange {
+impl GatheredRange {
     /// Waits for the bytes. Must not be called on the applier's thread.
     fn finish(self, device: &dyn Device) -> Result<StagingBuf> {
         match self {
-            CaughtRange::InMemory(drain) => Ok(drain.finish(device)?.bytes),
-            CaughtRange::OnDisk(page, offset, staged) => read_from_disk(&page, offset, staged),
+            GatheredRange::InMemory(drain) => Ok(drain.finish(device)?.bytes),
+            GatheredRange::OnDisk(page, offset, staged) => read_from_disk(&page, offset, staged),
         }
     }
 
     /// Like [`finish`](Self::finish); returns `None` if the bytes changed in transit.
     fn finish_once(self, device: &dyn Device) -> Result<Option<StagingBuf>> {
         match self {
-            CaughtRange::InMemory(drain) => Ok(drain.finish_once(device)?.map(|drained| drained.bytes)),
-            CaughtRange::OnDisk(page, offset, staged) => read_from_disk(&page, offset, staged).map(Some),
+            GatheredRange::InMemory(drain) => Ok(drain.finish_once(device)?.map(|drained| drained.bytes)),
+            GatheredRange::OnDisk(page, offset, staged) => read_from_disk(&page, offset, staged).map(Some),
         }
     }
 }

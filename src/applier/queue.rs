@@ -14,7 +14,7 @@ use crate::base::sync::{Condvar, Instant, Mutex, MutexGuard};
 
 /// How long the applier collects batches that have no waiter. The timer wakes it instead of the committers,
 /// because a wake-up is a system call that costs as much as the rest of a small commit.
-const NAP: Duration = Duration::from_micros(200);
+const BATCHING_DELAY: Duration = Duration::from_micros(200);
 /// Payload bytes in the queue before a committer waits for the applier: they are held in memory until it
 /// takes them.
 const QUEUED_BYTES_MAX: usize = 64 << 20;
@@ -47,7 +47,7 @@ struct RequestQueue {
     /// The newest batch that any caller has waited for. It may not be queued yet.
     awaited: Lsn,
     /// Whether the thread runs, naps or sleeps.
-    rest: ApplierRest,
+    wake_state: WakeState,
     stop: bool,
     /// Whether the thread has ended, so that requests are no longer taken.
     ended: bool,
@@ -55,7 +55,7 @@ struct RequestQueue {
 
 /// Whether the applier's thread must be woken.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
-enum ApplierRest {
+enum WakeState {
     /// The thread checks the queue before it rests again.
     #[default]
     Awake,
@@ -132,14 +132,14 @@ impl Requests {
 
     /// Wakes the thread if it would not check the queue in time.
     fn wake_for(&self, mut queue: MutexGuard<'_, RequestQueue>) {
-        let must_wake = match queue.rest {
-            ApplierRest::Awake => false,
-            ApplierRest::Nap => queue.is_urgent,
-            ApplierRest::Sleep => true,
+        let must_wake = match queue.wake_state {
+            WakeState::Awake => false,
+            WakeState::Nap => queue.is_urgent,
+            WakeState::Sleep => true,
         };
         if must_wake {
             // One wake-up is enough, however many requests arrive before the thread runs.
-            queue.rest = ApplierRest::Awake;
+            queue.wake_state = WakeState::Awake;
             drop(queue);
             self.wake.notify_one();
         }
@@ -155,18 +155,18 @@ impl Requests {
         let mut queue = self.queue.lock();
         let is_over = |queue: &RequestQueue| queue.is_urgent || queue.stop;
         // Batches collect first. If none arrives within the nap, the thread sleeps until it is woken.
-        let nap_end = Instant::now() + NAP;
-        let mut is_nap_over = false;
-        while !is_over(&queue) && (!is_nap_over || queue.requests.is_empty()) {
-            if is_nap_over {
-                queue.rest = ApplierRest::Sleep;
+        let nap_end = Instant::now() + BATCHING_DELAY;
+        let mut is_delay_over = false;
+        while !is_over(&queue) && (!is_delay_over || queue.requests.is_empty()) {
+            if is_delay_over {
+                queue.wake_state = WakeState::Sleep;
                 self.wake.wait(&mut queue);
             } else {
-                queue.rest = ApplierRest::Nap;
-                is_nap_over = self.wake.wait_until(&mut queue, nap_end).timed_out();
+                queue.wake_state = WakeState::Nap;
+                is_delay_over = self.wake.wait_until(&mut queue, nap_end).timed_out();
             }
         }
-        queue.rest = ApplierRest::Awake;
+        queue.wake_state = WakeState::Awake;
         queue.is_urgent = false;
         if queue.payload_bytes >= QUEUED_BYTES_MAX {
             self.taken.notify_all();

@@ -46,12 +46,12 @@ struct AsideBuffer {
     /// The copies, one after another.
     pieces: Vec<PageMemory>,
     /// The copies are complete once this fence has passed.
-    caught: Fence,
+    gathered: Fence,
     arena: Arc<Arena>,
 }
 
 /// Bytes that were caught between two batches and whose destination is not chosen yet.
-pub(crate) enum Caught {
+pub(crate) enum GatheredBytes {
     /// They were copied aside.
     Aside(CopiesAside),
     /// There was no room for copies, so they are transferred to staging in lane order.
@@ -148,7 +148,7 @@ impl Turn<'_> {
     ///
     /// # Errors
     /// Same as `drain`.
-    pub fn catch(
+    pub fn gather_aside(
         &self,
         place: Place,
         sources: Vec<(Span, u64)>,
@@ -156,15 +156,15 @@ impl Turn<'_> {
         from: u64,
         chunk_len: u64,
         pool: &Arc<StagingPool>,
-    ) -> Result<Caught> {
+    ) -> Result<GatheredBytes> {
         self.intact()?;
         let Some(pieces) = self.arena.scratch_if_there_is_room(place, len)? else {
             let staged = pool.take(chunk_len as usize)?;
-            return Ok(Caught::Staged(self.download(sources, staged, from, Some(pool))?));
+            return Ok(GatheredBytes::Staged(self.download(sources, staged, from, Some(pool))?));
         };
         let (aside, summed) = self.copy_aside(pieces, sources, from, Some(pool))?;
         let summed = summed.expect("they were asked for");
-        Ok(Caught::Aside(CopiesAside { aside, chunk_range: from..from + len, summed }))
+        Ok(GatheredBytes::Aside(CopiesAside { aside, chunk_range: from..from + len, summed }))
     }
 
     fn copy_aside(
@@ -179,8 +179,8 @@ impl Turn<'_> {
             .and_then(|commands| self.submit(CommandList { commands, staging: Vec::new() }));
         match queued {
             Ok(pending) => {
-                let (caught, arena) = (pending.fence(), self.arena.clone());
-                Ok((AsideBuffer { pieces, caught, arena }, summed))
+                let (gathered, arena) = (pending.fence(), self.arena.clone());
+                Ok((AsideBuffer { pieces, gathered, arena }, summed))
             }
             Err(error) => {
                 pieces.into_iter().try_for_each(|piece| self.arena.discard(piece))?;
@@ -218,7 +218,7 @@ impl Drain {
     /// Returns the fence after the last use of the pages.
     pub fn fence(&self) -> Fence {
         match &self.copies {
-            CopySource::Aside(aside, ..) => aside.caught,
+            CopySource::Aside(aside, ..) => aside.gathered,
             CopySource::UnderWay(pending) => pending.fence(),
         }
     }
@@ -247,12 +247,12 @@ impl Drain {
     }
 }
 
-impl Caught {
+impl GatheredBytes {
     /// Returns the fence after the last use of the pages.
     pub fn fence(&self) -> Fence {
         match self {
-            Caught::Aside(copies) => copies.aside.caught,
-            Caught::Staged(drain) => drain.fence(),
+            GatheredBytes::Aside(copies) => copies.aside.gathered,
+            GatheredBytes::Staged(drain) => drain.fence(),
         }
     }
 }
@@ -260,8 +260,8 @@ impl Caught {
 impl CopiesAside {
     /// Releases the copies.
     pub fn give_up(self) {
-        let AsideBuffer { pieces, caught, arena } = self.aside;
-        pieces.into_iter().for_each(|piece| arena.retire(piece, caught));
+        let AsideBuffer { pieces, gathered, arena } = self.aside;
+        pieces.into_iter().for_each(|piece| arena.retire(piece, gathered));
     }
 
     /// Transfers the copies to staging of the chunk's length, like a [`Drain`].
@@ -290,12 +290,12 @@ impl CopiesAside {
         gaps: &[Range<u64>],
     ) -> Result<Vec<Hasher>> {
         let Self { aside, chunk_range, summed } = self;
-        let AsideBuffer { pieces, caught, arena } = aside;
-        let mut last_use = caught;
+        let AsideBuffer { pieces, gathered, arena } = aside;
+        let mut last_use = gathered;
         let mut copy = || {
             let mut sums = CommandList::default();
             summed.pool.add_sums(&mut sums, collected(summed.spans.iter().copied())?)?;
-            device.after(Lane::Load, caught)?;
+            device.after(Lane::Load, gathered)?;
             let sums = device.submit(Lane::Load, sums)?;
             last_use = sums.fence();
             let mut list = CommandList::default();
@@ -337,11 +337,11 @@ impl AsideBuffer {
         from: u64,
         summed: &Option<SummedCopies>,
     ) -> Result<Option<Drained>> {
-        let Self { pieces, caught, arena } = self;
-        let mut last_use = caught;
+        let Self { pieces, gathered, arena } = self;
+        let mut last_use = gathered;
         let mut drain = |staging: StagingBuf| {
             let len = staging.len();
-            let pending = queue(device, &pieces, caught, staging, from as usize, summed)?;
+            let pending = queue(device, &pieces, gathered, staging, from as usize, summed)?;
             last_use = pending.fence();
             arrived(device, pending, len, summed)
         };
@@ -461,12 +461,12 @@ fn arrived(
 fn queue(
     device: &dyn Device,
     pieces: &[PageMemory],
-    caught: Fence,
+    gathered: Fence,
     staging: StagingBuf,
     from: usize,
     summed: &Option<SummedCopies>,
 ) -> Result<Pending> {
-    device.after(Lane::Drain, caught)?;
+    device.after(Lane::Drain, gathered)?;
     let mut offset = from;
     let download = |piece: &PageMemory| {
         // The last piece may be longer than the bytes in it.

@@ -161,7 +161,7 @@ impl Reads {
         let shared = self.shared.clone();
         // The result is not awaited: the turn passes the read to the thread.
         let _waits = self.applier.queue_turn(move |turn| {
-            match catch(turn, &ranges, len, staged, None) {
+            match gather_ranges(turn, &ranges, len, staged, None) {
                 Ok((lsn, drain, on_disk)) => shared.push(CaughtRead { lsn, drain, on_disk, open }),
                 Err(error) => {
                     let error = open.poison.set_by_device(error);
@@ -353,7 +353,7 @@ impl std::fmt::Debug for ReadState {
 
 /// Catches all ranges as of the turn, one after another in `staged`. If `sums` is given, they are summed on
 /// both sides of the bus.
-pub(super) fn catch(
+pub(super) fn gather_ranges(
     turn: &Turn<'_>,
     ranges: &[(PageId, Range<u64>)],
     len: u64,

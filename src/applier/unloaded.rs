@@ -64,7 +64,7 @@ struct LoadStates {
     asked: Queue<usize>,
     failed: BTreeMap<PageId, Error>,
     /// Memory of the pages that will not be loaded.
-    given_up: Queue<PageMemory>,
+    abandoned: Queue<PageMemory>,
     /// Why no more pages are loaded, once that is the case.
     over: Option<Error>,
 }
@@ -244,7 +244,7 @@ impl UnloadedSet {
         state.indices.remove(unloaded.page);
         state.bytes -= unloaded.memory.byte_len();
         state.failed.insert(unloaded.page, error);
-        state.given_up.push_back(unloaded.memory);
+        state.abandoned.push_back(unloaded.memory);
         self.changed.notify_all();
     }
 
@@ -267,15 +267,15 @@ impl UnloadedSet {
     /// Returns taken pages after loading has stopped. They stay on disk.
     pub fn give_up(&self, pages: Vec<UnloadedPage>) {
         let mut state = self.state.lock();
-        pages.into_iter().for_each(|unloaded| state.given_up.push_back(unloaded.memory));
+        pages.into_iter().for_each(|unloaded| state.abandoned.push_back(unloaded.memory));
     }
 
     /// Returns the memory of all pages that were not loaded.
     pub fn take_memory(&self) -> impl Iterator<Item = PageMemory> + use<> {
         let mut state = self.state.lock();
         let waiting = std::mem::take(&mut state.waiting).into_iter().flatten();
-        let mut given_up = std::mem::take(&mut state.given_up);
-        waiting.map(|unloaded| unloaded.memory).chain(std::iter::from_fn(move || given_up.pop_front()))
+        let mut abandoned = std::mem::take(&mut state.abandoned);
+        waiting.map(|unloaded| unloaded.memory).chain(std::iter::from_fn(move || abandoned.pop_front()))
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use remanent_format::{Lsn, PageId, Place};
 
 use super::Applier;
-use super::reads::{catch, len_of};
+use super::reads::{gather_ranges, len_of};
 use crate::base::allocation::{collected, push};
 use crate::device::Device;
 use crate::device::sums::changed_on_the_way;
@@ -51,7 +51,7 @@ impl Applier {
                     }
                     push(&mut ranges, (page, range))?;
                 }
-                Ok(Some(catch(turn, &ranges, len, staged, Some(&pool))?.1))
+                Ok(Some(gather_ranges(turn, &ranges, len, staged, Some(&pool))?.1))
             })?;
             let Some(drain) = drain else { return Ok(None) };
             if let Some(drained) = drain.finish_once(device)? {

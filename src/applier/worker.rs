@@ -9,7 +9,7 @@ use remanent_format::{Lsn, PageId, Place};
 
 use super::changes::{AppliedBatch, WrittenRanges};
 use super::commands::{ListBuilder, PayloadAt, needs_aside};
-use super::in_flight::{InFlight, UntoldBatches};
+use super::in_flight::{InFlight, UnreportedBatches};
 use super::queue::Request;
 use super::{
     AppliedState, Applier, ApplierParts, ApplyWork, FilledMemory, Handover, LIST_BYTES, Leases,
@@ -41,7 +41,7 @@ pub(super) struct Worker {
     /// Memory that the list under construction is the last to use.
     retiring: Queue<PageMemory>,
     /// Memory that callers use too, of which the list under construction is the store's last use.
-    given_up: Queue<PageMemory>,
+    vacated: Queue<PageMemory>,
     /// Memory that goes to a caller after the list under construction, with its receiver.
     handed_over: Vec<(Arc<Handover>, PageMemory)>,
     /// The changes of the batches in the list under construction, for streams; only the batch's number if
@@ -75,7 +75,7 @@ impl Worker {
             applied,
             list: ListBuilder::default(),
             retiring: Queue::default(),
-            given_up: Queue::default(),
+            vacated: Queue::default(),
             handed_over: Vec::new(),
             told: Vec::new(),
             in_flight: InFlight::default(),
@@ -346,7 +346,7 @@ impl Worker {
     /// Prepares a page for a change in place. A page that a cut keeps is copied aside, and a page that
     /// callers use moves to its relocation memory.
     fn before_change(&mut self, page: PageId, relocations: &mut Vec<(PageId, PageMemory)>) {
-        let AppliedState { table, memory, cut, catches, .. } = &mut self.applied;
+        let AppliedState { table, memory, cut, gathers, .. } = &mut self.applied;
         let Some(current) = memory.get(page) else { return };
         // The cut keeps the page as of before this batch, which is still the state of the table.
         if let Some(cut) = cut
@@ -357,13 +357,13 @@ impl Worker {
         let Some(at) = relocations.iter().position(|(moved, _)| *moved == page) else { return };
         let (_, relocation) = relocations.swap_remove(at);
         if self.leases.leave(page, current.span().memory) {
-            if let Some(catch) = catches.get_mut(&page) {
-                catch.lose();
+            if let Some(gather) = gathers.get_mut(&page) {
+                gather.lose();
             }
             self.list.copy(current.span(), relocation.span());
             self.versions.moved(page, relocation.span().memory);
             if let Some(old) = memory.insert(page, relocation) {
-                self.given_up.push_back(old);
+                self.vacated.push_back(old);
             }
         } else {
             // Another batch has already moved the page, or the caller's work is done.
@@ -373,27 +373,27 @@ impl Worker {
 
     /// Prepares a range of a page for a write: any part that a snapshot has not gathered yet is kept aside.
     fn before_write(&mut self, page: PageId, range: Option<(u64, u64)>) {
-        let AppliedState { memory, catches, .. } = &mut self.applied;
-        if catches.is_empty() {
+        let AppliedState { memory, gathers, .. } = &mut self.applied;
+        if gathers.is_empty() {
             return;
         }
-        if let (Some(catch), Some(memory), Some(range)) = (catches.get_mut(&page), memory.get(page), range) {
-            catch.before_write(range, memory, &self.arena, &mut self.list);
+        if let (Some(gather), Some(memory), Some(range)) = (gathers.get_mut(&page), memory.get(page), range) {
+            gather.before_write(range, memory, &self.arena, &mut self.list);
         }
     }
 
     /// Takes memory that its page has left. It goes to a cut, to callers, or back to the arena.
     fn give_up(&mut self, page: PageId, old: PageMemory) {
-        let AppliedState { table, cut, catches, .. } = &mut self.applied;
-        if let Some(catch) = catches.get_mut(&page) {
-            catch.lose();
+        let AppliedState { table, cut, gathers, .. } = &mut self.applied;
+        if let Some(gather) = gathers.get_mut(&page) {
+            gather.lose();
         }
         let watched = cut.as_mut().and_then(|cut| Some((cut, table.get(page)?)));
         if self.leases.leave(page, old.span().memory) {
             if let Some((cut, info)) = watched {
                 cut.before_change(&info, &old, &self.arena, &mut self.list);
             }
-            self.given_up.push_back(old);
+            self.vacated.push_back(old);
         } else {
             let old = match watched {
                 Some((cut, info)) => cut.before_removal(&info, old),
@@ -409,9 +409,9 @@ impl Worker {
     /// leased. A cut gets a copy, since it would keep the memory itself for as long as its snapshot takes.
     fn hand_over(&mut self, old: PageMemory, handover: &Arc<Handover>) {
         let page = handover.page;
-        let AppliedState { table, cut, catches, .. } = &mut self.applied;
-        if let Some(catch) = catches.get_mut(&page) {
-            catch.lose();
+        let AppliedState { table, cut, gathers, .. } = &mut self.applied;
+        if let Some(gather) = gathers.get_mut(&page) {
+            gather.lose();
         }
         if let Some((cut, info)) = cut.as_mut().and_then(|cut| Some((cut, table.get(page)?))) {
             cut.before_change(&info, &old, &self.arena, &mut self.list);
@@ -443,7 +443,7 @@ impl Worker {
     /// Submits the list. Every later list sees its batches.
     fn flush(&mut self) {
         // Memory that pages left needs a list, even one without commands.
-        let gives_up = !(self.retiring.is_empty() && self.given_up.is_empty() && self.handed_over.is_empty());
+        let gives_up = !(self.retiring.is_empty() && self.vacated.is_empty() && self.handed_over.is_empty());
         if gives_up || !self.list.is_empty() {
             let (list, proofs) = self.list.take();
             if self.lost.is_none() {
@@ -451,7 +451,7 @@ impl Worker {
                     Ok(pending) => {
                         let retiring = std::iter::from_fn(|| self.retiring.pop_front());
                         self.arena.retire_all(retiring, pending.fence());
-                        while let Some(memory) = self.given_up.pop_front() {
+                        while let Some(memory) = self.vacated.pop_front() {
                             self.leases.give_up(memory, pending.fence());
                         }
                         for (handover, memory) in self.handed_over.drain(..) {
@@ -467,7 +467,7 @@ impl Worker {
             }
         }
         let (applied, fence) = (self.applied.point.lsn, self.fence);
-        self.in_flight.note(UntoldBatches { applied, fence, changes: std::mem::take(&mut self.told) });
+        self.in_flight.note(UnreportedBatches { applied, fence, changes: std::mem::take(&mut self.told) });
         self.tell();
         let reached = self.device.reached(Lane::Apply);
         while self.in_flight.oldest().is_some_and(|fence| fence <= reached)
@@ -482,7 +482,7 @@ impl Worker {
         if self.lost.is_some() {
             return;
         }
-        while let Some(UntoldBatches { applied, fence, changes }) = self.in_flight.next_told() {
+        while let Some(UnreportedBatches { applied, fence, changes }) = self.in_flight.next_told() {
             self.shared.progress(|progress| (progress.applied, progress.fence) = (applied, fence));
             // After the progress: a caller that is notified of a batch may immediately check that it is
             // applied.

@@ -9,7 +9,7 @@ use crate::error::Result;
 use crate::layout::{BlockLayout, Extent, LayoutError, LayoutResult};
 use crate::store::Store;
 use crate::write::batch::{NewPage, PageRef, WorkingCopy, WriteBatch};
-use crate::write::commit::{Direction, Shadow};
+use crate::write::commit::{InitialCopy, Shadow};
 
 /// The tensors in which an engine keeps its blocks, one for each region of their layout: device memory that
 /// the engine reads and writes. Its blocks must have the shape of those in the store's pages; the layouts may
@@ -172,7 +172,7 @@ impl BlockTensors {
         pages: &BlockPages,
         width: Width,
         shadow: Shadow,
-        direction: Direction,
+        initial_copy: InitialCopy,
     ) -> Result<WorkingBlocks> {
         if self.layout != pages.layout {
             let (tensors, pages) = (self.layout.to_string(), pages.layout.to_string());
@@ -180,7 +180,7 @@ impl BlockTensors {
         }
         let mut copies = Vec::new();
         for (page, tensor) in pages.pages.iter().zip(&self.tensors) {
-            push(&mut copies, store.working_copy_in(*page, tensor, width, shadow, direction)?)?;
+            push(&mut copies, store.working_copy_in(*page, tensor, width, shadow, initial_copy)?)?;
         }
         Ok(WorkingBlocks { layout: self.layout, copies })
     }

@@ -91,7 +91,7 @@ impl Recovery<'_> {
                 point: log.point,
                 deleted: None,
                 cut: None,
-                catches: HashMap::new(),
+                gathers: HashMap::new(),
             },
             submitted: PageTable::new(),
             changed: Vec::new(),

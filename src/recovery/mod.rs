@@ -347,7 +347,7 @@ impl Recovery<'_> {
             point: log.point,
             deleted: None,
             cut: None,
-            catches: HashMap::new(),
+            gathers: HashMap::new(),
         };
         Ok(RecoveredStore {
             store: store_file,

@@ -55,7 +55,7 @@ pub(crate) fn begin(
     // 3. Create the empty segment after it, with its name: a segment with frames has a successor (I8). If it
     //    were created after step 4, a crash in between would look like a lost newest segment, and the store
     //    would be refused. It names no incarnation, so nothing refers to this one if the process dies now.
-    let next = pool.make(number + 1, 0, SpacePurpose::Open).inspect_err(|_| pool.take_back(&segment))?;
+    let next = pool.make(number + 1, 0, SpacePurpose::Open).inspect_err(|_| pool.retract(&segment))?;
     assert!(next.number == number + 1); // I8: the successor exists before any frame does.
     // 4. The commit point: the rename, and the sync of its folder. From here on, recovery starts from the new
     //    incarnation.

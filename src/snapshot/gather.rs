@@ -155,7 +155,7 @@ impl Snapshots {
         let chunks_together = if writers.is_in_place() { IN_PLACE_CHUNKS } else { 1 };
         let chunk_len = self.chunk_len.saturating_mul(chunks_together);
         let chunks = chunks(pages, chunk_len, |(_, len)| *len)?;
-        let caught = Mutex::new(OrderedEntries::of(pages.len())?);
+        let gathered_part = Mutex::new(OrderedEntries::of(pages.len())?);
         let write = |(): &mut (), index: usize| {
             let keep_pace =
                 |more| if paced { self.pace.keep(began, writers.byte_len() + more) } else { Ok(()) };
@@ -170,14 +170,14 @@ impl Snapshots {
                 }
                 _ => self.gather_chunk(target, chunks[index])?,
             };
-            caught.lock().put(index, entries);
+            gathered_part.lock().put(index, entries);
             keep_pace(0)
         };
         parallel::map_indexed(threads, chunks.len(), || (), write)?;
-        let caught = caught.into_inner();
+        let gathered_part = gathered_part.into_inner();
         // A missing entry would be a page lost in the next crash.
-        assert!(caught.chunks == chunks.len(), "each chunk was put in its place");
-        Ok(GatheredEntries { entries: caught.entries, on_disk: caught.on_disk })
+        assert!(gathered_part.chunks == chunks.len(), "each chunk was put in its place");
+        Ok(GatheredEntries { entries: gathered_part.entries, on_disk: gathered_part.on_disk })
     }
 
     /// Gathers a long page piece by piece, writing each piece before the next one is gathered. Holding it
@@ -197,7 +197,7 @@ impl Snapshots {
         // A page under constant writes may never be caught piece by piece, so attempts are limited.
         for _ in 0..CATCHES_MAX {
             // `None`: the page was deleted since it was chosen. The record of the delete becomes a tombstone.
-            let info = match self.begin_catch(page)? {
+            let info = match self.begin_gather(page)? {
                 Some(LongPage::InMemory(info)) => info,
                 Some(LongPage::OnDisk(info, copy)) => {
                     self.progress.gathered(1, len);
@@ -230,7 +230,7 @@ impl Snapshots {
                         cut.retire_used(turn.arena, last_use);
                     }
                 }
-                turn.end_catch(page)
+                turn.end_gather(page)
             })?;
             // Checked after the turn, so that an error does not leave the applier watching the page forever.
             let image = written?;
@@ -247,7 +247,7 @@ impl Snapshots {
 
     /// Starts catching a page; returns `None` if it was deleted. For an exact snapshot the cut already keeps
     /// its bytes.
-    fn begin_catch(&self, page: PageId) -> Result<Option<LongPage>> {
+    fn begin_gather(&self, page: PageId) -> Result<Option<LongPage>> {
         self.engine.applier.turn(move |turn| {
             turn.intact()?;
             if let Some((info, copy)) = take_on_disk(turn, page)? {
@@ -262,7 +262,7 @@ impl Snapshots {
             let Some(info) = turn.applied.table.get(page) else { return Ok(None) };
             // From now on, a batch that is about to write to the page keeps its old bytes aside.
             if turn.applied.cut.is_none() {
-                turn.begin_catch(info.clone());
+                turn.begin_gather(info.clone());
             }
             Ok(Some(LongPage::InMemory(info)))
         })
@@ -329,11 +329,11 @@ impl Snapshots {
         let len: u64 = chunk.iter().map(|(_, len)| align_up(*len, FRAME_ALIGN)).sum();
         let chunk_len = align_up(Chunk::head_len(chunk.len() as u64) + len, GROUP_ALIGN);
         let staged = self.engine.staging.take(chunk_len as usize)?;
-        let caught = self.gather(collected(chunk.iter().map(|(page, _)| *page))?, staged)?;
+        let gathered_part = self.gather(collected(chunk.iter().map(|(page, _)| *page))?, staged)?;
         // The copies of the non-empty pages, in page order, each with its checksum.
-        let Drained { mut bytes, sums } = caught.copies.finish(&*self.engine.device)?;
+        let Drained { mut bytes, sums } = gathered_part.copies.finish(&*self.engine.device)?;
         // Empty pages have an entry but no image.
-        let images = caught.pages.iter().filter(|(info, _)| info.len > 0).zip(sums);
+        let images = gathered_part.pages.iter().filter(|(info, _)| info.len > 0).zip(sums);
         let images: Vec<(&PageInfo, usize, u32)> =
             collected(images.map(|((info, at), sum)| (info, *at, sum.finalize())))?;
         // One thread at a time appends to a file, so the images of a chunk are contiguous.
@@ -342,7 +342,7 @@ impl Snapshots {
             false => target.writers.append(|file| file.write_staged(&images, &mut bytes))?,
         };
         self.engine.staging.give(bytes.into_staging());
-        self.chunk_entries(target, chunk, &caught.pages, references, caught.on_disk)
+        self.chunk_entries(target, chunk, &gathered_part.pages, references, gathered_part.on_disk)
     }
 
     /// Writes images of pages on disk without holding any of them in memory whole, and returns their entries
@@ -425,8 +425,8 @@ impl Snapshots {
         // together.
         self.engine.applier.turn(move |turn| {
             turn.intact()?;
-            let (mut caught, mut on_disk) = (Vec::new(), Vec::new());
-            make_room(&mut caught, pages.len())?;
+            let (mut gathered_part, mut on_disk) = (Vec::new(), Vec::new());
+            make_room(&mut gathered_part, pages.len())?;
             for page in pages {
                 if let Some(page) = take_on_disk(turn, page)? {
                     push(&mut on_disk, page)?;
@@ -438,7 +438,7 @@ impl Snapshots {
                     Some(cut) => cut.take(page)?,
                     None => None,
                 };
-                caught.push(match kept {
+                gathered_part.push(match kept {
                     Some((info, memory)) => (info, memory.span()),
                     None => match turn.applied.table.get(page) {
                         Some(info) => (info.clone(), turn.applied.memory[page].span()),
@@ -448,15 +448,15 @@ impl Snapshots {
                 });
             }
             // All pages are copied aside in the place of the first one, and drained from there.
-            let place = caught.first().map_or(Place::Host, |(info, _)| info.place);
-            let images = caught.iter().filter(|(info, _)| info.len > 0).count();
+            let place = gathered_part.first().map_or(Place::Host, |(info, _)| info.place);
+            let images = gathered_part.iter().filter(|(info, _)| info.len > 0).count();
             // The length of the chunk's head depends on its number of images. Payloads are drained to their
             // final position after it.
             let head_len = Chunk::head_len(images as u64);
             let mut sources = Vec::new();
             make_room(&mut sources, images)?;
             let mut at = 0;
-            let pages = caught.into_iter().map(|(info, source)| {
+            let pages = gathered_part.into_iter().map(|(info, source)| {
                 if info.len > 0 {
                     sources.push((source, at));
                 }
@@ -506,7 +506,7 @@ pub(super) fn caught_sources(
 ) -> Result<Option<Vec<(Span, u64)>>> {
     // If a batch changed the page since the cut, its old bytes are in the cut; otherwise in the page's own
     // memory.
-    let Some(cut) = &turn.applied.cut else { return Ok(turn.caught(page, range.start, range.end)) };
+    let Some(cut) = &turn.applied.cut else { return Ok(turn.gather_spans(page, range.start, range.end)) };
     let len = range.end - range.start;
     let source = match cut.look(page)? {
         Some((_, memory)) => memory.part(range.start, len),
@@ -529,10 +529,10 @@ mod tests {
         let expected: Vec<ManifestEntry> = (0..12).flat_map(chunk).collect();
         // Any order will do: 5, 7 and 11 have no common divisor with 12.
         for step in [1, 5, 7, 11] {
-            let mut caught = OrderedEntries::of(expected.len()).unwrap();
+            let mut gathered_part = OrderedEntries::of(expected.len()).unwrap();
             let gathered = |number| GatheredEntries { entries: chunk(number as u64), on_disk: Vec::new() };
-            (0..12).map(|at| at * step % 12).for_each(|number| caught.put(number, gathered(number)));
-            assert_eq!(caught.entries, expected, "{step}");
+            (0..12).map(|at| at * step % 12).for_each(|number| gathered_part.put(number, gathered(number)));
+            assert_eq!(gathered_part.entries, expected, "{step}");
         }
     }
 }

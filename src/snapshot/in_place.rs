@@ -15,7 +15,7 @@ use remanent_format::{PageId, PageInfo, Place};
 use super::Snapshots;
 use super::gather::{ChunkSources, GatheredEntries, GatheredPages, PlacedPage, caught_sources};
 use super::overlays::GatherTarget;
-use crate::applier::{Caught, Drain, Drained};
+use crate::applier::{Drain, Drained, GatheredBytes};
 use crate::base::allocation::{collected, push};
 use crate::error::Result;
 use crate::images::ImageWriter;
@@ -29,31 +29,31 @@ impl Snapshots {
     ) -> Result<GatheredEntries> {
         let staging = self.engine.staging.clone();
         let pages = collected(chunk.iter().map(|(page, _)| *page))?;
-        let GatheredPages { pages, on_disk, copies: (caught, chunk_len, place) } = self.gather_by(
+        let GatheredPages { pages, on_disk, copies: (gathered, chunk_len, place) } = self.gather_by(
             pages,
-            |(caught, ..): &(Caught, u64, Place)| caught.fence(),
+            |(gathered, ..): &(GatheredBytes, u64, Place)| gathered.fence(),
             move |turn, chunk| {
                 let chunk_len = chunk.chunk_len();
                 let ChunkSources { place, sources, head_len, len } = chunk;
-                Ok((turn.catch(place, sources, len, head_len, chunk_len, &staging)?, chunk_len, place))
+                Ok((turn.gather_aside(place, sources, len, head_len, chunk_len, &staging)?, chunk_len, place))
             },
         )?;
         // Empty pages have an entry but no image.
         let images: Vec<&(PageInfo, usize)> = collected(pages.iter().filter(|(info, _)| info.len > 0))?;
-        let references = match (images.is_empty(), caught) {
+        let references = match (images.is_empty(), gathered) {
             // All pages are deleted or empty: there is no image and no chunk.
-            (true, Caught::Aside(copies)) => {
+            (true, GatheredBytes::Aside(copies)) => {
                 copies.give_up();
                 Vec::new()
             }
-            (true, Caught::Staged(drain)) => {
+            (true, GatheredBytes::Staged(drain)) => {
                 self.engine.staging.give(drain.finish(&*self.engine.device)?.bytes.into_staging());
                 Vec::new()
             }
-            (false, Caught::Staged(drain)) => {
+            (false, GatheredBytes::Staged(drain)) => {
                 target.writers.append(|file| self.write_drained(file, &images, drain))?
             }
-            (false, Caught::Aside(copies)) => target.writers.append(|file| {
+            (false, GatheredBytes::Aside(copies)) => target.writers.append(|file| {
                 let Some((target, offset)) = file.target().zip(file.take_place(chunk_len)) else {
                     let drain = match self.engine.staging.take(chunk_len as usize) {
                         Ok(staged) => copies.drain_to(staged),
@@ -108,24 +108,24 @@ impl Snapshots {
         for start in (0..info.len).step_by(self.piece_len() as usize) {
             let range = start..info.len.min(start + self.piece_len());
             let staging = self.engine.staging.clone();
-            let caught = self.engine.applier.turn(move |turn| {
+            let gathered = self.engine.applier.turn(move |turn| {
                 turn.intact()?;
                 let Some(sources) = caught_sources(turn, page, &range)? else { return Ok(None) };
                 let len = range.end - range.start;
-                let caught = turn.catch(place, sources, len, 0, len, &staging)?;
+                let gathered = turn.gather_aside(place, sources, len, 0, len, &staging)?;
                 // Later writes to this range need not be kept aside.
-                turn.gathered(page, range.end, caught.fence());
-                Ok(Some(caught))
+                turn.gathered(page, range.end, gathered.fence());
+                Ok(Some(gathered))
             })?;
             // The space reserved in the file stays without a head.
-            let Some(caught) = caught else { return Ok(PlacedPage::Gone) };
+            let Some(gathered) = gathered else { return Ok(PlacedPage::Gone) };
             let (at, device) = (offset + head_len + start, &*self.engine.device);
-            match caught {
-                Caught::Aside(copies) => {
+            match gathered {
+                GatheredBytes::Aside(copies) => {
                     let sums = copies.finish_in_place(device, target, at, &[])?;
                     sums.iter().for_each(|part| sum.combine(part));
                 }
-                Caught::Staged(drain) => {
+                GatheredBytes::Staged(drain) => {
                     let drained = drain.finish(device)?;
                     drained.sums.iter().for_each(|part| sum.combine(part));
                     let written = file.write_between(at, &drained.bytes);

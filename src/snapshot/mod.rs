@@ -247,7 +247,7 @@ impl Snapshots {
     }
 
     /// Reads back images that batches wrote in advance. Returns the number of page bytes read.
-    pub fn prove_written_ahead(&self, catalog: &Catalog, threads_max: usize) -> Result<u64> {
+    pub fn verify_pending_images(&self, catalog: &Catalog, threads_max: usize) -> Result<u64> {
         catalog.known.prove(&DiskSource::past_cache(self.engine.disk.clone()), threads_max)
     }
 
@@ -283,7 +283,7 @@ impl Snapshots {
     ) -> Result<SnapshotId> {
         let threads_max = request.threads_max();
         // a.
-        self.prove_written_ahead(catalog, threads_max)?;
+        self.verify_pending_images(catalog, threads_max)?;
         // Without space, do not rewrite images merely to empty their file.
         let wasteful = if is_short { Vec::new() } else { self.wasteful_files(catalog)? };
         let overlays = self.overlay_rules(&catalog.known, &wasteful);
@@ -298,7 +298,7 @@ impl Snapshots {
         // d.
         self.stop_watching()?;
         *is_unreadable = matches!(gathered, Err(Error::Damaged(_)));
-        let (GatheredImages { writers, caught, end }, plan) = gathered?;
+        let (GatheredImages { writers, gathered_entries, end }, plan) = gathered?;
         // e.
         self.progress.enter(SnapshotPhase::Publish);
         let (follows, visited) = (sorted.follows, sorted.visited);
@@ -311,7 +311,7 @@ impl Snapshots {
                 request.name.clone(),
                 redo,
                 sorted,
-                caught.entries,
+                gathered_entries.entries,
                 end,
                 next_file,
                 ahead_from,
@@ -346,7 +346,7 @@ impl Snapshots {
             bytes_written = info.bytes_written, visited, "snapshot published"
         );
         let id = info.id;
-        let on_disk = caught.on_disk;
+        let on_disk = gathered_entries.on_disk;
         self.unverified.push(WrittenSnapshot { snapshot: id, manifest: file, images: writers, on_disk });
         catalog.snapshots.insert(id, kept);
         Ok(id)
@@ -375,9 +375,9 @@ impl Snapshots {
         end: Option<End>,
         request: &SnapshotRequest,
     ) -> Result<GatheredImages> {
-        let (writers, caught) = self.gather_into(files, plan, pages, overlays, request)?;
+        let (writers, gathered_entries) = self.gather_into(files, plan, pages, overlays, request)?;
         match end.map_or_else(|| self.end(), Ok) {
-            Ok(end) => Ok(GatheredImages { writers, caught, end }),
+            Ok(end) => Ok(GatheredImages { writers, gathered_entries, end }),
             Err(error) => {
                 writers.into_iter().for_each(ImageWriters::abandon);
                 Err(error)
@@ -408,7 +408,7 @@ impl Snapshots {
             self.gather_all(&target, *threads, pages, request.paced)
         };
         match gathered {
-            Ok(caught) => Ok((Some(writers), caught)),
+            Ok(gathered_entries) => Ok((Some(writers), gathered_entries)),
             Err(error) => {
                 writers.abandon();
                 Err(error)
@@ -440,6 +440,6 @@ struct GatheredImages {
     /// The image files; `None` if nothing had to be gathered.
     writers: Option<ImageWriters>,
     /// The entries of the gathered pages, in page order.
-    caught: GatheredEntries,
+    gathered_entries: GatheredEntries,
     end: End,
 }

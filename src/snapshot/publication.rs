@@ -32,7 +32,7 @@ impl Snapshots {
         name: Option<String>,
         redo: LogPoint,
         sorted: SnapshotWork,
-        caught: Vec<ManifestEntry>,
+        gathered_entries: Vec<ManifestEntry>,
         end: End,
         next_file: u64,
         ahead_from: u64,
@@ -51,8 +51,8 @@ impl Snapshots {
             epoch_high: end.epoch_high,
             next_file,
             ahead_from,
-            tombstones: tombstones(&sorted, &caught, redo.lsn, &end.deleted)?,
-            entries: in_order(sorted.entries, caught)?,
+            tombstones: tombstones(&sorted, &gathered_entries, redo.lsn, &end.deleted)?,
+            entries: in_order(sorted.entries, gathered_entries)?,
             root: end.root,
         })
     }
@@ -135,15 +135,16 @@ impl Snapshots {
 /// entry, and the previous link would bring deleted pages back.
 fn tombstones(
     sorted: &SnapshotWork,
-    caught: &[ManifestEntry],
+    gathered_entries: &[ManifestEntry],
     redo: Lsn,
     deleted: &BTreeMap<PageId, Lsn>,
 ) -> Result<Vec<Tombstone>> {
     // Both lists ascend. Usually every page was gathered, so no lookup is needed.
-    let mut caught = caught.iter().peekable();
-    let all_are_caught = caught.len() == sorted.gather.len();
-    let mut is_caught = |page| all_are_caught || caught.next_if(|entry| entry.page == page).is_some();
-    let missed = sorted.gather.iter().filter(|(page, _)| !is_caught(*page));
+    let mut gathered_entries = gathered_entries.iter().peekable();
+    let all_are_gathered = gathered_entries.len() == sorted.gather.len();
+    let mut is_gathered =
+        |page| all_are_gathered || gathered_entries.next_if(|entry| entry.page == page).is_some();
+    let missed = sorted.gather.iter().filter(|(page, _)| !is_gathered(*page));
     let missed = missed.map(|(page, _)| Tombstone {
         page: *page,
         lsn: *deleted.get(page).expect("a page that could not be gathered was deleted"),
@@ -157,12 +158,12 @@ fn tombstones(
 }
 
 /// Merges known and gathered entries in page order.
-fn in_order(known: Vec<ManifestEntry>, caught: Vec<ManifestEntry>) -> Result<Vec<ManifestEntry>> {
+fn in_order(known: Vec<ManifestEntry>, gathered_entries: Vec<ManifestEntry>) -> Result<Vec<ManifestEntry>> {
     let mut entries = known;
     if entries.is_empty() {
-        return Ok(caught);
+        return Ok(gathered_entries);
     }
-    append(&mut entries, caught)?;
+    append(&mut entries, gathered_entries)?;
     // No page is in both lists. A stable sort would allocate memory infallibly.
     entries.sort_unstable_by_key(|entry| entry.page);
     Ok(entries)

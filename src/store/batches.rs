@@ -173,7 +173,9 @@ impl Store {
     pub fn ensure(&self, pages: &[PageId], place: Place) -> Result<Option<Position>> {
         self.check_process()?;
         let _span = tracing::debug_span!("ensure", %place, pages = pages.len()).entered();
-        let Some(point) = self.in_store(self.parts.mover.bring(pages, place))? else { return Ok(None) };
+        let Some(point) = self.in_store(self.parts.mover.move_to_place(pages, place))? else {
+            return Ok(None);
+        };
         wait(self.parts.options.ack, point.lsn, self.engine())?;
         Ok(Some(Position { incarnation: point.incarnation, lsn: point.lsn }))
     }

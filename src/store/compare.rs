@@ -36,7 +36,7 @@ const WORD_LEN: u64 = 4;
 #[non_exhaustive]
 pub struct Comparison {
     /// Whether all elements are equal.
-    pub equal: bool,
+    pub is_equal: bool,
     /// The number of elements that differ.
     pub differing: u64,
     /// The index of the first element that differs; `None` if the pages are equal.
@@ -47,13 +47,13 @@ pub struct Comparison {
 
 impl Comparison {
     fn none(lsn: Lsn) -> Self {
-        Self { equal: true, differing: 0, first: None, lsn }
+        Self { is_equal: true, differing: 0, first: None, lsn }
     }
 
     /// Adds elements that differ. They must follow the elements added before.
     fn add(&mut self, differing: u64, first: u64) {
         if differing > 0 {
-            self.equal = false;
+            self.is_equal = false;
             self.differing += differing;
             self.first.get_or_insert(first);
         }
@@ -121,8 +121,8 @@ impl Store {
     /// batch.create_from(*b"weights, behind", Place::Host);
     /// let pages = store.commit(batch)?.pages;
     /// let compared = store.compare(pages[0], pages[1], Width::W1)?;
-    /// assert_eq!((compared.equal, compared.differing, compared.first), (false, 4, Some(11)));
-    /// assert!(store.compare(pages[0], pages[0], Width::W4)?.equal);
+    /// assert_eq!((compared.is_equal, compared.differing, compared.first), (false, 4, Some(11)));
+    /// assert!(store.compare(pages[0], pages[0], Width::W4)?.is_equal);
     /// # Ok::<(), remanent::Error>(())
     /// ```
     ///

@@ -94,17 +94,17 @@ impl Store {
     /// let mut batch = WriteBatch::default();
     /// batch.create_from(vec![7; 20 << 20], Place::Disk);
     /// store.commit(batch)?;
-    /// assert_eq!(store.prove_written_ahead()?, 20 << 20);
-    /// assert_eq!(store.prove_written_ahead()?, 0);
+    /// assert_eq!(store.verify_pending_images()?, 20 << 20);
+    /// assert_eq!(store.verify_pending_images()?, 0);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     ///
     /// # Errors
     /// [`Error::OutOfMemory`], which leaves the store unchanged.
-    pub fn prove_written_ahead(&self) -> Result<u64> {
+    pub fn verify_pending_images(&self) -> Result<u64> {
         self.check_process()?;
         let snapshots = &self.parts.snapshots;
-        snapshots.prove_written_ahead(&snapshots.catalog.lock(), PROVERS_MAX)
+        snapshots.verify_pending_images(&snapshots.catalog.lock(), PROVERS_MAX)
     }
 
     /// Waits until all published snapshots are verified, and everything that they replace has been removed.

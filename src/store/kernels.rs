@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::history::audit::Audit;
 use crate::store::Store;
 use crate::write::batch::WorkingCopy;
-use crate::write::commit::{Direction, Shadow};
+use crate::write::commit::{InitialCopy, Shadow};
 
 #[cfg(doc)]
 use crate::write::batch::WriteBatch;
@@ -126,18 +126,18 @@ impl Store {
     pub fn working_copy(&self, page: PageId, width: Width, shadow: Shadow) -> Result<WorkingCopy> {
         let info = self.page(page)?;
         let memory = self.device_bytes(info.len, info.place)?;
-        self.working_copy_in(page, &memory, width, shadow, Direction::Load)
+        self.working_copy_in(page, &memory, width, shadow, InitialCopy::Load)
     }
 
     /// Turns existing memory, such as a tensor or a cache, into a working copy of a page. The memory must be
     /// as long as the page.
     ///
-    /// `direction` states whether the memory receives the page's bytes now, or the page receives the memory's
-    /// bytes at the next capture. A newly allocated tensor therefore does not overwrite a recovered page by
-    /// accident.
+    /// `initial_copy` states whether the memory receives the page's bytes now, or the page receives the
+    /// memory's bytes at the next capture. A newly allocated tensor therefore does not overwrite a recovered
+    /// page by accident.
     ///
     /// ```
-    /// use remanent::batch::{Direction, Shadow, Width};
+    /// use remanent::batch::{InitialCopy, Shadow, Width};
     /// use remanent::{Options, Place, Store};
     /// # use remanent::DeviceChoice;
     /// # let options = Options::default().device(DeviceChoice::Host);
@@ -147,7 +147,7 @@ impl Store {
     /// let page = store.commit(batch)?.pages[0];
     ///
     /// let tensor = store.device_bytes(9, Place::Device(0))?;
-    /// store.working_copy_in(page, &tensor, Width::W1, Shadow::Page, Direction::Load)?;
+    /// store.working_copy_in(page, &tensor, Width::W1, Shadow::Page, InitialCopy::Load)?;
     /// let mut bytes = [0; 9];
     /// tensor.read(0, &mut bytes)?;
     /// assert_eq!(&bytes, b"recovered");
@@ -165,9 +165,9 @@ impl Store {
         memory: &DeviceBytes,
         width: Width,
         shadow: Shadow,
-        direction: Direction,
+        initial_copy: InitialCopy,
     ) -> Result<WorkingCopy> {
-        self.of_device(|| self.committer().working_copy(page, memory.clone(), width, shadow, direction))
+        self.of_device(|| self.committer().working_copy(page, memory.clone(), width, shadow, initial_copy))
     }
 
     /// Reloads a working copy from its page and discards its contents. Use this after a conflict, or to drop
@@ -177,7 +177,7 @@ impl Store {
     /// [`Error::UnknownPage`]; [`Error::MemoryRefused`] if the page's length has changed; [`Error::Damaged`]
     /// for a page on disk, as for [`Store::read`]; a device error.
     pub fn reload(&self, copy: &WorkingCopy) -> Result<()> {
-        self.of_device(|| self.committer().load(copy, Direction::Load))
+        self.of_device(|| self.committer().load(copy, InitialCopy::Load))
     }
 
     /// Checks that page memory matches the committed batches, and returns the pages that were changed without

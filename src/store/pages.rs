@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::options::PageLoad;
 
 /// Attempts by one call to bring a page from disk to memory.
-const COMING_TRIES: usize = 8;
+const PROMOTE_ATTEMPTS: usize = 8;
 
 /// The pages that are not loaded yet.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -90,10 +90,10 @@ impl Store {
     fn in_memory<T>(&self, page: PageId, take: impl Fn() -> Result<T>) -> Result<T> {
         let tiers = self.parts.options.tiers.as_ref();
         let memory = tiers.and_then(|tiers| tiers.places().iter().find(|place| **place != Place::Disk));
-        for _ in 0..COMING_TRIES {
+        for _ in 0..PROMOTE_ATTEMPTS {
             match (take(), memory) {
                 (Err(Error::PlaceUnavailable { place: Place::Disk, .. }), Some(place)) => {
-                    self.in_store(self.parts.mover.bring(&[page], *place))?;
+                    self.in_store(self.parts.mover.move_to_place(&[page], *place))?;
                 }
                 (taken, _) => return taken,
             }

@@ -36,7 +36,7 @@ pub struct CommitReceipt {
 /// use remanent::{Ack, Options, Store};
 /// let store = Store::temporary(Options::default())?;
 /// let ticket = store.submit(store.batch().set_root("step", 1u64))?;
-/// assert!(ticket.is(Ack::Logged)?, "a mapped log has it by now");
+/// assert!(ticket.is_acknowledged(Ack::Logged)?, "a mapped log has it by now");
 /// assert!(ticket.wait_timeout(Ack::Durable, Duration::from_secs(60))?);
 /// # Ok::<(), remanent::Error>(())
 /// ```
@@ -77,7 +77,7 @@ impl Ticket {
     ///
     /// # Errors
     /// [`Error::Poisoned`] if the batch is not acknowledged and never will be; [`Error::Forked`].
-    pub fn is(&self, ack: Ack) -> Result<bool> {
+    pub fn is_acknowledged(&self, ack: Ack) -> Result<bool> {
         let Engine { log, applier, .. } = &**self.engine.check()?;
         let lsn = self.committed.position.lsn;
         match ack {
@@ -133,7 +133,7 @@ impl Ticket {
     /// let store = Store::temporary(Options::default())?;
     /// let ticket = store.submit(store.batch().set_root("step", 1u64))?;
     /// block_on(async { ticket.acknowledged(Ack::Durable).await })?;
-    /// assert!(ticket.is(Ack::Durable)?);
+    /// assert!(ticket.is_acknowledged(Ack::Durable)?);
     /// # Ok::<(), remanent::Error>(())
     /// ```
     ///
@@ -164,7 +164,7 @@ impl Acknowledged {
     }
 
     fn poll_once(&mut self, context: &mut Context<'_>) -> Result<bool> {
-        if self.ticket.is(self.ack)? {
+        if self.ticket.is_acknowledged(self.ack)? {
             return Ok(true);
         }
         let lsn = self.ticket.position().lsn;
@@ -178,7 +178,7 @@ impl Acknowledged {
             Ack::Logged | Ack::Durable => log.ask_for_sync(),
         }
         // The batch may have been acknowledged before the waker was registered.
-        self.ticket.is(self.ack)
+        self.ticket.is_acknowledged(self.ack)
     }
 }
 

@@ -146,7 +146,7 @@ impl PageMover {
 
     /// Moves the pages that are not yet in `place` to it. Returns the position of the last batch that did so;
     /// `None` if all are already there.
-    pub fn bring(&self, pages: &[PageId], place: Place) -> Result<Option<LogPoint>> {
+    pub fn move_to_place(&self, pages: &[PageId], place: Place) -> Result<Option<LogPoint>> {
         self.bring_by(pages, place, Hits::Uses)
     }
 
@@ -190,8 +190,8 @@ impl PageMover {
         Ok(point)
     }
 
-    /// Moves pages like [`bring`](Self::bring), in advance of a caller: deleted pages are removed from
-    /// `pages`, and pages that an open has not loaded yet are loaded before others.
+    /// Moves pages like [`move_to_place`](Self::move_to_place), in advance of a caller: deleted pages are
+    /// removed from `pages`, and pages that an open has not loaded yet are loaded before others.
     pub fn bring_existing(&self, pages: &mut Vec<PageId>, place: Place, hits: Hits) -> Result<()> {
         loop {
             match self.bring_by(pages, place, hits) {

@@ -53,7 +53,7 @@ pub struct ReadAhead<'s> {
     mover: &'s PageMover,
     prefetcher: &'s PrefetchThread,
     place: Place,
-    coming: VecDeque<Step>,
+    upcoming: VecDeque<Step>,
     /// The total length in bytes of the steps in flight.
     bytes: u64,
     /// The budget of the place in bytes.
@@ -78,7 +78,7 @@ impl<'s> ReadAhead<'s> {
             mover,
             prefetcher,
             place,
-            coming: VecDeque::new(),
+            upcoming: VecDeque::new(),
             bytes: 0,
             budget,
             pace: Pace::default(),
@@ -94,9 +94,9 @@ impl<'s> ReadAhead<'s> {
     #[must_use]
     pub fn wants_more(&self) -> bool {
         // The first step is used next; the others follow it.
-        let Some(first) = self.coming.front() else { return true };
+        let Some(first) = self.upcoming.front() else { return true };
         let behind = self.bytes - first.bytes;
-        self.coming.len() <= self.pace.distance()
+        self.upcoming.len() <= self.pace.distance()
             && (behind == 0 || behind < self.budget / BUDGET_PART)
             && self.bytes <= self.budget / 2
     }
@@ -104,7 +104,7 @@ impl<'s> ReadAhead<'s> {
     /// Returns the number of steps in flight.
     #[must_use]
     pub fn steps_coming(&self) -> usize {
-        self.coming.len()
+        self.upcoming.len()
     }
 
     /// Appends a step, starts moving its pages, and returns immediately.
@@ -116,7 +116,7 @@ impl<'s> ReadAhead<'s> {
         let prefetch = self.in_store(self.prefetcher.prefetch(pages, self.place))?;
         let bytes = pages.iter().map(|page| self.mover.byte_len(*page)).fold(0, u64::saturating_add);
         self.bytes = self.bytes.saturating_add(bytes);
-        self.coming.push_back(Step { pages: pages.to_vec(), bytes, prefetch });
+        self.upcoming.push_back(Step { pages: pages.to_vec(), bytes, prefetch });
         Ok(())
     }
 
@@ -129,7 +129,7 @@ impl<'s> ReadAhead<'s> {
     pub fn next_step(&mut self) -> Result<Option<Vec<PageId>>> {
         self.opener.check()?;
         let called = Instant::now();
-        let Some(Step { mut pages, bytes, prefetch }) = self.coming.pop_front() else { return Ok(None) };
+        let Some(Step { mut pages, bytes, prefetch }) = self.upcoming.pop_front() else { return Ok(None) };
         self.bytes -= bytes;
         if let Some(given) = self.given {
             self.pace.interval.note(called - given);
@@ -160,8 +160,8 @@ impl Drop for ReadAhead<'_> {
     fn drop(&mut self) {
         // All are canceled before the first wait, since otherwise the next one would begin during that wait.
         // In a forked child, there is nothing to cancel.
-        let given_up = self.coming.iter().try_for_each(|step| step.prefetch.give_up());
-        let ended = given_up.and_then(|()| self.coming.iter().try_for_each(|step| step.prefetch.cancel()));
+        let given_up = self.upcoming.iter().try_for_each(|step| step.prefetch.give_up());
+        let ended = given_up.and_then(|()| self.upcoming.iter().try_for_each(|step| step.prefetch.cancel()));
         debug_assert!(ended.is_ok() || !self.opener.is_current());
     }
 }
@@ -170,7 +170,7 @@ impl std::fmt::Debug for ReadAhead<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("ReadAhead")
             .field("place", &self.place)
-            .field("steps_coming", &self.coming.len())
+            .field("steps_coming", &self.upcoming.len())
             .finish_non_exhaustive()
     }
 }

@@ -260,11 +260,11 @@ fn a_ticket_is_asked_waited_for_with_a_limit_and_awaited() {
         for ack in [Ack::Logged, Ack::Applied, Ack::Durable] {
             let ticket = store.submit(store.batch().set_root("step", 1u64)).unwrap();
             assert!(ticket.wait_timeout(ack, PATIENCE).unwrap(), "{io} {ack:?}");
-            assert!(ticket.is(ack).unwrap());
+            assert!(ticket.is_acknowledged(ack).unwrap());
             assert!(ticket.wait_timeout(ack, Duration::ZERO).unwrap());
             let ticket = store.submit(store.batch().set_root("step", 2u64)).unwrap();
             block_on(ticket.acknowledged(ack)).0.unwrap();
-            assert!(ticket.is(ack).unwrap());
+            assert!(ticket.is_acknowledged(ack).unwrap());
             let (ready, woken) = block_on(ticket.acknowledged(ack));
             ready.unwrap();
             assert_eq!(woken, 0, "a batch that is acknowledged is ready at once");
@@ -289,7 +289,7 @@ fn many_tasks_wait_for_one_sync() {
             ticket.acknowledged(Ack::Durable).await.unwrap();
         }
     });
-    assert!(tickets.iter().all(|ticket| ticket.is(Ack::Durable).unwrap()));
+    assert!(tickets.iter().all(|ticket| ticket.is_acknowledged(Ack::Durable).unwrap()));
     // A future that is dropped leaves no task behind to be woken.
     drop(store.submit(store.batch().set_root("step", 99u64)).unwrap().acknowledged(Ack::Durable));
     store.close().unwrap();
@@ -347,7 +347,7 @@ fn a_task_that_waits_hears_of_a_failure() {
         let ticket = store.submit(store.batch().set_root("step", 1u64)).unwrap();
         let (waited, _) = block_on(ticket.acknowledged(Ack::Durable));
         assert!(matches!(waited, Err(Error::Poisoned(_))), "{io}: {waited:?}");
-        assert!(matches!(ticket.is(Ack::Durable), Err(Error::Poisoned(_))));
+        assert!(matches!(ticket.is_acknowledged(Ack::Durable), Err(Error::Poisoned(_))));
         assert!(matches!(ticket.wait_timeout(Ack::Durable, PATIENCE), Err(Error::Poisoned(_))));
     }
 }

@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::thread;
 
-use remanent::batch::{Direction, Shadow, Width};
+use remanent::batch::{InitialCopy, Shadow, Width};
 use remanent::device::DeviceBytes;
 use remanent::device::host::HostDevice;
 use remanent::device::{Command, CommandList, Lane, RawStream};
@@ -70,7 +70,7 @@ fn takes<'b>(store: &'b Store, page: PageId, memory: &'b DeviceBytes) -> [Take<'
     };
     let first_index = store.device_bytes(4, PLACE).unwrap();
     let first_byte = memory.part(0..1).unwrap();
-    let copy = store.working_copy_in(page, memory, Width::W1, Shadow::Page, Direction::Load).unwrap();
+    let copy = store.working_copy_in(page, memory, Width::W1, Shadow::Page, InitialCopy::Load).unwrap();
     [
         ("a write", Box::new(move || commit(&|batch| _ = batch.write_device(page, 0, memory)))),
         (

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use remanent::batch::{Direction, Shadow, Width};
+use remanent::batch::{InitialCopy, Shadow, Width};
 use remanent::blocks::{BlockPages, BlockTensors};
 use remanent::device::DeviceBytes;
 use remanent::device::Lane;
@@ -227,7 +227,8 @@ fn changed_blocks_are_captured_from_tensors() {
             let mut expected = random_regions(&mut random, &layout);
             let pages = pages(&store, layout, place, &expected);
             let engine = tensors(&store, layout, &random_regions(&mut random, &layout));
-            let working = engine.working_copies(&store, &pages, Width::W2, shadow, Direction::Load).unwrap();
+            let working =
+                engine.working_copies(&store, &pages, Width::W2, shadow, InitialCopy::Load).unwrap();
             assert!(bytes_in(engine.tensors()) == expected, "{shadow:?} on {label}");
             for blocks in [&[3_u64, 0][..], &[5], &[]] {
                 let work = random_regions(&mut random, &layout);
@@ -383,7 +384,7 @@ fn pages_and_tensors_that_do_not_hold_the_layout_are_refused() {
     store.commit(batch).unwrap();
     assert_eq!(contents(&store, &held), regions);
     let refused = engine
-        .working_copies(&store, &of_other, Width::W2, Shadow::Page, Direction::Load)
+        .working_copies(&store, &of_other, Width::W2, Shadow::Page, InitialCopy::Load)
         .unwrap_err()
         .to_string();
     assert!(refused.contains("3 layers") && refused.contains("1 layers"), "{refused}");

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use remanent::batch::{Direction, Shadow, Width, WorkingCopy};
+use remanent::batch::{InitialCopy, Shadow, Width, WorkingCopy};
 use remanent::device::host::HostDevice;
 use remanent::device::{CallerMemory, DeviceBytes, HostMemory};
 use remanent::device::{Command, CommandList, Device, Lane, Pending, RawStream};
@@ -293,7 +293,7 @@ fn a_copy_is_loaded_and_read_when_its_stream_has_come_there() {
         let (stream, memory) = (device.stream(), store.device_bytes(64, PLACE).unwrap());
         fill_on(&device, stream, &memory, 9);
         let copy =
-            store.working_copy_in(page, &memory.on(stream), Width::W1, shadow, Direction::Load).unwrap();
+            store.working_copy_in(page, &memory.on(stream), Width::W1, shadow, InitialCopy::Load).unwrap();
         device.synchronize(stream).unwrap();
         assert_eq!(copied(&copy), [1; 64], "what was on the stream came before");
         fill_on(&device, stream, &memory, 7);
@@ -478,12 +478,12 @@ fn which_way_bytes_go_is_said_when_memory_becomes_a_copy() {
         let page = page(&store, b"recovered");
         let tensor = store.device_bytes(9, PLACE).unwrap();
         tensor.write(0, b"brand new").unwrap();
-        let copy = store.working_copy_in(page, &tensor, Width::W1, shadow, Direction::Load).unwrap();
+        let copy = store.working_copy_in(page, &tensor, Width::W1, shadow, InitialCopy::Load).unwrap();
         capture(&store, &copy).unwrap();
         assert_eq!((copied(&copy), content(&store, page)), (b"recovered".to_vec(), b"recovered".to_vec()));
 
         tensor.write(0, b"brand new").unwrap();
-        let copy = store.working_copy_in(page, &tensor, Width::W1, shadow, Direction::Store).unwrap();
+        let copy = store.working_copy_in(page, &tensor, Width::W1, shadow, InitialCopy::Store).unwrap();
         assert_eq!(content(&store, page), b"recovered", "until it is captured");
         capture(&store, &copy).unwrap();
         assert_eq!(content(&store, page), b"brand new", "{shadow:?}");
@@ -522,7 +522,7 @@ fn an_array_of_another_owner_is_captured_where_it_lies() {
         let array = Array(vec![0; plain.len()], gone.clone());
         let array = CallerMemory::from_host(array, Place::Host);
         let bytes = store.caller_bytes(&array).unwrap();
-        let copy = store.working_copy_in(page, &bytes, Width::W2, shadow, Direction::Load).unwrap();
+        let copy = store.working_copy_in(page, &bytes, Width::W2, shadow, InitialCopy::Load).unwrap();
         assert!(copied(&copy) == plain, "{shadow:?}");
         for (at, byte) in [(0, 1), (70_001, 2), (plain.len() - 1, 3)] {
             plain[at] = byte;
@@ -551,7 +551,7 @@ fn memory_that_is_no_copy_of_the_page_is_refused() {
     let (store, other) = (host(), host());
     let page = page(&store, &[0; 12]);
     let copy_in = |memory: &remanent::device::DeviceBytes, width| {
-        store.working_copy_in(page, memory, width, Shadow::Page, Direction::Load).map(drop)
+        store.working_copy_in(page, memory, width, Shadow::Page, InitialCopy::Load).map(drop)
     };
     let bytes = |len| store.device_bytes(len, PLACE).unwrap();
     let rows = [
@@ -567,7 +567,7 @@ fn memory_that_is_no_copy_of_the_page_is_refused() {
     let (_, late) = late();
     let of_late = self::page(&late, &[0; 12]);
     let shifted = late.device_bytes(13, PLACE).unwrap().part(1..13).unwrap();
-    let odd = late.working_copy_in(of_late, &shifted, Width::W4, Shadow::Page, Direction::Load);
+    let odd = late.working_copy_in(of_late, &shifted, Width::W4, Shadow::Page, InitialCopy::Load);
     assert!(matches!(odd, Err(Error::MemoryRefused { len: 12, .. })), "elements off their boundary: {odd:?}");
     // A page that has another length by now.
     let copy = store.working_copy(page, Width::W4, Shadow::Page).unwrap();

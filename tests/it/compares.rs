@@ -43,7 +43,7 @@ fn check(store: &Store, bytes: [&[u8]; 2], places: [Place; 2], what: &str) {
         let found = store.compare(left, right, width).unwrap();
         let expected = by_hand(bytes[0], bytes[1], width);
         assert_eq!((found.differing, found.first), expected, "{width:?}, {what}, {places:?}");
-        assert_eq!(found.equal, expected.0 == 0);
+        assert_eq!(found.is_equal, expected.0 == 0);
         assert_eq!(found.lsn, store.lsn());
     }
     store.commit(store.batch().delete(left).delete(right)).unwrap();
@@ -145,9 +145,9 @@ fn pages_are_compared_as_of_one_batch() {
             });
             for _ in 0..20 {
                 let found = store.compare(left, right, Width::W4);
-                is_done.store(!found.as_ref().is_ok_and(|found| found.equal), Ordering::Relaxed);
+                is_done.store(!found.as_ref().is_ok_and(|found| found.is_equal), Ordering::Relaxed);
                 let found = found.unwrap();
-                assert!(found.equal, "{found:?}, {place}");
+                assert!(found.is_equal, "{found:?}, {place}");
             }
             is_done.store(true, Ordering::Relaxed);
         });

@@ -3,7 +3,7 @@
 
 use std::sync::{Arc, Mutex};
 
-use remanent::batch::{Direction, Shadow, Width, WorkingCopy};
+use remanent::batch::{InitialCopy, Shadow, Width, WorkingCopy};
 use remanent::device::host::HostDevice;
 use remanent::device::{Command, CommandList, DIGEST_CHUNK_LEN, DIGEST_KEY_LEN, Device, Lane, Pending, Span};
 use remanent::options::Compression;
@@ -91,7 +91,7 @@ fn nothing_is_known_before_the_first_capture_of_stored_memory() {
     let page = page(&store, &vec![7; 3 * CHUNK as usize]);
     let tensor = store.device_bytes(3 * CHUNK, PLACE).unwrap();
     tensor.write(0, &vec![7; 3 * CHUNK as usize]).unwrap();
-    let copy = store.working_copy_in(page, &tensor, Width::W1, Shadow::Digest, Direction::Store).unwrap();
+    let copy = store.working_copy_in(page, &tensor, Width::W1, Shadow::Digest, InitialCopy::Store).unwrap();
     // A part of it first: the rest stays unknown.
     let mut batch = store.batch();
     batch.capture_ranges(&copy, &[0..1, 5..6]);
@@ -188,7 +188,8 @@ fn a_change_in_the_middle_of_a_capture_is_not_lost() {
         batch.create_from(vec![0; 3 * CHUNK as usize], place);
         let page = store.commit(batch).unwrap().pages[0];
         let tensor = store.device_bytes(3 * CHUNK, PLACE).unwrap();
-        let copy = store.working_copy_in(page, &tensor, Width::W1, Shadow::Digest, Direction::Load).unwrap();
+        let copy =
+            store.working_copy_in(page, &tensor, Width::W1, Shadow::Digest, InitialCopy::Load).unwrap();
         // Of a page on disk, a third is captured as an image of all of it.
         copy.bytes().write(100, &[1]).unwrap();
         *device.at.lock().unwrap() = Some(moment);
@@ -222,7 +223,7 @@ fn a_capture_takes_a_wave_of_memory() {
     batch.create(LEN, Place::Disk);
     let page: PageId = store.commit(batch).unwrap().pages[0];
     let tensor = store.device_bytes(LEN, PLACE).unwrap();
-    let copy = store.working_copy_in(page, &tensor, Width::W1, Shadow::Digest, Direction::Load).unwrap();
+    let copy = store.working_copy_in(page, &tensor, Width::W1, Shadow::Digest, InitialCopy::Load).unwrap();
     let mut plain = vec![0_u8; LEN as usize];
     // A few chunks go to the log, a half to an image, more than a wave to the log.
     let rounds = [(5, LEN / CHUNK / 3), (5, 2), (9, 1), (11, 5)];

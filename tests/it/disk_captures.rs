@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use remanent::batch::{Direction, Shadow, Width};
+use remanent::batch::{InitialCopy, Shadow, Width};
 use remanent::device::Device;
 use remanent::device::host::HostDevice;
 use remanent::error::FileName;
@@ -62,12 +62,12 @@ fn stands_for_a_page_on_disk(shadow: Shadow, device: &Arc<dyn Device>) {
     commit(&store, |batch| _ = batch.write(page, 70, &[1; 10]));
 
     let memory = tensor(&store, &[0; LEN]);
-    let refused = store.working_copy_in(page, &memory, Width::W4, Shadow::Page, Direction::Load);
+    let refused = store.working_copy_in(page, &memory, Width::W4, Shadow::Page, InitialCopy::Load);
     assert!(
         matches!(&refused, Err(Error::PlaceUnavailable { place: Place::Disk, reason }) if reason.contains("Shadow::Kept")),
         "{refused:?}"
     );
-    let copy = store.working_copy_in(page, &memory, Width::W4, shadow, Direction::Load).unwrap();
+    let copy = store.working_copy_in(page, &memory, Width::W4, shadow, InitialCopy::Load).unwrap();
     let in_memory = |copy: &remanent::batch::WorkingCopy| {
         let mut found = vec![0; LEN];
         copy.bytes().read(0, &mut found).unwrap();
@@ -112,7 +112,7 @@ fn stands_for_a_page_on_disk(shadow: Shadow, device: &Arc<dyn Device>) {
     // The other way round: fresh memory takes the page over with the next capture.
     let fresh = random.bytes(LEN as u64);
     let memory = tensor(&store, &fresh);
-    let copy = store.working_copy_in(page, &memory, Width::W1, shadow, Direction::Store).unwrap();
+    let copy = store.working_copy_in(page, &memory, Width::W1, shadow, InitialCopy::Store).unwrap();
     commit(&store, |batch| _ = batch.capture(&copy));
     assert!(store.read_to_vec(page).unwrap() == fresh);
     // It goes on as a copy of a page in memory, and back.
@@ -148,7 +148,7 @@ fn pages_whose_changes_find_no_room_are_written_whole() {
         });
         let copy = |(page, bytes): (&PageId, &Vec<u8>)| {
             let memory = tensor(&store, bytes);
-            store.working_copy_in(*page, &memory, Width::W1, shadow, Direction::Load).unwrap()
+            store.working_copy_in(*page, &memory, Width::W1, shadow, InitialCopy::Load).unwrap()
         };
         let copies: Vec<_> = pages.iter().zip(&plain).map(copy).collect();
         // Chunks that change of each page, of 16: never more than a quarter. Four of them have room.
@@ -206,7 +206,7 @@ fn a_page_moves_while_it_is_captured_with(shadow: Shadow) {
     let store = opened(&disk, uncompressed().log_kept(0));
     let page = commit(&store, |batch| _ = batch.create(LEN as u64, Place::Disk))[0];
     let memory = tensor(&store, &[0; LEN]);
-    let copy = store.working_copy_in(page, &memory, Width::W1, shadow, Direction::Load).unwrap();
+    let copy = store.working_copy_in(page, &memory, Width::W1, shadow, InitialCopy::Load).unwrap();
     let is_over = AtomicBool::new(false);
     // Captures the page, and says whether an image has it.
     let capture = |round: u8| {
@@ -248,7 +248,7 @@ fn an_image_of_a_capture_that_is_refused_goes_with(shadow: Shadow) {
     let store = opened(&disk, uncompressed());
     let page = commit(&store, |batch| _ = batch.create(LEN as u64, Place::Disk))[0];
     let memory = tensor(&store, &[7; LEN]);
-    let copy = store.working_copy_in(page, &memory, Width::W1, shadow, Direction::Store).unwrap();
+    let copy = store.working_copy_in(page, &memory, Width::W1, shadow, InitialCopy::Store).unwrap();
     let before = image_bytes(&disk);
     let mut batch = store.batch();
     batch.capture(&copy).expect_epoch(page, remanent::Epoch(99));

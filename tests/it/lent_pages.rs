@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::thread::{self, ThreadId};
 
-use remanent::batch::{Direction, Shadow, Width};
+use remanent::batch::{InitialCopy, Shadow, Width};
 use remanent::device::Device;
 use remanent::device::cuda::CudaDevice;
 use remanent::device::host::HostDevice;
@@ -302,8 +302,13 @@ fn memory_that_a_page_lives_in_is_refused_and_nothing_changes() {
             assert_eq!(in_use(create(memory)), bench.page);
             assert_eq!(in_use(memory.write(0, &vec![3; memory.byte_len() as usize])), bench.page);
         }
-        let copy =
-            bench.store.working_copy_in(bench.page, &bench.memory, Width::W1, Shadow::Page, Direction::Load);
+        let copy = bench.store.working_copy_in(
+            bench.page,
+            &bench.memory,
+            Width::W1,
+            Shadow::Page,
+            InitialCopy::Load,
+        );
         assert_eq!(in_use(copy.map(drop)), bench.page);
         // Also where the same batch deletes the page, or creates two: its memory is wanted at once.
         let build = |batch: &mut WriteBatch| _ = batch.delete(bench.page).create_in(&bench.memory).page();

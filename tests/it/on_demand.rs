@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex};
 
-use remanent::batch::{Direction, Shadow, Width};
+use remanent::batch::{InitialCopy, Shadow, Width};
 use remanent::device::host::HostDevice;
 use remanent::device::{Command, CommandList, Device, Lane, MemoryId, Pending};
 use remanent::error::{FileName, Remedy};
@@ -223,7 +223,7 @@ fn an_access_to_an_unloaded_page_waits_for_it() {
         ("move", |store| commit(store, |batch| _ = batch.move_to(LAST, Place::Pinned))),
         ("metadata", |store| commit(store, |batch| _ = batch.set_metadata(LAST, "name", 5_i64))),
         ("clone", |store| commit(store, |batch| _ = batch.clone_page(LAST))),
-        ("compare", |store| store.compare(LAST, LAST, Width::W1).map(|found| assert!(found.equal))),
+        ("compare", |store| store.compare(LAST, LAST, Width::W1).map(|found| assert!(found.is_equal))),
         ("copy", |store| commit(store, |batch| _ = batch.copy(LAST, 5..900, LAST, 100))),
         ("working copy", |store| {
             let copy = store.working_copy(LAST, Width::W1, Shadow::Page)?;
@@ -236,7 +236,7 @@ fn an_access_to_an_unloaded_page_waits_for_it() {
         ("capture", |store| {
             let memory = store.device_bytes(LEN, Place::Host)?;
             memory.write(0, &content(PageId(55)))?;
-            let copy = store.working_copy_in(LAST, &memory, Width::W1, Shadow::Page, Direction::Store)?;
+            let copy = store.working_copy_in(LAST, &memory, Width::W1, Shadow::Page, InitialCopy::Store)?;
             commit(store, |batch| _ = batch.capture(&copy))
         }),
         ("audit", |store| {

@@ -6,7 +6,7 @@
 
 use std::thread;
 
-use remanent::batch::{Direction, Shadow, Width, WorkingCopy};
+use remanent::batch::{InitialCopy, Shadow, Width, WorkingCopy};
 use remanent::device::Lane;
 use remanent::device::cuda::CudaDevice;
 use remanent::{DeviceChoice, Error, Lease, Options, PageId, Place, Store};
@@ -253,7 +253,7 @@ fn a_stream_that_stands_still_holds_up_the_capture_that_takes_from_it_and_no_oth
         let zeros = caller.memory(LEN);
         let copy_on = |page, stream: &Stream| {
             let memory = store.device_bytes(LEN, PLACE).unwrap().on(stream.raw());
-            store.working_copy_in(page, &memory, Width::W4, Shadow::Page, Direction::Load).unwrap()
+            store.working_copy_in(page, &memory, Width::W4, Shadow::Page, InitialCopy::Load).unwrap()
         };
         let (slow_copy, quick_copy) = (copy_on(first, &slow), copy_on(second, &quick));
         let capture = |copy: &WorkingCopy| {

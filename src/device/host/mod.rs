@@ -342,7 +342,7 @@ impl CallerMemory {
     ///
     /// ```
     /// use std::ops::Range;
-    /// use remanent::batch::{Direction, Shadow, Width};
+    /// use remanent::batch::{InitialCopy, Shadow, Width};
     /// use remanent::device::{CallerMemory, HostMemory};
     /// use remanent::{Options, Place, Store};
     /// # use remanent::DeviceChoice;
@@ -369,7 +369,7 @@ impl CallerMemory {
     ///
     /// let array = CallerMemory::from_host(Array((*b"array").into()), Place::Host);
     /// let array = store.caller_bytes(&array)?;
-    /// let copy = store.working_copy_in(page, &array, Width::W1, Shadow::Page, Direction::Store)?;
+    /// let copy = store.working_copy_in(page, &array, Width::W1, Shadow::Page, InitialCopy::Store)?;
     /// let mut batch = store.batch();
     /// batch.capture(&copy);
     /// store.commit(batch)?;

@@ -88,15 +88,15 @@ impl MultiDevice {
         Self { parts, memories: RwLock::default(), memory_next: AtomicU64::new(1), lanes: Default::default() }
     }
 
-    fn home(&self, memory: MemoryId) -> DeviceAddress {
-        let home = self.memories.read().get(&memory).copied();
-        home.unwrap_or_else(|| panic!("{memory:?} is no memory of this device"))
+    fn address_of(&self, memory: MemoryId) -> DeviceAddress {
+        let address = self.memories.read().get(&memory).copied();
+        address.unwrap_or_else(|| panic!("{memory:?} is no memory of this device"))
     }
 
     /// Creates an id for an allocation of a part.
-    fn name(&self, home: DeviceAddress) -> MemoryId {
+    fn name(&self, address: DeviceAddress) -> MemoryId {
         let id = MemoryId(self.memory_next.fetch_add(1, Ordering::Relaxed));
-        self.memories.write().insert(id, home);
+        self.memories.write().insert(id, address);
         id
     }
 
@@ -120,7 +120,7 @@ impl MultiDevice {
     fn plan(&self, commands: Vec<Command>) -> Result<(Vec<SplitStep>, Vec<DeviceAddress>)> {
         let mut asides = Vec::new();
         let mut planner = SplitPlanner {
-            home: |span: Span| self.home(span.memory),
+            address_of: |span: Span| self.address_of(span.memory),
             aside: |part: usize, len| {
                 let memory = self.parts[part].allocate(place_of(part), len)?;
                 asides.push(DeviceAddress { part, memory });
@@ -329,7 +329,7 @@ impl Device for MultiDevice {
     }
 
     fn release(&self, memory: MemoryId) -> Result<()> {
-        let DeviceAddress { part, memory: own } = self.home(memory);
+        let DeviceAddress { part, memory: own } = self.address_of(memory);
         self.parts[part].release(own)?;
         self.memories.write().remove(&memory);
         Ok(())
@@ -446,17 +446,17 @@ impl Device for MultiDevice {
     }
 
     fn address(&self, memory: MemoryId) -> Option<u64> {
-        let DeviceAddress { part, memory } = self.home(memory);
+        let DeviceAddress { part, memory } = self.address_of(memory);
         self.parts[part].address(memory)
     }
 
     fn gpu_of(&self, memory: MemoryId) -> Option<u32> {
-        let DeviceAddress { part, memory } = self.home(memory);
+        let DeviceAddress { part, memory } = self.address_of(memory);
         self.parts[part].gpu_of(memory)
     }
 
     fn bytes(&self, memory: MemoryId) -> Option<PageBytes> {
-        let DeviceAddress { part, memory } = self.home(memory);
+        let DeviceAddress { part, memory } = self.address_of(memory);
         self.parts[part].bytes(memory)
     }
 
@@ -492,12 +492,12 @@ impl Device for MultiDevice {
     }
 
     fn hint_unified(&self, memory: MemoryId, hint: UnifiedHint) -> Result<()> {
-        let DeviceAddress { part, memory } = self.home(memory);
+        let DeviceAddress { part, memory } = self.address_of(memory);
         self.parts[part].hint_unified(memory, hint)
     }
 
     fn place_of(&self, memory: MemoryId) -> Place {
-        let DeviceAddress { part, memory } = self.home(memory);
+        let DeviceAddress { part, memory } = self.address_of(memory);
         placed(part, self.parts[part].place_of(memory))
     }
 
@@ -507,26 +507,26 @@ impl Device for MultiDevice {
     }
 
     fn unregister(&self, memory: MemoryId) -> Result<()> {
-        let DeviceAddress { part, memory: own } = self.home(memory);
+        let DeviceAddress { part, memory: own } = self.address_of(memory);
         self.memories.write().remove(&memory);
         self.parts[part].unregister(own)
     }
 
     fn alias(&self, span: Span) -> Result<MemoryId> {
-        let DeviceAddress { part, memory } = self.home(span.memory);
+        let DeviceAddress { part, memory } = self.address_of(span.memory);
         let alias = self.parts[part].alias(Span { memory, ..span })?;
         Ok(self.name(DeviceAddress { part, memory: alias }))
     }
 
     fn rename(&self, memory: MemoryId) -> Result<MemoryId> {
-        let DeviceAddress { part, memory: own } = self.home(memory);
+        let DeviceAddress { part, memory: own } = self.address_of(memory);
         let renamed = self.parts[part].rename(own)?;
         self.memories.write().remove(&memory);
         Ok(self.name(DeviceAddress { part, memory: renamed }))
     }
 
     fn origin(&self, memory: MemoryId) -> (u64, u64) {
-        let DeviceAddress { part, memory } = self.home(memory);
+        let DeviceAddress { part, memory } = self.address_of(memory);
         self.parts[part].origin(memory)
     }
 }

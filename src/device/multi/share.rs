@@ -132,7 +132,7 @@ impl Shares {
         let mut kept = std::mem::take(&mut self.kept);
         let early = std::mem::take(&mut self.early);
         let mut copies = Vec::new();
-        self.take_back(parts, |lent, staging| match lent.written {
+        self.return_all(parts, |lent, staging| match lent.written {
             Some(written) => copies.push((lent.index, written, staging)),
             None => kept[lent.index] = Some(staging),
         })?;
@@ -148,13 +148,13 @@ impl Shares {
 
     /// Waits for all devices and copies the bytes that they wrote into the caller's staging.
     pub fn finish_into(self, parts: &DeviceParts, staging: &mut [Staging]) -> Result<()> {
-        self.take_back(parts, |lent, copy| {
+        self.return_all(parts, |lent, copy| {
             let written = lent.written.expect("copies alone were lent");
             copy_spans(&copy, &mut staging[lent.index], &written);
         })
     }
 
-    fn take_back(self, parts: &DeviceParts, mut take: impl FnMut(StagingShare, Staging)) -> Result<()> {
+    fn return_all(self, parts: &DeviceParts, mut take: impl FnMut(StagingShare, Staging)) -> Result<()> {
         for share in self.parts {
             let returned = share.pending.finish(&*parts[share.part])?;
             share.staging.into_iter().zip(returned).for_each(|(lent, staging)| take(lent, staging));

@@ -28,7 +28,7 @@ pub(super) enum SplitStep {
 /// Translates commands into steps.
 pub(super) struct SplitPlanner<F, A> {
     /// Returns the device that contains an allocation.
-    pub home: F,
+    pub address_of: F,
     /// Allocates memory of a part for the duration of the list.
     pub aside: A,
     pub steps: Vec<SplitStep>,
@@ -207,7 +207,7 @@ impl<F: Fn(Span) -> DeviceAddress, A: FnMut(usize, u64) -> Result<Span>> SplitPl
     }
 
     fn local(&self, span: Span) -> PartSpan {
-        let DeviceAddress { part, memory } = (self.home)(span);
+        let DeviceAddress { part, memory } = (self.address_of)(span);
         PartSpan { part, span: Span { memory, ..span } }
     }
 }

@@ -103,7 +103,7 @@ impl SegmentPool {
     }
 
     /// Takes back an opening segment that got no name: it becomes a spare for the next attempt.
-    pub fn take_back(&self, opening: &SegmentFile) {
+    pub fn retract(&self, opening: &SegmentFile) {
         let mut spares = self.spares.lock();
         let temporary = FileName::Temporary(Folder::Log, opening.number);
         let number = spares.next_number();

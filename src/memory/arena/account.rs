@@ -171,7 +171,7 @@ impl Account {
     }
 
     /// Counts lent bytes as given up by their page.
-    pub fn given_up(&self, len: u64) {
+    pub fn lent_returned(&self, len: u64) {
         self.count.fetch_sub(1, Ordering::Relaxed);
         self.by_purpose[Purpose::Lent as usize].fetch_sub(len, Ordering::Relaxed);
     }

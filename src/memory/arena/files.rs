@@ -122,16 +122,16 @@ impl Arena {
     pub(super) fn give_up_files(&self, needed: u64) -> bool {
         let files: Vec<Arc<RegisteredFile>> =
             self.files.files.lock().iter().filter_map(Weak::upgrade).collect();
-        let mut given_up = 0;
+        let mut freed = 0;
         for file in files {
-            if given_up >= needed {
+            if freed >= needed {
                 break;
             }
             if file.give_up_unused() {
-                given_up += file.len;
+                freed += file.len;
             }
         }
-        given_up > 0
+        freed > 0
     }
 }
 

@@ -130,7 +130,7 @@ impl Arena {
         if page.is_lent() {
             page.given_back = true;
             self.device.release(page.memory)?;
-            self.account(page.place()).given_up(page.len);
+            self.account(page.place()).lent_returned(page.len);
             return Ok(HandedOut::Lent(self.lent.end(page.memory)));
         }
         match self.device.rename(page.memory) {
@@ -272,7 +272,7 @@ impl Arena {
         let mut queue = self.retired[fence.lane as usize].lock();
         for page in pages {
             if page.is_lent() {
-                self.account(page.place()).given_up(page.len);
+                self.account(page.place()).lent_returned(page.len);
                 self.lent.retire(page.memory);
             } else {
                 sums.add(&page, |place, sum| self.count_retired(place, sum));
@@ -305,7 +305,7 @@ impl Arena {
         if released.is_ok() {
             let account = self.account(page.place());
             if page.is_lent() {
-                account.given_up(page.len);
+                account.lent_returned(page.len);
                 self.lent.let_go(self.lent.end(page.memory));
             } else {
                 account.retired(page.purpose, 1, page.len);

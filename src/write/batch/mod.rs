@@ -40,7 +40,7 @@ use crate::device::DeviceBytes;
 use crate::error::{Error, Result};
 
 /// An id that no page ever has: ids begin at 1.
-const NOWHERE: PageId = PageId(0);
+const NO_PAGE: PageId = PageId(0);
 
 /// A reference to a page in a batch: an existing page, or one that the same batch creates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -214,7 +214,7 @@ impl WriteBatch {
     /// exists.
     fn own(&self, page: impl Into<PageRef>) -> PageRef {
         match page.into() {
-            PageRef(OpTarget::New(new)) if new.batch != self.number => PageRef(OpTarget::Existing(NOWHERE)),
+            PageRef(OpTarget::New(new)) if new.batch != self.number => PageRef(OpTarget::Existing(NO_PAGE)),
             page => page,
         }
     }
@@ -558,7 +558,7 @@ impl PageRef {
         match self.0 {
             OpTarget::Existing(page) => page,
             // The page may have been created in a clone of this batch, which has more pages.
-            OpTarget::New(new) => pages.get(new.index).copied().unwrap_or(NOWHERE),
+            OpTarget::New(new) => pages.get(new.index).copied().unwrap_or(NO_PAGE),
         }
     }
 }

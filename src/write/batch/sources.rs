@@ -10,7 +10,7 @@ use std::sync::Arc;
 use remanent_format::limits::PAGE_LEN_MAX;
 use remanent_format::{PageId, Place};
 
-use super::{BatchStep, CopySources, CreatePage, NOWHERE, PageRef, WriteBatch};
+use super::{BatchStep, CopySources, CreatePage, NO_PAGE, PageRef, WriteBatch};
 use crate::base::allocation::push;
 use crate::error::{Error, Result};
 
@@ -147,17 +147,17 @@ impl WriteBatch {
         if !self.steps.iter().any(|step| matches!(step, BatchStep::Source { .. })) {
             return Ok(found);
         }
-        let fates = self.fates(pages, |_| None);
+        let page_effects = self.page_effects(pages, |_| None);
         for (step, of_page) in self.steps.iter().enumerate() {
             let BatchStep::Source { page, len, source } = of_page else { continue };
             let (page, len) = (page.resolve(pages), *len);
-            if page == NOWHERE {
+            if page == NO_PAGE {
                 return Err(Error::UnknownPage { page });
             }
             if len > PAGE_LEN_MAX {
                 return Err(Error::Limit { what: "page length", found: len, limit: PAGE_LEN_MAX });
             }
-            if fates[&page].whole != Some(step) || copied.whole.contains(&page) {
+            if page_effects[&page].whole != Some(step) || copied.whole.contains(&page) {
                 let reason = "another operation changes or copies the page that a source fills".to_owned();
                 return Err(Error::InvalidOperation { index: step, reason });
             }

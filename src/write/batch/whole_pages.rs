@@ -37,7 +37,7 @@ pub(crate) struct WholePage<'a> {
 pub(crate) type OpImages = BTreeMap<usize, ImageRef>;
 
 /// The effect of the steps so far on a page's bytes and length.
-pub(super) struct Fate {
+pub(super) struct PageEffect {
     len_before: Option<u64>,
     len: Option<u64>,
     /// The place in which the page was created with this length.
@@ -67,11 +67,11 @@ impl WriteBatch {
         if self.steps.iter().map(at_start).sum::<u64>() < bytes_min {
             return Ok(Vec::new());
         }
-        let fates = self.fates(pages, len_of);
-        let whole = fates.into_iter().filter_map(|(page, fate)| {
-            let step = fate.whole?;
+        let page_effects = self.page_effects(pages, len_of);
+        let whole = page_effects.into_iter().filter_map(|(page, effect)| {
+            let step = effect.whole?;
             let BatchStep::Write { bytes, .. } = &self.steps[step] else { return None };
-            let Fate { len_before, created_in, .. } = fate;
+            let PageEffect { len_before, created_in, .. } = effect;
             let whole = WholePage { step, page, len_before, created_in, bytes };
             (bytes.len() as u64 >= WHOLE_PAGE_LEN_MIN).then_some(whole)
         });
@@ -82,40 +82,40 @@ impl WriteBatch {
     }
 
     /// Returns the fate of each page that the batch changes.
-    pub(super) fn fates(
+    pub(super) fn page_effects(
         &self,
         pages: &[PageId],
         len_of: impl Fn(PageId) -> Option<u64>,
-    ) -> BTreeMap<PageId, Fate> {
-        let mut fates: BTreeMap<PageId, Fate> = BTreeMap::new();
+    ) -> BTreeMap<PageId, PageEffect> {
+        let mut page_effects: BTreeMap<PageId, PageEffect> = BTreeMap::new();
         let mut new_pages = pages.iter().copied();
         for (index, step) in self.steps.iter().enumerate() {
             let Some(page) = step.changes(pages, &mut new_pages) else { continue };
-            let fate = fates.entry(page).or_insert_with(|| {
+            let effect = page_effects.entry(page).or_insert_with(|| {
                 let len = len_of(page);
-                Fate { len_before: len, len, created_in: None, whole: None, changed: false }
+                PageEffect { len_before: len, len, created_in: None, whole: None, changed: false }
             });
             match step {
                 BatchStep::Create { len, place, .. } => {
-                    (fate.len, fate.created_in) = (Some(*len), Some(*place));
+                    (effect.len, effect.created_in) = (Some(*len), Some(*place));
                 }
                 BatchStep::Resize { len, .. } => {
-                    (fate.whole, fate.len, fate.created_in) = (None, Some(*len), None);
+                    (effect.whole, effect.len, effect.created_in) = (None, Some(*len), None);
                 }
                 BatchStep::Write { .. } | BatchStep::Source { .. } => {
                     let is_whole = match step {
                         BatchStep::Write { offset, bytes, .. } => {
-                            *offset == 0 && fate.len == Some(bytes.len() as u64)
+                            *offset == 0 && effect.len == Some(bytes.len() as u64)
                         }
                         _ => true,
                     };
-                    fate.whole = (is_whole && !fate.changed).then_some(index);
-                    fate.changed = true;
+                    effect.whole = (is_whole && !effect.changed).then_some(index);
+                    effect.changed = true;
                 }
-                _ => (fate.whole, fate.changed) = (None, true),
+                _ => (effect.whole, effect.changed) = (None, true),
             }
         }
-        fates
+        page_effects
     }
 }
 

@@ -24,7 +24,7 @@ use remanent_format::{Epoch, PageId, Width};
 use super::Committer;
 use super::device_payload::CapturedDigests;
 use super::diff::{PartChanges, StagedCopy, bitmaps_len};
-use super::digests::{CopyLook, unknown_digests};
+use super::digests::{DigestScan, unknown_digests};
 use super::disk_moves::is_on_disk;
 use super::ranges::{RANGE_ALIGN, check_epoch, part, parts};
 use super::stage_memory::StageMemory;
@@ -109,7 +109,7 @@ enum LoadedFrom {
 /// The direction of the first copy between a page and the caller's memory that becomes its working copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum Direction {
+pub enum InitialCopy {
     /// The page's bytes are copied to the memory immediately.
     Load,
     /// The memory stays as it is, and the next capture copies its bytes to the page.
@@ -188,7 +188,7 @@ impl Committer {
     pub(super) fn capture<'a>(&self, batch: &'a WriteBatch) -> Result<Captures<'a>> {
         let mut captures = Captures::default();
         let _span = batch.captures().next().map(|_| tracing::debug_span!("capture").entered());
-        let (mut looks, mut staged, mut bitmaps_len) = (Vec::new(), Vec::new(), 0);
+        let (mut scans, mut staged, mut bitmaps_len) = (Vec::new(), Vec::new(), 0);
         for (index, copy, ranges) in batch.captures() {
             copy.bytes().check_device(&self.engine.device)?;
             // Checked here as well, so that a copy of an older state is refused without a comparison. The
@@ -199,7 +199,7 @@ impl Committer {
             // At that epoch, the page has the same length as when the copy was made.
             let of = (epoch, info.len);
             if let CopyShadow::Digests(key) = copy.shadow() {
-                push(&mut looks, self.begin_look(index, copy, of, ranges, key.span())?)?;
+                push(&mut scans, self.begin_look(index, copy, of, ranges, key.span())?)?;
                 continue;
             }
             let mut begun = self.begin_capture(index, copy, of, ranges);
@@ -218,10 +218,10 @@ impl Committer {
             }
         }
         self.compare(staged, &mut captures)?;
-        self.look(&mut looks)?;
-        for look in looks {
-            captures.found.insert(look.step, changed_chunks(&look)?);
-            let CopyLook { step, copy, epoch, parts, .. } = look;
+        self.scan(&mut scans)?;
+        for scan in scans {
+            captures.found.insert(scan.step, changed_chunks(&scan)?);
+            let DigestScan { step, copy, epoch, parts, .. } = scan;
             captures.taken.push(Capture { step, copy, epoch, parts, staged: None });
         }
         Ok(captures)
@@ -303,7 +303,7 @@ impl Committer {
         memory: crate::device::DeviceBytes,
         width: Width,
         shadow: Shadow,
-        direction: Direction,
+        initial_copy: InitialCopy,
     ) -> Result<WorkingCopy> {
         memory.check_device(&self.engine.device)?;
         memory.check_unused()?;
@@ -328,7 +328,7 @@ impl Committer {
             Shadow::Digest => CopyShadow::Digests(self.digest_key(memory.place())?),
         };
         let copy = WorkingCopy::new(page, width, memory, shadow);
-        self.load(&copy, direction)?;
+        self.load(&copy, initial_copy)?;
         Ok(copy)
     }
 
@@ -336,7 +336,7 @@ impl Committer {
     ///
     /// # Errors
     /// `UnknownPage`; `MemoryRefused` if the page and the copy differ in length; a device error.
-    pub fn load(&self, copy: &WorkingCopy, direction: Direction) -> Result<()> {
+    pub fn load(&self, copy: &WorkingCopy, initial_copy: InitialCopy) -> Result<()> {
         copy.bytes().check_device(&self.engine.device)?;
         copy.bytes().check_unused()?;
         // Kernels that still write to the memory must finish first, or they would overwrite the page's bytes.
@@ -347,7 +347,7 @@ impl Committer {
             CopyShadow::Kept(shadow) => (Some(shadow.span()), None),
             CopyShadow::Digests(key) => (None, Some(key.span())),
         };
-        let is_loaded = direction == Direction::Load;
+        let is_loaded = initial_copy == InitialCopy::Load;
         let targets: Vec<Span> = is_loaded.then_some(memory).into_iter().chain(kept).collect();
         // A partly loaded copy belongs to no state, so a capture in between is refused.
         copy.belongs_to(Epoch(0), Vec::new());
@@ -397,10 +397,10 @@ impl Committer {
 }
 
 /// Returns the changed chunks of an examined copy. Their bytes stay in the copy until they are written.
-fn changed_chunks(look: &CopyLook<'_>) -> Result<Vec<CapturedPart>> {
-    let found = look.changed()?.into_iter().map(|run| {
-        let (staged, len) = (part(look.live, &run), run.end - run.start);
-        let (key, runs) = (Some(look.key), std::iter::once(0..len).collect());
+fn changed_chunks(scan: &DigestScan<'_>) -> Result<Vec<CapturedPart>> {
+    let found = scan.changed()?.into_iter().map(|run| {
+        let (staged, len) = (part(scan.live, &run), run.end - run.start);
+        let (key, runs) = (Some(scan.key), std::iter::once(0..len).collect());
         CapturedPart { offset: run.start, staged, key, runs, elements: SparseElements::default() }
     });
     collected(found)

@@ -67,7 +67,7 @@ impl CapturedImages<'_> {
 
     /// Returns whether every one of these images that the payload names is of a page on disk. The applier
     /// does not load such images into memory.
-    pub fn suit(&self, ops: &[OpAt<'_>], disk_ops: &DiskOps) -> bool {
+    pub fn are_on_disk(&self, ops: &[OpAt<'_>], disk_ops: &DiskOps) -> bool {
         if self.pages.is_empty() {
             return true;
         }
@@ -189,10 +189,10 @@ mod tests {
         };
         let of = |page| OpAt { body_at: 0, op: Op::Image { page: PageId(page), len: 4096, image } };
         let on_disk = |on_disk: &[usize]| DiskOps { on_disk: on_disk.to_vec(), ..DiskOps::default() };
-        assert!(captured.suit(&[of(5)], &on_disk(&[0])));
-        assert!(!captured.suit(&[of(5)], &on_disk(&[])), "in memory by now");
-        assert!(!captured.suit(&[of(4), of(5)], &on_disk(&[0])), "that is another page's");
-        assert!(captured.suit(&[of(4)], &on_disk(&[])), "of a page that the caller wrote whole");
-        assert!(captured.suit(&[], &on_disk(&[])), "the page's changes are in the payload");
+        assert!(captured.are_on_disk(&[of(5)], &on_disk(&[0])));
+        assert!(!captured.are_on_disk(&[of(5)], &on_disk(&[])), "in memory by now");
+        assert!(!captured.are_on_disk(&[of(4), of(5)], &on_disk(&[0])), "that is another page's");
+        assert!(captured.are_on_disk(&[of(4)], &on_disk(&[])), "of a page that the caller wrote whole");
+        assert!(captured.are_on_disk(&[], &on_disk(&[])), "the page's changes are in the payload");
     }
 }

@@ -133,7 +133,7 @@ impl Committer {
         };
         // Step 3.
         let widths = copies.iter().flat_map(|of| of.parts.iter().map(|_| of.copy.width()));
-        self.bring(&selections, counts.as_deref(), commands, &collected(widths)?)
+        self.download(&selections, counts.as_deref(), commands, &collected(widths)?)
     }
 
     /// Compares staged bytes with their pages, in the lane of deltas. Numbering and transfers run in the lane
@@ -186,7 +186,7 @@ impl Committer {
 
     /// Runs the commands, and transfers the changes of each part to the host: as indices or as a bitmap.
     /// `widths` are the element widths of the parts.
-    fn bring(
+    fn download(
         &self,
         selections: &[Selection],
         counts: Option<&[u64]>,

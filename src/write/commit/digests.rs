@@ -101,25 +101,25 @@ impl Committer {
         (epoch, page_len): (Epoch, u64),
         ranges: Option<&[Range<u64>]>,
         key: Span,
-    ) -> Result<CopyLook<'a>> {
+    ) -> Result<DigestScan<'a>> {
         let parts = parts(copy.page(), ranges, page_len, DIGEST_CHUNK_LEN)?;
         let live = copy.bytes().arrived(Access::Read)?;
         // No digests are known if the memory became a copy without loading the page. Then all of it counts as
         // changed.
         let is_needed = copy.has_digests();
-        Ok(CopyLook { step, copy, epoch, parts, live, key, is_needed, now: Vec::new() })
+        Ok(DigestScan { step, copy, epoch, parts, live, key, is_needed, now: Vec::new() })
     }
 
     /// Runs step 1 for all copies of a batch together: separate lists would mean separate waits.
-    pub(super) fn look(&self, looks: &mut [CopyLook<'_>]) -> Result<()> {
-        for of_place in looks.chunk_by_mut(|one, next| one.key == next.key) {
-            let needed = of_place.iter().filter(|look| look.is_needed);
-            let ranges = needed.flat_map(|look| look.parts.iter().map(|(range, _)| part(look.live, range)));
+    pub(super) fn scan(&self, scans: &mut [DigestScan<'_>]) -> Result<()> {
+        for of_place in scans.chunk_by_mut(|one, next| one.key == next.key) {
+            let needed = of_place.iter().filter(|scan| scan.is_needed);
+            let ranges = needed.flat_map(|scan| scan.parts.iter().map(|(range, _)| part(scan.live, range)));
             let mut digests = self.all_digests(ranges, of_place[0].key)?.into_iter();
-            for look in of_place.iter_mut().filter(|look| look.is_needed) {
+            for scan in of_place.iter_mut().filter(|scan| scan.is_needed) {
                 let count: u64 =
-                    look.parts.iter().map(|(range, _)| digest_count(range.end - range.start)).sum();
-                append(&mut look.now, digests.by_ref().take(count as usize))?;
+                    scan.parts.iter().map(|(range, _)| digest_count(range.end - range.start)).sum();
+                append(&mut scan.now, digests.by_ref().take(count as usize))?;
             }
         }
         Ok(())
@@ -127,7 +127,7 @@ impl Committer {
 }
 
 /// A copy that is examined.
-pub(super) struct CopyLook<'a> {
+pub(super) struct DigestScan<'a> {
     /// The operation's index in the batch.
     pub step: usize,
     pub copy: &'a WorkingCopy,
@@ -143,7 +143,7 @@ pub(super) struct CopyLook<'a> {
     now: Vec<Digest>,
 }
 
-impl CopyLook<'_> {
+impl DigestScan<'_> {
     /// Returns the changed chunks as ranges of the page.
     pub fn changed(&self) -> Result<Vec<Range<u64>>> {
         let mut changed: Vec<Range<u64>> = Vec::new();

@@ -18,7 +18,7 @@ use remanent_format::{Lsn, PageId, PageInfo, PageTable, Place};
 
 use super::Committer;
 use super::batch_images::BatchImages;
-use super::going_reader::{GoingReader, ReadPages};
+use super::demoted_reader::{DemotedReader, ReadPages};
 use super::page_memory::{MadeMemory, each_comes_once};
 use crate::applier::{FilledMemory, NewDiskImages};
 use crate::base::allocation::{collected, insert, push, set_of};
@@ -38,14 +38,14 @@ pub(super) struct DiskOps {
     /// The operations, by their index, whose page is on disk at that point.
     pub on_disk: Vec<usize>,
     /// The pages that move to disk.
-    pub going: Vec<PageId>,
+    pub to_disk: Vec<PageId>,
     /// The pages that move from disk to memory.
-    pub coming: Vec<PageId>,
+    pub from_disk: Vec<PageId>,
 }
 
 /// The state of a page in the course of a batch.
 #[derive(Clone, Copy, Default)]
-struct PageCourse {
+struct PageState {
     is_on_disk: bool,
     /// Whether the batch created the page, or changed its bytes or length.
     is_changed: bool,
@@ -61,40 +61,40 @@ impl DiskOps {
     /// bytes that move are those before the batch.
     pub fn find(ops: &[OpAt<'_>], place_of: impl Fn(PageId) -> Option<Place>) -> Result<Self> {
         let mut found = Self::default();
-        let mut courses: HashMap<PageId, PageCourse> = HashMap::new();
+        let mut states: HashMap<PageId, PageState> = HashMap::new();
         let comes_once = each_comes_once(ops);
         for (index, at) in ops.iter().enumerate() {
             let Some(page) = at.op.page() else { continue };
-            let before = courses.get(&page).copied().unwrap_or_else(|| PageCourse {
+            let before = states.get(&page).copied().unwrap_or_else(|| PageState {
                 is_on_disk: place_of(page) == Some(Place::Disk),
-                ..PageCourse::default()
+                ..PageState::default()
             });
-            let mut course = before;
+            let mut state = before;
             match at.op {
                 Op::Create { place, .. } => {
-                    course =
-                        PageCourse { is_on_disk: place == Place::Disk, is_changed: true, has_moved: false };
+                    state =
+                        PageState { is_on_disk: place == Place::Disk, is_changed: true, has_moved: false };
                 }
                 Op::Move { place, .. } if (place == Place::Disk) != before.is_on_disk => {
-                    let list = if before.is_on_disk { &mut found.coming } else { &mut found.going };
+                    let list = if before.is_on_disk { &mut found.from_disk } else { &mut found.to_disk };
                     push(list, page)?;
                     if before.has_moved || before.is_changed {
                         let reason = "the batch moves a page to disk or from there after it changed or moved it: \
                                       move it first";
                         return Err(Error::InvalidOperation { index, reason: reason.to_owned() });
                     }
-                    (course.is_on_disk, course.has_moved) = (!before.is_on_disk, true);
+                    (state.is_on_disk, state.has_moved) = (!before.is_on_disk, true);
                 }
                 Op::Delete { .. } | Op::Move { .. } | Op::SetMetadata { .. } | Op::RemoveMetadata { .. } => {}
                 _ => {
-                    course.is_changed = true;
+                    state.is_changed = true;
                     if before.is_on_disk {
                         push(&mut found.on_disk, index)?;
                     }
                 }
             }
             if !comes_once {
-                insert(&mut courses, page, course)?;
+                insert(&mut states, page, state)?;
             }
         }
         Ok(found)
@@ -102,7 +102,7 @@ impl DiskOps {
 
     /// Returns whether there are no such operations.
     pub fn is_empty(&self) -> bool {
-        self.on_disk.is_empty() && self.going.is_empty() && self.coming.is_empty()
+        self.on_disk.is_empty() && self.to_disk.is_empty() && self.from_disk.is_empty()
     }
 
     /// Returns whether both are of the same operations and pages.
@@ -111,8 +111,8 @@ impl DiskOps {
     /// nothing at a dangling address, which takes some 30 ns on processors with masked loads.
     pub fn is_same(&self, other: &Self) -> bool {
         self.on_disk.iter().eq(&other.on_disk)
-            && self.going.iter().eq(&other.going)
-            && self.coming.iter().eq(&other.coming)
+            && self.to_disk.iter().eq(&other.to_disk)
+            && self.from_disk.iter().eq(&other.from_disk)
     }
 
     /// Returns whether an operation's page is on disk at that point.
@@ -138,7 +138,7 @@ impl DiskOps {
 
 /// Pages that a batch moves to disk, with images of their bytes.
 #[derive(Default)]
-pub(super) struct GoingPages<'a> {
+pub(super) struct DemotedPages<'a> {
     /// The images, in ascending order of page id.
     pub images: NewDiskImages,
     /// The page versions that the images contain.
@@ -201,40 +201,40 @@ impl Committer {
 
     /// Finds or writes images of the pages that move to disk. Returns `None` if one of the pages changed in
     /// the meantime.
-    pub(super) fn going_pages(
+    pub(super) fn demoted_pages(
         &self,
         found: &DiskOps,
         ops: &[OpAt<'_>],
         locked: Option<&PageTable>,
-    ) -> Result<Option<GoingPages<'_>>> {
-        let mut going = GoingPages::default();
-        if found.going.is_empty() {
-            return Ok(Some(going));
+    ) -> Result<Option<DemotedPages<'_>>> {
+        let mut demoted = DemotedPages::default();
+        if found.to_disk.is_empty() {
+            return Ok(Some(demoted));
         }
         let _phase = phases::enter(Phase::Move);
         let (mut known, mut unwritten) = (Vec::new(), Vec::new());
-        for &page in &found.going {
+        for &page in &found.to_disk {
             let info = match locked {
                 Some(table) => table.get(page),
                 None => self.submitted.lock().get(page),
             };
             let info = info.ok_or(Error::UnknownPage { page })?;
-            push(&mut going.versions, (page, info.lsn))?;
+            push(&mut demoted.versions, (page, info.lsn))?;
             if info.len == 0 {
-                push(&mut going.images, (page, None))?;
+                push(&mut demoted.images, (page, None))?;
             } else if let Some(image) = self.known_image(&info) {
                 push(&mut known, (info, image))?;
             } else {
                 push(&mut unwritten, info)?;
             }
         }
-        self.keep_proven(known, &mut going.images, &mut unwritten)?;
-        if !unwritten.is_empty() && !self.write_unwritten(&unwritten, found, ops, &mut going)? {
+        self.keep_proven(known, &mut demoted.images, &mut unwritten)?;
+        if !unwritten.is_empty() && !self.write_unwritten(&unwritten, found, ops, &mut demoted)? {
             return Ok(None);
         }
         // The applier looks up each page's image by its id.
-        going.images.sort_unstable_by_key(|(page, _)| *page);
-        Ok(Some(going))
+        demoted.images.sort_unstable_by_key(|(page, _)| *page);
+        Ok(Some(demoted))
     }
 
     /// Writes images of the pages that move to disk and have none. Returns whether all of them are still
@@ -244,7 +244,7 @@ impl Committer {
         unwritten: &[PageInfo],
         found: &DiskOps,
         ops: &[OpAt<'_>],
-        going: &mut GoingPages<'a>,
+        demoted: &mut DemotedPages<'a>,
     ) -> Result<bool> {
         // If the batch changes a page, its image is of an older state, and the next snapshot must not name
         // it.
@@ -258,11 +258,11 @@ impl Committer {
             // It is proven before the batch is logged, or the batch fails.
             let image = self.engine.disk_pages.proven_image(*image, info.len);
             push(&mut requests, image.request(info.page))?;
-            push(&mut going.images, (info.page, Some(image)))?;
+            push(&mut demoted.images, (info.page, Some(image)))?;
         }
         // Before the memory is freed, which is the only other place with all of the bytes (I7).
         prove(&DiskSource::past_cache(self.engine.disk.clone()), requests)?;
-        going.file = BatchImages::new(ahead, stay);
+        demoted.file = BatchImages::new(ahead, stay);
         Ok(true)
     }
 
@@ -300,13 +300,13 @@ impl Committer {
     /// Writes images of pages to separate files. Returns `None` if one of the pages changed in the meantime.
     fn write_going(&self, pages: &[PageInfo]) -> Result<Option<AheadImages<'_>>> {
         let lens = collected(pages.iter().map(|info| (info.page, info.len)))?;
-        let going = ReadPages::new(&self.engine, pages)?;
-        let read = |reader: &mut GoingReader<'_>, info: &PageInfo, offset, out: &mut [u8]| {
+        let demoted = ReadPages::new(&self.engine, pages)?;
+        let read = |reader: &mut DemotedReader<'_>, info: &PageInfo, offset, out: &mut [u8]| {
             reader.read(info, offset, out)
         };
-        match self.write_read(&lens, || GoingReader::new(&going), read) {
+        match self.write_read(&lens, || DemotedReader::new(&demoted), read) {
             Ok(ahead) => Ok(Some(ahead)),
-            Err(_) if going.is_stale() => Ok(None),
+            Err(_) if demoted.is_stale() => Ok(None),
             Err(error) => Err(error),
         }
     }
@@ -324,8 +324,8 @@ impl Committer {
     ) -> Result<Vec<(PageId, Lsn)>> {
         let _phase = phases::enter(Phase::Move);
         // If the batch overwrites a whole page, the bytes on disk are not needed.
-        let coming = found.coming.iter().copied().filter(|page| !filled.has_image_of(*page));
-        let mut left = set_of(coming);
+        let from_disk = found.from_disk.iter().copied().filter(|page| !filled.has_image_of(*page));
+        let mut left = set_of(from_disk);
         let (mut pages, mut targets) = (Vec::new(), HashMap::new());
         for (made, memory) in made.iter().zip(memory) {
             let Op::Move { page, .. } = ops[made.op].op else { continue };

@@ -12,7 +12,9 @@ use remanent_format::{Epoch, LogPoint, Lsn, PageId, PageTable, Place};
 
 use super::Committer;
 use super::disk_moves::{DiskOps, new_places};
-use super::page_memory::{changed_in_place, goes_elsewhere, home, home_in, homes_made, taken_elsewhere};
+use super::page_memory::{
+    changed_in_place, goes_elsewhere, location, location_in, required_memory, taken_elsewhere,
+};
 use crate::applier::{ApplyWork, Provision};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
@@ -80,16 +82,16 @@ impl Committer {
         ops: &[OpAt<'_>],
     ) -> Result<Option<AppendResult>> {
         self.engine.poison.check()?;
-        let home_of = |page| home_in(table, page);
+        let location_of = |page| location_in(table, page);
         // A lease that is taken from now on shows the page after this batch. Only existing leases need a
         // relocation.
         let has_relocation = |page: &PageId| {
-            let is_its_own = |(moved, memory): &(PageId, PageMemory)| {
-                moved == page && Some(home(memory)) == home_of(*page)
+            let is_relocation_of_page = |(moved, memory): &(PageId, PageMemory)| {
+                moved == page && Some(location(memory)) == location_of(*page)
             };
             // A page on disk has no memory that could be leased.
-            let is_on_disk = || home_of(*page).is_some_and(|(place, _)| place == Place::Disk);
-            draft.relocations().iter().any(is_its_own) || is_on_disk()
+            let is_on_disk = || location_of(*page).is_some_and(|(place, _)| place == Place::Disk);
+            draft.relocations().iter().any(is_relocation_of_page) || is_on_disk()
         };
         if !self.engine.leases.leased(changed_in_place(ops)).iter().all(has_relocation) {
             return Ok(None);
@@ -97,16 +99,18 @@ impl Committer {
         // A kernel that reads the memory through a lease would see the bytes of its next owner.
         if let Some(handover) = draft.provision.as_ref().and_then(|provision| provision.handover.as_ref()) {
             self.engine.leases.check_unleased(handover.page)?;
-            if home_of(handover.page).is_some_and(|(place, _)| place == Place::Disk) {
+            if location_of(handover.page).is_some_and(|(place, _)| place == Place::Disk) {
                 let reason = "a page on disk has no memory to release: move it to memory first";
                 return Err(Error::PlaceUnavailable { place: Place::Disk, reason });
             }
         }
         // A pinned page keeps its address, which callers use in captured graphs.
-        self.engine.leases.check_unpinned(ops.iter().filter_map(|at| taken_elsewhere(&at.op, home_of)))?;
+        self.engine
+            .leases
+            .check_unpinned(ops.iter().filter_map(|at| taken_elsewhere(&at.op, location_of)))?;
         // The page's last change of any kind: a clone copies place and metadata as well.
         let lsn_of = |page| table.entry(page).map(|entry| entry.lsn);
-        let len_of = |page| home_of(page).map(|(_, len)| len);
+        let len_of = |page| location_of(page).map(|(_, len)| len);
         // Copied bytes must be those of the page before this batch, because the batch's own changes were
         // applied to the copy after it was read.
         if draft.staged.iter().any(|(page, lsn)| lsn_of(*page) != Some(*lsn))
@@ -116,7 +120,7 @@ impl Committer {
         }
         // Otherwise memory of another length or place would be used for a page with the table's length (I10).
         if ops.iter().any(|at| goes_elsewhere(&at.op))
-            && !draft.memory().map(home).eq(homes_made(ops, table)?.iter().map(|made| made.at))
+            && !draft.memory().map(location).eq(required_memory(ops, table)?.iter().map(|made| made.at))
         {
             return Ok(None);
         }
@@ -170,7 +174,7 @@ impl Committer {
     }
 
     /// Gives back the resources of a draft that was not logged.
-    pub(super) fn take_back(&self, draft: Draft) {
+    pub(super) fn release_draft(&self, draft: Draft) {
         let Engine { staging, arena, .. } = &*self.engine;
         staging.give_grown(draft.payload);
         if let Some(provision) = draft.provision {

@@ -54,7 +54,7 @@ impl Committer {
             if from.sources.is_any() {
                 self.fill_from_sources(from, ops, made, memory, filled)?;
             }
-            if from.disk_ops.coming.is_empty() {
+            if from.disk_ops.from_disk.is_empty() {
                 return Ok(SourceVersions::new());
             }
             self.fill_from_disk(from.disk_ops, ops, made, memory, filled)

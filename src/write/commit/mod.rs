@@ -22,7 +22,7 @@ mod diff;
 mod digests;
 mod draft;
 mod fills;
-mod going_reader;
+mod demoted_reader;
 mod disk_moves;
 mod page_memory;
 mod provisioning;
@@ -54,12 +54,12 @@ use crate::write::batch::{BatchFacts, CopiedBytes, CopiedPage, CopySources, Writ
 
 use batch_images::BatchImages;
 use capture::Captures;
-pub use capture::{Direction, Shadow};
+pub use capture::{InitialCopy, Shadow};
 use captured_images::CapturedImages;
 pub(crate) use combine::CombineQueue;
 use device_payload::{CapturedDigests, FilledPayload};
 pub(crate) use digests::DigestKeys;
-use disk_moves::{DiskOps, GoingPages, is_on_disk};
+use disk_moves::{DemotedPages, DiskOps, is_on_disk};
 use draft::{Draft, Outcome, SourceVersions};
 use page_memory::LentPages;
 use sources::SourceImages;
@@ -106,7 +106,7 @@ struct CommitterWork<'a, 's> {
     /// Captured pages on disk.
     captured: &'a mut CapturedImages<'s>,
     /// Pages that move to disk.
-    going: GoingPages<'s>,
+    demoted: DemotedPages<'s>,
     /// The caller's memory in which new pages are to live.
     lent: &'a LentPages<'a>,
 }
@@ -189,7 +189,7 @@ impl Committer {
                 whole,
                 sources: &mut from_sources,
                 captured: &mut captured_pages,
-                going: GoingPages::default(),
+                demoted: DemotedPages::default(),
                 lent: &lent,
             };
             // A stale draft has given everything back. It is prepared again from the current state.
@@ -306,14 +306,14 @@ impl Committer {
         draft.disk_ops = self.disk_ops(&ops, locked.as_deref())?;
         // A list of the applier cannot name a plain payload, and a page has moved to memory since.
         if matches!(draft.payload, GrownBytes::Plain(_)) && draft.disk_ops.leaves_bytes(&ops) {
-            self.take_back(draft);
+            self.release_draft(draft);
             return Ok(None);
         }
         let staged = &mut draft.staged;
         match self.provide(&draft.disk_ops, staged, &mut own, &ops, locked.as_deref())? {
             Some(provision) => draft.provision = provision,
             None => {
-                self.take_back(draft);
+                self.release_draft(draft);
                 return Ok(None);
             }
         }
@@ -337,11 +337,11 @@ impl Committer {
         match outcome {
             Outcome::Logged(point) => Ok(Some(point)),
             Outcome::Stale(draft) => {
-                self.take_back(draft);
+                self.release_draft(draft);
                 Ok(None)
             }
             Outcome::Refused(error, draft) => {
-                self.take_back(draft);
+                self.release_draft(draft);
                 own.refused(&error);
                 Err(error)
             }
@@ -357,7 +357,7 @@ impl<'s> CommitterWork<'_, 's> {
 
     /// Returns the image files of the batch.
     fn files(&mut self) -> [&mut BatchImages<'s>; 4] {
-        [&mut self.whole.file, &mut self.sources.file, &mut self.captured.file, &mut self.going.file]
+        [&mut self.whole.file, &mut self.sources.file, &mut self.captured.file, &mut self.demoted.file]
     }
 
     /// Called when the batch is logged.

@@ -32,25 +32,27 @@ impl Committer {
     ) -> Result<Vec<MadeMemory>> {
         // Read without the lock, unless the caller holds it: `append` checks again, and a draft with
         // unsuitable memory is stale.
-        let homes = match locked {
-            Some(table) => homes_made(ops, table)?,
-            None if ops.iter().any(|at| may_take_memory(&at.op)) => homes_made(ops, &self.submitted.lock())?,
+        let locations = match locked {
+            Some(table) => required_memory(ops, table)?,
+            None if ops.iter().any(|at| may_take_memory(&at.op)) => {
+                required_memory(ops, &self.submitted.lock())?
+            }
             None => Vec::new(),
         };
-        if homes.is_empty() {
-            return Ok(homes);
+        if locations.is_empty() {
+            return Ok(locations);
         }
         let in_lent = |made: &MadeMemory| lent.get(&made.new_page?).copied().zip(made.new_page);
         let is_ready = |made: &MadeMemory| made.new_page.is_some_and(|page| ready.has(page));
         let is_own = |made: &&MadeMemory| in_lent(made).is_none() && !is_ready(made);
-        let own = collected(homes.iter().filter(is_own).map(|made| made.at))?;
+        let own = collected(locations.iter().filter(is_own).map(|made| made.at))?;
         // Before page memory is allocated, which would otherwise have to be given back.
         let Provision { memory, filled, .. } = provision;
         filled.add_images(ready.iter())?;
-        let refused = |_| Error::no_memory((homes.len() * size_of::<PageMemory>()) as u64);
-        memory.try_reserve_exact(homes.len()).map_err(refused)?;
+        let refused = |_| Error::no_memory((locations.len() * size_of::<PageMemory>()) as u64);
+        memory.try_reserve_exact(locations.len()).map_err(refused)?;
         let mut own = self.allocate_all(Purpose::Page, &own)?.into_iter();
-        for made in &homes {
+        for made in &locations {
             let of_page = match (in_lent(made), made.new_page.and_then(|page| ready.take(page))) {
                 (Some((bytes, page)), _) => self.lend(page, bytes),
                 (None, Some(ready)) => Ok(ready),
@@ -65,8 +67,8 @@ impl Committer {
             }
         }
         // I10: each page brings its memory along.
-        assert!(memory.iter().map(home).eq(homes.iter().map(|made| made.at)));
-        Ok(homes)
+        assert!(memory.iter().map(location).eq(locations.iter().map(|made| made.at)));
+        Ok(locations)
     }
 
     /// Lends the caller's memory to a page. Retries once the applier has caught up, because it may not have
@@ -107,8 +109,8 @@ impl Committer {
         // prepared again.
         let mut relocations = Vec::new();
         for page in self.engine.leases.leased(changed_in_place(ops)) {
-            let wanted =
-                locked.map_or_else(|| home_in(&self.submitted.lock(), page), |table| home_in(table, page));
+            let wanted = locked
+                .map_or_else(|| location_in(&self.submitted.lock(), page), |table| location_in(table, page));
             // If the page does not exist, the plan refuses its operation.
             let Some(wanted) = wanted.filter(|(place, _)| *place != Place::Disk) else { continue };
             match self.allocate_all(Purpose::Relocation, &[wanted]) {
@@ -198,18 +200,18 @@ pub(super) struct MadeMemory {
 pub(super) type PageLocation = (Place, u64);
 
 /// Returns the location of a page according to a table.
-pub(super) fn home_in(table: &PageTable, page: PageId) -> Option<PageLocation> {
+pub(super) fn location_in(table: &PageTable, page: PageId) -> Option<PageLocation> {
     table.entry(page).map(|entry| (entry.place(), entry.len()))
 }
 
 /// Returns the location of memory.
-pub(super) fn home(memory: &PageMemory) -> PageLocation {
+pub(super) fn location(memory: &PageMemory) -> PageLocation {
     (memory.place(), memory.byte_len())
 }
 
 /// Returns the memory that a batch's creates, resizes and moves need, in their order, if the batch follows
 /// this table.
-pub(super) fn homes_made(ops: &[OpAt<'_>], table: &PageTable) -> Result<Vec<MadeMemory>> {
+pub(super) fn required_memory(ops: &[OpAt<'_>], table: &PageTable) -> Result<Vec<MadeMemory>> {
     let mut made = Vec::new();
     let Some(first) = ops.iter().position(|at| may_take_memory(&at.op)) else { return Ok(made) };
     make_room(&mut made, ops.len() - first)?;
@@ -218,7 +220,7 @@ pub(super) fn homes_made(ops: &[OpAt<'_>], table: &PageTable) -> Result<Vec<Made
     let comes_once = each_comes_once(ops);
     for (op, at) in ops.iter().enumerate() {
         let old = |page| {
-            let before = || home_in(table, page);
+            let before = || location_in(table, page);
             let here = if comes_once { before() } else { now.get(&page).copied().or_else(before) };
             here.ok_or(Error::UnknownPage { page })
         };
@@ -269,11 +271,11 @@ pub(super) fn goes_elsewhere(op: &Op<'_>) -> bool {
 /// pin forbids that.
 pub(super) fn taken_elsewhere(
     op: &Op<'_>,
-    home_of: impl Fn(PageId) -> Option<PageLocation>,
+    location_of: impl Fn(PageId) -> Option<PageLocation>,
 ) -> Option<PageId> {
     match *op {
         Op::Resize { page, .. } | Op::Delete { page } => Some(page),
-        Op::Move { page, place } => home_of(page).is_some_and(|(here, _)| here != place).then_some(page),
+        Op::Move { page, place } => location_of(page).is_some_and(|(here, _)| here != place).then_some(page),
         _ => None,
     }
 }

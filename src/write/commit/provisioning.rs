@@ -58,13 +58,13 @@ impl Committer {
             return Ok(Some(None));
         }
         let pending = self.claim_pending(disk_ops, ops, locked)?;
-        let Some(going) = self.going_pages(disk_ops, ops, locked)? else { return Ok(None) };
-        own.going = going;
-        if !own.captured.suit(ops, disk_ops) {
+        let Some(demoted) = self.demoted_pages(disk_ops, ops, locked)? else { return Ok(None) };
+        own.demoted = demoted;
+        if !own.captured.are_on_disk(ops, disk_ops) {
             return Ok(None);
         }
-        append(staged, own.going.versions.iter().copied())?;
-        let to_disk = std::mem::take(&mut own.going.images);
+        append(staged, own.demoted.versions.iter().copied())?;
+        let to_disk = std::mem::take(&mut own.demoted.images);
         let mut provision = Provision { pending, to_disk, handover, ..Provision::default() };
         let provided = self.provide_memory(&mut provision, disk_ops, own, ops, locked);
         match provided.and_then(|read| append(staged, read)) {

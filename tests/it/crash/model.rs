@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use remanent::batch::{ByteSource, Direction, NewPage, PageRef, Shadow, Width};
+use remanent::batch::{ByteSource, InitialCopy, NewPage, PageRef, Shadow, Width};
 use remanent::follow::Replica;
 use remanent::{Key, Metadata, PageId, PageInfo, Place, Store, Value, View, WriteBatch};
 
@@ -148,8 +148,10 @@ pub fn batch(store: &Store, acts: &[Act]) -> WriteBatch {
                 // One way as often as the other.
                 let shadow =
                     if page.0.is_multiple_of(2) { Shadow::Kept(Place::Host) } else { Shadow::Digest };
-                let direction = Direction::Store;
-                batch.capture(&store.working_copy_in(*page, &tensor, Width::W1, shadow, direction).unwrap());
+                let initial_copy = InitialCopy::Store;
+                batch.capture(
+                    &store.working_copy_in(*page, &tensor, Width::W1, shadow, initial_copy).unwrap(),
+                );
             }
             Act::Clone { source } => {
                 let source = at(source);

@@ -5,7 +5,7 @@
 //! error names the file, every other page has its bytes, and the store goes on.
 
 use remanent::Options;
-use remanent::batch::{Direction, Shadow};
+use remanent::batch::{InitialCopy, Shadow};
 use remanent::options::Compression;
 use remanent_format::image::Codec;
 
@@ -45,8 +45,8 @@ pub fn victim() -> Victim {
     let capture = |store: &Store, seed| {
         let tensor = store.device_bytes(CAPTURED_LEN, Place::Device(0)).unwrap();
         tensor.write(0, &bytes(seed, CAPTURED_LEN)).unwrap();
-        let (shadow, direction) = (Shadow::Digest, Direction::Store);
-        store.working_copy_in(pages[1], &tensor, Width::W1, shadow, direction).unwrap()
+        let (shadow, initial_copy) = (Shadow::Digest, InitialCopy::Store);
+        store.working_copy_in(pages[1], &tensor, Width::W1, shadow, initial_copy).unwrap()
     };
     let image_files = || Files::of(&disk).names(|file| file.folder() == Folder::Pages);
     for round in 0..2 {

@@ -9,7 +9,7 @@
 
 use std::sync::OnceLock;
 
-use remanent::batch::{ByteSource, Direction, Shadow, Width};
+use remanent::batch::{ByteSource, InitialCopy, Shadow, Width};
 use remanent::device::CallerMemory;
 use remanent::disk::Disk;
 use remanent::history::DeviceCopier;
@@ -296,8 +296,8 @@ fn captured_at_every_copy(what: &'static str, shadow: Shadow) {
         let copies = held.pages.iter().enumerate().map(|(index, (page, _))| {
             let tensor = store.device_bytes(LENS[index], Place::Device(0)).unwrap();
             tensor.write(0, content(index, 2)).unwrap();
-            let direction = Direction::Store;
-            store.working_copy_in(*page, &tensor, Width::W1, shadow, direction).unwrap()
+            let initial_copy = InitialCopy::Store;
+            store.working_copy_in(*page, &tensor, Width::W1, shadow, initial_copy).unwrap()
         });
         let copies = copies.collect::<Vec<_>>();
         flips();

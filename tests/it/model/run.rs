@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 
-use remanent::batch::{Direction, Shadow, Width};
+use remanent::batch::{InitialCopy, Shadow, Width};
 use remanent::device::Device;
 use remanent::disk::Disk;
 use remanent::snapshot::SnapshotInfo;
@@ -498,7 +498,7 @@ fn capture(
     let end = bytes.len().min(at + 1 + usize::from(count));
     let tensor = store.device_bytes(bytes.len() as u64, Place::Device(0))?;
     let shadow = if is_digest { Shadow::Digest } else { Shadow::Kept(Place::Host) };
-    let copy = store.working_copy_in(page, &tensor, Width::W1, shadow, Direction::Load)?;
+    let copy = store.working_copy_in(page, &tensor, Width::W1, shadow, InitialCopy::Load)?;
     bytes[at..end].iter_mut().for_each(|byte| *byte = !*byte);
     copy.bytes().write(0, &bytes)?;
     let mut batch = store.batch();

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use remanent::batch::{Direction, Shadow, Width, WorkingCopy};
+use remanent::batch::{InitialCopy, Shadow, Width, WorkingCopy};
 use remanent::device::{
     Command, DIGEST_CHUNK_LEN, DIGEST_LEN, DIGEST_SEED_LEN, Lane, Span, StagingSpan, digest_count, digest_key,
 };
@@ -122,7 +122,13 @@ impl<'r> State<'r> {
             batch.create(page_len, Place::Disk);
             let page = store.commit(batch)?.pages[0];
             let memory = store.device_bytes(page_len, room.place)?;
-            copies.push(store.working_copy_in(page, &memory, Width::W2, Shadow::Digest, Direction::Load)?);
+            copies.push(store.working_copy_in(
+                page,
+                &memory,
+                Width::W2,
+                Shadow::Digest,
+                InitialCopy::Load,
+            )?);
         }
         store.snapshot()?;
         let half = bench.bytes.0.min(READ_LEN_MAX) / 2;

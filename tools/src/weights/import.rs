@@ -114,7 +114,7 @@ impl Import {
         let file = WeightsFile::open(&self.file)?;
         let was_there = self.dir.exists();
         let store = engine::open(&self.dir, Create::IfEmpty)?;
-        let imported = match bring(&store, &file, &self.along, &interrupt) {
+        let imported = match import_file(&store, &file, &self.along, &interrupt) {
             Ok(imported) => imported,
             Err(failure) => {
                 if store.recovered().created && store.lsn() == Lsn(0) {
@@ -190,12 +190,12 @@ fn remove_empty_store(dir: &Path, was_there: bool) {
 pub fn import(store: &Store, file: &Path) -> Result<bool, Failure> {
     let interrupt = Interrupt::listen()?;
     let along = ImportExtras { note: None, root: Vec::new(), place: Place::Host };
-    let imported = bring(store, &WeightsFile::open(file)?, &along, &interrupt)?;
+    let imported = import_file(store, &WeightsFile::open(file)?, &along, &interrupt)?;
     Ok(imported.is_some_and(|imported| imported.is_new))
 }
 
 /// Makes a file the store's newest version, durably; `None` if Ctrl-C was pressed meanwhile.
-fn bring(
+fn import_file(
     store: &Store,
     file: &WeightsFile,
     along: &ImportExtras,

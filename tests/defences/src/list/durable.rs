@@ -438,7 +438,7 @@ pub const LIST: &[Defence] = &[
     check(
         "a long page's bytes are kept aside until they are gathered",
         "src/applier/worker.rs",
-        "catch.before_write(range, memory, &self.arena, &mut self.list);",
+        "gather.before_write(range, memory, &self.arena, &mut self.list);",
         it("concurrent::long::a_long_page_is_caught_at_one_moment_whatever_is_written_to_it"),
     ),
     defence(

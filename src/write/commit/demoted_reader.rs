@@ -23,8 +23,8 @@ pub(super) struct ReadPages<'r> {
 }
 
 /// One thread's reader, which reads chunks in order.
-pub(super) struct GoingReader<'r> {
-    going: &'r ReadPages<'r>,
+pub(super) struct DemotedReader<'r> {
+    demoted: &'r ReadPages<'r>,
     /// The current chunk, and the page in it that was read last.
     chunk: usize,
     at: usize,
@@ -66,9 +66,9 @@ impl<'r> ReadPages<'r> {
     }
 }
 
-impl<'r> GoingReader<'r> {
-    pub fn new(going: &'r ReadPages<'r>) -> Self {
-        Self { going, chunk: 0, at: 0, group: None }
+impl<'r> DemotedReader<'r> {
+    pub fn new(demoted: &'r ReadPages<'r>) -> Self {
+        Self { demoted, chunk: 0, at: 0, group: None }
     }
 
     /// Reads bytes of a page: the one that was read last, or a later one.
@@ -85,13 +85,13 @@ impl<'r> GoingReader<'r> {
         }
         if info.len > CHUNK_BYTES {
             let range = offset..offset + out.len() as u64;
-            let bytes = self.going.read_ranges(&[self.range(self.at, range)])?;
+            let bytes = self.demoted.read_ranges(&[self.range(self.at, range)])?;
             out.copy_from_slice(&bytes);
-            self.going.engine.staging.give(bytes.into_staging());
+            self.demoted.engine.staging.give(bytes.into_staging());
             return Ok(());
         }
-        let has_it = |group: &Group| self.at + 1 < group.first + group.starts.len();
-        if !self.group.as_ref().is_some_and(has_it) {
+        let contains_page = |group: &Group| self.at + 1 < group.first + group.starts.len();
+        if !self.group.as_ref().is_some_and(contains_page) {
             self.read_group()?;
         }
         let group = self.group.as_ref().expect("it was just read");
@@ -112,13 +112,13 @@ impl<'r> GoingReader<'r> {
             end += info.len as usize;
         }
         push(&mut starts, end)?;
-        let bytes = self.going.read_ranges(&ranges)?;
+        let bytes = self.demoted.read_ranges(&ranges)?;
         self.group = Some(Group { first: self.at, starts, bytes });
         Ok(())
     }
 
     fn pages(&self) -> &'r [PageInfo] {
-        self.going.chunks[self.chunk]
+        self.demoted.chunks[self.chunk]
     }
 
     fn range(&self, at: usize, range: Range<u64>) -> VersionRange {
@@ -128,12 +128,12 @@ impl<'r> GoingReader<'r> {
 
     fn give_back(&mut self) {
         if let Some(group) = self.group.take() {
-            self.going.engine.staging.give(group.bytes.into_staging());
+            self.demoted.engine.staging.give(group.bytes.into_staging());
         }
     }
 }
 
-impl Drop for GoingReader<'_> {
+impl Drop for DemotedReader<'_> {
     fn drop(&mut self) {
         self.give_back();
     }

@@ -20,7 +20,7 @@ const PART_LEN: u64 = 64 << 10;
 const ASIDE_BYTES_MAX: u64 = 64 << 20;
 
 /// A page that is gathered piece by piece.
-pub(crate) struct Catch {
+pub(crate) struct PageGather {
     info: PageInfo,
     memory: MemoryId,
     /// The offset up to which the snapshot has gathered the page.
@@ -30,7 +30,7 @@ pub(crate) struct Catch {
     is_lost: bool,
 }
 
-impl Catch {
+impl PageGather {
     /// Keeps this range of the page aside, before a batch writes to it.
     pub fn before_write(
         &mut self,
@@ -68,23 +68,23 @@ impl Catch {
 
 impl Turn<'_> {
     /// Starts to catch a page in its current state.
-    pub fn begin_catch(&mut self, info: PageInfo) {
+    pub fn begin_gather(&mut self, info: PageInfo) {
         let memory = self.applied.memory[info.page].span().memory;
         let page = info.page;
-        let catch = Catch { info, memory, gathered: 0, asides: BTreeMap::new(), is_lost: false };
-        let before = self.applied.catches.insert(page, catch);
+        let gather = PageGather { info, memory, gathered: 0, asides: BTreeMap::new(), is_lost: false };
+        let before = self.applied.gathers.insert(page, gather);
         assert!(before.is_none(), "a page is caught once at a time");
     }
 
     /// Returns the spans that hold a range of the page as of the start of its catch, each with its offset in
     /// the range. Returns `None` if these bytes are lost.
-    pub fn caught(&self, page: PageId, from: u64, to: u64) -> Option<Vec<(Span, u64)>> {
-        let catch = self.applied.catches.get(&page).filter(|catch| !catch.is_lost)?;
+    pub fn gather_spans(&self, page: PageId, from: u64, to: u64) -> Option<Vec<(Span, u64)>> {
+        let gather = self.applied.gathers.get(&page).filter(|gather| !gather.is_lost)?;
         let memory = self.applied.memory.get(page)?;
-        assert!(memory.span().memory == catch.memory, "a page that moved is lost");
+        assert!(memory.span().memory == gather.memory, "a page that moved is lost");
         let mut sources = Vec::new();
         let mut at = from;
-        for (part, aside) in catch.asides.range(from / PART_LEN..to.div_ceil(PART_LEN)) {
+        for (part, aside) in gather.asides.range(from / PART_LEN..to.div_ceil(PART_LEN)) {
             let (start, end) = (part * PART_LEN, part * PART_LEN + aside.byte_len());
             let (first, last) = (start.max(from), end.min(to));
             if at < first {
@@ -102,10 +102,10 @@ impl Turn<'_> {
     /// Records that the page is gathered up to `up_to`. The parts kept aside before that offset are last used
     /// before this fence.
     pub fn gathered(&mut self, page: PageId, up_to: u64, fence: Fence) {
-        let Some(catch) = self.applied.catches.get_mut(&page) else { return };
-        catch.gathered = up_to;
-        let kept = catch.asides.split_off(&(up_to / PART_LEN));
-        for (_, aside) in std::mem::replace(&mut catch.asides, kept) {
+        let Some(gather) = self.applied.gathers.get_mut(&page) else { return };
+        gather.gathered = up_to;
+        let kept = gather.asides.split_off(&(up_to / PART_LEN));
+        for (_, aside) in std::mem::replace(&mut gather.asides, kept) {
             self.arena.retire(aside, fence);
         }
     }
@@ -114,13 +114,13 @@ impl Turn<'_> {
     ///
     /// # Errors
     /// A device error.
-    pub fn end_catch(&mut self, page: PageId) -> Result<()> {
-        let Some(catch) = self.applied.catches.remove(&page) else { return Ok(()) };
-        if catch.asides.is_empty() {
+    pub fn end_gather(&mut self, page: PageId) -> Result<()> {
+        let Some(gather) = self.applied.gathers.remove(&page) else { return Ok(()) };
+        if gather.asides.is_empty() {
             return Ok(());
         }
         let last_use = self.submit(CommandList::default())?.fence();
-        for aside in catch.asides.into_values() {
+        for aside in gather.asides.into_values() {
             self.arena.retire(aside, last_use);
         }
         Ok(())
