@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn features_of_what_this_build_writes_are_added_and_none_is_lost() {
+    fn written_features_are_added_and_none_removed() {
         let old = Features { compatible: 5, ..Features::default() };
         let new = old.with_written();
         assert_eq!(new, Features { compatible: 5, ..Features::WRITTEN });

@@ -360,7 +360,7 @@ fn an_absurd_length_is_a_limit_or_an_error_and_never_an_abort() {
 }
 
 #[test]
-fn a_page_that_was_long_on_its_way_needs_memory_for_its_end_only() {
+fn page_once_longer_needs_memory_for_final_length_only() {
     let len = 1 << 40;
     let mut maker = four();
     let resize = |len| Op::Resize { page: PAGE, len };
@@ -376,7 +376,7 @@ fn a_page_that_was_long_on_its_way_needs_memory_for_its_end_only() {
 }
 
 #[test]
-fn an_image_that_is_longer_than_its_page_in_the_end_is_proven_whole() {
+fn image_longer_than_final_page_is_verified_whole() {
     let resize = |len| Op::Resize { page: PAGE, len };
     for compress in [false, true] {
         let mut maker = Maker::new();

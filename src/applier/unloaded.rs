@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_asked_for_come_before_others_and_those_that_follow_them_come_next() {
+    fn requested_pages_load_first_then_their_followers() {
         let arena = arena();
         let unloaded = ten(&arena);
         assert_eq!(unloaded.left(), (10, 10 * LEN));

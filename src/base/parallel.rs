@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn one_thread_goes_in_order_and_one_piece_of_work_needs_no_other() {
+    fn single_thread_runs_in_order_single_item_needs_no_thread() {
         let seen = Mutex::new(Vec::new());
         let caller = std::thread::current().id();
         let note = |(): &mut (), index| {

@@ -331,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn a_snapshot_looks_at_what_changed_since_the_one_before_and_in_it() {
+    fn snapshot_visits_only_pages_changed_since_or_in_previous() {
         let mut subject = settled();
         subject.fill(5000);
         subject.fill(70);

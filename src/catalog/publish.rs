@@ -200,7 +200,7 @@ mod tests {
     use crate::testing::sim_disk::{DiskFault, ENOSPC, Operation, SimDisk};
 
     #[test]
-    fn a_manifest_of_many_pieces_is_on_disk_what_it_is_whole_and_no_byte_of_it_may_differ() {
+    fn manifest_written_in_pieces_equals_its_whole_encoding() {
         let file = FileName::Manifest(1);
         let at_once = ENTRIES_AT_ONCE as u64;
         for count in [0, 1, at_once, at_once + 1, 3 * at_once + 5] {

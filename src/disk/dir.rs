@@ -431,7 +431,7 @@ mod tests {
     use crate::error::Remedy;
 
     #[test]
-    fn a_disk_that_is_full_or_fails_is_no_reason_against_direct_writes() {
+    fn full_or_failing_disk_does_not_disable_direct_writes() {
         assert_eq!(direct_verdict(Ok(())).unwrap(), None);
         for errno in [Errno::INVAL, Errno::OPNOTSUPP, Errno::ISDIR, Errno::NOENT] {
             let reason = direct_verdict(Err(errno.into())).unwrap().unwrap();
@@ -448,7 +448,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_cannot_be_made_because_the_directory_was_removed_says_so() {
+    fn create_in_removed_directory_names_the_cause() {
         let above = tempfile::tempdir().unwrap();
         let disk = DirDisk::new(above.path().join("store"));
         disk.make_folder(Folder::Root).unwrap();

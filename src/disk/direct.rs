@@ -263,7 +263,7 @@ mod tests {
 
     /// A frame without a payload puts nothing directly after its header, where the window may end.
     #[test]
-    fn a_put_of_nothing_may_lie_behind_what_is_synced_and_at_the_windows_end() {
+    fn empty_put_is_valid_in_synced_range_and_at_window_end() {
         let Some((named, window)) = with_window() else { return };
         for offset in [0, 4096, 12288] {
             window.put(offset + 80, &[]).unwrap();

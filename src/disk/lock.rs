@@ -332,12 +332,12 @@ mod tests {
     }
 
     #[test]
-    fn a_second_lock_in_the_same_process_is_refused_and_does_not_drop_the_first() {
+    fn second_lock_in_process_fails_and_keeps_first() {
         if let Some(directory) = errand_directory() {
             println!("\n{}", if holder_of(&directory).is_some() { "refused" } else { "locked" });
             return;
         }
-        let name = "a_second_lock_in_the_same_process_is_refused_and_does_not_drop_the_first";
+        let name = "second_lock_in_process_fails_and_keeps_first";
         let directory = tempfile::tempdir().unwrap();
         let lock = acquire(directory.path()).unwrap();
         let holder = holder_of(directory.path()).unwrap();

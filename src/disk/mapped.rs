@@ -354,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_is_put_to_where_it_lies_and_none_lies_past_the_files_end() {
+    fn put_goes_to_mapped_offset_never_past_file_end() {
         let file = tempfile::tempfile().unwrap();
         file.write_all_at(&[7; LEN], 0).unwrap();
         let part = PartWindow::new(&file, FileName::Pages(1), 4096..LEN as u64).unwrap();

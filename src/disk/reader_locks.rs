@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn many_readers_hold_a_snapshot_and_the_writer_waits_for_the_last() {
+    fn writer_waits_for_last_reader_of_snapshot() {
         let directory = tempfile::tempdir().unwrap();
         let (path, root) = (directory.path(), Directory::Path(directory.path()));
         make(root).unwrap();

@@ -122,7 +122,7 @@ fn hits(policy: &mut dyn EvictionPolicy, capacity: usize, requests: impl Iterato
 }
 
 #[test]
-fn a_scan_drives_out_what_is_used_again_with_lru_and_not_with_s3_fifo() {
+fn scan_evicts_reused_pages_with_lru_but_not_s3_fifo() {
     // Ten rounds over 50 pages that are used repeatedly, each followed by 200 pages that are used once.
     let requests = || {
         (0..10u64).flat_map(|round| {

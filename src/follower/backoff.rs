@@ -146,7 +146,7 @@ mod tests {
 
     /// A batch in a mapped log triggers no event if it follows another one within that time.
     #[test]
-    fn a_follower_looks_often_for_as_long_as_a_writer_may_be_silent_without_telling() {
+    fn follower_polls_often_while_writer_may_be_silent() {
         let (mut pauses, mut passed) = (Pauses::new(), Duration::ZERO);
         while passed < TELL_AFTER {
             let pause = pauses.next(passed, true);

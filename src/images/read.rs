@@ -279,7 +279,7 @@ mod tests {
     use crate::testing::sim_disk::SimDisk;
 
     #[test]
-    fn a_piece_that_is_summed_is_the_same_and_its_sum_that_of_the_range() {
+    fn summed_piece_equals_range_and_its_sum() {
         let disk = SimDisk::new();
         disk.make_folder(Folder::Pages).unwrap();
         let len = 2 * SUMMED_AT_ONCE + 9000;

@@ -261,7 +261,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_batch_has_a_file_for_each_of_its_threads_and_none_stays_empty() {
+    fn batch_uses_one_nonempty_file_per_thread() {
         let threads = parallel::threads(THREADS_MAX) as u64;
         for (why, lens, expected) in [
             ("a short batch", vec![1 << 20; 8], 1),

@@ -119,7 +119,7 @@ proptest! {
     }
 
     #[test]
-    fn a_fingerprint_loses_nothing_and_any_bytes_are_a_layout_or_an_error(
+    fn fingerprint_round_trips_and_any_bytes_decode_or_fail(
         layout in shape().prop_flat_map(layout), any: [u8; 28],
     ) {
         prop_assert_eq!(BlockLayout::from_fingerprint(layout.fingerprint()), Ok(layout));

@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sync_waits_for_the_committers_that_the_last_one_served_and_no_longer() {
+    fn sync_waits_only_for_committers_of_previous_sync() {
         let mut log = Log::with(3);
         assert_eq!(log.waits(), SYNC / 2);
         log.come(2);
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn a_committer_does_not_wait_for_itself_nor_after_a_sync_that_served_none() {
+    fn committer_waits_neither_for_itself_nor_after_empty_sync() {
         let mut log = Log::with(1);
         log.come(1);
         assert_eq!(log.waits(), Duration::ZERO);
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn committers_that_do_not_come_back_are_waited_for_less_and_less_often() {
+    fn absent_committers_are_awaited_less_and_less_often() {
         let mut log = Log::with(4);
         let mut waited = Vec::new();
         for _ in 0..80 {
@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sync_without_a_committer_says_nothing_of_those_that_are_away() {
+    fn sync_without_committer_keeps_absence_unknown() {
         let mut log = Log::with(4);
         // The keeper began it, or a committer that needed a new segment.
         log.come(1);

@@ -407,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn the_next_frames_go_to_the_rest_of_the_segment_and_into_the_next_one() {
+    fn next_frames_fill_segment_then_roll_to_next() {
         let mut state = opened();
         let upcoming = |state: &LogState| -> Vec<_> {
             state

@@ -527,7 +527,7 @@ mod tests {
     }
 
     #[test]
-    fn idle_bytes_stay_within_the_limit_and_the_fullest_class_gives_way() {
+    fn idle_bytes_stay_within_limit_and_fullest_class_shrinks() {
         let pool = pool(16 << 10);
         let taken: Vec<StagingBuf> =
             [4096, 4096, 4096, 8192, 8192].map(|len| pool.take(len).unwrap()).into_iter().collect();

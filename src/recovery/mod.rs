@@ -13,7 +13,7 @@
 //! | no STORE, but its temporary file, and images or a manifest | a crash during a fork: STORE comes last | restart the creation | `fork_cut_short_starts_over` |
 //! | no STORE, but batches, images or manifests | STORE was lost | refuse | `missing_store_file_is_refused` |
 //! | STORE damaged, of a newer version, or with an unknown feature | bit rot; a newer build | refuse | `damaged_store_file_is_refused` |
-//! | STORE lacks a feature that this build writes | an older build | add the feature before anything else is written | `features_are_added_to_an_older_store_before_anything_else_is_written` |
+//! | STORE lacks a feature that this build writes | an older build | add the feature before anything else is written | `features_are_added_to_older_store_before_other_writes` |
 //! | another identity or layout fingerprint | the caller's mistake | refuse | `other_identity_is_refused` |
 //! | STORE but no log | the log was lost | refuse | `missing_log_is_refused` |
 //! | temporary files | a crash before a rename | remove: nothing names them | `temporary_files_are_removed` |

@@ -148,7 +148,7 @@ mod tests {
 
     /// A damaged length must not make a thread allocate that much memory (I9).
     #[test]
-    fn of_a_file_that_is_not_as_long_as_its_header_says_no_more_is_read() {
+    fn file_shorter_than_its_header_says_is_not_read_further() {
         let whole = manifest().encode().unwrap();
         let mut nameless = whole.clone();
         nameless[0] ^= 1;

@@ -221,7 +221,7 @@ mod tests {
     /// Covers every case of the decision as a table. A snapshot without a commit before it would make an idle
     /// store write forever.
     #[test]
-    fn a_snapshot_is_due_by_bytes_or_by_time_and_never_without_a_commit() {
+    fn snapshot_is_due_by_bytes_or_time_only_after_a_commit() {
         let begun = Instant::now();
         let later = |seconds| begun + Duration::from_secs(seconds);
         let last = LastSnapshot { lsn: Lsn(5), bytes: 1000, restarts: 0, at: begun };

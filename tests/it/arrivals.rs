@@ -84,7 +84,7 @@ fn takes<'b>(store: &'b Store, page: PageId, memory: &'b DeviceBytes) -> [Take<'
 }
 
 #[test]
-fn a_batch_takes_what_the_stream_makes_and_not_what_was_there_before() {
+fn batch_takes_stream_output_not_previous_bytes() {
     for way in 0..3 {
         let bench = Bench::new();
         let (memory, _) = bench.memory();
@@ -114,7 +114,7 @@ fn bytes_are_read_and_written_after_their_stream() {
 }
 
 #[test]
-fn a_stream_that_stands_still_holds_up_the_batch_that_takes_from_it_and_no_other() {
+fn stalled_stream_blocks_only_its_own_batch() {
     for (stuck, other) in (0..9).map(|pair| (pair / 3, pair % 3)) {
         let bench = Bench::new();
         let Bench { device, store, page: first } = &bench;
@@ -139,7 +139,7 @@ fn a_stream_that_stands_still_holds_up_the_batch_that_takes_from_it_and_no_other
 }
 
 #[test]
-fn a_stream_from_which_a_graph_is_captured_is_refused_and_nothing_changes() {
+fn capturing_stream_is_refused_without_changes() {
     let bench = Bench::new();
     let (memory, stream) = bench.memory();
     let takes = takes(&bench.store, bench.page, &memory);
@@ -157,7 +157,7 @@ fn a_stream_from_which_a_graph_is_captured_is_refused_and_nothing_changes() {
 }
 
 #[test]
-fn an_error_of_the_device_in_reading_or_writing_bytes_poisons_the_store() {
+fn device_error_on_byte_access_poisons_store() {
     for call in [DeviceCall::WaitStream, DeviceCall::Staging, DeviceCall::Submit, DeviceCall::Wait] {
         for reads in [false, true] {
             let late = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));

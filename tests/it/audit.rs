@@ -120,7 +120,7 @@ fn pages_of_all_origins(store: &Store) -> Vec<PageId> {
 }
 
 #[test]
-fn every_page_that_was_changed_without_a_batch_is_named_and_no_other() {
+fn audit_names_exactly_pages_changed_without_batch() {
     let device = Rogue::new();
     let store = open(device.clone());
     assert_eq!(store.audit().unwrap(), Default::default(), "a store without pages");
@@ -169,7 +169,7 @@ fn a_batch_does_not_hide_other_changes_and_mends_what_it_writes() {
 }
 
 #[test]
-fn pages_that_batches_change_during_an_audit_are_compared_all_the_same() {
+fn audit_compares_pages_changed_concurrently() {
     const LEN: usize = 3 << 20;
     let device = Rogue::new();
     let store = open(device.clone());
@@ -210,7 +210,7 @@ fn pages_that_batches_change_during_an_audit_are_compared_all_the_same() {
 }
 
 #[test]
-fn an_audit_during_commits_and_snapshots_finds_nothing_where_nothing_is() {
+fn audit_during_commits_and_snapshots_reports_no_false_finding() {
     let device = Rogue::new();
     let store = open(device.clone());
     let pages: Vec<PageId> = (0..40).map(|number| page(&store, &[number; 50_000])).collect();

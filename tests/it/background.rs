@@ -113,7 +113,7 @@ fn a_snapshot_by_hand_counts_too() {
 
 /// A snapshot becomes due while a caller takes one. The caller's then covers most of what made it due.
 #[test]
-fn a_snapshot_by_hand_that_lasts_is_not_followed_by_a_needless_one() {
+fn long_manual_snapshot_is_not_followed_by_needless_one() {
     const ROUNDS: u64 = 20;
     const LEN: u64 = 16 << 20;
     let store = open(&SimDisk::new(), options().segment_len(1 << 20).snapshot_log_bytes(16 * 4096));
@@ -198,7 +198,7 @@ fn closing_gives_a_slow_snapshot_up() {
 
 /// Images and manifest are written in parts: they are long enough for several.
 #[test]
-fn a_snapshot_of_the_background_is_read_back_by_the_thread_that_wrote_it() {
+fn background_snapshot_is_verified_by_its_writer_thread() {
     let disk = SimDisk::new();
     let watched = Arc::new(InterruptedDisk::never(&disk));
     let rules = options().segment_len(1 << 20).chunk_len(16 << 10).snapshot_log_bytes(1 << 20);

@@ -145,7 +145,7 @@ fn overwritten(options: &Options, reopened: bool) {
 }
 
 #[test]
-fn a_page_that_is_overwritten_for_long_takes_no_more_than_what_is_kept() {
+fn endless_overwrite_uses_only_retained_space() {
     for segment_len in [16 << 10, 64 << 10, 1 << 20] {
         for reopened in [false, true] {
             overwritten(&small().segment_len(segment_len), reopened);
@@ -157,7 +157,7 @@ fn a_page_that_is_overwritten_for_long_takes_no_more_than_what_is_kept() {
 /// the kept log, and five segments beside it: the one in use, two that are empty, and two of the reserve.
 /// Those that wait to be used again are bounded by an option of their own.
 #[test]
-fn a_directory_takes_no_more_than_what_is_kept_with_default_options() {
+fn disk_usage_is_bounded_with_default_options() {
     // On a disk that does not say how long it is.
     const SPARE_BYTES: u64 = 512 << 20;
     bounded_directory(&Options::default(), SPARE_BYTES);
@@ -308,7 +308,7 @@ fn an_inspector_knows_what_would_be_pruned() {
 /// Files that a crash left are listed, though an open removes them before any prune; files that a writer has
 /// under way are not.
 #[test]
-fn what_an_open_would_remove_is_listed_and_what_is_under_way_is_not() {
+fn dry_run_lists_removals_without_work_in_progress() {
     let disk = SimDisk::new();
     let looked_at: Arc<dyn Disk> = Arc::new(disk.clone());
     let store = open_with(&disk, small().segment_len(1 << 20)).unwrap();
@@ -346,7 +346,7 @@ fn what_an_open_would_remove_is_listed_and_what_is_under_way_is_not() {
 /// A snapshot that a name keeps, and a later one of the same batch, taken after a restart: the log after that
 /// batch is kept, so both can be started from, and nothing is missing.
 #[test]
-fn snapshots_of_one_batch_on_either_side_of_a_restart_stand_both() {
+fn equal_snapshots_before_and_after_restart_both_valid() {
     let disk = SimDisk::new();
     let open = || open_with(&disk, small().snapshots_kept(1)).unwrap();
     let store = open();
@@ -374,7 +374,7 @@ fn snapshots_of_one_batch_on_either_side_of_a_restart_stand_both() {
 
 /// Below the floor there is nothing, though the segment is there with all of its frames.
 #[test]
-fn states_below_the_floor_are_outside_the_window_and_named_ones_stay() {
+fn states_below_floor_are_unreachable_except_named() {
     let disk = SimDisk::new();
     let store = open_with(&disk, small().segment_len(1 << 20).snapshots_kept(1)).unwrap();
     let page = create(&store, 0);
@@ -409,7 +409,7 @@ fn states_below_the_floor_are_outside_the_window_and_named_ones_stay() {
 
 /// A restore's table goes with the state that needs it. Later states are then outside of the window.
 #[test]
-fn states_after_a_restore_whose_table_went_are_outside_the_window() {
+fn states_after_restore_without_table_are_unreachable() {
     let disk = SimDisk::new();
     let store = open_with(&disk, small().segment_len(1 << 20).snapshots_kept(1)).unwrap();
     let page = create(&store, 0);
@@ -478,7 +478,7 @@ fn images_written_ahead_make_a_snapshot_due() {
 
 /// A file that a crash left before its batch was logged: its presence alone says that its number is taken.
 #[test]
-fn the_file_with_the_highest_number_stays_until_a_manifest_has_taken_it() {
+fn highest_numbered_file_stays_until_a_manifest_uses_it() {
     let disk = SimDisk::new();
     let options = small().segment_len(1 << 20).snapshots_kept(1);
     let store = open_with(&disk, options.clone()).unwrap();

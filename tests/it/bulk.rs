@@ -135,7 +135,7 @@ fn the_next_snapshot_names_the_images_and_writes_nothing_again() {
 }
 
 #[test]
-fn an_image_that_rots_before_a_snapshot_reads_it_is_written_anew() {
+fn image_damaged_before_verification_is_rewritten() {
     let disk = SimDisk::new();
     let store = open(&disk).unwrap();
     import(&store, 0..10);
@@ -174,7 +174,7 @@ fn a_batch_that_is_refused_takes_its_images_with_it() {
 }
 
 #[test]
-fn a_page_that_is_resized_meanwhile_is_written_as_its_caller_means() {
+fn concurrently_resized_page_is_written_as_intended() {
     let disk = SimDisk::new();
     let store = Arc::new(open(&disk).unwrap());
     let page = import(&store, 0..1)[0];
@@ -275,7 +275,7 @@ fn files_stay_as_long_as_a_kept_frame_or_snapshot_names_them() {
 }
 
 #[test]
-fn files_that_an_open_finds_stay_until_the_log_of_that_time_is_recycled() {
+fn files_found_at_open_stay_until_their_log_is_recycled() {
     let disk = SimDisk::new();
     let store = open(&disk).unwrap();
     let page = import(&store, 0..1)[0];

@@ -303,7 +303,7 @@ fn a_copy_is_loaded_and_read_when_its_stream_has_come_there() {
 }
 
 #[test]
-fn a_copy_that_is_written_to_after_it_was_staged_is_captured_as_it_was() {
+fn copy_written_after_staging_is_captured_as_staged() {
     let (device, store) = late();
     let page = page(&store, &[0; 64]);
     let copy = store.working_copy(page, Width::W1, Shadow::Page).unwrap();

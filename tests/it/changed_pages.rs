@@ -202,7 +202,7 @@ fn what_was_replayed_is_in_the_next_snapshot() {
 }
 
 #[test]
-fn an_image_that_does_not_hold_is_written_again_though_nothing_changed_its_page() {
+fn damaged_image_is_rewritten_for_unchanged_page() {
     let disk = SimDisk::new();
     let (store, pages) = settled(&disk);
     let survey = Survey::read(&Files::of(&disk)).unwrap();

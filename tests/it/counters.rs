@@ -135,7 +135,7 @@ fn reads_and_snapshots_count_on_the_way_to_the_host() {
 }
 
 #[test]
-fn lists_are_queued_until_their_end_is_seen_and_waits_are_counted() {
+fn counters_report_queued_lists_and_waits() {
     let store = open(Arc::new(LateDevice::new(host())));
     let page = commit(&store, |batch| _ = batch.create(LEN, PLACE))[0];
     // In the lane, and not run before a caller must have it.

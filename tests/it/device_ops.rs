@@ -131,7 +131,7 @@ fn bytes_from_a_device_are_written_as_bytes_from_the_host_are() {
 }
 
 #[test]
-fn what_is_logged_is_what_is_merged_however_long_the_caller_writes_on() {
+fn logged_bytes_equal_merged_bytes_despite_later_caller_writes() {
     for seed in 0..20 {
         let disk = SimDisk::new();
         let device = Arc::new(LateDevice::seeded(Arc::new(HostDevice::new()), seed));
@@ -153,7 +153,7 @@ fn what_is_logged_is_what_is_merged_however_long_the_caller_writes_on() {
 }
 
 #[test]
-fn bytes_are_taken_when_the_stream_that_makes_them_has_come_there() {
+fn bytes_are_taken_after_producing_stream_reaches_them() {
     let device = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
     let store = open(&SimDisk::new(), device.clone());
     let page = page(&store, &[0; 8]);
@@ -269,7 +269,7 @@ fn what_cannot_be_written_is_refused_and_changes_nothing() {
 }
 
 #[test]
-fn a_page_that_grows_in_the_batch_takes_elements_at_its_new_length() {
+fn page_grown_in_batch_accepts_elements_at_new_length() {
     let store = open(&SimDisk::new(), Arc::new(HostDevice::new()));
     let old = page(&store, &[7; 8]);
     let (indices, values) = (born(&store, &index_bytes(&[9, 0])), born(&store, &[1, 2]));

@@ -465,7 +465,7 @@ fn a_lane_and_a_stream_of_the_caller_wait_for_each_other() {
 }
 
 #[test]
-fn a_stream_that_is_held_runs_at_no_draw_and_is_no_reason_to_hang() {
+fn held_stream_is_never_drawn_and_does_not_hang() {
     let device = LateDevice::seeded(host(), 3);
     let memory = device.allocate(PLACE, 4).unwrap();
     let stream = device.stream();
@@ -498,7 +498,7 @@ fn a_stream_from_which_a_graph_is_captured_is_refused() {
 }
 
 #[test]
-fn a_fault_beneath_a_late_device_stops_the_lane_and_what_waits_for_it() {
+fn fault_under_late_device_stops_lane_and_its_waiters() {
     let faulty = Arc::new(FaultyDevice::new(host()));
     let device = LateDevice::new(faulty.clone());
     let memory = device.allocate(PLACE, 4).unwrap();

@@ -160,7 +160,7 @@ fn a_log_is_read_from_the_medium_once() {
 
 /// The images that a snapshot names, and the record of it, vouch for no other images.
 #[test]
-fn an_image_of_a_batch_that_a_sync_did_not_write_is_noticed_at_the_next_open() {
+fn unsynced_batch_image_is_detected_at_next_open() {
     let disk = SimDisk::new();
     let store = open(&disk).unwrap();
     commit(&store, Ack::Durable);

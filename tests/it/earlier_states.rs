@@ -547,7 +547,7 @@ fn forget_the_beginning(store: &Store, pages: &[PageId]) {
 }
 
 #[test]
-fn each_batch_that_changed_a_byte_is_told_as_far_back_as_it_is_kept() {
+fn blame_lists_each_changing_batch_in_retained_range() {
     let disk = SimDisk::new();
     let store = open_with(&disk, small().snapshots_kept(1).log_kept(1 << 30)).unwrap();
     let pages = three_pages(&store);

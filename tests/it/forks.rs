@@ -95,7 +95,7 @@ fn a_fork_is_whole_or_not_there() {
 /// No frame records a fork's snapshot as verified before the fork is opened to be written. That says nothing
 /// about its images.
 #[test]
-fn a_lost_image_file_takes_its_pages_from_a_new_fork_and_no_others() {
+fn lost_image_file_costs_new_fork_only_its_pages() {
     let source = SimDisk::new();
     let store = open(&source).unwrap();
     let (_, lsn) = work(&store);

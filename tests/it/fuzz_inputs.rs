@@ -56,7 +56,7 @@ fn whole_stores_open_in_the_target_for_directories() {
 }
 
 #[test]
-fn crashes_in_the_middle_of_any_action_lose_only_what_was_not_acknowledged() {
+fn crash_during_any_action_keeps_acknowledged_work() {
     let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &[7; 32]);
     let mut runner = TestRunner::new_with_rng(Config::default(), rng);
     let (mut crashes, mut lost) = (0, 0);

@@ -292,7 +292,7 @@ fn spares_beyond_the_reserve_take_what_is_allowed() {
 
 /// A batch with deletes whose frame is longer than the shortest spare finds a longer one of the reserve.
 #[test]
-fn a_long_batch_of_deletes_takes_what_is_long_enough_of_the_reserve() {
+fn long_delete_batch_takes_long_enough_reserve_segment() {
     let disk = SimDisk::new();
     let open = || {
         let options = options(LogIo::Mapped).segment_len(4 << 20);

@@ -114,7 +114,7 @@ fn copy_folder(source: &Path, target: &Path) {
 
 /// One chunk each, so that threads cannot change the order of images.
 #[test]
-fn pages_are_copied_straight_to_files_and_lie_there_as_other_ways_write_them() {
+fn in_place_copy_writes_same_file_bytes_as_other_ways() {
     lie_there_as_other_ways_write_them(&LENS[..5]);
     lie_there_as_other_ways_write_them(&LENS[5..]);
 }
@@ -195,7 +195,7 @@ fn works_in_place(name: &str, directory: &Path, device: Arc<dyn Device>, slot: u
 
 /// Once, or for good: the snapshot is not called verified, and the one before serves.
 #[test]
-fn a_bit_that_turns_over_on_the_way_to_a_file_is_found_before_it_counts() {
+fn bit_flip_on_transfer_to_file_is_detected_before_use() {
     each_flip(BusWay::File, |_, verified| assert_told(&verified.unwrap_err()));
 }
 
@@ -323,7 +323,7 @@ fn a_device_that_refuses_files_is_served_by_staging() {
 }
 
 #[test]
-fn registered_files_keep_within_the_budget_to_the_byte_and_give_way() {
+fn registered_files_respect_budget_and_yield_to_pages() {
     let Some(folder) = in_memory() else { return };
     let open = |budget: Option<u64>| {
         let options = in_place();

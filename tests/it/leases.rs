@@ -125,7 +125,7 @@ fn a_lease_shows_the_page_as_it_was_and_batches_go_on() {
 }
 
 #[test]
-fn a_stream_sees_the_batches_before_the_lease_without_a_wait_on_the_host() {
+fn lease_orders_stream_after_earlier_batches_without_host_wait() {
     let bench = late_bench();
     let (stream, seen) = (bench.device.stream(), Seen::default());
     bench.fill(2).unwrap();
@@ -249,7 +249,7 @@ fn a_lease_refuses_no_batch_of_its_own_thread() {
 }
 
 #[test]
-fn a_batch_that_finds_no_room_for_the_copy_fails_before_it_is_logged() {
+fn batch_without_room_for_relocation_fails_before_logging() {
     let budget = Budget::default().with(PLACE, 2 * LEN - 1);
     let bench = bench(LateDevice::new(Arc::new(HostDevice::new())), options().budget(budget));
     let lease = bench.store.lease(bench.page).unwrap();

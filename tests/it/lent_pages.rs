@@ -105,7 +105,7 @@ fn first() -> Vec<u8> {
 }
 
 #[test]
-fn a_page_lives_in_memory_of_the_callers_and_touches_no_byte_beside_it() {
+fn lent_page_touches_no_adjacent_caller_byte() {
     for device in devices() {
         let bench = Bench::new(device);
         assert_eq!((bench.read(), bench.memory()), (first(), first()));
@@ -124,7 +124,7 @@ fn a_page_lives_in_memory_of_the_callers_and_touches_no_byte_beside_it() {
 }
 
 #[test]
-fn bytes_that_the_memory_held_become_the_pages_in_the_same_batch() {
+fn lent_memory_bytes_become_page_bytes_in_same_batch() {
     for device in devices() {
         let store = Store::open_on(Arc::new(SimDisk::new()), device, options()).unwrap();
         let memory = store.device_bytes(LEN, PLACE).unwrap();
@@ -150,7 +150,7 @@ enum Fate {
 }
 
 #[test]
-fn each_operation_leaves_the_page_where_it_should_be_and_an_open_brings_it_back() {
+fn each_operation_keeps_or_moves_lent_page_and_open_restores_it() {
     type Build = fn(&mut WriteBatch, PageId);
     let operations: [(&str, Fate, Build); 12] = [
         ("write", Fate::Stays, |batch, page| _ = batch.write(page, 3, &[2; 100])),
@@ -197,7 +197,7 @@ fn each_operation_leaves_the_page_where_it_should_be_and_an_open_brings_it_back(
 }
 
 #[test]
-fn a_page_that_is_created_and_moved_in_one_batch_never_needs_the_memory() {
+fn page_created_and_moved_in_one_batch_needs_no_lent_memory() {
     for device in devices() {
         let bench = Bench::new(device);
         let other = bench.store.device_bytes(LEN, PLACE).unwrap();
@@ -213,7 +213,7 @@ fn a_page_that_is_created_and_moved_in_one_batch_never_needs_the_memory() {
 }
 
 #[test]
-fn a_change_under_a_lease_takes_the_page_out_of_the_memory_and_a_pin_keeps_it_there() {
+fn leased_page_moves_on_change_pinned_page_stays() {
     for device in devices() {
         let bench = Bench::new(device);
         let lease = bench.store.lease(bench.page).unwrap();
@@ -247,7 +247,7 @@ fn a_change_under_a_lease_takes_the_page_out_of_the_memory_and_a_pin_keeps_it_th
 }
 
 #[test]
-fn a_restore_takes_back_the_bytes_where_they_lie_or_gives_the_memory_back() {
+fn restore_rewrites_lent_page_in_place_or_returns_memory() {
     for device in devices() {
         let bench = Bench::new(device);
         let then = bench.store.lsn();
@@ -332,7 +332,7 @@ fn memory_that_a_page_lives_in_is_refused_and_nothing_changes() {
 }
 
 #[test]
-fn memory_of_another_device_is_refused_and_so_is_that_of_another_stores_page() {
+fn foreign_device_or_store_memory_is_refused() {
     let device = devices()[0].clone();
     let [bench, same_device] = [device.clone(), device].map(Bench::new);
     let other_device = Bench::new(devices()[1].clone());

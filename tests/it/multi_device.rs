@@ -117,7 +117,7 @@ fn work(store: &Store) -> Vec<(PageId, Vec<u8>)> {
 }
 
 #[test]
-fn pages_of_several_devices_change_together_and_come_back_on_any() {
+fn pages_on_several_devices_commit_together_and_reopen_on_any() {
     let on_one = work(&open(&SimDisk::new(), &host()).unwrap());
     for pair in pairs() {
         let disk = SimDisk::new();
@@ -261,7 +261,7 @@ fn a_copy_between_gpus_waits_for_neither() {
 /// A list is split where bytes go from one device to the other: a later part reads staging that an earlier
 /// part wrote.
 #[test]
-fn staging_that_was_written_before_a_copy_between_devices_is_read_after_it() {
+fn peer_copy_runs_between_staging_write_and_read() {
     for pair in pairs() {
         let [here, there] = memories(&pair, 8);
         let staged = |offset| StagingSpan { index: 0, offset, len: 8 };
@@ -341,7 +341,7 @@ fn a_lease_on_the_second_device_waits_for_no_lane() {
 }
 
 #[test]
-fn a_fault_of_one_device_stops_the_store_and_another_one_takes_its_place() {
+fn device_fault_stops_store_and_reopen_uses_another_device() {
     for nth in 1..12 {
         let faulty = Arc::new(FaultyDevice::new(late(nth)));
         let pair = two_of(late(6), faulty.clone());

@@ -331,7 +331,7 @@ fn a_snapshot_waits_for_the_cold_pages_that_it_writes_again() {
 
 /// An image was loaded by a store that is closed, so the next store has not loaded its page from it.
 #[test]
-fn a_working_copy_that_outlives_its_store_is_captured_when_its_page_is_loaded() {
+fn working_copy_outlives_store_and_is_captured_on_load() {
     let (disk, device) = (closed(), Gate::closed());
     device.open();
     let store = open_on(&disk, device.clone(), PageLoad::Eager).unwrap();

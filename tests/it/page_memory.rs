@@ -154,7 +154,7 @@ type Give = Box<dyn Fn(&remanent::PageInfo) -> Option<CallerMemory> + Send + Syn
 type Row = (&'static str, Give, fn(&Error) -> bool);
 
 #[test]
-fn what_is_wrong_with_the_memory_fails_the_open_and_harms_nothing() {
+fn unusable_page_memory_fails_open_harmlessly() {
     let shared = CallerMemory::from_vec(vec![0; 64], PLACE);
     let rows: [Row; 6] = [
         ("too short", Box::new(|info| tensor(info.len - 1, PLACE)), |error| {
@@ -209,7 +209,7 @@ fn nowhere(len: u64) -> CallerMemory {
 
 /// An open that passes over a damaged snapshot asks again: what the first try took is free by then.
 #[test]
-fn an_open_that_passes_over_a_snapshot_takes_the_same_memory_again() {
+fn open_that_skips_snapshot_reuses_same_memory() {
     let (disk, device) = (SimDisk::new(), devices()[0].clone());
     let plain = options().compression(Compression::Off);
     let store = Store::open_on(Arc::new(disk.clone()), device.clone(), plain).unwrap();

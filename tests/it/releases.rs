@@ -40,7 +40,7 @@ fn content(store: &Store, page: PageId) -> remanent::Result<Vec<u8>> {
 }
 
 #[test]
-fn a_released_page_is_gone_for_good_and_its_bytes_are_the_callers() {
+fn released_page_is_deleted_and_caller_keeps_bytes() {
     for device in devices() {
         let (disk, store, page) = bench(device.clone());
         // In the lane, and perhaps not done, when the page is released.
@@ -102,7 +102,7 @@ fn memory_stays_counted_until_the_last_handle_is_dropped() {
 }
 
 #[test]
-fn a_page_that_lives_in_memory_of_the_callers_gives_back_that_handle() {
+fn releasing_lent_page_returns_callers_handle() {
     for device in devices() {
         let (_, store, _) = bench(device);
         let tensor = store.device_bytes(LEN + 5, PLACE).unwrap();

@@ -75,7 +75,7 @@ fn check(store: &Store, pages: &[(PageId, Vec<u8>)]) {
 }
 
 #[test]
-fn frames_of_every_length_are_replayed_from_where_they_were_read() {
+fn frames_of_all_lengths_replay_from_read_buffers() {
     let directory = tempfile::tempdir().unwrap();
     let disk = || DirDisk::new(directory.path());
     let store = open(disk(), Arc::new(HostDevice::new()), 4 << 20).unwrap();
@@ -97,7 +97,7 @@ fn many_segments() -> (SimDisk, Vec<(PageId, Vec<u8>)>) {
 }
 
 #[test]
-fn a_panic_of_the_thread_that_reads_ahead_is_an_error_of_the_open() {
+fn panic_in_read_ahead_thread_fails_open() {
     if std::thread::available_parallelism().map_or(1, usize::from) < 2 {
         eprintln!("SKIPPED: one thread at a time can run here, so nothing is read ahead");
         return;
@@ -126,7 +126,7 @@ fn a_panic_of_the_thread_that_reads_ahead_is_an_error_of_the_open() {
 }
 
 #[test]
-fn a_fault_of_the_device_in_the_middle_of_a_replay_is_its_own_error() {
+fn device_fault_during_replay_is_reported_as_itself() {
     const NEVER: u64 = 1 << 40;
     let (disk, pages) = many_segments();
     let mut failed = 0;

@@ -160,7 +160,7 @@ fn pages_on_disk_are_salvaged() {
 }
 
 #[test]
-fn batches_that_were_cut_off_with_all_that_tells_of_them_are_said_to_be_lost() {
+fn truncated_batches_are_reported_lost() {
     let disk = SimDisk::new();
     let store = open_with(&disk, small().segment_len(64 << 10)).unwrap();
     let mut ends = Vec::new();
@@ -311,7 +311,7 @@ fn read_exact(search: &Salvage, info: &PageInfo, offset: u64, out: &mut [u8]) {
 }
 
 #[test]
-fn a_founded_store_holds_what_was_salvaged_and_a_founding_cut_short_is_no_store() {
+fn founded_store_is_complete_or_no_store() {
     let victim = restored();
     let store = StoreFile::decode(&victim.files.0[&FileName::Store]).unwrap();
     let search = Salvage::read(&victim.files, store.clone(), 1 << 20).unwrap();

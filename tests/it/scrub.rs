@@ -356,7 +356,7 @@ fn without_a_snapshot_the_damaged_log_is_mended_by_one() {
 }
 
 #[test]
-fn a_page_that_is_deleted_before_its_image_was_mended_stays_deleted() {
+fn page_deleted_before_image_repair_stays_deleted() {
     let subject = Subject::new();
     let image = subject.image_of(subject.pages[0]);
     subject.flip(FileName::Pages(image.file), image.offset);

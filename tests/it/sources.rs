@@ -132,7 +132,7 @@ fn check_lasts(disk: &SimDisk, store: Store, options: Options) {
 }
 
 #[test]
-fn a_page_from_a_source_holds_its_bytes_and_the_log_only_names_them() {
+fn page_from_source_is_logged_by_reference() {
     let disk = SimDisk::new();
     let store = open_late(&disk, raw());
     let before = store.stats().log.bytes;
@@ -162,7 +162,7 @@ fn a_page_from_a_source_holds_its_bytes_and_the_log_only_names_them() {
 }
 
 #[test]
-fn a_page_that_is_replaced_from_a_source_has_its_length_and_keeps_all_else() {
+fn replace_from_source_changes_only_bytes_and_length() {
     let disk = SimDisk::new();
     let store = open_late(&disk, small());
     let mut batch = store.batch();
@@ -283,7 +283,7 @@ fn a_source_that_fails_leaves_nothing_and_the_error_names_it() {
 }
 
 #[test]
-fn a_batch_from_sources_that_is_refused_takes_its_images_with_it() {
+fn refused_source_batch_removes_its_images() {
     type Fill = fn(&mut WriteBatch, PageId);
     let rows: &[(&str, Fill)] = &[
         ("written before", |b, page| _ = b.write(page, 1, &[1]).replace_from_source(page, 9, some())),
@@ -390,7 +390,7 @@ fn a_source_that_changes_between_two_reads_makes_one_page() {
 
 /// A commit holds no lock while it reads a source, and a panic there leaves none.
 #[test]
-fn a_source_may_use_the_store_and_a_panic_of_it_costs_the_batch_alone() {
+fn source_may_use_store_and_its_panic_fails_only_the_batch() {
     /// Reads a page of the store, and commits to it.
     #[derive(Debug)]
     struct OfTheStore(Arc<Store>, PageId);
@@ -455,7 +455,7 @@ fn sources_are_read_once_however_often_the_batch_is_made_anew() {
 }
 
 #[test]
-fn images_of_sources_that_cannot_be_written_poison_and_those_that_cannot_be_read_do_not() {
+fn unwritable_source_image_poisons_unreadable_source_does_not() {
     let cases = [Operation::Create, Operation::Write, Operation::Sync, Operation::SyncFolder];
     for operation in cases {
         let disk = SimDisk::new();

@@ -43,7 +43,7 @@ fn growth_by_batch(directory: &std::path::Path) -> BTreeMap<Lsn, Growth> {
 }
 
 #[test]
-fn one_changed_element_in_a_hundred_costs_little_more_than_itself() {
+fn sparse_delta_of_one_percent_costs_little_overhead() {
     let directory = tempfile::tempdir().unwrap();
     let store = Store::open(directory.path(), Options::default().segment_len(4 << 20)).unwrap();
     let mut random = Random(7);

@@ -92,7 +92,7 @@ fn page_of(byte: u8) -> Vec<u8> {
 }
 
 #[test]
-fn memory_is_given_back_after_the_work_and_the_drop_waits_for_nothing() {
+fn memory_is_released_after_stream_work_without_blocking_drop() {
     for access in [Access::Read, Access::Write] {
         let bench = Bench::new();
         let stream = bench.device.stream();
@@ -139,7 +139,7 @@ fn a_batch_takes_the_bytes_that_a_guard_wrote_and_waits_alone() {
 }
 
 #[test]
-fn a_call_that_writes_waits_for_readers_and_one_that_reads_does_not() {
+fn write_waits_for_stream_readers_and_read_does_not() {
     let bench = Bench::new();
     let stream = bench.device.stream();
     bench.memory.write(0, &page_of(4)).unwrap();
@@ -211,7 +211,7 @@ fn streams_come_after_each_other_where_one_of_them_writes() {
 }
 
 #[test]
-fn a_page_is_read_after_every_batch_before_and_no_stream_writes_there() {
+fn page_guard_reads_after_earlier_batches_and_forbids_writes() {
     let bench = Bench::new();
     let page = bench.commit(|batch| _ = batch.create_in(&bench.memory)).unwrap()[0];
     let stream = bench.device.stream();

@@ -242,7 +242,7 @@ fn a_kernel_that_writes_to_a_page_is_found_by_an_audit() {
 /// Not for compute-sanitizer's memcheck: while it watches, no kernel of any stream ends before one that
 /// stands.
 #[test]
-fn a_stream_that_stands_still_holds_up_the_capture_that_takes_from_it_and_no_other() {
+fn stalled_stream_blocks_only_its_own_capture() {
     gpu::alone(|| {
         let Some(caller) = Caller::new() else { return };
         let (store, first) = store(PLACE);

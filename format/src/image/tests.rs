@@ -79,7 +79,7 @@ fn payloads_lie_back_to_back_on_16_bytes() {
 }
 
 #[test]
-fn chunk_round_trips_to_the_same_bytes_and_refuses_every_flipped_bit() {
+fn chunk_round_trips_and_rejects_every_bit_flip() {
     let bytes = sample().encode(STORE).unwrap();
     let decoded = decode(&bytes).unwrap();
     assert_eq!(decoded, sample());

@@ -101,7 +101,7 @@ fn damaged_envelopes_are_refused() {
 }
 
 #[test]
-fn sound_envelopes_of_anything_but_one_canonical_encoding_are_refused() {
+fn envelope_with_non_canonical_encoding_is_refused() {
     let count = |n: u64| n.to_le_bytes().to_vec();
     let kind = |n: u32| n.to_le_bytes().to_vec();
     let pair = |a: &str, b: &str| [count(2), name(a), NULL.to_vec(), name(b), NULL.to_vec()].concat();

@@ -63,7 +63,7 @@ pub fn snapshot_of_moved(maker: &mut Maker, redo: u64, caught: u64, end: u64) {
 }
 
 #[test]
-fn a_moved_page_ends_where_the_newest_move_took_it_from_whatever_moment_it_was_caught() {
+fn moved_page_ends_at_newest_place_whenever_gathered() {
     let mut looked_at = 0;
     for (redo, caught, end) in (1..=5_u64)
         .flat_map(|redo| (redo..=5).flat_map(move |caught| (caught..=5).map(move |end| (redo, caught, end))))

@@ -58,7 +58,7 @@ impl ReadAt for Beside<'_> {
 }
 
 #[test]
-fn what_a_writer_removes_after_the_folder_was_listed_is_no_damage() {
+fn file_removed_after_listing_is_not_damage() {
     let mut maker = four();
     maker.snapshot(1, 2, 2, 2).snapshot(2, 3, 3, 4);
     let removed = Beside { maker: &maker, removed: FileName::Manifest(1) };

@@ -401,7 +401,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "is not within its memory of 50 bytes")]
-    fn no_span_reaches_past_a_short_memory_into_the_rest_of_its_slot() {
+    fn span_never_exceeds_short_memory_in_its_slot() {
         let mut memories = HostMemories::default();
         let memory = memories.insert_short(Place::Host, 50).unwrap();
         memories.get(memory).range(Span { memory, offset: 10, len: 41 });

@@ -103,7 +103,7 @@ fn retired_memory_counts_until_its_fence_has_passed() {
 }
 
 #[test]
-fn an_allocation_that_fits_once_retired_memory_is_free_waits_for_it() {
+fn allocation_waits_for_retired_memory_that_makes_it_fit() {
     let (device, arena) = late_arena();
     let page = arena.allocate(Purpose::Page, PLACE, 60).unwrap();
     let fence = use_page(&*device, &page);
@@ -145,7 +145,7 @@ fn a_submitter_waits_for_its_lanes_and_never_for_callers() {
 }
 
 #[test]
-fn a_submitter_does_not_wait_for_a_thread_that_waits_for_callers() {
+fn submitter_does_not_wait_for_thread_waiting_on_callers() {
     let (device, arena) = late_arena();
     let _waits_for_a_caller = arena.reaping[Lane::Callers as usize].lock();
     let page = arena.allocate(Purpose::Page, PLACE, 60).unwrap();
@@ -192,7 +192,7 @@ fn scratch_is_what_there_is_at_once() {
 }
 
 #[test]
-fn long_scratch_comes_in_pieces_of_one_length_and_there_is_a_limit() {
+fn long_scratch_is_limited_and_in_equal_pieces() {
     let arena = Arena::new(Arc::new(HostDevice::new()), Budget::default());
     let lens = |len| {
         let pieces = arena.allocate_scratch(PLACE, len).unwrap();
@@ -297,7 +297,7 @@ fn several_pages_are_reserved_together_or_not_at_all() {
 }
 
 #[test]
-fn a_device_that_fills_up_half_way_leaves_nothing_of_several_pages() {
+fn device_out_of_memory_midway_frees_all_pages_of_request() {
     let device: Arc<dyn Device> = Arc::new(HostDevice::new());
     let arena = Arena::new(device, Budget::default());
     let error = arena.allocate_all(Purpose::Page, &[(PLACE, 60), (PLACE, 1 << 60)]).unwrap_err();
@@ -364,7 +364,7 @@ fn threads_never_exceed_the_budget_together() {
 /// In each round, one of the threads returns a page as long as the budget, and all of them request a share of
 /// it during the release. Bytes that another thread is releasing do not count as used.
 #[test]
-fn pages_that_fit_together_are_never_refused_while_another_thread_releases_memory() {
+fn fitting_pages_are_never_refused_during_concurrent_release() {
     // So long that its release takes time: the system reclaims its memory immediately.
     const BUDGET: u64 = 64 << 20;
     let device: Arc<dyn Device> = Arc::new(HostDevice::new());

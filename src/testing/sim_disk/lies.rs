@@ -140,7 +140,7 @@ mod tests {
 
     /// Uses two files of two sectors; the second sector of the first one is written twice.
     #[test]
-    fn a_lost_write_leaves_the_older_bytes_and_a_misdirected_one_strikes_another_sector() {
+    fn lost_write_keeps_old_bytes_misdirected_hits_other_sector() {
         let disk = SimDisk::new();
         let [first, second] = [0, 1].map(|number| FileName::Temporary(Folder::Root, number));
         for (name, bytes) in [(first, [1, 2]), (second, [3, 4])] {

@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn every_change_is_in_a_range_or_an_element_and_the_log_is_never_longer_than_either_way_alone() {
+    fn ranges_and_elements_cover_all_changes_at_minimal_length() {
         for seed in 0..200_u32 {
             let density = 1 + seed % 17;
             let mut state = seed;

@@ -231,7 +231,7 @@ mod tests {
 
     /// Memory that is filled in advance is allocated for the create, so the length must not change.
     #[test]
-    fn a_page_is_created_somewhere_only_with_the_length_that_it_keeps() {
+    fn created_place_is_kept_only_with_final_length() {
         let mut batch = WriteBatch::default();
         batch.create_from([1; LEN], Place::Pinned);
         let page = batch.create(10, Place::Host).page();

@@ -104,7 +104,7 @@ fn scribble(store: &Store, page: PageId, versions: &Versions, called: u64) {
 }
 
 #[test]
-fn a_long_page_is_caught_at_one_moment_whatever_is_written_to_it() {
+fn long_page_gather_is_point_in_time_under_writes() {
     for (why, content) in [("noise", noise(1)), ("zeros, which compress", vec![0; LEN as usize])] {
         for exact in [false, true] {
             let (versions, entry, image) = life(&content, options(), exact, scribble);
@@ -117,7 +117,7 @@ fn a_long_page_is_caught_at_one_moment_whatever_is_written_to_it() {
 
 /// A page whose first samples promise that it compresses is begun twice: its image is still of one moment.
 #[test]
-fn a_long_page_that_does_not_pay_to_compress_is_of_one_moment_too() {
+fn incompressible_long_page_is_point_in_time() {
     let mut content = noise(2);
     let apart = (LEN - (16 << 10)) / 3;
     for sample in 0..4 {

@@ -82,7 +82,7 @@ fn content(store: &Store, page: PageId) -> Vec<u8> {
 /// No two pages share a byte, what a store reads is what was written, and so is what the next one finds. In
 /// the end the driver has everything back.
 #[test]
-fn pages_in_blocks_of_a_cache_are_what_was_written_also_after_an_open() {
+fn pages_in_cached_blocks_survive_reopen() {
     let Some(_) = gpu::device() else { return };
     for seed in 0..2 {
         let (disk, mut random) = (SimDisk::new(), Random(seed));

@@ -50,7 +50,7 @@ fn lists_about(gpu: &CudaDevice, span: Span, other: Span) -> Vec<(&'static str, 
 }
 
 #[test]
-fn a_thread_reads_pinned_memory_unless_a_list_under_way_writes_to_it() {
+fn pinned_memory_is_read_directly_unless_list_writes_to_it() {
     const LEN: u64 = 4096;
     gpu::alone(|| {
         let Some(caller) = Caller::new() else { return };
@@ -155,7 +155,7 @@ fn a_pinned_page_is_read_without_a_list() {
 }
 
 #[test]
-fn a_leased_page_in_host_memory_is_read_by_the_host_at_its_address() {
+fn leased_host_page_is_readable_at_its_address() {
     const LEN: u64 = 5000;
     let Some(gpu) = gpu::device() else { return };
     let store = Store::open_on(Arc::new(SimDisk::new()), gpu, Options::default()).unwrap();

@@ -82,7 +82,7 @@ fn read_folder(root: &std::path::Path) -> Files {
 }
 
 #[test]
-fn damage_to_files_that_were_written_again_in_place_is_noticed_or_not_needed() {
+fn damage_to_files_rewritten_in_place_is_detected_or_harmless() {
     let Some((victim, image_file, end)) = victim() else { return };
     let count = Count::default();
     mutilate(&victim.files, &Files::default(), |what, files| {

@@ -300,7 +300,7 @@ fn flip_every_byte(victim: &Victim) -> [usize; 4] {
 }
 
 #[test]
-fn a_flipped_bit_never_costs_a_closed_or_reopened_store_anything() {
+fn bit_flip_is_harmless_after_close_or_reopen() {
     for victim in [Victim::closed(), Victim::reopened()] {
         assert_eq!(victim.marked, victim.last, "a seal, or an opening, covers everything");
         let [whole, cut, traceless, refused] = flip_every_byte(&victim);
@@ -310,7 +310,7 @@ fn a_flipped_bit_never_costs_a_closed_or_reopened_store_anything() {
 }
 
 #[test]
-fn a_flipped_bit_in_a_killed_store_is_healed_reported_or_refused() {
+fn bit_flip_after_kill_is_repaired_reported_or_refused() {
     let victim = Victim::killed();
     let [whole, cut, traceless, refused] = flip_every_byte(&victim);
     assert_eq!(traceless, 0, "one bit leaves enough of a header to report it");
@@ -329,7 +329,7 @@ fn open_flipped(victim: &Victim, files: &mut Files, place: (FileName, usize), bi
 }
 
 #[test]
-fn opening_and_rebuilding_give_the_same_verdict_on_a_flipped_bit() {
+fn open_and_rebuild_agree_on_bit_flips() {
     for victim in [Victim::closed(), Victim::killed(), Victim::reopened()] {
         let count = Count::default();
         // Half of them strike bytes that are written, or were.
@@ -402,7 +402,7 @@ pub fn mutilate(whole: &Files, foreign: &Files, each: impl Fn(&str, &Files)) {
 }
 
 #[test]
-fn mutilated_files_of_a_closed_or_reopened_store_are_noticed_or_not_needed() {
+fn mutilated_files_after_close_or_reopen_detected_or_harmless() {
     let foreign = Victim::closed().files;
     for victim in [Victim::closed(), Victim::reopened()] {
         let count = Count::default();
@@ -418,7 +418,7 @@ fn mutilated_files_of_a_closed_or_reopened_store_are_noticed_or_not_needed() {
 }
 
 #[test]
-fn mutilated_files_of_a_killed_store_cost_only_what_no_mark_covers() {
+fn mutilated_files_after_kill_lose_only_unmarked_batches() {
     let (victim, foreign) = (Victim::killed(), Victim::closed().files);
     let count = Count::default();
     mutilate(&victim.files, &foreign, |what, files| {
@@ -475,7 +475,7 @@ fn misplace(victim: &Victim, each: impl Fn(&str, &Files)) {
 }
 
 #[test]
-fn a_sector_of_long_ago_or_in_another_ones_place_is_noticed_or_not_needed() {
+fn stale_or_misplaced_sector_is_detected_or_harmless() {
     for victim in [Victim::closed(), Victim::reopened(), Victim::killed()] {
         let count = Count::default();
         misplace(&victim, |what, files| {
@@ -516,7 +516,7 @@ impl ReadAt for BadSector<'_> {
 }
 
 #[test]
-fn a_sector_that_cannot_be_read_is_never_taken_for_the_end_of_the_log() {
+fn unreadable_sector_is_never_taken_for_log_end() {
     for victim in [Victim::closed(), Victim::killed()] {
         let count = Count::default();
         for (file, bytes) in &victim.files.0 {

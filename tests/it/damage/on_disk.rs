@@ -177,7 +177,7 @@ fn a_flipped_bit_among_pages_on_disk_is_found_by_a_rebuild() {
 }
 
 #[test]
-fn a_flipped_bit_of_a_page_on_disk_is_found_where_it_is_read_and_costs_no_other_page() {
+fn bit_flip_on_disk_page_is_detected_and_affects_only_it() {
     let victim = victim();
     let written = |(file, at): &(FileName, usize)| {
         file.folder() == Folder::Pages && !is_in_zeros(&victim.files, (*file, *at))

@@ -38,7 +38,7 @@ fn allocated(store: &Store) -> (u64, u64) {
 }
 
 #[test]
-fn a_batch_over_the_budget_is_refused_to_the_byte_and_leaves_no_memory_behind() {
+fn over_budget_batch_is_refused_to_the_byte_without_leak() {
     let disk = SimDisk::new();
     let device = Gauge::host();
     let store = Store::open_on(Arc::new(disk.clone()), device.clone(), within(1000)).unwrap();
@@ -67,7 +67,7 @@ fn a_batch_over_the_budget_is_refused_to_the_byte_and_leaves_no_memory_behind() 
 }
 
 #[test]
-fn recovery_refuses_a_final_table_over_the_budget_before_it_allocates() {
+fn recovery_refuses_over_budget_table_before_allocating() {
     let disk = SimDisk::new();
     let store = open_on_host(&disk).unwrap();
     let pages = create(&store, &[900, 700, 300]).unwrap();
@@ -96,7 +96,7 @@ fn recovery_refuses_a_final_table_over_the_budget_before_it_allocates() {
 
 /// The page was a terabyte long, says its log, in which a shorter length was replaced.
 #[test]
-fn a_page_that_was_long_on_its_way_is_loaded_within_a_budget_for_what_it_is_now() {
+fn budget_for_final_length_suffices_for_page_once_longer() {
     const LONG: u64 = 54_321;
     let options = || within(64 << 10);
     for caught in [false, true] {

@@ -52,7 +52,7 @@ fn is_the_fault(error: &Error) -> bool {
 }
 
 #[test]
-fn an_error_of_the_device_stops_the_store_and_the_log_has_it_all() {
+fn device_error_stops_store_and_log_is_complete() {
     at_every_call(&CALLS, |inner, fault| {
         let disk = SimDisk::new();
         let device = Arc::new(FaultyDevice::new(inner));
@@ -86,7 +86,7 @@ fn an_error_of_the_device_stops_the_store_and_the_log_has_it_all() {
 /// Pages that are loaded while the store is in use: each is right, or the error is told, and no thread waits
 /// for ever.
 #[test]
-fn an_error_of_the_device_while_pages_are_loaded_stops_the_store() {
+fn device_error_during_load_stops_store() {
     let calls = [DeviceCall::Staging, DeviceCall::Submit, DeviceCall::Wait];
     at_every_call(&calls, |inner, fault| {
         let disk = SimDisk::new();

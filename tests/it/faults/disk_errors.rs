@@ -50,7 +50,7 @@ fn an_error_of_a_direct_write_stops_the_store_and_loses_nothing() {
 }
 
 #[test]
-fn an_error_in_the_way_of_images_to_the_disk_stops_the_store_and_loses_nothing() {
+fn image_write_error_stops_store_without_loss() {
     let steps = [Operation::Reserve, Operation::MapPart, Operation::Cut];
     at_every_operation(&steps, |fault| stops_and_loses_nothing(fault, small().image_io(ImageIo::Mapped)));
     let steps = [Operation::Reserve, Operation::WriteDirect, Operation::Cut];

@@ -114,7 +114,7 @@ fn at_every_level(case: impl Fn(u64) + Send + Copy + 'static) {
 }
 
 #[test]
-fn a_full_disk_refuses_commits_and_the_same_store_goes_on_when_space_returns() {
+fn full_disk_refuses_commits_until_space_returns() {
     at_every_level(|free| {
         let (disk, store, mut line) = filled(free);
         fill(&store, &mut line);
@@ -290,7 +290,7 @@ fn a_snapshot_on_a_full_disk_fails_cleanly_and_succeeds_later() {
 /// Buffered images get their space when they are synced. Others had it before: a file system that lacks it
 /// then has not kept its word, and the store stops.
 #[test]
-fn a_sync_of_images_without_space_is_clean_only_where_it_is_the_first_to_ask_for_space() {
+fn enospc_at_image_sync_is_clean_only_at_first_allocation() {
     for io in IMAGE_WAYS {
         watched(&format!("{io} images"), move || {
             // The first sync is an image's, unless the log's own threads sync just then: then once more.
@@ -386,7 +386,7 @@ fn a_store_on_a_full_disk_opens_by_its_reserve() {
 }
 
 #[test]
-fn a_store_that_cannot_open_for_lack_of_space_opens_when_there_is_some() {
+fn open_failed_by_full_disk_succeeds_once_space_returns() {
     watched("without a reserve", || {
         let disk = SimDisk::new();
         let store = Store::open_on(Arc::new(disk.clone()), Gauge::host(), small().reserve_bytes(0)).unwrap();

@@ -274,7 +274,7 @@ fn await_threads(before: usize) {
 }
 
 #[test]
-fn an_open_that_cannot_start_a_thread_fails_alone_and_leaves_nothing() {
+fn open_failing_to_start_thread_leaves_nothing() {
     alone(|| {
         let (disk, line) = closed();
         let hour = Some(Duration::from_secs(3600));

@@ -45,7 +45,7 @@ fn told(disk: &SimDisk, from: usize, verb: &str, file: &str) -> usize {
 /// The number of segments that a round takes depends on how often the log's thread syncs and seals; their
 /// fate does not.
 #[test]
-fn a_segment_is_made_anew_only_where_no_spare_lies_beyond_the_reserve() {
+fn segment_is_created_only_without_spare_beyond_reserve() {
     watched("rounds", || {
         let (disk, store, mut line) = recycled();
         let mut rolls = store.stats().log.rolls;
@@ -125,7 +125,7 @@ fn an_opening_segment_that_was_not_made_is_not_removed() {
 }
 
 #[test]
-fn whatever_needs_space_gets_that_of_segments_beyond_the_reserve() {
+fn space_requests_take_segments_beyond_reserve() {
     type Act = fn(&Store, &mut Line) -> Result<()>;
     let acts: [(&str, Act); 3] = [
         ("a snapshot", |store, _| store.snapshot().map(drop)),
@@ -176,7 +176,7 @@ fn a_prune_frees_the_space_of_segments_beyond_the_reserve() {
 
 /// A power cut may keep the spare's name and the manifest's: then the log would go into the manifest.
 #[test]
-fn a_spare_that_became_a_manifest_is_no_segment_after_a_power_cut() {
+fn spare_reused_as_manifest_is_no_segment_after_power_cut() {
     watched("power cuts", || {
         // Their manifest is longer than the shortest segment.
         const DELETES: usize = 1200;

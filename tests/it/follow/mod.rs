@@ -364,7 +364,7 @@ fn a_follower_writes_nothing_and_locks_nothing() {
 }
 
 #[test]
-fn a_waiting_follower_is_woken_by_a_batch_and_a_timeout_ends_its_wait() {
+fn waiting_follower_wakes_on_batch_or_timeout() {
     let directory = tempfile::tempdir().unwrap();
     let disk: Arc<dyn Disk> = Arc::new(DirDisk::new(directory.path()));
     for log_io in [None, Some(LogIo::Buffered)] {

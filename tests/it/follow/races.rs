@@ -67,7 +67,7 @@ fn left_by_a_kill() -> SimDisk {
 }
 
 #[test]
-fn a_writer_that_strikes_between_two_reads_is_taken_for_no_damage() {
+fn write_between_two_reads_is_not_reported_as_damage() {
     let left = left_by_a_kill();
     let (mut all_overtaken, mut all_went_on) = (0, 0);
     for (what, strike) in STRIKES {

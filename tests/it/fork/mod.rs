@@ -182,7 +182,7 @@ fn fork_during_commits(path: &Path, log_io: LogIo, told: &[u64]) -> Vec<u64> {
 }
 
 #[test]
-fn every_call_in_a_child_is_refused_and_dropping_frees_nothing_of_the_parents() {
+fn forked_child_calls_fail_and_drops_free_nothing() {
     alone(|| {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path();
@@ -405,7 +405,7 @@ fn a_child_goes_on_with_its_copy_of_a_replica() {
 /// A lock of the child's store must not know the threads that waited in the parent when it forked: the child
 /// may give their stacks to threads of its own.
 #[test]
-fn a_child_works_with_a_store_of_its_own_while_threads_of_the_parent_wait() {
+fn forked_child_uses_own_store_while_parent_threads_wait() {
     alone(|| {
         let directory = tempfile::tempdir().unwrap();
         let durable = || small().ack(Ack::Durable);

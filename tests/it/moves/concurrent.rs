@@ -14,7 +14,7 @@ use super::*;
 /// Committers move, resize, write and clone the same page, each on its own: whatever order the log gives
 /// them, memory is what the log says.
 #[test]
-fn committers_that_move_resize_and_write_one_page_never_meet_in_a_wrong_place() {
+fn concurrent_move_resize_write_keep_page_at_right_place() {
     const ROUNDS: u64 = 60;
     const LEN_MIN: u64 = 256;
     for device in [host(), late(10), two_of(late(11), late(12))] {
@@ -85,7 +85,7 @@ impl Device for Meddling {
 /// Between the moment at which a committer looks where a page is and the one at which it logs, another batch
 /// moves the page, or changes its length: memory of the wrong kind is never used.
 #[test]
-fn a_page_that_moves_under_a_committers_hands_goes_where_the_log_says() {
+fn concurrently_moved_page_ends_where_log_says() {
     type Change = fn(&mut WriteBatch, PageId);
     let to_pinned: Change = |batch, page| _ = batch.move_to(page, Place::Pinned);
     let to_device: Change = |batch, page| _ = batch.move_to(page, Place::Device(0));

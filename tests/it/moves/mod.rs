@@ -370,7 +370,7 @@ fn a_lease_stays_where_the_page_was() {
 }
 
 #[test]
-fn an_earlier_state_has_its_places_and_only_what_changed_gets_an_epoch() {
+fn restore_to_earlier_places_bumps_epochs_only_of_changed_pages() {
     for device in devices() {
         let disk = SimDisk::new();
         let store = open(&disk, &device, small().snapshots_kept(9));

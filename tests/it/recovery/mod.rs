@@ -209,7 +209,7 @@ fn without_features(disk: &SimDisk) -> Vec<u8> {
 const EIO: i32 = 5;
 
 #[test]
-fn features_are_added_to_an_older_store_before_anything_else_is_written() {
+fn features_are_added_to_older_store_before_other_writes() {
     let (disk, _, state) = stepped(3);
     let whole = without_features(&disk);
     // A reader adds none.

@@ -133,7 +133,7 @@ fn flip(files: &mut Files, (file, offset): (FileName, u64)) {
 }
 
 #[test]
-fn windows_give_the_verdict_of_one_thread_on_every_damaged_frame_and_pair() {
+fn windowed_walk_matches_single_thread_on_damaged_frames() {
     for is_killed in [false, true] {
         let mut files = victim(is_killed);
         let whole = agreed("whole", &files);

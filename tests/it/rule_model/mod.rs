@@ -156,7 +156,7 @@ fn syncing_the_tail_in_place_loses_commits_after_a_failed_sync() {
 /// Until the folder is synced, a power cut may take the name of the opening back: then the incarnation before
 /// it is the newest one again, and its segments must be there.
 #[test]
-fn removing_an_incarnation_before_its_successor_is_durable_refuses_a_sound_store() {
+fn early_incarnation_removal_rejects_sound_store() {
     let rule = Rule { batchless: Batchless::RemovedEarly, ..Rule::RIGHT };
     let verdict = explore_all(rule, &[], 1);
     assert!(verdict.refused + verdict.lost > 0, "{verdict:?}");
@@ -165,7 +165,7 @@ fn removing_an_incarnation_before_its_successor_is_durable_refuses_a_sound_store
 /// The batches that it copied lie in its segments, and nowhere else for certain: the opening that takes its
 /// place says that it accepted them, and they are not there.
 #[test]
-fn leaving_out_an_incarnation_with_copied_batches_refuses_a_sound_store() {
+fn skipping_incarnation_with_copied_batches_rejects_sound_store() {
     let verdict = explore_all(Rule { batchless: Batchless::WithCopies, ..Rule::RIGHT }, &[], 1);
     assert!(verdict.refused > 0, "{verdict:?}");
 }
@@ -180,7 +180,7 @@ fn the_rule_holds_for_incarnations_without_a_batch() {
 }
 
 #[test]
-fn renaming_before_the_next_segment_exists_refuses_a_sound_store() {
+fn rename_before_next_segment_exists_rejects_sound_store() {
     let verdict = explore_all(Rule { order: Order::RenameThenNext, ..Rule::RIGHT }, &[Group(1)], 1);
     assert!(verdict.refused > 0, "{verdict:?}");
 }
@@ -196,7 +196,7 @@ fn vouching_for_an_unsynced_seal_refuses_a_sound_store() {
 
 /// The other half of I4: a mark never covers frames that are cut as a torn tail.
 #[test]
-fn damage_under_a_mark_is_refused_and_damage_elsewhere_costs_nothing() {
+fn damage_under_mark_is_refused_and_other_damage_harmless() {
     let (mut refused, mut harmless) = (0, 0);
     for (crashed, promised) in SCENARIOS.iter().flat_map(|scenario| first_images(Rule::RIGHT, scenario)) {
         let mut run = Run::new(crashed, promised, Rule::RIGHT, 1);

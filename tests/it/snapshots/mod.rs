@@ -288,7 +288,7 @@ fn a_file_that_a_named_snapshot_needs_is_not_emptied() {
 }
 
 #[test]
-fn a_published_snapshot_is_durable_and_takes_the_place_of_others_once_it_is_verified() {
+fn published_snapshot_replaces_others_once_verified() {
     let disk = SimDisk::new();
     let (store, pages) = store_of(&disk, small().snapshots_kept(1), 4);
     store.snapshot().unwrap();

@@ -121,7 +121,7 @@ fn the_newest_snapshot_stays_until_there_is_a_newer_one() {
 
 /// What a restore leaves is there until the next snapshot, also where the one before it was being read back.
 #[test]
-fn a_restore_removes_no_snapshot_however_late_another_is_read_back() {
+fn restore_removes_no_snapshot_despite_late_verification() {
     for _ in 0..40 {
         let disk = SimDisk::new();
         let options = || small().snapshots_kept(2);
@@ -140,7 +140,7 @@ fn a_restore_removes_no_snapshot_however_late_another_is_read_back() {
 
 /// A prune of names alone records the snapshots that are published, and recycles nothing for them.
 #[test]
-fn a_prune_of_names_leaves_what_a_snapshot_takes_the_place_of_to_that_one() {
+fn name_prune_leaves_replaced_snapshots_to_the_replacement() {
     for _ in 0..40 {
         let disk = SimDisk::new();
         let options = || small().snapshots_kept(1);

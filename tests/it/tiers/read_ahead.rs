@@ -100,7 +100,7 @@ fn a_scan_ahead_leaves_pages_that_are_used_again() {
 
 /// Whatever is pushed comes, also without a word that it is wanted.
 #[test]
-fn a_step_more_than_there_is_room_for_is_refused_and_the_next_one_comes() {
+fn read_ahead_refuses_step_without_room_and_continues() {
     let (store, pages) = on_disk(2 * ROOM);
     let mut ahead = store.read_ahead(DEVICE).unwrap();
     ahead.push(&pages[..4]).unwrap();

@@ -16,7 +16,7 @@ use crate::gpu::on_each_device;
 use crate::interrupted_reads::InterruptedDisk;
 
 #[test]
-fn leased_and_pinned_pages_stay_and_where_no_page_can_leave_there_is_no_room() {
+fn leased_and_pinned_pages_are_not_evicted() {
     on_each_device(|| {
         let store = open(&SimDisk::new(), two_tiers());
         let pages: Vec<PageId> = (0..8).map(|number| put(&store, number, 0, DEVICE)).collect();

@@ -13,7 +13,7 @@ use crate::ground::{Ground, files, options};
 use crate::runner::{at_once, explore};
 
 #[test]
-fn a_scrub_takes_no_segment_that_is_being_made_for_a_missing_one() {
+fn scrub_ignores_segment_under_construction() {
     explore(|time| {
         let ground = Ground::new(time, options(), 1);
         let write = || {
@@ -74,7 +74,7 @@ fn image(ground: &Ground, writer: usize) -> ImageRef {
 }
 
 #[test]
-fn no_snapshot_that_is_taken_meanwhile_stands_on_an_image_that_a_scrub_found_damaged() {
+fn concurrent_snapshot_never_names_image_found_damaged() {
     explore(|time| {
         let ground = Ground::new(time, options().snapshots_kept(1), 2);
         ground.store.snapshot().unwrap();

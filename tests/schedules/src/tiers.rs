@@ -59,7 +59,7 @@ fn pages_are_changed_while_they_go_down_and_come_up() {
 }
 
 #[test]
-fn two_callers_that_want_more_than_there_is_room_for_both_get_it() {
+fn two_oversized_callers_both_make_progress() {
     explore(|time| {
         let (ground, others) = ground(time);
         let own = ground.pages(0);

@@ -159,7 +159,7 @@ Rss:                 100 kB
     }
 
     #[test]
-    fn what_a_store_maps_of_its_log_is_not_counted_as_memory_of_its_own() {
+    fn mapped_log_is_not_counted_as_own_memory() {
         const PAGE_LEN: usize = 64 << 10;
         const SEGMENT_LEN: u64 = 16 << 20;
         const MAPPED: u64 = 4 << 20;

@@ -149,7 +149,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_record_of_every_thread_is_in_the_file_when_its_commit_returns() {
+    fn records_of_all_threads_are_in_file_when_commit_returns() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("raw");
         let raw = RawLog::new(&path, WriteMethod::Synced, 4 * ALIGN).unwrap();

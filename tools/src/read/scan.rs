@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn frames_of_both_incarnations_are_shown_with_what_became_of_them() {
+    fn frames_of_both_incarnations_are_listed_with_their_fate() {
         assert_eq!(
             scan(two_incarnations()),
             [(1, "follows", true), (2, "follows", true), (3, "left behind", true), (3, "follows", true)]

@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn an_id_named_twice_in_a_request_is_created_then_hit_and_stays_at_epoch_one() {
+    fn repeated_id_in_request_is_created_once_then_hit() {
         let mut simulation = Simulation::new(rule(64, 2));
         assert_eq!(simulation.request(&[5, 5]), [Step::Create(5), Step::Hit(5)]);
         assert_eq!(simulation.pages()[&5].epoch, 1);
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn the_least_recently_used_page_goes_and_comes_back_as_a_new_one() {
+    fn lru_page_is_evicted_and_recreated_as_new() {
         let mut simulation = Simulation::new(rule(128, 2));
         simulation.request(&[1, 2]);
         assert_eq!(simulation.request(&[1, 3]), [Step::Hit(1), Step::Create(3), Step::Evict(2)]);

@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_come_in_order_with_or_without_compression_or_a_last_newline() {
+    fn trace_order_is_independent_of_compression_and_last_newline() {
         let plain = b"{\"timestamp\": 0, \"hash_ids\": [0, 7]}\n{\"hash_ids\": []}\n{\"hash_ids\":[18446744073709551615]}";
         let expected = vec![Ok(vec![0, 7]), Ok(vec![]), Ok(vec![u64::MAX])];
         assert_eq!(requests(plain, None), expected);

@@ -52,7 +52,7 @@ fn small<'a>(what: &'a str, dir: &'a str, own: &[&'a str]) -> Vec<&'a str> {
 }
 
 #[test]
-fn every_figure_is_there_once_a_round_with_its_ceiling_and_nothing_is_left() {
+fn each_figure_appears_once_per_round_with_ceiling_no_leftovers() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().to_str().unwrap();
     for (what, own) in SMALL {
@@ -210,7 +210,7 @@ fn values(args: &[&str]) -> BTreeMap<(String, String), Vec<f64>> {
 }
 
 #[test]
-fn a_cache_of_blocks_finds_each_that_comes_again_and_evicts_what_has_no_room() {
+fn block_cache_hits_repeats_and_evicts_without_room() {
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
     std::fs::create_dir(path("disk")).unwrap();
@@ -271,7 +271,7 @@ fn a_cache_of_blocks_finds_each_that_comes_again_and_evicts_what_has_no_room() {
 }
 
 #[test]
-fn an_interrupted_benchmark_leaves_neither_its_stores_nor_a_page() {
+fn interrupted_benchmark_leaves_no_store_and_no_report() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().to_str().unwrap();
     let page = format!("{path}/page.html");

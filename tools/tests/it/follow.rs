@@ -34,7 +34,7 @@ fn another_process_goes_on_from_a_position() {
 }
 
 #[test]
-fn batches_of_a_writer_in_another_process_are_shown_as_they_come() {
+fn follow_shows_batches_of_writer_in_other_process() {
     let scratch = Scratch::new();
     scratch.replay(5, &[]).expect(0);
     let mut follow =

@@ -50,7 +50,7 @@ fn files(dir: &str) -> Files {
 }
 
 #[test]
-fn a_store_is_sound_in_the_target_for_inspections_and_a_damaged_one_is_not() {
+fn inspection_fuzz_target_accepts_sound_rejects_damaged_store() {
     let scratch = Scratch::new();
     small_store(&scratch).close().unwrap();
     let mut files = Files::from_archive(&files(&scratch.store()).to_archive());

@@ -92,7 +92,7 @@ fn blame_goes_back_to_the_oldest_snapshot_where_the_log_is_gone() {
 
 /// No operation reads a page's bytes: bytes around the element are never needed, and take no memory.
 #[test]
-fn blame_needs_memory_for_the_element_only_however_long_its_page_was() {
+fn blame_memory_is_independent_of_page_length() {
     const LONG: usize = 1 << 20;
     let scratch = Scratch::new();
     // From the batch's image and from a snapshot's, as they are and compressed.

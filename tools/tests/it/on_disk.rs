@@ -69,7 +69,7 @@ fn pages_on_disk_are_verified_dumped_and_compared() {
 }
 
 #[test]
-fn damage_to_pages_on_disk_is_named_and_the_others_are_carried_over() {
+fn damaged_disk_pages_are_named_and_others_copied() {
     let scratch = Scratch::new();
     let [_, now] = store(&scratch);
     let path = scratch.store();

@@ -8,7 +8,7 @@ use rustix::process::Signal;
 use crate::command::{Scratch, TRACE, run};
 
 #[test]
-fn a_resumed_replay_makes_the_same_store_as_an_uninterrupted_one() {
+fn resumed_replay_equals_uninterrupted_replay() {
     let (whole, parts) = (Scratch::new(), Scratch::new());
     whole.replay(90, &["--snapshot-every", "40"]).expect(0);
     parts.replay(33, &["--snapshot-every", "40"]).expect(0);
@@ -36,7 +36,7 @@ fn acknowledgements_are_appended_one_line_a_request() {
 }
 
 #[test]
-fn after_a_kill_all_that_was_acknowledged_is_there_and_at_most_one_request_more() {
+fn kill_keeps_acknowledged_requests_plus_at_most_one() {
     let scratch = Scratch::new();
     for request in [0, 7, 31, 32, 60, 99] {
         // The replay runs ahead of the output that was read, so the trace's end must be far.
@@ -98,7 +98,7 @@ fn check_finds_what_an_outsider_changed() {
 }
 
 #[test]
-fn a_request_longer_than_the_cache_is_refused_before_anything_is_written() {
+fn request_longer_than_cache_is_refused_before_writes() {
     let scratch = Scratch::new();
     let store = scratch.store();
     let short = run(&["replay", &store, TRACE, "--pages-max", "20", "--limit", "50"]).expect(2);
@@ -145,7 +145,7 @@ fn anothers_store_is_left_alone() {
 }
 
 #[test]
-fn a_store_that_is_open_elsewhere_is_locked_for_replay_and_open_for_looking() {
+fn store_open_elsewhere_refuses_replay_but_allows_reads() {
     let scratch = Scratch::new();
     scratch.replay(10, &[]).expect(0);
     let store = Store::open(scratch.store(), Options::default()).unwrap();

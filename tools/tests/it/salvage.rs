@@ -161,7 +161,7 @@ fn where_no_state_is_known_pages_are_carried_over_one_by_one() {
 }
 
 #[test]
-fn one_lost_file_or_sector_ends_with_a_report_and_leaves_the_store_alone() {
+fn lost_file_or_sector_is_reported_and_store_unchanged() {
     let scratch = Scratch::new();
     small_store(&scratch).close().unwrap();
     let (store, hurt) = (scratch.store(), scratch.path("hurt"));

@@ -39,7 +39,7 @@ fn commit(store: &Store, step: u64) {
 }
 
 #[test]
-fn a_named_snapshot_stands_for_its_own_batch_and_for_no_log_after_it() {
+fn named_snapshot_keeps_only_its_own_batch() {
     let scratch = Scratch::new();
     let store = open(&scratch.store());
     commit(&store, 1);

@@ -324,7 +324,7 @@ fn log_files(store: &str) -> usize {
 }
 
 #[test]
-fn a_killed_import_leaves_one_version_whole_and_the_next_one_goes_on() {
+fn killed_import_leaves_whole_version_and_next_resumes() {
     let weights = Weights::new();
     let store = weights.scratch.store();
     let mut tensors: Vec<Tensor> =

@@ -158,7 +158,7 @@ fn no_more_batches_are_summed_up_than_change_bytes_alone() {
 }
 
 #[test]
-fn an_epoch_that_would_grow_too_high_is_refused_of_many_batches_too() {
+fn epoch_overflow_is_refused_in_many_batches_too() {
     let page = |epoch| PageInfo { epoch: Epoch(epoch), ..PageInfo::new(PageId(1), 100, Place::Host) };
     let summed = PageChanges {
         first: Lsn(5),

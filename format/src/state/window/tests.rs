@@ -165,7 +165,7 @@ fn a_page_takes_memory_for_its_end_only() {
 
 #[test]
 #[should_panic(expected = "bytes 4..+2 of a page of 5 bytes")]
-fn what_does_not_fit_the_page_by_now_is_a_bug_however_long_its_head() {
+fn window_beyond_final_page_panics() {
     let mut head = PageWindow::new(vec![0; 5], 5, 0..3).unwrap();
     head.apply(&Op::Write { page: PAGE, offset: 4, bytes: &[1; 2] });
 }
@@ -193,7 +193,7 @@ const IMAGE_AT: u64 = 4096;
 
 /// If a page was extended later, a window may start after the end of its image.
 #[test]
-fn a_window_has_what_the_image_has_of_it_and_nothing_after_its_end() {
+fn window_contains_image_bytes_and_nothing_past_its_end() {
     let content = [1, 2, 3, 4, 5];
     let (len, crc) = (content.len() as u64, crc32fast::hash(&content));
     let codec = Codec::Raw;

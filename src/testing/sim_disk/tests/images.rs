@@ -24,7 +24,7 @@ fn images_know_the_acknowledgements_before_them() {
 }
 
 #[test]
-fn images_beyond_the_budget_are_a_seeded_choice_without_repetition() {
+fn images_beyond_budget_are_seeded_sample_without_repeats() {
     let (disk, file) = with_segment(64);
     file.write_at(0, &[1; 64 * SECTOR_LEN]).unwrap();
     disk.create(FileName::Segment(1)).unwrap();
@@ -43,7 +43,7 @@ fn images_beyond_the_budget_are_a_seeded_choice_without_repetition() {
 
 /// The revealing choices are included even if the budget is far too small for all.
 #[test]
-fn a_small_budget_still_holds_nothing_everything_only_names_and_only_data() {
+fn small_budget_includes_the_four_extreme_images() {
     let (disk, file) = with_segment(64);
     file.write_at(0, &[1; 64 * SECTOR_LEN]).unwrap();
     disk.create(FileName::Segment(1)).unwrap();

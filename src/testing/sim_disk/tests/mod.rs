@@ -75,7 +75,7 @@ fn a_sector_may_stop_at_any_of_its_versions() {
 }
 
 #[test]
-fn a_name_needs_the_sync_of_its_folder_and_says_nothing_about_the_content() {
+fn name_needs_folder_sync_and_implies_nothing_about_content() {
     let (disk, _) = with_segment(1);
     let file = disk.create(FileName::Segment(1)).unwrap();
     file.write_at(0, b"abc").unwrap();
@@ -119,7 +119,7 @@ fn a_folder_whose_name_is_lost_takes_its_files_with_it() {
 }
 
 #[test]
-fn each_name_keeps_the_order_of_its_changes_and_a_rename_is_atomic() {
+fn name_changes_stay_ordered_and_rename_is_atomic() {
     let (disk, _) = with_segment(1);
     let temporary = disk.create(TEMPORARY).unwrap();
     temporary.write_at(0, b"new").unwrap();
@@ -142,7 +142,7 @@ fn each_name_keeps_the_order_of_its_changes_and_a_rename_is_atomic() {
 }
 
 #[test]
-fn a_kill_tears_a_put_at_every_byte_from_either_end_and_keeps_what_came_before() {
+fn kill_tears_put_at_every_byte_and_keeps_earlier_bytes() {
     let (disk, file) = with_segment(1);
     let window = file.window(LogIo::Mapped).unwrap();
     window.put(0, b"abc").unwrap();
@@ -380,7 +380,7 @@ fn faults_strike_the_operation_they_name_when_it_is_due() {
 }
 
 #[test]
-fn a_linked_file_is_whole_where_its_name_lasts_and_outlives_the_first_name() {
+fn linked_file_is_complete_and_outlives_first_name() {
     let (source, file) = with_segment(2);
     file.write_at(0, &[1]).unwrap();
     file.sync().unwrap();
@@ -412,7 +412,7 @@ fn the_lock_is_held_once_and_a_crash_frees_it() {
 }
 
 #[test]
-fn creating_a_name_again_empties_the_file_and_reads_past_its_end_fail() {
+fn recreate_truncates_file_and_reads_past_end_fail() {
     let (disk, file) = with_segment(2);
     file.write_at(SECTOR, &[5; SECTOR_LEN]).unwrap();
     file.sync().unwrap();
@@ -428,7 +428,7 @@ fn creating_a_name_again_empties_the_file_and_reads_past_its_end_fail() {
 }
 
 #[test]
-fn bytes_that_are_cut_from_a_sector_do_not_come_back_when_the_file_grows() {
+fn truncated_bytes_do_not_return_when_file_grows() {
     let bytes = |disk: &SimDisk| disk.bytes(SEGMENT).unwrap();
     for (synced_before, grown_to) in [(false, 400), (true, 400), (false, SECTOR + 1), (true, SECTOR + 1)] {
         let (disk, file) = with_segment(1);

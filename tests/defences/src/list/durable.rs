@@ -404,7 +404,7 @@ pub const LIST: &[Defence] = &[
         "no part of a file is mapped past its end",
         "src/disk/mapped.rs",
         "range.end > file.metadata()?.len()",
-        unit("disk::mapped::tests::a_part_is_put_to_where_it_lies_and_none_lies_past_the_files_end"),
+        unit("disk::mapped::tests::put_goes_to_mapped_offset_never_past_file_end"),
     ),
     defence(
         "a store into a mapping without memory is an error, not a signal",
@@ -417,9 +417,7 @@ pub const LIST: &[Defence] = &[
         "a sync of images that lacks space made before stops the store",
         IMAGES,
         "!self.growing.gets_space_at_sync()",
-        it(
-            "faults::disk_full::a_sync_of_images_without_space_is_clean_only_where_it_is_the_first_to_ask_for_space",
-        ),
+        it("faults::disk_full::enospc_at_image_sync_is_clean_only_at_first_allocation"),
     ),
     defence(
         "images on a nearly full disk take no more space than they need",
@@ -439,7 +437,7 @@ pub const LIST: &[Defence] = &[
         "a long page's bytes are kept aside until they are gathered",
         "src/applier/worker.rs",
         "gather.before_write(range, memory, &self.arena, &mut self.list);",
-        it("concurrent::long::a_long_page_is_caught_at_one_moment_whatever_is_written_to_it"),
+        it("concurrent::long::long_page_gather_is_point_in_time_under_writes"),
     ),
     defence(
         "all image files of a snapshot are synced (I7)",
@@ -521,7 +519,7 @@ pub const LIST: &[Defence] = &[
         "a snapshot that is read back late removes none after a restore",
         "src/snapshot/verify.rs",
         "!self.unverified.is_retention_owed()",
-        it("snapshots::retention::a_restore_removes_no_snapshot_however_late_another_is_read_back"),
+        it("snapshots::retention::restore_removes_no_snapshot_despite_late_verification"),
     ),
     check(
         "what a reader holds stays (I8)",
@@ -555,14 +553,14 @@ pub const LIST: &[Defence] = &[
         RETAIN,
         "self.record(catalog, floor, |id| plan.snapshots.contains(id))",
         "self.record(catalog, catalog.floor, |id| plan.snapshots.contains(id))",
-        it("bounds::states_below_the_floor_are_outside_the_window_and_named_ones_stay"),
+        it("bounds::states_below_floor_are_unreachable_except_named"),
     ),
     defence(
         "a number that nothing else says is taken keeps its file",
         RETAIN,
         "Some(number) == highest && number >= next_file",
         "Some(number) == highest && number < next_file",
-        it("bounds::the_file_with_the_highest_number_stays_until_a_manifest_has_taken_it"),
+        it("bounds::highest_numbered_file_stays_until_a_manifest_uses_it"),
     ),
     defence(
         "log that a kept snapshot needs stays (I8)",

@@ -63,7 +63,7 @@ pub const LIST: &[Defence] = &[
         "mark of a valid frame (I4)",
         WALK,
         "self.mark = self.mark.max(header.durable);",
-        it("damage::mutilated_files_of_a_killed_store_cost_only_what_no_mark_covers"),
+        it("damage::mutilated_files_after_kill_lose_only_unmarked_batches"),
     ),
     check(
         "mark of an opening (I4)",

@@ -12,10 +12,10 @@ const RANGES: &str = "src/device/lent_ranges.rs";
 const APPLIER: &str = "src/applier/worker.rs";
 const COMMIT: &str = "src/write/commit/mod.rs";
 const SOURCES: &str = "src/write/batch/sources.rs";
-const FROM_SOURCE: Test = it("sources::a_page_from_a_source_holds_its_bytes_and_the_log_only_names_them");
-const REPLACED: Test = it("sources::a_page_that_is_replaced_from_a_source_has_its_length_and_keeps_all_else");
+const FROM_SOURCE: Test = it("sources::page_from_source_is_logged_by_reference");
+const REPLACED: Test = it("sources::replace_from_source_changes_only_bytes_and_length");
 const OVERWRITTEN: Test = it("bulk::a_page_that_moves_and_is_overwritten_has_the_new_bytes");
-const REFUSED: Test = it("sources::a_batch_from_sources_that_is_refused_takes_its_images_with_it");
+const REFUSED: Test = it("sources::refused_source_batch_removes_its_images");
 
 pub const LIST: &[Defence] = &[
     // The caching source.
@@ -38,9 +38,7 @@ pub const LIST: &[Defence] = &[
         CACHING,
         "*first != PER_THREAD",
         "true",
-        unit(
-            "device::cuda::resource::caching::tests::a_block_of_the_threads_own_stream_waits_for_its_event_on_any_thread",
-        ),
+        unit("device::cuda::resource::caching::tests::per_thread_stream_block_waits_for_event_on_any_thread"),
     ),
     defence(
         "a cached segment with a block in use stays",
@@ -82,7 +80,7 @@ pub const LIST: &[Defence] = &[
         "a page in a caller's memory begins with zeros",
         APPLIER,
         "new.is_lent()",
-        it("lent_pages::a_page_lives_in_memory_of_the_callers_and_touches_no_byte_beside_it"),
+        it("lent_pages::lent_page_touches_no_adjacent_caller_byte"),
     ),
     refusal(
         "a recovered page of zeros in a caller's memory is zeros",
@@ -228,13 +226,13 @@ pub const LIST: &[Defence] = &[
         "src/device/stream_guard.rs",
         "self.link().applied()?",
         "passed",
-        it("stream_guards::a_page_is_read_after_every_batch_before_and_no_stream_writes_there"),
+        it("stream_guards::page_guard_reads_after_earlier_batches_and_forbids_writes"),
     ),
     check(
         "memory is used again after the streams' work",
         "src/write/commit/stage_memory.rs",
         "return self.after_streams(staged);",
-        it("stream_guards::memory_is_given_back_after_the_work_and_the_drop_waits_for_nothing"),
+        it("stream_guards::memory_is_released_after_stream_work_without_blocking_drop"),
     ),
     // Long payloads in ordinary memory.
     defence(
@@ -257,7 +255,7 @@ pub const LIST: &[Defence] = &[
         "src/images/in_place.rs",
         "Err(target.changed_on_the_way())",
         "Ok(())",
-        it("in_place::a_bit_that_turns_over_on_the_way_to_a_file_is_found_before_it_counts"),
+        it("in_place::bit_flip_on_transfer_to_file_is_detected_before_use"),
     ),
     defence(
         "a file that reads otherwise than it should is read once more",
@@ -282,13 +280,13 @@ pub const LIST: &[Defence] = &[
         "registered files give way to pages",
         "src/memory/arena/mod.rs",
         "self.give_up_files(asked.saturating_sub(available))",
-        it("in_place::registered_files_keep_within_the_budget_to_the_byte_and_give_way"),
+        it("in_place::registered_files_respect_budget_and_yield_to_pages"),
     ),
     check(
         "registered files are within the budget",
         "src/memory/arena/files.rs",
         "account.claim(len)?;",
-        it("in_place::registered_files_keep_within_the_budget_to_the_byte_and_give_way"),
+        it("in_place::registered_files_respect_budget_and_yield_to_pages"),
     ),
     check(
         "a file is let go of before it is removed",

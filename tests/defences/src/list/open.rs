@@ -36,7 +36,7 @@ pub const LIST: &[Defence] = &[
         "what a writer has under way is not said to be unneeded",
         "src/store/history.rs",
         "*number >= from",
-        it("bounds::what_an_open_would_remove_is_listed_and_what_is_under_way_is_not"),
+        it("bounds::dry_run_lists_removals_without_work_in_progress"),
     ),
     refusal(
         "what a reader holds is not said to be unneeded",
@@ -160,7 +160,7 @@ pub const LIST: &[Defence] = &[
         RESERVE,
         "purpose != SpacePurpose::User",
         "true",
-        it("faults::disk_full::a_full_disk_refuses_commits_and_the_same_store_goes_on_when_space_returns"),
+        it("faults::disk_full::full_disk_refuses_commits_until_space_returns"),
     ),
     defence(
         "no frame takes what the next open needs",
@@ -195,7 +195,7 @@ pub const LIST: &[Defence] = &[
         SEGMENT_FILE,
         "write(made).inspect_err(remove)",
         "write(made)",
-        it("faults::disk_full::a_store_that_cannot_open_for_lack_of_space_opens_when_there_is_some"),
+        it("faults::disk_full::open_failed_by_full_disk_succeeds_once_space_returns"),
     ),
     defence(
         "a thin snapshot repeats what the one before says of deleted pages",

@@ -4,7 +4,7 @@ use super::{Defence, Test, check, defence, it, unit};
 
 const PROCESS: &str = "src/base/process.rs";
 const FORKS: Test = it("fork::a_thousand_children_change_nothing_during_durable_commits");
-const ENTRIES: Test = it("fork::every_call_in_a_child_is_refused_and_dropping_frees_nothing_of_the_parents");
+const ENTRIES: Test = it("fork::forked_child_calls_fail_and_drops_free_nothing");
 
 const FORKED: &str = "src/base/closed_on_fork.rs";
 const LOCK: &str = "src/disk/lock.rs";

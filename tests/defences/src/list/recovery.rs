@@ -125,7 +125,7 @@ pub const LIST: &[Defence] = &[
         LOAD,
         "DiskSource::past_cache(recovery.disk.clone())",
         "DiskSource::new(recovery.disk.clone())",
-        it("durable_marks::an_image_of_a_batch_that_a_sync_did_not_write_is_noticed_at_the_next_open"),
+        it("durable_marks::unsynced_batch_image_is_detected_at_next_open"),
     ),
     defence(
         "sealed frames that the cache had are read past it (I6)",
@@ -231,7 +231,7 @@ pub const LIST: &[Defence] = &[
         "true",
         Test {
             binary: "remanent_format",
-            name: "state::table::tests::an_epoch_that_would_grow_too_high_is_refused_of_many_batches_too",
+            name: "state::table::tests::epoch_overflow_is_refused_in_many_batches_too",
         },
     ),
     defence(

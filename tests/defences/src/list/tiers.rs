@@ -15,8 +15,7 @@ const BY_LIST: Test = unit("eviction::tests::the_least_recently_used_page_leaves
 const QUEUES: Test = unit("eviction::tests::each_page_of_three_queues_leaves_once");
 const NAMED: Test = unit("layout::tests::what_no_layout_can_be_is_refused_by_its_name");
 const COPIED: Test = unit("layout::tests::a_block_copied_run_by_run_is_the_one_that_a_slow_loop_copies");
-const FINGERPRINT: Test =
-    unit("layout::tests::a_fingerprint_loses_nothing_and_any_bytes_are_a_layout_or_an_error");
+const FINGERPRINT: Test = unit("layout::tests::fingerprint_round_trips_and_any_bytes_decode_or_fail");
 
 pub const LIST: &[Defence] = &[
     // Which pages leave a place.

@@ -102,7 +102,7 @@ fn a_refused_call_is_an_error_or_nothing_and_leaks_nothing() {
 }
 
 #[test]
-fn a_refused_call_among_kernels_is_an_error_or_nothing_and_leaks_nothing() {
+fn refused_driver_call_is_error_or_harmless_without_leak() {
     let (driver, _turn) = Driver::get();
     driver.set_devices(1 << 20);
     let gpu = SPARE_GPU + 2000;

@@ -172,7 +172,7 @@ fn a_block_waits_for_the_work_that_uses_it() {
 /// Each thread has a different stream behind this handle, so the work of one is not ordered after that of
 /// another.
 #[test]
-fn a_block_of_the_threads_own_stream_waits_for_its_event_on_any_thread() {
+fn per_thread_stream_block_waits_for_event_on_any_thread() {
     let (_, streams, memory) = cache();
     let of_thread = RawStream(2);
     let first = memory.allocate_on(12 * MIB, of_thread).unwrap();
