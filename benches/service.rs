@@ -1,11 +1,11 @@
-//! Durable requests of an asynchronous service, by three ways to wait for the disk.
+//! Durable requests of an asynchronous service, with three ways to wait for the disk.
 //!
 //! ```sh
 //! cargo bench --bench service -- DIRECTORY
 //! ```
 //!
-//! 64 tasks on two worker threads each write 100 bytes to a page of their own, again and again, and each waits until
-//! its write is durable. The ways take turns; the table has the medians of five rounds.
+//! 64 tasks on two worker threads repeatedly write 100 bytes, each to its own page, and each waits until its
+//! write is durable. The ways take turns; the table shows the medians of five rounds.
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "a benchmark shows what it measured")]
 
 use std::error::Error;
@@ -25,9 +25,9 @@ const ROUND: Duration = Duration::from_millis(500);
 enum Way {
     /// On the runtime's own thread, which serves no other task meanwhile.
     Inline,
-    /// On a thread that may block, one for each request that waits.
+    /// On a thread that may block, one per waiting request.
     SpawnBlocking,
-    /// As a future: no thread waits.
+    /// As a future; no thread waits.
     Future,
 }
 
@@ -55,7 +55,7 @@ async fn request(store: &Arc<Store>, page: PageId, way: Way) -> Result<(), Box<d
     Ok(())
 }
 
-/// Requests that all tasks together had answered in a round.
+/// Returns the number of requests that all tasks together completed in a round.
 async fn round(store: &Arc<Store>, pages: &[PageId], way: Way) -> Result<u64, Box<dyn Error + Send + Sync>> {
     let (answered, is_over) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
     let tasks: Vec<_> = pages
@@ -71,7 +71,8 @@ async fn round(store: &Arc<Store>, pages: &[PageId], way: Way) -> Result<u64, Bo
             })
         })
         .collect();
-    // A thread of its own ends the round: inline waits may hold up every thread of the runtime, its timer included.
+    // A separate thread ends the round, because inline waits may block every thread of the runtime, including
+    // its timer.
     let timer = std::thread::spawn(move || {
         #[allow(clippy::disallowed_methods, reason = "a round lasts a time, and no event ends it")]
         std::thread::sleep(ROUND);

@@ -1,4 +1,4 @@
-//! Open a store, write a page, lose the process, and find the page again.
+//! Opens a store, writes a page, kills the process, and finds the page again.
 //!
 //! ```sh
 //! cargo run --example crash_and_reopen
@@ -12,13 +12,13 @@ use remanent::{Options, Place, Result, Store};
 fn main() -> Result<()> {
     let mut arguments = std::env::args().skip(1);
     match arguments.next() {
-        // The process that will be lost.
+        // The process that will die.
         Some(directory) => write_and_die(&directory),
         None => {
             let directory = tempfile::tempdir().expect("a temporary directory");
             let path = directory.path().join("store");
 
-            // 1. Another process writes, and dies without closing the store: `abort` runs no destructor.
+            // 1. Another process writes, then dies without closing the store: `abort` runs no destructors.
             let me = std::env::current_exe().expect("the path of this program");
             let died = Command::new(me).arg(&path).status().expect("a second process");
             assert!(!died.success());
@@ -29,7 +29,7 @@ fn main() -> Result<()> {
             let recovered = store.recovered();
             println!("recovered to batch {} in {:?}", recovered.position.lsn, recovered.elapsed);
 
-            // 3. Page, key, metadata and root are there, as of the last batch that was acknowledged.
+            // 3. Page, key, metadata and root are those of the last acknowledged batch.
             let page = store.page_by_key(&"greeting".try_into()?)?;
             println!("{}", String::from_utf8_lossy(&store.read_to_vec(page.page)?));
             assert_eq!(store.read_to_vec(page.page)?, b"what remains");
@@ -42,7 +42,7 @@ fn main() -> Result<()> {
 fn write_and_die(directory: &str) -> Result<()> {
     let store = Store::open(directory, Options::default())?;
 
-    // A batch becomes visible and survives as a whole, or not at all.
+    // A batch becomes visible and durable as a whole, or not at all.
     let mut batch = store.batch();
     let page = batch.create(12, Place::Host).key("greeting").page();
     batch.write(page, 0, b"what is here").set_root("step", 1u64);
@@ -53,7 +53,8 @@ fn write_and_die(directory: &str) -> Result<()> {
     batch.write(page, 5, b"remains").set_root("step", 2u64);
     store.commit(batch)?;
 
-    // The default acknowledgement is `Logged`: it survives the death of the process at any instruction. For a
-    // power cut, ask for `Options::default().ack(Ack::Durable)`, or call `store.wait_durable(lsn)`.
+    // The default acknowledgement is `Logged`: the batch survives the death of the process at any
+    // instruction. To survive a power cut, use `Options::default().ack(Ack::Durable)` or call
+    // `store.wait_durable(lsn)`.
     std::process::abort();
 }

@@ -1,4 +1,4 @@
-//! A follower reads every batch of a store, in order, and keeps a copy of its pages.
+//! A follower reads every batch of a store in order and maintains a copy of its pages.
 //!
 //! ```sh
 //! cargo run --example follow
@@ -20,18 +20,18 @@ fn main() -> Result<()> {
     let store = Store::open(&path, Options::default())?;
 
     thread::scope(|scope| {
-        // The follower locks nothing and writes nothing. It would do the same in another process.
+        // The follower takes no lock and writes nothing. It could also run in another process.
         let following = scope.spawn(|| -> Result<(Replica, String)> {
             let mut follower = Follower::open(&path, FollowFrom::Beginning)?;
             let mut replica = Replica::default();
             for batch in &mut follower {
-                // Whole batches, in order, without a gap, each once.
+                // Whole batches, in order, without gaps, each once.
                 replica.apply(&batch?)?;
                 if replica.lsn().0 == BATCHES {
                     break;
                 }
             }
-            // What a later process needs to go on: incarnation, Lsn and the hash of the chain up to here.
+            // A later process continues from this position: incarnation, Lsn and chain hash.
             Ok((replica, follower.position().to_string()))
         });
 

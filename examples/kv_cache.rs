@@ -10,13 +10,12 @@ use std::collections::VecDeque;
 use remanent::store::ReadPages;
 use remanent::{Error, Key, Options, PageId, Place, Result, Store};
 
-/// Bytes of a block.
+/// Length of a block in bytes.
 const BLOCK_LEN: usize = 16 << 10;
-/// Blocks that the cache holds.
+/// Maximum number of blocks in the cache.
 const BLOCKS_MAX: usize = 64;
 
-/// Blocks in the order in which they were put, the oldest first. The store is the index: nothing else is
-/// written down.
+/// Blocks in insertion order, oldest first. The store is the index; nothing else is written.
 struct Cache {
     store: Store,
     order: VecDeque<Key>,
@@ -25,7 +24,7 @@ struct Cache {
 impl Cache {
     fn open(directory: &std::path::Path) -> Result<Self> {
         let store = Store::open(directory, Options::default())?;
-        // After a restart the pages are their own index: by key, and by the batch that wrote them last.
+        // After a restart the pages are the index: by key, and by the batch that wrote each page last.
         let mut blocks: Vec<_> = store.pages_with_prefix("block/")?.collect();
         blocks.sort_by_key(|block| block.lsn);
         let order = blocks.into_iter().filter_map(|block| block.key).collect();
@@ -35,7 +34,7 @@ impl Cache {
     fn get(&mut self, hash: u64) -> Result<Option<Vec<u8>>> {
         let key = key(hash)?;
         let mut block = vec![0; BLOCK_LEN];
-        // Key and bytes are of one moment: an eviction by another thread comes before or after.
+        // Key and bytes belong to the same moment: an eviction by another thread happens before or after.
         match self.store.read_key(&key, 0, &mut block) {
             Ok(_) => Ok(Some(block)),
             Err(Error::UnknownKey { .. }) => Ok(None),
@@ -43,7 +42,8 @@ impl Cache {
         }
     }
 
-    /// Adds a block, and evicts the oldest one in the same batch: after a crash it is one or the other.
+    /// Adds a block and evicts the oldest one in the same batch, so that after a crash the cache contains
+    /// exactly one of the two.
     fn put(&mut self, hash: u64, block: Vec<u8>) -> Result<()> {
         let key = key(hash)?;
         let mut batch = self.store.batch();
@@ -53,7 +53,7 @@ impl Cache {
         }
         batch.create_from(block, Place::Host).key(&key);
         self.store.commit(batch)?;
-        // Only now: a batch that is refused evicts nothing.
+        // Updated only now, because a refused batch evicts nothing.
         if is_full {
             self.order.pop_front();
         }
@@ -87,14 +87,14 @@ fn main() -> Result<()> {
     println!("{} blocks of 200 are left", cache.store.page_count()?);
     drop(cache);
 
-    // A new process would find the same: every block that was acknowledged, with its bytes proven.
+    // A new process finds every acknowledged block, with verified bytes.
     let mut cache = Cache::open(&path)?;
     let hits = (0..200)
         .filter(|hash| matches!(cache.get(*hash), Ok(Some(block)) if block == content(*hash)))
         .count();
     println!("{hits} hits after the restart");
     assert_eq!(hits, BLOCKS_MAX);
-    // The order of eviction goes on where it was.
+    // Eviction continues in the same order.
     cache.put(200, content(200))?;
     assert_eq!((cache.get(136)?, cache.get(137)?), (None, Some(content(137))));
     Ok(())

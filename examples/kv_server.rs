@@ -1,13 +1,13 @@
-//! A server of a language model whose cache of keys and values is larger than the GPU's memory and survives
-//! being killed.
+//! A language model server whose key-value cache is larger than the GPU's memory and survives a kill.
 //!
-//! The requests are those of a real chat service ([`trace`]). A block of the cache holds the keys and values
+//! The requests come from a real chat service ([`trace`]). A block of the cache contains the keys and values
 //! of 16 tokens in all layers, and is a page of the store. The GPU has room for a tenth of the blocks, pinned
-//! host memory for two tenths, the disk for all. The model works in tensors of its own, of another layout:
-//! blocks of a prompt are loaded into them by one list of commands, and new ones are committed from them.
+//! host memory for two tenths, the disk for all. The model works on tensors of its own, in another layout:
+//! the blocks of a prompt are loaded into them by one list of commands, and new blocks are committed from
+//! them.
 //!
-//! In the middle the server is killed, and started again: it must hit what it would have hit without that, in
-//! the tiers in which it would have, and each block must hold the bytes that were computed.
+//! In the middle of the trace the server is killed and restarted. It must then have the same hits in the same
+//! tiers as a server that was not killed, and each block must contain the bytes that were computed.
 //!
 //! ```sh
 //! cargo run --release --example kv_server
@@ -31,25 +31,25 @@ use remanent::{Budget, DeviceChoice, Error, Key, Options, PageInfo, Place, Store
 
 type Anything<T> = Result<T, Box<dyn std::error::Error>>;
 
-/// Where the model works, and where its cache's pages are at their fastest.
+/// The place where the model works, which is also the fastest place for the cache's pages.
 const GPU: Place = Place::Device(0);
-/// Tokens that an id of the trace stands for. A block here holds fewer, so that a test has room for them: it
-/// stands for a whole one.
+/// Tokens per id of the trace. A block here contains fewer, so that a test has room for them, and represents
+/// a whole one.
 const TOKENS_OF_ID: u64 = 512;
-/// Blocks of a request and a tier that come one by one, so that the time of one is known.
+/// Number of blocks per request and tier that are loaded one by one, to measure the time of one.
 const ALONE_MAX: usize = 8;
 
-/// The part of the trace that is served, by a model of this size.
+/// The part of the trace that is served, and the size of the model.
 struct Service {
     device: DeviceChoice,
     shape: BlockShape,
     requests: Vec<Vec<u64>>,
-    /// Different blocks that the requests name.
+    /// Number of different blocks that the requests name.
     blocks: u64,
 }
 
 impl Service {
-    /// Takes the command's words: a device, and whether the model is one of real size.
+    /// Parses the command line: a device, and whether the model has a realistic size.
     fn new(device: &str, size: &str) -> Anything<Self> {
         let small = BlockShape { layers: 4, outer: 2, tokens: 16, inner: 2 * 16, width: 2 };
         let (shape, count) = match size {
@@ -62,13 +62,13 @@ impl Service {
         Ok(Self { device: device.parse()?, shape, requests, blocks })
     }
 
-    /// A page of the store: one block.
+    /// Returns the layout of a page of the store, which is one block.
     fn layout(&self) -> Anything<BlockLayout> {
         Ok(BlockLayout::new(self.shape, 1, Arrangement::Contiguous, 512)?)
     }
 
-    /// The model's tensors, one a layer: `[num_blocks, 2, tokens, heads, dim]`, with room for the longest
-    /// prompt.
+    /// Returns the layout of the model's tensors, one per layer: `[num_blocks, 2, tokens, heads, dim]`, with
+    /// room for the longest prompt.
     fn layout_of_model(&self) -> Anything<BlockLayout> {
         let blocks = self.requests.iter().map(Vec::len).max().unwrap_or(1) as u64;
         Ok(BlockLayout::new(self.shape, blocks, Arrangement::LayersApart { block_first: true }, 1)?)
@@ -78,7 +78,7 @@ impl Service {
         let layout = self.layout()?;
         let working_set = self.blocks * layout.block_len();
         let model = self.layout_of_model()?;
-        // The model's tensors are beside the cache, and count as well: they are made by the store.
+        // The store allocates the model's tensors, so they count toward the same budget as the cache.
         let tensors = model.region_count() as u64 * model.region_len();
         let budget =
             Budget::default().with(GPU, working_set / 10 + tensors).with(Place::Pinned, working_set / 5);
@@ -86,13 +86,13 @@ impl Service {
             .device(self.device)
             .budget(budget)
             .tiers(Tiers::new([GPU, Place::Pinned, Place::Disk]))
-            // A server whose model has another shape cannot open the store by mistake.
+            // A server for a model of another shape cannot open the store by mistake.
             .layout_fingerprint(layout.fingerprint()))
     }
 }
 
-/// The hash ids of requests to a chat service: the blocks of each prompt. Equal ids stand for equal tokens,
-/// and for equal tokens before them.
+/// Hash ids of requests to a chat service: the blocks of each prompt. Equal ids stand for equal tokens with
+/// equal tokens before them.
 fn trace(count: usize) -> Anything<Vec<Vec<u64>>> {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tools/data/mooncake_conversation_trace.jsonl.zst");
     let lines = BufReader::new(zstd::Decoder::new(File::open(path)?)?).lines();
@@ -103,7 +103,7 @@ fn trace(count: usize) -> Anything<Vec<Vec<u64>>> {
     lines.take(count).map(request).collect()
 }
 
-/// What became of requests: blocks that were found, by tier, and blocks that were computed.
+/// Results of requests: blocks that were found, by tier, and blocks that were computed.
 #[derive(Clone, Default)]
 struct Served {
     on_gpu: u64,
@@ -111,9 +111,9 @@ struct Served {
     on_disk: u64,
     computed: u64,
     wrong: u64,
-    /// Times until single blocks that were in pinned memory were in the model's tensors.
+    /// Times to load single blocks from pinned memory into the model's tensors.
     pinned_nanos: Vec<u64>,
-    /// The same of blocks that were on disk.
+    /// The same for blocks on disk.
     disk_nanos: Vec<u64>,
 }
 
@@ -156,7 +156,7 @@ impl Served {
     }
 }
 
-/// The server's process.
+/// The server process.
 struct Server {
     store: Store,
     layout: BlockLayout,
@@ -164,7 +164,8 @@ struct Server {
 }
 
 impl Server {
-    /// The blocks of a prompt that the cache has. A block is of use only if all before it are there, too.
+    /// Returns the blocks of a prompt that the cache contains. A block is useful only if all blocks before it
+    /// are present.
     fn find(&self, request: &[u64]) -> Anything<Vec<PageInfo>> {
         let mut found = Vec::new();
         for id in request {
@@ -177,8 +178,8 @@ impl Server {
         Ok(found)
     }
 
-    /// Brings blocks to the GPU, and into the model's tensors by one list of commands: each to the slot that
-    /// stands beside it. When this returns they are there.
+    /// Loads blocks to the GPU and, by one list of commands, into the model's tensors, each to the slot
+    /// paired with it. The blocks are loaded on return.
     fn load(&self, blocks: &[(PageInfo, u64)]) -> Anything<()> {
         let pages: Vec<_> = blocks.iter().map(|(block, _)| block.page).collect();
         self.store.ensure(&pages, GPU)?;
@@ -201,7 +202,7 @@ impl Server {
                 _ => served.on_gpu += 1,
             }
         }
-        // Some of a slower tier come alone, for their times.
+        // Some blocks of slower tiers are loaded alone, to time them.
         for (place, nanos) in
             [(Place::Pinned, &mut served.pinned_nanos), (Place::Disk, &mut served.disk_nanos)]
         {
@@ -213,11 +214,11 @@ impl Server {
             }
         }
         self.load(&loads)?;
-        // The model would read the blocks in its tensors. Here they are compared with what was computed.
+        // A model would read the blocks in its tensors. Here they are compared with the computed bytes.
         for (id, slot) in request[..found.len()].iter().zip(0..) {
             served.wrong += u64::from(self.in_slot(slot)? != self.compute(*id));
         }
-        // Blocks of one prompt come by one batch: after a crash all of them are there, or none.
+        // Blocks of one prompt are committed in one batch: after a crash all of them are present, or none.
         let mut batch = self.store.batch();
         let mut known = HashSet::new();
         let mut new = Vec::new();
@@ -232,14 +233,14 @@ impl Server {
         Ok(served)
     }
 
-    /// Keys and values of the tokens that an id stands for: each word differs from all others.
+    /// Returns keys and values of the tokens of an id; each word differs from all others.
     fn compute(&self, id: u64) -> Vec<u8> {
         let words = 0..self.layout.block_len() / 8;
         let word = |word: u64| (id << 32 | word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         words.flat_map(|at| word(at).to_le_bytes()).collect()
     }
 
-    /// The model computes a block.
+    /// Stands for the model's computation of a block.
     fn put_in_slot(&self, slot: u64, mut bytes: &[u8]) -> Anything<()> {
         for extent in self.model.layout().extents(slot)? {
             let (run, rest) = bytes.split_at(extent.len as usize);
@@ -265,7 +266,7 @@ fn key(id: u64) -> Anything<Key> {
     Ok(Key::new(format!("block/{id:016x}"))?)
 }
 
-/// Serves requests from the first that is asked for, and prints a line for each.
+/// Serves requests, starting at the given one, and prints a line for each.
 fn serve(service: &Service, directory: &Path, first: usize) -> Anything<()> {
     let store = Store::open(directory, service.options()?)?;
     let layout = service.layout_of_model()?;
@@ -279,14 +280,14 @@ fn serve(service: &Service, directory: &Path, first: usize) -> Anything<()> {
     Ok(())
 }
 
-/// A server's process, and the lines that it prints.
+/// A server process and the lines that it prints.
 struct Process {
     child: Child,
     lines: std::io::Lines<BufReader<std::process::ChildStdout>>,
 }
 
 impl Process {
-    /// Starts a server, and waits until it has opened the store.
+    /// Starts a server and waits until it has opened the store.
     fn start(words: &[String; 2], directory: &Path, first: usize) -> Anything<Self> {
         let mut command = Command::new(std::env::current_exe()?);
         command.args(words).arg(directory).arg(first.to_string()).stdout(Stdio::piped());
@@ -299,7 +300,7 @@ impl Process {
         }
     }
 
-    /// Bytes that the process had written to the disk, as the kernel counts them.
+    /// Returns the bytes that the process has written to the disk, as counted by the kernel.
     fn written(&self) -> Anything<u64> {
         let counts = std::fs::read_to_string(format!("/proc/{}/io", self.child.id()))?;
         let line = counts.lines().find_map(|line| line.strip_prefix("write_bytes: "));
@@ -307,20 +308,20 @@ impl Process {
     }
 }
 
-/// What became of all requests, and what that took.
+/// Results and costs of all requests.
 struct Run {
     served: Vec<Served>,
-    /// Requests that were served when the server was killed; all, if it was not.
+    /// Number of requests that were served before the kill; all, if the server was not killed.
     killed: usize,
-    /// Bytes that were written to the disk.
+    /// Bytes written to the disk.
     written: u64,
-    /// From the start of the second process until the store was open again.
+    /// Time from the start of the second process until the store was open.
     opened: Duration,
 }
 
 impl Run {
-    /// Serves all requests. With `is_killed` the server is killed in the middle, while it serves a request,
-    /// and a new one serves those that are left.
+    /// Serves all requests. If `is_killed`, the server is killed while it serves a request in the middle, and
+    /// a new one serves the rest.
     fn new(words: &[String; 2], service: &Service, directory: &Path, is_killed: bool) -> Anything<Self> {
         let count = service.requests.len();
         let mut run = Self { served: Vec::new(), killed: count, written: 0, opened: Duration::ZERO };
@@ -343,8 +344,8 @@ impl Run {
         Ok(run)
     }
 
-    /// Takes what a server prints, up to a number of requests, and counts what it wrote until before the
-    /// last.
+    /// Reads a server's output up to a number of requests, and counts the bytes written until before the last
+    /// one.
     fn take(&mut self, process: &mut Process, count: usize) -> Anything<()> {
         let mut written = 0;
         while self.served.len() < count {
@@ -374,8 +375,7 @@ fn main() -> Anything<()> {
     Ok(())
 }
 
-/// Prints the hits by tier before and after the server was killed, and beside them those of a server that was
-/// not.
+/// Prints the hits by tier before and after the kill, next to those of a server that was not killed.
 fn show(service: &Service, run: &Run, straight: &Run) -> Anything<()> {
     println!("requests              blocks  on the GPU  pinned  on disk  computed");
     let Run { served, killed, .. } = run;
@@ -427,14 +427,14 @@ fn show(service: &Service, run: &Run, straight: &Run) -> Anything<()> {
     Ok(())
 }
 
-/// Each request found all the blocks of the requests before it, whichever process served those. After the
-/// kill as many were in memory as where there was none.
+/// Each request finds all blocks of earlier requests, whichever process served them. After the kill, as many
+/// are in memory as without it.
 fn check(service: &Service, run: &Run, straight: &Run) {
     for Run { served, killed, .. } in [run, straight] {
         let mut computed: HashSet<u64> = HashSet::new();
         for (number, (request, served)) in service.requests.iter().zip(served).enumerate() {
             let expected = request.iter().take_while(|id| computed.contains(*id)).count() as u64;
-            // The last one of the process that was killed may have been kept, but not told.
+            // The last block of the killed process may have been stored but not reported.
             let may_differ = number == *killed && served.found() > expected;
             assert!(
                 served.found() == expected || may_differ,

@@ -1,11 +1,11 @@
-//! A kernel of the caller's own changes a page on a GPU, and the change is logged.
+//! A caller's kernel changes a page on a GPU, and the change is logged.
 //!
 //! ```sh
 //! cargo run --example own_kernel
 //! ```
 //!
-//! A page itself is never the caller's to write: a kernel writes a *working copy*, and a capture logs what
-//! changed there before the page changes. Without a GPU the example says so, and ends well.
+//! A caller never writes to a page directly: its kernel writes to a *working copy*, and a capture logs what
+//! changed there before the page changes. Without a GPU the example prints a message and succeeds.
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "an example shows what it does")]
 
 #[cfg(feature = "cuda")]
@@ -28,7 +28,7 @@ mod gpu {
     use remanent::device::RawStream;
     use remanent::{DeviceChoice, Error, Options, Place, Result, Store};
 
-    /// Adds one to every hundredth byte. A caller's own kernel comes from nvcc or NVRTC.
+    /// Adds one to every hundredth byte. A real kernel would be compiled by nvcc or NVRTC.
     const PTX: &str = r"
         .version 7.0
         .target sm_50
@@ -57,10 +57,10 @@ mod gpu {
     ";
     const LEN: u64 = 1 << 20;
 
-    /// Makes a call of the driver's, which must succeed.
+    /// Calls a driver function, which must succeed.
     macro_rules! call {
         ($call:ident($($argument:expr),* $(,)?)) => {{
-            // SAFETY: pointers are to live values of the right types, and handles to live objects of this
+            // SAFETY: pointers refer to live values of the right types, and handles to live objects of this
             // context.
             let result = unsafe { sys::$call($($argument),*) };
             assert_eq!(result, sys::CUresult::CUDA_SUCCESS, stringify!($call));
@@ -90,10 +90,10 @@ mod gpu {
         call!(cuModuleGetFunction(&mut bump, module, c"bump".as_ptr()));
         call!(cuStreamCreate(&mut stream, 1));
 
-        // 2. A copy of the page that kernels may write, used on that stream: the store's own work on it waits
-        //    for what is on the stream by then, on the device. The shadow is what the copy was when it was
-        //    last captured. SAFETY: the handle is that of a stream of this context, which is destroyed after
-        //    its last use below.
+        // 2. A copy of the page that kernels may write, used on that stream: on the device, the store's work
+        //    on the copy waits for everything queued on the stream so far. The shadow is the state of the
+        //    copy at its last capture. SAFETY: the handle is a stream of this context, which is destroyed
+        //    after its last use below.
         let raw = unsafe { RawStream::from_cuda(stream as u64) };
         let memory = store.device_bytes(LEN, Place::Device(0))?.on(raw);
         let copy = store.working_copy_in(page, &memory, Width::W1, Shadow::Page, InitialCopy::Load)?;
@@ -104,7 +104,7 @@ mod gpu {
         let (arguments, extra) = (parameters.as_mut_ptr(), ptr::null_mut());
         call!(cuLaunchKernel(bump, blocks, 1, 1, threads, 1, 1, 0, stream, arguments, extra));
 
-        // 3. The capture takes its turn after the kernel, finds what changed, and logs that.
+        // 3. The capture is ordered after the kernel, finds what changed, and logs it.
         let logged = store.stats().log.bytes;
         let mut batch = store.batch();
         batch.capture(&copy).set_root("step", 1u64);

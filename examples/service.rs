@@ -4,9 +4,9 @@
 //! cargo run --example service
 //! ```
 //!
-//! Looking pages up waits for nothing, and submitting a small batch hardly ever for the disk, so tasks do
-//! both themselves. Waiting for durability is a future: one sync of the store serves all tasks that wait, and
-//! no thread of the runtime blocks. Calls that wait for a disk, such as opening or a snapshot, belong on
+//! Lookups never wait, and submitting a small batch hardly ever waits for the disk, so tasks do both
+//! themselves. Waiting for durability is a future: one sync of the store serves all waiting tasks, and no
+//! thread of the runtime blocks. Calls that wait for a disk, such as opening or a snapshot, belong on
 //! `spawn_blocking`.
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "an example shows what it does")]
 
@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use remanent::{Ack, Key, Options, Place, Result, Store};
 
-/// Handles one request: stores a value under a key, and answers when it would survive a power cut.
+/// Handles one request: stores a value under a key, and responds once it would survive a power cut.
 async fn put(store: Arc<Store>, key: String, value: Vec<u8>) -> Result<()> {
     let mut batch = store.batch();
     batch.create_from(value, Place::Host).key(key);
@@ -43,7 +43,7 @@ async fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     println!("1000 durable requests by {syncs} syncs");
     assert_eq!(get(&store, "request/7")?, [7; 100]);
 
-    // The last handle is closed where blocking is allowed: closing syncs and seals the log.
+    // The last handle is closed where blocking is allowed, because closing syncs and seals the log.
     let store = Arc::into_inner(store).expect("every task has ended");
     tokio::task::spawn_blocking(move || store.close()).await??;
     Ok(())

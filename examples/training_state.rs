@@ -1,5 +1,5 @@
-//! The state of a training run: deltas each step, named snapshots, going back, and a fork to try something
-//! else.
+//! The state of a training run: deltas at each step, named snapshots, a restore, and a fork for an
+//! experiment.
 //!
 //! ```sh
 //! cargo run --example training_state
@@ -10,16 +10,16 @@ use remanent::batch::Width;
 use remanent::store::ReadPages;
 use remanent::{Metadata, Options, PageId, Place, Result, SnapshotOptions, StatePoint, Store, Value};
 
-/// Parameters of the one layer, each a little-endian `f32`.
+/// Number of parameters of the only layer, each a little-endian `f32`.
 const PARAMETERS: u32 = 1024;
 
-/// Moves every eighth parameter a little, as a sparse optimizer would.
+/// Changes every eighth parameter slightly, as a sparse optimizer would.
 fn step(store: &Store, weights: PageId, step: u64) -> Result<()> {
     let indices: Vec<u32> = (0..PARAMETERS).skip(step as usize % 8).step_by(8).collect();
     let values: Vec<u8> =
         indices.iter().flat_map(|index| (*index as f32 * step as f32).to_le_bytes()).collect();
     let mut batch = store.batch();
-    // The log gets the elements and about a byte of index each, not the page.
+    // The log receives the elements and about one byte of index per element, not the page.
     batch.scatter(weights, Width::W4, &indices, &values);
     // Step and loader position belong to the same moment: they are entries of the root.
     batch.set_root("step", step).set_root("loader", step * 32).note(format!("step {step}"));
@@ -27,7 +27,7 @@ fn step(store: &Store, weights: PageId, step: u64) -> Result<()> {
     Ok(())
 }
 
-/// A store, a view of an earlier state and a replica are read alike: all of them are `ReadPages`.
+/// A store, a view of an earlier state and a replica are read alike: all of them implement `ReadPages`.
 fn steps_of(pages: &impl ReadPages) -> Result<u64> {
     Ok(pages.root()?["step"].as_u64().expect("a step"))
 }
@@ -42,7 +42,7 @@ fn main() -> Result<()> {
     batch.create(u64::from(PARAMETERS) * 4, Place::Host).key("layer.0.weight").metadata(metadata);
     let weights = store.commit(batch)?.pages[0];
 
-    // 1. Train. A snapshot with a name stays until its name is given up; steps go on while it is written.
+    // 1. Train. A named snapshot is kept until its name is given up; steps continue while it is written.
     for number in 1..=10 {
         step(&store, weights, number)?;
     }
@@ -52,20 +52,20 @@ fn main() -> Result<()> {
         step(&store, weights, number)?;
     }
 
-    // 2. Look at the named state, read-only, while the run goes on.
+    // 2. View the named state, read-only, while the run continues.
     let point = StatePoint::Name("before the warm-up ended".to_owned());
     let then = Store::open_at(&path, &point)?;
     assert_eq!((steps_of(&then)?, steps_of(&store)?), (10, 20));
     let weights_then = then.read_to_vec(weights)?;
 
-    // 3. Try something else from there, in a store of its own. Image files are shared, not copied.
+    // 3. Run an experiment from that state, in a store of its own. Image files are shared, not copied.
     let trial = directory.path().join("trial");
     store.fork(&trial, &point)?;
     let trial = Store::open(&trial, Options::default())?;
     step(&trial, weights, 1000)?;
     assert_eq!((steps_of(&trial)?, steps_of(&store)?), (1000, 20));
 
-    // 4. Go back. This goes forward: it is one more batch, and step 20 can be gone back to in turn.
+    // 4. Restore. This adds one more batch, and step 20 can be restored in turn.
     let before = store.lsn();
     store.restore(&point)?;
     assert_eq!((steps_of(&store)?, store.read_to_vec(weights)?), (10, weights_then));

@@ -1,4 +1,4 @@
-//! Stores as the fuzzer sees them: an archive of named files, in which every input is one.
+//! Stores as the fuzzer sees them: an archive of named files. Every input is an archive.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -9,10 +9,10 @@ use remanent_format::{FileName, Folder, ReadAt};
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Files(pub BTreeMap<FileName, Vec<u8>>);
 
-/// Bytes that a file of an archive may be long. Files of stores are mostly zeros, so an archive of a few
-/// hundred bytes can stand for a whole store.
+/// Maximum length of a file in an archive. Files of stores are mostly zeros, so an archive of a few hundred
+/// bytes can represent a whole store.
 const FILE_LEN_MAX: usize = 1 << 18;
-/// Bytes that all its files may be long together.
+/// Maximum total length of all its files.
 const FILES_LEN_MAX: usize = 1 << 21;
 
 const FILE_STORE: u8 = 0;
@@ -23,10 +23,10 @@ const FILE_MANIFEST: u8 = 4;
 const PIECE: u8 = 5;
 
 impl Files {
-    /// Reads an archive of records of 6 bytes: a kind in 1, a number in 1, and *a* and *b* in 2 bytes each. A
-    /// file is named by kind and number, 4096 *a* + *b* bytes long, and zero. A piece is *b* bytes, which
-    /// follow the record, for offset 16 *a* of the file before it. A record that does not fit is left out, so
-    /// every input is an archive.
+    /// Reads an archive of 6-byte records: a kind and a number in 1 byte each, and *a* and *b* in 2 bytes
+    /// each. A file is named by kind and number, is 4096 *a* + *b* bytes long, and is zero. A piece is *b*
+    /// bytes, which follow the record, at offset 16 *a* of the file before it. A record that does not fit is
+    /// ignored, so every input is an archive.
     pub fn from_archive(mut data: &[u8]) -> Self {
         let mut files = BTreeMap::new();
         let mut current = FileName::Store;
@@ -61,7 +61,7 @@ impl Files {
         Self(files)
     }
 
-    /// Writes an archive, for seeds. Numbers must fit a byte, and files [`FILE_LEN_MAX`].
+    /// Writes an archive, for seeds. Numbers must fit into a byte, and files into [`FILE_LEN_MAX`].
     pub fn to_archive(&self) -> Vec<u8> {
         let mut out = Vec::new();
         let mut record = |kind: u8, number: u64, a: usize, b: usize, piece: &[u8]| {
@@ -87,7 +87,7 @@ impl Files {
             let is_zero = |line: &[u8]| line.iter().all(|&byte| byte == 0);
             let mut at = 0;
             while at < bytes.len() {
-                // A piece ends before four lines of zeros, or where its length would not fit.
+                // A piece ends before four lines of zeros, or when its length would not fit.
                 let lines = bytes[at..].chunks(16);
                 let zeros = lines.clone().take_while(|line| is_zero(line)).count();
                 if zeros > 0 {

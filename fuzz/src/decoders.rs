@@ -1,10 +1,10 @@
-//! The promises of every decoder, as plain functions of bytes, so that the ordinary tests can run them on
+//! The guarantees of every decoder, as plain functions of bytes, so that the ordinary tests can run them on
 //! golden files and on inputs that once failed, without the fuzzer.
 //!
-//! All targets hold the same promises: no panic; no allocation or loop beyond what the input's length
-//! justifies (the fuzzer's limits on memory and time check that); and bytes that decode encode to the same
-//! bytes. Each input is tried as it is, and once more with its checksums made to fit: mutation would never
-//! get past them otherwise.
+//! All targets check the same guarantees: no panic; no allocation or loop beyond what the input's length
+//! justifies (the fuzzer's limits on memory and time check that); and bytes that decode are encoded to the
+//! same bytes. Each input is tried unchanged, and again with corrected checksums, which mutation would never
+//! get past.
 
 use std::collections::BTreeMap;
 
@@ -24,7 +24,7 @@ use remanent_format::{LogPoint, Lsn, PageTable};
 use crate::archive::Files;
 use crate::fit::{fit_header, fit_images, fit_manifest, fit_payload, fit_store};
 
-/// Pages longer than this together are not built.
+/// The maximum total length of pages that are built.
 const PAGE_BYTES_MAX: u64 = 1 << 16;
 
 /// A target: its name, and the function that takes an input.
@@ -79,7 +79,7 @@ pub fn segment_header(data: &[u8]) {
     }
 }
 
-/// A frame: its header, its place in the order, and a seal's payload.
+/// A frame: its header, its position in the order, and a seal's payload.
 pub fn frame(data: &[u8]) {
     let mut fitted = data.to_vec();
     fit_header(&mut fitted, b"RMFR", 76);
@@ -108,7 +108,7 @@ pub fn frame(data: &[u8]) {
     }
 }
 
-/// A batch's payload: its operations, their changes in an empty store, and the bytes that they leave.
+/// A batch's payload: its operations, their changes in an empty store, and the resulting bytes.
 pub fn payload(data: &[u8]) {
     let mut fitted = data.to_vec();
     fit_payload(&mut fitted);
@@ -171,7 +171,7 @@ pub fn image(data: &[u8]) {
     }
 }
 
-/// The content of an image, with the checksum of the stored bytes made to fit, so that the decompressor is
+/// The content of an image, with corrected checksums of the stored bytes, so that the decompressor is
 /// reached.
 fn content(header: &ImageHeader, stored: &[u8]) {
     if header.len > CONTENT_LEN_MAX {
@@ -190,7 +190,7 @@ fn content(header: &ImageHeader, stored: &[u8]) {
     }
 }
 
-/// Bytes that a page may have for its content to be looked at.
+/// The maximum length of a page whose content is read.
 const CONTENT_LEN_MAX: u64 = 1 << 20;
 
 /// A manifest, both copies.

@@ -1,10 +1,9 @@
 //! Made-up store directories, through everything that opens one.
 //!
-//! The promises: nothing panics, hangs, or takes more memory than the budget and the files justify. The ways
-//! to read a store agree: the pure rebuild, a read-only look, a salvage that calls pages exact, and the
-//! engine show the same state wherever two of them show one. A store that opens takes a batch, closes, and
-//! opens again with it. A store that is refused for its bytes is left as it was.
-//! it; a store that is refused for its bytes is left as it was.
+//! The guarantees: nothing panics, hangs, or takes more memory than the budget and the files justify. The
+//! ways to read a store agree: the pure rebuild, a read-only view, a salvage that reports pages as exact, and
+//! the engine show the same state wherever two of them show one. A store that opens accepts a batch, closes,
+//! and opens again with it. A store that is refused for its bytes is unchanged.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,10 +22,10 @@ use remanent_format::store::StoreFile;
 
 use crate::files::{Files, State};
 
-/// Pages longer than this together are not loaded.
+/// The maximum total length of pages that are loaded.
 const PAGE_BYTES_MAX: u64 = 1 << 16;
 
-/// A store directory, from an archive of its files: as it is, and with its checksums made to fit.
+/// Tests a store directory given as an archive of its files: unchanged, and with its checksums corrected.
 pub fn directory(data: &[u8]) {
     let files = Files::from_archive(data);
     let mut fitted = files.clone();
@@ -42,8 +41,8 @@ pub fn examine(files: &Files) -> bool {
     let options = RebuildOptions { page_bytes_max: PAGE_BYTES_MAX, ..RebuildOptions::default() };
     let rebuilt = rebuild(files, &options).ok();
     let pure = rebuilt.as_ref().map(State::rebuilt);
-    // A look and a salvage take the newest snapshot whatever became of its images, and miss damage in them.
-    // If a rebuild passed it over, made-up files may say another thing after an older one.
+    // A view and a salvage use the newest snapshot whatever the state of its images, and miss damage in them.
+    // If a rebuild skipped that snapshot, made-up files may give another state from an older one.
     let newest = pure.as_ref().filter(|_| rebuilt.is_some_and(|rebuilt| rebuilt.passed_over.is_empty()));
     let disk = files.disk();
     look(&disk, newest);
@@ -78,7 +77,7 @@ fn open(disk: &SimDisk) -> Result<Store, Error> {
     Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options)
 }
 
-/// A store that opened takes another batch and a snapshot, and has them when it is opened again.
+/// A store that opened accepts another batch and a snapshot, and contains them when it is opened again.
 fn go_on(disk: &SimDisk, store: Store, state: State) {
     let mut batch = store.batch();
     batch.set_root("opened", true);
@@ -88,7 +87,7 @@ fn go_on(disk: &SimDisk, store: Store, state: State) {
     }
     match store.commit(batch) {
         Ok(_) => {}
-        // A number or a length in the files is at its end.
+        // A number or a length in the files is at its maximum.
         Err(Error::Limit { .. }) => return,
         Err(error) => panic!("what opened takes no batch: {error}"),
     }
@@ -108,7 +107,7 @@ fn go_on(disk: &SimDisk, store: Store, state: State) {
     assert_eq!(State::rebuilt(&rebuilt), after, "the rebuild of what the engine wrote");
 }
 
-/// A read-only look shows each page as the rebuild made it.
+/// A read-only view shows each page as the rebuild made it.
 fn look(disk: &SimDisk, newest: Option<&State>) {
     let disk: Arc<dyn Disk> = Arc::new(disk.clone());
     let Ok(seen) = View::open_on(&disk, None) else { return };
@@ -126,7 +125,7 @@ fn look(disk: &SimDisk, newest: Option<&State>) {
     }
 }
 
-/// A page that salvage calls exact is the page of the rebuild.
+/// A page that salvage reports as exact equals the page of the rebuild.
 fn salvage(files: &Files, newest: Option<&State>) {
     let Some(Ok(store)) = files.0.get(&FileName::Store).map(|bytes| StoreFile::decode(bytes)) else { return };
     let Ok(salvage) = Salvage::read(files, store, PAGE_BYTES_MAX) else { return };
@@ -141,7 +140,7 @@ fn salvage(files: &Files, newest: Option<&State>) {
     }
 }
 
-/// Followers see batches until they are refused or there are no more. They need no writer to come to an end.
+/// Followers receive batches until they fail or there are no more. They end without a writer.
 fn follow(disk: &SimDisk) {
     for from in [FollowFrom::Beginning, FollowFrom::Snapshot] {
         let Ok(mut follower) = Follower::open_on(Arc::new(disk.clone()), from) else { continue };

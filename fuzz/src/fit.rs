@@ -1,4 +1,4 @@
-//! Makes checksums fit again after a mutation; without that, mutation would never get past them.
+//! Corrects checksums after a mutation; mutation would never get past them otherwise.
 
 use remanent_format::FileName;
 use remanent_format::frame::FrameHeaderRaw;
@@ -6,7 +6,7 @@ use remanent_format::frame::FrameHeaderRaw;
 use crate::archive::Files;
 
 impl Files {
-    /// Makes the checksums of all files fit.
+    /// Corrects the checksums of all files.
     pub fn fit(&mut self) {
         // The chain goes from segment to segment.
         let mut chain = 0;
@@ -41,7 +41,7 @@ fn put_crc(bytes: &mut [u8], at: usize, crc: u32) {
     }
 }
 
-/// Puts a header's magic in front, and its checksum at `crc_at`.
+/// Writes a header's magic at the front, and its checksum at `crc_at`.
 pub fn fit_header(bytes: &mut [u8], magic: &[u8], crc_at: usize) {
     if bytes.len() >= crc_at + 4 {
         bytes[..magic.len()].copy_from_slice(magic);
@@ -58,7 +58,7 @@ pub fn fit_store(bytes: &mut [u8]) {
     fit_header(bytes, b"RMNTSTOR", 60);
 }
 
-/// Fits the envelope at `at`, if it is whole.
+/// Corrects the envelope at `at`, if it is complete.
 pub fn fit_envelope(bytes: &mut [u8], at: usize) {
     let content = get_u32(bytes, at).and_then(|len| bytes.get(at + 8..)?.get(..len));
     if let Some(crc) = content.map(crc32fast::hash) {
@@ -66,7 +66,7 @@ pub fn fit_envelope(bytes: &mut [u8], at: usize) {
     }
 }
 
-/// Fits the envelopes in a payload.
+/// Corrects the envelopes in a payload.
 pub fn fit_payload(bytes: &mut [u8]) {
     let mut at = 16;
     while let Some(&[kind, 0, ..]) = bytes.get(at..).and_then(|rest| rest.first_chunk::<32>()) {
@@ -83,10 +83,10 @@ pub fn fit_payload(bytes: &mut [u8]) {
     }
 }
 
-/// Fits the header of a segment and all its frames.
+/// Corrects the header of a segment and all its frames.
 pub fn fit_segment(bytes: &mut [u8], chain: &mut u32) {
     fit_header(bytes, b"RMNTSEGM", 124);
-    // An opening segment starts from its predecessor's chain hash.
+    // An opening segment starts with the chain hash of its predecessor.
     if bytes.get(12) == Some(&1) {
         *chain = get_u32(bytes, 88).unwrap_or_default() as u32;
     }
@@ -109,7 +109,7 @@ pub fn fit_segment(bytes: &mut [u8], chain: &mut u32) {
     }
 }
 
-/// Fits the header of an image file, and its first chunk.
+/// Corrects the header of an image file, and its first chunk.
 pub fn fit_images(bytes: &mut [u8]) {
     fit_header(bytes, b"RMNTPAGE", 60);
     let Some(chunk) = bytes.get_mut(4096..) else { return };
@@ -122,7 +122,7 @@ pub fn fit_images(bytes: &mut [u8]) {
     fit_header(chunk, b"RMNTCHNK", 60);
 }
 
-/// Fits one copy of a manifest, and the envelopes in it.
+/// Corrects one copy of a manifest, and the envelopes in it.
 pub fn fit_manifest(copy: &mut [u8]) {
     let count = |at: usize| {
         copy.get(at..).and_then(|rest| rest.first_chunk()).map_or(0, |raw| u64::from_le_bytes(*raw))

@@ -1,9 +1,10 @@
-//! Histories of a store, with crashes in the middle of any action, against the model of the ordinary tests.
+//! Histories of a store, with crashes in the middle of any action, compared with the model of the ordinary
+//! tests.
 //!
-//! The fuzzer adds two things to those tests. Its inputs are steered by the code that they reach. The disk is
-//! a simulated one, so that a crash comes before any of the disk's events or tears it, and a power cut keeps
-//! any choice of the writes that were not synced. The result must be the state after some batch, and no
-//! acknowledged batch may be missing.
+//! The fuzzer adds two things to those tests. The code that an input reaches steers the next inputs. The disk
+//! is simulated, so a crash happens before any event of the disk or tears it, and a power cut keeps any
+//! subset of the unsynced writes. The result must be the state after some batch, and no acknowledged batch
+//! may be missing.
 
 use std::sync::Arc;
 
@@ -20,7 +21,7 @@ use remanent_format::ReadAt;
 use crate::model::history::Action;
 use crate::model::run::{Floors, Ground, Left, Setting, Tally, run, with_tiers};
 
-/// Actions of one history: an input that is longer finds nothing more for its time.
+/// Maximum number of actions in a history: a longer input finds nothing more for its time.
 const ACTIONS_MAX: usize = 40;
 /// The number of disks that a power cut at one moment may leave; one of them is chosen.
 const IMAGES_MAX: usize = 8;
@@ -63,12 +64,12 @@ fn live_through(actions: &[Action], choices: Choices) -> Tally {
     tally
 }
 
-/// A simulated disk, and the promises made on it before the current action began.
+/// A simulated disk, and the guarantees made on it before the current action began.
 #[derive(Default)]
 struct Simulation {
     disk: SimDisk,
     floors: Floors,
-    /// The disk's events before that.
+    /// Number of the disk's events before that.
     events: usize,
 }
 
@@ -92,7 +93,7 @@ impl Ground for Simulation {
         (self.floors, self.events) = (floors, self.disk.events());
     }
 
-    /// The crash comes at any of the disk's events since the action began, or after the last one.
+    /// The crash happens at any event of the disk since the action began, or after the last one.
     fn crash(self, store: Store, pick: u64) -> Left<Self> {
         let floors_now = Floors::of(&store);
         let last = self.disk.events();
@@ -115,8 +116,8 @@ impl Ground for Simulation {
     }
 }
 
-/// Counts the crashes of histories drawn at random, and the crashes that took batches, for the test that this
-/// target can fail.
+/// Counts the crashes of random histories, and the crashes that took batches, for the test that shows that
+/// this target can fail.
 pub fn crashes(actions: &[Action]) -> (usize, usize) {
     let choices = Choices { log_io: 0, is_durable: false, is_late: false, in_background: false };
     let Tally { crashes, lost, .. } = live_through(actions, choices);

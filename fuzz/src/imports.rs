@@ -1,9 +1,9 @@
 //! Files of weights through import and export.
 //!
-//! The promises: whatever a file says of itself, it is imported or refused, without a panic and without
-//! memory that its length does not justify; a sound store is not blamed for it. An imported file is exported
-//! byte for byte, each version as it was, whichever came before and after it. A file that is imported twice
-//! makes no second version.
+//! The guarantees: whatever a file states, it is imported or refused, without a panic, without memory that
+//! its length does not justify, and without reporting the store as damaged. An imported file is exported byte
+//! for byte, each version as it was, whichever came before and after it. A file that is imported twice
+//! creates no second version.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -19,17 +19,17 @@ use serde_json::{Deserializer, Value};
 
 use crate::inspections::lay;
 
-/// Versions of one history, and tensors in each: more find nothing more for their time.
+/// Maximum number of versions in a history, and of tensors in each: more find nothing more for their time.
 const VERSIONS_MAX: usize = 5;
 const TENSORS_MAX: usize = 8;
 const ELEMENTS_MAX: usize = 1500;
 /// The header's length in front of a file.
 const LEN_LEN: usize = 8;
-/// Bytes of tensors that a file is given for its header.
+/// Bytes of tensors that a file gets for its header.
 const DATA_LEN_MAX: u64 = 1 << 16;
 
-/// The names of tensors: names that are keys, that are too long for one, that look like one made from
-/// another name, and the one that no tensor's page gets.
+/// Names of tensors: names that are keys, names that are too long for a key, one that looks as if it were
+/// made from another name, and the one that no tensor's page gets.
 const NAMES: [&str; 10] = [
     "",
     "w",
@@ -42,7 +42,7 @@ const NAMES: [&str; 10] = [
     "ééééééééééééééééééééééééééééééééééé",
     "__metadata",
 ];
-/// Kinds of elements, and their bytes.
+/// Kinds of elements, with their lengths in bytes.
 const DTYPES: [(&str, usize); 8] =
     [("U8", 1), ("BOOL", 1), ("F8_E4M3", 1), ("BF16", 2), ("I16", 2), ("F32", 4), ("F64", 8), ("C64", 8)];
 
@@ -52,7 +52,7 @@ struct Tensor {
     name: u8,
     dtype: u8,
     count: u16,
-    /// The seed of its bytes, so that versions have most of them in common.
+    /// The seed of the bytes, so that versions share most of them.
     seed: u8,
     /// One byte in this number plus one differs from the others.
     stride: u8,
@@ -72,8 +72,8 @@ impl Tensor {
     }
 }
 
-/// A file as the fuzzer made it up: any bytes, as they are and with lengths that fit; and a history of
-/// versions that those bytes draw.
+/// Tests a file as the fuzzer made it: any bytes, unchanged and with corrected lengths; and a history of
+/// versions derived from those bytes.
 pub fn import(data: &[u8]) {
     let room = Room::new();
     room.any(data);
@@ -83,8 +83,8 @@ pub fn import(data: &[u8]) {
     room.history(&versions(data));
 }
 
-/// A file whose first length is its header's, as far as that is JSON, and which is as long as its tensors
-/// say; `None` if it holds no JSON.
+/// Returns a file whose first length is that of its header, as far as the header is JSON, and which is as
+/// long as its tensors state; `None` if it contains no JSON.
 fn fit(data: &[u8]) -> Option<Vec<u8>> {
     let json = data.get(LEN_LEN..)?;
     let mut values = Deserializer::from_slice(json).into_iter::<Value>();
@@ -98,7 +98,7 @@ fn fit(data: &[u8]) -> Option<Vec<u8>> {
     Some([&(json.len() as u64).to_le_bytes(), json, &data].concat())
 }
 
-/// The history that bytes draw: files of weights. After the last byte, zeros are drawn.
+/// Returns the history that the bytes select: files of weights. After the last byte, zeros are used.
 pub fn versions(data: &[u8]) -> Vec<Vec<u8>> {
     let mut raw = Unstructured::new(data);
     let mut version = || -> arbitrary::Result<Vec<u8>> {
@@ -109,8 +109,8 @@ pub fn versions(data: &[u8]) -> Vec<Vec<u8>> {
     (0..VERSIONS_MAX).map_while(|_| version().ok()).collect()
 }
 
-/// A file of these tensors; the first one of each name counts. The header names them in another order, with
-/// spaces after it.
+/// Returns a file of these tensors; the first one of each name counts. The header names them in another
+/// order, with trailing spaces.
 fn file(turn: u8, tensors: &[Tensor]) -> Vec<u8> {
     let (mut names, mut data, mut entries) = (Vec::new(), Vec::new(), Vec::new());
     for tensor in tensors {
@@ -151,7 +151,7 @@ impl Room {
         path
     }
 
-    /// A file that may be none of weights.
+    /// Tests a file that may not contain weights.
     fn any(&self, bytes: &[u8]) {
         let (disk, store) = open();
         match tools::import(&store, &self.put(bytes)) {
@@ -165,7 +165,7 @@ impl Room {
         self.export(&disk, store, &[(Lsn(1), bytes.to_vec())]);
     }
 
-    /// Files of weights, one version after the other.
+    /// Tests files of weights, one version after the other.
     fn history(&self, versions: &[Vec<u8>]) {
         let (disk, store) = open();
         let mut held: Vec<(Lsn, Vec<u8>)> = Vec::new();
@@ -183,7 +183,7 @@ impl Room {
         self.export(&disk, store, &held);
     }
 
-    /// Closes a store, and exports each version from the disk that is left.
+    /// Closes a store, and exports each version from the remaining disk.
     fn export(&self, disk: &SimDisk, store: Store, versions: &[(Lsn, Vec<u8>)]) {
         store.close().unwrap_or_else(|error| panic!("a store of weights does not close: {error}"));
         let dir = self.0.path().join("store");
@@ -201,7 +201,7 @@ impl Room {
     }
 }
 
-/// An empty store on a simulated disk that keeps everything, as the command's does.
+/// Creates an empty store on a simulated disk that keeps everything, as the command's disk does.
 fn open() -> (SimDisk, Store) {
     let disk = SimDisk::new();
     let options = Options::default().segment_len(16 << 10).snapshots_kept(usize::MAX).log_kept(u64::MAX);

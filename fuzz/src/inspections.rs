@@ -1,8 +1,8 @@
 //! Made-up store directories, through the inspecting commands.
 //!
-//! The promises: every command ends with one of its exit codes, whatever it finds, in the memory that it is
-//! given, and leaves the directory as it was. If `verify` says that all is well, the pure rebuild makes a
-//! state, and the other commands show that state.
+//! The guarantees: every command ends with one of its exit codes, whatever it finds, within the memory that
+//! it is given, and leaves the directory unchanged. If `verify` reports no damage, the pure rebuild produces
+//! a state, and the other commands show that state.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -14,12 +14,12 @@ use remanent_tools::{Ending, Failure, run};
 
 use crate::archive::Files;
 
-/// The memory that pages may take, as `--memory-max` says it.
+/// The memory limit for pages, as passed to `--memory-max`.
 const MEMORY_MAX: &str = "65536";
-/// Pages of one store that are dumped and blamed.
+/// Maximum number of pages of one store that are dumped and blamed.
 const PAGES_MAX: usize = 3;
 
-/// Each command is run as it is here; the directory follows the command's name.
+/// The commands, as they are run; the directory follows the command's name.
 const COMMANDS: [&[&str]; 13] = [
     &["info"],
     &["info", "--json"],
@@ -36,7 +36,7 @@ const COMMANDS: [&[&str]; 13] = [
     &["salvage", "--json", "--memory-max", MEMORY_MAX],
 ];
 
-/// A store directory, from an archive of its files: as it is, and with its checksums made to fit.
+/// Tests a store directory given as an archive of its files: unchanged, and with corrected checksums.
 pub fn inspection(data: &[u8]) {
     let files = Files::from_archive(data);
     let mut fitted = files.clone();
@@ -47,7 +47,7 @@ pub fn inspection(data: &[u8]) {
     inspect(&files);
 }
 
-/// Shows the files to every command. Returns whether `verify` found nothing.
+/// Runs every command on the files. Returns whether `verify` found nothing.
 pub fn inspect(files: &Files) -> bool {
     let dir = tempfile::tempdir().expect("a temporary directory can be made");
     lay(files, dir.path());
@@ -60,7 +60,7 @@ pub fn inspect(files: &Files) -> bool {
     let rebuilt = rebuild(files, &options).ok();
     let (is_sound, _) = ended(&["verify", "--memory-max", MEMORY_MAX], dir.path());
     assert!(!is_sound || rebuilt.is_some(), "`verify` finds nothing in what cannot be rebuilt");
-    // If the newest snapshot was passed over, `pages` still shows its state, and complains.
+    // If the newest snapshot was skipped, `pages` still shows its state, and reports it.
     if let Some(rebuilt) = rebuilt.filter(|rebuilt| rebuilt.passed_over.is_empty()) {
         shows(&rebuilt, dir.path(), is_sound);
     }
@@ -88,15 +88,15 @@ fn shows(rebuilt: &RebuiltStore, dir: &Path, is_sound: bool) {
     }
 }
 
-/// Runs a command, which may find anything except a lock or a Ctrl-C. Returns whether all is well, and the
-/// command's output.
+/// Runs a command, which may report anything except a lock or a Ctrl-C. Returns whether it found no problem,
+/// and its output.
 fn ended(arguments: &[&str], dir: &Path) -> (bool, Vec<u8>) {
     let dir = dir.to_str().expect("a temporary directory's name is UTF-8");
     let mut out = Vec::new();
     let outcome = run(&[&arguments[..1], &[dir], &arguments[1..]].concat(), &mut out);
     let may_be = match &outcome {
         Ok(Ending::Fine | Ending::Difference) | Err(Failure::Damage(_)) => true,
-        // There is no store, no such page, no such state; a call that is wrong would test nothing.
+        // No store, no such page, no such state; a usage error would test nothing.
         Err(Failure::Environment(why)) => !why.contains("Usage:"),
         Ok(Ending::Interrupted) | Err(Failure::ClosedPipe | Failure::Locked(_)) => false,
     };
@@ -104,7 +104,7 @@ fn ended(arguments: &[&str], dir: &Path) -> (bool, Vec<u8>) {
     (outcome == Ok(Ending::Fine), out)
 }
 
-/// Lays a store's files into a directory.
+/// Writes a store's files to a directory.
 pub fn lay(store: &impl ReadAt, dir: &Path) {
     for folder in [Folder::Root].into_iter().chain(Folder::INNER) {
         let path = dir.join(folder.name());
@@ -119,7 +119,7 @@ pub fn lay(store: &impl ReadAt, dir: &Path) {
     }
 }
 
-/// Every file below a directory.
+/// Returns every file below a directory.
 fn files_of(dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     let mut found = BTreeMap::new();
     for entry in fs::read_dir(dir).expect("a directory is listed") {
