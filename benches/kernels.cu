@@ -1,11 +1,11 @@
-// Measures the committed machine code of the kernels on a GPU of compute capability 9.0, and checks what it
-// measured against plain loops on the CPU.
+// Measures the committed machine code of the kernels on a GPU of compute capability 9.0, and compares the results
+// with plain loops on the CPU.
 //
 //     nvcc -O3 -std=c++17 -arch=sm_90 -o kernels-bench benches/kernels.cu -lcuda
 //     ./kernels-bench kernels/compiled
 //
-// Shares are of ceilings taken in the same run: a device copy, reading and writing counted, or a kernel that
-// only reads. A figure is the median of several launches, each between two events.
+// Shares refer to ceilings of the same run: a device copy (bytes read and written), or a kernel that only reads. A
+// figure is the median of several launches, each between two events.
 
 #include <cuda.h>
 #include <cuda_runtime.h>
@@ -29,7 +29,7 @@
         }                                                                                                          \
     } while (0)
 
-// Smaller and fewer under a sanitizer: -DLEN=268435456 -DLAUNCHES=1. Then the figures mean nothing.
+// Use less and fewer under a sanitizer: -DLEN=268435456 -DLAUNCHES=1. The figures then mean nothing.
 #ifndef LEN
 #define LEN (1ull << 30)
 #endif
@@ -66,7 +66,7 @@ static CUfunction load(const std::string &folder, const char *module, const char
     return function;
 }
 
-// Median seconds of a launch.
+// Returns the median time of a launch in seconds.
 static double seconds(const std::function<void()> &launch) {
     cudaEvent_t begin, end;
     MUST(cudaEventCreate(&begin));
@@ -313,7 +313,7 @@ int main(int argc, char **argv) {
             std::memcpy(&expected[2ull * indices[i]], &source_bytes[2 * i], 2);
         }
         check("sparse", found == expected);
-        // The same list, proven.
+        // The same list, validated.
         u32 *verdict;
         MUST(cudaMalloc(&verdict, 4));
         MUST(cudaMemset(verdict, 0, 4));
@@ -367,7 +367,7 @@ int main(int argc, char **argv) {
         check("gather", right);
     }
 
-    // The same in pieces of 4 KiB, and of 32 KiB, to see where a block begins to pay.
+    // The same in pieces of 4 KiB and 32 KiB, to find where a block becomes faster.
     for (u64 len : {4 << 10, 8 << 10, 32 << 10}) {
         std::vector<PieceRow> rows;
         std::vector<PartRow> parts;
@@ -419,7 +419,7 @@ int main(int argc, char **argv) {
         std::printf("CRC-32 of one chunk of %llu KiB: %.1f us\n", len >> 10, time * 1e6);
     }
     for (u64 len : {64ull << 10, 2ull << 20, GIB}) {
-        // One page, less three bytes at its beginning.
+        // One page without its first three bytes.
         const u64 chunks = len / CRC_CHUNK_LEN;
         u32 *sums;
         MUST(cudaMalloc(&sums, 4 * (chunks + 1)));
@@ -465,7 +465,7 @@ int main(int argc, char **argv) {
             }
         }
         const std::vector<u8> found = download(bitmap, elements / 8);
-        // The bitmap straight into host memory.
+        // The bitmap written directly to host memory.
         {
             u8 *host;
             MUST(cudaHostAlloc(&host, elements / 8, cudaHostAllocMapped));
@@ -483,7 +483,7 @@ int main(int argc, char **argv) {
             right &= (found[element / 8] >> (element % 8) & 1) == (changed[2 * element] != source_bytes[2 * element]);
         }
         check("diff", right);
-        // The indices of what changed, from the bitmap.
+        // The indices of changed elements, from the bitmap.
         std::vector<u32> expected;
         for (u64 element = 0; element < elements; element++) {
             if (found[element / 8] >> (element % 8) & 1) {
@@ -513,7 +513,7 @@ int main(int argc, char **argv) {
                                      4 * expected.size()) == 0);
     }
 
-    // Many small deltas, all of it in mapped memory: 10,000 of 256 bytes over as many pages.
+    // Many small deltas, all in mapped memory: 10,000 of 256 bytes to as many pages.
     {
         constexpr u32 COUNT = 10000, BYTES = 256;
         u8 *payload;

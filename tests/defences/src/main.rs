@@ -1,17 +1,15 @@
-//! The defences are tested themselves: each check, each sync, each rule of the list is switched off, and a
-//! test must go red.
+//! Tests the defences themselves: switches off each check, sync and rule of the list, and expects a test to
+//! fail.
 //!
 //! ```text
-//! cargo run --manifest-path tests/defences/Cargo.toml                # each against its own killing test
-//! cargo run --manifest-path tests/defences/Cargo.toml -- NAME…       # those with one of these in their name
-//! cargo run --manifest-path tests/defences/Cargo.toml -- --format    # those whose test is the format
-//! crate's
-//! cargo run --manifest-path tests/defences/Cargo.toml -- --all       # each against every test: hours of a
-//! core
+//! cargo run --manifest-path tests/defences/Cargo.toml                # each with its own test
+//! cargo run --manifest-path tests/defences/Cargo.toml -- NAME…       # those whose name contains one of these
+//! cargo run --manifest-path tests/defences/Cargo.toml -- --format    # those with a test of the format crate
+//! cargo run --manifest-path tests/defences/Cargo.toml -- --all       # each with every test: hours of a core
 //! ```
 //!
-//! `DEFENCES_JOBS` says how many tests run at a time; else it is one for two cores. A test that does not come
-//! to its end within five minutes counts as red.
+//! `DEFENCES_JOBS` sets the number of concurrent tests; by default one for two cores. A test that does not
+//! end within five minutes counts as failed.
 
 mod list;
 mod run;
@@ -25,7 +23,7 @@ use std::time::Instant;
 use list::{Defence, Test, all};
 use run::{Binaries, Outcome, build, in_parallel};
 
-/// The binaries whose tests need the engine.
+/// The test binaries that need the engine.
 const OF_THE_ENGINE: [&str; 2] = ["it", "remanent"];
 
 fn main() -> ExitCode {
@@ -67,7 +65,7 @@ fn run() -> std::io::Result<bool> {
     Ok(passed)
 }
 
-/// Each defence against the test that is said to kill it, which must be green while all of them are on.
+/// Runs each defence with the test that is listed for it, which must pass while all of them are on.
 fn each_by_its_own(binaries: &Binaries, chosen: &[&Defence]) -> std::io::Result<bool> {
     let tests: BTreeSet<Test> = chosen.iter().map(|defence| defence.killed_by).collect();
     let tests: Vec<Test> = tests.into_iter().collect();
@@ -90,7 +88,7 @@ fn each_by_its_own(binaries: &Binaries, chosen: &[&Defence]) -> std::io::Result<
     green.into_iter().chain(red).try_fold(true, |all, is_right| Ok(all & is_right?))
 }
 
-/// Each defence against every test there is: the number that go red, and the first of them.
+/// Runs each defence with every test. Prints the number of failed tests, and the first of them.
 fn all_by_all(binaries: &Binaries, chosen: &[&Defence]) -> std::io::Result<bool> {
     let jobs: Vec<(&Defence, &str)> =
         chosen.iter().flat_map(|defence| binaries.names().map(move |binary| (*defence, binary))).collect();

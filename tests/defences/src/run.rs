@@ -1,4 +1,4 @@
-//! Building the copy, and running its tests with one defence off.
+//! Builds the copy, and runs its tests with one defence off.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,7 +13,7 @@ use std::time::Duration;
 use crate::list::Test;
 use crate::tree::SWITCH;
 
-/// The time after which a test hangs.
+/// The time after which a test counts as hung.
 const PATIENCE: Duration = Duration::from_secs(300);
 
 /// The outcome of a test.
@@ -21,7 +21,7 @@ const PATIENCE: Duration = Duration::from_secs(300);
 pub enum Outcome {
     Green,
     Red,
-    /// The test did not come to its end.
+    /// The test did not end in time.
     Hangs,
 }
 
@@ -46,14 +46,14 @@ pub fn build(tree: &Path, target: &Path, only_format: bool) -> Result<Binaries> 
     let packages = [("remanent-format", tree.join("format")), ("remanent", tree.to_owned())];
     for (package, folder) in packages {
         let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-        // Packages that are not tested must build all the same.
+        // Packages that are not tested must still build.
         match package {
             "remanent" if only_format => cargo.args(["check", "--lib"]),
             _ => cargo.args(["test", "--no-run", "--lib", "--tests"]),
         };
         cargo.args(["--color=never", "--message-format=short"]);
         cargo.args(["--package", package]).current_dir(tree).env("CARGO_TARGET_DIR", target);
-        // More is not worth its time: each test runs once or twice.
+        // A higher level is not worth its time: each test runs once or twice.
         cargo.env("CARGO_PROFILE_TEST_OPT_LEVEL", "1");
         // The variables with which this program itself was built must not reach the copy.
         for (name, _) in
@@ -81,7 +81,7 @@ pub fn build(tree: &Path, target: &Path, only_format: bool) -> Result<Binaries> 
 }
 
 impl Binaries {
-    /// The names of the binaries.
+    /// Returns the names of the binaries.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.paths.keys().map(String::as_str)
     }
@@ -95,7 +95,7 @@ impl Binaries {
         Ok(outcome)
     }
 
-    /// Runs all tests of a binary with one defence off, and names those that went red.
+    /// Runs all tests of a binary with one defence off, and returns the names of those that failed.
     pub fn red_tests(&self, binary: &str, without: &str) -> Result<Vec<String>> {
         let (outcome, said) = self.run(binary, &[], Some(without))?;
         let red = said.lines().filter_map(|line| line.strip_prefix("test ")?.strip_suffix(" ... FAILED"));
@@ -118,7 +118,7 @@ impl Binaries {
         let mut child = command.spawn()?;
         let mut stdout = child.stdout.take().expect("it is piped");
         let (sender, receiver) = mpsc::channel();
-        // Its output ends when it does. A parent that gave up waiting does not hear of it.
+        // The output ends with the test. A parent that stopped waiting does not read it.
         thread::spawn(move || sender.send(std::io::read_to_string(&mut stdout)));
         let Ok(said) = receiver.recv_timeout(PATIENCE) else {
             child.kill()?;
@@ -130,7 +130,7 @@ impl Binaries {
     }
 }
 
-/// Does the same with each of `items`, several at a time; the results are in their order.
+/// Calls a function for each of `items`, several at a time; the results keep their order.
 pub fn in_parallel<T: Sync, R: Send>(items: &[T], work: impl Fn(&T) -> R + Sync) -> Vec<R> {
     let cores = thread::available_parallelism().map_or(1, usize::from);
     let jobs =

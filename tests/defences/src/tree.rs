@@ -1,7 +1,7 @@
 //! A copy of the repository in which every defence of the list has a switch.
 //!
-//! One build serves all of them: each defence stands in an `if`, and an environment variable says at run time
-//! which one is off. The sources themselves know nothing of it.
+//! One build serves all of them: each defence is inside an `if`, and an environment variable selects at run
+//! time which one is off. The original sources contain no switches.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -13,18 +13,17 @@ use crate::list::{Defence, all};
 /// The environment variable that names the defence that is off.
 pub const SWITCH: &str = "REMANENT_WITHOUT";
 
-/// The place of the version, and the copy's different one. With the same version cargo would take builds of
-/// one for the other's: they share a folder because they share their dependencies.
+/// The version, and the different version of the copy. With equal versions cargo would use builds of one for
+/// the other, because they share a folder for their dependencies.
 const VERSION: (&str, &str, &str) = ("Cargo.toml", "version = \"0.1.0\"", "version = \"0.1.0+switches\"");
 
-/// The file that declares the switch, so that both crates find it.
+/// The file that declares the switch, at a place where both crates find it.
 const SWITCHBOARD: &str = "format/src/lib.rs";
 
-/// Folders that no build needs: leftovers of builds and runs. Hidden ones are not copied either.
+/// Folders that no build needs: leftovers of builds and runs. Hidden folders are not copied either.
 const NOT_COPIED: [&str; 4] = ["target", "corpus", "artifacts", "coverage"];
 
-/// Brings the copy at `tree` up to date. A file whose text is the same keeps its time, so that little is
-/// built anew.
+/// Updates the copy at `tree`. A file with unchanged text keeps its time, so that little is rebuilt.
 pub fn copy(root: &Path, tree: &Path) -> Result<()> {
     let mut there = BTreeSet::new();
     for file in files(root, Path::new(""))? {
@@ -97,11 +96,11 @@ fn with_switches(file: &Path, bytes: Vec<u8>) -> Result<Vec<u8>> {
     Ok(text.into_bytes())
 }
 
-/// The defence with its switch.
+/// Returns the defence with its switch.
 fn switched(defence: &Defence) -> String {
     let Defence { name, file, code, instead, .. } = defence;
     let krate = if file.starts_with("format/") { "crate" } else { "remanent_format" };
     let choice = format!("if {krate}::is_on({name:?}) {{ {code} }} else {{ {instead} }}");
-    // A statement stays one; a condition must not end where its `if` does.
+    // A statement remains a statement; a condition must not end where its `if` does.
     if code.ends_with([';', '}']) { choice } else { format!("({choice})") }
 }

@@ -1,6 +1,6 @@
 //! Defences that make batches and snapshots durable: each sync, the marks, the files that are kept until
-//! others are durable. Which sync of which work matters is enumerated in `tests/it/crash/syncs/mod.rs`; here
-//! each is missing wherever its line of code is run.
+//! others are durable. `tests/it/crash/syncs/mod.rs` enumerates which sync of which workload matters; here
+//! each is removed everywhere its line of code runs.
 
 use super::{Defence, Test, check, defence, it, refusal, unit};
 
@@ -318,7 +318,7 @@ pub const LIST: &[Defence] = &[
         "self.make_durable()",
         it("faults::disk_errors::an_error_of_the_disk_stops_the_store_and_loses_nothing"),
     ),
-    // A mark that lags costs nothing until bytes are damaged, which then look like a torn tail.
+    // A mark that lags costs nothing until bytes are damaged; the damage then looks like a torn tail.
     defence(
         "frames carry the mark (I4)",
         WRITER,
@@ -460,7 +460,7 @@ pub const LIST: &[Defence] = &[
         "Ok(())",
         OF_SNAPSHOTS,
     ),
-    // Snapshots, and the files that they let go.
+    // Snapshots, and the files that they release.
     check(
         "the log is durable up to a snapshot's end (I7)",
         PUBLICATION,

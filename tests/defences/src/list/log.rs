@@ -124,7 +124,7 @@ pub const LIST: &[Defence] = &[
         "matches.into_iter().filter(|matches| *matches).count() >= 2",
         it("fuzz_inputs::inputs_of_the_repository_pass_the_target_for_histories"),
     ),
-    // Segments that must be there (I8).
+    // Segments that must exist (I8).
     defence(
         "an older incarnation ends where its successor says (I5)",
         WALK,
@@ -209,7 +209,7 @@ pub const LIST: &[Defence] = &[
         "resolution.check_page_bytes(page_bytes_max)?;",
         stores("pages_over_the_budget_are_not_built"),
     ),
-    // The pure rebuild, which recovery is held against.
+    // The pure rebuild, with which recovery is compared.
     defence(
         "a rebuild starts nowhere below the floor",
         "format/src/state/rebuild.rs",

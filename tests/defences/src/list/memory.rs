@@ -1,5 +1,4 @@
-//! Memory of callers', and memory that is used again: no page, stream or list finds another one's bytes
-//! there.
+//! Caller-owned memory, and memory that is reused: no page, stream or list finds bytes of another one there.
 
 use super::{Defence, Test, check, defence, it, refusal, unit};
 
@@ -18,7 +17,7 @@ const OVERWRITTEN: Test = it("bulk::a_page_that_moves_and_is_overwritten_has_the
 const REFUSED: Test = it("sources::refused_source_batch_removes_its_images");
 
 pub const LIST: &[Defence] = &[
-    // The caching source.
+    // The caching allocator.
     defence(
         "a cached block waits for its work",
         BLOCKS,
@@ -56,7 +55,7 @@ pub const LIST: &[Defence] = &[
         "true",
         GAP,
     ),
-    // Pages in memory of callers'.
+    // Pages in caller-owned memory.
     refusal(
         "memory that a caller uses is not lent",
         RANGES,
@@ -194,7 +193,7 @@ pub const LIST: &[Defence] = &[
         "self.captures.belong_to(changes, &CapturedDigests::new());",
         it("digests::the_log_gets_the_chunks_that_changed"),
     ),
-    // Memory that goes to a caller.
+    // Memory that is handed to a caller.
     check(
         "a leased page is not released",
         "src/write/commit/draft.rs",
@@ -208,7 +207,7 @@ pub const LIST: &[Defence] = &[
         "Ok(())",
         it("releases::a_release_is_durable_when_it_returns"),
     ),
-    // Streams of callers'.
+    // Callers' streams.
     refusal(
         "the store keeps away while a guard is open",
         "src/device/bytes.rs",

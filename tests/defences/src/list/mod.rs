@@ -1,9 +1,9 @@
-//! The list: every defence, the code that is left without it, and the test that then goes red.
+//! The list: every defence, the code that remains without it, and the test that then fails.
 //!
 //! A row names a piece of the sources by its text, which occurs once in its file, and the text that replaces
-//! it while the defence is off: for a statement mostly nothing, for a condition its weakest answer. A change
-//! that adds a defence to the store adds a row here. A defence that another one makes up for is not on the
-//! list: switched off alone, it shows nothing.
+//! it while the defence is off: usually nothing for a statement, the weakest answer for a condition. A change
+//! that adds a defence to the store adds a row here. A defence that another one backs up is not on the list,
+//! because switching it off alone shows nothing.
 
 mod durable;
 mod log;
@@ -22,11 +22,11 @@ pub struct Defence {
     pub name: &'static str,
     /// The source file, from the root of the repository.
     pub file: &'static str,
-    /// The defence as it is written there: a statement or an expression.
+    /// The defence as it is written in the source: a statement or an expression.
     pub code: &'static str,
     /// The code that replaces it while it is off.
     pub instead: &'static str,
-    /// The test that goes red without it.
+    /// The test that fails without it.
     pub killed_by: Test,
 }
 
@@ -35,11 +35,11 @@ pub struct Defence {
 pub struct Test {
     /// The name of the binary without its hash: `it`, `golden`, `stores`, `remanent`, `remanent_format`.
     pub binary: &'static str,
-    /// The name by which the binary knows it.
+    /// The name of the test in the binary.
     pub name: &'static str,
 }
 
-/// A row of the list.
+/// Returns a row of the list.
 const fn defence(
     name: &'static str,
     file: &'static str,
@@ -50,27 +50,27 @@ const fn defence(
     Defence { name, file, code, instead, killed_by }
 }
 
-/// A check that is a statement of its own, and is left out as a whole.
+/// Returns a check that is a statement of its own, and is removed as a whole.
 const fn check(name: &'static str, file: &'static str, code: &'static str, killed_by: Test) -> Defence {
     defence(name, file, code, "", killed_by)
 }
 
-/// A condition under which a call or file is refused; switched off, it never holds.
+/// Returns a condition under which a call or file is refused; switched off, it is always false.
 const fn refusal(name: &'static str, file: &'static str, code: &'static str, killed_by: Test) -> Defence {
     defence(name, file, code, "false", killed_by)
 }
 
-/// A test of the engine, in `tests/it`.
+/// Returns a test of the engine, in `tests/it`.
 const fn it(name: &'static str) -> Test {
     Test { binary: "it", name }
 }
 
-/// A test of the engine beside its code.
+/// Returns a unit test of the engine.
 const fn unit(name: &'static str) -> Test {
     Test { binary: "remanent", name }
 }
 
-/// A test of the format crate over whole stores, in `format/tests/stores.rs`.
+/// Returns a test of the format crate over whole stores, in `format/tests/stores.rs`.
 const fn stores(name: &'static str) -> Test {
     Test { binary: "stores", name }
 }

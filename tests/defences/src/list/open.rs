@@ -31,7 +31,7 @@ pub const LIST: &[Defence] = &[
         "Vec::<SnapshotId>::new()",
         it("snapshots::retention::what_is_read_from_a_link_stays_until_its_reader_has_gone"),
     ),
-    // Reports on a store that is only read.
+    // Reports about a store that is only read.
     refusal(
         "what a writer has under way is not said to be unneeded",
         "src/store/history.rs",
@@ -63,7 +63,7 @@ pub const LIST: &[Defence] = &[
         "open.is_none() && segment::is_foreign(&*self.disk, store, number)?",
         it("moved_directories::a_follower_is_told_that_another_store_lies_there_now"),
     ),
-    // Pages that an open leaves on disk: files that could stand in for them stay until all are loaded.
+    // Pages that an open leaves on disk: files that could replace them are kept until all pages are loaded.
     defence(
         "only what was proven stays unloaded (I7)",
         SORTING,
@@ -110,7 +110,7 @@ pub const LIST: &[Defence] = &[
         "changed.extend(&pages);",
         it("tiers::less_memory::an_open_with_less_memory_takes_pages_down"),
     ),
-    // Pages that callers use: they read no bytes but the page's.
+    // Pages that callers use: callers read only the bytes of the page.
     check(
         "a leased page is not pinned",
         LEASES,
@@ -154,7 +154,7 @@ pub const LIST: &[Defence] = &[
     check("recovery begins after a rotten batch", PASS, "self.found.batches.push(lost);", SCRUBS),
     check("and after one whose image rotted", PASS, "self.found.batches.extend(*batch);", ROWS),
     check("no snapshot follows a rotten link", SCRUB, "catalog.known.unlink();", ROWS),
-    // A full disk costs nothing but the batch that does not fit, and calls that free space still work.
+    // A full disk costs only the batch that does not fit, and calls that free space still work.
     defence(
         "the reserve is for calls that free space",
         RESERVE,
@@ -254,7 +254,7 @@ pub const LIST: &[Defence] = &[
         "present.contains(&file.name())",
         it("faults::disk_full::a_restore_on_a_full_disk_fails_cleanly_and_succeeds_later"),
     ),
-    // Threads that end: no caller waits for them, or takes their half-done work for done.
+    // Threads that end: no caller waits for them, or takes their incomplete work for complete.
     check(
         "a sync that panicked has failed",
         "src/log/sync_guard.rs",

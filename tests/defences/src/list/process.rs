@@ -1,4 +1,4 @@
-//! Defences against the process around a store: forked children, and shortages that pass.
+//! Defences against the process around a store: forked children, and temporary shortages.
 
 use super::{Defence, Test, check, defence, it, unit};
 

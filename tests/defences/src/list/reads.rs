@@ -1,4 +1,4 @@
-//! Lookups and reads without a lock: whole batches, logged ones, and bytes of one version (docs of
+//! Lookups and reads without a lock: whole batches, logged ones, and bytes of one version (documented in
 //! `src/versions`).
 
 use super::{Defence, Test, defence, it, refusal, unit};

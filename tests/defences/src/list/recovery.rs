@@ -1,5 +1,5 @@
-//! Recovery: the stores that an open refuses, the bytes that it proves past the cache, those that it copies
-//! and those that it leaves alone.
+//! Recovery: the stores that an open refuses, the bytes that it verifies past the cache, and those that it
+//! copies or leaves unchanged.
 
 use super::{Defence, Test, check, defence, it, refusal, stores, unit};
 
@@ -63,7 +63,7 @@ pub const LIST: &[Defence] = &[
         "true",
         it("recovery::opens::an_unreadable_manifest_keeps_every_incarnation"),
     ),
-    // Directories that are no store, or not the caller's.
+    // Directories that are not a store, or not the caller's store.
     defence(
         "a foreign directory is no store",
         CREATE,
@@ -141,7 +141,7 @@ pub const LIST: &[Defence] = &[
         "0",
         it("durable_marks::what_a_sync_did_not_write_is_noticed_at_the_next_open"),
     ),
-    // The page cache is trusted with the tail: the predecessor ends where the reading did, and nothing is
+    // Trusting the page cache with the tail: the predecessor ends where the reading ended, and nothing is
     // copied.
     defence(
         "the unproven tail is copied (I6)",
@@ -196,7 +196,7 @@ pub const LIST: &[Defence] = &[
         "health(link.snapshot).is_some_and(|health| !health.is_whole())",
         it("recovery::snapshots::one_bad_manifest_copy_costs_nothing"),
     ),
-    // Files that must stay, and the budget.
+    // Files that must be kept, and the budget.
     refusal(
         "images that batches may name stay (I8)",
         CATALOG,

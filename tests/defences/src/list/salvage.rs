@@ -1,4 +1,4 @@
-//! Salvage: a batch or image that does not prove itself does not count, wherever it lies.
+//! Salvage: a batch or image that is not proven does not count, wherever it is.
 
 use super::{Defence, Test, check, defence, it, refusal, stores};
 
@@ -8,8 +8,8 @@ const GUARDS: Test = stores("salvage::a_salvage_takes_nothing_that_never_was");
 const MANY: Test = it("salvage::many_lost_sectors_and_files_give_no_wrong_bytes");
 
 pub const LIST: &[Defence] = &[
-    // The three guards: no batch that a recovery cut, no version with a missing change, no table of a
-    // restore that never came.
+    // The three guards: no batch that a recovery cut, no version that lacks a change, no table of a restore
+    // that was never logged.
     defence("left behind by a recovery", KNOWN, "!lies_past_end(&header, &openings)", "true", GUARDS),
     refusal("the epoch names a version", PAGES, "info.epoch != wanted.epoch", MANY),
     defence(

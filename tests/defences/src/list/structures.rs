@@ -1,4 +1,4 @@
-//! Every structure proves itself: checksums, limits and fields that contradict each other (I9).
+//! Every structure is verified: checksums, limits, and fields that contradict each other (I9).
 
 use super::{Defence, GOLDEN, Test, check, defence, refusal, stores};
 
@@ -15,7 +15,7 @@ const CHECK: &str = "format/src/manifest/check.rs";
 const ENVELOPE: &str = "format/src/value/envelope.rs";
 const OPS: &str = "format/src/op/reader.rs";
 
-/// A test of overlays, and of all that an entry may say of one.
+/// A test of overlays, and of everything that an entry may state about one.
 const OF_OVERLAYS: Test =
     Test { binary: "remanent_format", name: "image::overlay::tests::an_overlay_is_of_its_page_and_base" };
 

@@ -1,4 +1,4 @@
-//! Defences of tiers, of the policies that say which page leaves, and of block layouts.
+//! Defences of tiers, of eviction policies, and of block layouts.
 
 use super::{Defence, Test, check, defence, it, refusal, unit};
 
@@ -18,7 +18,7 @@ const COPIED: Test = unit("layout::tests::a_block_copied_run_by_run_is_the_one_t
 const FINGERPRINT: Test = unit("layout::tests::fingerprint_round_trips_and_any_bytes_decode_or_fail");
 
 pub const LIST: &[Defence] = &[
-    // Which pages leave a place.
+    // The choice of pages to evict.
     refusal(
         "a page that a call brings does not leave meanwhile",
         RESIDENTS,
@@ -83,7 +83,7 @@ pub const LIST: &[Defence] = &[
     ),
     check("queues do not grow by pages that left", S3_FIFO, "self.tidy(resident.in_main);", QUEUES),
     refusal("few pages that left are remembered", S3_FIFO, "self.order.len() > limit", QUEUES),
-    // Where the bytes of a block lie.
+    // The addresses of a block's bytes.
     refusal("no dimension of a layout is zero", LAYOUT, "*count == 0", NAMED),
     refusal(
         "the alignment of a layout is a power of two",
