@@ -106,7 +106,7 @@ pub const LIST: &[Defence] = &[
     refusal(
         "no other operation changes a page from a source",
         SOURCES,
-        "fates[&page].whole != Some(step)",
+        "page_effects[&page].whole != Some(step)",
         REFUSED,
     ),
     refusal("no operation copies a page from a source", SOURCES, "copied.whole.contains(&page)", REFUSED),
