@@ -34,6 +34,7 @@ mod disk_captures;
 mod direct_io;
 mod disk_faults;
 mod disk_laws;
+mod docs;
 mod durable_marks;
 mod earlier_states;
 mod faults;
