@@ -84,8 +84,19 @@ def losses_with_kills(directory: str, device: str, kills: int) -> tuple[list[str
         process.wait()
 
 
+STYLE = """<style>
+.back { fill: #ffffff } .ink { fill: #1d2430 } .soft { fill: #5b6675 } .mark { fill: #b83225 } .grid { stroke: #dfe4ea }
+.whole { fill: none; stroke: #a9c6ec; stroke-width: 6 } .killed { fill: none; stroke: #1d2430; stroke-width: 1.5 }
+.kill { stroke: #b83225; stroke-dasharray: 3 3 }
+@media (prefers-color-scheme: dark) {
+.back { fill: #0d1117 } .ink { fill: #e6edf3 } .soft { fill: #9aa4b0 } .mark { fill: #ff7b72 } .grid { stroke: #30363d }
+.whole { stroke: #1f4f8b } .killed { stroke: #e6edf3 } .kill { stroke: #ff7b72 }
+}
+</style>"""
+
+
 def drawn(whole: list[float], killed: list[float], kills: list[int]) -> str:
-    """Both curves as an SVG: loss by step, on a logarithmic scale."""
+    """Returns both curves as an SVG for light and dark pages: loss by step, on a logarithmic scale."""
     left, right, top, bottom = 60, 700, 50, 300
     high, low = math.log10(max(whole + killed)), math.log10(min(whole + killed))
 
@@ -97,23 +108,24 @@ def drawn(whole: list[float], killed: list[float], kills: list[int]) -> str:
 
     def curve(losses: list[float], style: str) -> str:
         points = " ".join(f"{x_of(at):.1f},{y_of(loss):.1f}" for at, loss in enumerate(losses, 1))
-        return f'<polyline points="{points}" fill="none" {style}/>'
+        return f'<polyline {style} points="{points}"/>'
 
-    parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 340" font-family="sans-serif" font-size="12">',
-             "<title>The losses of two runs, by step: one was killed, the other was not</title>",
-             '<rect width="100%" height="100%" fill="#fff"/>']
+    parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 360" font-family="sans-serif" font-size="12">',
+             "<title>Training loss by step: a run that was killed, and a run that was not</title>", STYLE,
+             '<rect class="back" width="100%" height="100%"/>']
     for power in range(math.ceil(low), math.floor(high) + 1):
         y = y_of(10.0**power)
-        parts.append(f'<path d="M{left} {y:.1f}H{right}" stroke="#dfe4ea"/>'
-                     f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end" fill="#5b6675">{10.0**power:g}</text>')
+        parts.append(f'<path class="grid" d="M{left} {y:.1f}H{right}"/>'
+                     f'<text class="soft" x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{10.0**power:g}</text>')
     for step in range(10, STEPS + 1, 10):
-        parts.append(f'<text x="{x_of(step):.1f}" y="{bottom + 18}" text-anchor="middle" fill="#5b6675">{step}</text>')
+        parts.append(f'<text class="soft" x="{x_of(step):.1f}" y="{bottom + 18}" text-anchor="middle">{step}</text>')
+    parts.append(f'<text class="soft" x="{(left + right) // 2}" y="{bottom + 40}" text-anchor="middle">training step</text>')
     for step in kills:
-        parts.append(f'<path d="M{x_of(step + 0.5):.1f} {top}V{bottom}" stroke="#b83225" stroke-dasharray="3 3"/>')
-    said = "loss by step: a run without a kill (wide), and one that was killed (narrow, on top of it)"
-    parts += [curve(whole, 'stroke="#a9c6ec" stroke-width="6"'), curve(killed, 'stroke="#1d2430" stroke-width="1.5"'),
-              f'<text x="{left}" y="20" fill="#1d2430">{said}</text>',
-              f'<text x="{left}" y="38" fill="#b83225">dashed: SIGKILL, and a new process that restored</text>',
+        parts.append(f'<path class="kill" d="M{x_of(step + 0.5):.1f} {top}V{bottom}"/>')
+    title = "Training loss: an undisturbed run (wide line) and a killed run (narrow line on top of it)"
+    parts += [curve(whole, 'class="whole"'), curve(killed, 'class="killed"'),
+              f'<text class="ink" x="{left}" y="20">{title}</text>',
+              f'<text class="mark" x="{left}" y="38">dashed: SIGKILL, then a new process restores the newest version</text>',
               "</svg>"]
     return "\n".join(parts) + "\n"
 

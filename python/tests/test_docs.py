@@ -72,13 +72,35 @@ def test_the_readme_runs(tmp_path: Path) -> None:
     run_examples(doctest.DocTestParser().get_doctest(readme, names, "README.md", None, 0))
 
 
-ADAPTERS = Path(__file__).parents[2] / "docs" / "adapters.md"
+DOCS = Path(__file__).parents[2] / "docs"
+ADAPTERS = DOCS / "adapters.md"
 
 
-def test_the_examples_of_the_page_of_adapters_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", ["adapters.md", "guides/training.md", "guides/kv-cache.md", "guides/weights.md"])
+def test_page_examples_run(page: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     names = {"remanent": remanent, "directory": str(tmp_path / "example")}
-    run_examples(doctest.DocTestParser().get_doctest(ADAPTERS.read_text(), names, "adapters.md", None, 0))
+    run_examples(doctest.DocTestParser().get_doctest((DOCS / page).read_text(), names, page, None, 0))
+
+
+def test_repository_readme_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    page = (DOCS.parent / "README.md").read_text()
+    [code] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    for _ in range(2):  # The second time restores.
+        exec(compile(code, "README.md", "exec"), {})
+    with remanent.torch.Checkpointer(tmp_path / "run") as run:
+        assert [version.step for version in run.versions()] == [18, 19, 20]
+
+
+def test_pages_fit_a_screen() -> None:
+    for page in [*DOCS.glob("guides/*.md"), DOCS.parent / "README.md", DOCS.parent / "python" / "README.md"]:
+        sections = re.split(r"^## ", page.read_text(), flags=re.MULTILINE)
+        assert max(section.count("\n") for section in sections) <= 42, page
+        assert page.parent.name != "guides" or len(page.read_text().splitlines()) <= 80, page
+    python = (DOCS.parent / "python" / "README.md").read_text()
+    assert max(map(len, python.splitlines())) <= 110
 
 
 def test_the_page_of_adapters_shows_what_modules_show() -> None:
