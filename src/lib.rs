@@ -562,3 +562,8 @@ const _: () = {
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;
+
+/// The example of the guide for services, run as a test.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/guides/rust-service.md")]
+struct RustServiceGuide;
