@@ -62,14 +62,16 @@ fn anchors(page: &str) -> Vec<String> {
 
 /// The relative links of a page that lead to no file, or to no heading of a page.
 fn broken<'a>(page: &'a str, folder: &Path) -> Vec<&'a str> {
-    let links = prose(page).flat_map(|text| text.split("](").skip(1)).filter_map(|rest| rest.split(')').next());
+    let links =
+        prose(page).flat_map(|text| text.split("](").skip(1)).filter_map(|rest| rest.split(')').next());
     let leads_nowhere = |link: &&str| {
         let (path, heading) = link.split_once('#').unwrap_or((link, ""));
         let file = folder.join(path);
-        let found = if path.is_empty() { Some(page.to_owned()) } else { fs::read_to_string(&file).ok() };
+        let text = if path.is_empty() { Some(page.to_owned()) } else { fs::read_to_string(&file).ok() };
+        let has_heading = |text: String| anchors(&text).iter().any(|anchor| anchor == heading);
+        let file_exists = path.is_empty() || file.exists();
         !link.starts_with("https://")
-            && (!(path.is_empty() || file.exists())
-                || !heading.is_empty() && !found.is_some_and(|text| anchors(&text).contains(&heading.to_owned())))
+            && !(file_exists && (heading.is_empty() || text.is_some_and(has_heading)))
     };
     links.filter(leads_nowhere).collect()
 }
@@ -95,7 +97,10 @@ fn numbers_about_tests_match_the_code() {
     for (page, statement, test, code) in NUMBERS {
         let text = |path: &str| fs::read_to_string(root.join(path)).expect(path);
         assert!(text(page).contains(statement), "{page} does not state: {statement}");
-        assert!(text(test).contains(code), "{page} states {statement:?}, and {test} does not contain: {code}");
+        assert!(
+            text(test).contains(code),
+            "{page} states {statement:?}, and {test} does not contain: {code}"
+        );
     }
 }
 
