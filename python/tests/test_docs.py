@@ -90,7 +90,8 @@ def test_repository_readme_python_runs(tmp_path: Path, monkeypatch: pytest.Monke
     [code] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     for _ in range(2):  # The second time restores.
         exec(compile(code, "README.md", "exec"), {})
-    with remanent.torch.Checkpointer(tmp_path / "run") as run:
+    from remanent.torch import Checkpointer
+    with Checkpointer(tmp_path / "run") as run:
         assert [version.step for version in run.versions()] == [18, 19, 20]
 
 
