@@ -13,7 +13,7 @@ use remanent_format::{LogPoint, PageTable, StoreId};
 
 use crate::applier::{AppliedState, Applier, ApplierParts, Leases};
 use crate::base::poison::Poison;
-use crate::device::{Device, DeviceCounts, Fence, MemoryOwner, StoreEnd};
+use crate::device::{Device, DeviceCounts, Fence, MemoryOwner, StoreHandle};
 use crate::disk::Disk;
 use crate::error::{Error, Result};
 use crate::images::disk_pages::DiskPages;
@@ -169,8 +169,8 @@ struct CallersEnd {
     arena: Weak<Arena>,
 }
 
-impl StoreEnd for CallersEnd {
-    fn hear(&self, error: Error) -> Error {
+impl StoreHandle for CallersEnd {
+    fn report_failure(&self, error: Error) -> Error {
         self.poison.set_by_device(error)
     }
 

@@ -122,7 +122,7 @@ impl Bisect {
             Some(false) => BisectVerdict::Bad,
             None => BisectVerdict::Skip,
         };
-        self.search().tell(Lsn(lsn), verdict);
+        self.search().record(Lsn(lsn), verdict);
     }
 
     /// Returns the newest version known to be good and the oldest known to be bad.

@@ -6,13 +6,13 @@ use remanent::store::MemoryDescriptor;
 
 /// Converts a descriptor to a dict.
 pub fn descriptor_to_py<'py>(py: Python<'py>, memory: &MemoryDescriptor) -> PyResult<Bound<'py, PyDict>> {
-    let told = PyDict::new(py);
-    told.set_item("address", memory.address)?;
-    told.set_item("len", memory.len)?;
-    told.set_item("kind", memory.kind.to_string())?;
-    told.set_item("gpu", memory.gpu)?;
-    told.set_item("store", memory.store.to_string())?;
-    told.set_item("page", memory.page.0)?;
-    told.set_item("epoch", memory.epoch.0)?;
-    Ok(told)
+    let descriptor = PyDict::new(py);
+    descriptor.set_item("address", memory.address)?;
+    descriptor.set_item("len", memory.len)?;
+    descriptor.set_item("kind", memory.kind.to_string())?;
+    descriptor.set_item("gpu", memory.gpu)?;
+    descriptor.set_item("store", memory.store.to_string())?;
+    descriptor.set_item("page", memory.page.0)?;
+    descriptor.set_item("epoch", memory.epoch.0)?;
+    Ok(descriptor)
 }

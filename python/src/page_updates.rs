@@ -31,7 +31,7 @@ const MIDDLE_ALIGN: usize = 4 << 10;
 enum NewBytes {
     Host(HostBytes),
     /// The bytes are on a GPU and have this length; they are copied to the host piece by piece.
-    Elsewhere(Arc<dyn ByteSource>, u64),
+    External(Arc<dyn ByteSource>, u64),
 }
 
 impl NewBytes {
@@ -48,7 +48,7 @@ impl NewBytes {
             Input::Cuda(bytes) => {
                 let len = bytes.len();
                 let source = py.detach(|| bytes.source()).or_raise(py, Some(path))?;
-                Self::Elsewhere(source, len)
+                Self::External(source, len)
             }
         };
         Ok((bytes, elements))
@@ -57,7 +57,7 @@ impl NewBytes {
     fn len(&self) -> u64 {
         match self {
             Self::Host(bytes) => bytes.len() as u64,
-            Self::Elsewhere(_, len) => *len,
+            Self::External(_, len) => *len,
         }
     }
 
@@ -65,7 +65,7 @@ impl NewBytes {
     fn piece<'b>(&'b self, at: usize, len: usize, held: &'b mut Vec<u8>) -> remanent::Result<&'b [u8]> {
         match self {
             Self::Host(bytes) => Ok(&bytes.as_slice()[at..at + len]),
-            Self::Elsewhere(source, _) => {
+            Self::External(source, _) => {
                 held.resize(len, 0);
                 let refused =
                     |error| Error::SourceFailed { index: 0, offset: at as u64, source: Arc::new(error) };
@@ -79,7 +79,7 @@ impl NewBytes {
     fn into_source(self) -> Arc<dyn ByteSource> {
         match self {
             Self::Host(bytes) => Arc::new(bytes),
-            Self::Elsewhere(source, _) => source,
+            Self::External(source, _) => source,
         }
     }
 }

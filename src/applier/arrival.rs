@@ -9,7 +9,7 @@
 use remanent_format::op::Op;
 
 use crate::base::allocation::push;
-use crate::device::sums::{PROVEN_LEN_MIN, changed_on_the_way, sums_in, sums_len};
+use crate::device::sums::{PROVEN_LEN_MIN, sums_in, sums_len, transfer_corrupted};
 use crate::device::{Command, Device, Span, Staging, StagingSpan};
 use crate::error::Result;
 use crate::memory::staging::{StagingBuf, StagingPool};
@@ -107,7 +107,7 @@ impl ArrivalProof {
         assert!(self.asked == self.sums.len()); // I12: no long write was sent without its sum.
         let of_device = &returned[self.index][..sums_len(self.sums.len())];
         let holds = sums_in(of_device).eq(self.sums.iter().copied());
-        if holds { Ok(()) } else { Err(changed_on_the_way(device, "bytes of a batch")) }
+        if holds { Ok(()) } else { Err(transfer_corrupted(device, "bytes of a batch")) }
     }
 }
 

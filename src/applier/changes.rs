@@ -181,8 +181,8 @@ impl AppliedBatch {
         written.metadata.sort_unstable();
         let mut pages = Vec::new();
         for (page, after) in changes.pages() {
-            if let Some(told) = AppliedPage::of(*page, before.get(*page).as_ref(), after.as_ref(), written)? {
-                push(&mut pages, told)?;
+            if let Some(item) = AppliedPage::of(*page, before.get(*page).as_ref(), after.as_ref(), written)? {
+                push(&mut pages, item)?;
             }
         }
         pages.sort_unstable_by_key(|page| page.page);
@@ -261,9 +261,9 @@ impl ChangeFeed {
     }
 
     /// Reports a batch to all streams, or that it is omitted.
-    pub fn tell(&self, told: Result<AppliedBatch, Lsn>) {
-        let told = told.map(Arc::new);
-        self.queues.lock().iter().for_each(|queue| queue.push(&told));
+    pub fn publish(&self, item: Result<AppliedBatch, Lsn>) {
+        let item = item.map(Arc::new);
+        self.queues.lock().iter().for_each(|queue| queue.push(&item));
     }
 
     /// Ends all streams: no more batches will be applied.
@@ -281,9 +281,9 @@ impl ChangeFeed {
 }
 
 impl ChangeQueue {
-    fn push(&self, told: &Result<Arc<AppliedBatch>, Lsn>) {
+    fn push(&self, item: &Result<Arc<AppliedBatch>, Lsn>) {
         let mut state = self.state.lock();
-        match told {
+        match item {
             // The caller receives notice of a gap before any later event, which would hide the gap.
             _ if state.lagged.is_some() => return,
             Ok(batch) if state.count + batch.count() <= QUEUED_MAX => {
@@ -411,23 +411,23 @@ mod tests {
         let (feed, queue) = (ChangeFeed::default(), Arc::new(ChangeQueue::default()));
         feed.add(queue.clone());
         assert!(feed.is_watched());
-        feed.tell(batch(1, 10));
-        feed.tell(batch(2, QUEUED_MAX));
-        feed.tell(batch(3, 1));
+        feed.publish(batch(1, 10));
+        feed.publish(batch(2, QUEUED_MAX));
+        feed.publish(batch(3, 1));
         assert_eq!(events(&queue, 1), [1]);
-        feed.tell(batch(4, 1));
+        feed.publish(batch(4, 1));
         assert_eq!(events(&queue, 9), [-2]);
-        feed.tell(batch(5, 1));
-        feed.tell(Err(Lsn(6)));
+        feed.publish(batch(5, 1));
+        feed.publish(Err(Lsn(6)));
         assert_eq!(events(&queue, 9), [5, -6]);
         assert_eq!(queue.state.lock().count, 0);
         // Exactly full, and one more.
-        feed.tell(batch(7, QUEUED_MAX - 2));
-        feed.tell(batch(8, 0));
+        feed.publish(batch(7, QUEUED_MAX - 2));
+        feed.publish(batch(8, 0));
         assert_eq!(events(&queue, 9), [7, -8]);
         feed.remove(&queue);
         assert!(!feed.is_watched());
-        feed.tell(batch(9, 1));
+        feed.publish(batch(9, 1));
         assert_eq!(events(&queue, 9), []);
         feed.add(queue.clone());
         feed.end();

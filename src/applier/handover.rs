@@ -34,7 +34,7 @@ impl Handover {
 
     /// Leaves the memory, whose last use ends with the fence. Returns it as an error if no caller waits for
     /// it.
-    pub fn give(&self, memory: PageMemory, fence: Fence) -> Result<(), PageMemory> {
+    pub fn deliver(&self, memory: PageMemory, fence: Fence) -> Result<(), PageMemory> {
         let mut state = self.state.lock();
         match *state {
             HandoverState::Over => Err(memory),

@@ -17,7 +17,7 @@ use crate::error::Result;
 #[derive(Default)]
 pub(super) struct InFlight {
     lists: VecDeque<SubmittedList>,
-    untold: VecDeque<UnreportedBatches>,
+    unreported: VecDeque<UnreportedBatches>,
 }
 
 struct SubmittedList {
@@ -44,7 +44,7 @@ impl InFlight {
 
     /// Adds batches whose lists were added.
     pub fn note(&mut self, batches: UnreportedBatches) {
-        self.untold.push_back(batches);
+        self.unreported.push_back(batches);
     }
 
     /// Returns how many lists are in flight.
@@ -75,10 +75,10 @@ impl InFlight {
     }
 
     /// Returns the next batches that may be reported: no list up to theirs remains to be proven.
-    pub fn next_told(&mut self) -> Option<UnreportedBatches> {
+    pub fn next_reportable(&mut self) -> Option<UnreportedBatches> {
         let unproven = self.lists.iter().find(|list| !list.proofs.is_empty());
         let bound = unproven.map_or(u64::MAX, |list| list.pending.fence().value);
-        let may_be_told = self.untold.front().is_some_and(|batches| batches.fence < bound);
-        if may_be_told { self.untold.pop_front() } else { None }
+        let is_reportable = self.unreported.front().is_some_and(|batches| batches.fence < bound);
+        if is_reportable { self.unreported.pop_front() } else { None }
     }
 }

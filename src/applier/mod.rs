@@ -57,7 +57,7 @@ use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::base::sync::thread::JoinHandle;
 use crate::base::sync::threads;
 use crate::base::sync::{Condvar, Instant, Mutex, mpsc};
-use crate::device::sums::changed_on_the_way;
+use crate::device::sums::transfer_corrupted;
 use crate::device::{CommandList, Device, Fence, Lane, Pending, SHORT_COPY_LEN_MAX, Span};
 use crate::error::{Error, Result};
 use crate::images::disk_pages::{DiskImage, DiskPage, DiskPageTable, DiskPages};
@@ -178,7 +178,7 @@ impl Turn<'_> {
     }
 
     /// Records that memory no longer matches the table because of `error`. Nothing is read from it any more.
-    pub fn lose(&mut self, error: &Error) {
+    pub fn mark_unknown(&mut self, error: &Error) {
         self.lost.get_or_insert_with(|| error.clone());
     }
 }
@@ -327,7 +327,7 @@ impl Applier {
         if let Some(read) = once()? {
             return Ok(read);
         }
-        once()?.ok_or_else(|| changed_on_the_way(device, "bytes of a page"))
+        once()?.ok_or_else(|| transfer_corrupted(device, "bytes of a page"))
     }
 
     /// Catches a range of a page as of all batches so far.

@@ -55,13 +55,13 @@ impl PageGather {
                     list.copy(memory.part(part * PART_LEN, len), copy.span());
                     self.asides.insert(part, copy);
                 }
-                _ => self.lose(),
+                _ => self.mark_lost(),
             }
         }
     }
 
     /// Gives up the page's bytes as of that moment.
-    pub fn lose(&mut self) {
+    pub fn mark_lost(&mut self) {
         self.is_lost = true;
     }
 }

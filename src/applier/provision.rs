@@ -46,7 +46,7 @@ impl Provision {
     /// Releases the resources of a batch that is not applied. No list names its memory.
     pub fn give_back(self, staging: &StagingPool, arena: &Arena) {
         for staged in self.asides.into_iter().chain(self.sums.map(|sums| sums.staging)) {
-            staging.give(staged.into_staging());
+            staging.put(staged.into_staging());
         }
         let relocations = self.relocations.into_iter().map(|(_, memory)| memory);
         arena.discard_all(self.memory.into_iter().chain(relocations));

@@ -18,7 +18,7 @@ use remanent_format::{Place, Width};
 
 use super::Turn;
 use crate::base::allocation::{collected, push};
-use crate::device::sums::{changed_on_the_way, sums_in, sums_len};
+use crate::device::sums::{sums_in, sums_len, transfer_corrupted};
 use crate::device::{Command, CommandList, Device, Fence, Lane, Pending, Span, StagingSpan};
 use crate::error::Result;
 use crate::memory::arena::{Arena, FileTarget, FileWay, PageMemory};
@@ -229,7 +229,7 @@ impl Drain {
     /// # Errors
     /// A device error, also if the bytes differ from those that the device sent.
     pub fn finish(self, device: &dyn Device) -> Result<Drained> {
-        self.finish_once(device)?.ok_or_else(|| changed_on_the_way(device, "bytes of pages"))
+        self.finish_once(device)?.ok_or_else(|| transfer_corrupted(device, "bytes of pages"))
     }
 
     /// Like [`finish`](Self::finish), for a caller that can catch the bytes again: returns `None` if they
@@ -316,7 +316,7 @@ impl CopiesAside {
             sent.finish(device)?;
             let words = sums.finish(device)?.into_iter().next().expect("one staging went in");
             let sums = summed.by_source(sums_in(&words[..sums_len(summed.spans.len())]))?;
-            summed.pool.give(words);
+            summed.pool.put(words);
             Ok(sums)
         };
         let copied = copy();
@@ -448,11 +448,11 @@ fn arrived(
     let of_device = returned.next();
     let sums =
         summed.check(&bytes, of_device.as_ref().map(|words| &words[..sums_len(summed.spans.len())]))?;
-    of_device.into_iter().for_each(|words| summed.pool.give(words));
+    of_device.into_iter().for_each(|words| summed.pool.put(words));
     match sums {
         Some(sums) => Ok(Some(Drained { bytes, sums })),
         None => {
-            summed.pool.give(bytes.into_staging());
+            summed.pool.put(bytes.into_staging());
             Ok(None)
         }
     }

@@ -128,7 +128,7 @@ impl ReadOutcome {
 impl Drop for ReadOutcome {
     fn drop(&mut self) {
         if let Some(staged) = self.staged.take() {
-            self.pool.give(staged.into_staging());
+            self.pool.put(staged.into_staging());
         }
     }
 }

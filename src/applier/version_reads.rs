@@ -10,7 +10,7 @@ use super::Applier;
 use super::reads::{gather_ranges, len_of};
 use crate::base::allocation::{collected, push};
 use crate::device::Device;
-use crate::device::sums::changed_on_the_way;
+use crate::device::sums::transfer_corrupted;
 use crate::error::Result;
 use crate::memory::staging::{StagingBuf, StagingPool};
 
@@ -46,7 +46,7 @@ impl Applier {
                 for VersionRange { page, lsn, range } in versions {
                     let now = turn.applied.table.get(page);
                     if !now.is_some_and(|now| now.lsn == lsn && now.place != Place::Disk) {
-                        pool.give(staged.into_staging());
+                        pool.put(staged.into_staging());
                         return Ok(None);
                     }
                     push(&mut ranges, (page, range))?;
@@ -59,6 +59,6 @@ impl Applier {
             }
             tracing::warn!(device = device.label(), "bytes changed on their way to the host: once more");
         }
-        Err(changed_on_the_way(device, "bytes of pages"))
+        Err(transfer_corrupted(device, "bytes of pages"))
     }
 }

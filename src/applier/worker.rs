@@ -46,7 +46,7 @@ pub(super) struct Worker {
     handed_over: Vec<(Arc<Handover>, PageMemory)>,
     /// The changes of the batches in the list under construction, for streams; only the batch's number if
     /// there was no memory for its changes. Empty while there is no stream.
-    told: Vec<Result<AppliedBatch, Lsn>>,
+    unreported: Vec<Result<AppliedBatch, Lsn>>,
     in_flight: InFlight,
     /// The value of the newest list's fence.
     fence: u64,
@@ -77,7 +77,7 @@ impl Worker {
             retiring: Queue::default(),
             vacated: Queue::default(),
             handed_over: Vec::new(),
-            told: Vec::new(),
+            unreported: Vec::new(),
             in_flight: InFlight::default(),
             fence: 0,
             lost: None,
@@ -120,7 +120,7 @@ impl Worker {
                         });
                         // A caller that waits for bytes that the turn lost is notified.
                         if let Some(error) = self.lost.clone().filter(|_| !was_lost) {
-                            self.lose(error);
+                            self.record_loss(error);
                         }
                     }
                 }
@@ -281,7 +281,7 @@ impl Worker {
             GrownBytes::Plain(_) => {}
         }
         if let Some(ranges) = ranges {
-            self.told.push(AppliedBatch::of(&changes, &self.applied.table, ranges));
+            self.unreported.push(AppliedBatch::of(&changes, &self.applied.table, ranges));
         }
         self.applied.table.install(&changes);
         self.applied.point = point;
@@ -358,7 +358,7 @@ impl Worker {
         let (_, relocation) = relocations.swap_remove(at);
         if self.leases.leave(page, current.span().memory) {
             if let Some(gather) = gathers.get_mut(&page) {
-                gather.lose();
+                gather.mark_lost();
             }
             self.list.copy(current.span(), relocation.span());
             self.versions.moved(page, relocation.span().memory);
@@ -386,7 +386,7 @@ impl Worker {
     fn give_up(&mut self, page: PageId, old: PageMemory) {
         let AppliedState { table, cut, gathers, .. } = &mut self.applied;
         if let Some(gather) = gathers.get_mut(&page) {
-            gather.lose();
+            gather.mark_lost();
         }
         let watched = cut.as_mut().and_then(|cut| Some((cut, table.get(page)?)));
         if self.leases.leave(page, old.span().memory) {
@@ -411,7 +411,7 @@ impl Worker {
         let page = handover.page;
         let AppliedState { table, cut, gathers, .. } = &mut self.applied;
         if let Some(gather) = gathers.get_mut(&page) {
-            gather.lose();
+            gather.mark_lost();
         }
         if let Some((cut, info)) = cut.as_mut().and_then(|cut| Some((cut, table.get(page)?))) {
             cut.before_change(&info, &old, &self.arena, &mut self.list);
@@ -433,7 +433,7 @@ impl Worker {
                 self.fence = pending.fence().value;
                 self.in_flight.push(pending, Vec::new());
             }
-            Err(error) => return self.lose(error),
+            Err(error) => return self.record_loss(error),
         }
         while self.in_flight.len() > IN_FLIGHT_MAX {
             self.finish_oldest();
@@ -455,20 +455,24 @@ impl Worker {
                             self.leases.give_up(memory, pending.fence());
                         }
                         for (handover, memory) in self.handed_over.drain(..) {
-                            if let Err(memory) = handover.give(memory, pending.fence()) {
+                            if let Err(memory) = handover.deliver(memory, pending.fence()) {
                                 self.leases.give_up(memory, pending.fence());
                             }
                         }
                         self.fence = pending.fence().value;
                         self.in_flight.push(pending, proofs);
                     }
-                    Err(error) => self.lose(error),
+                    Err(error) => self.record_loss(error),
                 }
             }
         }
         let (applied, fence) = (self.applied.point.lsn, self.fence);
-        self.in_flight.note(UnreportedBatches { applied, fence, changes: std::mem::take(&mut self.told) });
-        self.tell();
+        self.in_flight.note(UnreportedBatches {
+            applied,
+            fence,
+            changes: std::mem::take(&mut self.unreported),
+        });
+        self.report();
         let reached = self.device.reached(Lane::Apply);
         while self.in_flight.oldest().is_some_and(|fence| fence <= reached)
             || self.in_flight.len() > IN_FLIGHT_MAX
@@ -478,15 +482,15 @@ impl Worker {
     }
 
     /// Reports the batches that are applied and whose bytes are proven (I12).
-    fn tell(&mut self) {
+    fn report(&mut self) {
         if self.lost.is_some() {
             return;
         }
-        while let Some(UnreportedBatches { applied, fence, changes }) = self.in_flight.next_told() {
+        while let Some(UnreportedBatches { applied, fence, changes }) = self.in_flight.next_reportable() {
             self.shared.progress(|progress| (progress.applied, progress.fence) = (applied, fence));
             // After the progress: a caller that is notified of a batch may immediately check that it is
             // applied.
-            changes.into_iter().for_each(|told| self.shared.changes().tell(told));
+            changes.into_iter().for_each(|batch_changes| self.shared.changes().publish(batch_changes));
         }
     }
 
@@ -508,13 +512,13 @@ impl Worker {
             Err(error) => Err(error),
         };
         match proven {
-            Ok(()) => self.tell(),
-            Err(error) => self.lose(error),
+            Ok(()) => self.report(),
+            Err(error) => self.record_loss(error),
         }
     }
 
     /// Records that a list is lost.
-    fn lose(&mut self, error: Error) {
+    fn record_loss(&mut self, error: Error) {
         let error = self.shared.poison.set(error);
         self.lost.get_or_insert(error);
         self.shared.progress(|progress| progress.lost = true);

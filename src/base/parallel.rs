@@ -235,10 +235,10 @@ mod tests {
         let mut taken = Vec::new();
         let made = pipeline(
             count_max,
-            |give| {
-                let all = (0..100).all(&mut *give);
+            |emit| {
+                let all = (0..100).all(&mut *emit);
                 // A piece that is ready when no more are wanted.
-                let last = give(100);
+                let last = emit(100);
                 if all && last { "all" } else { "some" }
             },
             |number| {
@@ -281,8 +281,8 @@ mod tests {
         }
         for panics_at in [0, 1, 5] {
             let mut taken = 0;
-            let make = |give: &mut dyn FnMut(u32) -> bool| {
-                (0..panics_at).for_each(|number| assert!(give(number)));
+            let make = |emit: &mut dyn FnMut(u32) -> bool| {
+                (0..panics_at).for_each(|number| assert!(emit(number)));
                 panic!("as this test wants it");
             };
             let made: Result<(), Failure> = pipeline(2, make, |_| {

@@ -52,7 +52,7 @@ impl CatalogLock {
     }
 
     /// Publishes the current catalog, for a lock holder that is about to report the end of an operation.
-    pub fn tell(&self, catalog: &Catalog) {
+    pub fn publish_copy(&self, catalog: &Catalog) {
         *self.latest.lock() = CatalogCopy::of(catalog);
     }
 

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use remanent_format::{PageId, Place};
 
-use super::counted::uncounted;
+use super::counted::inner_device;
 use super::lent_ranges::{CallerUse, MemoryRange, RangeInUse, RangeUse};
 use super::memory_link::{MemoryLink, MemoryOwner};
 use super::stream_uses::{Access, LastUse, StreamUses};
@@ -252,8 +252,8 @@ impl DeviceBytes {
 
     /// Returns the error to report to the caller. A failed device poisons the store, because the store's
     /// pages are lost too.
-    pub(super) fn hear(&self, error: Error) -> Error {
-        self.memory.link.hear(error)
+    pub(super) fn report_error(&self, error: Error) -> Error {
+        self.memory.link.report_failure(error)
     }
 
     /// Places a page in these bytes, which are not empty, and returns the page's memory id for them. Returns
@@ -321,7 +321,7 @@ impl DeviceBytes {
     /// store; [`Error::Forked`].
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         self.memory.check()?;
-        self.try_write(offset, bytes).map_err(|error| self.hear(error))
+        self.try_write(offset, bytes).map_err(|error| self.report_error(error))
     }
 
     fn try_write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
@@ -341,7 +341,7 @@ impl DeviceBytes {
     /// Same as [`DeviceBytes::write`].
     pub fn read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         self.memory.check()?;
-        self.try_read(offset, out).map_err(|error| self.hear(error))
+        self.try_read(offset, out).map_err(|error| self.report_error(error))
     }
 
     fn try_read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
@@ -371,7 +371,7 @@ impl DeviceBytes {
     /// [`Error::MemoryRefused`] if it belongs to another device.
     pub(crate) fn check_device(&self, device: &Arc<dyn Device>) -> Result<()> {
         // Each store wraps the device in a counter of its own; stores on the same device share its memory.
-        if ptr::addr_eq(uncounted(&self.memory.device), uncounted(device)) {
+        if ptr::addr_eq(inner_device(&self.memory.device), inner_device(device)) {
             return Ok(());
         }
         let reason = "it is another store's: make it with this one's `device_bytes`".to_owned();

@@ -168,10 +168,10 @@ impl Selection {
         let Self { bits, indices } = *self;
         assert!(bits.len < BITMAP_LEN_END, "a bitmap of {} bytes", bits.len);
         assert!(indices.offset.is_multiple_of(4) && indices.len.is_multiple_of(4), "room for whole indices");
-        let are_apart = bits.memory != indices.memory
+        let are_disjoint = bits.memory != indices.memory
             || bits.offset.saturating_add(bits.len) <= indices.offset
             || indices.offset.saturating_add(indices.len) <= bits.offset;
-        assert!(are_apart, "indices where their bitmap is: {self:?}");
+        assert!(are_disjoint, "indices where their bitmap is: {self:?}");
     }
 }
 

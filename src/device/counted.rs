@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use remanent_format::Place;
 
-use super::many_deltas::look_at;
+use super::many_deltas::map_slices;
 use super::{
     CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Payload,
     Pending, RawStream, Span, Staging, StreamEvent, UnifiedHint, UnifiedSupport,
@@ -212,17 +212,17 @@ impl DeviceCounts {
     }
 }
 
-/// Calls `tell` for each move that the commands make, with the places of the allocations that they name.
+/// Calls `each` for each move that the commands make, with the places of the allocations that they name.
 /// Empty ranges are skipped.
 pub(super) fn moves(
     commands: &[Command],
     place_of: impl Fn(MemoryId) -> Place,
-    tell: &mut dyn FnMut(Place, Place, u64),
+    each: &mut dyn FnMut(Place, Place, u64),
 ) {
     let place = |span: &Span| place_of(span.memory);
     let mut add = |from: Place, to: Place, bytes: u64| {
         if bytes > 0 {
-            tell(from, to, bytes);
+            each(from, to, bytes);
         }
     };
     for command in commands {
@@ -269,7 +269,7 @@ fn add_moves(moves: &mut ListMoves, places: (Place, Place), more: Moved) {
 }
 
 /// Returns the underlying device, without its counter.
-pub(super) fn uncounted(device: &Arc<dyn Device>) -> *const dyn Device {
+pub(super) fn inner_device(device: &Arc<dyn Device>) -> *const dyn Device {
     let any: &dyn Any = &**device;
     Arc::as_ptr(any.downcast_ref::<CountedDevice>().map_or(device, |counted| &counted.inner))
 }
@@ -307,9 +307,9 @@ impl CountedDevice {
 
     /// Returns the moves that a list makes.
     fn moves(&self, commands: &[Command]) -> ListMoves {
-        let of_some = look_at(commands, |commands| {
+        let of_some = map_slices(commands, |commands| {
             let mut moves = ListMoves::new();
-            self.inner.tell_moves(commands, &mut |from, to, bytes| {
+            self.inner.for_each_move(commands, &mut |from, to, bytes| {
                 add_moves(&mut moves, (from, to), Moved { pages: 1, bytes, ..Moved::default() });
             });
             moves

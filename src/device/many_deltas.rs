@@ -11,7 +11,7 @@ const MANY_DELTAS: [usize; 2] = [8 << 10, 128 << 10];
 /// The maximum number of threads that work on many deltas.
 pub(super) const THREADS_MAX: usize = 16;
 /// Deltas that a thread distributes into shares at a time.
-const DEALT_AT_ONCE: usize = 4096;
+const PARTITIONED_AT_ONCE: usize = 4096;
 /// Shares of deltas per thread. A thread that finishes its share takes another one.
 const SHARES_EACH: usize = 4;
 
@@ -21,67 +21,67 @@ pub(super) fn has_many_deltas(commands: &[Command]) -> bool {
     commands.iter().map(|command| command.deltas().len()).sum::<usize>() >= many
 }
 
-/// Applies `look` to commands and returns the results in command order. For many deltas, several threads each
-/// process some of the commands.
-pub(super) fn look_at<T: Send>(commands: &[Command], look: impl Fn(&[Command]) -> T + Sync) -> Vec<T> {
+/// Applies `classify` to commands and returns the results in command order. For many deltas, several threads
+/// each process some of the commands.
+pub(super) fn map_slices<T: Send>(commands: &[Command], classify: impl Fn(&[Command]) -> T + Sync) -> Vec<T> {
     if !has_many_deltas(commands) {
-        return vec![look(commands)];
+        return vec![classify(commands)];
     }
     let threads = parallel::threads(THREADS_MAX);
     let slices: Vec<&[Command]> = commands.chunks(commands.len().div_ceil(threads)).collect();
-    let each = |(): &mut (), index: usize| Ok::<_, Infallible>(look(slices[index]));
+    let each = |(): &mut (), index: usize| Ok::<_, Infallible>(classify(slices[index]));
     let Ok(found) = parallel::map_indexed(threads, slices.len(), || (), each);
     found
 }
 
 /// Deltas divided into shares. All deltas of one allocation are in the same share, in list order.
-pub(super) struct Dealt<T> {
+pub(super) struct Partitioned<T> {
     /// For each slice of the list, the deltas of each share.
     slices: Vec<Vec<Vec<T>>>,
     count: usize,
 }
 
 /// The deltas were not divided into shares; one thread must process them.
-pub(super) struct Undealt;
+pub(super) struct NotPartitioned;
 
 /// Distributes deltas into shares with several threads, each with working state of its own from `equip`. For
-/// each delta, `look` returns the number of the allocation that the delta changes and the value to store in a
-/// share, or `None` to skip it.
+/// each delta, `classify` returns the number of the allocation that the delta changes and the value to store
+/// in a share, or `None` to skip it.
 ///
 /// # Errors
-/// The error from `look`, or [`Undealt`] if there is not enough memory.
-pub(super) fn deal<'p, W, T: Send>(
+/// The error from `classify`, or [`NotPartitioned`] if there is not enough memory.
+pub(super) fn partition<'p, W, T: Send>(
     rows: impl Iterator<Item = &'p [Piece]>,
     equip: impl Fn() -> W + Sync,
-    look: impl Fn(&mut W, &'p Piece) -> Result<Option<(u64, T)>, Undealt> + Sync,
-) -> Result<Dealt<T>, Undealt> {
+    classify: impl Fn(&mut W, &'p Piece) -> Result<Option<(u64, T)>, NotPartitioned> + Sync,
+) -> Result<Partitioned<T>, NotPartitioned> {
     let threads = parallel::threads(THREADS_MAX);
     let count = threads * SHARES_EACH;
-    let slices: Vec<&[Piece]> = rows.flat_map(|row| row.chunks(DEALT_AT_ONCE)).collect();
-    let deal = |with: &mut W, index: usize| {
+    let slices: Vec<&[Piece]> = rows.flat_map(|row| row.chunks(PARTITIONED_AT_ONCE)).collect();
+    let partition = |with: &mut W, index: usize| {
         let slice = slices[index];
         let mut shares: Vec<Vec<T>> = Vec::new();
-        shares.try_reserve(count).map_err(|_| Undealt)?;
+        shares.try_reserve(count).map_err(|_| NotPartitioned)?;
         shares.resize_with(count, Vec::new);
         // Most deltas are spread evenly.
         let even = 2 * slice.len() / count;
-        shares.iter_mut().try_for_each(|share| share.try_reserve(even)).map_err(|_| Undealt)?;
+        shares.iter_mut().try_for_each(|share| share.try_reserve(even)).map_err(|_| NotPartitioned)?;
         for piece in slice {
-            if let Some((memory, delta)) = look(with, piece)? {
+            if let Some((memory, delta)) = classify(with, piece)? {
                 // Numbers of allocations are evenly spaced, so multiply to spread them over the shares.
                 let spread = memory.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
                 let share = &mut shares[spread as usize % count];
-                share.try_reserve(1).map_err(|_| Undealt)?;
+                share.try_reserve(1).map_err(|_| NotPartitioned)?;
                 share.push(delta);
             }
         }
         Ok(shares)
     };
-    let slices = parallel::map_indexed(threads, slices.len(), equip, deal)?;
-    Ok(Dealt { slices, count })
+    let slices = parallel::map_indexed(threads, slices.len(), equip, partition)?;
+    Ok(Partitioned { slices, count })
 }
 
-impl<T> Dealt<T> {
+impl<T> Partitioned<T> {
     /// Returns the number of shares.
     pub fn count(&self) -> usize {
         self.count

@@ -12,9 +12,9 @@ use super::{Device, Fence};
 use crate::error::{Error, Result};
 
 /// The store's end of the link.
-pub(crate) trait StoreEnd: Send + Sync {
+pub(crate) trait StoreHandle: Send + Sync {
     /// Records an error from using memory, and returns the error to report to the caller.
-    fn hear(&self, error: Error) -> Error;
+    fn report_failure(&self, error: Error) -> Error;
 
     /// Returns a fence after every batch submitted so far.
     ///
@@ -33,21 +33,21 @@ pub(crate) type MemoryOwner = Arc<dyn Any + Send + Sync>;
 #[derive(Default)]
 pub(crate) struct MemoryLink {
     pub ranges: Arc<LentRanges>,
-    store: OnceLock<Box<dyn StoreEnd>>,
+    store: OnceLock<Box<dyn StoreHandle>>,
 }
 
 impl MemoryLink {
     /// Connects the store to the link.
-    pub fn connect(&self, store: impl StoreEnd + 'static) {
+    pub fn connect(&self, store: impl StoreHandle + 'static) {
         let connected = self.store.set(Box::new(store));
         assert!(connected.is_ok(), "one store a link");
     }
 
     /// Passes an error to the store. Before the store starts, returns the error unchanged, and the open fails
     /// with it.
-    pub fn hear(&self, error: Error) -> Error {
+    pub fn report_failure(&self, error: Error) -> Error {
         match self.store.get() {
-            Some(store) => store.hear(error),
+            Some(store) => store.report_failure(error),
             None => error,
         }
     }

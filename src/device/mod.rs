@@ -42,7 +42,7 @@ pub(crate) use self::counted::{CountedDevice, DeviceCounts};
 pub use self::digests::{
     DIGEST_CHUNK_LEN, DIGEST_KEY_LEN, DIGEST_LEN, DIGEST_SEED_LEN, Digest, digest_count, digest_key,
 };
-pub(crate) use self::memory_link::{MemoryLink, MemoryOwner, StoreEnd, drop_when_passed};
+pub(crate) use self::memory_link::{MemoryLink, MemoryOwner, StoreHandle, drop_when_passed};
 pub use self::staging::{Pending, ReturnedStaging, Staging, StagingMemory};
 pub use self::stream_guard::StreamGuard;
 pub use self::stream_uses::Access;
@@ -298,10 +298,10 @@ pub trait Device: Any + Send + Sync {
         Place::Host
     }
 
-    /// Calls `tell` for each move that the commands make, in order, with the source place, the target place
+    /// Calls `each` for each move that the commands make, in order, with the source place, the target place
     /// and the number of bytes. Bytes in staging are in [`Place::Host`].
-    fn tell_moves(&self, commands: &[Command], tell: &mut dyn FnMut(Place, Place, u64)) {
-        counted::moves(commands, |memory| self.place_of(memory), tell);
+    fn for_each_move(&self, commands: &[Command], each: &mut dyn FnMut(Place, Place, u64)) {
+        counted::moves(commands, |memory| self.place_of(memory), each);
     }
 
     /// Gives a range of page memory an id of its own, so that a page can live in it. The new id is released

@@ -65,7 +65,7 @@ impl DeviceBytes {
     /// [`Error::Closed`] for a page of a closed store; [`Error::Forked`]; a device error.
     pub fn begin(&self, stream: RawStream, access: Access) -> Result<StreamGuard> {
         self.check_process()?;
-        self.try_begin(stream, access).map_err(|error| self.hear(error))
+        self.try_begin(stream, access).map_err(|error| self.report_error(error))
     }
 
     fn try_begin(&self, stream: RawStream, access: Access) -> Result<StreamGuard> {
@@ -111,9 +111,9 @@ impl StreamGuard {
         if ended.is_err() {
             // The end of the work is unknown, so no page may ever live there and the memory is never freed.
             std::mem::forget(in_use);
-            self.bytes.uses().lose();
+            self.bytes.uses().mark_unknown();
         }
-        ended.map_err(|error| self.bytes.hear(error))
+        ended.map_err(|error| self.bytes.report_error(error))
     }
 
     fn record(&self) -> Result<()> {

@@ -82,7 +82,7 @@ impl StreamUses {
     }
 
     /// Records a use whose end is unknown.
-    pub fn lose(&self) {
+    pub fn mark_unknown(&self) {
         self.0.lock().last = LastUse::Unknown;
     }
 

@@ -33,7 +33,7 @@ pub(crate) fn sums_in(staged: &[u8]) -> impl ExactSizeIterator<Item = u32> {
 
 /// Returns the error for bytes that changed between host and device, and changed again if they could be sent
 /// a second time. The data on disk is not at fault: it matches the host's checksum.
-pub(crate) fn changed_on_the_way(device: &dyn Device, what: &str) -> Error {
+pub(crate) fn transfer_corrupted(device: &dyn Device, what: &str) -> Error {
     let label = device.label();
     Error::Device {
         reason: format!(

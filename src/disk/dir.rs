@@ -331,7 +331,7 @@ impl Disk for DirDisk {
 
     /// Opens the file for writing and closes it, which is an event for watchers. This costs two system calls
     /// and changes nothing on disk.
-    fn tell_watchers(&self, file: FileName) {
+    fn notify_watchers(&self, file: FileName) {
         refuse_lock_file(file);
         if let Err(error) = self.within(|directory| directory.open(file, OFlags::WRONLY)) {
             tracing::debug!(%error, %file, "followers are not told of a batch");

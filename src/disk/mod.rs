@@ -195,7 +195,7 @@ pub trait Disk: Any + Send + Sync {
     /// Ends the wait of every [watch](Self::watch) on the folder, in all processes, as if `file` had been
     /// written by a system call. The file is unchanged. This is needed because stores into a mapping cause no
     /// event. It is best effort: if it is not supported, watchers poll.
-    fn tell_watchers(&self, file: FileName) {
+    fn notify_watchers(&self, file: FileName) {
         let _ = file;
     }
 
@@ -432,8 +432,8 @@ pub trait Window: Send + Sync {
 /// Waits for changes in a folder.
 pub trait Watch: Send {
     /// Whether changes end a wait early. Stores into a mapping do not, unless the writer calls
-    /// [`Disk::tell_watchers`].
-    fn tells(&self) -> bool;
+    /// [`Disk::notify_watchers`].
+    fn has_notifications(&self) -> bool;
 
     /// Waits for a change, or for `timeout`. Returns whether names changed, or may have changed.
     fn wait(&mut self, timeout: Duration) -> bool;
@@ -443,7 +443,7 @@ pub trait Watch: Send {
 struct PlainSleep;
 
 impl Watch for PlainSleep {
-    fn tells(&self) -> bool {
+    fn has_notifications(&self) -> bool {
         false
     }
 

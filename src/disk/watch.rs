@@ -5,7 +5,7 @@
 //! belongs to the parent: the child starts with none.
 //!
 //! Notifications are best effort. Stores into a mapping cause no event, so their writer causes one
-//! ([`super::Disk::tell_watchers`]), and some file systems provide none at all. If the system has no more
+//! ([`super::Disk::notify_watchers`]), and some file systems provide none at all. If the system has no more
 //! watches, a wait takes its full time.
 
 use std::collections::HashMap;
@@ -116,13 +116,13 @@ impl Drop for Hub {
 /// The body of a hub's thread: counts events and wakes subscribers.
 fn report(inotify: &OwnedFd, news: &WatchState) {
     loop {
-        let heard = match poll(&mut [PollFd::new(inotify, PollFlags::IN)], None) {
+        let found = match poll(&mut [PollFd::new(inotify, PollFlags::IN)], None) {
             Ok(_) | Err(rustix::io::Errno::INTR) => drain(inotify),
             Err(errno) => Err(errno),
         };
         let mut count = news.count.lock();
         count.events += 1;
-        match heard {
+        match found {
             Ok(WatchEvents { names, is_over }) => {
                 count.names += u64::from(names);
                 count.is_over = is_over;
@@ -150,18 +150,18 @@ struct WatchEvents {
 
 /// Reads all pending events.
 fn drain(inotify: &OwnedFd) -> rustix::io::Result<WatchEvents> {
-    let mut heard = WatchEvents { names: false, is_over: false };
+    let mut found = WatchEvents { names: false, is_over: false };
     let mut room = [MaybeUninit::uninit(); EVENTS_LEN];
     let mut events = inotify::Reader::new(inotify, &mut room);
     loop {
         match events.next() {
             Ok(event) => {
-                heard.names |= !WRITES.contains(event.events());
-                heard.is_over |= event.events().contains(ReadFlags::IGNORED);
+                found.names |= !WRITES.contains(event.events());
+                found.is_over |= event.events().contains(ReadFlags::IGNORED);
             }
             Err(rustix::io::Errno::INTR) => {}
             // No more events are pending.
-            Err(rustix::io::Errno::AGAIN) => return Ok(heard),
+            Err(rustix::io::Errno::AGAIN) => return Ok(found),
             Err(errno) => return Err(errno),
         }
     }
@@ -174,7 +174,7 @@ struct Subscription {
 }
 
 impl Watch for Subscription {
-    fn tells(&self) -> bool {
+    fn has_notifications(&self) -> bool {
         !self.seen.is_over
     }
 
@@ -214,7 +214,7 @@ mod tests {
         let mut watches: Vec<_> = (0..3).map(|_| watch(directory.path())).collect();
         drop(hubs);
         std::fs::write(directory.path().join("new"), b"").unwrap();
-        assert!(watches.iter_mut().all(|watch| watch.tells() && watch.wait(LONG)));
+        assert!(watches.iter_mut().all(|watch| watch.has_notifications() && watch.wait(LONG)));
         // Dropping a subscriber does not affect the others.
         watches.pop();
         std::fs::remove_file(directory.path().join("new")).unwrap();
@@ -231,7 +231,7 @@ mod tests {
         let path = directory.path().join(file.name());
         let metadata = || std::fs::metadata(&path).unwrap();
         let (modified, hub) = (metadata().modified().unwrap(), subscribe(directory.path()).unwrap());
-        disk.tell_watchers(file);
+        disk.notify_watchers(file);
         let mut count = hub.news.count.lock();
         while count.events == 0 {
             let until = Instant::now() + LONG;
@@ -239,7 +239,7 @@ mod tests {
         }
         assert_eq!((count.names, metadata().len(), metadata().modified().unwrap()), (0, 5, modified));
         // The file does not exist, and is not created.
-        disk.tell_watchers(FileName::Temporary(Folder::Root, 2));
+        disk.notify_watchers(FileName::Temporary(Folder::Root, 2));
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1);
     }
 
@@ -259,13 +259,13 @@ mod tests {
         drop(count);
         let mut watch = watch(&path);
         std::fs::remove_dir(&path).unwrap();
-        assert!(watch.wait(LONG) && !watch.tells());
+        assert!(watch.wait(LONG) && !watch.has_notifications());
         assert!(!watch.wait(Duration::ZERO));
     }
 
     #[test]
     fn a_folder_that_is_not_there_is_napped_beside() {
         let directory = tempfile::tempdir().unwrap();
-        assert!(!watch(&directory.path().join("none")).tells());
+        assert!(!watch(&directory.path().join("none")).has_notifications());
     }
 }

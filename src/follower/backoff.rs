@@ -3,13 +3,13 @@
 //!
 //! After a batch, a follower checks repeatedly, with pauses that double from [`PAUSE_MIN`] to [`PAUSE_MAX`],
 //! because another batch is likely to follow. Later, a pause is an eighth of the idle time, up to
-//! [`PAUSE_MAX_UNTOLD`] or
-//! [`PAUSE_MAX_TOLD`]: a process may have several hundred followers of idle logs.
+//! [`PAUSE_MAX_POLLING`] or
+//! [`PAUSE_MAX_NOTIFIED`]: a process may have several hundred followers of idle logs.
 //!
 //! A pause ends early if the system reports that files were written, created or renamed. Buffered and direct
 //! logs are written by system calls, so each of their batches is noticed immediately. Stores into a mapping
 //! cause no event, so the writer of a mapped log triggers one for the first batch after an idle period
-//! ([`crate::disk::Disk::tell_watchers`]). That period is shorter than the time during which a follower
+//! ([`crate::disk::Disk::notify_watchers`]). That period is shorter than the time during which a follower
 //! checks often.
 
 use std::time::{Duration, Instant};
@@ -20,14 +20,14 @@ const PAUSE_MIN: Duration = Duration::from_micros(50);
 const PAUSE_MAX: Duration = Duration::from_millis(10);
 /// The longest pause of an idle follower without notifications: 300 of them use less than a hundredth of a
 /// core.
-const PAUSE_MAX_UNTOLD: Duration = Duration::from_secs(4);
+const PAUSE_MAX_POLLING: Duration = Duration::from_secs(4);
 /// The longest pause of an idle follower with notifications, which checks only in case one is missed.
-const PAUSE_MAX_TOLD: Duration = Duration::from_secs(8);
+const PAUSE_MAX_NOTIFIED: Duration = Duration::from_secs(8);
 const IDLE_PART: u32 = 8;
 /// The interval between checks for new segments and incarnations without notifications.
-const LOOK_AFTER: Duration = Duration::from_millis(10);
+const CHECK_AFTER: Duration = Duration::from_millis(10);
 /// The same interval with notifications, in case one is missed.
-const LOOK_AFTER_TOLD: Duration = Duration::from_secs(1);
+const CHECK_AFTER_NOTIFIED: Duration = Duration::from_secs(1);
 /// The time after which an incomplete frame is checked for damage.
 const SUSPECT_AFTER: Duration = Duration::from_millis(20);
 /// The time after which the end of an idle log is checked for damage; it doubles after each check.
@@ -37,33 +37,33 @@ const JUDGE_AFTER_MAX: Duration = Duration::from_secs(600);
 /// The pauses of one wait for a batch.
 pub(super) struct Pauses {
     next: Duration,
-    look_at: Option<Instant>,
+    check_at: Option<Instant>,
 }
 
 impl Pauses {
     pub fn new() -> Self {
-        Self { next: PAUSE_MIN, look_at: None }
+        Self { next: PAUSE_MIN, check_at: None }
     }
 
     /// Returns the next pause, given how long the log has been `idle`.
-    pub fn next(&mut self, idle: Duration, told: bool) -> Duration {
+    pub fn next(&mut self, idle: Duration, is_notified: bool) -> Duration {
         let pause = self.next;
         self.next = (2 * pause).min(PAUSE_MAX);
-        pause.max((idle / IDLE_PART).min(if told { PAUSE_MAX_TOLD } else { PAUSE_MAX_UNTOLD }))
+        pause.max((idle / IDLE_PART).min(if is_notified { PAUSE_MAX_NOTIFIED } else { PAUSE_MAX_POLLING }))
     }
 
     /// Returns whether the names in the folder are to be checked now, which is always true at first.
-    pub fn may_look(&mut self, now: Instant, told: bool) -> bool {
-        let due = self.look_at.is_none_or(|at| at <= now);
+    pub fn is_check_due(&mut self, now: Instant, is_notified: bool) -> bool {
+        let due = self.check_at.is_none_or(|at| at <= now);
         if due {
-            self.look_at = Some(now + if told { LOOK_AFTER_TOLD } else { LOOK_AFTER });
+            self.check_at = Some(now + if is_notified { CHECK_AFTER_NOTIFIED } else { CHECK_AFTER });
         }
         due
     }
 
     /// Requests a check of the names, because the system reported a change.
     pub fn look_now(&mut self) {
-        self.look_at = None;
+        self.check_at = None;
     }
 }
 
@@ -116,13 +116,13 @@ mod tests {
     use crate::log::TELL_AFTER;
 
     /// Returns how often a follower checks a log that is idle for this time.
-    fn looks(idle: Duration, told: bool) -> u32 {
-        let (mut pauses, mut passed, mut looks) = (Pauses::new(), Duration::ZERO, 0);
+    fn checks(idle: Duration, is_notified: bool) -> u32 {
+        let (mut pauses, mut passed, mut checks) = (Pauses::new(), Duration::ZERO, 0);
         while passed < idle {
-            passed += pauses.next(passed, told);
-            looks += 1;
+            passed += pauses.next(passed, is_notified);
+            checks += 1;
         }
-        looks
+        checks
     }
 
     #[test]
@@ -130,17 +130,17 @@ mod tests {
         let hour = Duration::from_secs(3600);
         // A check takes some 100 us of a core, and 300 followers may take a hundredth of one.
         let allowed = hour.as_micros() / 100 / 300 / 100;
-        for told in [true, false] {
-            let looks = u128::from(looks(hour, told));
-            assert!(looks <= allowed, "{looks} looks an hour, of {allowed}; told: {told}");
+        for is_notified in [true, false] {
+            let checks = u128::from(checks(hour, is_notified));
+            assert!(checks <= allowed, "{checks} looks an hour, of {allowed}; told: {is_notified}");
         }
     }
 
     #[test]
     fn a_pause_is_short_after_a_batch() {
-        for told in [true, false] {
-            assert_eq!(Pauses::new().next(Duration::ZERO, told), PAUSE_MIN);
-            assert!(looks(Duration::from_millis(10), told) > 5, "{told}");
+        for is_notified in [true, false] {
+            assert_eq!(Pauses::new().next(Duration::ZERO, is_notified), PAUSE_MIN);
+            assert!(checks(Duration::from_millis(10), is_notified) > 5, "{is_notified}");
         }
     }
 

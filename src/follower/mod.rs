@@ -49,7 +49,7 @@ use crate::error::{Error, Result};
 use backoff::{Pauses, Suspicion};
 use seek::{at_start, behind, diverged, leaves_out, locate};
 use segment::LiveSegment;
-use survey::{ask, is_grave, missing, missing_file, newest_snapshot, segments, survey};
+use survey::{ask, missing, missing_file, needs_confirmation, newest_snapshot, segments, survey};
 use tail::{Tail, TakenFrame};
 
 /// The maximum number of consecutive checks of a log's end while names change.
@@ -128,7 +128,7 @@ impl Follower {
         let complaint = |error: &Error| match error {
             // A newer snapshot replaced the newest one that was found.
             Error::Overtaken { .. } => from == FollowFrom::Snapshot,
-            error => is_grave(error),
+            error => needs_confirmation(error),
         };
         let lsn = match from {
             FollowFrom::Position(position) => position.lsn.next(),
@@ -229,8 +229,8 @@ impl Follower {
                 self.suspicion.note(now);
             }
             let due = self.suspicion.due(now);
-            let look = pauses.may_look(now, self.watch.tells());
-            if (due || look) && self.look_around()? {
+            let is_check_due = pauses.is_check_due(now, self.watch.has_notifications());
+            if (due || is_check_due) && self.look_around()? {
                 pauses.look_now();
                 continue;
             }
@@ -246,7 +246,8 @@ impl Follower {
             if left.is_zero() {
                 return Ok(None);
             }
-            let pause = pauses.next(now.saturating_duration_since(self.idle_since), self.watch.tells());
+            let pause =
+                pauses.next(now.saturating_duration_since(self.idle_since), self.watch.has_notifications());
             if self.watch.wait(pause.min(left)) {
                 pauses.look_now();
             }

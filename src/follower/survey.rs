@@ -48,7 +48,7 @@ pub(super) fn ask<T>(
 }
 
 /// Returns whether the error must be confirmed before it is reported to a follower.
-pub(super) fn is_grave(error: &Error) -> bool {
+pub(super) fn needs_confirmation(error: &Error) -> bool {
     matches!(error, Error::Damaged(_) | Error::Diverged { .. })
 }
 
@@ -75,7 +75,7 @@ pub(super) fn missing_file(disk: &Arc<dyn Disk>, lsn: Lsn, damage: Damage) -> Er
 /// Returns [`Error::Overtaken`] if the newest snapshot does not need batch `lsn`; otherwise the missing file
 /// is reported as damage.
 fn gone(disk: &Arc<dyn Disk>, lsn: Lsn, damage: &Damage, needs_nothing: impl Fn(LogPoint) -> bool) -> Error {
-    let newest = ask(disk, lsn, is_grave, |survey| match newest_snapshot(survey) {
+    let newest = ask(disk, lsn, needs_confirmation, |survey| match newest_snapshot(survey) {
         Some((snapshot, redo, _)) if needs_nothing(redo) => Ok(snapshot),
         _ => Err(damage.clone().into()),
     });

@@ -154,7 +154,7 @@ impl Auditor<'_> {
         let staging = pending.finish(&*self.engine.device)?.pop().expect("one staging went in");
         let found = StagingBuf::new(staging, sums_len(infos.len()));
         let mut pages = collected(infos.into_iter().zip(sums_in(&found)))?;
-        self.engine.staging.give(found.into_staging());
+        self.engine.staging.put(found.into_staging());
         for (info, page) in on_disk {
             let sum = page.sum()?;
             push(&mut pages, (info, sum))?;
@@ -220,7 +220,7 @@ impl Auditor<'_> {
                         expected.iter().zip(&*found).position(|(expected, found)| expected != found);
                     first = differs.map(|within| at + within as u64);
                 }
-                self.engine.staging.give(found.into_staging());
+                self.engine.staging.put(found.into_staging());
             }
             Ok(())
         })?;

@@ -110,7 +110,7 @@ impl RestoreRun<'_> {
         submitted.index_keys().expect("the old state had unique keys");
         overwritten.map_err(|error| self.engine.poison.set(error))?;
         // No batch is committed in between, because the caller holds the submission lock.
-        self.engine.applier.changes().tell(Err(point.lsn));
+        self.engine.applier.changes().publish(Err(point.lsn));
         tracing::info!(%restored, lsn = %point.lsn, "restored");
         Ok(point)
     }
@@ -199,19 +199,20 @@ impl RestoreRun<'_> {
         let disk_pages = self.engine.disk_pages.clone();
         let overwritten = self.engine.applier.turn(move |turn| {
             overwrite_on_disk(turn, &disk_pages, &target, point);
-            overwrite(turn, &source, &*device, &staging, &target, point).inspect_err(|error| turn.lose(error))
+            overwrite(turn, &source, &*device, &staging, &target, point)
+                .inspect_err(|error| turn.mark_unknown(error))
         });
-        overwritten.map_err(|error| self.lose(error))
+        overwritten.map_err(|error| self.record_loss(error))
     }
 
     /// Marks memory as lost: it is neither the old state nor the new one, so nothing may read it anymore.
-    fn lose(&self, error: Error) -> Error {
+    fn record_loss(&self, error: Error) -> Error {
         let reason = error.clone();
-        let told = self.engine.applier.turn(move |turn| {
-            turn.lose(&reason);
+        let recorded = self.engine.applier.turn(move |turn| {
+            turn.mark_unknown(&reason);
             Ok(())
         });
-        told.err().unwrap_or(error)
+        recorded.err().unwrap_or(error)
     }
 }
 

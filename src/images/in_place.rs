@@ -85,6 +85,6 @@ impl ImageWriter {
             let sums = target.sums(from, &ranges)?;
             Ok::<_, Error>(sums.iter().eq(chunk.images.iter().map(|header| &header.image.stored_crc)))
         };
-        if is_as_sent()? || is_as_sent()? { Ok(()) } else { Err(target.changed_on_the_way()) }
+        if is_as_sent()? || is_as_sent()? { Ok(()) } else { Err(target.transfer_corrupted()) }
     }
 }

@@ -82,7 +82,7 @@ impl Waiters {
     }
 
     /// Counts a committer whose batch the next sync will cover.
-    pub fn come(&mut self) {
+    pub fn arrive(&mut self) {
         self.served_next += 1;
         // `away` is zero during a sync, so a committer that arrives then is not mistaken for one that
         // returned.
@@ -153,14 +153,14 @@ mod tests {
             let now = Instant::now();
             let mut log = Self { waiters: Waiters::new(now), now };
             for _ in 0..2 {
-                log.come(count);
+                log.arrive(count);
                 log.sync(SYNC);
             }
             log
         }
 
-        fn come(&mut self, count: usize) {
-            (0..count).for_each(|_| self.waiters.come());
+        fn arrive(&mut self, count: usize) {
+            (0..count).for_each(|_| self.waiters.arrive());
         }
 
         fn sync(&mut self, took: Duration) -> usize {
@@ -184,10 +184,10 @@ mod tests {
     fn sync_waits_only_for_committers_of_previous_sync() {
         let mut log = Log::with(3);
         assert_eq!(log.waits(), SYNC / 2);
-        log.come(2);
+        log.arrive(2);
         log.now += SYNC / 4;
         assert_eq!(log.waits(), SYNC / 4);
-        log.come(1);
+        log.arrive(1);
         assert_eq!(log.waits(), Duration::ZERO, "all are back");
         assert_eq!(log.sync(SYNC), 3);
         log.now += SYNC / 2;
@@ -197,7 +197,7 @@ mod tests {
     #[test]
     fn a_long_group_does_not_wait() {
         let mut log = Log::with(8);
-        log.come(4);
+        log.arrive(4);
         assert_eq!(
             [ENOUGH_BYTES - 1, ENOUGH_BYTES].map(|bytes| log.waits_with(bytes)),
             [SYNC / 2, Duration::ZERO]
@@ -210,16 +210,16 @@ mod tests {
     #[test]
     fn two_halves_become_one() {
         let mut log = Log::with(4);
-        log.come(4);
+        log.arrive(4);
         log.waiters.begin(log.now);
         // The other half, and one committer whose batch the sync has already covered.
-        (0..3).for_each(|_| log.waiters.come());
+        (0..3).for_each(|_| log.waiters.arrive());
         log.waiters.come_late();
         log.now += SYNC;
         assert_eq!(log.waiters.end(log.now), 5);
         assert!(log.waiters.has_next());
         assert_eq!(log.waits(), SYNC / 2);
-        log.come(5);
+        log.arrive(5);
         assert_eq!((log.waits(), log.sync(SYNC)), (Duration::ZERO, 8));
         assert!(!log.waiters.has_next());
     }
@@ -227,12 +227,12 @@ mod tests {
     #[test]
     fn committer_waits_neither_for_itself_nor_after_empty_sync() {
         let mut log = Log::with(1);
-        log.come(1);
+        log.arrive(1);
         assert_eq!(log.waits(), Duration::ZERO);
         log.sync(SYNC);
         // The keeper began this sync, and it served no committer.
         assert_eq!(log.sync(SYNC), 0);
-        log.come(1);
+        log.arrive(1);
         assert_eq!(log.waits(), Duration::ZERO);
     }
 
@@ -241,7 +241,7 @@ mod tests {
         let mut log = Log::with(4);
         let mut waited = Vec::new();
         for _ in 0..80 {
-            log.come(1);
+            log.arrive(1);
             let waits = log.waits();
             waited.push(waits > Duration::ZERO);
             log.now += waits;
@@ -253,11 +253,11 @@ mod tests {
         assert_eq!(tries, [0, 2, 5, 10, 19, 36, 69]);
         // Now most of them come back.
         for _ in 0..40 {
-            log.come(3);
+            log.arrive(3);
             log.waiters.come_late();
             log.sync(SYNC);
         }
-        log.come(3);
+        log.arrive(3);
         assert!(log.waits() > Duration::ZERO);
     }
 
@@ -274,7 +274,7 @@ mod tests {
     fn sync_without_committer_keeps_absence_unknown() {
         let mut log = Log::with(4);
         // The keeper began it, or a committer that needed a new segment.
-        log.come(1);
+        log.arrive(1);
         log.sync(SYNC);
         assert_eq!(log.waits(), SYNC / 2);
     }
@@ -282,7 +282,7 @@ mod tests {
     #[test]
     fn a_sync_that_took_long_makes_no_other_wait_long() {
         let mut log = Log::with(2);
-        log.come(2);
+        log.arrive(2);
         log.sync(100 * SYNC);
         assert_eq!(log.waits(), SYNC / 2);
     }

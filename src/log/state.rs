@@ -362,11 +362,11 @@ mod tests {
         let mut state = opened();
         // Two syncs that took hours have served two threads, and one of the threads is back.
         for began in [state.last_append; 2] {
-            (0..2).for_each(|_| state.waiters.come());
+            (0..2).for_each(|_| state.waiters.arrive());
             state.waiters.begin(began);
             state.waiters.end(began + Duration::from_secs(10_000));
         }
-        state.waiters.come();
+        state.waiters.arrive();
         for (dirty_bytes, waits) in [(0, true), (4096, true), (1 << 30, false)] {
             state.dirty_bytes = dirty_bytes;
             assert_eq!(state.more_until().is_some(), waits, "{dirty_bytes} bytes");
@@ -399,9 +399,9 @@ mod tests {
     fn the_first_batch_and_those_after_a_silence_are_told() {
         let mut state = opened();
         let begun = state.last_append;
-        let mut tells = |after: u64| state.ends_silence(begun + Duration::from_micros(after));
+        let mut ends_after = |after: u64| state.ends_silence(begun + Duration::from_micros(after));
         assert_eq!(
-            [0, 1, 4_999, 9_998, 14_998, 14_999].map(&mut tells),
+            [0, 1, 4_999, 9_998, 14_998, 14_999].map(&mut ends_after),
             [true, false, false, false, true, false]
         );
     }

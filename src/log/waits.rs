@@ -70,7 +70,7 @@ impl Log {
         if state.syncing && lsn <= state.sync_target {
             state.waiters.come_late();
         } else {
-            state.waiters.come();
+            state.waiters.arrive();
         }
         while state.durable < lsn {
             // First in the loop: after a failure no sync will ever reach this batch.

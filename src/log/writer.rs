@@ -185,7 +185,7 @@ impl Log {
         }
         drop(state);
         if is_to_tell {
-            self.pool.tell_followers(point.segment);
+            self.pool.notify_followers(point.segment);
         }
         Ok(point)
     }

@@ -17,7 +17,7 @@ use zerocopy::FromZeros;
 use crate::base::allocation::{collected, make_room, push};
 use crate::base::own_line::OwnLine;
 use crate::base::sync::Mutex;
-use crate::device::sums::{changed_on_the_way, sum_each, sums_in, sums_len};
+use crate::device::sums::{sum_each, sums_in, sums_len, transfer_corrupted};
 use crate::device::{Command, CommandList, Device, Lane, Span, Staging, StagingSpan};
 use crate::error::{Error, Result};
 
@@ -70,7 +70,7 @@ enum GrowthState {
         bytes: Vec<u8>,
         len: usize,
     },
-    Elsewhere {
+    Owned {
         bytes: Vec<u8>,
         outgrown: Option<Staging>,
     },
@@ -121,7 +121,7 @@ impl StagingPool {
             Some(CLASS_LEN_MIN) => {
                 let mut bytes = Vec::new();
                 make_room(&mut bytes, len)?;
-                GrowthState::Elsewhere { bytes, outgrown: None }
+                GrowthState::Owned { bytes, outgrown: None }
             }
             None => {
                 let bytes = u8::new_vec_zeroed(len).map_err(|_| Error::no_memory(len as u64))?;
@@ -154,7 +154,7 @@ impl StagingPool {
                 bytes.truncate(len);
                 GrownBytes::Plain(bytes)
             }
-            GrowthState::Elsewhere { bytes, outgrown } => {
+            GrowthState::Owned { bytes, outgrown } => {
                 self.give_all(outgrown);
                 GrownBytes::Plain(bytes)
             }
@@ -164,7 +164,7 @@ impl StagingPool {
     /// Returns grown bytes to the pool.
     pub fn give_grown(&self, grown: GrownBytes) {
         if let GrownBytes::Staged(staged) = grown {
-            self.give(staged.into_staging());
+            self.put(staged.into_staging());
         }
     }
 
@@ -217,7 +217,7 @@ impl StagingPool {
             self.give_all(returned);
             Ok::<_, Error>(is_proven)
         };
-        if once()? || once()? { Ok(()) } else { Err(changed_on_the_way(&*self.device, "pages")) }
+        if once()? || once()? { Ok(()) } else { Err(transfer_corrupted(&*self.device, "pages")) }
     }
 
     /// Copies bytes of device memory to the host and waits for them. If they cross a bus, the device
@@ -242,7 +242,7 @@ impl StagingPool {
             self.give_all(returned);
             Ok::<_, Error>(sent.is_none_or(|sum| sum == crc32fast::hash(out)))
         };
-        if once()? || once()? { Ok(()) } else { Err(changed_on_the_way(&*self.device, "bytes of a page")) }
+        if once()? || once()? { Ok(()) } else { Err(transfer_corrupted(&*self.device, "bytes of a page")) }
     }
 
     /// Returns the first `len` bytes of a staging, or another staging if it is shorter.
@@ -254,13 +254,13 @@ impl StagingPool {
         if len <= staging.len() {
             return Ok(StagingBuf::new(staging, len));
         }
-        self.give(staging);
+        self.put(staging);
         self.take(len)
     }
 
     /// Returns staging to the pool. If the limit is exceeded, staging is freed from the class with the most
     /// idle bytes first, so that a class that is no longer used does not fill the pool permanently.
-    pub fn give(&self, staging: Staging) {
+    pub fn put(&self, staging: Staging) {
         self.give_all([staging]);
     }
 
@@ -336,10 +336,10 @@ impl GrowingStaging {
         let is_full = match &self.0 {
             GrowthState::Staged { staging, len } => count > staging.len() - len,
             GrowthState::Zeroed { bytes, len } => count > bytes.len() - len,
-            GrowthState::Elsewhere { .. } => false,
+            GrowthState::Owned { .. } => false,
         };
         if is_full {
-            let nothing = GrowthState::Elsewhere { bytes: Vec::new(), outgrown: None };
+            let nothing = GrowthState::Owned { bytes: Vec::new(), outgrown: None };
             let (bytes, outgrown) = match std::mem::replace(&mut self.0, nothing) {
                 GrowthState::Staged { staging, len } => {
                     let needed = 2 * (len + count);
@@ -352,9 +352,9 @@ impl GrowingStaging {
                     bytes.truncate(len);
                     (bytes, None)
                 }
-                GrowthState::Elsewhere { bytes, outgrown } => (bytes, outgrown),
+                GrowthState::Owned { bytes, outgrown } => (bytes, outgrown),
             };
-            self.0 = GrowthState::Elsewhere { bytes, outgrown };
+            self.0 = GrowthState::Owned { bytes, outgrown };
         }
         Ok(&mut self.0)
     }
@@ -364,7 +364,7 @@ impl PayloadBytes for GrowingStaging {
     fn byte_len(&self) -> usize {
         match &self.0 {
             GrowthState::Staged { len, .. } | GrowthState::Zeroed { len, .. } => *len,
-            GrowthState::Elsewhere { bytes, .. } => bytes.len(),
+            GrowthState::Owned { bytes, .. } => bytes.len(),
         }
     }
 
@@ -380,7 +380,7 @@ impl PayloadBytes for GrowingStaging {
                 *len += bytes.len();
                 Ok(())
             }
-            GrowthState::Elsewhere { bytes: grown, .. } => PayloadBytes::append(grown, bytes),
+            GrowthState::Owned { bytes: grown, .. } => PayloadBytes::append(grown, bytes),
         }
     }
 
@@ -395,7 +395,7 @@ impl PayloadBytes for GrowingStaging {
                 *len += count;
                 Ok(())
             }
-            GrowthState::Elsewhere { bytes, .. } => bytes.append_zeros(count),
+            GrowthState::Owned { bytes, .. } => bytes.append_zeros(count),
         }
     }
 }
@@ -405,7 +405,7 @@ impl AsMut<[u8]> for GrowingStaging {
         match &mut self.0 {
             GrowthState::Staged { staging, len } => &mut staging[..*len],
             GrowthState::Zeroed { bytes, len } => &mut bytes[..*len],
-            GrowthState::Elsewhere { bytes, .. } => bytes,
+            GrowthState::Owned { bytes, .. } => bytes,
         }
     }
 }
@@ -490,7 +490,7 @@ mod tests {
         for len in [0, 1, 4095, 4096, 4097, 100_000, CLASS_LEN_MAX + 1] {
             let staging = pool.take(len).unwrap();
             assert_eq!(staging.len(), len);
-            pool.give(staging.into_staging());
+            pool.put(staging.into_staging());
         }
     }
 
@@ -519,7 +519,7 @@ mod tests {
         let pool = pool(1 << 20);
         let mut first = pool.take(5000).unwrap();
         first.fill(7);
-        pool.give(first.into_staging());
+        pool.put(first.into_staging());
         assert_eq!(pool.idle_bytes(), 8192);
         let second = pool.take(8000).unwrap();
         assert_eq!((pool.idle_bytes(), second[4999]), (0, 7), "the same bytes, as they were left");
@@ -532,13 +532,13 @@ mod tests {
         let taken: Vec<StagingBuf> =
             [4096, 4096, 4096, 8192, 8192].map(|len| pool.take(len).unwrap()).into_iter().collect();
         for staging in taken {
-            pool.give(staging.into_staging());
+            pool.put(staging.into_staging());
             assert!(pool.idle_bytes() <= 16 << 10);
         }
         // After 4 + 4 + 4 KiB and 8 KiB more, one of 4 KiB was freed. With the second 8 KiB, one of those was
         // freed.
         assert_eq!(pool.idle_bytes(), 16 << 10);
-        pool.give(pool.device.staging(32 << 10).unwrap());
+        pool.put(pool.device.staging(32 << 10).unwrap());
         assert_eq!(pool.idle_bytes(), 16 << 10, "larger than the limit: not kept");
         assert_eq!((pool.trim(), pool.idle_bytes(), pool.trim()), (16 << 10, 0, 0));
     }
@@ -561,7 +561,7 @@ mod tests {
             let mut used = pool.take(about.min(CLASS_LEN_MAX)).unwrap();
             used.fill(9);
             let at = used.as_ptr();
-            pool.give(used.into_staging());
+            pool.put(used.into_staging());
             let mut growing = pool.take_growing(about).unwrap();
             growing.append(&vec![1; lens[0]]).unwrap();
             growing.append_zeros(lens[1]).unwrap();
@@ -587,8 +587,8 @@ mod tests {
     #[test]
     fn staging_of_another_make_is_not_kept() {
         let pool = pool(1 << 20);
-        pool.give(pool.device.staging(5000).unwrap());
-        pool.give(pool.take(CLASS_LEN_MAX + 1).unwrap().into_staging());
+        pool.put(pool.device.staging(5000).unwrap());
+        pool.put(pool.take(CLASS_LEN_MAX + 1).unwrap().into_staging());
         assert_eq!(pool.idle_bytes(), 0);
     }
 }

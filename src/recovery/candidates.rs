@@ -126,7 +126,7 @@ impl Recovery<'_> {
                     following.batch(&batch.header, run.payload(batch))?;
                 }
             }
-            self.staging.give(run.memory.into_staging());
+            self.staging.put(run.memory.into_staging());
             Ok(())
         })?;
         Ok(following.finish(stopped.end, stopped.point)?)

@@ -102,7 +102,7 @@ impl Deltas<'_> {
         // The device reads deltas from the memory into which the frames were read: the list owns that memory
         // until it is done.
         if list.is_empty() {
-            self.staging.give(run.memory.into_staging());
+            self.staging.put(run.memory.into_staging());
         } else {
             list.payload(run.memory);
         }

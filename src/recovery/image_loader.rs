@@ -22,7 +22,7 @@ use crate::base::allocation::{append, collected, make_room, push};
 use crate::base::parallel;
 use crate::base::sync::Mutex;
 use crate::base::sync::atomic::{AtomicUsize, Ordering};
-use crate::device::sums::{changed_on_the_way, sums_in, sums_len};
+use crate::device::sums::{sums_in, sums_len, transfer_corrupted};
 use crate::device::{Command, CommandList, Device, Fence, Lane, Pending, Span, StagingSpan};
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
@@ -101,7 +101,7 @@ impl ImageLoader<'_> {
         let medium = self.source.on_medium();
         let again = ImageLoader { source: &medium, summed_by: SummedBy::Host, ..*self };
         let unlike = again.load_once(std::iter::once(&mut *unlike), threads)?;
-        if unlike.is_empty() { Ok(()) } else { Err(changed_on_the_way(self.device, "pages")) }
+        if unlike.is_empty() { Ok(()) } else { Err(transfer_corrupted(self.device, "pages")) }
     }
 
     /// Loads images, and returns those for which the device's sum differs from the stored one. If the device
@@ -374,7 +374,7 @@ impl PendingCopies<'_> {
                 let mut found = self.found.lock();
                 summed.iter().zip(sums_in(sums)).try_for_each(|(part, sum)| found.add(part, sum))?;
             }
-            staging.into_iter().for_each(|used| self.loader.staging.give(used));
+            staging.into_iter().for_each(|used| self.loader.staging.put(used));
         }
         Ok(())
     }

@@ -154,25 +154,25 @@ impl Frames<'_> {
             None if self.map.segments().range(from.segment..).count() > 2 => RUNS_MAX,
             None => 0,
         };
-        let walk = |give: &mut dyn FnMut(BatchRun) -> bool| self.walk(from, until, rules, &no_staging, give);
+        let walk = |emit: &mut dyn FnMut(BatchRun) -> bool| self.walk(from, until, rules, &no_staging, emit);
         let read = match rules {
             None => {
-                let make_each = |give: &mut dyn FnMut(T) -> bool| walk(&mut |run| give(make(run)));
+                let make_each = |emit: &mut dyn FnMut(T) -> bool| walk(&mut |run| emit(make(run)));
                 parallel::pipeline(runs_max, make_each, each)?
             }
             Some(rules) => with_crew(rules.threads, |crew| {
-                let walk = |give: &mut dyn FnMut(BatchRun) -> bool| {
+                let walk = |emit: &mut dyn FnMut(BatchRun) -> bool| {
                     let _crew = crew.join();
-                    walk(give)
+                    walk(emit)
                 };
-                let make_each = |give: &mut dyn FnMut(T) -> bool| {
+                let make_each = |emit: &mut dyn FnMut(T) -> bool| {
                     let _crew = crew.join();
                     if rules.has_long_frames {
-                        return Ok(walk(&mut |run| give(make(run))));
+                        return Ok(walk(&mut |run| emit(make(run))));
                     }
                     // If no more are wanted, the error of `each` takes precedence.
-                    let give_made = |run| if give(make(run)) { Ok(()) } else { Err(ProducerPanic) };
-                    parallel::pipeline(runs_max, walk, give_made)
+                    let emit_made = |run| if emit(make(run)) { Ok(()) } else { Err(ProducerPanic) };
+                    parallel::pipeline(runs_max, walk, emit_made)
                 };
                 let _crew = crew.join();
                 parallel::pipeline(runs_max, make_each, each)
@@ -223,7 +223,7 @@ impl Frames<'_> {
         until: Option<Lsn>,
         rules: Option<WindowRules>,
         no_staging: &Mutex<Option<Error>>,
-        give: &mut dyn FnMut(BatchRun) -> bool,
+        emit: &mut dyn FnMut(BatchRun) -> bool,
     ) -> Result<StopPoint, Damage> {
         // Read into staging, from which a device can take its deltas without another copy.
         let supply = |len: usize| {
@@ -243,14 +243,14 @@ impl Frames<'_> {
         let mut walk = if until.is_none() { walk.sharing_outcomes() } else { walk };
         let mut run: Option<(Arc<StagingBuf>, Vec<LoggedBatch>)> = None;
         let threads = rules.map_or(1, |rules| rules.threads);
-        let mut give = |run| give(BatchRun::new(run, threads));
-        let walked = self.walk_to(&mut walk, until, &mut run, &mut give);
+        let mut emit = |run| emit(BatchRun::new(run, threads));
+        let walked = self.walk_to(&mut walk, until, &mut run, &mut emit);
         let stopped = StopPoint { point: walk.point(), end: walk.end().cloned() };
         // After this the last run's memory has one owner. Batches before damage are passed on, too: an error
         // in one of them comes first in the log, and is the one to report.
         drop(walk);
         if let Some(last) = run {
-            give(last);
+            emit(last);
         }
         walked.map(|()| stopped)
     }
@@ -261,7 +261,7 @@ impl Frames<'_> {
         walk: &mut LogWalk<'_, StagingBuf>,
         until: Option<Lsn>,
         run: &mut Option<(Arc<StagingBuf>, Vec<LoggedBatch>)>,
-        give: &mut dyn FnMut((Arc<StagingBuf>, Vec<LoggedBatch>)) -> bool,
+        emit: &mut dyn FnMut((Arc<StagingBuf>, Vec<LoggedBatch>)) -> bool,
     ) -> Result<(), Damage> {
         while until.is_none_or(|until| walk.point().lsn < until) {
             let Some(frame) = walk.next()? else { break };
@@ -276,7 +276,7 @@ impl Frames<'_> {
                 _ => {
                     let read = run.replace((frame.memory.clone(), vec![batch]));
                     // The thread that uses the runs failed: it takes no more, and its error takes precedence.
-                    if !read.is_none_or(&mut *give) {
+                    if !read.is_none_or(&mut *emit) {
                         break;
                     }
                 }

@@ -229,7 +229,7 @@ mod tests {
                 may_be_unloaded,
                 from: REDO,
             };
-            let told = |sorted: PageSources| {
+            let sources_of = |sorted: PageSources| {
                 let PageSources { images, zeros, resized, on_disk, late, beside } = sorted;
                 assert!(on_disk.is_empty());
                 // Within a part they come grouped by file.
@@ -239,7 +239,7 @@ mod tests {
                 let images = (wanted(images.proven), wanted(images.unproven), images.unloaded);
                 (images, zeros, resized, late, beside)
             };
-            let whole = told(sorting.sort_between((PageId(1), PageId(PAGES))).unwrap());
+            let whole = sources_of(sorting.sort_between((PageId(1), PageId(PAGES))).unwrap());
             let ((proven, unproven, unloaded), zeros, resized, late, beside) = &whole;
             assert_eq!(
                 (proven.is_empty(), unloaded.is_empty()),
@@ -259,7 +259,7 @@ mod tests {
                     let part = sorting.sort_between((PageId(first), PageId(first + part_len - 1)));
                     sorted.extend(part.unwrap()).unwrap();
                 }
-                assert!(told(sorted) == whole, "parts of {part_len}");
+                assert!(sources_of(sorted) == whole, "parts of {part_len}");
             }
         }
     }

@@ -299,7 +299,7 @@ impl Snapshots {
             let drained = drain.finish(&*self.engine.device)?;
             // Return the staging before looking at the error.
             let taken = sink(&drained.bytes, drained.sum());
-            self.engine.staging.give(drained.bytes.into_staging());
+            self.engine.staging.put(drained.bytes.into_staging());
             taken?;
             // The pace counts bytes when they are gathered, before they are in the file.
             gathered += len;
@@ -341,7 +341,7 @@ impl Snapshots {
             true => Vec::new(),
             false => target.writers.append(|file| file.write_staged(&images, &mut bytes))?,
         };
-        self.engine.staging.give(bytes.into_staging());
+        self.engine.staging.put(bytes.into_staging());
         self.chunk_entries(target, chunk, &gathered_part.pages, references, gathered_part.on_disk)
     }
 

@@ -47,7 +47,7 @@ impl Snapshots {
                 Vec::new()
             }
             (true, GatheredBytes::Staged(drain)) => {
-                self.engine.staging.give(drain.finish(&*self.engine.device)?.bytes.into_staging());
+                self.engine.staging.put(drain.finish(&*self.engine.device)?.bytes.into_staging());
                 Vec::new()
             }
             (false, GatheredBytes::Staged(drain)) => {
@@ -87,7 +87,7 @@ impl Snapshots {
         let images = images.iter().zip(sums).map(|((info, at), sum)| (info, *at, sum.finalize()));
         let images: Vec<(&PageInfo, usize, u32)> = collected(images)?;
         let written = file.write_staged(&images, &mut bytes);
-        self.engine.staging.give(bytes.into_staging());
+        self.engine.staging.put(bytes.into_staging());
         written
     }
 
@@ -129,7 +129,7 @@ impl Snapshots {
                     let drained = drain.finish(device)?;
                     drained.sums.iter().for_each(|part| sum.combine(part));
                     let written = file.write_between(at, &drained.bytes);
-                    self.engine.staging.give(drained.bytes.into_staging());
+                    self.engine.staging.put(drained.bytes.into_staging());
                     written?;
                     is_in_place = false;
                 }

@@ -147,7 +147,7 @@ impl Snapshots {
                     tracing::warn!(%error, "the space of deleted pages cannot be given back as yet");
                     Err(full)
                 }
-                Err(error) => Err(self.heard(error)),
+                Err(error) => Err(self.poison_unless_harmless(error)),
             },
             taken => taken,
         }
@@ -196,7 +196,7 @@ impl Snapshots {
         let (began, (_, log_bytes)) = (Instant::now(), self.engine.log.length());
         // On a full disk, freed space refills the reserve first: without the reserve, no delete could free
         // more.
-        self.engine.log.pool.fill().map_err(|error| self.heard(error))?;
+        self.engine.log.pool.fill().map_err(|error| self.poison_unless_harmless(error))?;
         // Surplus spares are released if images need the space.
         let mut is_unreadable = false;
         let pool = &self.engine.log.pool;
@@ -213,7 +213,8 @@ impl Snapshots {
                 Err(error) => Err(error),
             }
         });
-        let taken = taken.map_err(|error| if is_unreadable { error } else { self.heard(error) });
+        let taken =
+            taken.map_err(|error| if is_unreadable { error } else { self.poison_unless_harmless(error) });
         match &taken {
             Ok(_) => self.engine.disk_pages.note_unreadable(None),
             Err(error) if is_unreadable => self.engine.disk_pages.note_unreadable(Some(error)),
@@ -225,13 +226,13 @@ impl Snapshots {
         }
         // Update the catalog before announcing the end: a caller that waits for the end must find the
         // snapshot in the catalog.
-        self.catalog.tell(catalog);
+        self.catalog.publish_copy(catalog);
         self.progress.end(taken.as_ref().map(|info| info.id).map_err(Error::clone));
         taken
     }
 
     /// Poisons the store, unless the error guarantees that nothing changed.
-    fn heard(&self, error: Error) -> Error {
+    fn poison_unless_harmless(&self, error: Error) -> Error {
         match error {
             // An exact snapshot ran out of budget for the pages that it keeps aside. The snapshot fails; no
             // batch does.

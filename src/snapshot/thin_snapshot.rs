@@ -34,7 +34,7 @@ impl Snapshots {
         // The replaced snapshot is removed only after this one is verified (I7); `prune` ensures that.
         self.engine.log.pool.with_surplus(|| self.write_thin(catalog))?;
         let pruned = self.prune(catalog, &self.retention);
-        self.catalog.tell(catalog);
+        self.catalog.publish_copy(catalog);
         Ok(!pruned?.files.is_empty())
     }
 

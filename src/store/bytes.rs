@@ -132,7 +132,7 @@ impl Store {
         let (info, _, bytes) = read.map_err(|error| poison.set_by_device(error))?;
         make_room(buffer, info.len)?;
         buffer.copy_from_slice(&bytes);
-        staging.give(bytes.into_staging());
+        staging.put(bytes.into_staging());
         Ok(info)
     }
 
@@ -154,7 +154,7 @@ impl Store {
         let read = applier.read(&**device, staging, page, len, move |_| (offset, len));
         let (info, lsn, bytes) = read.map_err(|error| poison.set_by_device(error))?;
         out.copy_from_slice(&bytes);
-        staging.give(bytes.into_staging());
+        staging.put(bytes.into_staging());
         Ok((info, lsn))
     }
 
@@ -184,7 +184,7 @@ impl Store {
                 if is_it {
                     out.copy_from_slice(&bytes);
                 }
-                staging.give(bytes.into_staging());
+                staging.put(bytes.into_staging());
                 is_it.then_some(()).ok_or_else(overtaken)
             }
             Err(Error::UnknownPage { .. }) => Err(overtaken()),

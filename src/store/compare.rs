@@ -169,7 +169,7 @@ impl Store {
                 count => compared.add(count, begin + word(parts.len() + number)),
             }
         }
-        staging.give(found.into_staging());
+        staging.put(found.into_staging());
         Ok(Some(compared))
     }
 

@@ -30,9 +30,9 @@ use crate::write::commit::Committer;
 const BATCH_BYTES: u64 = 32 << 20;
 const BATCH_PAGES: usize = 4096;
 /// The number of consecutive batches without an evicted page after which the thread gives up on a place.
-const BARREN_MAX: usize = 3;
+const FUTILE_BATCHES_MAX: usize = 3;
 /// The number of unprocessed changes that wakes the thread.
-const HEARD_MIN: usize = 64 << 10;
+const UNPROCESSED_MIN: usize = 64 << 10;
 /// After a round that could not free enough, the thread is not woken for this time, except by a commit that
 /// finds no room.
 const PAUSE: Duration = Duration::from_millis(20);
@@ -97,7 +97,7 @@ impl TierKeeper {
         let mut pages: Vec<_> = table.lens().zip(table.lsns()).map(|(page, (_, lsn))| (lsn, page)).collect();
         pages.sort_unstable_by_key(|(lsn, (page, ..))| (*lsn, *page));
         for (_, (page, place, len)) in pages {
-            residents.hear(PageUse::Changed(page, Some((place, len))));
+            residents.record(PageUse::Changed(page, Some((place, len))));
         }
         residents
     }
@@ -134,9 +134,9 @@ impl TierKeeper {
     }
 
     /// Wakes the thread if a place has less than half of its intended free memory.
-    pub fn look_after(&self) {
+    pub fn wake_if_short(&self) {
         let is_short = |tier: &Tier| tier.room.free_soon() < tier.free_bytes / 2;
-        if !self.tiers.iter().any(is_short) && self.uses.waiting() < HEARD_MIN {
+        if !self.tiers.iter().any(is_short) && self.uses.waiting() < UNPROCESSED_MIN {
             return;
         }
         let mut calls = self.calls.lock();
@@ -263,9 +263,9 @@ impl TierKeeper {
     /// Evicts pages from a place until `goal` bytes are free. Returns `false` if no more pages can be
     /// evicted. If all victims keep being changed, they are in use, and this stops too.
     fn free_up(&self, at: usize, goal: u64) -> Result<bool> {
-        let mut barren = 0;
-        while barren < BARREN_MAX {
-            self.listen();
+        let mut futile = 0;
+        while futile < FUTILE_BATCHES_MAX {
+            self.update_policies();
             let free = self.tiers[at].room.free_soon();
             if free >= goal {
                 break;
@@ -279,18 +279,18 @@ impl TierKeeper {
             }
             match self.move_down(at, victims)? {
                 None => return Ok(false),
-                Some(0) => barren += 1,
-                Some(_) => barren = 0,
+                Some(0) => futile += 1,
+                Some(_) => futile = 0,
             }
         }
         Ok(true)
     }
 
     /// Notifies the policies of changes and reads.
-    fn listen(&self) {
-        let heard = self.uses.take();
+    fn update_policies(&self) {
+        let uses = self.uses.take();
         let mut residents = self.residents.lock();
-        heard.into_iter().for_each(|heard| residents.hear(heard));
+        uses.into_iter().for_each(|page_use| residents.record(page_use));
     }
 
     /// Moves pages to the next place that has room for them. Pages that are not moved are returned to the

@@ -80,7 +80,7 @@ impl PageMover {
                     tries += 1;
                 }
                 submitted => {
-                    keeper.look_after();
+                    keeper.wake_if_short();
                     return submitted;
                 }
             }

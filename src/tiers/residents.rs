@@ -27,8 +27,8 @@ impl Residents {
     }
 
     /// Records a change or a read of a page.
-    pub fn hear(&mut self, heard: PageUse) {
-        match heard {
+    pub fn record(&mut self, page_use: PageUse) {
+        match page_use {
             PageUse::Read(page) => self.used(page),
             PageUse::Changed(page, at) => {
                 // Evicting a page without bytes would free no room.
@@ -139,14 +139,14 @@ mod tests {
             // A change without a move, which counts as a use.
             (a, Some((Place::Device(0), 10))),
         ] {
-            residents.hear(PageUse::Changed(page, at));
+            residents.record(PageUse::Changed(page, at));
         }
         assert_eq!(chosen(&mut residents, 0, 1), [b]);
         // The page was moved down by a batch, and is the newest there.
-        residents.hear(PageUse::Changed(b, Some((Place::Host, 10))));
-        residents.hear(PageUse::Read(c));
+        residents.record(PageUse::Changed(b, Some((Place::Host, 10))));
+        residents.record(PageUse::Read(c));
         assert_eq!(chosen(&mut residents, 1, 100), [b, c]);
-        residents.hear(PageUse::Changed(a, None));
+        residents.record(PageUse::Changed(a, None));
         assert_eq!(chosen(&mut residents, 0, 100), []);
         assert!(residents.pages.keys().all(|page| [b, c].contains(page)));
     }
@@ -155,7 +155,7 @@ mod tests {
     fn pages_that_are_held_or_in_use_stay_and_are_chosen_later() {
         let mut residents = residents();
         for page in PAGES {
-            residents.hear(PageUse::Changed(page, Some((Place::Host, 10))));
+            residents.record(PageUse::Changed(page, Some((Place::Host, 10))));
         }
         residents.hold(&PAGES[..2]);
         residents.hold(&PAGES[..1]);

@@ -121,15 +121,15 @@ fn what_is_not_told_is_unchanged() {
                 batch.resize(info.page, 11 + random.below(300));
             }
             let lsn = store.commit(batch).unwrap().position.lsn;
-            let told = applied(&mut changes);
-            assert_eq!(told.lsn, lsn);
-            follow(&store, &told, &mut mirror);
+            let reported = applied(&mut changes);
+            assert_eq!(reported.lsn, lsn);
+            follow(&store, &reported, &mut mirror);
             let expected: Mirror = store
                 .pages()
                 .unwrap()
                 .map(|info| (info.page, (info.clone(), content(&store, info.page))))
                 .collect();
-            assert!(mirror == expected, "round {round} on {label}: {told:?}");
+            assert!(mirror == expected, "round {round} on {label}: {reported:?}");
         }
         assert_eq!(changes.next_timeout(Duration::ZERO).unwrap(), None);
     }
@@ -151,9 +151,13 @@ fn a_batch_is_told_page_by_page() {
     );
     batch.move_to(one, Place::Host).resize(one, 62);
     let committed = store.commit(batch).unwrap();
-    let told = applied(&mut changes);
-    assert_eq!((told.lsn, told.root_changed), (committed.position.lsn, true));
-    let told: Vec<_> = told.pages.iter().map(|told| (told.page, told.epoch, told.changes.clone())).collect();
+    let reported = applied(&mut changes);
+    assert_eq!((reported.lsn, reported.root_changed), (committed.position.lsn, true));
+    let reported: Vec<_> = reported
+        .pages
+        .iter()
+        .map(|reported| (reported.page, reported.epoch, reported.changes.clone()))
+        .collect();
     let written = AppliedChange::Written { ranges: vec![0..12, 50..62] };
     let of_one =
         vec![AppliedChange::Resized { len: 62 }, AppliedChange::Moved { place: Place::Host }, written];
@@ -162,11 +166,14 @@ fn a_batch_is_told_page_by_page() {
         (other, Epoch(1), vec![AppliedChange::Deleted]),
         (committed.pages[0], Epoch(1), vec![AppliedChange::Created]),
     ];
-    assert_eq!(told, expected);
+    assert_eq!(reported, expected);
     // A batch that leaves its page as it was names it.
     store.commit(store.batch().move_to(one, Place::Host).note("nothing")).unwrap();
-    let told = applied(&mut changes);
-    assert_eq!((told.pages[0].page, told.pages[0].changes.len(), told.root_changed), (one, 0, false));
+    let reported = applied(&mut changes);
+    assert_eq!(
+        (reported.pages[0].page, reported.pages[0].changes.len(), reported.root_changed),
+        (one, 0, false)
+    );
 }
 
 /// Streams that begin at any time are told of each batch after their beginning, once and in order; the batch
@@ -273,8 +280,9 @@ fn only_pages_that_are_elsewhere_move() {
     let twice = [&pages[..], &pages[..]].concat();
     let moved = store.ensure(&twice, Place::Host).unwrap().unwrap();
     assert_eq!((moved.lsn.0, store.lsn()), (lsn.0 + 1, moved.lsn));
-    let told = applied(&mut changes);
-    let of_pages: Vec<_> = told.pages.iter().map(|told| (told.page, told.changes.clone())).collect();
+    let reported = applied(&mut changes);
+    let of_pages: Vec<_> =
+        reported.pages.iter().map(|reported| (reported.page, reported.changes.clone())).collect();
     let is_moved = vec![AppliedChange::Moved { place: Place::Host }];
     assert_eq!(of_pages, [(pages[0], is_moved.clone()), (pages[1], is_moved)]);
     assert_eq!(store.ensure(&pages, Place::Host).unwrap(), None);

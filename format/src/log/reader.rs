@@ -63,7 +63,7 @@ impl<B> Copy for Reading<'_, B> {}
 
 impl<'s, B> Reading<'s, B> {
     /// Reads on the walk's own thread only.
-    pub fn alone(supply: Supply<'s, B>) -> Self {
+    pub fn single_threaded(supply: Supply<'s, B>) -> Self {
         Self { supply, windows: None }
     }
 }
@@ -102,7 +102,7 @@ pub(super) struct SegmentReader<'s, B = Vec<u8>> {
 
 impl<'s> SegmentReader<'s> {
     pub fn new(source: &'s dyn ReadAt, number: u64) -> Self {
-        Self::reading_into(source, number, Reading::alone(ORDINARY))
+        Self::reading_into(source, number, Reading::single_threaded(ORDINARY))
     }
 
     /// Creates a reader for a search, which reads little at a time.

@@ -118,7 +118,7 @@ impl<'s> LogWalk<'s> {
     /// Returns [`Damage`] if `from` is not on the line, its segment is missing or invalid, or its offset is
     /// invalid.
     pub fn new(source: &'s dyn ReadAt, map: &'s LogMap, from: LogPoint, mark: Lsn) -> Result<Self, Damage> {
-        Self::reading_into(source, map, from, mark, Reading::alone(ORDINARY))
+        Self::reading_into(source, map, from, mark, Reading::single_threaded(ORDINARY))
     }
 }
 

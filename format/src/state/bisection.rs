@@ -22,7 +22,7 @@ pub enum BisectVerdict {
 /// use remanent_format::state::bisection::{BisectVerdict, Bisection};
 /// let mut search = Bisection::new(Lsn(1), Lsn(100)).unwrap();
 /// while let Some(lsn) = search.next() {
-///     search.tell(lsn, if lsn < Lsn(42) { BisectVerdict::Good } else { BisectVerdict::Bad });
+///     search.record(lsn, if lsn < Lsn(42) { BisectVerdict::Good } else { BisectVerdict::Bad });
 /// }
 /// assert_eq!((search.good(), search.bad()), (Lsn(41), Lsn(42)));
 /// ```
@@ -50,7 +50,7 @@ impl Bisection {
     }
 
     /// Records the verdict on a version.
-    pub fn tell(&mut self, lsn: Lsn, verdict: BisectVerdict) {
+    pub fn record(&mut self, lsn: Lsn, verdict: BisectVerdict) {
         match verdict {
             BisectVerdict::Good => self.good = lsn.0,
             BisectVerdict::Bad => self.bad = lsn.0,
@@ -90,7 +90,7 @@ mod tests {
                 lsn if lsn < first_bad => BisectVerdict::Good,
                 _ => BisectVerdict::Bad,
             };
-            search.tell(lsn, verdict);
+            search.record(lsn, verdict);
         }
         (tried, search.good, search.bad)
     }

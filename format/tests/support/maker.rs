@@ -77,8 +77,8 @@ impl Maker {
             let group_start = self.batches.is_empty();
             self.frame(FrameKind::Batch, &batch.payload, group_start);
         }
-        let alone = self.batches.is_empty();
-        self.frame(FrameKind::Seal, &[], alone);
+        let is_first = self.batches.is_empty();
+        self.frame(FrameKind::Seal, &[], is_first);
     }
 
     /// Begins another incarnation, as recovery does, with batch `proven` as the predecessor's end.

@@ -59,7 +59,7 @@ impl BulkQueue {
     ) -> Result<()> {
         // One visit covers the whole copy, so no patient lane runs between two pieces of an urgent copy
         // unless its turn is due.
-        let mut turns = self.under_way.come(lane.is_urgent());
+        let mut turns = self.under_way.join(lane.is_urgent());
         for begin in (0..len).step_by(PIECE_LEN_MAX as usize) {
             let piece_len = PIECE_LEN_MAX.min(len - begin);
             let mut turn = turns.take();
@@ -120,21 +120,21 @@ impl<T> TurnsState<T> {
 }
 
 /// A visitor, which takes turns until it is dropped.
-struct Visit<'t, T> {
+struct TurnHandle<'t, T> {
     turns: &'t Turns<T>,
     is_urgent: bool,
 }
 
 impl<T> Turns<T> {
-    fn come(&self, is_urgent: bool) -> Visit<'_, T> {
+    fn join(&self, is_urgent: bool) -> TurnHandle<'_, T> {
         if is_urgent {
             self.urgent.fetch_add(1, Ordering::SeqCst);
         }
-        Visit { turns: self, is_urgent }
+        TurnHandle { turns: self, is_urgent }
     }
 }
 
-impl<T> Visit<'_, T> {
+impl<T> TurnHandle<'_, T> {
     /// Takes the value for one turn.
     fn take(&mut self) -> MutexGuard<'_, TurnsState<T>> {
         let Turns { state, urgent, patient_may, urgent_may } = self.turns;
@@ -164,7 +164,7 @@ impl<T> Visit<'_, T> {
     }
 }
 
-impl<T> Drop for Visit<'_, T> {
+impl<T> Drop for TurnHandle<'_, T> {
     fn drop(&mut self) {
         if self.is_urgent {
             // Under the lock: a patient visitor that has just checked and is about to wait must not miss the
@@ -192,9 +192,9 @@ mod tests {
         std::thread::spawn(move || {
             let turns = Turns::<Vec<&str>>::default();
             std::thread::scope(|scope| {
-                let mut urgent = turns.come(true);
+                let mut urgent = turns.join(true);
                 for _ in 0..2 {
-                    scope.spawn(|| turns.come(false).take().value.push("patient"));
+                    scope.spawn(|| turns.join(false).take().value.push("patient"));
                 }
                 // A visitor that did not wait has already had its turn.
                 let here = |state: &TurnsState<Vec<&str>>| state.patient as usize + state.value.len();

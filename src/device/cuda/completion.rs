@@ -83,14 +83,14 @@ impl Stream {
     /// # Errors
     /// A device error if the stream stopped at a fault.
     pub fn drain(&self) -> Result<()> {
-        let mut naps = Naps::new();
+        let mut backoff = Backoff::new();
         // A rejected query has no effect, so it is repeated once: giving up would abandon the work that the
         // caller waits for.
         let mut may_be_refused = true;
         loop {
             match self.is_done() {
                 Ok(true) => return Ok(()),
-                Ok(false) => naps.take(),
+                Ok(false) => backoff.take(),
                 Err(Error::Device { context_lost: false, .. }) if may_be_refused => may_be_refused = false,
                 Err(error) => return Err(error),
             }
@@ -169,10 +169,10 @@ impl CompletionWord {
             }
             std::hint::spin_loop();
         }
-        let mut naps = Naps::new();
+        let mut backoff = Backoff::new();
         while self.reached() < value {
             self.stream.is_done()?;
-            naps.take();
+            backoff.take();
         }
         Ok(())
     }
@@ -194,13 +194,13 @@ impl Drop for CompletionWord {
 }
 
 /// Sleeps between checks for an event that no signal reports. They get longer with the time waited.
-pub(super) struct Naps {
+pub(super) struct Backoff {
     since: Instant,
     /// The thread's own timer slack, restored on drop.
     slack: Option<NonZeroU64>,
 }
 
-impl Naps {
+impl Backoff {
     pub fn new() -> Self {
         let own = current_timer_slack().ok().and_then(NonZeroU64::new).filter(|own| *own > NAP_SLACK_NS);
         // If the system refuses, sleeps last as long as its default slack makes them.
@@ -214,7 +214,7 @@ impl Naps {
     }
 }
 
-impl Drop for Naps {
+impl Drop for Backoff {
     fn drop(&mut self) {
         if self.slack.is_some()
             && let Err(error) = set_current_timer_slack(self.slack)

@@ -3,7 +3,7 @@
 //! A lane's own points are words that its stream writes (see `completion`). An event represents a point of a
 //! caller's stream, on which the store queues nothing, or a point for which another stream waits.
 
-use super::completion::Naps;
+use super::completion::Backoff;
 use super::context::{Context, ContextGuard};
 use super::driver::{CUevent, CUstream};
 use super::errors::Code;
@@ -56,7 +56,7 @@ impl CudaEvent {
     ///
     /// # Errors
     /// The driver's error code.
-    pub unsafe fn hold_back(&self, entered: &ContextGuard<'_>, stream: CUstream) -> Result<(), Code> {
+    pub unsafe fn delay(&self, entered: &ContextGuard<'_>, stream: CUstream) -> Result<(), Code> {
         // SAFETY: the same. The wait captures the event's recorded point, so the event may be recorded again.
         unsafe { entered.wait_event(stream, self.raw, 0) }
     }
@@ -66,9 +66,9 @@ impl CudaEvent {
     /// # Errors
     /// A device error.
     pub fn wait(&self) -> Result<()> {
-        let mut naps = Naps::new();
+        let mut backoff = Backoff::new();
         while !self.is_reached()? {
-            naps.take();
+            backoff.take();
         }
         Ok(())
     }

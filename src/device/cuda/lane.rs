@@ -128,7 +128,7 @@ impl Timeline {
         }
         let entered = self.context.enter()?;
         // SAFETY: the same. An event of one GPU can delay streams of every GPU.
-        unsafe { point.hold_back(&entered, self.stream()) }.map_err(|code| self.context.fault(code))
+        unsafe { point.delay(&entered, self.stream()) }.map_err(|code| self.context.fault(code))
     }
 
     /// Makes work that is queued on this lane from now on run after all work currently queued in a caller's
@@ -166,7 +166,7 @@ impl Timeline {
         // `RawStream` guarantees that the caller's stream is valid.
         unsafe { self.event.record(entered, earlier) }?;
         // SAFETY: the same.
-        unsafe { self.event.hold_back(entered, later) }
+        unsafe { self.event.delay(entered, later) }
     }
 }
 

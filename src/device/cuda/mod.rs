@@ -533,7 +533,7 @@ impl Device for CudaDevice {
         if page.len == 0 {
             return Ok(());
         }
-        self.hints.give(self.context, &page, hint, self.lane(Lane::Load).stream())
+        self.hints.apply(self.context, &page, hint, self.lane(Lane::Load).stream())
     }
 
     fn place_of(&self, memory: MemoryId) -> Place {

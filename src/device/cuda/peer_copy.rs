@@ -55,7 +55,7 @@ pub(super) fn copy(
     reader.follow(writer)?;
     let copied = match (source_in.kind, target_in.kind) {
         (Kind::Device, Kind::Device) if peer::reaches(to.context, from.context)? => {
-            past_the_host(to, from, lane, bytes)?
+            copy_direct(to, from, lane, bytes)?
         }
         (Kind::Device, Kind::Device) => relay(to, from, lane, bytes)?,
         (Kind::Device, _) => {
@@ -93,7 +93,7 @@ impl PeerCopy {
     }
 }
 
-fn past_the_host(to: &CudaDevice, from: &CudaDevice, lane: Lane, bytes: PeerCopy) -> Result<Pending> {
+fn copy_direct(to: &CudaDevice, from: &CudaDevice, lane: Lane, bytes: PeerCopy) -> Result<Pending> {
     let returned = Arc::<ReturnedStaging>::default();
     let timeline = to.lane(lane);
     let turn = timeline.turn();

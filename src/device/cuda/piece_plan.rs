@@ -110,7 +110,7 @@ impl PiecePlan {
                 let (cluster, after) = rest.split_at(len);
                 rest = after;
                 if let [piece] = cluster {
-                    plan.alone(&pieces[*piece], stage);
+                    plan.add_single(&pieces[*piece], stage);
                 } else if is_hot(pieces, cluster) {
                     plan.one_by_one(pieces, cluster, stage);
                 } else {
@@ -118,7 +118,7 @@ impl PiecePlan {
                     // piece overlaps run in this stage, the others in the next stage, which is a later
                     // launch.
                     let (now, later) = first_round(pieces, cluster);
-                    now.into_iter().for_each(|piece| plan.alone(&pieces[piece], stage));
+                    now.into_iter().for_each(|piece| plan.add_single(&pieces[piece], stage));
                     groups.push((stage + 1, later));
                 }
             }
@@ -132,7 +132,7 @@ impl PiecePlan {
     }
 
     /// Adds a piece that overlaps no other piece of its stage.
-    fn alone(&mut self, piece: &TargetRow, stage: usize) {
+    fn add_single(&mut self, piece: &TargetRow, stage: usize) {
         let number = self.first + self.rows.len();
         self.rows.push(piece.row);
         self.stage(stage).add(&piece.row, number);
@@ -170,7 +170,7 @@ fn extent(piece: &TargetRow) -> Range<u64> {
 }
 
 /// Returns whether no two of these ranges, each a start and a length, overlap. Sorts them.
-pub(super) fn are_apart(ranges: &mut [(u64, u64)]) -> bool {
+pub(super) fn are_disjoint(ranges: &mut [(u64, u64)]) -> bool {
     ranges.sort_unstable_by_key(|(start, _)| *start);
     ranges.is_sorted_by(|(start, len), (next, _)| start + len <= *next)
 }

@@ -22,10 +22,10 @@ use super::abi::{
     SelectRow,
 };
 use super::areas::{Area, AreaSet, Areas};
-use super::piece_plan::{PiecePlan, Rows, Stage, TargetRow, are_apart};
+use super::piece_plan::{PiecePlan, Rows, Stage, TargetRow, are_disjoint};
 use super::pinned_reads::WrittenStripes;
 use crate::base::parallel;
-use crate::device::many_deltas::{Dealt, THREADS_MAX};
+use crate::device::many_deltas::{Partitioned, THREADS_MAX};
 use crate::device::{DIGEST_CHUNK_LEN, DIGEST_LEN, MemoryId, digest_count};
 
 /// Rows of digests that keep the whole GPU busy. Beyond this number, a row has several chunks: 65,536 rows of
@@ -137,7 +137,7 @@ impl PieceBatch {
         self.written.clear();
         self.read.clear();
         let lens = if is_unordered { targets.iter().map(|(_, len)| *len).collect() } else { Vec::new() };
-        if !is_unordered || are_apart(&mut targets) {
+        if !is_unordered || are_disjoint(&mut targets) {
             return PiecePlan::apart(rows, apart);
         }
         let pieces = rows.into_iter().zip(lens).map(|(row, target_len)| TargetRow { row, target_len });
@@ -191,19 +191,20 @@ impl LaunchPlan {
 
     /// Adds many deltas after all earlier pieces. Several threads have distributed them into shares. No delta
     /// reads bytes that another one writes.
-    pub fn deltas(&mut self, dealt: &Dealt<TargetRow>) {
+    pub fn deltas(&mut self, partitioned: &Partitioned<TargetRow>) {
         self.flush();
-        let mut firsts = Vec::with_capacity(dealt.count());
+        let mut firsts = Vec::with_capacity(partitioned.count());
         let mut first = self.pieces.len();
-        for share in 0..dealt.count() {
+        for share in 0..partitioned.count() {
             firsts.push(first);
-            first += dealt.share(share).map(<[_]>::len).sum::<usize>();
+            first += partitioned.share(share).map(<[_]>::len).sum::<usize>();
         }
         let plan = |(): &mut (), share: usize| {
-            let rows = dealt.share(share).collect::<Vec<_>>().concat();
+            let rows = partitioned.share(share).collect::<Vec<_>>().concat();
             Ok::<_, Infallible>(PiecePlan::of(&rows, firsts[share]))
         };
-        let Ok(plans) = parallel::map_indexed(parallel::threads(THREADS_MAX), dealt.count(), || (), plan);
+        let Ok(plans) =
+            parallel::map_indexed(parallel::threads(THREADS_MAX), partitioned.count(), || (), plan);
         self.launch(plans);
     }
 

@@ -69,7 +69,7 @@ pub(super) fn hold(context: &Context, stream: RawStream, event: &CudaEvent) -> R
     // Within a capture, the wait would become part of the caller's graph.
     check(context, &entered, stream)?;
     // SAFETY: the creator of the `RawStream` guarantees that the stream is valid.
-    let held = unsafe { event.hold_back(&entered, raw(stream)) };
+    let held = unsafe { event.delay(&entered, raw(stream)) };
     held.map_err(|code| refused(context, stream, code))
 }
 

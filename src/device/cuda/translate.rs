@@ -19,7 +19,7 @@ use super::pinned_reads::FoundStripes;
 use super::plan::{LaunchPlan, LaunchStep, PlannedPiece, remainder_words, select_rows};
 use super::resource::Kind;
 use crate::device::digests::check_digests;
-use crate::device::many_deltas::{Undealt, deal, has_many_deltas};
+use crate::device::many_deltas::{NotPartitioned, has_many_deltas, partition};
 use crate::device::{
     Command, IndexList, MemoryId, Payload, Piece, PieceKind, SHORT_COPY_LEN_MAX, Selection, Span, Staging,
     StagingSpan,
@@ -161,18 +161,20 @@ impl ListPlanner<'_> {
         }
         let ranges = self.ranges;
         let pinned = FoundStripes::default();
-        let look = |(): &mut (), piece: &Piece| {
+        let locate = |(): &mut (), piece: &Piece| {
             let Delta { row, kind, source: Area::Staging(_) } = ranges.delta(piece) else {
-                return Err(Undealt);
+                return Err(NotPartitioned);
             };
             pinned.add(kind, piece.target.memory);
             let delta = TargetRow { row, target_len: piece.target.len };
             // No two ids of a list refer to the same bytes.
             Ok((row.steps > 0).then_some((piece.target.memory.0, delta)))
         };
-        let Ok(dealt) = deal(commands.iter().map(Command::deltas), || (), look) else { return false };
+        let Ok(partitioned) = partition(commands.iter().map(Command::deltas), || (), locate) else {
+            return false;
+        };
         self.plan.pinned |= pinned.all();
-        self.plan.deltas(&dealt);
+        self.plan.deltas(&partitioned);
         true
     }
 

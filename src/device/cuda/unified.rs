@@ -33,7 +33,7 @@ impl UnifiedHints {
     ///
     /// # Errors
     /// A device error.
-    pub fn give(
+    pub fn apply(
         &self,
         context: &'static Context,
         memory: &Allocation,

@@ -15,7 +15,7 @@ use super::HostDevice;
 use super::commands::{elements, index_of, part};
 use super::memory::{HostAllocation, HostBlock};
 use crate::base::parallel;
-use crate::device::many_deltas::{THREADS_MAX, Undealt, deal};
+use crate::device::many_deltas::{NotPartitioned, THREADS_MAX, partition};
 
 /// The maximum number of deltas merged together.
 const TOGETHER_MAX: usize = 256;
@@ -69,7 +69,7 @@ impl HostDevice {
             return false;
         }
         let rows = rows.iter().map(Vec::as_slice);
-        let dealt = deal(
+        let partitioned = partition(
             rows,
             || self.memories.read(),
             |memories, piece: &Piece| match piece.payload {
@@ -78,22 +78,22 @@ impl HostDevice {
                     Ok(Some((Arc::as_ptr(block).addr() as u64, piece)))
                 }
                 // Another thread may change the page memory that contains the payload.
-                Payload::Device(_) => Err(Undealt),
+                Payload::Device(_) => Err(NotPartitioned),
             },
         );
-        let Ok(dealt) = dealt else { return false };
+        let Ok(partitioned) = partitioned else { return false };
         let apply = |(): &mut (), share: usize| {
             // Merging a share at once allows larger groups. Without memory for that, merge slice by slice.
             let mut pieces: Vec<&Piece> = Vec::new();
-            if pieces.try_reserve_exact(dealt.share(share).map(<[_]>::len).sum()).is_ok() {
-                pieces.extend(dealt.share(share).flatten());
+            if pieces.try_reserve_exact(partitioned.share(share).map(<[_]>::len).sum()).is_ok() {
+                pieces.extend(partitioned.share(share).flatten());
                 self.apply_all(&pieces, staging);
             } else {
-                dealt.share(share).for_each(|pieces| self.apply_all(pieces, staging));
+                partitioned.share(share).for_each(|pieces| self.apply_all(pieces, staging));
             }
             Ok::<(), Infallible>(())
         };
-        let Ok(_) = parallel::map_indexed(threads, dealt.count(), || (), apply);
+        let Ok(_) = parallel::map_indexed(threads, partitioned.count(), || (), apply);
         true
     }
 

@@ -87,15 +87,15 @@ pub enum SharedBytes {
     Ours(Vec<u8>),
     Shared(Arc<Vec<u8>>),
     /// Bytes that another object owns.
-    Elsewhere(Elsewhere),
+    External(External),
 }
 
 /// Memory of a file or of the caller.
-pub struct Elsewhere(Box<dyn HostMemory>);
+pub struct External(Box<dyn HostMemory>);
 
-impl fmt::Debug for Elsewhere {
+impl fmt::Debug for External {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Elsewhere({} bytes)", self.0.byte_len())
+        write!(f, "External({} bytes)", self.0.byte_len())
     }
 }
 
@@ -262,9 +262,9 @@ impl HostAllocation {
 
 impl HostBlock {
     /// Returns the address of the bytes if another object owns them and they therefore never move.
-    pub fn address_elsewhere(&self) -> Option<u64> {
+    pub fn external_address(&self) -> Option<u64> {
         match &*self.bytes.read() {
-            SharedBytes::Elsewhere(Elsewhere(memory)) if memory.byte_len() > 0 => {
+            SharedBytes::External(External(memory)) if memory.byte_len() > 0 => {
                 Some(memory.bytes(0..1).as_ptr().addr() as u64)
             }
             _ => None,
@@ -285,7 +285,7 @@ impl HostBlock {
     /// Creates a block of bytes that another object owns.
     pub fn elsewhere(memory: Box<dyn HostMemory>) -> Self {
         let len = memory.byte_len();
-        let bytes = RwLock::new(SharedBytes::Elsewhere(Elsewhere(memory)));
+        let bytes = RwLock::new(SharedBytes::External(External(memory)));
         Self { bytes, len, number: 0, within: None }
     }
 
@@ -301,7 +301,7 @@ impl SharedBytes {
             SharedBytes::Ours(bytes) => Arc::new(std::mem::take(bytes)),
             SharedBytes::Shared(bytes) => bytes.clone(),
             // The owner keeps the bytes; the reader gets a copy.
-            SharedBytes::Elsewhere(Elsewhere(memory)) => {
+            SharedBytes::External(External(memory)) => {
                 return Arc::new(memory.bytes(0..memory.byte_len() as usize).to_vec());
             }
         };
@@ -314,7 +314,7 @@ impl SharedBytes {
         match self {
             SharedBytes::Ours(bytes) => &bytes[range],
             SharedBytes::Shared(bytes) => &bytes[range],
-            SharedBytes::Elsewhere(Elsewhere(memory)) => memory.bytes(range),
+            SharedBytes::External(External(memory)) => memory.bytes(range),
         }
     }
 
@@ -323,7 +323,7 @@ impl SharedBytes {
         match self {
             SharedBytes::Ours(bytes) => bytes,
             SharedBytes::Shared(bytes) => Arc::make_mut(bytes).as_mut_slice(),
-            SharedBytes::Elsewhere(Elsewhere(memory)) => {
+            SharedBytes::External(External(memory)) => {
                 let len = memory.byte_len() as usize;
                 memory.bytes_mut(0..len)
             }
@@ -334,7 +334,7 @@ impl SharedBytes {
     pub fn part_mut(&mut self, range: Range<usize>) -> &mut [u8] {
         match self {
             // Borrow only this range: other threads may write to other ranges, as with the chunks of a file.
-            SharedBytes::Elsewhere(Elsewhere(memory)) => memory.bytes_mut(range),
+            SharedBytes::External(External(memory)) => memory.bytes_mut(range),
             _ => &mut self.make_mut()[range],
         }
     }

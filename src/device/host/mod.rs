@@ -275,9 +275,9 @@ impl Device for HostDevice {
     }
 
     /// Holds one lock for all lookups, because lists name thousands of allocations.
-    fn tell_moves(&self, commands: &[Command], tell: &mut dyn FnMut(Place, Place, u64)) {
+    fn for_each_move(&self, commands: &[Command], each: &mut dyn FnMut(Place, Place, u64)) {
         let memories = self.memories.read();
-        moves(commands, |memory| memories.get(memory).place(), tell);
+        moves(commands, |memory| memories.get(memory).place(), each);
     }
 
     fn alias(&self, span: Span) -> Result<MemoryId> {
@@ -299,7 +299,7 @@ impl Device for HostDevice {
     fn origin(&self, memory: MemoryId) -> (u64, u64) {
         let memory = self.memory(memory);
         let (block, (within, _)) = (memory.block(), memory.extent());
-        match block.address_elsewhere() {
+        match block.external_address() {
             // Two handles may name the same externally owned bytes, so their addresses identify them.
             Some(address) => (0, address + within),
             None => (Arc::as_ptr(block).addr() as u64, within),

@@ -64,7 +64,7 @@ struct LaneState {
     in_flight: VecDeque<SplitList>,
     /// Parts that were made to wait and have had no list since. Each of them gets a share of the next list,
     /// so that a wait for that list covers the work that the part waits for.
-    told_to_wait: BTreeSet<usize>,
+    waiting_parts: BTreeSet<usize>,
     /// The reason that nothing is queued any more, set when a list was left partly queued.
     stopped: Option<Error>,
 }
@@ -73,7 +73,7 @@ struct LaneState {
 struct SplitList {
     shares: Shares,
     /// Memory allocated for this list.
-    asides: Vec<DeviceAddress>,
+    temporaries: Vec<DeviceAddress>,
     returned: Arc<ReturnedStaging>,
 }
 
@@ -118,12 +118,12 @@ impl MultiDevice {
 
     /// Splits a list into steps, and returns them with the memory allocated for the list.
     fn plan(&self, commands: Vec<Command>) -> Result<(Vec<SplitStep>, Vec<DeviceAddress>)> {
-        let mut asides = Vec::new();
+        let mut temporaries = Vec::new();
         let mut planner = SplitPlanner {
             address_of: |span: Span| self.address_of(span.memory),
             aside: |part: usize, len| {
                 let memory = self.parts[part].allocate(place_of(part), len)?;
-                asides.push(DeviceAddress { part, memory });
+                temporaries.push(DeviceAddress { part, memory });
                 Ok(Span { memory, offset: 0, len })
             },
             steps: Vec::new(),
@@ -132,21 +132,21 @@ impl MultiDevice {
         let planned = commands.into_iter().try_for_each(|command| planner.command(command));
         let steps = planner.steps;
         match planned {
-            Ok(()) => Ok((steps, asides)),
+            Ok(()) => Ok((steps, temporaries)),
             Err(error) => {
-                self.release_all(asides);
+                self.release_all(temporaries);
                 Err(error)
             }
         }
     }
 
-    /// Queues steps in order. Parts in `told_to_wait` get a list even without commands.
+    /// Queues steps in order. Parts in `waiting_parts` get a list even without commands.
     fn run(
         &self,
         lane: Lane,
         steps: Vec<SplitStep>,
         mut staging: Vec<Staging>,
-        mut told_to_wait: BTreeSet<usize>,
+        mut waiting_parts: BTreeSet<usize>,
     ) -> Result<Shares> {
         let mut commands = Vec::new();
         let mut early = Vec::new();
@@ -163,11 +163,11 @@ impl MultiDevice {
                     early.extend(self.begin(lane, &mut commands, &staging)?);
                     early.extend(self.across(lane, source, target)?);
                     // The part's next list waits for the copy, and so does a caller that waits for that list.
-                    told_to_wait.insert(source.part);
+                    waiting_parts.insert(source.part);
                 }
             }
         }
-        Shares::of(&self.parts, lane, commands, staging, &told_to_wait, early)
+        Shares::of(&self.parts, lane, commands, staging, &waiting_parts, early)
     }
 
     /// Queues the commands so far on copies of the staging, because later steps may read the same bytes
@@ -232,7 +232,7 @@ impl MultiDevice {
                     return;
                 }
             }
-            self.release_all(list.asides);
+            self.release_all(list.temporaries);
             state.reached += 1;
         }
     }
@@ -345,14 +345,14 @@ impl Device for MultiDevice {
         if let Some(error) = &multi_lane.state.lock().stopped {
             return Err(error.clone());
         }
-        let (steps, asides) = self.plan(list.commands)?;
-        let told_to_wait = std::mem::take(&mut multi_lane.state.lock().told_to_wait);
-        let shares = self.run(lane, steps, list.staging, told_to_wait);
+        let (steps, temporaries) = self.plan(list.commands)?;
+        let waiting_parts = std::mem::take(&mut multi_lane.state.lock().waiting_parts);
+        let shares = self.run(lane, steps, list.staging, waiting_parts);
         let mut state = multi_lane.state.lock();
         let shares = shares.map_err(|error| state.stopped.insert(error).clone())?;
         state.given += 1;
         let returned = Arc::<ReturnedStaging>::default();
-        state.in_flight.push_back(SplitList { shares, asides, returned: returned.clone() });
+        state.in_flight.push_back(SplitList { shares, temporaries, returned: returned.clone() });
         self.settle(lane, &mut state);
         Ok(Pending::new(Fence { lane, value: state.given }, returned))
     }
@@ -375,14 +375,14 @@ impl Device for MultiDevice {
         // A part that another part copies from has a list after the copy, so waiting for each part is enough.
         for (part, point) in self.points(fence)? {
             self.parts[part].after(lane, point)?;
-            self.lane(lane).state.lock().told_to_wait.insert(part);
+            self.lane(lane).state.lock().waiting_parts.insert(part);
         }
         Ok(())
     }
 
     fn wait_external(&self, lane: Lane, stream: RawStream) -> Result<()> {
         let parts = self.with_stream(stream, |device| device.wait_external(lane, stream))?;
-        self.lane(lane).state.lock().told_to_wait.extend(parts.into_iter().map(|(part, ())| part));
+        self.lane(lane).state.lock().waiting_parts.extend(parts.into_iter().map(|(part, ())| part));
         Ok(())
     }
 

@@ -40,19 +40,19 @@ struct StagingShare {
 type DeviceParts = [Arc<dyn Device>];
 
 impl Shares {
-    /// Submits commands, each to its part. Parts in `told_to_wait` get a list even without commands. `early`
+    /// Submits commands, each to its part. Parts in `waiting_parts` get a list even without commands. `early`
     /// holds the list's earlier shares.
     pub fn of(
         parts: &DeviceParts,
         lane: Lane,
         commands: Vec<(usize, Command)>,
         staging: Vec<Staging>,
-        told_to_wait: &BTreeSet<usize>,
+        waiting_parts: &BTreeSet<usize>,
         early: Vec<Self>,
     ) -> Result<Self> {
         let mut kept: Vec<Option<Staging>> = staging.into_iter().map(Some).collect();
         // Copy the bytes that other devices read before the first device takes the staging.
-        let lists = lists(parts.len(), commands, kept.len(), told_to_wait);
+        let lists = lists(parts.len(), commands, kept.len(), waiting_parts);
         let mut owners = vec![None; kept.len()];
         for list in &lists {
             list.used.iter().for_each(|index| _ = owners[*index].get_or_insert(list.part));
@@ -187,12 +187,12 @@ impl List {
     }
 }
 
-/// Groups commands by part. A part without commands gets a list if it is in `told_to_wait`.
+/// Groups commands by part. A part without commands gets a list if it is in `waiting_parts`.
 fn lists(
     part_count: usize,
     commands: Vec<(usize, Command)>,
     staging_count: usize,
-    told_to_wait: &BTreeSet<usize>,
+    waiting_parts: &BTreeSet<usize>,
 ) -> Vec<List> {
     let mut lists: Vec<List> =
         (0..part_count).map(|part| List { part, commands: Vec::new(), used: Vec::new() }).collect();
@@ -206,7 +206,7 @@ fn lists(
         list.used.dedup();
         assert!(list.used.last().is_none_or(|index| *index < staging_count), "staging that the list has not");
     }
-    lists.retain(|list| !list.commands.is_empty() || told_to_wait.contains(&list.part));
+    lists.retain(|list| !list.commands.is_empty() || waiting_parts.contains(&list.part));
     lists
 }
 

@@ -340,7 +340,7 @@ impl SegmentPool {
     }
 
     /// Notifies the followers of the log that a batch was stored in segment `number` through a mapping.
-    pub fn tell_followers(&self, number: u64) {
-        self.disk.tell_watchers(FileName::Segment(number));
+    pub fn notify_followers(&self, number: u64) {
+        self.disk.notify_watchers(FileName::Segment(number));
     }
 }

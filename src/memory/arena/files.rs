@@ -16,7 +16,7 @@ use super::{Arena, PageMemory, Purpose};
 use crate::base::allocation::{collected, push};
 use crate::base::sync::Mutex;
 use crate::base::sync::atomic::{AtomicBool, Ordering};
-use crate::device::sums::{changed_on_the_way, sums_in, sums_len};
+use crate::device::sums::{sums_in, sums_len, transfer_corrupted};
 use crate::device::{Command, CommandList, Fence, Lane, MemoryId, Pending, Span};
 use crate::disk::DiskFile;
 use crate::error::{Error, Result};
@@ -283,14 +283,14 @@ impl FileTarget {
         for ((part, number), sum) in parts.iter().zip(sums_in(&words[..sums_len(parts.len())])) {
             sums[*number].combine(&Hasher::new_with_initial_len(sum, part.end - part.start));
         }
-        staging.give(words);
+        staging.put(words);
         Ok(())
     }
 
     /// Returns the error for a device that copied different bytes to the file, or read different bytes from
     /// it.
-    pub fn changed_on_the_way(&self) -> Error {
-        changed_on_the_way(&*self.file.arena.device, "bytes of pages")
+    pub fn transfer_corrupted(&self) -> Error {
+        transfer_corrupted(&*self.file.arena.device, "bytes of pages")
     }
 
     /// Allocates memory into which parts of the file are read back. Empty if kernels checksum them equally

@@ -467,8 +467,9 @@ struct AccountSum {
 struct AccountSums(Option<(Place, AccountSum)>);
 
 impl AccountSums {
-    /// Adds a page. If its place or purpose differs, calls `told` with the total of the pages before it.
-    fn add(&mut self, page: &PageMemory, told: impl FnOnce(Place, AccountSum)) {
+    /// Adds a page. If its place or purpose differs, calls `report_sum` with the total of the pages before
+    /// it.
+    fn add(&mut self, page: &PageMemory, report_sum: impl FnOnce(Place, AccountSum)) {
         let (place, purpose) = (page.place(), page.purpose);
         match &mut self.0 {
             Some((of, sum)) if *of == place && sum.purpose == purpose => {
@@ -477,16 +478,16 @@ impl AccountSums {
             before => {
                 let new = (place, AccountSum { purpose, count: 1, len: page.len });
                 if let Some((place, sum)) = before.replace(new) {
-                    told(place, sum);
+                    report_sum(place, sum);
                 }
             }
         }
     }
 
-    /// Calls `told` with the total of the last pages.
-    fn end(self, told: impl FnOnce(Place, AccountSum)) {
+    /// Calls `report_sum` with the total of the last pages.
+    fn end(self, report_sum: impl FnOnce(Place, AccountSum)) {
         if let Some((place, sum)) = self.0 {
-            told(place, sum);
+            report_sum(place, sum);
         }
     }
 }

@@ -99,7 +99,7 @@ struct SimCore {
     /// A way to write images that this disk does not support.
     refused: Option<ImageIo>,
     /// How often watchers were notified about a file.
-    tells: u64,
+    notifications: u64,
 }
 
 impl SimCore {
@@ -246,8 +246,8 @@ impl SimDisk {
 
     /// Returns how often watchers were notified about a file, as if a system call had written it.
     #[must_use]
-    pub fn tells(&self) -> u64 {
-        self.shared.lock().tells
+    pub fn notifications(&self) -> u64 {
+        self.shared.lock().notifications
     }
 
     /// Returns the total length of all files.
@@ -368,8 +368,8 @@ impl Disk for SimDisk {
         Ok(names)
     }
 
-    fn tell_watchers(&self, _file: FileName) {
-        self.shared.lock().tells += 1;
+    fn notify_watchers(&self, _file: FileName) {
+        self.shared.lock().notifications += 1;
     }
 
     fn make_folder(&self, folder: Folder) -> Result<()> {

@@ -199,7 +199,7 @@ impl Node {
     }
 
     /// Marks these sectors and the length as lost by a failed sync, as described in `state.rs`.
-    pub(super) fn lose(&mut self, range: Range<usize>) {
+    pub(super) fn drop_sectors(&mut self, range: Range<usize>) {
         self.lost.extend(self.sectors.range(range).map(|(index, _)| *index));
         self.length_lost = !self.lengths.is_empty();
     }

@@ -177,7 +177,7 @@ impl DiskState {
                 self.node_mut(*id).sync(sectors_of(*offset, *len))
             }
             DiskEvent::FailedSync { id, offset, len, .. } => {
-                self.node_mut(*id).lose(sectors_of(*offset, *len))
+                self.node_mut(*id).drop_sectors(sectors_of(*offset, *len))
             }
             DiskEvent::Rename { source, target } => {
                 if source.folder() == target.folder() {

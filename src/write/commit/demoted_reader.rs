@@ -87,7 +87,7 @@ impl<'r> DemotedReader<'r> {
             let range = offset..offset + out.len() as u64;
             let bytes = self.demoted.read_ranges(&[self.range(self.at, range)])?;
             out.copy_from_slice(&bytes);
-            self.demoted.engine.staging.give(bytes.into_staging());
+            self.demoted.engine.staging.put(bytes.into_staging());
             return Ok(());
         }
         let contains_page = |group: &Group| self.at + 1 < group.first + group.starts.len();
@@ -128,7 +128,7 @@ impl<'r> DemotedReader<'r> {
 
     fn give_back(&mut self) {
         if let Some(group) = self.group.take() {
-            self.demoted.engine.staging.give(group.bytes.into_staging());
+            self.demoted.engine.staging.put(group.bytes.into_staging());
         }
     }
 }

@@ -17,7 +17,7 @@ use remanent_format::{PageId, PageTable, Place};
 use super::Committer;
 use crate::base::allocation::{append, collected, copied, push};
 use crate::base::parallel;
-use crate::device::sums::{changed_on_the_way, sum_each, sums_in, sums_len};
+use crate::device::sums::{sum_each, sums_in, sums_len, transfer_corrupted};
 use crate::device::{
     Access, Command, CommandList, DIGEST_CHUNK_LEN, DIGEST_LEN, DeviceBytes, INDEX_OUT_OF_BOUNDS, IndexList,
     Lane, Span, Staging, StagingSpan, digest_count,
@@ -144,7 +144,7 @@ impl Committer {
                     wave.take_to(&mut bytes, &landing)?;
                     append(&mut sums, of_wave)?;
                 }
-                staging.give(landing.into_staging());
+                staging.put(landing.into_staging());
                 GrownBytes::Plain(bytes)
             }
         };
@@ -242,11 +242,11 @@ impl Committer {
             push(digests.entry(step).or_default(), ChunkDigests { first, digests: copied(these)? })?;
         }
         for staging in [picked, found, digest_bytes] {
-            self.engine.staging.give(staging.into_staging());
+            self.engine.staging.put(staging.into_staging());
         }
         if let Some((index, wrong)) = wrong {
             for staging in [landed, sums] {
-                self.engine.staging.give(staging.into_staging());
+                self.engine.staging.put(staging.into_staging());
             }
             let reason = if wrong & INDEX_OUT_OF_BOUNDS != 0 {
                 "an index is not within the page: it counts elements from the page's start".to_owned()
@@ -268,8 +268,8 @@ impl Committer {
             (landed, sums) = (next(len), next(sums_len));
             arrived = proven_sums(&landed, copies, Some(&*sums))?;
         }
-        self.engine.staging.give(sums.into_staging());
-        let arrived = arrived.ok_or_else(|| changed_on_the_way(device, "a payload"))?;
+        self.engine.staging.put(sums.into_staging());
+        let arrived = arrived.ok_or_else(|| transfer_corrupted(device, "a payload"))?;
         Ok((landed, arrived))
     }
 }

@@ -180,7 +180,7 @@ impl Committer {
         let mut returned = self.run(std::mem::take(commands), staging)?;
         let found = StagingBuf::new(returned.pop().expect("one staging went in"), len);
         let counts = collected(indices(&found).map(u64::from));
-        self.engine.staging.give(found.into_staging());
+        self.engine.staging.put(found.into_staging());
         counts
     }
 
@@ -219,7 +219,7 @@ impl Committer {
         };
         let threads = parallel::threads(HOST_THREADS_MAX.min(1 + len / SHARE_LEN));
         let changed = parallel::map_indexed(threads, brought.len(), || (), |(), part| changes_of(part));
-        self.engine.staging.give(found.into_staging());
+        self.engine.staging.put(found.into_staging());
         changed
     }
 }

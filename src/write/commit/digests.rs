@@ -72,7 +72,7 @@ impl Committer {
         let mut returned = self.run(commands, staging)?;
         let bytes = StagingBuf::new(returned.pop().expect("one staging went in"), target.len);
         let found = copied(bytes.as_chunks().0);
-        self.engine.staging.give(bytes.into_staging());
+        self.engine.staging.put(bytes.into_staging());
         found
     }
 

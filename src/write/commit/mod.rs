@@ -283,7 +283,7 @@ impl Committer {
         let Engine { applier, device, staging, .. } = &*self.engine;
         let (info, bytes) = applier.read_proven(&**device, staging, page, len, range)?;
         let read = copied(&bytes)?;
-        staging.give(bytes.into_staging());
+        staging.put(bytes.into_staging());
         Ok((info, read))
     }
 

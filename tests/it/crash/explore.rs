@@ -134,7 +134,7 @@ impl<'a> Explorer<'a> {
             if verdict.is_ok() && (depth > 0 || self.is_mine(number)) {
                 let judged = self.judge(depth, number, &image, line, floors, followers, names);
                 verdict = judged.map_err(|mut violation| {
-                    violation.crashes.push(tell(disk, &image));
+                    violation.crashes.push(describe(disk, &image));
                     violation
                 });
             }
@@ -328,7 +328,7 @@ fn fleeting(violation: Violation) -> Violation {
 }
 
 /// Describes the crash, with the events around it.
-fn tell(disk: &SimDisk, image: &CrashImage) -> String {
+fn describe(disk: &SimDisk, image: &CrashImage) -> String {
     let history = disk.history();
     let at = image.moment.event;
     let around = at.saturating_sub(30)..history.len().min(at + 4);

@@ -69,9 +69,9 @@ fn a_batch_of_a_mapped_log_is_told_after_a_silence() {
         for lsn in 1..=3 {
             // Nothing comes for longer than the silence that is told.
             assert!(follower.next(Duration::from_millis(10)).unwrap().is_none());
-            let before = sim.tells();
+            let before = sim.notifications();
             writer.commit(1);
-            assert_eq!(sim.tells() - before, told, "{log_io}");
+            assert_eq!(sim.notifications() - before, told, "{log_io}");
             assert_eq!(follower.next(Duration::from_secs(60)).unwrap().unwrap().lsn(), Lsn(lsn));
         }
     }

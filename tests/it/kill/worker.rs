@@ -231,10 +231,10 @@ impl<'a> Work<'a> {
         let remembered = snapshots.iter().filter(|snapshot| snapshot.end.0 + PAST_MAX as u64 >= n.0);
         let picked = remembered.collect::<Vec<_>>();
         let picked = picked.get(n.0 as usize % 7);
-        let tell = |target| self.diary.write(&Entry::Restore { lsn: n, target });
+        let record_restore = |target| self.diary.write(&Entry::Restore { lsn: n, target });
         self.board.begin(n);
         let restored = picked.map(|snapshot| {
-            tell(snapshot.end);
+            record_restore(snapshot.end);
             self.store.restore(&StatePoint::Snapshot(snapshot.id))
         });
         let position = match restored {

@@ -187,17 +187,17 @@ impl Life {
         );
     }
 
-    fn tell(&mut self, command: &Command) {
+    fn send_command(&mut self, command: &Command) {
         while self.told.len() >= COMMANDS_TOLD {
             self.told.pop_front();
         }
         self.told.push_back(command.to_string());
-        self.worker.tell(command);
+        self.worker.send_command(command);
     }
 
     /// The worker's answer: the words after `ok`, or the refusal.
     fn try_ask(&mut self, command: &Command) -> Result<String, String> {
-        self.tell(command);
+        self.send_command(command);
         match self.worker.answer() {
             Ok(answer) => match answer.split_once(' ').unwrap_or((&answer, "")) {
                 ("ok", rest) => Ok(rest.to_owned()),

@@ -31,7 +31,7 @@ impl Worker {
         Self { process, input, answers }
     }
 
-    pub fn tell(&mut self, command: &Command) {
+    pub fn send_command(&mut self, command: &Command) {
         // A process that is gone is noticed by the answer that does not come.
         let _ = writeln!(self.input, "{command}").and_then(|()| self.input.flush());
     }

@@ -64,7 +64,7 @@ impl Life {
             3 => Command::Snapshot(Kind::Exact),
             _ => Command::Close,
         };
-        self.tell(&command);
+        self.send_command(&command);
         let pause = Duration::from_nanos(1 << self.random.below(26));
         std::thread::park_timeout(pause);
         self.worker.kill();
@@ -86,7 +86,7 @@ impl Life {
 
     fn kill_an_opening(&mut self) {
         let with = self.with.clone();
-        self.tell(&Command::Open(with));
+        self.send_command(&Command::Open(with));
         let pause = Duration::from_nanos(1 << self.random.below(24));
         std::thread::park_timeout(pause);
         self.worker.kill();

@@ -301,7 +301,7 @@ pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tall
             Action::Call(pick, call) => {
                 let Some(page) = model.page(*pick) else { continue };
                 if setting.is_cramped {
-                    let moved = tell(&store, &mut model, page, *call);
+                    let moved = move_page(&store, &mut model, page, *call);
                     (tally.moves, tally.without_room) =
                         (tally.moves + usize::from(moved), tally.without_room + usize::from(!moved));
                 } else {
@@ -431,7 +431,7 @@ fn assert_snapshot(snapshot: &SnapshotInfo, model: &Model) {
 }
 
 /// Tells a store whose tiers are cramped to move a page; returns whether there was room.
-fn tell(store: &Store, model: &mut Model, page: PageId, call: MoveCall) -> bool {
+fn move_page(store: &Store, model: &mut Model, page: PageId, call: MoveCall) -> bool {
     let rank = TIERS.iter().position(|tier| *tier == model.pages[&page].place);
     // From where it is, and so at least as low as from where it was asked to be.
     let below = rank.map(|rank| TIERS[(rank + 1).min(TIERS.len() - 1)]);

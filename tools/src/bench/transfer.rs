@@ -110,13 +110,13 @@ pub fn read(files: &[(PathBuf, u64)], cache: Cache) -> io::Result<Duration> {
 
 fn read_pieces(files: &[(File, u64)], thread: usize, mut piece: Aligned) -> io::Result<()> {
     // Files differ in length, so that they are dealt out as one row of pieces.
-    let mut dealt = 0;
+    let mut assigned = 0;
     for (file, len) in files {
         for at in (0..*len).step_by(PIECE_LEN) {
-            if dealt % THREADS == thread {
+            if assigned % THREADS == thread {
                 file.read_at(&mut piece, at)?;
             }
-            dealt += 1;
+            assigned += 1;
         }
     }
     Ok(())

@@ -93,7 +93,7 @@ impl Bisect {
                 out.line(format_args!("lsn {lsn}: {word}"))?;
                 out.flush()?;
             }
-            search.tell(lsn, verdict);
+            search.record(lsn, verdict);
         }
         if search.bad().0 - search.good().0 > 1 {
             return Err(Failure::Environment(format!(

@@ -24,14 +24,14 @@ pub(super) enum Class {
     /// Blocks of the class with this number, cut from slabs.
     Shared(usize),
     /// A slab of its own, with this length.
-    Alone(u64),
+    Dedicated(u64),
 }
 
 impl Class {
     /// Returns the class for `len` bytes; `None` if the length exceeds any machine's memory.
     pub fn of(len: u64) -> Option<Self> {
         if len > CLASS_LEN_MAX {
-            return len.checked_next_multiple_of(SLAB_LEN_MIN).map(Self::Alone);
+            return len.checked_next_multiple_of(SLAB_LEN_MIN).map(Self::Dedicated);
         }
         // The steps divide the interval between two powers of two; a class ends where its step ends.
         let last = len.max(CLASS_LEN_MIN) - 1;
@@ -48,7 +48,7 @@ impl Class {
                 let (doubling, step) = (index as u64 / STEPS, index as u64 % STEPS);
                 (CLASS_LEN_MIN + step * CLASS_LEN_MIN / STEPS) << doubling
             }
-            Self::Alone(len) => len,
+            Self::Dedicated(len) => len,
         }
     }
 
@@ -56,7 +56,7 @@ impl Class {
     /// most one block beyond `longest`.
     pub fn slab_len(self, count: usize, longest: u64) -> u64 {
         let block_len = self.block_len();
-        if let Self::Alone(len) = self {
+        if let Self::Dedicated(len) = self {
             return len;
         }
         let doubled = SLAB_LEN_MIN.max(block_len) << count.min(5);
@@ -82,7 +82,7 @@ mod tests {
         }
         assert_eq!([0, 1, 256, 257].map(served), [256, 256, 256, 320]);
         assert_eq!(Class::of(CLASS_LEN_MAX), Some(Class::Shared(CLASSES - 1)));
-        assert_eq!(Class::of(CLASS_LEN_MAX + 1), Some(Class::Alone(CLASS_LEN_MAX + SLAB_LEN_MIN)));
+        assert_eq!(Class::of(CLASS_LEN_MAX + 1), Some(Class::Dedicated(CLASS_LEN_MAX + SLAB_LEN_MIN)));
         assert_eq!(Class::of(u64::MAX), None);
     }
 

@@ -39,7 +39,7 @@ pub struct Pool<R: MemoryResource> {
     slab_len_max: u64,
     shared: Vec<SharedClass>,
     /// Free blocks that have slabs of their own, by length.
-    alone: Mutex<BTreeMap<u64, Vec<u64>>>,
+    dedicated: Mutex<BTreeMap<u64, Vec<u64>>>,
     counts: Counts,
 }
 
@@ -79,13 +79,13 @@ impl<R: MemoryResource> Pool<R> {
     #[must_use]
     pub fn with_slabs_up_to(slab_len_max: u64, upstream: R) -> Self {
         let shared = (0..CLASSES).map(|_| SharedClass::default()).collect();
-        Self { upstream, slab_len_max, shared, alone: Mutex::default(), counts: Counts::default() }
+        Self { upstream, slab_len_max, shared, dedicated: Mutex::default(), counts: Counts::default() }
     }
 
     fn take(&self, class: Class) -> Option<u64> {
         match class {
             Class::Shared(index) => self.shared[index].take(),
-            Class::Alone(len) => self.alone.lock().get_mut(&len)?.pop(),
+            Class::Dedicated(len) => self.dedicated.lock().get_mut(&len)?.pop(),
         }
     }
 
@@ -165,7 +165,7 @@ unsafe impl<R: MemoryResource> MemoryResource for Pool<R> {
         self.counts.used_bytes.fetch_sub(class.block_len(), Ordering::Relaxed);
         match class {
             Class::Shared(index) => self.shared[index].shards[own_shard()].lock().push(address),
-            Class::Alone(len) => self.alone.lock().entry(len).or_default().push(address),
+            Class::Dedicated(len) => self.dedicated.lock().entry(len).or_default().push(address),
         }
         Ok(())
     }
@@ -190,7 +190,7 @@ unsafe impl<R: MemoryResource> MemoryResource for Pool<R> {
     fn trim(&self) -> Result<u64> {
         let mut empty: Vec<PoolSlab> =
             self.shared.iter().enumerate().flat_map(SharedClass::take_empty).collect();
-        for (len, addresses) in std::mem::take(&mut *self.alone.lock()) {
+        for (len, addresses) in std::mem::take(&mut *self.dedicated.lock()) {
             empty.extend(addresses.into_iter().map(|address| PoolSlab { address, len }));
         }
         let mut trimmed = Ok(0);

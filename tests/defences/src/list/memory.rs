@@ -252,7 +252,7 @@ pub const LIST: &[Defence] = &[
     defence(
         "what arrived in a file is what the device sent",
         "src/images/in_place.rs",
-        "Err(target.changed_on_the_way())",
+        "Err(target.transfer_corrupted())",
         "Ok(())",
         it("in_place::bit_flip_on_transfer_to_file_is_detected_before_use"),
     ),

@@ -72,7 +72,7 @@ pub const LIST: &[Defence] = &[
     defence(
         "a restore is told to streams",
         "src/history/restore.rs",
-        "self.engine.applier.changes().tell(Err(point.lsn));",
+        "self.engine.applier.changes().publish(Err(point.lsn));",
         "",
         it("change_streams::a_gap_is_told_where_it_is"),
     ),

@@ -129,7 +129,7 @@ impl Cache {
     ///
     /// # Panics
     /// If it is not in use, or is shorter than the length with which it is freed.
-    pub fn give(&mut self, address: u64, len: u64) {
+    pub fn put_back(&mut self, address: u64, len: u64) {
         let block = self.blocks.get(&address).filter(|block| matches!(block.state, BlockState::Used));
         let block = block.expect("a block in use");
         assert!(len <= block.len, "{len} bytes of a block of {}", block.len);

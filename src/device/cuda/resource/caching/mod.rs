@@ -122,7 +122,7 @@ impl<R: MemoryResource> CachingMemory<R> {
             |first: &u64| *first != PER_THREAD && streams.iter().all(|stream| stream.handle() == *first);
         let only = first.filter(is_one);
         let mut state = self.state.lock();
-        state.give(address, len);
+        state.put_back(address, len);
         if points.is_empty() {
             state.join(address);
         } else {
