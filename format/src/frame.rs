@@ -187,7 +187,7 @@ impl UncheckedFrame {
 
     /// Returns true if the frame was written at this position of this store, by any incarnation.
     #[must_use]
-    pub fn lies_at(&self, store: StoreId, segment: u64, offset: u64) -> bool {
+    pub fn is_at(&self, store: StoreId, segment: u64, offset: u64) -> bool {
         self.header.store == store && self.header.segment == segment && self.header.offset == offset
     }
 
@@ -335,7 +335,7 @@ pub fn counting_entries(mut entries: Vec<VerifiedSnapshot>) -> Vec<VerifiedSnaps
 ///
 /// The result is for reports only and decides nothing.
 #[must_use]
-pub fn resembles_frame(
+pub fn looks_like_frame(
     bytes: &[u8],
     store: StoreId,
     running: Incarnation,
@@ -346,7 +346,7 @@ pub fn resembles_frame(
         return false;
     };
     if let Ok(frame) = UncheckedFrame::decode(header) {
-        return frame.lies_at(store, segment, offset);
+        return frame.is_at(store, segment, offset);
     }
     let (its_incarnation, its_segment) = (Incarnation::get(&header[8..]), u64::get(&header[32..]));
     // A torn leftover of an earlier use was written by an earlier incarnation, to a segment with a lower
@@ -388,7 +388,7 @@ mod tests {
             bytes[76..].fill(0);
             bytes
         };
-        let resembles = |bytes: &[u8]| resembles_frame(bytes, store, running, 6, 4096);
+        let resembles = |bytes: &[u8]| looks_like_frame(bytes, store, running, 6, 4096);
         let earlier = Incarnation { number: 2, random: 8 };
         assert!(resembles(&frame(running, 6).encode().0), "whole");
         assert!(resembles(&torn(running, 6)), "torn");

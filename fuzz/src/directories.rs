@@ -45,7 +45,7 @@ pub fn examine(files: &Files) -> bool {
     // If a rebuild skipped that snapshot, made-up files may give another state from an older one.
     let newest = pure.as_ref().filter(|_| rebuilt.is_some_and(|rebuilt| rebuilt.passed_over.is_empty()));
     let disk = files.disk();
-    look(&disk, newest);
+    check_view(&disk, newest);
     salvage(files, newest);
     follow(&disk);
     let store = match open(&disk) {
@@ -108,7 +108,7 @@ fn go_on(disk: &SimDisk, store: Store, state: State) {
 }
 
 /// A read-only view shows each page as the rebuild made it.
-fn look(disk: &SimDisk, newest: Option<&State>) {
+fn check_view(disk: &SimDisk, newest: Option<&State>) {
     let disk: Arc<dyn Disk> = Arc::new(disk.clone());
     let Ok(seen) = View::open_on(&disk, None) else { return };
     if let Some(newest) = newest {

@@ -89,7 +89,7 @@ impl PyFollower {
             )?),
         };
         let shown = path.display().to_string();
-        crate::log::look(py)?;
+        crate::log::update_level(py)?;
         let follower = py.detach(|| Follower::open(&path, from)).or_raise(py, Some(&shown))?;
         let position = Mutex::new(follower.position());
         let batches =
@@ -314,7 +314,7 @@ impl PyReplica {
         py: Python<'_>,
         #[pyo3(from_py_with = arguments::optional_path)] path: Option<PathBuf>,
     ) -> PyResult<PyClassInitializer<Self>> {
-        crate::log::look(py)?;
+        crate::log::update_level(py)?;
         let replica = match &path {
             None => Replica::default(),
             Some(path) => {

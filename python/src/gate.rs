@@ -109,7 +109,7 @@ impl Gate {
     }
 
     /// Runs a call that does not wait: releasing the interpreter's lock would cost more than the call.
-    pub fn look<T>(&self, py: Python<'_>, run: impl FnOnce(&Store) -> Result<T>) -> PyResult<T> {
+    pub fn inspect<T>(&self, py: Python<'_>, run: impl FnOnce(&Store) -> Result<T>) -> PyResult<T> {
         self.enter().and_then(|call| run(&call)).or_raise_of(py, Some(&self.path), STORE)
     }
 

@@ -41,7 +41,7 @@ pub fn bisect<'py>(
     let bounds = PyDict::new(py);
     bounds.set_item("good", good)?;
     bounds.set_item("bad", bad)?;
-    let directory = gate.look(py, |store| Ok(here(store)?.into_os_string()))?;
+    let directory = gate.inspect(py, |store| Ok(here(store)?.into_os_string()))?;
     let bisect = py.import("remanent._bisect")?.getattr("bisect")?;
     bisect.call((directory, is_good), Some(&bounds))
 }

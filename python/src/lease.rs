@@ -103,13 +103,17 @@ impl PyLease {
         self.lease.lock().unwrap_or_else(PoisonError::into_inner).clone().ok_or(Error::Closed)
     }
 
-    fn look<T: Send>(&self, py: Python<'_>, run: impl FnOnce(&Lease<'_>) -> Result<T> + Send) -> PyResult<T> {
+    fn inspect<T: Send>(
+        &self,
+        py: Python<'_>,
+        run: impl FnOnce(&Lease<'_>) -> Result<T> + Send,
+    ) -> PyResult<T> {
         py.detach(|| run(self.held()?.cell.borrow_dependent())).or_raise_of(py, Some(&self.path), LEASE)
     }
 
     /// Returns the address of the bytes, once all batches in flight are applied.
     fn bytes_address(&self, py: Python<'_>) -> PyResult<usize> {
-        self.look(py, |lease| lease.bytes().map(|bytes| bytes.as_ptr() as usize))
+        self.inspect(py, |lease| lease.bytes().map(|bytes| bytes.as_ptr() as usize))
     }
 }
 
@@ -155,7 +159,7 @@ impl PyLease {
     /// only on the host.
     #[getter]
     fn address(&self, py: Python<'_>) -> PyResult<Option<u64>> {
-        self.look(py, |lease| Ok(lease.address()))
+        self.inspect(py, |lease| Ok(lease.address()))
     }
 
     /// Returns the location of the page's bytes, for a transport that registers memory (NIXL, UCX, verbs).
@@ -166,13 +170,13 @@ impl PyLease {
     ///
     /// :raises DeviceError: pages live only in host memory, or the page is empty.
     fn descriptor<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        descriptor_to_py(py, &self.look(py, |lease| lease.descriptor())?)
+        descriptor_to_py(py, &self.inspect(py, |lease| lease.descriptor())?)
     }
 
     /// Allows work that is enqueued on `stream` from now on to read the page. `stream` is a CUDA handle as a
     /// number.
     fn on(&self, py: Python<'_>, #[pyo3(from_py_with = arguments::stream)] stream: u64) -> PyResult<()> {
-        self.look(py, |lease| {
+        self.inspect(py, |lease| {
             // SAFETY: the caller names a stream that it owns and keeps until the lease has ended.
             let stream = unsafe { RawStream::from_cuda(stream) };
             lease.on(stream).map(drop)
@@ -246,7 +250,7 @@ impl PyLease {
             return export.capsule(py);
         }
         // Consumers that ignore the read-only flag, such as torch, would write to the store's memory.
-        let copied = this.look(py, |lease| {
+        let copied = this.inspect(py, |lease| {
             let bytes = lease.bytes()?;
             let mut copied = Aligned::zeros(bytes.len())?;
             copied.as_mut_slice().copy_from_slice(bytes);

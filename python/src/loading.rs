@@ -14,7 +14,7 @@ pub fn wait_loaded(
     timeout: Option<Duration>,
     progress: Option<bool>,
 ) -> PyResult<bool> {
-    let unloaded = || gate.look(py, |store| Ok(store.unloaded_pages().bytes));
+    let unloaded = || gate.inspect(py, |store| Ok(store.unloaded_pages().bytes));
     let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
     let mut left = unloaded()?;
     let bar = py.import("remanent._progress")?.getattr("Bar")?.call1((left, "loading", progress))?;

@@ -272,6 +272,6 @@ fn record_to_py(py: Python<'_>, record: LogRecord) -> PyResult<Bound<'_, PyTuple
 }
 
 /// Updates the level to what Python's `logging` wants now.
-pub fn look(py: Python<'_>) -> PyResult<()> {
+pub fn update_level(py: Python<'_>) -> PyResult<()> {
     py.import("remanent._log")?.call_method0("update_logging").map(drop)
 }

@@ -53,7 +53,7 @@ pub fn open(py: Python<'_>, path: &Path, given: OpenKeywords<'_>) -> PyResult<Ar
     let (raised, ack) = (Raised::default(), ack(&given.ack)?);
     let options = given.into_options(py, &raised)?;
     let shown = path.display().to_string();
-    crate::log::look(py)?;
+    crate::log::update_level(py)?;
     let store = raised.or(py.detach(|| Store::open(path, options)).or_raise(py, Some(&shown)))?;
     Ok(Gate::new(store, path, ack))
 }

@@ -76,7 +76,7 @@ pub fn create(
         // A store on a GPU adopts the bytes below. For any other store, the commit copies them piece by
         // piece.
         Input::Cuda(bytes)
-            if at_commit && bytes.len() > 0 && gate.look(py, |store| Ok(!store.supports_streams()))? =>
+            if at_commit && bytes.len() > 0 && gate.inspect(py, |store| Ok(!store.supports_streams()))? =>
         {
             let len = bytes.len();
             let source = py.detach(|| bytes.source()).or_raise(py, Some(&gate.path))?;

@@ -202,7 +202,7 @@ impl PendingBatch {
     }
 
     fn page_by_key(&self, py: Python<'_>, key: &Key) -> PyResult<PageId> {
-        self.gate.look(py, |store| store.page_by_key(key)).map(|info| info.page)
+        self.gate.inspect(py, |store| store.page_by_key(key)).map(|info| info.page)
     }
 
     /// Returns what a page's metadata states about its elements after the operations so far. For a missing
@@ -215,7 +215,7 @@ impl PendingBatch {
             return Ok(known.clone());
         }
         let BatchPage::Stored(page) = page else { return Ok(PageLayout::default()) };
-        self.gate.look(py, |store| match store.page(page) {
+        self.gate.inspect(py, |store| match store.page(page) {
             Err(Error::UnknownPage { .. }) => Ok(PageLayout::default()),
             found => found.map(|info| PageLayout::from(&info)),
         })
@@ -288,15 +288,15 @@ impl PendingBatch {
         detached(operations);
     }
 
-    /// Passes the position and pages of the committed batch to `look`.
+    /// Passes the position and pages of the committed batch to `inspect`.
     ///
     /// # Errors
     /// `ClosedError` if it is not committed.
-    pub fn committed<T>(&self, py: Python<'_>, look: impl FnOnce(&Committed) -> T) -> PyResult<T> {
-        let looked = self.lock().committed.as_ref().map(look);
+    pub fn committed<T>(&self, py: Python<'_>, inspect: impl FnOnce(&Committed) -> T) -> PyResult<T> {
+        let inspected = self.lock().committed.as_ref().map(inspect);
         let path = Some(self.gate.path.as_str());
         let refused = || own(py, "ClosedError", "the batch is not committed", "commit it first", path);
-        looked.ok_or_else(refused)
+        inspected.ok_or_else(refused)
     }
 
     /// Submits the batch to the store of this gate.

@@ -73,7 +73,11 @@ impl PyPin {
         })
     }
 
-    fn look<T: Send>(&self, py: Python<'_>, run: impl FnOnce(&Pin<'_>) -> Result<T> + Send) -> PyResult<T> {
+    fn inspect<T: Send>(
+        &self,
+        py: Python<'_>,
+        run: impl FnOnce(&Pin<'_>) -> Result<T> + Send,
+    ) -> PyResult<T> {
         py.detach(|| {
             check_process(self.opener)?;
             let held =
@@ -104,7 +108,7 @@ impl PyPin {
     /// memory, and for an empty page.
     #[getter]
     fn address(&self, py: Python<'_>) -> PyResult<Option<u64>> {
-        self.look(py, |pin| Ok(pin.address()))
+        self.inspect(py, |pin| Ok(pin.address()))
     }
 
     /// Returns the location of the page's bytes, for a transport that registers memory (NIXL, UCX, verbs).
@@ -115,7 +119,7 @@ impl PyPin {
     ///
     /// :raises DeviceError: pages live only in host memory, or the page is empty.
     fn descriptor<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        descriptor_to_py(py, &self.look(py, |pin| pin.descriptor())?)
+        descriptor_to_py(py, &self.inspect(py, |pin| pin.descriptor())?)
     }
 
     /// Makes work that is enqueued on `stream` from now on see every batch submitted so far. The stream waits
@@ -126,7 +130,7 @@ impl PyPin {
     ///     pages live in host memory.
     /// :raises ClosedError: the pin has ended.
     fn on(&self, py: Python<'_>, #[pyo3(from_py_with = arguments::stream)] stream: u64) -> PyResult<()> {
-        self.look(py, |pin| {
+        self.inspect(py, |pin| {
             // SAFETY: the caller names a stream that it owns and keeps until the pin has ended.
             let stream = unsafe { RawStream::from_cuda(stream) };
             pin.on(stream).map(drop)

@@ -52,7 +52,7 @@ impl FoundRanges {
             let offset = arguments::offset(&tuple.get_item(1)?)?;
             named.push((PageName::take(&tuple.get_item(0)?)?, offset, length));
         }
-        gate.look(py, |store| {
+        gate.inspect(py, |store| {
             let mut found = Self { ranges: Vec::new(), infos: Vec::new() };
             for (name, offset, length) in named {
                 let info = name.find(store as &dyn ReadPages)?;

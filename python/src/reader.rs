@@ -76,8 +76,8 @@ impl Reader {
     }
 
     /// Runs a lookup that does not wait.
-    fn look<T>(&self, py: Python<'_>, run: impl FnOnce(&dyn ReadPages) -> Result<T>) -> PyResult<T> {
-        self.source.look(py, run).or_raise_of(py, self.source.path(), self.source.handle())
+    fn inspect<T>(&self, py: Python<'_>, run: impl FnOnce(&dyn ReadPages) -> Result<T>) -> PyResult<T> {
+        self.source.inspect(py, run).or_raise_of(py, self.source.path(), self.source.handle())
     }
 
     /// Runs a call without the interpreter's lock.
@@ -95,7 +95,7 @@ impl Reader {
 
     /// Finds the page with this name. The error for a missing key suggests the most similar key.
     fn found(&self, py: Python<'_>, name: &PageName) -> PyResult<PageInfo> {
-        match self.source.look(py, |pages| name.find(pages)) {
+        match self.source.inspect(py, |pages| name.find(pages)) {
             Err(error @ Error::UnknownKey { .. }) => Err(self.unknown_key(py, &error)),
             found => found.or_raise_of(py, self.source.path(), self.source.handle()),
         }
@@ -120,7 +120,7 @@ impl Reader {
             Ok(remanent::error::nearest(wanted, keys.iter().filter_map(|key| key.as_str()))
                 .map(str::to_owned))
         };
-        self.source.look(py, similar).ok().flatten()
+        self.source.inspect(py, similar).ok().flatten()
     }
 
     /// Reads a whole page directly into the memory of the returned object.
@@ -140,7 +140,7 @@ impl Reader {
                 }
             }
             // An unchanged version means that the length did not change during the read.
-            if self.look(py, |pages| name.find(pages)).is_ok_and(|after| after == info) {
+            if self.inspect(py, |pages| name.find(pages)).is_ok_and(|after| after == info) {
                 return Ok(bytes);
             }
         }
@@ -159,7 +159,7 @@ impl Reader {
     /// The Lsn of the newest batch visible here.
     #[getter]
     fn lsn(&self, py: Python<'_>) -> PyResult<u64> {
-        self.look(py, |pages| pages.lsn().map(|lsn| lsn.0))
+        self.inspect(py, |pages| pages.lsn().map(|lsn| lsn.0))
     }
 
     /// The root, the store's own metadata, as a read-only copy. `Batch.set_root` changes it.
@@ -176,14 +176,14 @@ impl Reader {
     /// {'step': 7}
     #[getter]
     fn root<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let root = self.look(py, |pages| pages.root())?;
+        let root = self.inspect(py, |pages| pages.root())?;
         ROOT.freeze(metadata_to_py(py, &root)?)
     }
 
     /// The number of pages, including those without a key.
     #[getter]
     fn page_count(&self, py: Python<'_>) -> PyResult<u64> {
-        self.look(py, |pages| pages.page_count())
+        self.inspect(py, |pages| pages.page_count())
     }
 
     /// Returns a page's length, version, place, key and metadata.
@@ -238,7 +238,7 @@ impl Reader {
 
     fn __contains__(&self, page: &Bound<'_, PyAny>) -> PyResult<bool> {
         let name = PageName::take(page)?;
-        self.look(page.py(), |pages| match name.find(pages) {
+        self.inspect(page.py(), |pages| match name.find(pages) {
             Ok(_) => Ok(true),
             Err(Error::UnknownKey { .. } | Error::UnknownPage { .. }) => Ok(false),
             Err(error) => Err(error),
@@ -283,7 +283,7 @@ impl Reader {
             return self.whole(py, &name);
         }
         let page = self.found(py, &name)?.page;
-        let (page, len) = self.look(py, |pages| {
+        let (page, len) = self.inspect(py, |pages| {
             let info = pages.page(page)?;
             let len = length.unwrap_or_else(|| info.len.saturating_sub(offset));
             // The range is checked before any memory is allocated for it.

@@ -99,7 +99,7 @@ impl Source {
     }
 
     /// Runs a call that waits for nothing except, for a replica, a batch that is being applied.
-    pub fn look<T>(&self, py: Python<'_>, run: impl FnOnce(&dyn ReadPages) -> Result<T>) -> Result<T> {
+    pub fn inspect<T>(&self, py: Python<'_>, run: impl FnOnce(&dyn ReadPages) -> Result<T>) -> Result<T> {
         match self {
             // Other threads can run Python code while this waits.
             Source::Replica(replica) => run(&*locked(py, replica)),

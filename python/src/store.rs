@@ -192,13 +192,13 @@ impl PyStore {
     /// :raises NoStoreError: the directory was removed.
     #[getter]
     fn directory(&self, py: Python<'_>) -> PyResult<OsString> {
-        self.gate.look(py, |store| Ok(here(store)?.into_os_string()))
+        self.gate.inspect(py, |store| Ok(here(store)?.into_os_string()))
     }
 
     /// The store's identity, drawn at random when the store was created, as hexadecimal text.
     #[getter]
     fn id(&self, py: Python<'_>) -> PyResult<String> {
-        self.gate.look(py, |store| Ok(store.id().to_string()))
+        self.gate.inspect(py, |store| Ok(store.id().to_string()))
     }
 
     /// Whether the store is closed.
@@ -214,7 +214,7 @@ impl PyStore {
     /// (True, 0, 'host')
     #[getter]
     fn recovered<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        REPORT.freeze(report_to_py(py, self.gate.look(py, |store| Ok(store.recovered().clone()))?)?)
+        REPORT.freeze(report_to_py(py, self.gate.inspect(py, |store| Ok(store.recovered().clone()))?)?)
     }
 
     /// Returns counts and sizes since the store was opened, in bytes unless stated otherwise.
@@ -231,7 +231,7 @@ impl PyStore {
     /// >>> stats["places"]["host"]["used"], stats["places"]["host"]["allocations"], stats["moves"]
     /// (3, 1, [])
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        stats_to_py(py, &self.gate.look(py, |store| Ok(store.stats()))?)
+        stats_to_py(py, &self.gate.inspect(py, |store| Ok(store.stats()))?)
     }
 
     /// Sets the contents of the page with key `key`, in one batch, creating it if it does not exist. Returns
@@ -304,7 +304,7 @@ impl PyStore {
         #[pyo3(from_py_with = arguments::optional_ack)] ack: Option<&str>,
         #[pyo3(from_py_with = arguments::optional_note)] note: Option<&str>,
     ) -> PyResult<Batch> {
-        self.gate.look(py, |_| Ok(()))?;
+        self.gate.inspect(py, |_| Ok(()))?;
         let batch = Batch::new(self.gate.clone(), ack.map(self::ack).transpose()?);
         if let Some(note) = note {
             batch.note(py, note)?;
@@ -662,7 +662,7 @@ impl PyStore {
 
     /// Returns the snapshots that are kept, oldest first.
     fn snapshots(&self, py: Python<'_>) -> PyResult<Vec<SnapshotInfo>> {
-        self.gate.look(py, |store| Ok(store.snapshots().iter().map(SnapshotInfo::from).collect()))
+        self.gate.inspect(py, |store| Ok(store.snapshots().iter().map(SnapshotInfo::from).collect()))
     }
 
     /// Restores all pages and the root to an earlier state, in one more batch. Returns its Lsn.

@@ -102,7 +102,7 @@ impl PyView {
         at: Option<Bound<'_, PyAny>>,
     ) -> PyResult<PyClassInitializer<Self>> {
         let point = at.map(|at| state_point(&at)).transpose()?;
-        crate::log::look(py)?;
+        crate::log::update_level(py)?;
         let view = py.detach(|| match &point {
             Some(point) => Store::open_at(&path, point),
             None => Store::open_read_only(&path),

@@ -111,7 +111,7 @@ impl ExactCut {
     ///
     /// # Errors
     /// Same as `take`.
-    pub fn look(&self, page: PageId) -> Result<Option<(PageInfo, &PageMemory)>> {
+    pub fn find(&self, page: PageId) -> Result<Option<(PageInfo, &PageMemory)>> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }

@@ -31,7 +31,7 @@ mod worker;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use remanent_format::state::by_id::ById;
+use remanent_format::state::id_map::IdMap;
 use remanent_format::state::table::Changes;
 use remanent_format::{LogPoint, Lsn, PageId, PageInfo, PageTable, Place};
 
@@ -92,7 +92,7 @@ pub(crate) struct AppliedState {
     /// The table of all pages.
     pub table: PageTable,
     /// The memory of all loaded pages.
-    pub memory: ById<PageId, PageMemory>,
+    pub memory: IdMap<PageId, PageMemory>,
     /// The pages of [`Place::Disk`], which have no memory.
     pub on_disk: DiskPageTable,
     /// The pages that are not loaded.

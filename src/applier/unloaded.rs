@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use remanent_format::PageId;
 use remanent_format::image::ImageRef;
-use remanent_format::state::by_id::ById;
+use remanent_format::state::id_map::IdMap;
 
 use crate::base::allocation::{collected, make_room};
 use crate::base::queue::Queue;
@@ -57,7 +57,7 @@ struct LoadStates {
     /// The index at which loading continues: after the pages that were taken last.
     next: usize,
     /// Pages that are neither loaded nor failed, by their index in `waiting`.
-    indices: ById<PageId, usize>,
+    indices: IdMap<PageId, usize>,
     /// The bytes of those pages.
     bytes: u64,
     /// Requested pages, which are taken first, by their index in `waiting`.

@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use remanent_format::op::{Op, OpAt, each_op};
+use remanent_format::op::{Op, OpAt, for_each_op};
 use remanent_format::{Lsn, PageId, Place};
 
 use super::changes::{AppliedBatch, WrittenRanges};
@@ -271,7 +271,7 @@ impl Worker {
                 }
             }
         };
-        each_op(&payload, apply).expect("decoded before it was logged");
+        for_each_op(&payload, apply).expect("decoded before it was logged");
         // What the batch wrote to pages on disk is now counted there.
         drop(pending);
         match payload {

@@ -64,8 +64,8 @@ pub(crate) struct SnapshotWork {
 
 impl SnapshotWork {
     /// Adds the work for a page that the snapshot must mention.
-    fn note(&mut self, page: PageId, standing: PageClass) -> Result<()> {
-        match standing {
+    fn note(&mut self, page: PageId, class: PageClass) -> Result<()> {
+        match class {
             PageClass::Unchanged(info, image) | PageClass::Known(info, image) => {
                 push(&mut self.entries, entry(&info, image))
             }
@@ -77,7 +77,7 @@ impl SnapshotWork {
     }
 
     /// Returns the pages added so far, ascending.
-    fn spoken_of(&self) -> Result<Vec<PageId>> {
+    fn mentioned(&self) -> Result<Vec<PageId>> {
         let gather = self.gather.iter().map(|(page, _)| *page);
         let entries = self.entries.iter().map(|entry| entry.page);
         let mut pages = collected(gather.chain(entries).chain(self.gone.iter().copied()))?;
@@ -99,87 +99,87 @@ impl KnownImages {
     ///
     /// `carry` lists image files whose images are to be written again, with the number of bytes that this
     /// takes, the most wasteful first. Files are carried as long as they fit in `carry_bytes_max`, or in the
-    /// number of bytes that the snapshot writes anyway if that is greater. `look` requests
-    /// [`KnownImages::look`] on the thread that applies batches, and returns a function that waits for the
-    /// result.
+    /// number of bytes that the snapshot writes anyway if that is greater. `classify` requests
+    /// [`KnownImages::classify`] on the thread that applies batches, and returns a function that waits for
+    /// the result.
     ///
     /// Checked are the pages that may have changed according to the table, those with a damaged image, and
     /// the others that the snapshot must mention.
     ///
     /// # Errors
-    /// The errors of `look`.
-    pub fn sort_out<L: FnOnce() -> Result<Vec<PageClass>>>(
+    /// The errors of `classify`.
+    pub fn plan_work<L: FnOnce() -> Result<Vec<PageClass>>>(
         &self,
         Beginning { mut changed, count }: Beginning,
         carry: &[(u64, u64)],
         carry_bytes_max: u64,
-        mut look: impl FnMut(Vec<PageId>) -> L,
+        mut classify: impl FnMut(Vec<PageId>) -> L,
     ) -> Result<SnapshotWork> {
         let mut sorted = SnapshotWork::default();
-        let mut look_at = |pages: &[PageId], each: &mut dyn FnMut(PageId, PageClass) -> Result<()>| {
+        let mut classify_each = |pages: &[PageId], each: &mut dyn FnMut(PageId, PageClass) -> Result<()>| {
             // The next group is requested before waiting for the result of this one: with one group at a
             // time, half of the time is spent on threads waking each other.
             let mut asked: Option<(&[PageId], L)> = None;
             for pages in pages.chunks(LOOK_PAGES).map(Some).chain([None]) {
-                let next = pages.map(|pages| (pages, look(pages.to_vec())));
+                let next = pages.map(|pages| (pages, classify(pages.to_vec())));
                 if let Some((pages, answer)) = std::mem::replace(&mut asked, next) {
-                    pages.iter().zip(answer()?).try_for_each(|(page, standing)| each(*page, standing))?;
+                    pages.iter().zip(answer()?).try_for_each(|(page, class)| each(*page, class))?;
                 }
             }
             Ok::<_, Error>(())
         };
 
-        let spoilt = self.spoilt();
-        if !spoilt.is_empty() {
-            append(&mut changed, spoilt)?;
+        let damaged_images = self.damaged_images();
+        if !damaged_images.is_empty() {
+            append(&mut changed, damaged_images)?;
             changed.sort_unstable();
             changed.dedup();
         }
         sorted.visited = changed.len();
-        look_at(&changed, &mut |page, standing| {
-            if standing.is_settled() { Ok(()) } else { sorted.note(page, standing) }
+        classify_each(&changed, &mut |page, class| {
+            if class.is_settled() { Ok(()) } else { sorted.note(page, class) }
         })?;
 
         let dirty_bytes: u64 = sorted.gather.iter().map(|(_, len)| len).sum();
         let mut room = dirty_bytes.max(carry_bytes_max);
-        let mut spoken_of = sorted.spoken_of()?;
+        let mut mentioned = sorted.mentioned()?;
         for (file, bytes) in carry {
             if *bytes <= room {
                 room -= bytes;
                 let mut pages = self.newest().pages_in(*file)?;
                 sorted.visited += pages.len();
                 // Including those of previous files: an overlay is in one file, and its base in another.
-                spoken_of = sorted.spoken_of()?;
-                pages.retain(|page| spoken_of.binary_search(page).is_err());
-                look_at(&pages, &mut |page, standing| match standing {
+                mentioned = sorted.mentioned()?;
+                pages.retain(|page| mentioned.binary_search(page).is_err());
+                classify_each(&pages, &mut |page, class| match class {
                     PageClass::Unchanged(info, _) => push(&mut sorted.gather, (page, info.len)),
-                    standing => sorted.note(page, standing),
+                    class => sorted.note(page, class),
                 })?;
             }
         }
         if !carry.is_empty() {
-            spoken_of = sorted.spoken_of()?;
+            mentioned = sorted.mentioned()?;
         }
         // I7: no open accepts a manifest that names a page twice.
-        assert!(spoken_of.windows(2).all(|pair| pair[0] < pair[1]), "a page is spoken of twice");
+        assert!(mentioned.windows(2).all(|pair| pair[0] < pair[1]), "a page is spoken of twice");
 
         let rest = {
             let newest = self.newest();
-            if let Some((link, folded)) = newest.fold(&spoken_of, count)? {
+            if let Some((link, folded)) = newest.fold(&mentioned, count)? {
                 sorted.visited += folded.len();
                 sorted.follows = Some((link.snapshot, link.manifest_crc));
                 folded
             } else {
                 sorted.visited = count;
-                let mut spoken_of = spoken_of.into_iter().peekable();
+                let mut mentioned = mentioned.into_iter().peekable();
                 let mut is_spoken_of = |page: &PageId| {
-                    while spoken_of.next_if(|spoken_of| spoken_of < page).is_some() {}
-                    spoken_of.peek() == Some(page)
+                    while mentioned.next_if(|mentioned| mentioned < page).is_some() {}
+                    mentioned.peek() == Some(page)
                 };
                 collected(newest.pages().filter(|page| !is_spoken_of(page)))?
             }
         };
-        look_at(&rest, &mut |page, standing| sorted.note(page, standing))?;
+        classify_each(&rest, &mut |page, class| sorted.note(page, class))?;
         // I7: a snapshot that omits a page would lose that page, and permit recycling its log.
         let named = sorted.gather.len() + sorted.entries.len();
         assert!(sorted.follows.is_some() || named == count, "{named} of {count} pages are named");
@@ -225,30 +225,30 @@ mod tests {
             Beginning { changed: self.table.changed().unwrap(), count: self.table.pages().len() }
         }
 
-        fn sort_out(&mut self, carry: &[(u64, u64)]) -> SnapshotWork {
+        fn plan_work(&mut self, carry: &[(u64, u64)]) -> SnapshotWork {
             let beginning = self.beginning();
-            let look = |pages: Vec<PageId>| {
-                let standings = self.known.look(&mut self.table, None, &pages);
-                || standings
+            let classify = |pages: Vec<PageId>| {
+                let classes = self.known.classify(&mut self.table, None, &pages);
+                || classes
             };
-            self.known.sort_out(beginning, carry, 0, look).unwrap()
+            self.known.plan_work(beginning, carry, 0, classify).unwrap()
         }
 
         /// Runs `meanwhile` before each group. Returns the work, the pages at the beginning, and those of
         /// them that a batch deleted since.
-        fn sort_out_while(
+        fn plan_work_while(
             &mut self,
             carry: &[(u64, u64)],
             mut meanwhile: impl FnMut(&mut PageTable, &mut BTreeMap<PageId, Lsn>),
         ) -> (SnapshotWork, BTreeMap<PageId, PageInfo>, BTreeMap<PageId, Lsn>) {
             let began = self.table.pages().map(|info| (info.page, info)).collect();
             let (beginning, mut deleted) = (self.beginning(), BTreeMap::new());
-            let look = |pages: Vec<PageId>| {
+            let classify = |pages: Vec<PageId>| {
                 meanwhile(&mut self.table, &mut deleted);
-                let standings = self.known.look(&mut self.table, Some(&deleted), &pages);
-                || standings
+                let classes = self.known.classify(&mut self.table, Some(&deleted), &pages);
+                || classes
             };
-            let sorted = self.known.sort_out(beginning, carry, 0, look).unwrap();
+            let sorted = self.known.plan_work(beginning, carry, 0, classify).unwrap();
             (sorted, began, deleted)
         }
 
@@ -319,7 +319,7 @@ mod tests {
         subject.table.watch(subject.known.changed(&subject.table).unwrap());
         subject.commit((1..=PAGES).map(create));
         for visited in [PAGES, PAGES] {
-            let sorted = subject.sort_out(&[]);
+            let sorted = subject.plan_work(&[]);
             assert_eq!(sorted.visited as u64, visited);
             subject.publish(sorted);
         }
@@ -335,40 +335,40 @@ mod tests {
         let mut subject = settled();
         subject.fill(5000);
         subject.fill(70);
-        let sorted = subject.sort_out(&[]);
+        let sorted = subject.plan_work(&[]);
         assert_eq!((pages(&sorted), sorted.visited), (vec![70, 5000], 2));
         // That snapshot failed. The next one must do all of its work, and the changes made since.
         subject.fill(71);
-        let sorted = subject.sort_out(&[]);
+        let sorted = subject.plan_work(&[]);
         assert_eq!((pages(&sorted), sorted.visited), (vec![70, 71, 5000], 3));
         subject.publish(sorted);
         subject.fill(72);
-        let sorted = subject.sort_out(&[]);
+        let sorted = subject.plan_work(&[]);
         assert_eq!((pages(&sorted), sorted.visited), (vec![72], 4));
         subject.publish(sorted);
-        assert_eq!(subject.sort_out(&[]).visited, 1);
-        assert_eq!(subject.sort_out(&[]).visited, 0);
+        assert_eq!(subject.plan_work(&[]).visited, 1);
+        assert_eq!(subject.plan_work(&[]).visited, 0);
     }
 
     #[test]
     fn what_is_carried_is_found_by_its_file() {
         let mut subject = settled();
         (100..130).for_each(|page| subject.fill(page));
-        let sorted = subject.sort_out(&[]);
+        let sorted = subject.plan_work(&[]);
         subject.publish(sorted);
         (100..120).step_by(2).for_each(|page| subject.fill(page));
-        let sorted = subject.sort_out(&[]);
+        let sorted = subject.plan_work(&[]);
         subject.publish(sorted);
-        assert_eq!(subject.sort_out(&[]).visited, 10);
+        assert_eq!(subject.plan_work(&[]).visited, 10);
         // The third file has the pages that changed once, and the first one all others.
         subject.fill(119);
         let in_third: Vec<u64> = (101..120).step_by(2).chain(120..130).collect();
-        let sorted = subject.sort_out(&[(3, LEN)]);
+        let sorted = subject.plan_work(&[(3, LEN)]);
         assert_eq!(pages(&sorted), in_third);
         assert_eq!(sorted.visited, 1 + in_third.len());
         subject.publish(sorted);
         assert!(!subject.known.newest().sums().files.contains_key(&3));
-        let sorted = subject.sort_out(&[(3, 0)]);
+        let sorted = subject.plan_work(&[(3, 0)]);
         assert_eq!((sorted.gather.len(), sorted.visited), (0, 1));
     }
 
@@ -382,12 +382,12 @@ mod tests {
             if round % 10 == 9 {
                 subject.commit([Op::Delete { page: PageId(2 + round * 4) }]);
             }
-            let sorted = subject.sort_out(&[]);
+            let sorted = subject.plan_work(&[]);
             assert!(sorted.follows.is_some(), "round {round}");
-            let spoken_of = sorted.gather.len() + sorted.entries.len() + sorted.gone.len();
+            let mentioned = sorted.gather.len() + sorted.entries.len() + sorted.gone.len();
             // A page in the previous snapshot is checked once more.
-            assert!(sorted.visited <= spoken_of + 2, "round {round}");
-            named += spoken_of;
+            assert!(sorted.visited <= mentioned + 2, "round {round}");
+            named += mentioned;
             subject.publish(sorted);
             let newest = subject.known.newest();
             assert!(newest.links.len() <= LINKS_MAX);
@@ -401,7 +401,7 @@ mod tests {
         // Repeated changes of one page count as one change.
         (0..1000).for_each(|_| {
             subject.fill(9999);
-            let sorted = subject.sort_out(&[]);
+            let sorted = subject.plan_work(&[]);
             assert!(sorted.follows.is_some());
             subject.publish(sorted);
         });
@@ -429,14 +429,14 @@ mod tests {
                 "no link holds" => subject.known.unlink(),
                 "carried" => {
                     (1..3000).for_each(|page| subject.fill(page));
-                    let sorted = subject.sort_out(&[]);
+                    let sorted = subject.plan_work(&[]);
                     subject.publish(sorted);
                     (1..3000).step_by(2).for_each(|page| subject.fill(page));
                     carry.push((3, LEN));
                 }
                 _ => (2..LINKS_MAX as u64).for_each(|round| {
                     (1..3000).skip(round as usize).step_by(10).for_each(|page| subject.fill(page));
-                    let sorted = subject.sort_out(&[]);
+                    let sorted = subject.plan_work(&[]);
                     subject.publish(sorted);
                 }),
             }
@@ -444,7 +444,7 @@ mod tests {
             // The page was deleted before the beginning; in the first kind, nothing was named.
             subject.commit([Op::Delete { page: PageId(5) }]);
             let mut at = 100;
-            let (sorted, began, deleted) = subject.sort_out_while(&carry, |table, deleted| {
+            let (sorted, began, deleted) = subject.plan_work_while(&carry, |table, deleted| {
                 // Neighbors of the pages in the first kinds changed before the beginning or did not change;
                 // some are checked later.
                 for page in [at, at + 1, PAGES - at, PAGES - at - 1] {
@@ -462,9 +462,9 @@ mod tests {
             let gathers = |page: &PageId| sorted.gather.binary_search_by_key(page, |(page, _)| *page).is_ok();
             let entries: BTreeMap<PageId, &ManifestEntry> =
                 sorted.entries.iter().map(|entry| (entry.page, entry)).collect();
-            let spoken_of = sorted.spoken_of().unwrap();
-            assert!(spoken_of.windows(2).all(|pair| pair[0] < pair[1]), "{kind}: each page once");
-            assert!(spoken_of.iter().all(|page| began.contains_key(page) || *page == PageId(5)), "{kind}");
+            let mentioned = sorted.mentioned().unwrap();
+            assert!(mentioned.windows(2).all(|pair| pair[0] < pair[1]), "{kind}: each page once");
+            assert!(mentioned.iter().all(|page| began.contains_key(page) || *page == PageId(5)), "{kind}");
             assert!(!gathers(&PageId(5)), "{kind}");
             assert_eq!(sorted.gone, if kind == "all is new" { vec![] } else { vec![PageId(5)] }, "{kind}");
             for (page, then) in &began {

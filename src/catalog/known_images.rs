@@ -35,11 +35,11 @@ pub(crate) struct KnownImages {
     newest: Mutex<NewestSnapshot>,
     /// Images that the newest snapshot does not name: those of a restore's table, and those written in
     /// advance of their batch.
-    beside: Mutex<BTreeMap<PageId, KnownImage>>,
+    unnamed: Mutex<BTreeMap<PageId, KnownImage>>,
     /// Images written in advance of their batch that were not read back yet, with the lengths of the pages.
-    ahead: Mutex<BTreeMap<PageId, (KnownImage, u64)>>,
+    unverified: Mutex<BTreeMap<PageId, (KnownImage, u64)>>,
     /// Damaged images by file and offset, with their pages. No snapshot names them again (I7).
-    spoilt: Mutex<BTreeMap<(u64, u64), PageId>>,
+    damaged_images: Mutex<BTreeMap<(u64, u64), PageId>>,
 }
 
 /// Images of current pages that replay did not take from the snapshot, but from a restore's table or from
@@ -72,7 +72,7 @@ impl ReplayImages {
 impl KnownImages {
     /// Returns the images that an open knows after following the log from a snapshot; `base` is the complete
     /// manifest of that snapshot.
-    pub fn recovered(survey: &Survey, base: Option<&Manifest>, beside: ReplayImages) -> Result<Self> {
+    pub fn recovered(survey: &Survey, base: Option<&Manifest>, unnamed: ReplayImages) -> Result<Self> {
         let newest = match base {
             Some(base) => {
                 let crc = |link: SnapshotId| survey.links[&link].as_ref().map_err(Clone::clone);
@@ -83,7 +83,7 @@ impl KnownImages {
             }
             None => NewestSnapshot::default(),
         };
-        Ok(Self { newest: Mutex::new(newest), beside: Mutex::new(beside.0), ..Self::default() })
+        Ok(Self { newest: Mutex::new(newest), unnamed: Mutex::new(unnamed.0), ..Self::default() })
     }
 
     /// Returns the pages of a table that differ from the newest snapshot. A caller that tracks changes to the
@@ -117,12 +117,12 @@ impl KnownImages {
     /// Records an image of a page as left by batch `lsn` that no snapshot names yet. Until a snapshot names
     /// it, something else keeps its file.
     pub fn note(&self, page: PageId, lsn: Lsn, image: Option<ImageRef>) {
-        self.beside.lock().insert(page, KnownImage { lsn, image });
+        self.unnamed.lock().insert(page, KnownImage { lsn, image });
     }
 
     /// Records an image written in advance of batch `lsn`, for a page of length `len`.
     pub fn note_ahead(&self, page: PageId, lsn: Lsn, image: ImageRef, len: u64) {
-        self.ahead.lock().insert(page, (KnownImage { lsn, image: Some(image) }, len));
+        self.unverified.lock().insert(page, (KnownImage { lsn, image: Some(image) }, len));
     }
 
     /// Returns the image that the newest snapshot names for this version of a page, unless it is known to be
@@ -130,7 +130,7 @@ impl KnownImages {
     pub fn image_of(&self, page: PageId, epoch: Epoch) -> Option<ImageRef> {
         let newest = self.newest.lock();
         let image = newest.get(page).filter(|named| named.epoch == epoch)?.known.image?;
-        (!is_spoilt(&self.spoilt.lock(), page, &image)).then_some(image)
+        (!is_damaged(&self.damaged_images.lock(), page, &image)).then_some(image)
     }
 
     /// Returns whether the next snapshot may write an overlay over an image of a page. The image must be
@@ -138,8 +138,8 @@ impl KnownImages {
     /// unless the image was read back.
     pub fn may_be_base(&self, page: PageId, image: &ImageRef, is_proven: bool) -> bool {
         let named = self.newest.lock().get(page).and_then(|named| named.known.image);
-        let spoilt = self.spoilt.lock();
-        let is_sound = |image: &ImageRef| !is_spoilt(&spoilt, page, image);
+        let damaged_images = self.damaged_images.lock();
+        let is_sound = |image: &ImageRef| !is_damaged(&damaged_images, page, image);
         // A damaged overlay is replaced with a whole image, because the damage may be in its base.
         is_sound(image) && named.is_some_and(|named| is_sound(&named) && (is_proven || named == *image))
     }
@@ -151,21 +151,21 @@ impl KnownImages {
     /// # Errors
     /// `OutOfMemory`; nothing has changed then.
     pub fn prove(&self, source: &DiskSource, threads_max: usize) -> Result<u64> {
-        let noted = self.ahead.lock();
-        let ahead = collected(noted.iter().map(|(page, (known, len))| (*page, *known, *len)))?;
+        let noted = self.unverified.lock();
+        let unverified = collected(noted.iter().map(|(page, (known, len))| (*page, *known, *len)))?;
         drop(noted);
         let request = |(page, known, len): &(PageId, KnownImage, u64)| {
             Some(ImageRequest { page: *page, len: *len, image: known.image? })
         };
-        let mut wanted = collected(ahead.iter().filter_map(request))?;
+        let mut wanted = collected(unverified.iter().filter_map(request))?;
         let bytes = wanted.iter().map(|wanted| wanted.len).sum();
         let damaged = damaged(source, &mut wanted, threads_max)?;
         let damaged: BTreeMap<(u64, u64), Damage> =
             map_of(damaged.into_iter().map(|(image, damage)| (location(&image), damage)));
         // In chunks, because commits wait for these locks.
-        for some in ahead.chunks(NOTED_AT_ONCE) {
-            let (mut noted, mut beside) = (self.ahead.lock(), self.beside.lock());
-            let spoilt = self.spoilt.lock();
+        for some in unverified.chunks(NOTED_AT_ONCE) {
+            let (mut noted, mut unnamed) = (self.unverified.lock(), self.unnamed.lock());
+            let damaged_images = self.damaged_images.lock();
             for (page, known, _) in some {
                 // Batches may have rewritten the page in the meantime.
                 if noted.get(page).is_some_and(|(newest, _)| newest == known) {
@@ -178,8 +178,8 @@ impl KnownImages {
                     }
                     // A scrub may have found damage that this read did not find; the next read may find it,
                     // too.
-                    None if is_spoilt(&spoilt, *page, &image) => {}
-                    None => _ = beside.insert(*page, *known),
+                    None if is_damaged(&damaged_images, *page, &image) => {}
+                    None => _ = unnamed.insert(*page, *known),
                 }
             }
         }
@@ -188,13 +188,13 @@ impl KnownImages {
 
     /// Records that an image, or the base of an overlay, is damaged, so that the next snapshot gathers its
     /// page. `at` is the location of the damage.
-    pub fn spoil(&self, page: PageId, image: &ImageRef, at: (u64, u64)) {
+    pub fn mark_damaged(&self, page: PageId, image: &ImageRef, at: (u64, u64)) {
         let is_it = |known: &KnownImage| known.image.is_some_and(|known| location(&known) == location(image));
         // It remains among the newest snapshot's images: if its page is deleted, the next snapshot must
         // record that.
-        self.spoilt.lock().extend([(location(image), page), (at, page)]);
+        self.damaged_images.lock().extend([(location(image), page), (at, page)]);
         // This must come last, so that an image verified in the meantime is not recorded again.
-        self.beside.lock().retain(|_, known| !is_it(known));
+        self.unnamed.lock().retain(|_, known| !is_it(known));
     }
 
     /// Returns the newest snapshot's own link and its checksum, for a thin snapshot to follow; `None` if it
@@ -222,17 +222,18 @@ impl KnownImages {
     ///
     /// # Errors
     /// `OutOfMemory`.
-    pub fn look(
+    pub fn classify(
         &self,
         table: &mut PageTable,
         deleted: Option<&BTreeMap<PageId, Lsn>>,
         pages: &[PageId],
     ) -> Result<Vec<PageClass>> {
-        let (newest, beside, spoilt) = (self.newest.lock(), self.beside.lock(), self.spoilt.lock());
+        let (newest, unnamed, damaged_images) =
+            (self.newest.lock(), self.unnamed.lock(), self.damaged_images.lock());
         let holds = |page: PageId, known: &KnownImage| {
-            known.image.is_none_or(|image| !is_spoilt(&spoilt, page, &image))
+            known.image.is_none_or(|image| !is_damaged(&damaged_images, page, &image))
         };
-        let standing = |page: PageId| {
+        let class = |page: PageId| {
             let named = newest.get(page);
             let Some(info) = table.get(page) else {
                 return match deleted.is_some_and(|deleted| deleted.contains_key(&page)) {
@@ -244,17 +245,17 @@ impl KnownImages {
             if let Some(named) = named.filter(|named| named.known.lsn == info.lsn) {
                 return PageClass::Unchanged(info, named.known.image);
             }
-            let beside = beside.get(&page).filter(|known| known.lsn == info.lsn);
+            let unnamed = unnamed.get(&page).filter(|known| known.lsn == info.lsn);
             let only_moved = named.filter(|named| named.epoch == info.epoch).map(|named| &named.known);
-            match beside.or(only_moved) {
+            match unnamed.or(only_moved) {
                 Some(known) => PageClass::Known(info, known.image),
                 None => PageClass::Changed(info.len),
             }
         };
-        let standings = collected(pages.iter().map(|page| standing(*page)))?;
-        let settled = pages.iter().zip(&standings).filter(|(_, standing)| standing.is_settled());
+        let classes = collected(pages.iter().map(|page| class(*page)))?;
+        let settled = pages.iter().zip(&classes).filter(|(_, class)| class.is_settled());
         table.settle(settled.map(|(page, _)| *page));
-        Ok(standings)
+        Ok(classes)
     }
 
     /// Returns the newest snapshot, locked.
@@ -263,8 +264,8 @@ impl KnownImages {
     }
 
     /// Returns the pages with a damaged image.
-    pub(super) fn spoilt(&self) -> Vec<PageId> {
-        self.spoilt.lock().values().copied().collect()
+    pub(super) fn damaged_images(&self) -> Vec<PageId> {
+        self.damaged_images.lock().values().copied().collect()
     }
 
     /// Advances to a published snapshot that follows none; `base` is the result of
@@ -297,7 +298,7 @@ impl KnownImages {
     fn advanced(&self, newest: &NewestSnapshot, manifest: &Manifest) -> (ImageTotals, Vec<SnapshotId>) {
         // An image known up to that batch is named by this snapshot, or belongs to an older version of its
         // page.
-        self.beside.lock().retain(|_, known| known.lsn > manifest.redo.lsn);
+        self.unnamed.lock().retain(|_, known| known.lsn > manifest.redo.lsn);
         let before = newest.links.iter().rev().skip(1).map(|link| link.snapshot).collect();
         (newest.sums().clone(), before)
     }
@@ -305,9 +306,9 @@ impl KnownImages {
 
 /// Returns whether an image of a page, or the base of an overlay, is damaged. Only the file of the base is
 /// known, but a file contains one image of a page.
-fn is_spoilt(spoilt: &BTreeMap<(u64, u64), PageId>, page: PageId, image: &ImageRef) -> bool {
-    let of_base = |file| spoilt.range((file, 0)..=(file, u64::MAX)).any(|(_, of)| *of == page);
-    spoilt.contains_key(&location(image)) || image.files().skip(1).any(|(file, _)| of_base(file))
+fn is_damaged(damaged_images: &BTreeMap<(u64, u64), PageId>, page: PageId, image: &ImageRef) -> bool {
+    let of_base = |file| damaged_images.range((file, 0)..=(file, u64::MAX)).any(|(_, of)| *of == page);
+    damaged_images.contains_key(&location(image)) || image.files().skip(1).any(|(file, _)| of_base(file))
 }
 
 /// Returns the location of an image, which identifies it: file numbers are never reused.
@@ -363,10 +364,10 @@ mod tests {
             known.note_ahead(PageId(number as u64), Lsn(7), image, LEN as u64);
         }
         // A scrub found damage that this read does not find.
-        known.spoil(PageId(6), &image(6), (1, image(6).offset));
+        known.mark_damaged(PageId(6), &image(6), (1, image(6).offset));
         let source = DiskSource::past_cache(Arc::new(disk));
         assert_eq!(known.prove(&source, 2).unwrap(), 8 * LEN as u64);
-        let found: Vec<u64> = known.beside.lock().keys().map(|page| page.0).collect();
+        let found: Vec<u64> = known.unnamed.lock().keys().map(|page| page.0).collect();
         assert_eq!(found, [0, 1, 3, 7]);
         assert_eq!(known.prove(&source, 2).unwrap(), 0, "none is read back twice");
     }
@@ -380,7 +381,7 @@ mod tests {
         let known = |page: PageId, at: (u64, u64)| {
             let (known, manifest) = (KnownImages::default(), base(vec![entry(&info, Some(newest))]));
             known.advance_to_base(&manifest, 0, NewestSnapshot::of_base(&manifest));
-            known.spoil(page, &before, at);
+            known.mark_damaged(page, &before, at);
             (known.may_be_base(PAGE, &newest, true), known.image_of(PAGE, Epoch(1)).is_some())
         };
         assert_eq!(known(PAGE, (5, 4224)), (true, true), "the other overlay itself");

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use remanent_format::image::{ImageHeaderRaw, ImageRef};
 use remanent_format::limits::{FRAME_ALIGN, align_up};
 use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind};
-use remanent_format::state::by_id::ById;
+use remanent_format::state::id_map::IdMap;
 use remanent_format::{Epoch, Lsn, PageId, SnapshotId};
 
 use crate::base::allocation::collected;
@@ -110,7 +110,7 @@ pub(crate) struct NewestSnapshot {
     /// The links, starting with the base. Empty if there is no snapshot, or none that the next one may
     /// follow.
     pub(super) links: Vec<Link>,
-    pages: ById<PageId, SnapshotPage>,
+    pages: IdMap<PageId, SnapshotPage>,
     sums: ImageTotals,
     /// The pages with an image in each file, as first pages and counts. Some may now have a newer image in
     /// another file. A file is removed once none of its images is named.
@@ -211,8 +211,8 @@ impl NewestSnapshot {
                 at -= 1;
             }
         }
-        let spoken_of = changed.len() + folded.len();
-        let changes = self.links[..=at].iter().map(|link| link.pages.len()).sum::<usize>() + spoken_of;
+        let mentioned = changed.len() + folded.len();
+        let changes = self.links[..=at].iter().map(|link| link.pages.len()).sum::<usize>() + mentioned;
         if changes.saturating_mul(CHANGED_SHARE) > pages_max {
             return Ok(None);
         }

@@ -128,8 +128,8 @@ pub(super) fn direct_refused(path: &Path) -> io::Result<Option<String>> {
 /// Returns a file that is at least a block long: a log segment or an image file in this folder, or else in
 /// the sibling log folder.
 fn file_below(folder: &Path) -> io::Result<Option<PathBuf>> {
-    let beside = folder.with_file_name(Folder::Log.name());
-    for folder in [folder, &beside] {
+    let sibling = folder.with_file_name(Folder::Log.name());
+    for folder in [folder, &sibling] {
         let Ok(entries) = std::fs::read_dir(folder) else { continue };
         for entry in entries {
             let entry = entry?;

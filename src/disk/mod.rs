@@ -462,7 +462,7 @@ pub enum Hold {
     /// The snapshot is held until the guard is dropped.
     Held(Box<dyn DiskLock>),
     /// The writer is removing the snapshot.
-    Going,
+    Retiring,
     /// No lock can be taken: on a medium without write access, the store has no file for it. A caller that
     /// reads anyway must expect files to be removed meanwhile.
     Impossible,
@@ -472,7 +472,7 @@ impl fmt::Debug for Hold {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Hold::Held(_) => "Held",
-            Hold::Going => "Going",
+            Hold::Retiring => "Retiring",
             Hold::Impossible => "Impossible",
         })
     }

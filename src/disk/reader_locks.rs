@@ -39,7 +39,7 @@ pub(super) fn hold(directory: Directory<'_>, id: SnapshotId) -> Result<Hold> {
     };
     match ByteLock::take(file, Mode::Shared, id) {
         Ok(Some(lock)) => Ok(Hold::Held(Box::new(lock))),
-        Ok(None) => Ok(Hold::Going),
+        Ok(None) => Ok(Hold::Retiring),
         Err(error) if knows_no_locks(&error) => Ok(Hold::Impossible),
         Err(error) => Err(Error::io("lock", FileName::Readers, Some(id.0), error)),
     }
@@ -147,7 +147,7 @@ mod tests {
         let root = Directory::Path(directory.path());
         let going = try_retire(root, SnapshotId(0)).unwrap().unwrap();
         assert!(!is_held(root, SnapshotId(0)).unwrap(), "no reader does");
-        assert!(matches!(hold(root, SnapshotId(0)).unwrap(), Hold::Going));
+        assert!(matches!(hold(root, SnapshotId(0)).unwrap(), Hold::Retiring));
         drop(going);
         held(root, SnapshotId(0));
     }

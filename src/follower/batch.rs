@@ -7,7 +7,7 @@ use remanent_format::image::ImageRef;
 use remanent_format::image::proven::ProvenImage;
 use remanent_format::image::read::{read_image, stream_image};
 use remanent_format::manifest::Manifest;
-use remanent_format::op::{Op, each_op};
+use remanent_format::op::{Op, for_each_op};
 use remanent_format::{Damage, Defect, Lsn, Metadata, PageId, PageInfo};
 
 use super::position::FollowerPosition;
@@ -57,7 +57,7 @@ impl FollowedBatch {
     #[must_use]
     pub fn operations(&self) -> Vec<Op<'_>> {
         let mut ops = Vec::new();
-        each_op(&self.payload, |at| ops.push(at.op)).expect("decoded before it was handed over");
+        for_each_op(&self.payload, |at| ops.push(at.op)).expect("decoded before it was handed over");
         ops
     }
 

@@ -225,7 +225,7 @@ impl Follower {
             // 2. Check how the log around it has changed. This must precede any check for damage: the end of
             //    an incarnation that has a successor is not the end of the log.
             let now = Instant::now();
-            if self.tail.resembles_frame() {
+            if self.tail.looks_like_frame() {
                 self.suspicion.note(now);
             }
             let due = self.suspicion.due(now);

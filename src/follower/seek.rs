@@ -189,7 +189,7 @@ fn first_point(disk: &Arc<dyn Disk>, store: StoreId, number: u64) -> Result<Opti
         FrameKind::Batch => Lsn(header.lsn.0.saturating_sub(1)),
         FrameKind::Seal => header.lsn,
     };
-    let own = frame.lies_at(store, number, SEGMENT_HEADER_BLOCK);
+    let own = frame.is_at(store, number, SEGMENT_HEADER_BLOCK);
     Ok(own.then_some(LogPoint {
         incarnation: header.incarnation,
         lsn,

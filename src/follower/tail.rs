@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use remanent_format::frame::{FrameHeader, FrameHeaderRaw, check_payload, resembles_frame};
+use remanent_format::frame::{FrameHeader, FrameHeaderRaw, check_payload, looks_like_frame};
 use remanent_format::log::{header_in_order, next_locations};
 use remanent_format::{LogPoint, StoreId};
 
@@ -78,12 +78,12 @@ impl Tail {
     }
 
     /// Returns whether the last peek saw bytes that were intended as the next frame.
-    pub fn resembles_frame(&self) -> bool {
+    pub fn looks_like_frame(&self) -> bool {
         next_locations(&self.point).into_iter().any(|(number, offset)| {
             let mut open = [&self.segment, &self.next].into_iter().flatten();
             let bytes = open.find(|open| open.number == number).and_then(|open| open.seen(offset));
             bytes.is_some_and(|bytes| {
-                resembles_frame(bytes, self.store, self.point.incarnation, number, offset)
+                looks_like_frame(bytes, self.store, self.point.incarnation, number, offset)
             })
         })
     }

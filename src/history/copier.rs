@@ -221,7 +221,7 @@ impl LoadRun<'_> {
             Ok(self.targets[at.expect("each image is of a page with memory")].1)
         };
         // The view checks damage again, to distinguish it from files that a writer removed.
-        self.past.twice(|source| {
+        self.past.read_with_retry(|source| {
             let loader = ImageLoader {
                 device: self.device,
                 staging: self.staging,

@@ -24,7 +24,7 @@ use remanent_format::manifest::Manifest;
 use remanent_format::state::reach::{Reach, Role};
 use remanent_format::state::replay::ResolvedState;
 use remanent_format::state::survey::Survey;
-use remanent_format::state::trail::{ProvenPage, Trails};
+use remanent_format::state::trail::{OpLocations, ProvenPage};
 use remanent_format::store::StoreFile;
 use remanent_format::{
     Damage, Defect, FileName, Folder, LogPoint, Lsn, PageId, PageTable, Place, SnapshotId,
@@ -54,7 +54,7 @@ pub(crate) struct PastState {
     segments: BTreeSet<u64>,
     point: LogPoint,
     resolved: ResolvedState,
-    trails: Trails,
+    op_locations: OpLocations,
     /// The source from which pages are read; its files stay open between reads.
     source: Mutex<Arc<DiskSource>>,
     /// The long pages that were read. Their images are verified only once.
@@ -90,7 +90,7 @@ struct NotFound {
     /// The last batch up to which the log could be followed.
     reached: Lsn,
     /// Whether a snapshot, or the log after it, was just being removed.
-    is_going: bool,
+    is_being_removed: bool,
 }
 
 impl Until {
@@ -122,14 +122,15 @@ impl PastState {
             let survey = Survey::read(&source)?;
             let until = until(&survey, point)?;
             // Files that appear damaged are read twice before they are reported as damaged.
-            let NotFound { error, reached, is_going } = match Self::search(disk, &source, &survey, until) {
-                Ok(past) if past.is_whole || was_in_parts => return Ok(past),
-                Ok(_) => {
-                    was_in_parts = true;
-                    continue;
-                }
-                Err(not_found) => not_found,
-            };
+            let NotFound { error, reached, is_being_removed } =
+                match Self::search(disk, &source, &survey, until) {
+                    Ok(past) if past.is_whole || was_in_parts => return Ok(past),
+                    Ok(_) => {
+                        was_in_parts = true;
+                        continue;
+                    }
+                    Err(not_found) => not_found,
+                };
             // If attempts find different files, a longer log or a different error, a writer is active, and
             // the survey did not see a consistent state.
             let links = survey.links.keys().copied().collect();
@@ -139,7 +140,7 @@ impl PastState {
             let moved = before.as_ref().is_some_and(|before| *before != now);
             let is_outside = matches!(error, Error::OutsideWindow { .. });
             // A snapshot that was being removed may be usable again once its log is removed.
-            if before.is_some() && (!moved || is_outside) && !is_going {
+            if before.is_some() && (!moved || is_outside) && !is_being_removed {
                 return Err(error);
             }
             if moved && point.is_none() && reached > Lsn(0) {
@@ -157,7 +158,7 @@ impl PastState {
                     snapshot: survey.links.keys().next_back().copied(),
                 });
             }
-            if is_going {
+            if is_being_removed {
                 wait(going_wait);
                 going_wait = longest_wait.min(going_wait * 2);
             }
@@ -172,12 +173,12 @@ impl PastState {
         survey: &Survey,
         until: Until,
     ) -> Result<Self, NotFound> {
-        let (mut first, mut reached, mut is_going) = (None, Lsn(0), false);
+        let (mut first, mut reached, mut is_being_removed) = (None, Lsn(0), false);
         let mut in_parts = None;
         let mut oldest: Option<Lsn> = None;
         // An additional walk through the log, made only if the newest snapshot is not suitable.
-        let the_end = OnceCell::new();
-        let the_end = || the_end.get_or_init(|| Reach::at_the_end(survey, source)).as_ref();
+        let log_end = OnceCell::new();
+        let log_end = || log_end.get_or_init(|| Reach::at_the_end(survey, source)).as_ref();
         let newest = survey.readable().next_back().map(|link| link.snapshot);
         for id in survey.links.keys().rev().map(|id| Some(*id)).chain([None]) {
             // A link states its end and where its log begins, so its chain need not be followed yet.
@@ -194,7 +195,7 @@ impl PastState {
             // role of the others.
             let role = if id.is_some() && id == newest {
                 Role::Start
-            } else if let Some((_, reach)) = the_end() {
+            } else if let Some((_, reach)) = log_end() {
                 let beginning = if reach.beginning().is_some() { Role::Start } else { Role::Link };
                 id.map_or(beginning, |id| reach.role(id))
             } else if survey.log.segments().contains_key(&redo.segment) {
@@ -213,26 +214,27 @@ impl PastState {
             if !until.covers(end) {
                 continue;
             }
-            let mut trails = Trails::default();
+            let mut op_locations = OpLocations::default();
             let base = id.map(|id| survey.snapshot(id)).transpose().map_err(Error::from);
-            let opened = base
-                .and_then(|base| Self::open_from(disk, source, survey, base.as_ref(), until, &mut trails));
+            let opened = base.and_then(|base| {
+                Self::open_from(disk, source, survey, base.as_ref(), until, &mut op_locations)
+            });
             match opened {
                 Ok(Some(past)) => match past.has_images() {
                     Ok(true) => return Ok(Self { is_whole: true, ..past }),
                     // Now that it is held, no more of its files are removed. If it is no longer a start, the
                     // missing files were removed by a writer.
-                    Ok(false) if !is_promised(disk, id, until) => is_going = true,
+                    Ok(false) if !is_promised(disk, id, until) => is_being_removed = true,
                     Ok(false) => _ = in_parts.get_or_insert(past),
                     Err(error) => _ = first.get_or_insert(error),
                 },
-                Ok(None) => is_going = true,
+                Ok(None) => is_being_removed = true,
                 Err(error @ Error::OutsideWindow { .. }) => {
-                    return Err(NotFound { error, reached, is_going });
+                    return Err(NotFound { error, reached, is_being_removed });
                 }
                 Err(error) => _ = first.get_or_insert(error),
             }
-            reached = reached.max(trails.point().lsn);
+            reached = reached.max(op_locations.point().lsn);
         }
         // Lost images affect only their own pages.
         if let Some(past) = in_parts {
@@ -241,7 +243,7 @@ impl PastState {
         let nothing = || match (until, oldest) {
             (Until::At(asked), Some(oldest)) if asked < oldest => {
                 // The error states the range of available batches.
-                match the_end() {
+                match log_end() {
                     Some((newest, reach)) => {
                         let oldest = reach.opens_at().unwrap_or_default();
                         Error::OutsideWindow { asked, oldest, newest: *newest, below: reach.below() }
@@ -251,7 +253,7 @@ impl PastState {
             }
             _ => survey.log.break_of_line().cloned().unwrap_or_else(|| missing(survey)).into(),
         };
-        Err(NotFound { error: first.unwrap_or_else(nothing), reached, is_going })
+        Err(NotFound { error: first.unwrap_or_else(nothing), reached, is_being_removed })
     }
 
     /// Follows the log from one snapshot; `None` if the snapshot, or the log after it, is being removed.
@@ -261,15 +263,15 @@ impl PastState {
         survey: &Survey,
         base: Option<&Arc<Manifest>>,
         until: Until,
-        trails: &mut Trails,
+        op_locations: &mut OpLocations,
     ) -> Result<Option<Self>> {
         let id = base.map(|manifest| manifest.snapshot);
         let hold = match disk.hold(id.unwrap_or_default())? {
             Hold::Held(lock) => Some(lock),
-            Hold::Going => return Ok(None),
+            Hold::Retiring => return Ok(None),
             Hold::Impossible => None,
         };
-        let resolution = trails.follow(survey, source, base, until.lsn())?;
+        let resolution = op_locations.follow(survey, source, base, until.lsn())?;
         let newest = resolution.resolved.table.lsn();
         if let Until::At(asked) = until
             && let Some(end) = resolution.end
@@ -281,7 +283,7 @@ impl PastState {
         }
         let redo = base.map(|manifest| manifest.redo).or_else(|| survey.log.beginning());
         let redo = redo.expect("the log was followed from there");
-        let point = if trails.point() == LogPoint::default() { redo } else { trails.point() };
+        let point = if op_locations.point() == LogPoint::default() { redo } else { op_locations.point() };
         let followed = survey.log.segments().range(redo.segment..=point.segment.max(redo.segment));
         let past = Self {
             disk: disk.clone(),
@@ -290,7 +292,7 @@ impl PastState {
             segments: followed.map(|(number, _)| *number).chain([redo.segment]).collect(),
             point,
             resolved: resolution.resolved,
-            trails: std::mem::take(trails),
+            op_locations: std::mem::take(op_locations),
             source: Mutex::new(Arc::new(DiskSource::new(disk.clone()))),
             proven: Mutex::default(),
             windows: Mutex::default(),
@@ -300,8 +302,8 @@ impl PastState {
         // Between the survey and the hold, the writer may have removed the snapshot, or reused the first
         // segment, whose bytes then read like a log that ends at its beginning. A writer in recovery reuses
         // the last segments, whose batches it has copied.
-        let was_there = survey.log.segments().contains_key(&redo.segment);
-        Ok((!was_there || past.is_there()?).then_some(past))
+        let had_files = survey.log.segments().contains_key(&redo.segment);
+        Ok((!had_files || past.has_files()?).then_some(past))
     }
 
     /// Returns whether all images from which the pages are composed exist. Images can be missing for three
@@ -315,7 +317,7 @@ impl PastState {
         let gone = files.into_iter().map(FileName::Pages).find(|file| !present.contains(&file.name()));
         match gone {
             None => Ok(true),
-            Some(file) if self.is_there()? => {
+            Some(file) if self.has_files()? => {
                 tracing::debug!(%file, "images are gone that this state is made from");
                 Ok(false)
             }
@@ -358,7 +360,7 @@ impl PastState {
 
     /// Returns the image with exactly the bytes of a page, if one exists.
     pub fn exact_image(&self, page: PageId) -> Option<ImageRef> {
-        self.trails.exact_image(&self.resolved, page)
+        self.op_locations.exact_image(&self.resolved, page)
     }
 
     /// Reads a page's bytes from `offset` into `out`. Ranges of a long page are composed window by window,
@@ -376,7 +378,7 @@ impl PastState {
         if len == page_len
             && let Some(image) = self.exact_image(page)
         {
-            return self.twice(|source| read_image_into(source, &image, out));
+            return self.read_with_retry(|source| read_image_into(source, &image, out));
         }
         while !out.is_empty() {
             let (from, bytes) = self.window(page, page_len, offset, out.len() as u64)?;
@@ -411,7 +413,7 @@ impl PastState {
     pub fn prove(&self, page: PageId) -> Result<()> {
         let page_len = self.page_len(page)?;
         match self.exact_image(page) {
-            Some(image) => self.twice(|source| check_image(source, &image, page_len)),
+            Some(image) => self.read_with_retry(|source| check_image(source, &image, page_len)),
             None => self.stream(page, |_, _| Ok(())),
         }
     }
@@ -433,19 +435,19 @@ impl PastState {
         };
         // Other threads can read meanwhile; at worst, two threads compose the same window.
         let bytes = if next == (0..page_len) && page_len <= WHOLE_LEN_MAX {
-            self.twice(|source| self.trails.load(source, &self.resolved, page))?
+            self.read_with_retry(|source| self.op_locations.load(source, &self.resolved, page))?
         } else {
             let proven = self.proven.lock().get(&page).cloned();
             let proven = match proven {
                 Some(proven) => proven,
                 None => {
-                    let prove = |source: &DiskSource| self.trails.prove(source, &self.resolved, page);
-                    let proven = Arc::new(self.twice(prove)?);
+                    let prove = |source: &DiskSource| self.op_locations.prove(source, &self.resolved, page);
+                    let proven = Arc::new(self.read_with_retry(prove)?);
                     self.proven.lock().insert(page, proven.clone());
                     proven
                 }
             };
-            self.twice(|source| self.trails.window(source, &proven, &next))?
+            self.read_with_retry(|source| self.op_locations.window(source, &proven, &next))?
         };
         let bytes = Arc::new(bytes);
         self.windows.lock().insert(page, next.start, bytes.clone());
@@ -454,7 +456,7 @@ impl PastState {
 
     /// Reads something, and retries once with reopened files before reporting damage, because the writer may
     /// have reused an open file.
-    pub fn twice<T>(&self, mut read: impl FnMut(&DiskSource) -> Result<T, Damage>) -> Result<T> {
+    pub fn read_with_retry<T>(&self, mut read: impl FnMut(&DiskSource) -> Result<T, Damage>) -> Result<T> {
         let source = self.source.lock().clone();
         if let Ok(read) = read(&source) {
             return Ok(read);
@@ -481,12 +483,12 @@ impl PastState {
 
     /// Returns whether the files that this state needs cannot have been removed by a writer.
     pub fn is_kept(&self) -> Result<bool> {
-        Ok(self.hold.is_some() || self.is_there()?)
+        Ok(self.hold.is_some() || self.has_files()?)
     }
 
     /// Returns whether the files that are removed first still exist. For a snapshot, that is its manifest;
     /// because a manifest may be kept for later snapshots, the log is checked too.
-    fn is_there(&self) -> Result<bool> {
+    fn has_files(&self) -> Result<bool> {
         // Names are unique across the kinds of files.
         let mut present: BTreeSet<String> = self.disk.list(Folder::Log)?.into_iter().collect();
         present.extend(self.disk.list(Folder::Snapshots)?);

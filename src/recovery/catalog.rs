@@ -60,13 +60,13 @@ pub(super) struct CatalogDraft<'s> {
 
 impl<'s> CatalogDraft<'s> {
     /// Determines what to keep. `base` is the snapshot that is loaded, with all its entries.
-    pub fn look(
+    pub fn read(
         disk: &dyn Disk,
         source: &DiskSource,
         survey: &'s Survey,
         base: Option<&Manifest>,
         resolution: &Resolution,
-        beside: ReplayImages,
+        replay_images: ReplayImages,
     ) -> Result<Self> {
         let table = &resolution.resolved.table;
         let end = resolution.end.as_ref().expect("followed to its end");
@@ -81,7 +81,7 @@ impl<'s> CatalogDraft<'s> {
         }
         let is_readable = |snapshot: &SnapshotId| survey.chain(*snapshot).is_ok();
         let mut is_unread = !survey.links.keys().all(is_readable);
-        let known = KnownImages::recovered(survey, base, beside)?;
+        let known = KnownImages::recovered(survey, base, replay_images)?;
         let mut for_batches = BTreeMap::new();
         let mut tables = BTreeMap::new();
         // Only manifests know the numbers of files that were already removed.

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use remanent_format::frame::{FrameHeaderRaw, FrameKind, UncheckedFrame};
 use remanent_format::limits::FRAME_ALIGN;
 use remanent_format::segment::SEGMENT_HEADER_BLOCK;
-use remanent_format::state::by_id::ById;
+use remanent_format::state::id_map::IdMap;
 use remanent_format::store::{Features, StoreFile, StoreRecord};
 use remanent_format::{Defect, FileName, Folder, PageTable, ReadAt, StoreId};
 
@@ -85,8 +85,8 @@ impl Recovery<'_> {
             store,
             applied: AppliedState {
                 table: PageTable::new(),
-                memory: ById::default(),
-                on_disk: self.disk_pages.table(ById::default()),
+                memory: IdMap::default(),
+                on_disk: self.disk_pages.table(IdMap::default()),
                 unloaded: Arc::default(),
                 point: log.point,
                 deleted: None,

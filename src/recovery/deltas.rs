@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use remanent_format::op::{OpAt, claimed_ops, decode_payload};
-use remanent_format::state::by_id::ById;
+use remanent_format::state::id_map::IdMap;
 use remanent_format::state::trail::PageTrail;
 use remanent_format::state::window::PageWindow;
 use remanent_format::{Lsn, PageId};
@@ -37,7 +37,7 @@ pub(super) enum ResizedPage {
 #[derive(Default)]
 pub(super) struct NewerBases {
     /// For each such page, the newest batch that its base contains.
-    pages: ById<PageId, Lsn>,
+    pages: IdMap<PageId, Lsn>,
     /// The newest of these batches: every later batch applies to every page.
     newest: Lsn,
 }
@@ -62,7 +62,7 @@ pub(super) struct HostPages {
     /// Pages that are resized on the way.
     pub resized: HashMap<PageId, ResizedPage>,
     /// Pages without memory.
-    pub on_disk: ById<PageId, DiskPage>,
+    pub on_disk: IdMap<PageId, DiskPage>,
 }
 
 impl HostPages {
@@ -74,7 +74,7 @@ impl HostPages {
 /// Builds command lists from batches, ahead of the thread that submits them.
 pub(super) struct Deltas<'l> {
     /// The pages' memory on the device. Deleted and unloaded pages have none.
-    pub memory: &'l ById<PageId, PageMemory>,
+    pub memory: &'l IdMap<PageId, PageMemory>,
     pub on_host: &'l Mutex<HostPages>,
     /// The batches that a page's base already contains.
     pub late: &'l NewerBases,

@@ -88,7 +88,7 @@ pub(super) fn load<'a, 's>(
     let sources = sorter.sort(&memories)?;
     // No longer needed once the pages are sorted: frees memory before images are read.
     drop(bases);
-    let PageSources { images, zeros, resized, on_disk, late, beside } = sources;
+    let PageSources { images, zeros, resized, on_disk, late, replay_images } = sources;
     let late = NewerBases::of(late);
     // 3.
     let mut loader = Loader::new(recovery);
@@ -100,7 +100,7 @@ pub(super) fn load<'a, 's>(
         loader.load_to_host(&sealed, table, &resized)?;
         loader.load_images(&sealed, placed, &memories, images, &zeros)
     };
-    let look_up = || CatalogDraft::look(&*recovery.disk, source, survey, base, resolution, beside);
+    let look_up = || CatalogDraft::read(&*recovery.disk, source, survey, base, resolution, replay_images);
     let (read, (draft, ())) = parallel::join(load, || parallel::join(look_up, || memories.allocate()));
     // Refused memory is reported before damage: an older snapshot would get no memory either, so trying one
     // would hide the reason.

@@ -1,7 +1,7 @@
 //! The memory of loaded pages, which is returned to the arena if the open fails.
 
 use remanent_format::PageId;
-use remanent_format::state::by_id::ById;
+use remanent_format::state::id_map::IdMap;
 
 use super::lowered_pages::LoweredPages;
 use crate::applier::{UnloadedPage, UnloadedSet};
@@ -25,15 +25,15 @@ pub(super) struct LoadedPages<'a> {
 #[derive(Default)]
 pub(super) struct PageSet {
     /// Memory of the loaded pages.
-    pub memory: ById<PageId, PageMemory>,
+    pub memory: IdMap<PageId, PageMemory>,
     /// Pages without memory.
-    pub on_disk: ById<PageId, DiskPage>,
+    pub on_disk: IdMap<PageId, DiskPage>,
     /// Pages that are not loaded yet: each equals its image.
     pub unloaded: Vec<UnloadedPage>,
 }
 
 /// The loaded pages, the pages on disk, and the pages not loaded yet.
-pub(super) type KeptPages = (ById<PageId, PageMemory>, ById<PageId, DiskPage>, UnloadedSet);
+pub(super) type KeptPages = (IdMap<PageId, PageMemory>, IdMap<PageId, DiskPage>, UnloadedSet);
 
 impl PageSet {
     /// Gives all memory back. The caller ensures that no list names it any more.

@@ -226,7 +226,7 @@ impl Frames<'_> {
         emit: &mut dyn FnMut(BatchRun) -> bool,
     ) -> Result<StopPoint, Damage> {
         // Read into staging, from which a device can take its deltas without another copy.
-        let supply = |len: usize| {
+        let allocate = |len: usize| {
             // A smaller request may succeed after a refusal. The error stays recorded regardless: a walk that
             // is finally refused goes on to judge, with staging that it may get.
             self.staging.take(len).map_err(|error| {
@@ -238,7 +238,7 @@ impl Frames<'_> {
             self.read_window(rules.expect("windows have rules"), segment, offset, window)
         };
         let windows = rules.map(|rules| Windows { len: rules.len, read: &read });
-        let reading = Reading { supply: &supply, windows };
+        let reading = Reading { allocate: &allocate, windows };
         let walk = LogWalk::reading_into(self.source, self.map, from, self.mark, reading)?;
         let mut walk = if until.is_none() { walk.sharing_outcomes() } else { walk };
         let mut run: Option<(Arc<StagingBuf>, Vec<LoggedBatch>)> = None;

@@ -78,7 +78,7 @@ mod deltas;
 mod load;
 mod candidates;
 pub(crate) mod opening;
-mod outlook;
+mod open_preview;
 mod report;
 mod page_sources;
 mod lazy_load;
@@ -97,8 +97,8 @@ use remanent_format::{Defect, FileName, Folder, LogPoint, PageId, PageTable, Pos
 use self::candidates::BestCandidate;
 pub(crate) use self::lazy_load::PageLoader;
 use self::lowered_pages::LoweredPages;
+pub(crate) use self::open_preview::OpenPreview;
 use self::opening::{Predecessor, begin};
-pub(crate) use self::outlook::Outlook;
 pub use self::report::RecoveryReport;
 use crate::applier::AppliedState;
 use crate::base::phases;

@@ -9,7 +9,7 @@
 
 use std::sync::OnceLock;
 
-use remanent_format::state::by_id::{ById, ROW};
+use remanent_format::state::id_map::{IdMap, ROW};
 use remanent_format::{PageId, PageTable, Place};
 
 use super::lent_pages::LentPages;
@@ -44,7 +44,7 @@ struct MemoryPiece {
 /// The outcome of a piece: the memory of all its pages, or of those before the one that was refused.
 #[derive(Default)]
 struct PieceResult {
-    memory: ById<PageId, PageMemory>,
+    memory: IdMap<PageId, PageMemory>,
     refused: Option<Error>,
 }
 
@@ -146,8 +146,8 @@ impl<'a> PageMemories<'a> {
     }
 
     /// Returns the allocated memory, and the refusal if not all could be allocated.
-    pub fn finish(self) -> (ById<PageId, PageMemory>, Result<()>) {
-        let (table, mut all, mut refused) = (self.table, ById::default(), Ok(()));
+    pub fn finish(self) -> (IdMap<PageId, PageMemory>, Result<()>) {
+        let (table, mut all, mut refused) = (self.table, IdMap::default(), Ok(()));
         for PieceResult { memory, refused: why } in
             self.pieces.into_iter().filter_map(|piece| piece.allocated.into_inner())
         {
@@ -175,7 +175,7 @@ impl Drop for PieceGuard<'_, '_> {
         for piece in &self.memories.pieces {
             piece
                 .allocated
-                .get_or_init(|| PieceResult { memory: ById::default(), refused: Some(refused.clone()) });
+                .get_or_init(|| PieceResult { memory: IdMap::default(), refused: Some(refused.clone()) });
         }
     }
 }

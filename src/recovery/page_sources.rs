@@ -53,7 +53,7 @@ pub(super) struct PageSources {
     /// Pages whose bases are newer than the batch after which replay begins, each with that newer batch.
     pub late: Vec<(PageId, Lsn)>,
     /// Images that later snapshots need not write again although the previous one does not name them.
-    pub beside: ReplayImages,
+    pub replay_images: ReplayImages,
 }
 
 /// Images by file, because within a file they are mostly in page order already.
@@ -68,7 +68,7 @@ pub(super) struct ImageGroup {
 
 impl PageSources {
     fn extend(&mut self, later: Self) -> Result<()> {
-        let Self { images, zeros, resized, on_disk, late, beside } = later;
+        let Self { images, zeros, resized, on_disk, late, replay_images } = later;
         let ImageGroup { proven, unproven, unloaded } = images;
         append(&mut self.images.proven, proven)?;
         append(&mut self.images.unproven, unproven)?;
@@ -77,7 +77,7 @@ impl PageSources {
         append(&mut self.resized, resized)?;
         append(&mut self.on_disk, on_disk)?;
         append(&mut self.late, late)?;
-        self.beside.extend(beside);
+        self.replay_images.extend(replay_images);
         Ok(())
     }
 }
@@ -124,7 +124,7 @@ impl SourceSorter<'_> {
                 // skip those.
                 push(&mut sorted.late, (page, base.lsn))?;
             }
-            sorted.beside.note(page, named, &base, table);
+            sorted.replay_images.note(page, named, &base, table);
             let is_proven = |image| is_verified && named.is_some_and(|entry| entry.image == Some(image));
             if any_on_disk && placed.get(page).is_some_and(|info| info.place == Place::Disk) {
                 let is_proven = base.image.is_none_or(is_proven);
@@ -230,22 +230,22 @@ mod tests {
                 from: REDO,
             };
             let sources_of = |sorted: PageSources| {
-                let PageSources { images, zeros, resized, on_disk, late, beside } = sorted;
+                let PageSources { images, zeros, resized, on_disk, late, replay_images } = sorted;
                 assert!(on_disk.is_empty());
                 // Within a part they come grouped by file.
                 let wanted = |images: Vec<Vec<ImageRequest>>| -> BTreeMap<_, _> {
                     images.into_iter().flatten().map(|wanted| (wanted.page, wanted.image)).collect()
                 };
                 let images = (wanted(images.proven), wanted(images.unproven), images.unloaded);
-                (images, zeros, resized, late, beside)
+                (images, zeros, resized, late, replay_images)
             };
             let whole = sources_of(sorting.sort_between((PageId(1), PageId(PAGES))).unwrap());
-            let ((proven, unproven, unloaded), zeros, resized, late, beside) = &whole;
+            let ((proven, unproven, unloaded), zeros, resized, late, replay_images) = &whole;
             assert_eq!(
                 (proven.is_empty(), unloaded.is_empty()),
                 (!is_verified, !(is_verified && may_be_unloaded))
             );
-            assert!(!unproven.is_empty() && !late.is_empty() && *beside != ReplayImages::default());
+            assert!(!unproven.is_empty() && !late.is_empty() && *replay_images != ReplayImages::default());
             let count = proven.len() + unproven.len() + unloaded.len() + zeros.len() + resized.len();
             assert_eq!(count, table.pages().len());
             let of = |wanted: fn(u64) -> bool| (1..=PAGES).filter(move |page| wanted(*page)).map(PageId);

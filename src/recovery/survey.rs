@@ -8,7 +8,7 @@
 //! Nothing is written here, so a crash loses nothing.
 
 use remanent_format::log::LogMap;
-use remanent_format::manifest::{Manifest, ManifestHeaderRaw, Share};
+use remanent_format::manifest::{Manifest, ManifestHeaderRaw, WorkPool};
 use remanent_format::state::survey::{Survey, read_links, read_store};
 use remanent_format::{Damage, FileName, ReadAt};
 use zerocopy::FromZeros;
@@ -27,12 +27,12 @@ const ENTRIES_AT_ONCE: usize = 4 << 10;
 /// Distributes a manifest's entries among threads.
 pub(super) struct EntryThreads;
 
-impl Share for EntryThreads {
-    fn at_once(&self) -> usize {
+impl WorkPool for EntryThreads {
+    fn pieces_len(&self) -> usize {
         ENTRIES_AT_ONCE
     }
 
-    fn share<P: Send, T: Send, E: Send>(
+    fn map_pieces<P: Send, T: Send, E: Send>(
         &self,
         pieces: Vec<P>,
         work: impl Fn(P) -> Result<T, E> + Sync,
@@ -40,8 +40,8 @@ impl Share for EntryThreads {
         parallel::for_each(parallel::threads(THREADS_MAX), pieces, work)
     }
 
-    fn both<A: Send, B>(&self, beside: impl FnOnce() -> A + Send, here: impl FnOnce() -> B) -> (A, B) {
-        parallel::join(beside, here)
+    fn join<A: Send, B>(&self, other: impl FnOnce() -> A + Send, here: impl FnOnce() -> B) -> (A, B) {
+        parallel::join(other, here)
     }
 }
 

@@ -49,11 +49,11 @@ impl Snapshots {
             return self.engine.applier.turn(move |turn| {
                 let pages = beginning(turn)?;
                 let table = &mut turn.applied.table;
-                let look = |pages: Vec<PageId>| {
-                    let standings = known.look(table, None, &pages);
-                    || standings
+                let classify = |pages: Vec<PageId>| {
+                    let classes = known.classify(table, None, &pages);
+                    || classes
                 };
-                let sorted = known.sort_out(pages, &wasteful, CARRY_BYTES_MAX, look)?;
+                let sorted = known.plan_work(pages, &wasteful, CARRY_BYTES_MAX, classify)?;
                 // All in one turn: no batch may be applied between classifying the pages and making the cut
                 // that keeps them.
                 let end = Some(End::here(turn));
@@ -68,14 +68,14 @@ impl Snapshots {
             turn.applied.deleted = Some(BTreeMap::new());
             Ok((turn.applied.point, pages))
         })?;
-        let look = |pages: Vec<PageId>| {
+        let classify = |pages: Vec<PageId>| {
             let known = known.clone();
             self.engine.applier.queue_turn(move |turn| {
                 let AppliedState { table, deleted, .. } = turn.applied;
-                known.look(table, deleted.as_ref(), &pages)
+                known.classify(table, deleted.as_ref(), &pages)
             })
         };
-        match known.sort_out(pages, &wasteful, CARRY_BYTES_MAX, look) {
+        match known.plan_work(pages, &wasteful, CARRY_BYTES_MAX, classify) {
             Ok(sorted) => Ok(SnapshotStart { redo, sorted, end: None }),
             Err(error) => {
                 // Otherwise the applier would go on recording deletes for a snapshot that was given up.

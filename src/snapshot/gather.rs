@@ -255,7 +255,7 @@ impl Snapshots {
             }
             // The cut takes precedence: an exact snapshot is of the cut's moment, not of this one.
             if let Some(cut) = &turn.applied.cut
-                && let Some((info, _)) = cut.look(page)?
+                && let Some((info, _)) = cut.find(page)?
             {
                 return Ok(Some(LongPage::InMemory(info)));
             }
@@ -484,7 +484,7 @@ fn take_on_disk(turn: &mut Turn<'_>, page: PageId) -> Result<Option<(PageInfo, D
             return Ok(Some(kept));
         }
         // Changed since the cut and kept aside in memory: the page was moved to disk only after the cut.
-        if cut.look(page)?.is_some() {
+        if cut.find(page)?.is_some() {
             return Ok(None);
         }
     }
@@ -508,7 +508,7 @@ pub(super) fn caught_sources(
     // memory.
     let Some(cut) = &turn.applied.cut else { return Ok(turn.gather_spans(page, range.start, range.end)) };
     let len = range.end - range.start;
-    let source = match cut.look(page)? {
+    let source = match cut.find(page)? {
         Some((_, memory)) => memory.part(range.start, len),
         None => turn.applied.memory[page].part(range.start, len),
     };

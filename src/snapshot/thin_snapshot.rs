@@ -118,11 +118,11 @@ impl Snapshots {
         for pages in changed.chunks(LOOK_PAGES) {
             let (known, pages) = (catalog.known.clone(), Arc::new(pages.to_vec()));
             let looked_at = pages.clone();
-            let standings = self
+            let classes = self
                 .engine
                 .applier
-                .turn(move |turn| known.look(&mut turn.applied.table, None, &looked_at))?;
-            let is_gone = pages.iter().zip(standings).filter(|(_, standing)| standing.is_gone());
+                .turn(move |turn| known.classify(&mut turn.applied.table, None, &looked_at))?;
+            let is_gone = pages.iter().zip(classes).filter(|(_, class)| class.is_gone());
             append(&mut gone, is_gone.map(|(page, _)| *page))?;
         }
         Ok(gone)

@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::history::point::StatePoint;
 use crate::history::restore::RestoreRun;
 use crate::options::{Retention, SnapshotOptions};
-use crate::recovery::Outlook;
+use crate::recovery::OpenPreview;
 use crate::snapshot::{AfterPublication, PROVERS_MAX, PruneReport, SnapshotRequest, Subject};
 
 impl Store {
@@ -156,7 +156,7 @@ impl Store {
     #[doc(hidden)]
     pub fn would_prune_on(disk: &Arc<dyn Disk>, retention: &Retention) -> Result<PruneReport> {
         let look = || {
-            let Outlook { catalog, current_segment, under_way_from } = Outlook::take(disk)?;
+            let OpenPreview { catalog, current_segment, under_way_from } = OpenPreview::take(disk)?;
             let mut pruned =
                 Subject { disk: &**disk, catalog: &catalog, current_segment }.would_prune(retention)?;
             let is_under_way = |file: &FileName| match file {

@@ -441,7 +441,7 @@ fn a_lane_and_a_stream_of_the_caller_wait_for_each_other() {
     assert_eq!(device.span_at(address + 1, 3), span(memory, 1, 3));
     let stream = device.stream();
     let seen = Arc::new(Mutex::new(Vec::new()));
-    let look = |device: &LateDevice| {
+    let queue_read = |device: &LateDevice| {
         let (seen, all) = (seen.clone(), device.span_at(address, 4));
         device.queue(stream, move |inner| {
             let download = Command::Download { source: all, target: staged(4) };
@@ -452,11 +452,11 @@ fn a_lane_and_a_stream_of_the_caller_wait_for_each_other() {
     };
     let one = submit(&device, Lane::Apply, fill(span(memory, 0, 4), 1), vec![]).fence();
     device.signal_external(stream, one).unwrap();
-    look(&device);
+    queue_read(&device);
     device.wait_external(Lane::Apply, stream).unwrap();
     let two = submit(&device, Lane::Apply, fill(span(memory, 0, 4), 2), vec![]).fence();
     // The lane does not see work that the stream does after the lane was told to wait for it.
-    look(&device);
+    queue_read(&device);
     assert_eq!((device.reached(Lane::Apply), &*seen.lock().unwrap()), (0, &vec![]));
     device.wait(two).unwrap();
     assert_eq!(*seen.lock().unwrap(), [1]);

@@ -235,7 +235,7 @@ fn a_snapshot_is_held_or_going_never_both() {
         }
         let going = disk.try_retire(first).unwrap();
         assert!(going.is_some(), "{}", disk.label());
-        assert!(matches!(disk.hold(first).unwrap(), Hold::Going), "{}", disk.label());
+        assert!(matches!(disk.hold(first).unwrap(), Hold::Retiring), "{}", disk.label());
         assert!(matches!(disk.hold(other).unwrap(), Hold::Held(_)), "{}", disk.label());
         drop(going);
         assert!(matches!(disk.hold(first).unwrap(), Hold::Held(_)), "{}", disk.label());

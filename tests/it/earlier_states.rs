@@ -196,7 +196,7 @@ fn a_reader_waits_until_a_removal_ends() {
     let lsn = rewrite(&store, &pages);
     let (holds, since) = (disk.clone(), Instant::now());
     let hold = move |id| {
-        if since.elapsed() < Duration::from_millis(300) { Ok(Hold::Going) } else { holds.hold(id) }
+        if since.elapsed() < Duration::from_millis(300) { Ok(Hold::Retiring) } else { holds.hold(id) }
     };
     let busy: Arc<dyn Disk> = Arc::new(HoldsBy(disk, hold));
     for point in [Some(StatePoint::Lsn(lsn)), None] {

@@ -61,7 +61,7 @@ impl Bench {
     }
 
     /// Puts a kernel on the stream that reads the leased page.
-    fn look(&self, stream: RawStream, lease: &Lease<'_>, seen: &Seen) {
+    fn queue_read(&self, stream: RawStream, lease: &Lease<'_>, seen: &Seen) {
         let source = self.device.span_at(lease.address().unwrap(), lease.byte_len());
         let seen = seen.clone();
         self.device.queue(stream, move |inner| seen.lock().unwrap().push(content(inner, source)));
@@ -100,14 +100,14 @@ fn a_lease_shows_the_page_as_it_was_and_batches_go_on() {
     let (stream, seen) = (bench.device.stream(), Seen::default());
     let lease = bench.store.lease(bench.page).unwrap();
     lease.on(stream).unwrap();
-    bench.look(stream, &lease, &seen);
+    bench.queue_read(stream, &lease, &seen);
     bench.device.hold(stream, true);
     let address = lease.address();
     for number in 2..=5 {
         bench.fill(number).unwrap();
         assert_eq!(bench.read(), page_of(number));
     }
-    bench.look(stream, &lease, &seen);
+    bench.queue_read(stream, &lease, &seen);
     assert_eq!((lease.address(), lease.epoch().0, lease.lsn().0), (address, 1, 1));
     assert_eq!(lease.bytes().unwrap(), page_of(1));
     // One copy, however many batches there are.
@@ -131,7 +131,7 @@ fn lease_orders_stream_after_earlier_batches_without_host_wait() {
     bench.fill(2).unwrap();
     let lease = bench.store.lease(bench.page).unwrap();
     lease.on(stream).unwrap().on(stream).unwrap();
-    bench.look(stream, &lease, &seen);
+    bench.queue_read(stream, &lease, &seen);
     assert_eq!(bench.device.reached(Lane::Apply), 0);
     bench.device.synchronize(stream).unwrap();
     assert_eq!(*seen.lock().unwrap(), [page_of(2)]);
@@ -164,7 +164,7 @@ fn work_that_is_on_a_stream_when_its_lease_ends_may_still_read() {
     bench.device.hold(stream, true);
     let lease = bench.store.lease(bench.page).unwrap();
     lease.on(stream).unwrap();
-    bench.look(stream, &lease, &seen);
+    bench.queue_read(stream, &lease, &seen);
     lease.end().unwrap();
     // The page was not changed while it was leased: this is the first batch that finds it in use.
     bench.fill(2).unwrap();
@@ -196,7 +196,7 @@ fn a_page_that_goes_or_moves_leaves_its_memory_to_the_lease() {
         let (stream, seen) = (bench.device.stream(), Seen::default());
         let lease = bench.store.lease(bench.page).unwrap();
         lease.on(stream).unwrap();
-        bench.look(stream, &lease, &seen);
+        bench.queue_read(stream, &lease, &seen);
         bench.device.hold(stream, true);
         bench.elsewhere(|store, page| {
             let mut batch = store.batch();
@@ -311,7 +311,7 @@ fn a_restore_waits_for_no_lease() {
     let seen = Seen::default();
     let lease = bench.store.lease(bench.page).unwrap();
     lease.on(stream).unwrap();
-    bench.look(stream, &lease, &seen);
+    bench.queue_read(stream, &lease, &seen);
     drop(lease);
     restore().unwrap();
     assert_eq!((bench.read(), &*seen.lock().unwrap()), (page_of(1), &vec![page_of(2)]));
@@ -326,7 +326,7 @@ fn an_exact_snapshot_and_a_lease_keep_a_page_apart() {
         let (stream, seen) = (bench.device.stream(), Seen::default());
         let lease = bench.store.lease(bench.page).unwrap();
         lease.on(stream).unwrap();
-        bench.look(stream, &lease, &seen);
+        bench.queue_read(stream, &lease, &seen);
         bench.device.hold(stream, true);
         let exact = bench.elsewhere(|store, page| {
             thread::scope(|scope| {

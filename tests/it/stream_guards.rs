@@ -52,11 +52,11 @@ impl Bench {
     }
 
     /// Puts a kernel on the stream that looks at the bytes.
-    fn look(&self, stream: RawStream, bytes: &DeviceBytes) -> Arc<Mutex<Vec<u8>>> {
+    fn queue_read(&self, stream: RawStream, bytes: &DeviceBytes) -> Arc<Mutex<Vec<u8>>> {
         let source = self.device.span_at(bytes.address().unwrap(), bytes.byte_len());
         let seen = Arc::new(Mutex::new(Vec::new()));
-        let told = seen.clone();
-        self.device.queue(stream, move |inner| *told.lock().unwrap() = content(inner, source));
+        let sent = seen.clone();
+        self.device.queue(stream, move |inner| *sent.lock().unwrap() = content(inner, source));
         seen
     }
 
@@ -145,7 +145,7 @@ fn write_waits_for_stream_readers_and_read_does_not() {
     bench.memory.write(0, &page_of(4)).unwrap();
     bench.device.hold(stream, true);
     let guard = bench.memory.begin(stream, Access::Read).unwrap();
-    let seen = bench.look(stream, &bench.memory);
+    let seen = bench.queue_read(stream, &bench.memory);
     drop(guard);
     let mut bytes = page_of(0);
     bench.memory.read(0, &mut bytes).unwrap();
@@ -171,7 +171,7 @@ fn streams_come_after_each_other_where_one_of_them_writes() {
         bench.device.hold(one, true);
         let guard = bench.memory.begin(one, first).unwrap();
         let seen = match first {
-            Access::Read => Some(bench.look(one, &bench.memory)),
+            Access::Read => Some(bench.queue_read(one, &bench.memory)),
             Access::Write => {
                 bench.fill(one, &bench.memory, 1);
                 None
@@ -181,7 +181,7 @@ fn streams_come_after_each_other_where_one_of_them_writes() {
         // The host does not wait for the stream that stands still.
         let guard = bench.memory.begin(other, second).unwrap();
         let later = match second {
-            Access::Read => Some(bench.look(other, &bench.memory)),
+            Access::Read => Some(bench.queue_read(other, &bench.memory)),
             Access::Write => {
                 bench.fill(other, &bench.memory, 2);
                 None
@@ -218,7 +218,7 @@ fn page_guard_reads_after_earlier_batches_and_forbids_writes() {
     for byte in 1..20 {
         bench.store.submit(bench.store.batch().fill(page, 0, LEN, &[byte])).unwrap();
         let guard = bench.memory.begin(stream, Access::Read).unwrap();
-        let seen = bench.look(stream, &bench.memory);
+        let seen = bench.queue_read(stream, &bench.memory);
         drop(guard);
         bench.device.synchronize(stream).unwrap();
         assert_eq!(*seen.lock().unwrap(), page_of(byte));

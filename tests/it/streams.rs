@@ -49,7 +49,7 @@ fn read(store: &Store, page: PageId) -> u8 {
 }
 
 /// Puts a copy of the leased page on the stream.
-fn look(stream: &Stream, lease: &Lease<'_>, seen: &Memory) {
+fn queue_read(stream: &Stream, lease: &Lease<'_>, seen: &Memory) {
     stream.copy(seen.address, lease.address().unwrap(), LEN);
 }
 
@@ -63,11 +63,11 @@ fn a_stalled_stream_holds_up_no_commit_and_sees_what_it_leased() {
             let lease = store.lease(page).unwrap();
             let hold = stream.hold();
             lease.on(stream.raw()).unwrap();
-            look(&stream, &lease, &seen);
+            queue_read(&stream, &lease, &seen);
             let address = lease.address();
             thread::scope(|scope| _ = scope.spawn(|| (2..=9).for_each(|byte| fill(&store, page, byte))));
             assert_eq!((read(&store, page), lease.address()), (9, address));
-            look(&stream, &lease, &seen);
+            queue_read(&stream, &lease, &seen);
             drop(lease);
             fill(&store, page, 10);
             fill(&store, page, 11);
@@ -114,8 +114,8 @@ fn a_stream_sees_the_batches_that_it_waits_for() {
         store.submit(batch).unwrap();
         let lease = store.lease(page).unwrap();
         lease.on(stream.raw()).unwrap().on(second.raw()).unwrap();
-        look(&stream, &lease, &seen);
-        look(&second, &lease, &seen_too);
+        queue_read(&stream, &lease, &seen);
+        queue_read(&second, &lease, &seen_too);
         lease.end().unwrap();
         stream.synchronize();
         second.synchronize();
@@ -136,7 +136,7 @@ fn a_graph_that_is_being_captured_survives_calls_of_the_store() {
         store.submit(batch).unwrap()
     };
     let capture = stream.capture();
-    look(&stream, &lease, &source);
+    queue_read(&stream, &lease, &source);
     let refused = [lease.on(stream.raw()).map(drop), ticket.wait_on(stream.raw())];
     for refused in refused {
         let error = refused.unwrap_err();

@@ -75,7 +75,7 @@ pub struct ProvenImage {
     len: u64,
     /// Empty for an overlay, whose payload and base have pieces of their own.
     pieces: Pieces,
-    overlaid: Option<Box<ProvenOverlay>>,
+    overlay_proof: Option<Box<ProvenOverlay>>,
 }
 
 /// An overlay that was proven together with its base.
@@ -134,20 +134,20 @@ impl ProvenImage {
         if found != computed {
             return Err(at(Defect::Checksum { what: "page", found, computed }));
         }
-        Ok(Self { image: *image, len, pieces: Pieces::Even(Vec::new()), overlaid: Some(proven) })
+        Ok(Self { image: *image, len, pieces: Pieces::Even(Vec::new()), overlay_proof: Some(proven) })
     }
 
     /// Returns the image that supplies the bytes outside the overlay's pieces, or this image if it is not an
     /// overlay.
     #[must_use]
     pub fn base(self: &Arc<Self>) -> Arc<Self> {
-        self.overlaid.as_ref().map_or_else(|| self.clone(), |overlaid| overlaid.base.clone())
+        self.overlay_proof.as_ref().map_or_else(|| self.clone(), |overlay_proof| overlay_proof.base.clone())
     }
 
     /// Returns the overlay, or `None` if this is not an overlay.
     #[must_use]
     pub fn overlay(&self) -> Option<&Overlay> {
-        self.overlaid.as_ref().map(|overlaid| &overlaid.overlay)
+        self.overlay_proof.as_ref().map(|overlay_proof| &overlay_proof.overlay)
     }
 
     /// Returns the reference to this image.
@@ -167,7 +167,7 @@ impl ProvenImage {
         if image.raw_crc != computed {
             return Err(at(Defect::Checksum { what: "page", found: image.raw_crc, computed }));
         }
-        Ok(Self { image: *image, len, pieces, overlaid: None })
+        Ok(Self { image: *image, len, pieces, overlay_proof: None })
     }
 
     /// Sums an uncompressed image: its pieces and the whole.
@@ -216,8 +216,8 @@ impl ProvenImage {
     /// a multiple of it.
     #[must_use]
     pub fn window_len(&self) -> u64 {
-        match &self.overlaid {
-            Some(overlaid) => overlaid.base.window_len(),
+        match &self.overlay_proof {
+            Some(overlay_proof) => overlay_proof.base.window_len(),
             None if matches!(self.pieces, Pieces::Even(_)) => PIECE_LEN,
             None => FRAMES_LEN,
         }
@@ -243,8 +243,8 @@ impl ProvenImage {
         if out.is_empty() {
             return Ok(());
         }
-        if let Some(overlaid) = &self.overlaid {
-            return overlaid.read(source, offset, out);
+        if let Some(overlay_proof) = &self.overlay_proof {
+            return overlay_proof.read(source, offset, out);
         }
         let (file, image_at) = self.location();
         let at = |defect: Defect| defect.at(file, image_at);
@@ -304,13 +304,13 @@ impl ProvenOverlay {
         if !is_covered {
             self.base.read(source, offset, out)?;
         }
-        self.lay_over(source, offset, out)
+        self.apply_pieces(source, offset, out)
     }
 
-    fn lay_over(&self, source: &dyn ReadAt, offset: u64, bytes: &mut [u8]) -> Result<(), Damage> {
+    fn apply_pieces(&self, source: &dyn ReadAt, offset: u64, bytes: &mut [u8]) -> Result<(), Damage> {
         let (file, image_at) = self.payload.location();
         let read = |stored_at, part: &mut [u8]| self.payload.read(source, stored_at, part);
-        self.overlay.lay_over(offset, bytes, read, |defect| defect.at(file, image_at))
+        self.overlay.apply_pieces(offset, bytes, read, |defect| defect.at(file, image_at))
     }
 
     /// Computes the CRC-32 of the page, which has `len` bytes. Of an uncompressed base, this reads only the
@@ -337,7 +337,7 @@ impl ProvenOverlay {
                     Pieces::Frames(_) => {
                         self.base.read(source, at, &mut bytes)?;
                         let was = crc32fast::hash(&bytes);
-                        self.lay_over(source, at, &mut bytes)?;
+                        self.apply_pieces(source, at, &mut bytes)?;
                         was
                     }
                 };

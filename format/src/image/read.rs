@@ -124,7 +124,7 @@ fn stream_overlaid<E: From<Damage>>(
         let read = |stored_at, part: &mut [u8]| {
             source.read_at(file, offset + stored_at, part).map_err(|error| at(unreadable(error)))
         };
-        overlay.lay_over(done, &mut piece, read, at)?;
+        overlay.apply_pieces(done, &mut piece, read, at)?;
         done += piece.len() as u64;
         sum.update(&piece);
         sink(&piece)

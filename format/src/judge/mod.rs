@@ -37,7 +37,7 @@ use crate::names::{FileName, ReadAt};
 use crate::state::follow::Resolution;
 use crate::state::reach::{Reach, Role};
 use crate::state::survey::Survey;
-use crate::state::trail::Trails;
+use crate::state::trail::OpLocations;
 
 /// The snapshots named by the newest seal of the log.
 #[derive(Clone, Copy, Debug)]
@@ -163,16 +163,16 @@ fn attempt(
     let mut blocked_by: Vec<Damage> = start.err().into_iter().collect();
     let mut damaged_pages = Vec::new();
     for (page, damage) in images_of(&state, images) {
-        match stays_unread(page, &state, verified.map(AsRef::as_ref)) {
+        match is_left_unread(page, &state, verified.map(AsRef::as_ref)) {
             true => damaged_pages.push((page, damage)),
             false => blocked_by.push(damage),
         }
     }
     if !damaged_pages.is_empty() {
         // If batches have written the whole page since, no byte of the image is used any more.
-        let mut trails = Trails::default();
-        let state = trails.follow(survey, source, base, None)?;
-        damaged_pages.retain(|(page, _)| !trails.hides_image(source, &state.resolved, *page));
+        let mut op_locations = OpLocations::default();
+        let state = op_locations.follow(survey, source, base, None)?;
+        damaged_pages.retain(|(page, _)| !op_locations.is_image_overwritten(source, &state.resolved, *page));
     }
     Ok(Attempt { state, blocked_by, damaged_pages })
 }
@@ -253,10 +253,11 @@ pub fn judge(survey: &Survey, source: &dyn ReadAt, images: &mut ImageProofs<'_>)
         }
     }
     // A snapshot that gives only its own state gives it regardless of damage to the log before it.
-    let stands = |start: &Start| start.role != Role::Link && start.lost_by.is_empty();
-    let standing = verdict.starts.iter().filter(|start| stands(start)).filter_map(|start| start.snapshot);
+    let is_complete = |start: &Start| start.role != Role::Link && start.lost_by.is_empty();
+    let complete =
+        verdict.starts.iter().filter(|start| is_complete(start)).filter_map(|start| start.snapshot);
     let ends: BTreeSet<Lsn> =
-        standing.filter_map(|id| Some(survey.links.get(&id)?.as_ref().ok()?.0.end)).collect();
+        complete.filter_map(|id| Some(survey.links.get(&id)?.as_ref().ok()?.0.end)).collect();
     for gap in verdict.starts.iter_mut().flat_map(|start| &mut start.gaps) {
         while gap.first < gap.last && ends.contains(&gap.first) {
             gap.first = gap.first.next();
@@ -315,7 +316,7 @@ fn damaged_images(state: &Resolution, images: &mut ImageProofs<'_>) -> Vec<Damag
 /// Returns true if an open does not read the image of a page: the page is on disk in the resulting state, and
 /// the snapshot that the open starts from names the image and is recorded as verified (SPEC R4).
 #[must_use]
-pub fn stays_unread(page: PageId, state: &Resolution, verified: Option<&Manifest>) -> bool {
+pub fn is_left_unread(page: PageId, state: &Resolution, verified: Option<&Manifest>) -> bool {
     let Some(verified) = verified else { return false };
     let is_on_disk = state.resolved.table.get(page).is_some_and(|info| info.place == Place::Disk);
     let image = state.resolved.bases.get(page).and_then(|base| base.image);

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::dead_ends::DeadEnds;
+use super::failed_starts::FailedStarts;
 use super::reader::{SegmentReader, own_frames};
 use crate::defect::{Damage, Defect};
 use crate::frame::UncheckedFrame;
@@ -51,7 +51,7 @@ pub struct LogMap {
     /// Damaged header at which the line ends, if any.
     pub(super) break_of_line: Option<Damage>,
     /// Points from which walks of this map that share outcomes failed to reach the end.
-    pub(super) dead_ends: DeadEnds,
+    pub(super) failed_starts: FailedStarts,
 }
 
 impl LogMap {
@@ -91,7 +91,7 @@ impl LogMap {
             }
         }
         line.reverse();
-        Ok(Self { store, segments, newest, line, break_of_line, dead_ends: DeadEnds::default() })
+        Ok(Self { store, segments, newest, line, break_of_line, failed_starts: FailedStarts::default() })
     }
 
     /// Returns the id of the store.

@@ -19,7 +19,7 @@
 //! torn tail, unless a durable mark covers the missing batch. Marks come from valid frames, from the opening,
 //! from manifests, and from the testimony of frames beyond the end.
 
-mod dead_ends;
+mod failed_starts;
 mod map;
 mod order;
 mod reader;
@@ -28,6 +28,6 @@ mod walk;
 
 pub use map::{LogMap, Segment};
 pub use order::{header_in_order, next_locations};
-pub use reader::{ReadChunks, Reading, Supply, Windows, frames_of_segment};
+pub use reader::{AllocateBuffer, ReadChunks, Reading, Windows, frames_of_segment};
 pub use sums::ChunkSums;
 pub use walk::{Frame, LogEnd, LogWalk, TornTail};

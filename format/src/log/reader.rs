@@ -4,7 +4,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::sums::{BufferedSums, ChunkSums, passed};
+use super::sums::{BufferedSums, ChunkSums, distance_to_magic};
 use crate::defect::Defect;
 use crate::frame::{FRAME_MAGIC, FrameHeaderRaw, UncheckedFrame};
 use crate::ids::StoreId;
@@ -27,7 +27,7 @@ const NEXT_LOOK: u64 = 256 << 10;
 const READ_AHEAD_MAX: u64 = 8 << 20;
 
 /// Supplies memory of at least the given length to read into. Its initial content does not matter.
-pub type Supply<'s, B> = &'s dyn Fn(usize) -> io::Result<B>;
+pub type AllocateBuffer<'s, B> = &'s dyn Fn(usize) -> io::Result<B>;
 
 /// Reads a stretch of a segment with several threads and sums it in chunks. The arguments are the number of
 /// the segment, the stretch's offset in bytes, and the memory to fill. The result has the sums of the chunks
@@ -38,7 +38,7 @@ pub type ReadChunks<'s> = &'s dyn Fn(u64, u64, &mut [u8]) -> io::Result<Vec<Chun
 #[expect(missing_debug_implementations, reason = "it is functions")]
 pub struct Reading<'s, B> {
     /// The source of memory to read into.
-    pub supply: Supply<'s, B>,
+    pub allocate: AllocateBuffer<'s, B>,
     /// Parallel reads. If `None`, the walk reads and sums on its own thread.
     pub windows: Option<Windows<'s>>,
 }
@@ -63,8 +63,8 @@ impl<B> Copy for Reading<'_, B> {}
 
 impl<'s, B> Reading<'s, B> {
     /// Reads on the walk's own thread only.
-    pub fn single_threaded(supply: Supply<'s, B>) -> Self {
-        Self { supply, windows: None }
+    pub fn single_threaded(allocate: AllocateBuffer<'s, B>) -> Self {
+        Self { allocate, windows: None }
     }
 }
 
@@ -74,7 +74,7 @@ impl<'s, B> Reading<'s, B> {
 const NEVER_REFUSED_LEN: usize = FIRST_LOOK as usize;
 
 /// Supplies memory from the global allocator.
-pub(super) const ORDINARY: Supply<'static, Vec<u8>> = &|len| {
+pub(super) const ORDINARY: AllocateBuffer<'static, Vec<u8>> = &|len| {
     if len <= NEVER_REFUSED_LEN {
         return Ok(vec![0; len]);
     }
@@ -234,7 +234,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
         match self.buffer.as_mut().and_then(Arc::get_mut).filter(|own| (**own).as_ref().len() >= len) {
             Some(own) => own.as_mut().copy_within(kept_at..kept_at + kept, 0),
             None => {
-                let mut new = (self.reading.supply)(len).map_err(|error| match error.kind() {
+                let mut new = (self.reading.allocate)(len).map_err(|error| match error.kind() {
                     io::ErrorKind::OutOfMemory => Defect::Memory { needed: len as u64 },
                     _ => unreadable(error),
                 })?;
@@ -274,7 +274,7 @@ pub(super) fn own_frames<'r>(
     let mut at = align_up(offset, FRAME_ALIGN);
     std::iter::from_fn(move || {
         while at < file_len {
-            at += passed(reader.buffered_from(at)) as u64;
+            at += distance_to_magic(reader.buffered_from(at)) as u64;
             if at >= file_len {
                 break;
             }
@@ -283,7 +283,7 @@ pub(super) fn own_frames<'r>(
             match reader.bytes(here, FrameHeaderRaw::LEN) {
                 Ok(bytes) if bytes.starts_with(&FRAME_MAGIC) => {
                     if let Ok(frame) = UncheckedFrame::decode(bytes)
-                        && frame.lies_at(store, number, here)
+                        && frame.is_at(store, number, here)
                     {
                         return Some(frame);
                     }
@@ -345,14 +345,14 @@ mod tests {
                 // Bytes at the end that are too short to decide are requested again together with the bytes
                 // after them.
                 let whole = len / STEP * STEP;
-                assert_eq!(passed(&bytes), whole, "{len}");
+                assert_eq!(distance_to_magic(&bytes), whole, "{len}");
                 for at in (0..whole).step_by(STEP) {
                     bytes[at..at + 4].copy_from_slice(&FRAME_MAGIC);
-                    assert_eq!(passed(&bytes), at, "{len}");
+                    assert_eq!(distance_to_magic(&bytes), at, "{len}");
                     bytes[at..at + 4].copy_from_slice(&nearly);
                     // Between two positions.
                     bytes[at + 4..at + 8].copy_from_slice(&FRAME_MAGIC);
-                    assert_eq!(passed(&bytes), whole, "{len}");
+                    assert_eq!(distance_to_magic(&bytes), whole, "{len}");
                     bytes[at + 4..at + 8].copy_from_slice(&nearly);
                 }
             }

@@ -47,12 +47,12 @@ impl ChunkSums {
         let mut at = align_up(offset, FRAME_ALIGN);
         let mut is_first = true;
         while at < end {
-            at += passed(part(at, end)) as u64;
+            at += distance_to_magic(part(at, end)) as u64;
             if at.saturating_add(FRAME_HEADER_LEN) > end {
                 break;
             }
             let header = part(at, at + FRAME_HEADER_LEN);
-            let Some(frame) = UncheckedFrame::decode(header).ok().filter(|it| it.lies_at(store, segment, at))
+            let Some(frame) = UncheckedFrame::decode(header).ok().filter(|it| it.is_at(store, segment, at))
             else {
                 at += FRAME_ALIGN;
                 continue;
@@ -149,7 +149,7 @@ impl BufferedSums {
 ///
 /// Frames begin at few positions, so 64 positions are compared before any is examined individually. Comparing
 /// them as integers lets the compiler vectorize: 16 MiB take 0.2 ms, compared with 0.6 ms byte by byte.
-pub(super) fn passed(bytes: &[u8]) -> usize {
+pub(super) fn distance_to_magic(bytes: &[u8]) -> usize {
     const STEP: usize = FRAME_ALIGN as usize;
     const LOOK: usize = 64;
     let magic = u32::from_le_bytes(FRAME_MAGIC);

@@ -10,7 +10,7 @@ use super::reader::{ORDINARY, Reading, SegmentReader, own_frames};
 use crate::defect::{Damage, Defect};
 use crate::frame::{
     FRAME_HEADER_LEN, FrameHeader, FrameHeaderRaw, FrameKind, VerifiedSnapshot, check_payload_crc,
-    counting_entries, decode_seal, resembles_frame,
+    counting_entries, decode_seal, looks_like_frame,
 };
 use crate::ids::{LogPoint, Lsn};
 use crate::limits::{FRAME_ALIGN, align_up};
@@ -176,7 +176,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
     /// start reads all frames again, because its caller needs the batches before the damage.
     #[must_use]
     pub fn sharing_outcomes(self) -> Self {
-        let shared = Some((self.point, self.map.dead_ends.known()));
+        let shared = Some((self.point, self.map.failed_starts.known()));
         Self { shared, ..self }
     }
 
@@ -189,7 +189,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
     pub fn next(&mut self) -> Result<Option<Frame<'_, B>>, Damage> {
         let advanced = self.advance().inspect_err(|damage| {
             if let Some((from, _)) = &self.shared {
-                self.map.dead_ends.note(*from, damage);
+                self.map.failed_starts.note(*from, damage);
             }
         })?;
         let Some((header, end)) = advanced else { return Ok(None) };
@@ -209,9 +209,9 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
             return Ok(None);
         }
         self.cross_to_successors()?;
-        if let Some((from, dead_ends)) = &self.shared
+        if let Some((from, failed_starts)) = &self.shared
             && self.point != *from
-            && let Some(damage) = dead_ends.get(&self.point)
+            && let Some(damage) = failed_starts.get(&self.point)
         {
             return Err(damage.clone());
         }
@@ -333,7 +333,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
     fn try_or_break(&mut self, segment: u64, offset: u64) -> Result<(FrameHeader, LogPoint), Break> {
         self.try_at(segment, offset).map_err(|defect| {
             let running = self.point.incarnation;
-            let is_frame = |bytes| resembles_frame(bytes, self.map.store, running, segment, offset);
+            let is_frame = |bytes| looks_like_frame(bytes, self.map.store, running, segment, offset);
             let resembles = match defect {
                 ref defect if defect.is_unreadable() => true,
                 _ => self.reader.bytes(offset, FrameHeaderRaw::LEN).is_ok_and(is_frame),

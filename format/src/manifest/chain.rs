@@ -77,11 +77,11 @@ pub(crate) fn merged_entries<'m>(
         }
     }
     let of_base = base.entries.iter().map(|entry| (entry.page, entry));
-    Ok(overlaid(of_base, changed.into_iter()).map(|(_, entry)| entry))
+    Ok(apply_changes(of_base, changed.into_iter()).map(|(_, entry)| entry))
 }
 
 /// Applies changes to entries. Both must ascend; `None` removes a page.
-pub(crate) fn overlaid<T>(
+pub(crate) fn apply_changes<T>(
     before: impl Iterator<Item = (PageId, T)>,
     changes: impl Iterator<Item = (PageId, Option<T>)>,
 ) -> impl Iterator<Item = (PageId, T)> {

@@ -12,7 +12,7 @@ use crate::limits::{
 impl Manifest {
     /// Checks that the fields are consistent (SPEC M2, M4 and M6), except those that
     /// [`check_entries`](Self::check_entries) covers.
-    pub(super) fn check_around(&self) -> Result<(), Defect> {
+    pub(super) fn check_header_fields(&self) -> Result<(), Defect> {
         if let ManifestKind::Change { previous, .. } = self.kind {
             if previous.0 == 0 {
                 return Err(Defect::Field { what: "previous link of a change", found: 0 });

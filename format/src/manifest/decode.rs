@@ -19,34 +19,34 @@ use crate::segment::FORMAT_VERSION;
 use crate::value::{Metadata, SharedMetadata, decode_metadata};
 
 /// A way to distribute work on many entries among threads.
-pub trait Share {
+pub trait WorkPool {
     /// Returns the number of entries in one piece of work, at least 1.
-    fn at_once(&self) -> usize;
+    fn pieces_len(&self) -> usize;
 
     /// Applies `work` to all pieces, several at a time if possible, and returns the results in the order of
     /// the pieces.
     ///
     /// # Errors
     /// Returns an error of `work`.
-    fn share<P: Send, T: Send, E: Send>(
+    fn map_pieces<P: Send, T: Send, E: Send>(
         &self,
         pieces: Vec<P>,
         work: impl Fn(P) -> Result<T, E> + Sync,
     ) -> Result<Vec<T>, E>;
 
     /// Runs two closures, concurrently if possible. `here` runs on the calling thread.
-    fn both<A: Send, B>(&self, beside: impl FnOnce() -> A + Send, here: impl FnOnce() -> B) -> (A, B);
+    fn join<A: Send, B>(&self, other: impl FnOnce() -> A + Send, here: impl FnOnce() -> B) -> (A, B);
 }
 
 /// Runs all work on the calling thread.
 pub(crate) struct SingleThread;
 
-impl Share for SingleThread {
-    fn at_once(&self) -> usize {
+impl WorkPool for SingleThread {
+    fn pieces_len(&self) -> usize {
         usize::MAX
     }
 
-    fn share<P: Send, T: Send, E: Send>(
+    fn map_pieces<P: Send, T: Send, E: Send>(
         &self,
         pieces: Vec<P>,
         work: impl Fn(P) -> Result<T, E> + Sync,
@@ -54,8 +54,8 @@ impl Share for SingleThread {
         pieces.into_iter().map(work).collect()
     }
 
-    fn both<A: Send, B>(&self, beside: impl FnOnce() -> A + Send, here: impl FnOnce() -> B) -> (A, B) {
-        (beside(), here())
+    fn join<A: Send, B>(&self, other: impl FnOnce() -> A + Send, here: impl FnOnce() -> B) -> (A, B) {
+        (other(), here())
     }
 }
 
@@ -88,7 +88,7 @@ impl Manifest {
     /// Decodes the first half of a file with several threads. Returns `None` if anything is invalid; use
     /// [`Manifest::decode`] for the defect.
     #[must_use]
-    pub fn decode_first_by(half: &[u8], threads: &impl Share) -> Option<(Self, u32)> {
+    pub fn decode_first_by(half: &[u8], threads: &impl WorkPool) -> Option<(Self, u32)> {
         let is_half = Self::copy_len(array(half, 0).ok()?) == Some(half.len() as u64);
         is_half.then(|| Self::decode_copy_by(half, 0, threads).ok()).flatten()
     }
@@ -111,7 +111,7 @@ impl Manifest {
         Self::decode_copy_by(bytes, which, &SingleThread)
     }
 
-    fn decode_copy_by(bytes: &[u8], which: usize, threads: &impl Share) -> Result<(Self, u32), Defect> {
+    fn decode_copy_by(bytes: &[u8], which: usize, threads: &impl WorkPool) -> Result<(Self, u32), Defect> {
         let copy = slice(bytes, copy_at(bytes, which), bytes.len() - copy_at(bytes, which))?;
         let header: &[u8; ManifestHeaderRaw::LEN] = array(copy, 0)?;
         let raw = ManifestHeaderRaw::from_bytes(header);
@@ -145,10 +145,10 @@ impl Manifest {
             tombstones,
             root: Arc::new(root),
         };
-        manifest.check_around()?;
-        let (count, at_once) = (manifest.entries.len(), threads.at_once());
+        manifest.check_header_fields()?;
+        let (count, at_once) = (manifest.entries.len(), threads.pieces_len());
         let pieces = (0..count).step_by(at_once).map(|start| start..count.min(start.saturating_add(at_once)));
-        threads.share(pieces.collect(), |piece| manifest.check_entries(piece))?;
+        threads.map_pieces(pieces.collect(), |piece| manifest.check_entries(piece))?;
         Ok((manifest, raw.header_crc))
     }
 
@@ -273,13 +273,13 @@ fn decode_kind(raw: &ManifestHeaderRaw) -> Result<ManifestKind, Defect> {
 
 type Body = (ManifestKind, Vec<ManifestEntry>, Vec<Tombstone>, Metadata);
 
-fn decode_body(raw: &ManifestHeaderRaw, body: &[u8], threads: &impl Share) -> Result<Body, Defect> {
+fn decode_body(raw: &ManifestHeaderRaw, body: &[u8], threads: &impl WorkPool) -> Result<Body, Defect> {
     // Every item takes at least its fixed part, so a count cannot claim more memory than the body has bytes.
     let fits = |len: usize| (body.len() / len) as u64;
     // Allocating memory for the entries takes longer than checking the body and locating the entries. Both
     // therefore run concurrently, and each entry is then decoded at its final position. Collecting entries
     // from elsewhere took a fifth of the time to read a link.
-    let at_once = threads.at_once();
+    let at_once = threads.pieces_len();
     let proven = || {
         check_crc("manifest body", raw.body_crc, body)?;
         let kind = decode_kind(raw)?;
@@ -288,10 +288,10 @@ fn decode_body(raw: &ManifestHeaderRaw, body: &[u8], threads: &impl Share) -> Re
         Ok::<_, Defect>((kind, starts(body, raw.entry_count as usize, at_once)?))
     };
     let (proven, blank) =
-        threads.both(proven, || blank_entries(raw.entry_count.min(fits(ManifestEntryRaw::LEN))));
+        threads.join(proven, || blank_entries(raw.entry_count.min(fits(ManifestEntryRaw::LEN))));
     let ((kind, starts), mut entries) = (proven?, blank?);
     let pieces = entries.chunks_mut(at_once).zip(starts).collect();
-    let ends = threads.share(pieces, |(entries, start)| decode_entries(body, start, entries))?;
+    let ends = threads.map_pieces(pieces, |(entries, start)| decode_entries(body, start, entries))?;
     let mut at = ends.last().copied().unwrap_or_default();
     let mut tombstones = Vec::new();
     reserve_items(&mut tombstones, raw.tombstone_count as usize)?;

@@ -29,7 +29,7 @@ impl Manifest {
     /// Returns the [`Defect`] that decoding would find: an exceeded limit, entries out of order, or
     /// inconsistent fields.
     pub fn encode(&self) -> Result<Vec<u8>, Defect> {
-        self.check_around()?;
+        self.check_header_fields()?;
         let entries = self.encode_entries(0..self.entries.len())?;
         let mut out = self.encode_around(vec![entries])?.pop().expect("as many pieces as there were");
         let len = out.len();
@@ -70,7 +70,7 @@ impl Manifest {
     /// # Panics
     /// Panics if `entries` is empty or is not all entries of the manifest in order.
     pub fn encode_around(&self, entries: Vec<EncodedEntries>) -> Result<Vec<Vec<u8>>, Defect> {
-        self.check_around()?;
+        self.check_header_fields()?;
         let end =
             entries.iter().try_fold(0, |end, piece| (piece.range.start == end).then_some(piece.range.end));
         assert!(end == Some(self.entries.len()) && !entries.is_empty(), "all entries, in their order");

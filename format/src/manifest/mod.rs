@@ -29,10 +29,10 @@ use crate::ids::{Epoch, Key, LogPoint, Lsn, PageId, Place, SnapshotId, StoreId};
 use crate::image::ImageRef;
 use crate::value::{Metadata, SharedMetadata};
 
+pub(crate) use self::chain::{apply_changes, merged_entries};
 pub use self::chain::{check_link, merge};
-pub(crate) use self::chain::{merged_entries, overlaid};
-pub use self::decode::Share;
 pub(crate) use self::decode::SingleThread;
+pub use self::decode::WorkPool;
 pub use self::encode::EncodedEntries;
 pub use self::layout::{
     ENTRY_ALIGN, MANIFEST_MAGIC, ManifestEntryRaw, ManifestHeaderRaw, OverlayBaseRaw, TombstoneRaw,

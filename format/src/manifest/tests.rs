@@ -138,12 +138,12 @@ fn entries_that_are_encoded_apart_are_the_same_bytes() {
 /// Decodes pieces with the given number of entries, the last piece first.
 struct Pieces(usize);
 
-impl Share for Pieces {
-    fn at_once(&self) -> usize {
+impl WorkPool for Pieces {
+    fn pieces_len(&self) -> usize {
         self.0
     }
 
-    fn share<P: Send, T: Send, E: Send>(
+    fn map_pieces<P: Send, T: Send, E: Send>(
         &self,
         pieces: Vec<P>,
         work: impl Fn(P) -> Result<T, E> + Sync,
@@ -152,9 +152,9 @@ impl Share for Pieces {
         backwards.map(|results| results.into_iter().rev().collect())
     }
 
-    fn both<A: Send, B>(&self, beside: impl FnOnce() -> A + Send, here: impl FnOnce() -> B) -> (A, B) {
+    fn join<A: Send, B>(&self, other: impl FnOnce() -> A + Send, here: impl FnOnce() -> B) -> (A, B) {
         let here = here();
-        (beside(), here)
+        (other(), here)
     }
 }
 
@@ -407,7 +407,8 @@ fn manifests_that_contradict_themselves_are_not_written() {
     ] {
         assert!(manifest.encode().is_err(), "{why}");
         assert!(
-            manifest.encode_entries(0..manifest.entries.len()).is_err() || manifest.check_around().is_err(),
+            manifest.encode_entries(0..manifest.entries.len()).is_err()
+                || manifest.check_header_fields().is_err(),
             "{why}"
         );
     }

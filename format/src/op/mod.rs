@@ -11,7 +11,7 @@ mod reader;
 mod writer;
 
 pub use indices::{Indices, gap_code, gap_coded, gap_coded_len};
-pub use reader::{claimed_ops, decode_payload, decode_single, each_byte_change, each_op};
+pub use reader::{claimed_ops, decode_payload, decode_single, for_each_byte_change, for_each_op};
 pub use writer::{PayloadBytes, PayloadWriter};
 
 use crate::defect::{Defect, check_limit};

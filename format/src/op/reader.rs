@@ -24,7 +24,7 @@ use crate::value::{decode_entry, decode_metadata};
 pub fn decode_payload(payload: &[u8]) -> Result<Vec<OpAt<'_>>, Defect> {
     let mut ops = Vec::new();
     reserve_items(&mut ops, op_count(payload)?)?;
-    each_op(payload, |op| ops.push(op))?;
+    for_each_op(payload, |op| ops.push(op))?;
     Ok(ops)
 }
 
@@ -33,9 +33,9 @@ pub fn decode_payload(payload: &[u8]) -> Result<Vec<OpAt<'_>>, Defect> {
 ///
 /// If it returns false, `each` may already have been called for some ranges. [`decode_payload`] reports the
 /// reason if the payload is malformed.
-pub fn each_byte_change(payload: &[u8], mut each: impl FnMut(ByteChange)) -> bool {
+pub fn for_each_byte_change(payload: &[u8], mut each: impl FnMut(ByteChange)) -> bool {
     let mut are_all = true;
-    let read = each_op(payload, |at| match at.op.byte_change() {
+    let read = for_each_op(payload, |at| match at.op.byte_change() {
         Some(change) if are_all => each(change),
         Some(_) => {}
         None => are_all = false,
@@ -67,7 +67,7 @@ fn op_count(payload: &[u8]) -> Result<usize, Defect> {
 ///
 /// # Errors
 /// Returns a [`Defect`] as [`decode_payload`] does.
-pub fn each_op<'p>(payload: &'p [u8], mut each: impl FnMut(OpAt<'p>)) -> Result<(), Defect> {
+pub fn for_each_op<'p>(payload: &'p [u8], mut each: impl FnMut(OpAt<'p>)) -> Result<(), Defect> {
     let mut at = PAYLOAD_HEAD_LEN;
     let mut op_len = 0;
     for _ in 0..op_count(payload)? {

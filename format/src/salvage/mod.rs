@@ -53,8 +53,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use self::known_log::KnownLog;
-use self::pages::Fact;
 pub use self::pages::FoundBytes;
+use self::pages::KnownVersion;
 use crate::defect::{Damage, Defect};
 use crate::ids::{Epoch, LogPoint, Lsn, PageId, SnapshotId};
 use crate::manifest::Manifest;
@@ -71,7 +71,7 @@ pub struct Salvage<'s> {
     survey: Survey,
     log: KnownLog,
     /// Versions of each page named by manifests and tables, newest first.
-    facts: BTreeMap<PageId, Vec<Fact>>,
+    known_versions: BTreeMap<PageId, Vec<KnownVersion>>,
     page_bytes_max: u64,
     state: State,
 }
@@ -138,10 +138,10 @@ impl<'s> Salvage<'s> {
             return Err(refused.clone());
         }
         let log = KnownLog::read(source, &survey)?;
-        let facts = pages::facts(source, &survey, &log);
+        let known_versions = pages::known_versions(source, &survey, &log);
         let state =
             State { base: None, table: PageTable::new(), point: LogPoint::default(), is_whole: false };
-        let mut salvage = Self { source, survey, log, facts, page_bytes_max, state };
+        let mut salvage = Self { source, survey, log, known_versions, page_bytes_max, state };
         salvage.state = match salvage.newest_state()? {
             Some(state) => state,
             None => salvage.pieces()?,

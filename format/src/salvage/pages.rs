@@ -19,7 +19,7 @@ use crate::state::trail::{OpLocation, ProvenPage};
 
 /// A version of a page named by a manifest or a table, with its image.
 #[derive(Clone, Debug)]
-pub(super) struct Fact {
+pub(super) struct KnownVersion {
     info: PageInfo,
     image: Option<ImageRef>,
 }
@@ -45,13 +45,19 @@ const SUMMED_AT_ONCE: u64 = 16 << 20;
 /// Collects all versions named by manifests and tables, newest first for each page. A link counts even if its
 /// chain is broken. A table counts only if a known restore names it: the table of a restore that was never
 /// committed describes versions that never existed.
-pub(super) fn facts(source: &dyn ReadAt, survey: &Survey, log: &KnownLog) -> BTreeMap<PageId, Vec<Fact>> {
-    let mut facts: BTreeMap<PageId, Vec<Fact>> = BTreeMap::new();
+pub(super) fn known_versions(
+    source: &dyn ReadAt,
+    survey: &Survey,
+    log: &KnownLog,
+) -> BTreeMap<PageId, Vec<KnownVersion>> {
+    let mut known_versions: BTreeMap<PageId, Vec<KnownVersion>> = BTreeMap::new();
     let mut note = |entry: &ManifestEntry| {
-        let of_page = facts.entry(entry.page).or_default();
-        let is_new = of_page.iter().all(|fact| (fact.info.lsn, fact.image) != (entry.lsn, entry.image));
+        let of_page = known_versions.entry(entry.page).or_default();
+        let is_new = of_page
+            .iter()
+            .all(|known_version| (known_version.info.lsn, known_version.image) != (entry.lsn, entry.image));
         if is_new {
-            of_page.push(Fact { info: page_info(entry), image: entry.image });
+            of_page.push(KnownVersion { info: page_info(entry), image: entry.image });
         }
     };
     survey.readable().flat_map(|manifest| &manifest.entries).for_each(&mut note);
@@ -60,10 +66,10 @@ pub(super) fn facts(source: &dyn ReadAt, survey: &Survey, log: &KnownLog) -> BTr
             table.entries.iter().for_each(&mut note);
         }
     }
-    for of_page in facts.values_mut() {
-        of_page.sort_by_key(|fact| std::cmp::Reverse(fact.info.lsn));
+    for of_page in known_versions.values_mut() {
+        of_page.sort_by_key(|known_version| std::cmp::Reverse(known_version.info.lsn));
     }
-    facts
+    known_versions
 }
 
 impl Salvage<'_> {
@@ -96,7 +102,8 @@ impl Salvage<'_> {
     /// Finds proven bytes of exactly this version.
     fn prove(&self, wanted: &PageInfo) -> Result<FoundBytes, Damage> {
         let mut first = None;
-        let older = self.facts_of(wanted.page).iter().filter(|fact| fact.info.lsn <= wanted.lsn);
+        let older =
+            self.versions_of(wanted.page).iter().filter(|known_version| known_version.info.lsn <= wanted.lsn);
         for start in older.map(Some).chain([None]) {
             match self.lead(wanted.page, start, wanted) {
                 Ok(bytes) => return Ok(bytes),
@@ -108,12 +115,17 @@ impl Salvage<'_> {
     }
 
     /// Computes a version over known batches from `start`, or from the page's creation.
-    fn lead(&self, page: PageId, start: Option<&Fact>, wanted: &PageInfo) -> Result<FoundBytes, Damage> {
+    fn lead(
+        &self,
+        page: PageId,
+        start: Option<&KnownVersion>,
+        wanted: &PageInfo,
+    ) -> Result<FoundBytes, Damage> {
         let locations = match start {
-            Some(fact) => self.log.touches(page, fact.info.lsn, wanted.lsn),
+            Some(known_version) => self.log.touches(page, known_version.info.lsn, wanted.lsn),
             None => self.touches_from_creation(page, wanted.lsn)?,
         };
-        let info = self.outcome(page, start.map(|fact| &fact.info), locations)?;
+        let info = self.outcome(page, start.map(|known_version| &known_version.info), locations)?;
         // If a batch were missing, the epoch would be lower. So no batch in between is missing, except for
         // moves, which change no bytes: the epoch identifies the page's content, length and metadata.
         if info.epoch != wanted.epoch {
@@ -123,15 +135,18 @@ impl Salvage<'_> {
             return Err(Damage { defect: Defect::Mismatch { what, found, expected }, ..hole });
         }
         // An empty page has no image.
-        let start = start.map(|fact| match fact.image {
-            Some(image) => Start { image: Some(image), len: fact.info.len },
+        let start = start.map(|known_version| match known_version.image {
+            Some(image) => Start { image: Some(image), len: known_version.info.len },
             None => Start { image: None, len: 0 },
         });
         let bytes = self.bytes(start.ok_or_else(|| self.log.hole(wanted.lsn)), page, locations, info.len)?;
         // If any structure states the checksum of these bytes, check them against it as well.
-        let mut known = self.facts_of(info.page).iter().filter(|fact| fact.info.epoch == wanted.epoch);
+        let mut known = self
+            .versions_of(info.page)
+            .iter()
+            .filter(|known_version| known_version.info.epoch == wanted.epoch);
         let mut computed = None;
-        known.by_ref().filter_map(|fact| fact.image).try_for_each(|image| {
+        known.by_ref().filter_map(|known_version| known_version.image).try_for_each(|image| {
             let at = |defect: Defect| defect.at_lsn(FileName::Pages(image.file), image.offset, wanted.lsn);
             let computed = match computed {
                 Some(computed) => computed,
@@ -164,9 +179,13 @@ impl Salvage<'_> {
     /// Finds the newest provable version before `wanted`: one named by a manifest or a table, or the page's
     /// first version, extended by known batches without a hole.
     fn newest_before(&self, wanted: &PageInfo) -> Option<(PageInfo, FoundBytes)> {
-        let is_before = |fact: &&Fact| fact.info.lsn < wanted.lsn && fact.info.epoch < wanted.epoch;
-        let known = self.facts_of(wanted.page).iter().filter(is_before);
-        let mut proven = known.filter_map(|fact| Some((fact.info.clone(), self.prove(&fact.info).ok()?)));
+        let is_before = |known_version: &&KnownVersion| {
+            known_version.info.lsn < wanted.lsn && known_version.info.epoch < wanted.epoch
+        };
+        let known = self.versions_of(wanted.page).iter().filter(is_before);
+        let mut proven = known.filter_map(|known_version| {
+            Some((known_version.info.clone(), self.prove(&known_version.info).ok()?))
+        });
         let from_creation = || {
             let created = self.creation(wanted.page)?;
             let until = self.log.reach_before_restore(created).min(Lsn(wanted.lsn.0 - 1));
@@ -265,8 +284,8 @@ impl Salvage<'_> {
         check_limit("page length", final_len, self.page_bytes_max)
     }
 
-    fn facts_of(&self, page: PageId) -> &[Fact] {
-        self.facts.get(&page).map_or(&[], Vec::as_slice)
+    fn versions_of(&self, page: PageId) -> &[KnownVersion] {
+        self.known_versions.get(&page).map_or(&[], Vec::as_slice)
     }
 
     /// Returns every page mentioned by any structure, at its newest known version, except for pages known to
@@ -276,7 +295,7 @@ impl Salvage<'_> {
     /// Returns [`Defect::Memory`] if there is no memory for the list.
     pub(super) fn pages_known(&self) -> Result<Vec<PageInfo>, Defect> {
         let mut pages: BTreeSet<PageId> = BTreeSet::new();
-        pages.extend(self.facts.keys().copied().chain(self.log.pages()));
+        pages.extend(self.known_versions.keys().copied().chain(self.log.pages()));
         let mut deleted: BTreeMap<PageId, Lsn> = BTreeMap::new();
         for tombstone in self.survey.readable().flat_map(|link| &link.tombstones) {
             let newest = deleted.entry(tombstone.page).or_default();
@@ -294,8 +313,8 @@ impl Salvage<'_> {
     /// Returns the newest known version of a page, whether or not its bytes can be proven. `deleted` is the
     /// batch of its newest tombstone.
     fn newest_known(&self, page: PageId, deleted: Option<Lsn>) -> Option<PageInfo> {
-        let fact = self.facts_of(page).first().map(|fact| fact.info.clone());
-        let from = fact.as_ref().map(|info| info.lsn).or_else(|| self.creation(page))?;
+        let known_version = self.versions_of(page).first().map(|known_version| known_version.info.clone());
+        let from = known_version.as_ref().map(|info| info.lsn).or_else(|| self.creation(page))?;
         let ends = self.log.touches(page, from, Lsn(u64::MAX)).last();
         let ends = ends.and_then(|location| location.read(self.source).ok());
         let is_deleted = ends.is_some_and(|op| matches!(decode_single(&op), Ok(Op::Delete { .. })));
@@ -303,9 +322,9 @@ impl Salvage<'_> {
             return None;
         }
         let until = self.log.reach_before_restore(from);
-        let after = if fact.is_some() { from } else { Lsn(from.0 - 1) };
+        let after = if known_version.is_some() { from } else { Lsn(from.0 - 1) };
         let locations = self.log.touches(page, after, until);
-        self.outcome(page, fact.as_ref(), locations).ok().or(fact)
+        self.outcome(page, known_version.as_ref(), locations).ok().or(known_version)
     }
 
     /// Returns true if a snapshot that began after batch `lsn` no longer names the page.

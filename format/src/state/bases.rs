@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use crate::ids::{Lsn, PageId};
 use crate::image::ImageRef;
-use crate::manifest::{Manifest, ManifestEntry, overlaid};
-use crate::state::by_id::ById;
+use crate::manifest::{Manifest, ManifestEntry, apply_changes};
+use crate::state::id_map::IdMap;
 
 /// The base of a page's bytes: an image or zeros, to which later batches are applied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,7 +26,7 @@ pub struct Base {
 pub struct Bases {
     named: Option<ManifestPages>,
     /// Bases that changed after the manifest; `None` for a deleted page.
-    since: ById<PageId, Option<Base>>,
+    since: IdMap<PageId, Option<Base>>,
 }
 
 /// The pages of a manifest, viewed as bases.
@@ -62,13 +62,13 @@ impl Bases {
     /// Returns the bases of a whole snapshot.
     #[must_use]
     pub fn of_snapshot(manifest: Arc<Manifest>) -> Self {
-        Self { named: Some(ManifestPages { manifest, restored: None }), since: ById::default() }
+        Self { named: Some(ManifestPages { manifest, restored: None }), since: IdMap::default() }
     }
 
     /// Returns the bases of the state produced by the restore in batch `lsn`.
     #[must_use]
     pub fn of_restore(lsn: Lsn, table: Arc<Manifest>) -> Self {
-        Self { named: Some(ManifestPages { manifest: table, restored: Some(lsn) }), since: ById::default() }
+        Self { named: Some(ManifestPages { manifest: table, restored: Some(lsn) }), since: IdMap::default() }
     }
 
     /// Returns the base of a page.
@@ -88,7 +88,7 @@ impl Bases {
     /// Returns the bases of the pages from `first` to `last`, inclusive.
     pub fn range(&self, first: PageId, last: PageId) -> impl Iterator<Item = (PageId, Base)> {
         let named = self.named.iter().flat_map(move |named| named.between(first, last));
-        overlaid(named, self.since.range(first, last).map(|(page, base)| (page, *base)))
+        apply_changes(named, self.since.range(first, last).map(|(page, base)| (page, *base)))
     }
 
     /// Sets the base of a page.

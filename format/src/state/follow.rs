@@ -8,7 +8,7 @@ use crate::defect::{Damage, Defect, check_limit};
 use crate::frame::{FrameHeader, FrameKind, VerifiedSnapshot};
 use crate::ids::{LogPoint, Lsn, PageId, SnapshotId};
 use crate::log::{Frame, LogEnd, LogWalk};
-use crate::manifest::{Manifest, ManifestKind, Share, SingleThread};
+use crate::manifest::{Manifest, ManifestKind, SingleThread, WorkPool};
 use crate::names::{FileName, ReadAt};
 use crate::op::{Op, OpAt, decode_payload};
 use crate::state::page_changes::PageChanges;
@@ -83,7 +83,7 @@ impl<'s> StateWalk<'s> {
         survey: &'s Survey,
         source: &'s dyn ReadAt,
         base: Option<&'s Arc<Manifest>>,
-        threads: &impl Share,
+        threads: &impl WorkPool,
     ) -> Result<Self, Damage> {
         let beginning =
             || survey.log.beginning().ok_or(Defect::Missing.at_lsn(FileName::Segment(1), 0, Lsn(1)));

@@ -1,7 +1,7 @@
 //! From the bytes of a store to its state: the page table, the batches of the log, and the bytes of each
 //! page.
 
-pub mod by_id;
+pub mod id_map;
 pub mod table;
 pub mod apply;
 mod coverage;

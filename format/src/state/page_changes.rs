@@ -7,7 +7,7 @@
 
 use crate::frame::FrameHeader;
 use crate::ids::{Lsn, PageId};
-use crate::op::{ByteChange, claimed_ops, each_byte_change};
+use crate::op::{ByteChange, claimed_ops, for_each_byte_change};
 
 /// The combined change of several batches to one page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,7 +68,7 @@ impl PageChanges {
         let before = self.pages.len();
         let has_room = self.pages.try_reserve(claimed_ops(payload)).is_ok();
         let is_whole = has_room
-            && each_byte_change(payload, |ByteChange { page, offset, len }| {
+            && for_each_byte_change(payload, |ByteChange { page, offset, len }| {
                 // An end past every page's limit is rejected later, like that of a single change.
                 self.pages.push(PageChange { page, batches: 1, lsn, end: offset.saturating_add(len) });
             });

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use crate::defect::Defect;
 use crate::ids::{Lsn, PageId};
-use crate::manifest::{Manifest, ManifestEntry, Share, SingleThread};
+use crate::manifest::{Manifest, ManifestEntry, SingleThread, WorkPool};
 use crate::op::{Op, OpAt};
 use crate::state::bases::{Base, Bases};
 use crate::state::page_changes::PageChanges;
@@ -82,7 +82,7 @@ impl Resolver {
 
     /// Starts like [`Resolver::from_manifest`], with several threads.
     #[must_use]
-    pub fn from_manifest_by(manifest: &Arc<Manifest>, threads: &impl Share) -> Self {
+    pub fn from_manifest_by(manifest: &Arc<Manifest>, threads: &impl WorkPool) -> Self {
         Self {
             table: table_of(manifest, threads),
             bases: Bases::of_snapshot(manifest.clone()),
@@ -215,13 +215,13 @@ impl Resolver {
     }
 }
 
-fn table_of(manifest: &Manifest, threads: &impl Share) -> PageTable {
+fn table_of(manifest: &Manifest, threads: &impl WorkPool) -> PageTable {
     let Manifest { entries, root, next_page, epoch_high, redo, .. } = manifest;
     let of = |entries: &[ManifestEntry]| {
         PageTable::from_parts(entries.iter().map(page_info), root.clone(), *next_page, *epoch_high, redo.lsn)
     };
-    let pieces = entries.chunks(threads.at_once()).collect();
-    let Ok(tables) = threads.share(pieces, |entries| Ok::<_, Infallible>(of(entries)));
+    let pieces = entries.chunks(threads.pieces_len()).collect();
+    let Ok(tables) = threads.map_pieces(pieces, |entries| Ok::<_, Infallible>(of(entries)));
     tables.into_iter().reduce(PageTable::joined).unwrap_or_else(|| of(&[]))
 }
 

@@ -1,13 +1,13 @@
 //! Access to single pages of a state without loading all of it, through the locations of the operations that
 //! make each page from its base.
 //!
-//! [`Survey::resolve`] walks the log once and keeps only the table. [`Trails::follow`] does the same and also
-//! records the locations of each page's operations: 56 bytes per operation, and per MiB of a long write.
-//! [`Trails::load`] then reads a page's base and operations, and nothing of other pages.
+//! [`Survey::resolve`] walks the log once and keeps only the table. [`OpLocations::follow`] does the same and
+//! also records the locations of each page's operations: 56 bytes per operation, and per MiB of a long write.
+//! [`OpLocations::load`] then reads a page's base and operations, and nothing of other pages.
 //!
-//! Any window of a long page can be read without the rest. [`Trails::prove`] proves its image once;
-//! [`Trails::window`] reads the window's part of the image and the operations that reach into the window. An
-//! operation on scattered elements is read for each window between its first and its last element.
+//! Any window of a long page can be read without the rest. [`OpLocations::prove`] proves its image once;
+//! [`OpLocations::window`] reads the window's part of the image and the operations that reach into the
+//! window. An operation on scattered elements is read for each window between its first and its last element.
 //!
 //! A location includes the checksum of the bytes that the walk proved there. If a writer recycles segments
 //! meanwhile, a later read returns exactly these bytes or an error.
@@ -269,14 +269,14 @@ fn note(
 
 /// The locations of the operations on top of the bases, for all pages of a state.
 #[derive(Debug, Default)]
-pub struct Trails {
+pub struct OpLocations {
     pages: HashMap<PageId, Vec<OpLocation>>,
     point: LogPoint,
 }
 
-impl Trails {
+impl OpLocations {
     /// Follows the log like [`Survey::resolve`], and records the locations of each page's operations. After
-    /// an error, [`Trails::point`] returns the point reached.
+    /// an error, [`OpLocations::point`] returns the point reached.
     ///
     /// # Errors
     /// Returns [`Damage`] as [`Survey::resolve`] does, or if there is no memory for a location.
@@ -349,7 +349,7 @@ impl Trails {
         let final_len = resolved.final_len(page);
         let mut whole = load_base(source, &base, final_len).or_else(|damage| {
             let zeros = Base { image: None, ..base };
-            if self.hides_image(source, resolved, page) {
+            if self.is_image_overwritten(source, resolved, page) {
                 load_base(source, &zeros, final_len)
             } else {
                 Err(damage)
@@ -377,7 +377,7 @@ impl Trails {
     ) -> Result<ProvenPage, Damage> {
         let base = resolved.bases.get(page).expect("a page of the table");
         ProvenPage::prove(source, page, base.image, base.len).or_else(|damage| {
-            if self.hides_image(source, resolved, page) {
+            if self.is_image_overwritten(source, resolved, page) {
                 ProvenPage::prove(source, page, None, base.len)
             } else {
                 Err(damage)
@@ -391,7 +391,7 @@ impl Trails {
     /// # Panics
     /// Panics if the page is not in the state's table.
     #[must_use]
-    pub fn hides_image(&self, source: &dyn ReadAt, resolved: &ResolvedState, page: PageId) -> bool {
+    pub fn is_image_overwritten(&self, source: &dyn ReadAt, resolved: &ResolvedState, page: PageId) -> bool {
         let base = resolved.bases.get(page).expect("a page of the table");
         let mut coverage = Coverage::new(base.len);
         let locations = self.pages.get(&page).map_or(&[][..], Vec::as_slice);

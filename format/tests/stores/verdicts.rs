@@ -11,7 +11,7 @@ use remanent_format::op::Op;
 use remanent_format::state::reach::{Reach, Role};
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 use remanent_format::state::survey::Survey;
-use remanent_format::state::trail::Trails;
+use remanent_format::state::trail::OpLocations;
 use remanent_format::store::{Features, StoreFile};
 use remanent_format::{FileName, Folder, Lsn, Place, ReadAt, SnapshotId, Value};
 
@@ -140,13 +140,13 @@ fn a_page_that_was_written_whole_needs_no_image() {
         assert_eq!(verdict.starts[0].lost_by.len(), 1, "{why}: the snapshot's own state is lost");
         let survey = Survey::read(&maker.files).unwrap();
         let base = survey.snapshot(SnapshotId(1)).unwrap();
-        let mut trails = Trails::default();
-        let state = trails.follow(&survey, &maker.files, Some(&base), None).unwrap();
-        let loaded = trails.load(&maker.files, &state.resolved, PAGE);
+        let mut op_locations = OpLocations::default();
+        let state = op_locations.follow(&survey, &maker.files, Some(&base), None).unwrap();
+        let loaded = op_locations.load(&maker.files, &state.resolved, PAGE);
         assert_eq!(loaded.ok(), (!is_needed).then(|| vec![9; PAGE_LEN]), "{why}: loaded whole");
-        let window = trails
+        let window = op_locations
             .prove(&maker.files, &state.resolved, PAGE)
-            .and_then(|proven| trails.window(&maker.files, &proven, &(7..40)));
+            .and_then(|proven| op_locations.window(&maker.files, &proven, &(7..40)));
         assert_eq!(window.ok(), (!is_needed).then(|| vec![9; 33]), "{why}: by windows");
     }
 }
@@ -258,9 +258,9 @@ fn a_second_walk_reaches_the_batch_before_the_damage() {
     maker.frame_at(2)[90] ^= 1;
     let survey = Survey::read(&maker.files).unwrap();
     assert!(Reach::at_the_end(&survey, &maker.files).is_none());
-    let mut trails = Trails::default();
-    trails.follow(&survey, &maker.files, None, None).unwrap_err();
-    assert_eq!(trails.point().lsn, Lsn(1));
+    let mut op_locations = OpLocations::default();
+    op_locations.follow(&survey, &maker.files, None, None).unwrap_err();
+    assert_eq!(op_locations.point().lsn, Lsn(1));
 }
 
 /// A snapshot with one valid copy is used, and one with none is not. Whether the store is then rejected

@@ -12,7 +12,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use remanent_format::Place;
-use remanent_format::state::by_id::ById;
+use remanent_format::state::id_map::IdMap;
 use zerocopy::FromZeros;
 
 use super::super::{MemoryId, Span};
@@ -31,7 +31,7 @@ const SLOTS: u64 = u64::BITS as u64;
 /// All allocations of a device.
 #[derive(Debug, Default)]
 pub struct HostMemories {
-    memories: ById<MemoryId, HostAllocation>,
+    memories: IdMap<MemoryId, HostAllocation>,
     last: u64,
     /// Slabs with free slots, by slot length and block number.
     slabs: BTreeMap<(u64, u64), HostSlab>,
@@ -215,10 +215,10 @@ impl HostAllocation {
         self.block.within.as_ref().map_or(&self.block, |(block, _)| block)
     }
 
-    /// Calls `look` with a span of the bytes. `look` must not access any allocation, because it may be in the
-    /// same block, whose lock is held.
-    pub fn read<Seen>(&self, span: Span, look: impl FnOnce(&[u8]) -> Seen) -> Seen {
-        look(self.block().bytes.read().part(self.range(span)))
+    /// Calls `inspect` with a span of the bytes. `inspect` must not access any allocation, because it may be
+    /// in the same block, whose lock is held.
+    pub fn read<Seen>(&self, span: Span, inspect: impl FnOnce(&[u8]) -> Seen) -> Seen {
+        inspect(self.block().bytes.read().part(self.range(span)))
     }
 
     /// Calls `change` with a span of the bytes. `change` must not access any allocation.

@@ -23,7 +23,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use remanent_format::image::ImageRef;
-use remanent_format::state::by_id::ById;
+use remanent_format::state::id_map::IdMap;
 use remanent_format::{PageId, Place};
 
 pub(crate) use self::image::DiskImage;
@@ -136,7 +136,7 @@ impl DiskPages {
     }
 
     /// Creates the table of these pages, which [`usage`](Self::usage) counts from now on. A store has one.
-    pub fn table(&self, pages: ById<PageId, DiskPage>) -> DiskPageTable {
+    pub fn table(&self, pages: IdMap<PageId, DiskPage>) -> DiskPageTable {
         DiskPageTable::new(pages, self.counts.clone())
     }
 

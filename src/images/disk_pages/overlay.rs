@@ -107,7 +107,7 @@ impl DiskPage {
                 let (start, bytes) = window.go_to(at, len)?;
                 image.read(start, bytes)?;
                 let was = crc32fast::hash(bytes);
-                self.lay_over(start, bytes);
+                self.apply_pieces(start, bytes);
                 let range = start..start + bytes.len() as u64;
                 sum = sum_after_change(sum, len, range.clone(), was, crc32fast::hash(bytes));
                 at = range.end;

@@ -184,7 +184,7 @@ impl DiskPage {
     }
 
     /// Overwrites bytes of the image, which begin at `offset`, with what batches wrote.
-    pub(super) fn lay_over(&self, offset: u64, bytes: &mut [u8]) {
+    pub(super) fn apply_pieces(&self, offset: u64, bytes: &mut [u8]) {
         for (number, block) in self.blocks_in(&(offset..offset + bytes.len() as u64)) {
             block.copy_to(number * BLOCK_LEN as u64, bytes, offset);
         }
@@ -222,7 +222,7 @@ impl DiskPage {
         {
             image.read(offset, from_image)?;
         }
-        self.lay_over(offset, out);
+        self.apply_pieces(offset, out);
         Ok(())
     }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use remanent_format::PageId;
-use remanent_format::state::by_id::ById;
+use remanent_format::state::id_map::IdMap;
 
 use super::page::DiskPage;
 
@@ -30,7 +30,7 @@ pub(super) struct DiskCounts {
 /// The table of pages on disk. All changes go through its methods, which keep the counts.
 #[derive(Debug)]
 pub(crate) struct DiskPageTable {
-    pages: ById<PageId, DiskPage>,
+    pages: IdMap<PageId, DiskPage>,
     counts: Arc<DiskCounts>,
 }
 
@@ -42,7 +42,7 @@ impl DiskCounts {
 
 impl DiskPageTable {
     /// Creates a table of these pages. The counts must belong to no other table.
-    pub(super) fn new(pages: ById<PageId, DiskPage>, counts: Arc<DiskCounts>) -> Self {
+    pub(super) fn new(pages: IdMap<PageId, DiskPage>, counts: Arc<DiskCounts>) -> Self {
         counts.pages.store(pages.len() as u64, Ordering::Relaxed);
         counts.bytes.store(pages.values().map(DiskPage::byte_len).sum(), Ordering::Relaxed);
         Self { pages, counts }
@@ -94,7 +94,7 @@ impl DiskPageTable {
 }
 
 impl Deref for DiskPageTable {
-    type Target = ById<PageId, DiskPage>;
+    type Target = IdMap<PageId, DiskPage>;
 
     fn deref(&self) -> &Self::Target {
         &self.pages

@@ -161,7 +161,7 @@ impl Scrub {
         let survey = Survey::read_as(&source, self.store.clone())?;
         // Only images that this pass has read can be in `images`; a snapshot taken meanwhile names none of
         // them.
-        let is_spoilt = |snapshot: &Manifest| {
+        let needs_damaged_bytes = |snapshot: &Manifest| {
             let mut named = snapshot.entries.iter().filter_map(|entry| Some((entry.page, entry.image?)));
             named.any(|(page, image)| {
                 let mut of_base = image.files().skip(1);
@@ -172,11 +172,11 @@ impl Scrub {
         let needs_damaged = |kept: &RetainedSnapshot| {
             // Replay from the snapshot's `redo` passes the damaged batch.
             batches.iter().any(|lsn| kept.redo.lsn < *lsn)
-                || survey.snapshot(kept.info.id).map_or(true, |snapshot| is_spoilt(&snapshot))
+                || survey.snapshot(kept.info.id).map_or(true, |snapshot| needs_damaged_bytes(&snapshot))
         };
-        let spoilt = spoil(&mut catalog, needs_damaged);
+        let flagged = flag_damaged(&mut catalog, needs_damaged);
         // 3.
-        if spoilt.is_due || !batches.is_empty() {
+        if flagged.is_due || !batches.is_empty() {
             let newest = catalog.snapshots.keys().next_back();
             if newest.is_some_and(|newest| survey.chain(*newest).is_err()) {
                 catalog.known.unlink();
@@ -186,7 +186,7 @@ impl Scrub {
             let taken = self.snapshots.take(&mut catalog, &request);
             if taken.is_err() {
                 // The next scrub must find the damage again, when there is space for the repairing snapshot.
-                for (_, kept) in catalog.snapshots.iter_mut().filter(|(id, _)| spoilt.snapshots.contains(id))
+                for (_, kept) in catalog.snapshots.iter_mut().filter(|(id, _)| flagged.snapshots.contains(id))
                 {
                     kept.is_sound = true;
                 }
@@ -208,7 +208,7 @@ impl Scrub {
 }
 
 /// The snapshots that a scrub has flagged.
-struct Spoilt {
+struct FlaggedSnapshots {
     snapshots: Vec<SnapshotId>,
     /// Whether another snapshot must replace one of them.
     is_due: bool,
@@ -216,15 +216,18 @@ struct Spoilt {
 
 /// Flags the snapshots that need damaged bytes. A replacement is due for the newest one, from which recovery
 /// starts, and for any unnamed one, which is kept as a start. A name keeps its snapshot for its own sake.
-fn spoil(catalog: &mut Catalog, needs_damaged: impl Fn(&RetainedSnapshot) -> bool) -> Spoilt {
+fn flag_damaged(
+    catalog: &mut Catalog,
+    needs_damaged: impl Fn(&RetainedSnapshot) -> bool,
+) -> FlaggedSnapshots {
     let newest = catalog.snapshots.keys().next_back().copied();
-    let mut spoilt = Spoilt { snapshots: Vec::new(), is_due: false };
+    let mut flagged = FlaggedSnapshots { snapshots: Vec::new(), is_due: false };
     for (id, kept) in &mut catalog.snapshots {
         if kept.is_sound && needs_damaged(kept) {
             kept.is_sound = false;
-            spoilt.snapshots.push(*id);
-            spoilt.is_due |= kept.info.name.is_none() || Some(*id) == newest;
+            flagged.snapshots.push(*id);
+            flagged.is_due |= kept.info.name.is_none() || Some(*id) == newest;
         }
     }
-    spoilt
+    flagged
 }

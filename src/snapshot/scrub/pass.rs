@@ -301,7 +301,7 @@ impl<'a> ScrubPass<'a> {
         let ScrubImage { page, batch, .. } = &self.images[&place];
         // A shortage says nothing about the image: its page would be rewritten for nothing.
         if !matches!(damage.defect, Defect::Shortage { .. } | Defect::Memory { .. }) {
-            catalog.known.spoil(*page, image, (damaged_file, damage.offset));
+            catalog.known.mark_damaged(*page, image, (damaged_file, damage.offset));
         }
         self.found.batches.extend(*batch);
         self.found.images.insert(place);

@@ -227,7 +227,7 @@ struct PendingChanges<'a> {
 
 /// A choice that reveals more than a random one.
 #[derive(Clone, Copy)]
-enum Telling {
+enum RevealingChoice {
     /// Names and data as of these times.
     UpTo { names: u64, data: u64 },
     /// One item at a version, all others at their first or their last.
@@ -294,23 +294,23 @@ impl<'a> PendingChanges<'a> {
         )
     }
 
-    fn pick(&self, telling: Telling) -> Pick {
+    fn pick(&self, revealing: RevealingChoice) -> Pick {
         let last = || self.items.iter().map(|item| item.stamps.len());
-        match telling {
-            Telling::UpTo { names, data } => {
+        match revealing {
+            RevealingChoice::UpTo { names, data } => {
                 let versions = self.items.iter().map(|item| {
                     let time = if item.what.is_name() { names } else { data };
                     item.stamps.partition_point(|stamp| *stamp <= time)
                 });
                 versions.collect()
             }
-            Telling::One { item, version, others_last: true } => {
+            RevealingChoice::One { item, version, others_last: true } => {
                 let mut pick: Pick = last().collect();
                 pick[item] = version;
                 self.drop_unmet(&mut pick);
                 pick
             }
-            Telling::One { item, version, others_last: false } => {
+            RevealingChoice::One { item, version, others_last: false } => {
                 let mut pick = vec![0; self.items.len()];
                 pick[item] = version;
                 self.add_needed(&mut pick);
@@ -340,23 +340,23 @@ impl<'a> PendingChanges<'a> {
     fn some_picks(&self, picks_max: usize, seed: u64) -> Vec<Pick> {
         let mut random = SplitMix(seed);
         let edges = [(0, 0), (u64::MAX, u64::MAX), (u64::MAX, 0), (0, u64::MAX)];
-        let mut telling: Vec<Telling> =
-            edges.into_iter().map(|(names, data)| Telling::UpTo { names, data }).collect();
-        let certain = telling.len();
+        let mut revealing: Vec<RevealingChoice> =
+            edges.into_iter().map(|(names, data)| RevealingChoice::UpTo { names, data }).collect();
+        let certain = revealing.len();
         let mut times: Vec<u64> = self.items.iter().flat_map(|item| item.stamps.iter().copied()).collect();
         times.sort_unstable();
         times.dedup();
         for time in times {
             let pairs = [(time, time), (time, 0), (time, u64::MAX), (0, time), (u64::MAX, time)];
-            telling.extend(pairs.into_iter().map(|(names, data)| Telling::UpTo { names, data }));
+            revealing.extend(pairs.into_iter().map(|(names, data)| RevealingChoice::UpTo { names, data }));
         }
         for (item, Item { stamps, .. }) in self.items.iter().enumerate() {
-            telling.extend((0..stamps.len()).map(|version| Telling::One {
+            revealing.extend((0..stamps.len()).map(|version| RevealingChoice::One {
                 item,
                 version,
                 others_last: true,
             }));
-            telling.extend((1..=stamps.len()).map(|version| Telling::One {
+            revealing.extend((1..=stamps.len()).map(|version| RevealingChoice::One {
                 item,
                 version,
                 others_last: false,
@@ -365,12 +365,12 @@ impl<'a> PendingChanges<'a> {
         // If there are too many of these, a random part is used. A quarter of the budget is reserved for
         // random choices.
         let room = (picks_max - picks_max / 4).max(certain);
-        for index in certain..telling.len().min(room) {
-            let other = index + random.below(telling.len() - index);
-            telling.swap(index, other);
+        for index in certain..revealing.len().min(room) {
+            let other = index + random.below(revealing.len() - index);
+            revealing.swap(index, other);
         }
-        telling.truncate(room);
-        let mut picks: Vec<Pick> = telling.into_iter().map(|telling| self.pick(telling)).collect();
+        revealing.truncate(room);
+        let mut picks: Vec<Pick> = revealing.into_iter().map(|revealing| self.pick(revealing)).collect();
         while picks.len() < picks_max {
             // Few, half or most of the pending writes are lost.
             let kept_of_8 = [1, 4, 7][random.below(3)];

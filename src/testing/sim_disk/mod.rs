@@ -341,7 +341,7 @@ impl Disk for SimDisk {
     fn hold(&self, id: SnapshotId) -> Result<Hold> {
         let mut shared = self.shared.lock();
         if shared.retiring.contains(&id) {
-            return Ok(Hold::Going);
+            return Ok(Hold::Retiring);
         }
         *shared.held.entry(id).or_default() += 1;
         Ok(Hold::Held(Box::new(SimLock::new(self, SimLockKind::Held(id)))))

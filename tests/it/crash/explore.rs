@@ -256,12 +256,12 @@ impl<'a> Explorer<'a> {
         let oldest = others.first().or(named.last()).map_or(0, |snapshot| snapshot.end.0);
         let moments = [oldest, (oldest + lsn) / 2, lsn];
         let mut moments = named.iter().map(|snapshot| snapshot.end.0).chain(moments);
-        moments.try_for_each(|lsn| look(&cut, &line, lsn))
+        moments.try_for_each(|lsn| check_view(&cut, &line, lsn))
     }
 }
 
 /// Looks at an earlier state while the store is open.
-fn look(disk: &SimDisk, line: &Line, lsn: u64) -> Result<(), Violation> {
+fn check_view(disk: &SimDisk, line: &Line, lsn: u64) -> Result<(), Violation> {
     let refused =
         |error: remanent::Error| Violation::new(Kind::Refused, format!("a look at batch {lsn}: {error}"));
     let disk: Arc<dyn Disk> = Arc::new(disk.clone());

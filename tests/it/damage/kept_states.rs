@@ -139,9 +139,10 @@ fn check(what: &str, subject: &Subject, kept: &[Lsn], files: &Files, [clean, los
         assert_eq!(first, None, "{what}: nothing is called damaged, but the state is lost");
     }
     // A snapshot that was caught at one moment gives its own state without any log.
-    let stands = |start: &Start| start.role != Role::Link && start.lost_by.is_empty();
-    let standing = verdict.starts.iter().filter(|start| stands(start)).filter_map(|start| start.snapshot);
-    let ends: Vec<Lsn> = standing.map(|id| survey.snapshot(id).unwrap().end).collect();
+    let is_complete = |start: &Start| start.role != Role::Link && start.lost_by.is_empty();
+    let complete =
+        verdict.starts.iter().filter(|start| is_complete(start)).filter_map(|start| start.snapshot);
+    let ends: Vec<Lsn> = complete.map(|id| survey.snapshot(id).unwrap().end).collect();
     for gap in verdict.starts.iter().flat_map(|start| &start.gaps) {
         lost.fetch_add(1, Ordering::Relaxed);
         for (lsn, is_readable) in readable.range(gap.first..=gap.last) {

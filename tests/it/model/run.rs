@@ -295,7 +295,7 @@ pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tall
             }
             Action::Look(pick) => {
                 tally.looks += 1;
-                look(&ground.disk(), &model, *pick as u64 % (model.lsn + 1));
+                check_view(&ground.disk(), &model, *pick as u64 % (model.lsn + 1));
             }
             Action::Read(pick, from, to) => read_part(&store, &model, *pick, *from, *to),
             Action::Call(pick, call) => {
@@ -516,7 +516,7 @@ fn in_window(model: &Model, pick: usize) -> u64 {
 }
 
 /// Looks at an earlier state while the store is open.
-fn look(disk: &Arc<dyn Disk>, model: &Model, lsn: u64) {
+fn check_view(disk: &Arc<dyn Disk>, model: &Model, lsn: u64) {
     match View::open_on(disk, Some(&StatePoint::Lsn(Lsn(lsn)))) {
         Ok(old) => compare_snapshot(&old, &model.at(lsn)),
         // A state that is older than the window may be there still.

@@ -8,7 +8,7 @@ use remanent::{PageId, Place, Retention, SnapshotId, SnapshotOptions, StatePoint
 
 use super::Operation::{self, Call, Commit, Outside};
 use super::{
-    call, follow, fork, look_at, open, open_on_demand, options, publish, restore_newest,
+    call, follow, fork, open, open_on_demand, options, publish, read_view, restore_newest,
     restore_the_batch_before, salvage, scrub,
 };
 
@@ -94,10 +94,10 @@ pub const LONG: [(&str, Operation); 37] = [
     ("open", Outside(open)),
     ("open on demand", Outside(open_on_demand)),
     ("follower", Outside(follow)),
-    ("view", Outside(|directory| look_at(&Store::open_read_only(directory)?))),
+    ("view", Outside(|directory| read_view(&Store::open_read_only(directory)?))),
     (
         "view of a snapshot",
-        Outside(|directory| look_at(&Store::open_at(directory, &StatePoint::Snapshot(SnapshotId(1)))?)),
+        Outside(|directory| read_view(&Store::open_at(directory, &StatePoint::Snapshot(SnapshotId(1)))?)),
     ),
     (
         "would_prune_at",

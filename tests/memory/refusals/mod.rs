@@ -126,7 +126,7 @@ fn open_on_demand(directory: &Path) -> Result<()> {
     read.map(drop)
 }
 
-fn look_at(view: &View) -> Result<()> {
+fn read_view(view: &View) -> Result<()> {
     let mut bytes = [0; 1000];
     view.pages()
         .take(3)
@@ -162,7 +162,7 @@ struct Seen {
     bytes: Vec<Vec<u8>>,
 }
 
-fn look(store: &Store) -> Seen {
+fn observe(store: &Store) -> Seen {
     let pages: Vec<PageInfo> = store.pages().unwrap().collect();
     let step = pages.len().div_ceil(LOOKS).max(1);
     let bytes = pages.iter().step_by(step).map(|info| store.read_to_vec(info.page).unwrap()).collect();
@@ -200,7 +200,7 @@ fn case() {
     let (name, operation) = find(case);
     long::make_inputs();
     let mut open_store: Option<Store> = None;
-    let before_all = look(&Store::open(directory, options()).unwrap());
+    let before_all = observe(&Store::open(directory, options()).unwrap());
     let mut number: isize = first.parse().unwrap();
     loop {
         std::fs::write(directory.with_extension("number"), number.to_string()).unwrap();
@@ -214,7 +214,7 @@ fn case() {
                     Call(prepare, _) => prepare(store),
                     Outside(_) => unreachable!(),
                 }
-                let before = look(store);
+                let before = observe(store);
                 let outcome = refuse(number, REFUSED_ABOVE, || match operation {
                     Commit(_) => store.commit(batch.take().unwrap()).map(drop),
                     Call(_, run) => run(store, directory),
@@ -225,14 +225,14 @@ fn case() {
                 more.set_root("number", number as u64);
                 match store.commit(more) {
                     Ok(_) if outcome.0.is_err() && !MAY_CHANGE.contains(&name) => {
-                        assert!(look(store) == before, "{case}:{number}: it changed something");
+                        assert!(observe(store) == before, "{case}:{number}: it changed something");
                     }
                     Ok(_) => {}
                     Err(Error::Poisoned(_)) if may_stop(name) => {
                         open_store = None;
                         let store = Store::open(directory, options()).unwrap();
                         if store.lsn() < lsn {
-                            assert!(look(&store) == before, "{case}:{number}: it changed something");
+                            assert!(observe(&store) == before, "{case}:{number}: it changed something");
                         }
                     }
                     Err(error) => {
@@ -258,7 +258,7 @@ fn case() {
     // What is acknowledged is there when it is opened again.
     let expected = match open_store {
         Some(store) => {
-            let seen = look(&store);
+            let seen = observe(&store);
             store.audit().unwrap();
             store.close().unwrap();
             seen
@@ -266,7 +266,7 @@ fn case() {
         None => before_all,
     };
     let store = Store::open(directory, options()).unwrap();
-    assert!(look(&store) == expected, "{case}: all is there when it is opened again");
+    assert!(observe(&store) == expected, "{case}: all is there when it is opened again");
     std::process::exit(DONE);
 }
 

@@ -178,7 +178,7 @@ impl LookupBench {
             Ok(())
         };
         let started = Instant::now();
-        let look = |thread: usize| -> Result<(u64, Latency), BenchStop> {
+        let look_up = |thread: usize| -> Result<(u64, Latency), BenchStop> {
             let (mut latency, mut random, mut count) = (Latency::new(), Random(1000 + thread as u64), 0);
             // Once at least: on a busy machine a thread may begin when the time is over.
             loop {
@@ -195,10 +195,12 @@ impl LookupBench {
             }
         };
         let looked = std::thread::scope(|scope| {
-            let (commit, look) = (&commit, &look);
+            let (commit, look_up) = (&commit, &look_up);
             let writing: Vec<_> = (0..writers).map(|writer| scope.spawn(move || commit(writer))).collect();
-            let looking: Vec<_> = (0..threads).map(|thread| scope.spawn(move || look(thread))).collect();
-            let looked: Vec<_> = looking.into_iter().map(|thread| thread.join().expect("no panic")).collect();
+            let looking_up: Vec<_> =
+                (0..threads).map(|thread| scope.spawn(move || look_up(thread))).collect();
+            let looked: Vec<_> =
+                looking_up.into_iter().map(|thread| thread.join().expect("no panic")).collect();
             let took = started.elapsed();
             is_over.store(true, Ordering::Relaxed);
             writing.into_iter().try_for_each(|thread| thread.join().expect("no panic"))?;

@@ -43,7 +43,7 @@ pub struct Split {
 }
 
 impl Split {
-    fn look(folder: &Path) -> io::Result<Self> {
+    fn read(folder: &Path) -> io::Result<Self> {
         Ok(Self::of(&std::fs::read_to_string("/proc/self/smaps")?, folder))
     }
 
@@ -71,7 +71,7 @@ impl Split {
 /// Looks again and again at how much memory is in use, by content, until it is told to end: the system keeps
 /// a peak of the sum alone.
 pub struct Watch {
-    look: Arc<MemorySample>,
+    sample: Arc<MemorySample>,
     start: Split,
     end: Sender<()>,
     thread: JoinHandle<io::Result<()>>,
@@ -85,7 +85,7 @@ struct MemorySample {
 
 impl MemorySample {
     fn again(&self) -> io::Result<Split> {
-        let now = Split::look(&self.folder)?;
+        let now = Split::read(&self.folder)?;
         let mut most = self.most.lock().unwrap_or_else(PoisonError::into_inner);
         *most = most.max(now);
         Ok(*most)
@@ -95,24 +95,24 @@ impl MemorySample {
 impl Watch {
     /// Begins. Mapped files of `folder`, which exists, are told apart.
     pub fn begin(folder: &Path) -> io::Result<Self> {
-        let look = Arc::new(MemorySample { folder: folder.canonicalize()?, most: Mutex::default() });
-        let start = look.again()?;
+        let sample = Arc::new(MemorySample { folder: folder.canonicalize()?, most: Mutex::default() });
+        let start = sample.again()?;
         let (end, ended) = mpsc::channel();
         let thread = thread::Builder::new().name("bench-peak".to_owned()).spawn({
-            let look = look.clone();
+            let sample = sample.clone();
             move || {
                 while ended.recv_timeout(LOOK_EVERY) == Err(RecvTimeoutError::Timeout) {
-                    look.again()?;
+                    sample.again()?;
                 }
                 Ok(())
             }
         })?;
-        Ok(Self { look, start, end, thread })
+        Ok(Self { sample, start, end, thread })
     }
 
     /// The peak of each kind above its use in the beginning.
     pub fn end(self) -> io::Result<Split> {
-        let most = self.look.again()?;
+        let most = self.sample.again()?;
         drop(self.end);
         self.thread.join().map_err(|_| io::Error::other("the thread that looks panicked"))??;
         Ok(Split { mapped: most.mapped - self.start.mapped, other: most.other - self.start.other })
@@ -194,7 +194,7 @@ Rss:                 100 kB
         let dir = tempfile::tempdir().unwrap();
         let watch = Watch::begin(dir.path()).unwrap();
         let held = std::hint::black_box(vec![1_u8; LEN]);
-        while watch.look.most.lock().unwrap().other < watch.start.other + LEN as u64 / 2 {
+        while watch.sample.most.lock().unwrap().other < watch.start.other + LEN as u64 / 2 {
             assert!(!watch.thread.is_finished(), "the watch has ended");
             thread::yield_now();
         }

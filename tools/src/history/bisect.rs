@@ -61,7 +61,7 @@ impl Bisect {
         let interrupt = Interrupt::listen()?;
         let dir = StoreDir::open(&self.dir)?;
         let bound = |at: &StatePoint| {
-            KeptStates::look(&dir, |past| {
+            KeptStates::with_retry(&dir, |past| {
                 let until = past.lsn(Some(at))?;
                 Ok(past.table(until)?.lsn())
             })
@@ -77,8 +77,9 @@ impl Bisect {
             .map_err(|error| Failure::Environment(format!("cannot make a temporary directory: {error}")))?;
         let file = scratch.path().join("model.safetensors");
         while let Some(lsn) = search.next() {
-            let version =
-                KeptStates::look(&dir, |past| ExportVersion::take(past, Some(lsn), self.memory.given()))?;
+            let version = KeptStates::with_retry(&dir, |past| {
+                ExportVersion::take(past, Some(lsn), self.memory.given())
+            })?;
             if interrupt.noted() || !version.write_file(&file, &interrupt)? {
                 return Ok(Ending::Interrupted);
             }
@@ -107,7 +108,7 @@ impl Bisect {
     }
 
     fn report(&self, dir: &StoreDir, first_bad: Lsn, out: &mut Output) -> Result<(), Failure> {
-        let (root, note) = KeptStates::look(dir, |past| {
+        let (root, note) = KeptStates::with_retry(dir, |past| {
             let root = json::metadata(past.table(Some(first_bad))?.root());
             Ok((root, note_of(past, first_bad)?))
         })?;

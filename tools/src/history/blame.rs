@@ -49,7 +49,7 @@ impl Blame {
     /// Runs `remanent blame`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let dir = StoreDir::open(&self.dir)?;
-        let (element, changes) = KeptStates::look(&dir, |past| {
+        let (element, changes) = KeptStates::with_retry(&dir, |past| {
             let until = past.lsn(self.at.as_ref())?;
             let table = past.table(until)?;
             let info = self.element.page.find(table.pages()).map_err(Failure::Environment)?;

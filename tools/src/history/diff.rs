@@ -86,7 +86,7 @@ impl Diff {
     /// Runs `remanent diff`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let dir = StoreDir::open(&self.dir)?;
-        let (pages, root) = KeptStates::look(&dir, |past| self.compare(past))?;
+        let (pages, root) = KeptStates::with_retry(&dir, |past| self.compare(past))?;
         if self.json {
             for line in &pages {
                 out.line(page_json(line))?;

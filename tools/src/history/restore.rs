@@ -42,7 +42,7 @@ impl Restore {
         let interrupt = Interrupt::listen()?;
         let dir = StoreDir::open(&self.dir)?;
         // An open takes a store's files further: whether there is such a state is asked before.
-        let restored = KeptStates::look(&dir, |past| Ok(past.table(past.lsn(Some(&self.at))?)?.lsn()))?;
+        let restored = KeptStates::with_retry(&dir, |past| Ok(past.table(past.lsn(Some(&self.at))?)?.lsn()))?;
         let store = engine::open(&self.dir, Create::Never)?;
         if interrupt.noted() {
             return Ok(Ending::Interrupted);

@@ -128,7 +128,7 @@ impl Salvage {
             return Err(Failure::Environment(defect.to_string()));
         }
         let search = Search::read(&dir, store.clone(), self.memory.limit()).map_err(damaged)?;
-        let Some(remains) = look(&search, &interrupt) else { return Ok(Ending::Interrupted) };
+        let Some(remains) = find_remains(&search, &interrupt) else { return Ok(Ending::Interrupted) };
         for hurt in &remains.hurt {
             self.report(hurt, out)?;
         }
@@ -223,7 +223,7 @@ impl Salvage {
 }
 
 /// Proves every page of the state; `None` if Ctrl-C was pressed meanwhile.
-fn look(search: &Search<'_>, interrupt: &Interrupt) -> Option<Remains> {
+fn find_remains(search: &Search<'_>, interrupt: &Interrupt) -> Option<Remains> {
     let table = &search.state().table;
     let bar = progress::bytes(table.pages().map(|info| info.len).fold(0, u64::saturating_add), "proving");
     let mut remains = Remains::default();

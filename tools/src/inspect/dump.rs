@@ -49,16 +49,16 @@ impl Dump {
             Ok(info) => info,
             Err(missing) => {
                 // In a damaged store the page may have been there; then the damage is the answer.
-                view.complain()?;
+                view.check_undamaged()?;
                 return Err(Failure::Environment(missing));
             }
         };
         let Some(bytes) = bytes else {
-            view.complain()?;
+            view.check_undamaged()?;
             return Err(Failure::Damage(format!("page {} cannot be read", info.page)));
         };
         self.write(&bytes, &info, out)?;
-        view.complain()?;
+        view.check_undamaged()?;
         Ok(Ending::Fine)
     }
 

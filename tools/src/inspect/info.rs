@@ -61,7 +61,7 @@ impl Info {
             report.print(out)?;
         }
         out.flush()?;
-        report.view.complain()?;
+        report.view.check_undamaged()?;
         Ok(Ending::Fine)
     }
 }

@@ -52,7 +52,7 @@ impl Pages {
             out.line(table(&pages, bytes.as_ref())?.trim_fmt())?;
         }
         out.flush()?;
-        view.complain()?;
+        view.check_undamaged()?;
         Ok(Ending::Fine)
     }
 }

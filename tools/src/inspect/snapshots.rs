@@ -60,7 +60,7 @@ impl Snapshots {
             out.line(table(&lines).trim_fmt())?;
         }
         out.flush()?;
-        view.complain()?;
+        view.check_undamaged()?;
         Ok(Ending::Fine)
     }
 }

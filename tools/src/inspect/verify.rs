@@ -12,8 +12,8 @@ use crate::cli::json::object;
 use crate::cli::memory::MemoryLimit;
 use crate::cli::output::Output;
 use crate::inspect::log::{torn_json, torn_line};
-use crate::read::looks;
 use crate::read::partial_view::PartialView;
+use crate::read::stable;
 use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
@@ -51,7 +51,7 @@ impl Verify {
     pub fn run(&self, out: &mut Output) -> Outcome {
         let dir = StoreDir::open(&self.dir)?;
         let mut images = ImageProofs::new(&dir);
-        let VerifyReport { view, verdict, mut findings } = look(&dir, &mut images)?;
+        let VerifyReport { view, verdict, mut findings } = read_report(&dir, &mut images)?;
         if let Some(Err(damage)) =
             view.state.as_ref().map(|state| state.check_page_bytes(self.memory.limit()))
         {
@@ -141,17 +141,17 @@ struct VerifyReport {
 }
 
 /// Looks at a store, again where what is found may come of a process that writes.
-fn look(dir: &StoreDir, images: &mut ImageProofs<'_>) -> Result<VerifyReport, Failure> {
-    let look_once = |before: Option<&[Damage]>| {
+fn read_report(dir: &StoreDir, images: &mut ImageProofs<'_>) -> Result<VerifyReport, Failure> {
+    let read_once = |before: Option<&[Damage]>| {
         images.forget_damaged();
-        look_once(dir, images, before)
+        read_once(dir, images, before)
     };
     let damage = |report: &VerifyReport| report.findings.iter().map(|found| found.damage.clone()).collect();
-    looks::look(dir, look_once, damage).map(|(report, _)| report)
+    stable::read_until_stable(dir, read_once, damage).map(|(report, _)| report)
 }
 
 /// One look, which leaves out what is not in `before`, if given.
-fn look_once(
+fn read_once(
     dir: &StoreDir,
     images: &mut ImageProofs<'_>,
     before: Option<&[Damage]>,

@@ -3,7 +3,7 @@
 
 pub(crate) mod writer_lock;
 pub(crate) mod store_dir;
-pub(crate) mod looks;
+pub(crate) mod stable;
 pub(crate) mod page_bytes;
 pub(crate) mod partial_view;
 pub(crate) mod states;

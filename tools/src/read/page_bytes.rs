@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use remanent_format::state::follow::Resolution;
 use remanent_format::state::replay::ResolvedState;
-use remanent_format::state::trail::{ProvenPage, Trails};
+use remanent_format::state::trail::{OpLocations, ProvenPage};
 use remanent_format::{Damage, PageId, PageInfo, PageTable, SnapshotId};
 
 use crate::read::store_dir::StoreDir;
@@ -24,7 +24,7 @@ pub struct PageBytes<'d> {
     dir: &'d StoreDir,
     base: Option<SnapshotId>,
     resolved: ResolvedState,
-    trails: Trails,
+    op_locations: OpLocations,
     pages: BTreeMap<PageId, Result<ProvenPage, Damage>>,
 }
 
@@ -33,7 +33,7 @@ impl<'d> PageBytes<'d> {
     pub fn prove(
         dir: &'d StoreDir,
         resolution: Resolution,
-        trails: Trails,
+        op_locations: OpLocations,
         page_bytes_max: u64,
         wanted: impl Fn(&PageInfo) -> bool,
     ) -> Result<Self, Damage> {
@@ -42,9 +42,9 @@ impl<'d> PageBytes<'d> {
         resolved.bases.retain(|page| resolved.table.get(page).as_ref().is_some_and(&wanted));
         resolution.check_page_bytes(page_bytes_max)?;
         let Resolution { base, resolved, .. } = resolution;
-        let pages = resolved.bases.iter().map(|(page, _)| (page, trails.prove(dir, &resolved, page)));
+        let pages = resolved.bases.iter().map(|(page, _)| (page, op_locations.prove(dir, &resolved, page)));
         let pages = pages.collect();
-        Ok(Self { dir, base, resolved, trails, pages })
+        Ok(Self { dir, base, resolved, op_locations, pages })
     }
 
     /// Returns the pages unchanged, or the first damage if any of them is lost.
@@ -81,7 +81,7 @@ impl<'d> PageBytes<'d> {
     /// Reads a window of a wanted page.
     pub fn window(&self, page: PageId, window: &Range<u64>) -> Result<Vec<u8>, Damage> {
         let proven = self.pages[&page].as_ref().map_err(Clone::clone)?;
-        self.trails.window(self.dir, proven, window)
+        self.op_locations.window(self.dir, proven, window)
     }
 
     /// Passes the bytes of a wanted page to `sink`, window by window.
@@ -98,7 +98,7 @@ impl<'d> PageBytes<'d> {
     /// checksum.
     pub fn crc32(&self, info: &PageInfo) -> Result<u32, Damage> {
         self.check(info.page)?;
-        if let Some(image) = self.trails.exact_image(&self.resolved, info.page) {
+        if let Some(image) = self.op_locations.exact_image(&self.resolved, info.page) {
             return Ok(image.raw_crc);
         }
         let mut sum = crc32fast::Hasher::new();

@@ -6,20 +6,20 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use remanent_format::judge::{Record, stays_unread};
+use remanent_format::judge::{Record, is_left_unread};
 use remanent_format::log::LogEnd;
 use remanent_format::manifest::Manifest;
 use remanent_format::segment::{SegmentHeader, SegmentHeaderRaw};
 use remanent_format::state::follow::Resolution;
 use remanent_format::state::reach::{Reach, Role};
 use remanent_format::state::survey::Survey;
-use remanent_format::state::trail::Trails;
+use remanent_format::state::trail::OpLocations;
 use remanent_format::store::{Features, StoreFile, StoreRecord};
 use remanent_format::{Damage, Defect, FileName, Folder, Lsn, PageId, PageInfo, ReadAt, SnapshotId, StoreId};
 
 use crate::cli::exit::Failure;
-use crate::read::looks::look;
 use crate::read::page_bytes::PageBytes;
+use crate::read::stable::read_until_stable;
 use crate::read::store_dir::StoreDir;
 
 /// A store, as far as it can be determined.
@@ -35,8 +35,8 @@ pub struct PartialView {
 impl PartialView {
     /// Reads a directory, without the images. Repeats the read if other processes may be writing.
     pub fn take(dir: &StoreDir) -> Result<Self, Failure> {
-        let look_once = |_: Option<&[Damage]>| Self::take_once(dir);
-        let (view, damage) = look(dir, look_once, |view| view.damage.clone())?;
+        let read_once = |_: Option<&[Damage]>| Self::take_once(dir);
+        let (view, damage) = read_until_stable(dir, read_once, |view| view.damage.clone())?;
         Ok(Self { damage, ..view })
     }
 
@@ -79,8 +79,8 @@ impl PartialView {
     /// Reads a directory and its images. Returns the view and the bytes of all its pages, or `None` for the
     /// bytes if they take more than `page_bytes_max` in total.
     pub fn with_bytes(dir: &StoreDir, page_bytes_max: u64) -> Result<(Self, Option<PageBytes<'_>>), Failure> {
-        let look_once = |_: Option<&[Damage]>| Self::with_bytes_once(dir, page_bytes_max);
-        let ((view, bytes), damage) = look(dir, look_once, |(view, _)| view.damage.clone())?;
+        let read_once = |_: Option<&[Damage]>| Self::with_bytes_once(dir, page_bytes_max);
+        let ((view, bytes), damage) = read_until_stable(dir, read_once, |(view, _)| view.damage.clone())?;
         Ok((Self { damage, ..view }, bytes))
     }
 
@@ -126,15 +126,15 @@ impl PartialView {
         base: Option<&Arc<Manifest>>,
         page_bytes_max: u64,
     ) -> Result<PageBytes<'d>, Damage> {
-        let mut trails = Trails::default();
-        let resolution = trails.follow(&self.survey, dir, base, None)?;
+        let mut op_locations = OpLocations::default();
+        let resolution = op_locations.follow(&self.survey, dir, base, None)?;
         let record = resolution.end.as_ref().map(|end| &end.verified[..]).unwrap_or_default();
         Reach::of(&self.survey, record).check_start(base.map(AsRef::as_ref))?;
         let verified = base.filter(|base| Record(record).has_verified(&self.survey, base.snapshot));
         let pages = resolution.resolved.table.pages().map(|info| info.page);
-        let unread = |page: &PageId| stays_unread(*page, &resolution, verified.map(AsRef::as_ref));
+        let unread = |page: &PageId| is_left_unread(*page, &resolution, verified.map(AsRef::as_ref));
         let unread: BTreeSet<PageId> = pages.filter(unread).collect();
-        let bytes = PageBytes::prove(dir, resolution, trails, page_bytes_max, |_| true)?;
+        let bytes = PageBytes::prove(dir, resolution, op_locations, page_bytes_max, |_| true)?;
         let blocking =
             bytes.lost().find(|(page, _)| !unread.contains(page)).map(|(_, damage)| damage.clone());
         blocking.map_or(Ok(bytes), Err)
@@ -148,9 +148,9 @@ impl PartialView {
         until: Option<Lsn>,
         page_bytes_max: u64,
     ) -> Result<PageBytes<'d>, Damage> {
-        let mut trails = Trails::default();
-        let resolution = trails.follow(&self.survey, dir, base, until)?;
-        PageBytes::prove(dir, resolution, trails, page_bytes_max, |_| true)
+        let mut op_locations = OpLocations::default();
+        let resolution = op_locations.follow(&self.survey, dir, base, until)?;
+        PageBytes::prove(dir, resolution, op_locations, page_bytes_max, |_| true)
     }
 
     /// Adds damage, unless it was already found in another way.
@@ -180,7 +180,7 @@ impl PartialView {
     }
 
     /// Fails with all damage found, if any.
-    pub fn complain(&self) -> Result<(), Failure> {
+    pub fn check_undamaged(&self) -> Result<(), Failure> {
         let lines: Vec<String> = self.damage.iter().map(ToString::to_string).collect();
         if lines.is_empty() { Ok(()) } else { Err(Failure::Damage(lines.join("\n"))) }
     }

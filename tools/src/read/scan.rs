@@ -78,7 +78,7 @@ impl<'s> Scan<'s> {
         let mut bytes = [0; FrameHeaderRaw::LEN];
         self.source.read_at(FileName::Segment(self.segment), self.offset, &mut bytes).ok()?;
         let frame = UncheckedFrame::decode(&bytes).ok()?;
-        frame.lies_at(self.store, self.segment, self.offset).then_some(frame)
+        frame.is_at(self.store, self.segment, self.offset).then_some(frame)
     }
 
     fn payload(&self, header: &FrameHeader) -> Result<Vec<u8>, Defect> {

@@ -10,12 +10,12 @@ use remanent::{Error, StatePoint};
 use remanent_format::state::follow::Resolution;
 use remanent_format::state::reach::Reach;
 use remanent_format::state::survey::Survey;
-use remanent_format::state::trail::Trails;
+use remanent_format::state::trail::OpLocations;
 use remanent_format::{Damage, Defect, FileName, Lsn, PageInfo, PageTable, SnapshotId};
 
 use crate::cli::exit::Failure;
-use crate::read::looks;
 use crate::read::page_bytes::PageBytes;
+use crate::read::stable;
 use crate::read::store_dir::StoreDir;
 
 /// All kept states of a directory.
@@ -26,19 +26,20 @@ pub struct KeptStates<'d> {
 }
 
 impl<'d> KeptStates<'d> {
-    /// Calls `look` with the kept states of a directory, and calls it again if a state seems damaged while a
-    /// process may be writing.
-    pub fn look<T>(
+    /// Calls `read_states` with the kept states of a directory, and calls it again if a state seems damaged
+    /// while a process may be writing.
+    pub fn with_retry<T>(
         dir: &'d StoreDir,
-        mut look: impl FnMut(&KeptStates<'d>) -> Result<T, Failure>,
+        mut read_states: impl FnMut(&KeptStates<'d>) -> Result<T, Failure>,
     ) -> Result<T, Failure> {
-        let look_once = |_: Option<&[String]>| match Self::open(dir).and_then(|past| look(&past)) {
+        let read_once = |_: Option<&[String]>| match Self::open(dir).and_then(|past| read_states(&past)) {
             Err(Failure::Damage(damage)) => Ok(Err(damage)),
             done => done.map(Ok),
         };
-        let (looked, _) =
-            looks::look(dir, look_once, |looked| looked.as_ref().err().cloned().into_iter().collect())?;
-        looked.map_err(Failure::Damage)
+        let (result, _) = stable::read_until_stable(dir, read_once, |result| {
+            result.as_ref().err().cloned().into_iter().collect()
+        })?;
+        result.map_err(Failure::Damage)
     }
 
     fn open(dir: &'d StoreDir) -> Result<Self, Failure> {
@@ -86,8 +87,8 @@ impl<'d> KeptStates<'d> {
         page_bytes_max: u64,
         wanted: impl Fn(&PageInfo) -> bool,
     ) -> Result<PageBytes<'d>, Failure> {
-        self.first_that_holds(until, |resolution, trails| {
-            PageBytes::prove(self.dir, resolution, trails, page_bytes_max, &wanted)?.whole()
+        self.first_that_holds(until, |resolution, op_locations| {
+            PageBytes::prove(self.dir, resolution, op_locations, page_bytes_max, &wanted)?.whole()
         })
     }
 
@@ -95,7 +96,7 @@ impl<'d> KeptStates<'d> {
     fn first_that_holds<T>(
         &self,
         until: Option<Lsn>,
-        finish: impl Fn(Resolution, Trails) -> Result<T, Damage>,
+        finish: impl Fn(Resolution, OpLocations) -> Result<T, Damage>,
     ) -> Result<T, Failure> {
         // A state below the floor is not kept, whether or not its files still exist.
         let kept = OnceCell::new();
@@ -107,7 +108,7 @@ impl<'d> KeptStates<'d> {
             |snapshot| is_newest(snapshot) || kept().is_none_or(|(_, reach)| reach.leads_to(snapshot, until));
         let mut first_damage = None;
         for (snapshot, candidate) in self.survey.named_candidates() {
-            let mut trails = Trails::default();
+            let mut op_locations = OpLocations::default();
             let attempt = match candidate {
                 Err(damage) => Err(damage),
                 Ok(base) => {
@@ -115,7 +116,7 @@ impl<'d> KeptStates<'d> {
                     if until.is_some_and(|until| end > until) || !leads_to(snapshot) {
                         continue;
                     }
-                    trails.follow(&self.survey, self.dir, base.as_ref(), until)
+                    op_locations.follow(&self.survey, self.dir, base.as_ref(), until)
                 }
             };
             let reached = |resolution: &Resolution| resolution.resolved.table.lsn();
@@ -126,7 +127,7 @@ impl<'d> KeptStates<'d> {
                         "there is no such batch: the last is lsn {last}"
                     )));
                 }
-                Ok(resolution) => match finish(resolution, trails) {
+                Ok(resolution) => match finish(resolution, op_locations) {
                     Ok(done) => return Ok(done),
                     Err(damage) => first_damage.get_or_insert(damage),
                 },

@@ -55,9 +55,9 @@ impl Medium {
 
 impl PowerCut {
     /// Mounts it, for the time of a look.
-    pub fn look<T>(self, look: impl FnOnce(&Path) -> T) -> Result<T, Failure> {
+    pub fn with_mount<T>(self, inspect: impl FnOnce(&Path) -> T) -> Result<T, Failure> {
         let mount = Mount::new(&self.image, self.at).map_err(Failure::Environment)?;
-        let seen = look(&mount.0);
+        let seen = inspect(&mount.0);
         drop(mount);
         super::remove_file(&self.image)?;
         Ok(seen)

@@ -62,7 +62,7 @@ fn cut_power(
     let Some(((acknowledged, moment), checked)) = done else { return Ok(None) };
     *durable = acknowledged.max(*durable);
     // Nothing had begun at the moment that was not found after the kill, which came later.
-    let seen = moment.look(|mounted| course.check_at(&mounted.join(name), *durable, checked.found))?;
+    let seen = moment.with_mount(|mounted| course.check_at(&mounted.join(name), *durable, checked.found))?;
     let (found, _) = seen?;
     *durable = checked.acknowledged.max(*durable);
     Ok(Some(course.simulation().next_request() - found.next_request()))

@@ -52,7 +52,7 @@ impl Export {
         let interrupt = Interrupt::listen()?;
         let dir = StoreDir::open(&self.dir)?;
         dir.refuse_to_write_into(&self.file)?;
-        let version = KeptStates::look(&dir, |past| {
+        let version = KeptStates::with_retry(&dir, |past| {
             let until = past.lsn(self.at.as_ref())?;
             ExportVersion::take(past, until, self.memory.given())
         })?;

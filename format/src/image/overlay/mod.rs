@@ -175,7 +175,7 @@ impl Overlay {
     /// `read` fills a slice from an offset of the payload. Pieces that are close to each other in the page
     /// are read together, because the payload stores them back to back. `refused` converts the defect if
     /// there is no memory for them.
-    pub(super) fn lay_over<E>(
+    pub(super) fn apply_pieces<E>(
         &self,
         offset: u64,
         bytes: &mut [u8],

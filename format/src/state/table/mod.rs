@@ -18,7 +18,7 @@ use crate::defect::Defect;
 use crate::ids::{Epoch, Key, Lsn, PageId, Place};
 use crate::limits::NUMBER_MAX;
 use crate::op::{ByteChange, OpAt};
-use crate::state::by_id::ById;
+use crate::state::id_map::IdMap;
 use crate::state::page_changes::{PageChange, PageChanges};
 use crate::value::{Metadata, SharedMetadata};
 
@@ -61,7 +61,7 @@ impl PageInfo {
 /// All pages, the root, and the counters that never decrease.
 #[derive(Clone, Debug, Default)]
 pub struct PageTable {
-    pages: ById<PageId, PageEntry>,
+    pages: IdMap<PageId, PageEntry>,
     /// Whether changed pages are flagged.
     is_watched: bool,
     keys: KeyIndex,
@@ -105,7 +105,7 @@ impl PageTable {
         let mut past_last = 1;
         let noted =
             pages.into_iter().inspect(|info| past_last = past_last.max(info.page.0.saturating_add(1)));
-        let pages: ById<PageId, PageEntry> = noted.map(|info| (info.page, PageEntry::from(&info))).collect();
+        let pages: IdMap<PageId, PageEntry> = noted.map(|info| (info.page, PageEntry::from(&info))).collect();
         let epoch_high = pages.values().map(|entry| entry.epoch).fold(epoch_high, Epoch::max);
         let next_page = next_page.max(past_last);
         Self { pages, is_watched: false, keys: KeyIndex::default(), root, next_page, epoch_high, lsn }

@@ -54,7 +54,7 @@ pub const LIST: &[Defence] = &[
     defence(
         "frames show an incarnation only at their own place",
         READER,
-        "frame.lies_at(store, number, here)",
+        "frame.is_at(store, number, here)",
         "true",
         stores("the_end_of_the_log_is_judged_row_by_row"),
     ),

@@ -135,7 +135,7 @@ pub const LIST: &[Defence] = &[
     check(
         "an image that rotted is written anew",
         PASS,
-        "catalog.known.spoil(*page, image, (damaged_file, damage.offset));",
+        "catalog.known.mark_damaged(*page, image, (damaged_file, damage.offset));",
         SCRUBS,
     ),
     check("a snapshot with damage counts as none", SCRUB, "kept.is_sound = false;", SCRUBS),

@@ -12,53 +12,53 @@ use crate::cli::exit::Failure;
 use crate::read::store_dir::StoreDir;
 
 /// Number of reads of a changing store before damage in it is reported.
-const LOOKS: usize = 5;
+const READS_MAX: usize = 5;
 
 /// The file names and inodes of a directory at one moment, and the process that has the store open.
 #[derive(PartialEq)]
-struct Moment {
+struct DirectoryState {
     holder: Option<u32>,
     files: Vec<(Folder, String, u64)>,
 }
 
-impl Moment {
+impl DirectoryState {
     fn of(dir: &StoreDir) -> io::Result<Self> {
         let holder = dir.holder();
         Ok(Self { holder, files: dir.inodes()? })
     }
 }
 
-/// Reads a store with `look_once` until a read finds no damage, no process can have written during the read,
+/// Reads a store with `read_once` until a read finds no damage, no process can have written during the read,
 /// or the limit is reached. Each read receives the damage that all earlier reads found. Returns the last
 /// result and the damage that counts.
 ///
 /// # Errors
-/// Returns an error of `look_once`, or [`Failure::Environment`] if every read found damage but no damage was
+/// Returns an error of `read_once`, or [`Failure::Environment`] if every read found damage but no damage was
 /// found by all reads.
-pub fn look<T, D: PartialEq>(
+pub fn read_until_stable<T, D: PartialEq>(
     dir: &StoreDir,
-    mut look_once: impl FnMut(Option<&[D]>) -> Result<T, Failure>,
+    mut read_once: impl FnMut(Option<&[D]>) -> Result<T, Failure>,
     damage: impl Fn(&T) -> Vec<D>,
 ) -> Result<(T, Vec<D>), Failure> {
     let cannot = |error| Failure::Environment(format!("cannot list {}: {error}", dir.path().display()));
-    let mut before = Moment::of(dir).map_err(cannot)?;
+    let mut before = DirectoryState::of(dir).map_err(cannot)?;
     let mut lasting: Option<Vec<D>> = None;
-    for looks_left in (0..LOOKS).rev() {
-        let looked = look_once(lasting.as_deref())?;
-        let mut found = damage(&looked);
+    for reads_left in (0..READS_MAX).rev() {
+        let result = read_once(lasting.as_deref())?;
+        let mut found = damage(&result);
         if found.is_empty() {
-            return Ok((looked, found));
+            return Ok((result, found));
         }
-        let now = Moment::of(dir).map_err(cannot)?;
-        let stood_still = now.holder.is_none() && now == before;
+        let now = DirectoryState::of(dir).map_err(cannot)?;
+        let was_unchanged = now.holder.is_none() && now == before;
         before = now;
         if let Some(lasting) = &lasting
-            && !stood_still
+            && !was_unchanged
         {
             found.retain(|damage| lasting.contains(damage));
         }
-        if stood_still || (looks_left == 0 && !found.is_empty()) {
-            return Ok((looked, found));
+        if was_unchanged || (reads_left == 0 && !found.is_empty()) {
+            return Ok((result, found));
         }
         lasting = Some(found);
     }
@@ -74,7 +74,7 @@ mod tests {
 
     use super::*;
 
-    struct Looks {
+    struct Reads {
         /// Damage that was passed to each read.
         told: Vec<Vec<u8>>,
         /// The last read, and the damage that counts.
@@ -82,42 +82,42 @@ mod tests {
     }
 
     /// Reads a directory in which each read creates a file, so that it changes every time.
-    fn changing(looks: &[&[u8]]) -> Looks {
+    fn changing(reads: &[&[u8]]) -> Reads {
         let folder = tempfile::tempdir().unwrap();
         let dir = StoreDir::open(folder.path()).unwrap();
         let mut told = Vec::new();
-        let outcome = look(
+        let outcome = read_until_stable(
             &dir,
             |before: Option<&[u8]>| {
                 told.push(before.unwrap_or_default().to_vec());
                 File::create(folder.path().join(told.len().to_string())).unwrap();
                 Ok(told.len() - 1)
             },
-            |look| looks[*look].to_vec(),
+            |read| reads[*read].to_vec(),
         );
-        Looks { told, outcome }
+        Reads { told, outcome }
     }
 
     #[test]
     fn damage_that_every_look_finds_counts() {
-        let looks = changing(&[b"abc", b"abd", b"bad", b"ba", b"cba"]);
-        assert!(matches!(looks.outcome, Ok((4, damage)) if damage == b"ba"));
+        let reads = changing(&[b"abc", b"abd", b"bad", b"ba", b"cba"]);
+        assert!(matches!(reads.outcome, Ok((4, damage)) if damage == b"ba"));
         let told: [&[u8]; 5] = [b"", b"abc", b"ab", b"ba", b"ba"];
-        assert_eq!(looks.told, told);
+        assert_eq!(reads.told, told);
     }
 
     #[test]
     fn a_look_without_damage_is_the_last() {
-        let looks = changing(&[b"a", b"a", b"", b"a"]);
-        assert!(matches!(looks.outcome, Ok((2, damage)) if damage.is_empty()));
-        assert_eq!(looks.told.len(), 3);
+        let reads = changing(&[b"a", b"a", b"", b"a"]);
+        assert!(matches!(reads.outcome, Ok((2, damage)) if damage.is_empty()));
+        assert_eq!(reads.told.len(), 3);
     }
 
     #[test]
     fn damage_that_differs_each_time_is_a_store_that_changes() {
-        let looks = changing(&[b"a", b"b", b"c", b"d", b"e"]);
-        assert!(matches!(looks.outcome, Err(Failure::Environment(text)) if text.contains("changes faster")));
-        assert_eq!(looks.told.len(), LOOKS);
+        let reads = changing(&[b"a", b"b", b"c", b"d", b"e"]);
+        assert!(matches!(reads.outcome, Err(Failure::Environment(text)) if text.contains("changes faster")));
+        assert_eq!(reads.told.len(), READS_MAX);
     }
 
     #[test]
@@ -125,16 +125,16 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         fs::create_dir(folder.path().join("log")).unwrap();
         let dir = StoreDir::open(folder.path()).unwrap();
-        let mut looks = 0;
-        let looked = look(
+        let mut reads = 0;
+        let result = read_until_stable(
             &dir,
             |_: Option<&[u8]>| {
-                looks += 1;
+                reads += 1;
                 Ok(())
             },
             |()| b"damage".to_vec(),
         );
-        assert!(matches!(looked, Ok(((), damage)) if damage == b"damage"));
-        assert_eq!(looks, 1);
+        assert!(matches!(result, Ok(((), damage)) if damage == b"damage"));
+        assert_eq!(reads, 1);
     }
 }

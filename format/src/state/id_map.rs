@@ -136,7 +136,7 @@ struct IdChunk<T> {
 
 /// A map from rising numbers to items, in the order of the numbers.
 #[derive(Clone, Debug)]
-pub struct ById<K, T> {
+pub struct IdMap<K, T> {
     /// Rows of chunks, by their first number divided by the square of [`ROW`]. No row is empty, and every
     /// chunk has an item or a flag.
     rows: BTreeMap<u64, Row<IdChunk<T>>>,
@@ -146,13 +146,13 @@ pub struct ById<K, T> {
     numbers: PhantomData<K>,
 }
 
-impl<K, T> Default for ById<K, T> {
+impl<K, T> Default for IdMap<K, T> {
     fn default() -> Self {
         Self { rows: BTreeMap::new(), count: 0, flagged: BTreeSet::new(), numbers: PhantomData }
     }
 }
 
-impl<K: Number, T> ById<K, T> {
+impl<K: Number, T> IdMap<K, T> {
     fn chunk(&self, number: u64) -> Option<&IdChunk<T>> {
         self.rows.get(&(number / ROW / ROW))?.get(number / ROW)
     }
@@ -342,7 +342,7 @@ impl<K: Number, T> ById<K, T> {
     }
 }
 
-impl<K: Number, T> Index<K> for ById<K, T> {
+impl<K: Number, T> Index<K> for IdMap<K, T> {
     type Output = T;
 
     /// Returns the item with this number.
@@ -355,7 +355,7 @@ impl<K: Number, T> Index<K> for ById<K, T> {
 }
 
 /// Compares items only, not flags.
-impl<K: Number, T: PartialEq> PartialEq for ById<K, T> {
+impl<K: Number, T: PartialEq> PartialEq for IdMap<K, T> {
     fn eq(&self, other: &Self) -> bool {
         let is_same = |((key, item), (other_key, other)): ((K, &T), (K, &T))| {
             key.number() == other_key.number() && item == other
@@ -364,7 +364,7 @@ impl<K: Number, T: PartialEq> PartialEq for ById<K, T> {
     }
 }
 
-impl<K: Number, T> Extend<(K, T)> for ById<K, T> {
+impl<K: Number, T> Extend<(K, T)> for IdMap<K, T> {
     /// Inserts all items. Of several items with the same number, the last one is kept.
     fn extend<I: IntoIterator<Item = (K, T)>>(&mut self, items: I) {
         let mut items = items.into_iter().peekable();
@@ -387,7 +387,7 @@ impl<K: Number, T> Extend<(K, T)> for ById<K, T> {
     }
 }
 
-impl<K: Number, T> FromIterator<(K, T)> for ById<K, T> {
+impl<K: Number, T> FromIterator<(K, T)> for IdMap<K, T> {
     fn from_iter<I: IntoIterator<Item = (K, T)>>(items: I) -> Self {
         let mut all = Self::default();
         all.extend(items);
@@ -428,7 +428,7 @@ mod tests {
     #[test]
     fn items_are_found_under_their_numbers_and_in_order() {
         let ids = [1, 63, 64, 255, 256, 257, 70_000, u64::MAX - 1, u64::MAX, 2, 0];
-        let (mut items, mut expected) = (ById::default(), BTreeMap::new());
+        let (mut items, mut expected) = (IdMap::default(), BTreeMap::new());
         let mut flagged = BTreeSet::new();
         // The steps are coprime to the number of ids, so each id is inserted and removed in many orders.
         for step in (0..2000_u64).step_by(crate::CASES_STEP) {
@@ -458,7 +458,7 @@ mod tests {
             assert_eq!((items.len(), items.iter().len()), (expected.len(), expected.len()));
             assert_eq!(items.last(), expected.values().last());
             assert_eq!(items.flagged().unwrap(), flagged.iter().copied().collect::<Vec<_>>());
-            let anew: ById<PageId, u64> = expected.iter().map(|(page, item)| (*page, *item)).collect();
+            let anew: IdMap<PageId, u64> = expected.iter().map(|(page, item)| (*page, *item)).collect();
             assert_eq!(items, anew);
             assert!(items.clone().into_items().eq(expected.clone()));
             for (first, last) in [(0, u64::MAX), (63, 256), (257, 70_000), (256, 256), (3, 62)] {
@@ -482,7 +482,7 @@ mod tests {
         for parted in 0..=numbers.len() {
             for (here, there) in [numbers.split_at(parted), (&numbers[parted..], &numbers[..parted])] {
                 let part = |numbers: &[u64]| {
-                    let mut part: ById<PageId, u64> =
+                    let mut part: IdMap<PageId, u64> =
                         numbers.iter().map(|number| (PageId(*number), *number)).collect();
                     numbers.iter().for_each(|number| part.flag(PageId(number ^ 2)));
                     part
@@ -496,7 +496,7 @@ mod tests {
             }
         }
         // The absorbed item replaces the existing one.
-        let mut items: ById<PageId, u64> = [(PageId(1), 1), (PageId(2), 1)].into_iter().collect();
+        let mut items: IdMap<PageId, u64> = [(PageId(1), 1), (PageId(2), 1)].into_iter().collect();
         items.absorb([(PageId(2), 2), (PageId(3), 2)].into_iter().collect());
         assert_eq!(
             items.into_items().map(|(page, item)| (page.0, item)).collect::<Vec<_>>(),
@@ -510,7 +510,7 @@ mod tests {
     fn rows_are_filled_and_thinned_out() {
         let numbers = || (0..5 * ROW).map(PageId);
         for missing in [ROW, ROW + 63, ROW + 64, 2 * ROW - 1, 2 * ROW] {
-            let mut items: ById<PageId, u64> = numbers().map(|page| (page, page.0)).collect();
+            let mut items: IdMap<PageId, u64> = numbers().map(|page| (page, page.0)).collect();
             assert_eq!(items.remove(PageId(missing)), Some(missing));
             assert_eq!(items.remove(PageId(missing)), None);
             let expected = |page: PageId| (page.0 != missing).then_some(page.0);

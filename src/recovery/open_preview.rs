@@ -25,7 +25,7 @@ use crate::images::disk_pages::DiskPages;
 const ATTEMPTS: usize = 16;
 
 /// The catalog that an open would build, and the files that a writer may be about to name.
-pub(crate) struct Outlook {
+pub(crate) struct OpenPreview {
     pub catalog: Catalog,
     /// The segment in which the log ends.
     pub current_segment: u64,
@@ -34,7 +34,7 @@ pub(crate) struct Outlook {
     pub under_way_from: Option<u64>,
 }
 
-impl Outlook {
+impl OpenPreview {
     /// Reads the store's files, retrying if a writer interfered.
     ///
     /// The lock is only queried (`F_OFD_GETLK`), not taken: a dry run delays neither readers nor writers.
@@ -50,7 +50,7 @@ impl Outlook {
             match Self::take_once(disk) {
                 // A file read while it is being written looks damaged. Without a writer it is.
                 Err(Error::Damaged(_)) if attempt < ATTEMPTS && disk.is_locked()? => attempt += 1,
-                outlook => return outlook,
+                preview => return preview,
             }
         }
     }
@@ -64,7 +64,7 @@ impl Outlook {
         let resolution = best(&source, &survey)?;
         let end = resolution.end.as_ref().expect("followed to its end");
         let base = resolution.base.map(|base| survey.snapshot(base)).transpose()?;
-        let draft = CatalogDraft::look(
+        let draft = CatalogDraft::read(
             &**disk,
             &source,
             &survey,

@@ -12,9 +12,9 @@ use crate::ids::LogPoint;
 /// Start points of failed walks, each with the damage that any walk through this point will meet. A walk that
 /// starts earlier knows at least the same marks, so it cannot succeed either.
 #[derive(Clone, Debug, Default)]
-pub(super) struct DeadEnds(Arc<Mutex<HashMap<LogPoint, Damage>>>);
+pub(super) struct FailedStarts(Arc<Mutex<HashMap<LogPoint, Damage>>>);
 
-impl DeadEnds {
+impl FailedStarts {
     /// Records that a walk from `from` met `damage`. Unreadable bytes are not recorded: a later attempt may
     /// succeed.
     pub fn note(&self, from: LogPoint, damage: &Damage) {
