@@ -132,7 +132,7 @@ impl Engine {
             move |lsn| log.wait_logged_last(lsn)
         };
         let applier = Applier::start(parts, wait_logged, applied).inspect_err(|_| log.stop())?;
-        arena.link().connect(CallersEnd {
+        arena.link().connect(EngineHandle {
             poison: poison.clone(),
             applier: Arc::downgrade(&applier),
             arena: Arc::downgrade(&arena),
@@ -163,13 +163,13 @@ fn append_first(log: &Log, payload: &[u8]) -> Result<LogPoint> {
 }
 
 /// The engine's side of the link to caller-owned memory, which may outlive the engine.
-struct CallersEnd {
+struct EngineHandle {
     poison: Arc<Poison>,
     applier: Weak<Applier>,
     arena: Weak<Arena>,
 }
 
-impl StoreHandle for CallersEnd {
+impl StoreHandle for EngineHandle {
     fn report_failure(&self, error: Error) -> Error {
         self.poison.set_by_device(error)
     }
@@ -198,7 +198,7 @@ impl Drop for RunningEngine {
         self.0.applier.stop();
         self.0.log.stop();
         // All pages have left by now, so caller-owned memory is released to its owners.
-        self.0.arena.drop_let_go();
+        self.0.arena.drop_released();
     }
 }
 

@@ -443,7 +443,7 @@ impl Store {
     #[doc(hidden)]
     pub fn create_at<E: From<Error>>(
         directory: impl AsRef<Path>,
-        origin: &history::Seed,
+        origin: &history::InitialState,
         mut read: impl FnMut(&PageInfo, u64, &mut [u8]) -> Result<(), E>,
     ) -> Result<StoreId, E> {
         let disk: Arc<dyn Disk> = Arc::new(DirDisk::new(directory));
@@ -512,7 +512,7 @@ fn device_for(choice: DeviceChoice) -> Result<Arc<dyn Device>> {
             // Whatever else goes wrong with a GPU that is there is no reason to do without it.
             Err(Error::DeviceUnavailable { reason, .. }) => {
                 tracing::info!(reason, "no GPU: pages live in host memory");
-                Ok(Arc::new(HostDevice::instead_of_a_gpu(reason)))
+                Ok(Arc::new(HostDevice::replacing_gpu(reason)))
             }
             chosen => chosen,
         },

@@ -36,13 +36,13 @@ class _Ringer:
     """The eventfd of one event loop, and the tasks that wait for it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.bell = _native.Bell()
+        self.event_fd = _native.EventFd()
         self.numbers = itertools.count()
         self.waiting: dict[int, asyncio.Future[None]] = {}
-        loop.add_reader(self.bell.fileno(), self.ring)
+        loop.add_reader(self.event_fd.fileno(), self.ring)
 
     def ring(self) -> None:
-        for number in self.bell.take():
+        for number in self.event_fd.take():
             future = self.waiting.get(number)
             if future is not None and not future.done():
                 future.set_result(None)
@@ -51,7 +51,7 @@ class _Ringer:
 _ringers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Ringer] = weakref.WeakKeyDictionary()
 
 
-async def _rung(poll: Callable[[_native.Bell, int], tuple[bool, Waiting | None]]) -> None:
+async def _rung(poll: Callable[[_native.EventFd, int], tuple[bool, Waiting | None]]) -> None:
     """Waits until `poll` returns that it is done. It is called again each time the eventfd reports its number."""
     loop = asyncio.get_running_loop()
     ringer = _ringers.get(loop)
@@ -62,7 +62,7 @@ async def _rung(poll: Callable[[_native.Bell, int], tuple[bool, Waiting | None]]
         while True:
             future: asyncio.Future[None] = loop.create_future()
             ringer.waiting[number] = future
-            done, waiting = poll(ringer.bell, number)
+            done, waiting = poll(ringer.event_fd, number)
             if done:
                 return
             await future
@@ -75,8 +75,8 @@ async def _rung(poll: Callable[[_native.Bell, int], tuple[bool, Waiting | None]]
 async def acknowledged(ticket: Ticket, ack: str) -> None:
     """Waits until the ticket's batch is acknowledged. Cancelling ends the wait; the batch stays submitted."""
 
-    def poll(bell: _native.Bell, number: int) -> tuple[bool, Waiting | None]:
-        waiting = ticket._poll(bell, number, ack)
+    def poll(event_fd: _native.EventFd, number: int) -> tuple[bool, Waiting | None]:
+        waiting = ticket._poll(event_fd, number, ack)
         return waiting is None, waiting
 
     await _rung(poll)
@@ -84,7 +84,7 @@ async def acknowledged(ticket: Ticket, ack: str) -> None:
 
 async def read(reading: ReadMany) -> ManyBytes:
     """Waits for the bytes. Cancelling ends the wait; the read continues."""
-    await _rung(lambda bell, number: (reading._poll(bell, number), None))
+    await _rung(lambda event_fd, number: (reading._poll(event_fd, number), None))
     return reading.result()
 
 

@@ -68,7 +68,7 @@ impl PyPrefetch {
 
 self_cell! {
     /// The steps of a reader, and the store that they borrow from.
-    struct AheadCell {
+    struct ReadAheadCell {
         owner: Arc<Store>,
         #[covariant]
         dependent: ReadAhead,
@@ -76,8 +76,8 @@ self_cell! {
 }
 
 /// A reader, followed in drop order by the count that keeps its store open.
-struct HeldAhead {
-    cell: AheadCell,
+struct HeldReadAhead {
+    cell: ReadAheadCell,
     _handle: Handle,
 }
 
@@ -99,7 +99,7 @@ pub struct PyReadAhead {
     path: String,
     gate: Arc<Gate>,
     steps: Py<PyIterator>,
-    ahead: Mutex<Option<HeldAhead>>,
+    ahead: Mutex<Option<HeldReadAhead>>,
 }
 
 impl PyReadAhead {
@@ -107,8 +107,8 @@ impl PyReadAhead {
         let steps = iterable(steps, "steps are an iterable of iterables of pages")?.unbind();
         let held = py.detach(|| {
             let (handle, store) = gate.hold()?;
-            let cell = AheadCell::try_new(store, |store| store.read_ahead(place))?;
-            Ok(HeldAhead { cell, _handle: handle })
+            let cell = ReadAheadCell::try_new(store, |store| store.read_ahead(place))?;
+            Ok(HeldReadAhead { cell, _handle: handle })
         });
         let held = held.or_raise_of(py, Some(&gate.path), STORE)?;
         let (opener, path) = (std::process::id(), gate.path.clone());
@@ -116,7 +116,7 @@ impl PyReadAhead {
     }
 
     /// Returns the reader, unless another thread is using it.
-    fn ahead(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, Option<HeldAhead>>> {
+    fn ahead(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, Option<HeldReadAhead>>> {
         check_process(self.opener).or_raise(py, Some(&self.path))?;
         match self.ahead.try_lock() {
             Ok(ahead) => Ok(ahead),
@@ -141,7 +141,7 @@ impl PyReadAhead {
 
     fn __next__(&self, py: Python<'_>) -> PyResult<Option<Vec<u64>>> {
         let mut held = self.ahead(py)?;
-        let Some(HeldAhead { cell, .. }) = &mut *held else { return Ok(None) };
+        let Some(HeldReadAhead { cell, .. }) = &mut *held else { return Ok(None) };
         while cell.borrow_dependent().wants_more() {
             let Some(pages) = self.given(py)? else { break };
             let pushed = py.detach(|| cell.with_dependent_mut(|_, ahead| ahead.push(&pages)));

@@ -32,7 +32,7 @@
 //! | `stats` | the report of an open, and the statistics of a store |
 //! | `options` | how a store is opened, from strings and seconds |
 //! | `handover` | a source that many threads read from, each item once |
-//! | `bell` | engine futures for an event loop |
+//! | `event_fd` | engine futures for an event loop |
 //! | `log` | engine events for Python's `logging` |
 //! | `blocks` | the new contents of a page of tensors |
 //! | `extents` | the bytes of storage that a tensor uses |
@@ -86,7 +86,7 @@ mod loading;
 mod stats;
 mod options;
 mod handover;
-mod bell;
+mod event_fd;
 mod log;
 mod blocks;
 mod extents;
@@ -119,13 +119,13 @@ mod _native {
     #[pymodule_export]
     use super::batch::Batch;
     #[pymodule_export]
-    use super::bell::{Bell, Waiting};
-    #[pymodule_export]
     use super::blame::{Bisect, PyValueChange};
     #[pymodule_export]
     use super::blocks::{ArrayLayout, Block};
     #[pymodule_export]
     use super::changes::{Lagged, PyAppliedBatch, PyAppliedPage, PyChangeStream};
+    #[pymodule_export]
+    use super::event_fd::{EventFd, Waiting};
     #[pymodule_export]
     use super::extents::{Extent, extents, extents_by_page, extents_within};
     #[pymodule_export]

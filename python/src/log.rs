@@ -134,7 +134,7 @@ impl Subscriber for Forwarder {
             return;
         }
         let Some(queue) = LogQueue::current() else { return };
-        let mut said = Said::default();
+        let mut said = EventText::default();
         event.record(&mut said);
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         queue.push(LogRecord {
@@ -157,12 +157,12 @@ impl Subscriber for Forwarder {
 
 /// The message and the fields of an event, as text.
 #[derive(Default)]
-struct Said {
+struct EventText {
     message: String,
     fields: Vec<(&'static str, String)>,
 }
 
-impl Visit for Said {
+impl Visit for EventText {
     fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
         // Writing to a string fails only if a `Debug` implementation does; the text up to then is kept.
         let mut text = String::new();

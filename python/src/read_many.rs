@@ -15,10 +15,10 @@ use remanent::{Error, PageId, PageInfo, Result};
 
 use crate::arguments;
 use crate::array::{BufferParts, fill_buffer, release_buffer};
-use crate::bell::{Bell, Bells};
 use crate::device_reads::fill_device;
 use crate::dtype::layout;
 use crate::errors::{OrRaise, invalid, invalid_type, memory_refused, out_of_bounds};
+use crate::event_fd::{EventFd, SharedWaker};
 use crate::gate::{Gate, check_process, seconds, wait};
 use crate::memory::{Input, Output};
 use crate::page_name::{PageName, each_page, iterable};
@@ -87,7 +87,7 @@ pub struct PyReadMany {
     path: String,
     infos: Arc<[PageInfo]>,
     /// Notified once the read is done.
-    bells: Arc<Bells>,
+    waiters: Arc<SharedWaker>,
     state: Mutex<ReadProgress>,
 }
 
@@ -113,7 +113,7 @@ impl PyReadMany {
             opener: std::process::id(),
             path: gate.path.clone(),
             infos: found.infos.into(),
-            bells: Arc::default(),
+            waiters: Arc::default(),
             state: Mutex::new(ReadProgress::Pending(read)),
         })
     }
@@ -125,14 +125,14 @@ impl PyReadMany {
 
     /// Waits up to `timeout` and returns whether the read is done.
     fn wait_up_to(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<bool> {
-        let waker = Waker::from(self.bells.clone());
+        let waker = Waker::from(self.waiters.clone());
         wait(py, timeout, Some(&self.path), |slice| {
-            let before = self.bells.count();
+            let before = self.waiters.count();
             if self.poll(&waker)? {
                 return Ok(true);
             }
             // The lock is not held here: other threads and tasks may poll in the meantime.
-            self.bells.wait(before, slice);
+            self.waiters.wait(before, slice);
             self.poll(&waker)
         })
     }
@@ -210,7 +210,7 @@ pub fn fill(py: Python<'_>, gate: &Gate, found: FoundRanges, outs: &Bound<'_, Py
 impl PyReadMany {
     /// Returns whether the read has completed or failed, so that `result` does not wait.
     fn done(&self, py: Python<'_>) -> PyResult<bool> {
-        self.poll(&Waker::from(self.bells.clone())).or_raise(py, Some(&self.path))
+        self.poll(&Waker::from(self.waiters.clone())).or_raise(py, Some(&self.path))
     }
 
     /// Waits until the read is done, up to `timeout` seconds. Returns whether it is. Ctrl-C ends the wait.
@@ -239,10 +239,10 @@ impl PyReadMany {
         task.call_method0("__await__")
     }
 
-    /// Checks whether the read is done. If it is not, `bell` reports `id` once it is.
-    fn _poll(&self, py: Python<'_>, bell: &Bound<'_, Bell>, id: u64) -> PyResult<bool> {
+    /// Checks whether the read is done. If it is not, `event_fd` reports `id` once it is.
+    fn _poll(&self, py: Python<'_>, event_fd: &Bound<'_, EventFd>, id: u64) -> PyResult<bool> {
         check_process(self.opener).or_raise(py, Some(&self.path))?;
-        self.bells.add(bell.get(), id);
+        self.waiters.add(event_fd.get(), id);
         self.done(py)
     }
 

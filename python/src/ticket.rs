@@ -143,15 +143,16 @@ impl Ticket {
         Self::acknowledged(slf, "durable")?.call_method0("__await__")
     }
 
-    /// Checks whether the batch is acknowledged. If it is not, `bell` reports `id` once it is.
+    /// Checks whether the batch is acknowledged. If it is not, `event_fd` reports `id` once it is.
     fn _poll(
         &self,
         py: Python<'_>,
-        bell: &Bound<'_, crate::bell::Bell>,
+        event_fd: &Bound<'_, crate::event_fd::EventFd>,
         id: u64,
         #[pyo3(from_py_with = arguments::ack)] ack: &str,
-    ) -> PyResult<Option<crate::bell::Waiting>> {
-        crate::bell::poll(&self.ticket, bell.get(), id, self::ack(ack)?).or_raise(py, Some(&self.path))
+    ) -> PyResult<Option<crate::event_fd::Waiting>> {
+        crate::event_fd::poll(&self.ticket, event_fd.get(), id, self::ack(ack)?)
+            .or_raise(py, Some(&self.path))
     }
 
     fn __repr__(&self) -> String {

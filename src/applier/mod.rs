@@ -52,7 +52,7 @@ pub(crate) use version_reads::VersionRange;
 use self::changes::ChangeFeed;
 use self::queue::Requests;
 use self::worker::Worker;
-use crate::base::own_line::OwnLine;
+use crate::base::cache_padded::CachePadded;
 use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::base::sync::thread::JoinHandle;
 use crate::base::sync::threads;
@@ -185,14 +185,14 @@ impl Turn<'_> {
 
 /// The handle to the applier.
 pub(crate) struct Applier {
-    requests: OwnLine<Requests>,
-    progress: OwnLine<Mutex<ApplierProgress>>,
+    requests: CachePadded<Requests>,
+    progress: CachePadded<Mutex<ApplierProgress>>,
     /// Signalled when `progress` has changed.
     moved: Condvar,
     /// Tasks that wait for the same.
     wakers: Wakers,
     /// The newest applied batch of `progress`, for readers that take no lock; 0 once anything is lost.
-    applied: OwnLine<AtomicU64>,
+    applied: CachePadded<AtomicU64>,
     poison: Arc<Poison>,
     unloaded: Arc<UnloadedSet>,
     /// The streams that report the changes of batches.
@@ -218,15 +218,15 @@ impl Applier {
         applied: AppliedState,
     ) -> Result<Arc<Self>> {
         let applier = Arc::new(Self {
-            requests: OwnLine(Requests::new()),
-            progress: OwnLine(Mutex::new(ApplierProgress {
+            requests: CachePadded(Requests::new()),
+            progress: CachePadded(Mutex::new(ApplierProgress {
                 applied: applied.point.lsn,
                 fence: 0,
                 lost: false,
             })),
             moved: Condvar::new(),
             wakers: Wakers::default(),
-            applied: OwnLine(AtomicU64::new(applied.point.lsn.0)),
+            applied: CachePadded(AtomicU64::new(applied.point.lsn.0)),
             poison: parts.poison.clone(),
             unloaded: applied.unloaded.clone(),
             changes: Arc::default(),

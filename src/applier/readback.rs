@@ -21,7 +21,7 @@ use crate::base::allocation::{collected, push};
 use crate::device::sums::{sums_in, sums_len, transfer_corrupted};
 use crate::device::{Command, CommandList, Device, Fence, Lane, Pending, Span, StagingSpan};
 use crate::error::Result;
-use crate::memory::arena::{Arena, FileTarget, FileWay, PageMemory};
+use crate::memory::arena::{Arena, CopyDirection, FileTarget, PageMemory};
 use crate::memory::staging::{StagingBuf, StagingPool};
 
 /// Bytes that were caught between two batches, to be transferred to the host.
@@ -118,7 +118,7 @@ impl Turn<'_> {
     ) -> Result<Drain> {
         assert!(from + len <= staged.len() as u64);
         self.intact()?;
-        let Some(pieces) = self.arena.scratch_if_there_is_room(place, len)? else {
+        let Some(pieces) = self.arena.try_scratch(place, len)? else {
             return self.download(sources, staged, from, sums);
         };
         let (aside, summed) = self.copy_aside(pieces, sources, from, sums)?;
@@ -158,7 +158,7 @@ impl Turn<'_> {
         pool: &Arc<StagingPool>,
     ) -> Result<GatheredBytes> {
         self.intact()?;
-        let Some(pieces) = self.arena.scratch_if_there_is_room(place, len)? else {
+        let Some(pieces) = self.arena.try_scratch(place, len)? else {
             let staged = pool.take(chunk_len as usize)?;
             return Ok(GatheredBytes::Staged(self.download(sources, staged, from, Some(pool))?));
         };
@@ -311,7 +311,7 @@ impl CopiesAside {
                 let target = target.part(offset + gap.start, gap.end - gap.start);
                 push(&mut list.commands, Command::Fill { target, pattern: [0; 16], width: Width::W1 })?;
             }
-            let sent = target.submit(FileWay::To, Some(last_use), list)?;
+            let sent = target.submit(CopyDirection::To, Some(last_use), list)?;
             last_use = sent.fence();
             sent.finish(device)?;
             let words = sums.finish(device)?.into_iter().next().expect("one staging went in");

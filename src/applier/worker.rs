@@ -158,7 +158,7 @@ impl Worker {
         self.prove_all();
         self.shared.progress(|progress| progress.lost = true);
         self.shared.changes().end();
-        self.staging.give_grown(work.payload);
+        self.staging.put_grown(work.payload);
         if let Some(provision) = work.provision {
             provision.give_back(&self.staging, &self.arena);
         }
@@ -505,7 +505,7 @@ impl Worker {
     fn finish_oldest(&mut self) {
         let proven = match self.in_flight.finish_oldest(&*self.device) {
             Ok(Some((staging, proven))) => {
-                self.staging.give_all(staging);
+                self.staging.put_all(staging);
                 proven
             }
             Ok(None) => Ok(()),

@@ -7,7 +7,7 @@ pub(crate) mod crew;
 pub(crate) mod allocation;
 pub(crate) mod fair_mutex;
 pub(crate) mod huge_pages;
-pub(crate) mod own_line;
+pub(crate) mod cache_padded;
 pub(crate) mod pace;
 pub(crate) mod parallel;
 pub mod phases;

@@ -23,9 +23,9 @@ struct PaceState {
 }
 
 /// A waiting caller; ends when dropped.
-pub(crate) struct HurryGuard<'a>(&'a Pace);
+pub(crate) struct UrgentWaitGuard<'a>(&'a Pace);
 
-impl Drop for HurryGuard<'_> {
+impl Drop for UrgentWaitGuard<'_> {
     fn drop(&mut self) {
         self.0.state.lock().callers -= 1;
     }
@@ -37,10 +37,10 @@ impl Pace {
     }
 
     /// Suspends the limit until the guard is dropped.
-    pub fn hurry(&self) -> HurryGuard<'_> {
+    pub fn hurry(&self) -> UrgentWaitGuard<'_> {
         self.state.lock().callers += 1;
         self.changed.notify_all();
-        HurryGuard(self)
+        UrgentWaitGuard(self)
     }
 
     /// Waits until a writer that began at `since` may have written `bytes` bytes, or until a caller waits for

@@ -47,12 +47,12 @@ impl Poison {
 
 /// A guard held by a thread for its lifetime. If the thread panics, the store is poisoned, because it is
 /// unknown what work was left incomplete.
-pub(crate) struct PanicPoisons {
+pub(crate) struct PoisonOnPanic {
     pub poison: Arc<Poison>,
     pub thread: &'static str,
 }
 
-impl Drop for PanicPoisons {
+impl Drop for PoisonOnPanic {
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.poison.set(Error::panicked(self.thread));

@@ -206,13 +206,13 @@ mod tests {
     const LEN: u64 = 256;
 
     /// A store without the bytes of pages.
-    struct Subject {
+    struct TableWithoutBytes {
         table: PageTable,
         known: KnownImages,
         snapshots: u64,
     }
 
-    impl Subject {
+    impl TableWithoutBytes {
         fn commit(&mut self, ops: impl IntoIterator<Item = Op<'static>>) {
             commit(&mut self.table, ops);
         }
@@ -314,8 +314,9 @@ mod tests {
     }
 
     /// Returns a store whose newest snapshot contains all pages as they are.
-    fn settled() -> Subject {
-        let mut subject = Subject { table: PageTable::new(), known: KnownImages::default(), snapshots: 0 };
+    fn settled() -> TableWithoutBytes {
+        let mut subject =
+            TableWithoutBytes { table: PageTable::new(), known: KnownImages::default(), snapshots: 0 };
         subject.table.watch(subject.known.changed(&subject.table).unwrap());
         subject.commit((1..=PAGES).map(create));
         for visited in [PAGES, PAGES] {
@@ -419,8 +420,11 @@ mod tests {
             let mut carry = Vec::new();
             match kind {
                 "all is new" => {
-                    subject =
-                        Subject { table: PageTable::new(), known: KnownImages::default(), snapshots: 0 };
+                    subject = TableWithoutBytes {
+                        table: PageTable::new(),
+                        known: KnownImages::default(),
+                        snapshots: 0,
+                    };
                     subject.table.watch(subject.known.changed(&subject.table).unwrap());
                     subject.commit((1..=PAGES).map(create));
                 }

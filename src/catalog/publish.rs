@@ -27,10 +27,10 @@ pub(super) const THREADS_MAX: usize = 4;
 
 /// A function that makes a file of this temporary name and length from a spare if there is no space for a new
 /// one; it returns `None` if it cannot.
-pub(crate) type MakeOfSpare<'a> = dyn Fn(FileName, u64) -> Result<Option<Arc<dyn DiskFile>>> + 'a;
+pub(crate) type CreateFromSpare<'a> = dyn Fn(FileName, u64) -> Result<Option<Arc<dyn DiskFile>>> + 'a;
 
-/// A [`MakeOfSpare`] for callers that may not use spares.
-pub(crate) fn of_no_spare(_temporary: FileName, _len: u64) -> Result<Option<Arc<dyn DiskFile>>> {
+/// A [`CreateFromSpare`] for callers that may not use spares.
+pub(crate) fn without_spare(_temporary: FileName, _len: u64) -> Result<Option<Arc<dyn DiskFile>>> {
     Ok(None)
 }
 
@@ -40,7 +40,7 @@ pub(crate) fn publish_manifest(
     disk: &Arc<dyn Disk>,
     manifest: &Manifest,
     threads_max: usize,
-    spare: &MakeOfSpare,
+    spare: &CreateFromSpare,
 ) -> Result<u32> {
     let published = publish_unchecked(disk, manifest, threads_max, spare)?;
     published.check()?;
@@ -52,7 +52,7 @@ pub(crate) fn publish_unchecked(
     disk: &Arc<dyn Disk>,
     manifest: &Manifest,
     threads_max: usize,
-    spare: &MakeOfSpare,
+    spare: &CreateFromSpare,
 ) -> Result<PublishedFile> {
     assert!(manifest.redo.lsn <= manifest.end); // I7: the log leads from the images to the end.
     let number = manifest.snapshot.0;
@@ -119,7 +119,7 @@ pub(crate) fn publish(
     file: FileName,
     number: u64,
     bytes: &[&[u8]],
-    spare: &MakeOfSpare,
+    spare: &CreateFromSpare,
 ) -> Result<()> {
     let temporary = FileName::Temporary(file.folder(), number);
     let write = |open: Arc<dyn DiskFile>| {
@@ -207,7 +207,7 @@ mod tests {
             let (sim, manifest) = (SimDisk::new(), of_empty_pages(count));
             let disk: Arc<dyn Disk> = Arc::new(sim.clone());
             disk.make_folder(file.folder()).unwrap();
-            let crc = publish_manifest(&disk, &manifest, usize::MAX, &of_no_spare).unwrap();
+            let crc = publish_manifest(&disk, &manifest, usize::MAX, &without_spare).unwrap();
             let whole = manifest.encode().unwrap();
             assert_eq!(sim.bytes(file).unwrap(), whole, "{count}");
             let encoded = EncodedManifest::of(&manifest, file, 1).unwrap();
@@ -233,7 +233,7 @@ mod tests {
             let disk: Arc<dyn Disk> = Arc::new(sim.clone());
             disk.make_folder(file.folder()).unwrap();
             sim.fail(DiskFault { operation, skip: 0, times: 1, errno: ENOSPC });
-            let published = publish_manifest(&disk, &of_empty_pages(1), usize::MAX, &of_no_spare);
+            let published = publish_manifest(&disk, &of_empty_pages(1), usize::MAX, &without_spare);
             let error = published.unwrap_err();
             assert!(matches!(error, Error::DiskFull { .. }), "{operation:?}: {error}");
             assert_eq!(sim.calls(Operation::Remove), removed, "{operation:?}");

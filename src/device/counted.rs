@@ -108,10 +108,10 @@ struct Moved {
 struct LaneCount {
     stats: LaneStats,
     /// Lists not yet observed to be done, in order.
-    under_way: VecDeque<ListUnderWay>,
+    under_way: VecDeque<ListInFlight>,
 }
 
-struct ListUnderWay {
+struct ListInFlight {
     fence: u64,
     submitted: Instant,
     moved: ListMoves,
@@ -180,7 +180,7 @@ impl DeviceCounts {
         let mut lane = self.lanes[fence.lane as usize].lock();
         // Threads may arrive here in another order than the lane queued their lists.
         let at = lane.under_way.partition_point(|list| list.fence < fence.value);
-        lane.under_way.insert(at, ListUnderWay { fence: fence.value, submitted, moved });
+        lane.under_way.insert(at, ListInFlight { fence: fence.value, submitted, moved });
         lane.stats.lists += 1;
         lane.stats.queued = lane.under_way.len() as u64;
         lane.stats.queued_max = lane.stats.queued_max.max(lane.stats.queued);
@@ -201,7 +201,7 @@ impl DeviceCounts {
         }
         let now = Instant::now();
         let mut transfers = self.transfers.lock();
-        for ListUnderWay { submitted, moved, .. } in done {
+        for ListInFlight { submitted, moved, .. } in done {
             let time = now - submitted;
             let bytes: u64 = moved.iter().map(|(_, moved)| moved.bytes).sum();
             for (places, of_list) in moved {

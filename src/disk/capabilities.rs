@@ -38,7 +38,7 @@ pub(super) fn has_no_other_cache(file: &File) -> rustix::io::Result<bool> {
 }
 
 /// Whether the file exists only in memory, in pages that a mapping shares.
-pub(super) fn lies_in_memory(file: &File) -> rustix::io::Result<bool> {
+pub(super) fn is_in_memory(file: &File) -> rustix::io::Result<bool> {
     Ok(magic(&rustix::fs::fstatfs(file)?) == TMPFS)
 }
 

@@ -17,7 +17,7 @@ use rustix::io::Errno;
 
 use super::buffered::BufferedWindow;
 use super::cached::read_cached;
-use super::capabilities::lies_in_memory;
+use super::capabilities::is_in_memory;
 use super::direct::{self, DirectWindow};
 use super::direct_read::{read_direct, reopen, reopen_direct};
 use super::directory::OpenDirectory;
@@ -208,7 +208,7 @@ impl DiskFile for DirFile {
     fn memory(&self) -> Result<Option<Box<dyn FileMemory>>> {
         let failed = |source| Error::io("map", self.name, None, source);
         // A store to a byte without allocated space would allocate it, or fail.
-        if !lies_in_memory(&self.file).map_err(|errno| failed(errno.into()))? || !self.is_without_holes()? {
+        if !is_in_memory(&self.file).map_err(|errno| failed(errno.into()))? || !self.is_without_holes()? {
             return Ok(None);
         }
         Ok(Some(Box::new(MappedFile::new(&self.file).map_err(failed)?)))

@@ -253,7 +253,7 @@ impl ImageSpares {
 
     /// Runs `make`. If its files find no space, removes the spares and runs it once more. A `make` that fails
     /// for lack of space must have changed nothing.
-    pub fn give_way<T>(&self, mut make: impl FnMut() -> Result<T>) -> Result<T> {
+    pub fn retry_without_spares<T>(&self, mut make: impl FnMut() -> Result<T>) -> Result<T> {
         match make() {
             Err(Error::DiskFull { .. }) if self.release()? => make(),
             made => made,

@@ -171,7 +171,7 @@ impl RegistryEntry {
     fn claim(directory: DirectoryId) -> Result<Self> {
         if !LOCKED_HERE.get().lock().insert(directory) {
             return Err(Error::Locked {
-                holder: format!("this process ({})", Description::of_this_process()),
+                holder: format!("this process ({})", HolderInfo::of_this_process()),
                 store: None,
             });
         }
@@ -186,14 +186,14 @@ impl Drop for RegistryEntry {
 }
 
 /// A holder's description of itself.
-struct Description {
+struct HolderInfo {
     process: u32,
     executable: String,
     /// Seconds since 1970, which distinguish the process from a later one with the same number.
     started: Option<u64>,
 }
 
-impl Description {
+impl HolderInfo {
     fn of_this_process() -> Self {
         let executable = std::env::current_exe().ok();
         let name = executable.as_deref().and_then(Path::file_name);
@@ -205,7 +205,7 @@ impl Description {
     }
 }
 
-impl fmt::Display for Description {
+impl fmt::Display for HolderInfo {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "process {}, {}", self.process, self.executable)?;
         self.started.map_or(Ok(()), |started| write!(f, ", started {}", UtcTime(started)))
@@ -247,7 +247,7 @@ fn describe(file: &File) -> io::Result<()> {
     // A random second line distinguishes this open from others: processes of two hosts, or of two containers,
     // may have the same number. Earlier versions read only the first line.
     let random = || RandomState::new().build_hasher().finish();
-    let description = format!("{}\n{:016x}{:016x}\n", Description::of_this_process(), random(), random());
+    let description = format!("{}\n{:016x}{:016x}\n", HolderInfo::of_this_process(), random(), random());
     file.write_all_at(description.as_bytes(), 0)
         .and_then(|()| file.set_len(description.len() as u64))
         // On failure, remove at least the description of an earlier holder.
@@ -417,7 +417,7 @@ mod tests {
         drop(File::open(directory.path().join("LOCK")).unwrap());
         let mut other = errand("closing_another_descriptor_keeps_others_out", directory.path());
         let output = BufReader::new(other.stdout.as_mut().unwrap());
-        let expected = Description::of_this_process().to_string();
+        let expected = HolderInfo::of_this_process().to_string();
         assert!(output.lines().any(|line| line.unwrap() == expected), "not refused by {expected}");
         assert!(other.wait().unwrap().success());
     }

@@ -189,7 +189,7 @@ pub trait Disk: Any + Send + Sync {
     /// system reports it.
     fn watch(&self, folder: Folder) -> Box<dyn Watch> {
         let _ = folder;
-        Box::new(PlainSleep)
+        Box::new(SleepOnlyWatch)
     }
 
     /// Ends the wait of every [watch](Self::watch) on the folder, in all processes, as if `file` had been
@@ -440,9 +440,9 @@ pub trait Watch: Send {
 }
 
 /// A watch without notifications: each wait takes its full time.
-struct PlainSleep;
+struct SleepOnlyWatch;
 
-impl Watch for PlainSleep {
+impl Watch for SleepOnlyWatch {
     fn has_notifications(&self) -> bool {
         false
     }

@@ -20,7 +20,7 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::inotify::{self, CreateFlags, ReadFlags, WatchFlags};
 
-use super::{PlainSleep, Watch};
+use super::{SleepOnlyWatch, Watch};
 use crate::base::process::{ForkGuard, PerProcess};
 use crate::base::sync::threads;
 use crate::base::sync::{Condvar, Instant, Mutex};
@@ -46,7 +46,7 @@ pub(super) fn watch(path: &Path) -> Box<dyn Watch> {
         }
         Err(error) => {
             tracing::debug!(%error, path = %path.display(), "no watch here: changes are looked for at a pace");
-            Box::new(PlainSleep)
+            Box::new(SleepOnlyWatch)
         }
     }
 }

@@ -72,9 +72,9 @@ impl fmt::Display for StartFrom {
 }
 
 /// Displays the last surviving batch of an incarnation, if known.
-pub(super) struct Survived(pub Option<Lsn>);
+pub(super) struct LastSurvivingBatch(pub Option<Lsn>);
 
-impl fmt::Display for Survived {
+impl fmt::Display for LastSurvivingBatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.map_or(Ok(()), |lsn| write!(f, ", where {lsn} is the last one of that incarnation"))
     }

@@ -16,8 +16,8 @@ use remanent_format::{Epoch, Key, Lsn, PageId, Place, Position, SnapshotId};
 
 use self::advice::advice_of_poisoned;
 use self::display::{
-    Fingerprint, NearestDisplay, OffsetDisplay, PathDisplay, Size, StartFrom, StoreDisplay, Survived,
-    single_states,
+    Fingerprint, LastSurvivingBatch, NearestDisplay, OffsetDisplay, PathDisplay, Size, StartFrom,
+    StoreDisplay, single_states,
 };
 #[doc(hidden)]
 pub use self::nearest::nearest;
@@ -382,7 +382,7 @@ pub enum Error {
     },
     /// The position of a follower is not in the store's history: the batch was lost in a crash, or the
     /// position is of another store.
-    #[error("batch {position} is not in the store's history{}", Survived(*.survived))]
+    #[error("batch {position} is not in the store's history{}", LastSurvivingBatch(*.survived))]
     Diverged {
         /// The requested position.
         position: Position,

@@ -62,7 +62,7 @@ impl Pauses {
     }
 
     /// Requests a check of the names, because the system reported a change.
-    pub fn look_now(&mut self) {
+    pub fn check_now(&mut self) {
         self.check_at = None;
     }
 }

@@ -47,7 +47,7 @@ use crate::disk::source::DiskSource;
 use crate::disk::{Disk, Watch};
 use crate::error::{Error, Result};
 use backoff::{Pauses, Suspicion};
-use seek::{at_start, behind, diverged, leaves_out, locate};
+use seek::{at_start, behind, diverged, is_skipped_successor, locate};
 use segment::LiveSegment;
 use survey::{ask, missing, missing_file, needs_confirmation, newest_snapshot, segments, survey};
 use tail::{Tail, TakenFrame};
@@ -230,8 +230,8 @@ impl Follower {
             }
             let due = self.suspicion.due(now);
             let is_check_due = pauses.is_check_due(now, self.watch.has_notifications());
-            if (due || is_check_due) && self.look_around()? {
-                pauses.look_now();
+            if (due || is_check_due) && self.check_names()? {
+                pauses.check_now();
                 continue;
             }
             // 3. Check whether waiting can help.
@@ -249,7 +249,7 @@ impl Follower {
             let pause =
                 pauses.next(now.saturating_duration_since(self.idle_since), self.watch.has_notifications());
             if self.watch.wait(pause.min(left)) {
-                pauses.look_now();
+                pauses.check_now();
             }
         }
     }
@@ -329,7 +329,7 @@ impl Follower {
     }
 
     /// Checks the names in the log folder; returns whether the follower advanced to a new incarnation.
-    fn look_around(&mut self) -> Result<bool> {
+    fn check_names(&mut self) -> Result<bool> {
         let segments = segments(&*self.disk)?;
         let here = self.tail.point();
         if let Some((segment, opening)) = self.first_opening(&segments)?
@@ -347,7 +347,7 @@ impl Follower {
     fn cross(&mut self, segment: u64, opening: &Opening) -> Result<bool> {
         let here = self.tail.point();
         let before = opening.predecessor.incarnation;
-        if before != here.incarnation && !leaves_out(opening, here.incarnation) {
+        if before != here.incarnation && !is_skipped_successor(opening, here.incarnation) {
             // Either incarnations in between were recycled, or this one never became part of the line.
             let on_line = before.number > here.incarnation.number;
             let error = if on_line { missing(&self.disk, here) } else { diverged(self.position, None) };
@@ -396,7 +396,7 @@ impl Follower {
                 continue;
             }
             // A segment that was recycled since the last check of names is missing from both reads.
-            if self.look_around()? {
+            if self.check_names()? {
                 return Ok(());
             }
             return match (&first.defect, first.file) {

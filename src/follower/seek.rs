@@ -127,13 +127,13 @@ fn successor(survey: &Survey, incarnation: Incarnation) -> Option<(u64, Opening)
         .copied()
         .find(|(_, opening)| opening.incarnation.number > incarnation.number);
     next.filter(|(_, opening)| {
-        opening.predecessor.incarnation == incarnation || leaves_out(opening, incarnation)
+        opening.predecessor.incarnation == incarnation || is_skipped_successor(opening, incarnation)
     })
 }
 
 /// Returns whether an opening begins the incarnation after one that was left out of the line. Two
 /// incarnations with the same number are distinguished by their other fields.
-pub(super) fn leaves_out(opening: &Opening, incarnation: Incarnation) -> bool {
+pub(super) fn is_skipped_successor(opening: &Opening, incarnation: Incarnation) -> bool {
     (opening.predecessor.incarnation.number + 1..opening.incarnation.number).contains(&incarnation.number)
 }
 

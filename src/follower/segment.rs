@@ -37,7 +37,9 @@ pub(super) struct LiveSegment {
 impl LiveSegment {
     /// Opens segment `number` by its current name; `None` if no file with a valid header has that name.
     pub fn open(disk: &dyn Disk, store: StoreId, number: u64) -> Result<Option<Self>> {
-        let Some(file) = unless_gone(disk.open(FileName::Segment(number), false))? else { return Ok(None) };
+        let Some(file) = none_if_missing(disk.open(FileName::Segment(number), false))? else {
+            return Ok(None);
+        };
         let Some(header) = header(&*file, store, number)? else { return Ok(None) };
         Ok(Some(Self {
             number,
@@ -64,7 +66,7 @@ impl LiveSegment {
             make_room(&mut self.buffer, more)?;
             self.buffer.resize(wanted, 0);
             self.buffer_at = offset;
-            if unless_gone(self.file.read_at(offset, &mut self.buffer))?.is_none() {
+            if none_if_missing(self.file.read_at(offset, &mut self.buffer))?.is_none() {
                 self.buffer.clear();
                 return Ok(None);
             }
@@ -89,7 +91,7 @@ impl LiveSegment {
             payload.copy_from_slice(&self.buffer[at..at + len]);
             return Ok(Some(payload));
         }
-        Ok(unless_gone(self.file.read_at(offset, &mut payload))?.map(|()| payload))
+        Ok(none_if_missing(self.file.read_at(offset, &mut payload))?.map(|()| payload))
     }
 
     /// Returns the bytes from `offset` on that the last read returned, if it covered them.
@@ -120,7 +122,7 @@ impl LiveSegment {
 
 /// Returns whether the file of segment `number` in the directory belongs to another store.
 pub(super) fn is_foreign(disk: &dyn Disk, store: StoreId, number: u64) -> Result<bool> {
-    let Some(file) = unless_gone(disk.open(FileName::Segment(number), false))? else { return Ok(false) };
+    let Some(file) = none_if_missing(disk.open(FileName::Segment(number), false))? else { return Ok(false) };
     let header = header_bytes(&*file)?.and_then(|bytes| SegmentHeader::decode(&bytes).ok());
     Ok(header.is_some_and(|header| header.store != store))
 }
@@ -134,12 +136,12 @@ fn header(file: &dyn DiskFile, store: StoreId, number: u64) -> Result<Option<Seg
 /// Returns the bytes of a segment's header; `None` if the file is too short.
 fn header_bytes(file: &dyn DiskFile) -> Result<Option<[u8; SegmentHeaderRaw::LEN]>> {
     let mut bytes = [0; SegmentHeaderRaw::LEN];
-    Ok(unless_gone(file.read_at(0, &mut bytes))?.map(|()| bytes))
+    Ok(none_if_missing(file.read_at(0, &mut bytes))?.map(|()| bytes))
 }
 
 /// Returns `None` if the file does not exist or is too short. A reader concurrent with a writer encounters
 /// both.
-pub(super) fn unless_gone<T>(result: Result<T>) -> Result<Option<T>> {
+pub(super) fn none_if_missing<T>(result: Result<T>) -> Result<Option<T>> {
     match result {
         Ok(value) => Ok(Some(value)),
         Err(Error::Io { source, .. })

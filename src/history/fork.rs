@@ -12,7 +12,7 @@ use remanent_format::image::{ImageFileHeader, ImageFileHeaderRaw, ImageRef};
 use remanent_format::limits::ANCESTORS_MAX;
 use remanent_format::{FileName, ReadAt, StoreId};
 
-use super::seed::{Seed, SharedImages, create};
+use super::seed::{InitialState, SharedImages, create};
 use crate::base::allocation::{map_of, set_of};
 use crate::disk::Disk;
 use crate::disk::source::DiskSource;
@@ -27,7 +27,7 @@ pub(crate) fn fork(past: &PastState, target: &Arc<dyn Disk>) -> Result<StoreId> 
     let writers = writers(past, set_of(files.map(|(file, _)| file)));
     let shared = SharedImages { disk: Some(past.disk().clone()), writers, images };
     let parent = past.store();
-    let origin = Seed {
+    let origin = InitialState {
         features: parent.features,
         record: parent.record.clone(),
         table: past.table().clone(),

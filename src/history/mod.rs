@@ -18,4 +18,4 @@ pub use remanent_format::{Incarnation, LogPoint};
 pub use self::audit::{Audit, ChangedPage};
 pub use self::copier::DeviceCopier;
 #[doc(hidden)]
-pub use self::seed::Seed;
+pub use self::seed::InitialState;

@@ -30,7 +30,7 @@ use remanent_format::{
 use crate::applier::Turn;
 use crate::base::allocation::{collected, push, set_of};
 use crate::base::wall_clock::unix_ms;
-use crate::catalog::publish::{of_no_spare, publish_manifest};
+use crate::catalog::publish::{publish_manifest, without_spare};
 use crate::catalog::{Catalog, RetainedTable, entry};
 use crate::device::{CommandList, Device, Lane};
 use crate::disk::source::DiskSource;
@@ -171,7 +171,7 @@ impl RestoreRun<'_> {
             tombstones: Vec::new(),
             root: target.root.clone(),
         };
-        publish_manifest(&self.engine.disk, &table, usize::MAX, &of_no_spare)
+        publish_manifest(&self.engine.disk, &table, usize::MAX, &without_spare)
     }
 
     /// Ends a restore before anything was logged. If the disk is full, or the old state is damaged or too

@@ -26,7 +26,7 @@ use remanent_format::{FileName, Folder, LogPoint, PageId, PageInfo, PageTable, S
 use crate::base::allocation::{collected, map_of};
 use crate::base::wall_clock::unix_ms;
 use crate::catalog::entry;
-use crate::catalog::publish::{of_no_spare, publish_manifest};
+use crate::catalog::publish::{publish_manifest, without_spare};
 use crate::disk::Disk;
 use crate::disk::image_spares::ImageSpares;
 use crate::disk::source::DiskSource;
@@ -40,7 +40,7 @@ use crate::recovery::opening::{Predecessor, begin, random};
 
 /// A state at which a new store begins.
 #[derive(Clone, Debug)]
-pub struct Seed {
+pub struct InitialState {
     /// The features that the state's files use.
     pub features: Features,
     /// The creator's record of the store from which the state comes. The new store gets its own time and
@@ -78,7 +78,7 @@ pub(crate) fn check_directory_is_free(target: &dyn Disk) -> Result<()> {
 /// Creates a store that begins at a state and returns its id. `read` provides the bytes of each page that has
 /// a nonzero length and no shared image; if it fails, the creation fails and leaves no store.
 pub(crate) fn create<E: From<Error>>(
-    origin: &Seed,
+    origin: &InitialState,
     shared: &SharedImages,
     target: &Arc<dyn Disk>,
     read: PageRead<'_, E>,
@@ -145,7 +145,7 @@ pub(crate) fn create<E: From<Error>>(
         root: table.root().clone(),
     };
     assert!(manifest.redo.lsn == manifest.end); // The state is exact.
-    publish_manifest(target, &manifest, usize::MAX, &of_no_spare)?;
+    publish_manifest(target, &manifest, usize::MAX, &without_spare)?;
     // 5.
     target.rename(CLAIM, FileName::Store).map_err(no_space)?;
     target.sync_folder(Folder::Root)?;
@@ -165,7 +165,7 @@ fn no_space(error: Error) -> Error {
 
 /// Creates a store as [`create`] does, from a state without shared files.
 pub(crate) fn create_alone<E: From<Error>>(
-    origin: &Seed,
+    origin: &InitialState,
     target: &Arc<dyn Disk>,
     read: PageRead<'_, E>,
 ) -> Result<StoreId, E> {

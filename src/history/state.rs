@@ -251,7 +251,7 @@ impl PastState {
                     None => Error::OutsideWindow { asked, oldest, newest: survey.mark(), below: Vec::new() },
                 }
             }
-            _ => survey.log.break_of_line().cloned().unwrap_or_else(|| missing(survey)).into(),
+            _ => survey.log.chain_break().cloned().unwrap_or_else(|| missing(survey)).into(),
         };
         Err(NotFound { error: first.unwrap_or_else(nothing), reached, is_being_removed })
     }

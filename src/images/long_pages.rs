@@ -74,7 +74,7 @@ impl ImageWriter {
                 }
             }
         }
-        self.stream_as_it_is(info, piece_len, source)
+        self.stream_uncompressed(info, piece_len, source)
     }
 
     /// Like [`write_long`](Self::write_long), for a page that is in memory.
@@ -89,17 +89,17 @@ impl ImageWriter {
     }
 
     /// Like [`write_long`](Self::write_long), for bytes of any length that are stored uncompressed.
-    pub fn write_as_it_is<E: From<Error>>(
+    pub fn write_uncompressed_stream<E: From<Error>>(
         &self,
         info: &PageInfo,
         piece_len: u64,
         source: PieceSource<'_, E>,
     ) -> Result<Option<ImageRef>, E> {
         let _no_other_appends = self.tail.lock();
-        self.stream_as_it_is(info, piece_len, source)
+        self.stream_uncompressed(info, piece_len, source)
     }
 
-    fn stream_as_it_is<E: From<Error>>(
+    fn stream_uncompressed<E: From<Error>>(
         &self,
         info: &PageInfo,
         piece_len: u64,

@@ -25,7 +25,7 @@ use remanent_format::{Defect, FileName, Folder, PageInfo, Place, StoreId};
 
 use self::compress::compress;
 pub(crate) use self::long_pages::{PIECE_BYTES, ReadPass, Sink};
-pub(crate) use self::write_ahead::AheadImages;
+pub(crate) use self::write_ahead::PendingImages;
 pub(crate) use self::writers::{ImageWriters, file_count};
 use crate::base::aligned_buf::AlignedBuf;
 use crate::base::allocation::{collected, make_room, push};

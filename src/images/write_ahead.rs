@@ -23,14 +23,14 @@ use crate::error::Result;
 use crate::images::numbers::ImageFiles;
 
 /// The images of a batch that is not logged yet. Dropping this removes their files.
-pub(crate) struct AheadImages<'a> {
+pub(crate) struct PendingImages<'a> {
     files: &'a ImageFiles,
     numbers: Range<u64>,
     images: Vec<ImageRef>,
     is_refused: bool,
 }
 
-impl<'a> AheadImages<'a> {
+impl<'a> PendingImages<'a> {
     /// Writes non-empty pages to new files, and makes them durable. A lack of space is a clean failure.
     pub fn write(
         files: &'a ImageFiles,
@@ -105,7 +105,7 @@ fn info(page: PageId, len: u64) -> PageInfo {
     PageInfo::new(page, len, Place::Host)
 }
 
-impl Drop for AheadImages<'_> {
+impl Drop for PendingImages<'_> {
     fn drop(&mut self) {
         if self.is_refused {
             self.numbers.clone().for_each(|file| self.files.abandon(file));

@@ -77,7 +77,7 @@ impl Waiters {
     }
 
     /// Counts a committer whose batch is covered by the current sync.
-    pub fn come_late(&mut self) {
+    pub fn arrive_late(&mut self) {
         self.served_now += 1;
     }
 
@@ -214,7 +214,7 @@ mod tests {
         log.waiters.begin(log.now);
         // The other half, and one committer whose batch the sync has already covered.
         (0..3).for_each(|_| log.waiters.arrive());
-        log.waiters.come_late();
+        log.waiters.arrive_late();
         log.now += SYNC;
         assert_eq!(log.waiters.end(log.now), 5);
         assert!(log.waiters.has_next());
@@ -246,7 +246,7 @@ mod tests {
             waited.push(waits > Duration::ZERO);
             log.now += waits;
             // A sync still serves the other three: each time one that ends after they came.
-            (0..3).for_each(|_| log.waiters.come_late());
+            (0..3).for_each(|_| log.waiters.arrive_late());
             log.sync(SYNC);
         }
         let tries: Vec<usize> = (0..80).filter(|at| waited[*at]).collect();
@@ -254,7 +254,7 @@ mod tests {
         // Now most of them come back.
         for _ in 0..40 {
             log.arrive(3);
-            log.waiters.come_late();
+            log.waiters.arrive_late();
             log.sync(SYNC);
         }
         log.arrive(3);

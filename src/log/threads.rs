@@ -29,16 +29,16 @@ impl Log {
     /// Runs the keeper: syncs when a sync is due and seals when the log is idle, until the log stops.
     pub fn keep(&self) {
         loop {
-            match self.next_duty() {
-                Duty::Sync => {
+            match self.next_task() {
+                KeeperTask::Sync => {
                     // Read before the sync, which resets the byte count that the result depends on.
                     let len = self.state.lock().upcoming_len();
                     self.or_fail(Self::sync);
                     self.prefault(len);
                     // After the sync that is due, because on a busy disk prefaulting may wait, too.
                 }
-                Duty::Seal => self.or_fail(Self::seal),
-                Duty::Stop => break,
+                KeeperTask::Seal => self.or_fail(Self::seal),
+                KeeperTask::Stop => break,
             }
         }
         // The last wake-up: a thread that waits for progress must learn that there will be none.
@@ -53,7 +53,7 @@ impl Log {
     }
 
     /// Waits until a sync or a seal is due, or the log stops.
-    fn next_duty(&self) -> Duty {
+    fn next_task(&self) -> KeeperTask {
         let mut state = self.state.lock();
         loop {
             if self.check().is_err() {
@@ -61,7 +61,7 @@ impl Log {
                 // thread that found the log sound just before the failure has gone to sleep since, under this
                 // lock.
                 if state.stop {
-                    return Duty::Stop;
+                    return KeeperTask::Stop;
                 }
                 self.notify_all();
                 self.work.wait(&mut state);
@@ -75,13 +75,13 @@ impl Log {
             // A seal that records a snapshot comes first and waits for no pause, because a steady stream of
             // commits would keep the snapshot from ending.
             if state.seal_now {
-                return Duty::Seal;
+                return KeeperTask::Seal;
             }
             let is_much = state.dirty_bytes >= state.sync_after_bytes();
             // A waiting committer begins its own sync; the clock is for batches without one.
             let due = state.stop || state.sync_wanted || is_much || sync_at.is_some_and(|at| at <= now);
             if !state.dirty.is_empty() && due {
-                return Duty::Sync;
+                return KeeperTask::Sync;
             }
             // I4: after a seal, marks cover everything that was acknowledged. Without it, bit rot in the last
             // group of an idle log would look like a torn tail.
@@ -89,10 +89,10 @@ impl Log {
             let idle = state.dirty.is_empty() && !state.syncing && unsealed;
             let seal_at = idle.then(|| state.last_append + SEAL_AFTER);
             if seal_at.is_some_and(|at| at <= now || state.stop) {
-                return Duty::Seal;
+                return KeeperTask::Seal;
             }
             if state.stop {
-                return Duty::Stop;
+                return KeeperTask::Stop;
             }
             match [sync_at, seal_at].into_iter().flatten().min() {
                 Some(at) => {
@@ -232,7 +232,7 @@ impl Log {
 }
 
 /// The keeper's next task, chosen under the state lock and performed without it.
-enum Duty {
+enum KeeperTask {
     Sync,
     Seal,
     Stop,

@@ -68,7 +68,7 @@ impl Log {
         }
         // The current sync covers batches up to its target; a later batch needs the next sync.
         if state.syncing && lsn <= state.sync_target {
-            state.waiters.come_late();
+            state.waiters.arrive_late();
         } else {
             state.waiters.arrive();
         }

@@ -24,7 +24,7 @@ use remanent_format::{FileName, LogPoint, Lsn, StoreId};
 
 use super::segments::{SegmentPool, SpacePurpose};
 use super::state::{DirtyRange, EMPTY_COUNT, LogStart, LogState, LogStats, Room, live};
-use crate::base::own_line::OwnLine;
+use crate::base::cache_padded::CachePadded;
 use crate::base::phases;
 use crate::base::phases::Phase;
 use crate::base::poison::Poison;
@@ -47,7 +47,7 @@ pub(crate) struct Log {
     /// becomes durable. The store is poisoned before this is set, so that a thread which sees the flag finds
     /// the reason.
     pub(super) failed: AtomicBool,
-    pub(super) state: OwnLine<Mutex<LogState>>,
+    pub(super) state: CachePadded<Mutex<LogState>>,
     /// The newest logged batch, in a direct log, where a batch is appended before it is logged.
     pub(super) logged: Option<Arc<AtomicU64>>,
     /// Held while segments are created, which takes syncs; `state` stays free meanwhile, so that frames which
@@ -88,7 +88,7 @@ impl Log {
             pool,
             poison,
             failed: AtomicBool::new(false),
-            state: OwnLine(Mutex::new(LogState::new(start))),
+            state: CachePadded(Mutex::new(LogState::new(start))),
             growth: Mutex::new(()),
             work: Condvar::new(),
             progress: Condvar::new(),
@@ -147,10 +147,10 @@ impl Log {
                         break state;
                     }
                     // On a full disk the next open has priority: the log grows by a segment with each opening
-                    // that commits something. Checked only once, because a `keep_back` that found space
+                    // that commits something. Checked only once, because a `hold_reserve` that found space
                     // leaves filling the reserve to the maker.
                     drop(state);
-                    let kept = self.pool.keep_back(number, empty, purpose);
+                    let kept = self.pool.hold_reserve(number, empty, purpose);
                     kept.map_err(|error| self.unless_passing(error))?;
                     leaves_enough = true;
                 }

@@ -15,7 +15,7 @@ use remanent_format::op::PayloadBytes;
 use zerocopy::FromZeros;
 
 use crate::base::allocation::{collected, make_room, push};
-use crate::base::own_line::OwnLine;
+use crate::base::cache_padded::CachePadded;
 use crate::base::sync::Mutex;
 use crate::device::sums::{sum_each, sums_in, sums_len, transfer_corrupted};
 use crate::device::{Command, CommandList, Device, Lane, Span, Staging, StagingSpan};
@@ -38,7 +38,7 @@ const CLASS_LEN_MAX: usize = 64 << 20;
 pub struct StagingPool {
     device: Arc<dyn Device>,
     idle_bytes_max: usize,
-    idle: OwnLine<Mutex<IdleStagings>>,
+    idle: CachePadded<Mutex<IdleStagings>>,
 }
 
 #[derive(Default)]
@@ -89,7 +89,7 @@ impl StagingPool {
     /// Creates an empty pool that keeps at most `idle_bytes_max` bytes.
     #[must_use]
     pub fn new(device: Arc<dyn Device>, idle_bytes_max: usize) -> Self {
-        Self { device, idle_bytes_max, idle: OwnLine::default() }
+        Self { device, idle_bytes_max, idle: CachePadded::default() }
     }
 
     /// Returns staging of `len` bytes. Reused staging contains the bytes of its last user: zeroing it would
@@ -155,14 +155,14 @@ impl StagingPool {
                 GrownBytes::Plain(bytes)
             }
             GrowthState::Owned { bytes, outgrown } => {
-                self.give_all(outgrown);
+                self.put_all(outgrown);
                 GrownBytes::Plain(bytes)
             }
         }
     }
 
     /// Returns grown bytes to the pool.
-    pub fn give_grown(&self, grown: GrownBytes) {
+    pub fn put_grown(&self, grown: GrownBytes) {
         if let GrownBytes::Staged(staged) = grown {
             self.put(staged.into_staging());
         }
@@ -214,7 +214,7 @@ impl StagingPool {
                 sums_in(&sums[..sums_len(parts.len())]).eq(sent)
             };
             let is_proven = returned.get(1).is_none_or(as_sent);
-            self.give_all(returned);
+            self.put_all(returned);
             Ok::<_, Error>(is_proven)
         };
         if once()? || once()? { Ok(()) } else { Err(transfer_corrupted(&*self.device, "pages")) }
@@ -239,7 +239,7 @@ impl StagingPool {
             let returned = self.device.submit(lane, list)?.finish(&*self.device)?;
             out.copy_from_slice(&returned[0][..out.len()]);
             let sent = returned.get(1).and_then(|sums| sums_in(sums).next());
-            self.give_all(returned);
+            self.put_all(returned);
             Ok::<_, Error>(sent.is_none_or(|sum| sum == crc32fast::hash(out)))
         };
         if once()? || once()? { Ok(()) } else { Err(transfer_corrupted(&*self.device, "bytes of a page")) }
@@ -261,11 +261,11 @@ impl StagingPool {
     /// Returns staging to the pool. If the limit is exceeded, staging is freed from the class with the most
     /// idle bytes first, so that a class that is no longer used does not fill the pool permanently.
     pub fn put(&self, staging: Staging) {
-        self.give_all([staging]);
+        self.put_all([staging]);
     }
 
     /// Returns several stagings to the pool together, for example those of a finished list.
-    pub fn give_all(&self, staging: impl IntoIterator<Item = Staging>) {
+    pub fn put_all(&self, staging: impl IntoIterator<Item = Staging>) {
         // Sorted before the lock is taken and freed after it is released, so that other threads wait for
         // neither: unpinning takes time.
         let mut freed = Vec::new();

@@ -20,7 +20,7 @@ use super::{RecoveredStore, Recovery, ReplayBacklog};
 use crate::applier::AppliedState;
 use crate::base::wall_clock::unix_ms;
 use crate::catalog::Catalog;
-use crate::catalog::publish::{of_no_spare, publish};
+use crate::catalog::publish::{publish, without_spare};
 use crate::disk::Disk;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
@@ -80,7 +80,7 @@ impl Recovery<'_> {
         let (log, position) = begin(&pool, store.store, &Predecessor::default(), Vec::new())?;
         let bytes = store.encode().map_err(|defect| Error::from(defect.at(FileName::Store, 0)))?;
         // The commit point of the creation. Segments and their names are durable by now.
-        publish(&self.disk, FileName::Store, 0, &[&bytes], &of_no_spare)?;
+        publish(&self.disk, FileName::Store, 0, &[&bytes], &without_spare)?;
         Ok(RecoveredStore {
             store,
             applied: AppliedState {

@@ -137,7 +137,7 @@ impl ImageLoader<'_> {
             },
         );
         // Also after an error: a caller that gives the memory back must know that no copy still writes to it.
-        copies.finish_but(0)?;
+        copies.finish_all_but(0)?;
         check_parts(work.iter().zip(checksums?))?;
         copies.found.into_inner().unlike()
     }
@@ -350,13 +350,13 @@ impl PendingCopies<'_> {
         self.under_way.lock().push_back(Copies { pending, summed });
         // The thread that adds a copy waits for the oldest one, which bounds the staging of all threads
         // together.
-        self.finish_but(COPIES_MAX)
+        self.finish_all_but(COPIES_MAX)
     }
 
     /// Waits for the oldest copies until at most `at_most` are in flight, and returns their staging. Staging
     /// of copies that are already done is returned as well and reused next: on the host it is still in the
     /// processor's cache.
-    fn finish_but(&self, at_most: usize) -> Result<()> {
+    fn finish_all_but(&self, at_most: usize) -> Result<()> {
         // A fence that was reached costs no wait.
         let is_done = |copies: &Copies| {
             let Fence { lane, value } = copies.pending.fence();

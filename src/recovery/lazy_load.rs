@@ -20,7 +20,7 @@ use super::image_loader::{ImageLoader, threads};
 use crate::applier::{UnloadedPage, UnloadedSet};
 use crate::base::allocation::{collected, insert};
 use crate::base::parallel;
-use crate::base::poison::PanicPoisons;
+use crate::base::poison::PoisonOnPanic;
 use crate::base::sync::atomic::{AtomicUsize, Ordering};
 use crate::base::sync::thread::JoinHandle;
 use crate::base::sync::threads;
@@ -56,7 +56,7 @@ impl PageLoader {
         let loads = Loads { engine, begun: Arc::default() };
         let thread = if loads.unloaded().is_any() {
             let poison = loads.engine.poison.clone();
-            let poisons = PanicPoisons { poison, thread: "the thread that loads pages" };
+            let poisons = PoisonOnPanic { poison, thread: "the thread that loads pages" };
             let life = LoaderLoop(loads.clone());
             let thread = threads::start("remanent-load", move || {
                 let _poisons = poisons;

@@ -105,7 +105,7 @@ use crate::base::phases;
 use crate::base::phases::Phase;
 use crate::base::sync::Instant;
 use crate::catalog::Catalog;
-use crate::catalog::publish::{MakeOfSpare, publish, publish_manifest};
+use crate::catalog::publish::{CreateFromSpare, publish, publish_manifest};
 use crate::device::Device;
 use crate::disk::image_spares::ImageSpares;
 use crate::disk::source::DiskSource;
@@ -169,7 +169,7 @@ impl ReplayBacklog {
 
 /// Writes a small file for an open, which must work on a full disk: without space, the file is made from a
 /// spare, or spares are released. Only an open store can free space by deleting.
-fn with_reserve<T>(pool: &SegmentPool, mut write: impl FnMut(&MakeOfSpare) -> Result<T>) -> Result<T> {
+fn with_reserve<T>(pool: &SegmentPool, mut write: impl FnMut(&CreateFromSpare) -> Result<T>) -> Result<T> {
     let spare = |temporary, len| pool.make_small(temporary, len, 0, SpacePurpose::Open);
     loop {
         match write(&spare) {

@@ -68,7 +68,7 @@ impl<'a> SubmittedLists<'a> {
         self.pending_bytes -= bytes;
         let staging = pending.finish(self.device)?;
         let proven = proofs.iter().try_for_each(|proof| proof.check(&staging, self.device));
-        self.staging.give_all(staging);
+        self.staging.put_all(staging);
         proven
     }
 }

@@ -20,7 +20,7 @@ use std::time::Duration;
 use remanent_format::Lsn;
 
 use super::{SnapshotRequest, Snapshots};
-use crate::base::poison::PanicPoisons;
+use crate::base::poison::PoisonOnPanic;
 use crate::base::sync::Instant;
 use crate::base::sync::thread::JoinHandle;
 use crate::base::sync::threads;
@@ -130,7 +130,7 @@ impl BackgroundSnapshots {
             let life = SnapshotLoop(snapshots.clone());
             // A store without snapshots would grow its log forever, so a panic must not go unnoticed.
             let poisons =
-                PanicPoisons { poison: snapshots.engine.poison.clone(), thread: "the thread for snapshots" };
+                PoisonOnPanic { poison: snapshots.engine.poison.clone(), thread: "the thread for snapshots" };
             let thread = threads::start("remanent-snapshot", move || {
                 let _poisons = poisons;
                 life.live(rules);

@@ -212,8 +212,8 @@ impl Snapshots {
             let written = match info.len {
                 0 => Ok(None),
                 _ => target.writers.append(|file| {
-                    match self.write_caught_in_place(file, &info, keep_pace)? {
-                        PlacedPage::NoPlace => self.write_caught(file, &info, keep_pace),
+                    match self.write_gathered_in_place(file, &info, keep_pace)? {
+                        PlacedPage::NoPlace => self.write_gathered(file, &info, keep_pace),
                         PlacedPage::Gone => Ok(None),
                         PlacedPage::Written(image) => Ok(Some(image)),
                     }
@@ -270,7 +270,7 @@ impl Snapshots {
 
     /// Writes the image of a caught page. Returns `None` if a batch changed more of it than could be kept
     /// aside.
-    fn write_caught(
+    fn write_gathered(
         &self,
         file: &ImageWriter,
         info: &PageInfo,
@@ -286,7 +286,7 @@ impl Snapshots {
             let drain = self.engine.applier.turn(move |turn| {
                 turn.intact()?;
                 // More was written than could be kept aside: this catch is lost.
-                let Some(sources) = caught_sources(turn, page, &range)? else { return Ok(None) };
+                let Some(sources) = gathered_sources(turn, page, &range)? else { return Ok(None) };
                 let drain = turn.drain(place, sources, len, staged, 0, Some(&staging))?;
                 // The last pass has read this range: later writes to it need not be kept aside.
                 if pass == ReadPass::Last {
@@ -499,7 +499,7 @@ fn take_on_disk(turn: &mut Turn<'_>, page: PageId) -> Result<Option<(PageInfo, D
 
 /// Returns the memory that holds a range of a page being caught, each part with its offset in the range.
 /// Returns `None` if a batch wrote more of the page than could be kept aside.
-pub(super) fn caught_sources(
+pub(super) fn gathered_sources(
     turn: &Turn<'_>,
     page: PageId,
     range: &Range<u64>,

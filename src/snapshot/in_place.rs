@@ -13,7 +13,7 @@ use remanent_format::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
 use remanent_format::{PageId, PageInfo, Place};
 
 use super::Snapshots;
-use super::gather::{ChunkSources, GatheredEntries, GatheredPages, PlacedPage, caught_sources};
+use super::gather::{ChunkSources, GatheredEntries, GatheredPages, PlacedPage, gathered_sources};
 use super::overlays::GatherTarget;
 use crate::applier::{Drain, Drained, GatheredBytes};
 use crate::base::allocation::{collected, push};
@@ -92,7 +92,7 @@ impl Snapshots {
     }
 
     /// Writes the image of a caught long page to its position in the file, piece by piece.
-    pub(super) fn write_caught_in_place(
+    pub(super) fn write_gathered_in_place(
         &self,
         file: &ImageWriter,
         info: &PageInfo,
@@ -110,7 +110,7 @@ impl Snapshots {
             let staging = self.engine.staging.clone();
             let gathered = self.engine.applier.turn(move |turn| {
                 turn.intact()?;
-                let Some(sources) = caught_sources(turn, page, &range)? else { return Ok(None) };
+                let Some(sources) = gathered_sources(turn, page, &range)? else { return Ok(None) };
                 let len = range.end - range.start;
                 let gathered = turn.gather_aside(place, sources, len, 0, len, &staging)?;
                 // Later writes to this range need not be kept aside.

@@ -56,7 +56,7 @@ use self::overlays::{GatherTarget, OverlayRules};
 pub use self::progress::SnapshotPhase;
 pub(crate) use self::progress::SnapshotProgress;
 pub use self::retain::PruneReport;
-pub(crate) use self::retain::Subject;
+pub(crate) use self::retain::RetentionContext;
 pub use self::scrub::ScrubReport;
 pub(crate) use self::scrub::{Scrub, Scrubber};
 pub(crate) use self::verify::PROVERS_MAX;
@@ -140,15 +140,17 @@ impl Snapshots {
         }
         // Try a full snapshot first: a thin snapshot adds a link that every replay must follow.
         match self.take_once(catalog, request, false) {
-            Err(full @ Error::DiskFull { .. }) if !request.keeps_others => match self.give_back(catalog) {
-                Ok(true) => self.take_once(catalog, request, true),
-                Ok(false) => Err(full),
-                Err(error) if error.is_passing() => {
-                    tracing::warn!(%error, "the space of deleted pages cannot be given back as yet");
-                    Err(full)
+            Err(full @ Error::DiskFull { .. }) if !request.keeps_others => {
+                match self.release_empty(catalog) {
+                    Ok(true) => self.take_once(catalog, request, true),
+                    Ok(false) => Err(full),
+                    Err(error) if error.is_passing() => {
+                        tracing::warn!(%error, "the space of deleted pages cannot be given back as yet");
+                        Err(full)
+                    }
+                    Err(error) => Err(self.poison_unless_harmless(error)),
                 }
-                Err(error) => Err(self.poison_unless_harmless(error)),
-            },
+            }
             taken => taken,
         }
     }
@@ -168,7 +170,7 @@ impl Snapshots {
     /// everything that the snapshot wrote was read back (I7).
     fn follow_up(&self, catalog: &mut Catalog, then: AfterPublication) -> Result<()> {
         if then == AfterPublication::Leave {
-            self.unverified.owe_retention(true);
+            self.unverified.set_retention_pending(true);
             return Ok(());
         }
         self.progress.enter(SnapshotPhase::Verify);
@@ -176,7 +178,7 @@ impl Snapshots {
         self.progress.enter(SnapshotPhase::Recycle);
         if then == AfterPublication::KeepAll {
             self.record(catalog, catalog.floor, |_| true)?;
-            self.unverified.owe_retention(false);
+            self.unverified.set_retention_pending(false);
             return Ok(());
         }
         self.retain(catalog)

@@ -121,7 +121,8 @@ impl Snapshots {
         let info = new.payload();
         let mut source = paced_pieces(|offset, out| new.read(offset, out), keep_pace);
         let piece_len = self.piece_len();
-        let written = target.writers.append(|file| file.write_as_it_is(&info, piece_len, &mut source))?;
+        let written =
+            target.writers.append(|file| file.write_uncompressed_stream(&info, piece_len, &mut source))?;
         drop(source);
         Ok(new.image(&written.expect("its bytes are there")))
     }

@@ -312,7 +312,7 @@ mod tests {
 
     /// An event next to a snapshot, before retention is applied.
     #[derive(Clone, Copy, Debug)]
-    enum Deed {
+    enum TestEvent {
         Nothing,
         /// The name of an existing snapshot is given up, possibly with no other rule applied.
         GiveUp {
@@ -332,7 +332,7 @@ mod tests {
 
     /// One step of a history: the clock advances by seconds, the log grows by segments, and a snapshot is
     /// taken: named or not, exact or not, thin or not.
-    type Step = (i64, u64, bool, bool, bool, Deed);
+    type Step = (i64, u64, bool, bool, bool, TestEvent);
 
     /// Rules, and histories under them. Now and then the clock jumps, as on a machine whose time is wrong for
     /// a while.
@@ -347,10 +347,10 @@ mod tests {
         let jump = prop_oneof![8 => 0..20i64, 1 => 1000..100_000i64, 1 => -100_000..-1000i64];
         let rarely = || prop::bool::weighted(0.2);
         let deed = prop_oneof![
-            5 => Just(Deed::Nothing),
-            2 => (any::<usize>(), any::<bool>()).prop_map(|(which, names_only)| Deed::GiveUp { which, names_only }),
-            1 => any::<usize>().prop_map(|which| Deed::Damage { which }),
-            2 => (any::<u16>(), rarely()).prop_map(|(which, beginning)| Deed::Hold { which, beginning }),
+            5 => Just(TestEvent::Nothing),
+            2 => (any::<usize>(), any::<bool>()).prop_map(|(which, names_only)| TestEvent::GiveUp { which, names_only }),
+            1 => any::<usize>().prop_map(|which| TestEvent::Damage { which }),
+            2 => (any::<u16>(), rarely()).prop_map(|(which, beginning)| TestEvent::Hold { which, beginning }),
         ];
         let step = (jump, 0..3u64, prop::bool::weighted(0.3), any::<bool>(), rarely(), deed);
         (rules, prop::collection::vec(step, 1..60))
@@ -383,19 +383,19 @@ mod tests {
                 let (mut held, mut beginning_held) = (BTreeSet::new(), false);
                 let ids: Vec<SnapshotId> = snapshots.keys().copied().collect();
                 match deed {
-                    Deed::Nothing => {}
-                    Deed::GiveUp { which, names_only } => {
+                    TestEvent::Nothing => {}
+                    TestEvent::GiveUp { which, names_only } => {
                         let names: Vec<&String> = snapshots.values().filter_map(|kept| kept.info.name.as_ref()).collect();
                         if !names.is_empty() {
                             retention = retention.give_up(names[which % names.len()]).names_only(names_only);
                         }
                     }
                     // The newest one was verified just now.
-                    Deed::Damage { which } if ids.len() > 1 => {
+                    TestEvent::Damage { which } if ids.len() > 1 => {
                         snapshots.get_mut(&ids[which % (ids.len() - 1)]).unwrap().is_sound = false;
                     }
-                    Deed::Damage { .. } => {}
-                    Deed::Hold { which, beginning } => {
+                    TestEvent::Damage { .. } => {}
+                    TestEvent::Hold { which, beginning } => {
                         held = ids.iter().copied().filter(|id| which >> (id.0 % 16) & 1 == 1).collect();
                         beginning_held = beginning;
                     }

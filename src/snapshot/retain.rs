@@ -49,7 +49,7 @@ impl PruneReport {
 }
 
 /// A catalog with the disk that it describes. This is enough to plan retention for an open or a closed store.
-pub(crate) struct Subject<'a> {
+pub(crate) struct RetentionContext<'a> {
     pub disk: &'a dyn Disk,
     /// The kept snapshots, tables and files.
     pub catalog: &'a Catalog,
@@ -98,7 +98,7 @@ impl Snapshots {
         } else {
             self.prune(catalog, &self.retention)?;
         }
-        self.unverified.owe_retention(false);
+        self.unverified.set_retention_pending(false);
         Ok(())
     }
 
@@ -248,12 +248,16 @@ impl Snapshots {
     }
 
     /// Returns the catalog with its disk, as input to the rules.
-    fn subject<'a>(&'a self, catalog: &'a Catalog) -> Subject<'a> {
-        Subject { disk: &*self.engine.disk, catalog, current_segment: self.engine.log.current_segment() }
+    fn subject<'a>(&'a self, catalog: &'a Catalog) -> RetentionContext<'a> {
+        RetentionContext {
+            disk: &*self.engine.disk,
+            catalog,
+            current_segment: self.engine.log.current_segment(),
+        }
     }
 }
 
-impl Subject<'_> {
+impl RetentionContext<'_> {
     /// Returns what would be removed.
     pub fn would_prune(&self, retention: &Retention) -> Result<PruneReport> {
         let (_, pruned) = self.plan(retention, &mut |id| self.disk.is_held(id).map(|is_held| !is_held))?;
@@ -286,7 +290,7 @@ impl Subject<'_> {
         // A reader may also have started from a link that is kept only for later snapshots, or that a crash
         // left. The catalog no longer knows what that reader needs, so everything stays until the reader has
         // ended.
-        for id in self.links_alone()? {
+        for id in self.links_without_snapshot()? {
             if !is_free(id)? {
                 plan =
                     RetentionPlan { snapshots: catalog.snapshots.keys().copied().collect(), log_from: None };
@@ -372,7 +376,7 @@ impl Subject<'_> {
     }
 
     /// Lists the manifests on disk that are no longer snapshots of their own.
-    fn links_alone(&self) -> Result<Vec<SnapshotId>> {
+    fn links_without_snapshot(&self) -> Result<Vec<SnapshotId>> {
         let names = self.disk.list(Folder::Snapshots)?;
         let ids = names.iter().filter_map(|name| match FileName::parse(Folder::Snapshots, name) {
             Some(FileName::Manifest(number)) => Some(SnapshotId(number)),

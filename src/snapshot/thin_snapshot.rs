@@ -26,7 +26,7 @@ use crate::error::Result;
 
 impl Snapshots {
     /// Frees the space that only deleted pages need. Returns whether any file was removed.
-    pub(super) fn give_back(&self, catalog: &mut Catalog) -> Result<bool> {
+    pub(super) fn release_empty(&self, catalog: &mut Catalog) -> Result<bool> {
         // If the image of an unloaded page turns out to be damaged, an older snapshot can stand in for it.
         if self.engine.applier.unloaded().is_any() {
             return Ok(false);

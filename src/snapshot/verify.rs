@@ -21,7 +21,7 @@ use super::Snapshots;
 use super::gather::GatheredDiskPage;
 use crate::base::allocation::collected;
 use crate::base::parallel;
-use crate::base::poison::PanicPoisons;
+use crate::base::poison::PoisonOnPanic;
 use crate::base::sync::Mutex;
 use crate::base::sync::thread::JoinHandle;
 use crate::base::sync::threads;
@@ -89,8 +89,8 @@ impl UnverifiedSnapshots {
 
     /// Records whether recycling for a published snapshot is still outstanding. Called under the catalog
     /// lock.
-    pub fn owe_retention(&self, is_owed: bool) {
-        self.queue.lock().is_retention_owed = is_owed;
+    pub fn set_retention_pending(&self, is_pending: bool) {
+        self.queue.lock().is_retention_owed = is_pending;
     }
 
     /// Adds a published snapshot. It permits no recycling until it is verified.
@@ -147,7 +147,7 @@ impl Snapshots {
         let snapshots = self.clone();
         let thread = threads::start("remanent-verify", move || {
             let thread = "the thread that verifies snapshots";
-            let _poisons = PanicPoisons { poison: snapshots.engine.poison.clone(), thread };
+            let _poisons = PoisonOnPanic { poison: snapshots.engine.poison.clone(), thread };
             // A panic poisons the store: it must not leave snapshots waiting unnoticed.
             snapshots.attend();
         });
@@ -168,7 +168,7 @@ impl Snapshots {
                 self.unverified.read_back(&mut self.unverified.proven.lock(), |pages| self.rebase(pages));
             let finished = match proven {
                 // Recorded and recycled by the same thread, in order of publication.
-                Ok(()) => self.finish_owed(&mut self.catalog.lock_patiently()),
+                Ok(()) => self.finish_pending_retention(&mut self.catalog.lock_patiently()),
                 Err(error) if error.is_passing() => Err(error),
                 Err(error) => Err(self.engine.poison.set(error)),
             };
@@ -214,7 +214,7 @@ impl Snapshots {
 
     /// Runs phases 6 and 7 unless another thread already has. If that was a thread in a restore, whose
     /// snapshot removes no other, nothing is removed until the next snapshot.
-    fn finish_owed(&self, catalog: &mut Catalog) -> Result<()> {
+    fn finish_pending_retention(&self, catalog: &mut Catalog) -> Result<()> {
         if !self.unverified.is_retention_owed() {
             return Ok(());
         }

@@ -233,7 +233,7 @@ fn begin(
     // All parts share the memory of one bitmap. The indices, one per part, follow it.
     let bits_len = parts.iter().map(Part::bits_len).max().unwrap_or(0).next_multiple_of(16);
     let indices_len = WORD_LEN * parts.len() as u64;
-    let Some(scratch) = turn.arena.scratch_if_there_is_room(left.place, bits_len + indices_len)? else {
+    let Some(scratch) = turn.arena.try_scratch(left.place, bits_len + indices_len)? else {
         return Ok(None);
     };
     let submitted = match &scratch[..] {

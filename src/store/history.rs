@@ -14,7 +14,7 @@ use crate::history::point::StatePoint;
 use crate::history::restore::RestoreRun;
 use crate::options::{Retention, SnapshotOptions};
 use crate::recovery::OpenPreview;
-use crate::snapshot::{AfterPublication, PROVERS_MAX, PruneReport, SnapshotRequest, Subject};
+use crate::snapshot::{AfterPublication, PROVERS_MAX, PruneReport, RetentionContext, SnapshotRequest};
 
 impl Store {
     /// Takes a snapshot while commits continue, verifies it, and removes what retention no longer keeps.
@@ -157,8 +157,8 @@ impl Store {
     pub fn would_prune_on(disk: &Arc<dyn Disk>, retention: &Retention) -> Result<PruneReport> {
         let look = || {
             let OpenPreview { catalog, current_segment, under_way_from } = OpenPreview::take(disk)?;
-            let mut pruned =
-                Subject { disk: &**disk, catalog: &catalog, current_segment }.would_prune(retention)?;
+            let mut pruned = RetentionContext { disk: &**disk, catalog: &catalog, current_segment }
+                .would_prune(retention)?;
             let is_under_way = |file: &FileName| match file {
                 FileName::Pages(number) | FileName::Table(number) => {
                     under_way_from.is_some_and(|from| *number >= from)

@@ -7,7 +7,7 @@ use remanent_format::{Lsn, Place};
 
 use super::{Store, StoreParts};
 use crate::applier::Reads;
-use crate::base::own_line::OwnLine;
+use crate::base::cache_padded::CachePadded;
 use crate::base::pace::Pace;
 use crate::base::process::ForkGuard;
 use crate::base::sync::atomic::AtomicU64;
@@ -136,9 +136,9 @@ impl Store {
         let reads = Reads::new(applier.clone(), device.clone(), staging.clone(), poison.clone());
         let committer = Arc::new(Committer {
             engine: engine.clone(),
-            next_page: OwnLine(AtomicU64::new(submitted.next_page())),
-            submitted: OwnLine(Mutex::new(submitted)),
-            waiting: OwnLine(CombineQueue::new()),
+            next_page: CachePadded(AtomicU64::new(submitted.next_page())),
+            submitted: CachePadded(Mutex::new(submitted)),
+            waiting: CachePadded(CombineQueue::new()),
             files: catalog.files.clone(),
             known: catalog.known.clone(),
             takes_snapshots: options.snapshot_log_bytes.is_some() || options.snapshot_interval.is_some(),

@@ -138,7 +138,7 @@ impl Store {
         // After all deletes submitted so far.
         applier.turn(|_| Ok(()))?;
         arena.reap_all()?;
-        arena.drop_let_go();
+        arena.drop_released();
         // Memory of the store that kept a page alive for a caller is retired by this drop.
         arena.reap_all()?;
         staging.trim();

@@ -79,7 +79,7 @@ pub struct DeviceFault {
 
 /// A direction or kind of transfer across the bus.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum BusWay {
+pub enum BusTransfer {
     /// The bytes of a [`Command::Upload`].
     Up,
     /// The bytes of a write in a [`Command::Apply`] that is long enough to be verified where it arrives.
@@ -100,7 +100,7 @@ pub enum BusWay {
 #[derive(Clone, Copy, Debug)]
 pub struct BitFlip {
     /// The copies that are counted.
-    pub way: BusWay,
+    pub way: BusTransfer,
     /// The number of the copy among them, from 1, counted from the call of [`FaultyDevice::flip`]. Empty
     /// copies are not counted.
     pub nth: u64,
@@ -180,15 +180,17 @@ impl FaultyDevice {
     }
 
     /// Returns the transfers of the given kind in a list in which a bit flips now.
-    fn flips(&self, way: BusWay, commands: &[Command]) -> Vec<StagingSpan> {
+    fn flips(&self, way: BusTransfer, commands: &[Command]) -> Vec<StagingSpan> {
         let mut state = self.state.lock();
         let Some(flip) = state.flip.filter(|flip| flip.way == way) else { return Vec::new() };
         let writes = commands.iter().any(|command| matches!(command, Command::Apply { .. }));
-        let sums = if writes { BusWay::WriteSums } else { BusWay::Sums };
+        let sums = if writes { BusTransfer::WriteSums } else { BusTransfer::Sums };
         let spans = commands.iter().flat_map(|command| match (way, command) {
-            (BusWay::Up, Command::Upload { source, .. }) => vec![*source],
-            (BusWay::LongWrites, Command::Apply { pieces }) => pieces.iter().filter_map(long_write).collect(),
-            (BusWay::Down, Command::Download { target, .. }) => vec![*target],
+            (BusTransfer::Up, Command::Upload { source, .. }) => vec![*source],
+            (BusTransfer::LongWrites, Command::Apply { pieces }) => {
+                pieces.iter().filter_map(long_write).collect()
+            }
+            (BusTransfer::Down, Command::Download { target, .. }) => vec![*target],
             (_, Command::Crc { target, .. }) if way == sums => vec![*target],
             _ => Vec::new(),
         });
@@ -207,13 +209,13 @@ impl FaultyDevice {
     /// the list.
     fn flip_files(&self, commands: Vec<Command>) -> Vec<Command> {
         let mut state = self.state.lock();
-        let ways = [BusWay::File, BusWay::FromFile];
+        let ways = [BusTransfer::File, BusTransfer::FromFile];
         let Some(flip) = state.flip.filter(|flip| ways.contains(&flip.way)) else { return commands };
         let mut flipped = Vec::new();
         for command in commands {
             let copied = match &command {
                 Command::Copy { source, target } => {
-                    let file = if flip.way == BusWay::File { target } else { source };
+                    let file = if flip.way == BusTransfer::File { target } else { source };
                     state.files.contains(&file.memory).then_some((*source, *target))
                 }
                 _ => None,
@@ -316,12 +318,12 @@ impl Device for FaultyDevice {
         self.enter(DeviceCall::Submit)?;
         let mut list = list;
         list.commands = self.flip_files(list.commands);
-        for way in [BusWay::Up, BusWay::LongWrites] {
+        for way in [BusTransfer::Up, BusTransfer::LongWrites] {
             for span in self.flips(way, &list.commands) {
                 flip(&mut list.staging, span);
             }
         }
-        let ways = [BusWay::Down, BusWay::Sums, BusWay::WriteSums];
+        let ways = [BusTransfer::Down, BusTransfer::Sums, BusTransfer::WriteSums];
         let down: Vec<StagingSpan> = ways.iter().flat_map(|way| self.flips(*way, &list.commands)).collect();
         let pending = self.inner.submit(lane, list)?;
         if down.is_empty() {

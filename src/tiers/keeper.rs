@@ -16,7 +16,7 @@ use remanent_format::{PageId, PageTable, Place};
 use super::Tiers;
 use super::residents::Residents;
 use super::stats::TierCounts;
-use crate::base::poison::PanicPoisons;
+use crate::base::poison::PoisonOnPanic;
 use crate::base::sync::thread::JoinHandle;
 use crate::base::sync::{Condvar, Instant, Mutex, RwLock, threads};
 use crate::engine::Engine;
@@ -50,7 +50,7 @@ pub(crate) struct TierKeeper {
     /// Locked for reading by each call that moves pages, which are held in their place in the meantime;
     /// locked for writing by a call that found no room alongside them. No caller-supplied code runs while it
     /// is held.
-    pub bringing: RwLock<()>,
+    pub moves_in_progress: RwLock<()>,
     counts: Arc<TierCounts>,
 }
 
@@ -128,7 +128,7 @@ impl TierKeeper {
             calls: Mutex::default(),
             called: Condvar::new(),
             round_ended: Condvar::new(),
-            bringing: RwLock::default(),
+            moves_in_progress: RwLock::default(),
             counts,
         }
     }
@@ -149,12 +149,12 @@ impl TierKeeper {
 
     /// Returns whether pages can be evicted from this place and its budget is at least `bytes` bytes.
     pub fn may_make_room(&self, place: Place, bytes: u64) -> bool {
-        self.tier_that_has(place, bytes).is_some()
+        self.tier_with_budget(place, bytes).is_some()
     }
 
     /// Returns the index of the tier if pages can be evicted from this place and its budget is at least
     /// `bytes` bytes.
-    fn tier_that_has(&self, place: Place, bytes: u64) -> Option<usize> {
+    fn tier_with_budget(&self, place: Place, bytes: u64) -> Option<usize> {
         let mut left = self.tiers[..self.tiers.len() - 1].iter();
         left.position(|tier| tier.place == place && bytes <= tier.room.budget())
     }
@@ -173,7 +173,7 @@ impl TierKeeper {
     /// # Errors
     /// The error with which the thread failed to move pages.
     pub fn make_room(&self, place: Place, bytes: u64) -> Result<bool> {
-        let Some(tier) = self.tier_that_has(place, bytes) else { return Ok(false) };
+        let Some(tier) = self.tier_with_budget(place, bytes) else { return Ok(false) };
         let room = &self.tiers[tier].room;
         let begun = Instant::now();
         let mut calls = self.calls.lock();
@@ -205,8 +205,8 @@ impl TierKeeper {
     }
 
     /// Releases held pages.
-    pub fn let_go(&self, pages: &[PageId]) {
-        self.residents.lock().let_go(pages);
+    pub fn release(&self, pages: &[PageId]) {
+        self.residents.lock().release(pages);
     }
 
     /// Runs the thread.
@@ -384,7 +384,7 @@ impl TierKeeper {
 
     fn stay(&self, pages: &[(PageId, u64)]) {
         let mut residents = self.residents.lock();
-        pages.iter().for_each(|(page, _)| residents.stays(*page));
+        pages.iter().for_each(|(page, _)| residents.return_to_policy(*page));
     }
 }
 
@@ -394,11 +394,11 @@ impl TierThread {
     /// # Errors
     /// [`Error::Thread`] if it cannot be started.
     pub fn start(keeper: Arc<TierKeeper>) -> Result<Self> {
-        let poisons = PanicPoisons { poison: keeper.engine.poison.clone(), thread: "the thread for tiers" };
+        let poisons = PoisonOnPanic { poison: keeper.engine.poison.clone(), thread: "the thread for tiers" };
         let life = keeper.clone();
         let thread = threads::start("remanent-tiers", move || {
             let _poisons = poisons;
-            let _over = EndsCalls(&life);
+            let _over = EndCallsOnDrop(&life);
             life.live();
         });
         let thread = thread.map_err(|error| Error::thread("the thread for tiers", error))?;
@@ -407,9 +407,9 @@ impl TierThread {
 }
 
 /// A guard that wakes waiting calls when the thread ends.
-struct EndsCalls<'k>(&'k TierKeeper);
+struct EndCallsOnDrop<'k>(&'k TierKeeper);
 
-impl Drop for EndsCalls<'_> {
+impl Drop for EndCallsOnDrop<'_> {
     fn drop(&mut self) {
         self.0.calls.lock().is_over = true;
         self.0.round_ended.notify_all();

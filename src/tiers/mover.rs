@@ -55,7 +55,7 @@ impl PageMover {
         let Some(keeper) = self.waits_for_others(&submitted) else { return submitted };
         // The lock is not held here, because sources of the batch are caller-supplied code, and may move
         // pages themselves.
-        drop(keeper.bringing.write());
+        drop(keeper.moves_in_progress.write());
         self.submit_with_others(batch)
     }
 
@@ -75,7 +75,7 @@ impl PageMover {
                 Err(Error::OverBudget { place, asked, .. })
                     if tries < TRIES_MAX
                         && (keeper.make_room(place, asked)?
-                            || self.take_down(keeper, batch, place, asked)?) =>
+                            || self.demote_for(keeper, batch, place, asked)?) =>
                 {
                     tries += 1;
                 }
@@ -90,7 +90,7 @@ impl PageMover {
     /// Demotes pages that the batch resizes or clones, and that are in a place which can never have all the
     /// requested room. A move by the store may have put them there, and whether a batch fits must not depend
     /// on that. Returns whether any page was demoted.
-    fn take_down(&self, keeper: &TierKeeper, batch: &WriteBatch, place: Place, bytes: u64) -> Result<bool> {
+    fn demote_for(&self, keeper: &TierKeeper, batch: &WriteBatch, place: Place, bytes: u64) -> Result<bool> {
         let Some(below) = keeper.place_below(place, bytes) else { return Ok(false) };
         let begun = Instant::now();
         let is_there = |page: PageId| {
@@ -147,20 +147,20 @@ impl PageMover {
     /// Moves the pages that are not yet in `place` to it. Returns the position of the last batch that did so;
     /// `None` if all are already there.
     pub fn move_to_place(&self, pages: &[PageId], place: Place) -> Result<Option<LogPoint>> {
-        self.bring_by(pages, place, Hits::Uses)
+        self.move_counting(pages, place, Hits::Uses)
     }
 
-    fn bring_by(&self, pages: &[PageId], place: Place, hits: Hits) -> Result<Option<LogPoint>> {
+    fn move_counting(&self, pages: &[PageId], place: Place, hits: Hits) -> Result<Option<LogPoint>> {
         let tried = {
-            let _with_others = self.keeper.as_ref().map(|keeper| keeper.bringing.read());
-            self.bring_held(pages, place, hits)
+            let _with_others = self.keeper.as_ref().map(|keeper| keeper.moves_in_progress.read());
+            self.move_held(pages, place, hits)
         };
         let Some(keeper) = self.waits_for_others(&tried) else { return tried };
-        let _alone = keeper.bringing.write();
-        self.bring_held(pages, place, hits)
+        let _alone = keeper.moves_in_progress.write();
+        self.move_held(pages, place, hits)
     }
 
-    fn bring_held(&self, pages: &[PageId], place: Place, noted: Hits) -> Result<Option<LogPoint>> {
+    fn move_held(&self, pages: &[PageId], place: Place, noted: Hits) -> Result<Option<LogPoint>> {
         let begun = Instant::now();
         let _held = HeldPages::new(self.keeper.as_deref(), pages);
         let mut coming = Vec::new();
@@ -192,9 +192,9 @@ impl PageMover {
 
     /// Moves pages like [`move_to_place`](Self::move_to_place), in advance of a caller: deleted pages are
     /// removed from `pages`, and pages that an open has not loaded yet are loaded before others.
-    pub fn bring_existing(&self, pages: &mut Vec<PageId>, place: Place, hits: Hits) -> Result<()> {
+    pub fn move_existing(&self, pages: &mut Vec<PageId>, place: Place, hits: Hits) -> Result<()> {
         loop {
-            match self.bring_by(pages, place, hits) {
+            match self.move_counting(pages, place, hits) {
                 Ok(point) => {
                     // With a direct log, lookups show the new place only once the batch is logged.
                     point.map_or(Ok(()), |point| self.engine.log.wait_logged(point.lsn))?;
@@ -244,6 +244,6 @@ impl<'m> HeldPages<'m> {
 
 impl Drop for HeldPages<'_> {
     fn drop(&mut self) {
-        self.0.iter().for_each(|keeper| keeper.let_go(self.1));
+        self.0.iter().for_each(|keeper| keeper.release(self.1));
     }
 }

@@ -240,7 +240,7 @@ impl PrefetchThread {
 
 impl Jobs {
     fn live(&self, mover: &PageMover) {
-        let _over = EndsJobs(self);
+        let _over = EndJobsOnDrop(self);
         loop {
             let mut queue = self.state.lock();
             let job = loop {
@@ -253,7 +253,7 @@ impl Jobs {
                 }
             };
             drop(queue);
-            let _panicked = EndsPanicked(&job);
+            let _panicked = EndJobOnPanic(&job);
             job.end(self.move_all(&job, mover));
         }
     }
@@ -265,16 +265,16 @@ impl Jobs {
             if self.state.lock().is_over {
                 return Err(Error::Closed);
             }
-            mover.bring_existing(&mut pages, job.place, Hits::Uses)?;
+            mover.move_existing(&mut pages, job.place, Hits::Uses)?;
         }
         Ok(())
     }
 }
 
 /// A guard that ends a job when its thread panics, so that no call waits for it.
-struct EndsPanicked<'j>(&'j Job);
+struct EndJobOnPanic<'j>(&'j Job);
 
-impl Drop for EndsPanicked<'_> {
+impl Drop for EndJobOnPanic<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.0.end(Err(Error::panicked("the thread for prefetching")));
@@ -283,9 +283,9 @@ impl Drop for EndsPanicked<'_> {
 }
 
 /// A guard that ends all jobs when the thread ends, so that no call waits for them.
-struct EndsJobs<'j>(&'j Jobs);
+struct EndJobsOnDrop<'j>(&'j Jobs);
 
-impl Drop for EndsJobs<'_> {
+impl Drop for EndJobsOnDrop<'_> {
     fn drop(&mut self) {
         let mut queue = self.0.state.lock();
         queue.is_over = true;

@@ -103,7 +103,7 @@ impl<'s> ReadAhead<'s> {
 
     /// Returns the number of steps in flight.
     #[must_use]
-    pub fn steps_coming(&self) -> usize {
+    pub fn steps_in_flight(&self) -> usize {
         self.upcoming.len()
     }
 
@@ -139,7 +139,7 @@ impl<'s> ReadAhead<'s> {
         // Pages that arrived in advance were moved for this step, so they do not count as hits.
         let hits = if moving.is_some() { Hits::Arrivals } else { Hits::Uses };
         // An error that kept pages from being prefetched occurs again here, or no longer applies.
-        let there = self.mover.bring_existing(&mut pages, self.place, hits);
+        let there = self.mover.move_existing(&mut pages, self.place, hits);
         let now = Instant::now();
         self.given = Some(now);
         self.in_store(there)?;
@@ -170,7 +170,7 @@ impl std::fmt::Debug for ReadAhead<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("ReadAhead")
             .field("place", &self.place)
-            .field("steps_coming", &self.upcoming.len())
+            .field("steps_in_flight", &self.upcoming.len())
             .finish_non_exhaustive()
     }
 }

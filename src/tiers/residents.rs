@@ -62,7 +62,8 @@ impl Residents {
 
     /// Chooses victims from a tier until they have at least `bytes` bytes or there are `count` of them. Held
     /// pages, and pages for which `may_leave` returns `false`, are not chosen. The policy no longer knows the
-    /// chosen pages: one that is not evicted after all must be returned with [`stays`](Self::stays).
+    /// chosen pages: one that is not evicted after all must be returned with
+    /// [`return_to_policy`](Self::return_to_policy).
     pub fn choose(
         &mut self,
         tier: usize,
@@ -83,12 +84,12 @@ impl Residents {
                 chosen.push((page, resident.len));
             }
         }
-        staying.into_iter().for_each(|page| self.stays(page));
+        staying.into_iter().for_each(|page| self.return_to_policy(page));
         chosen
     }
 
     /// Returns a chosen page to the policy of its tier.
-    pub fn stays(&mut self, page: PageId) {
+    pub fn return_to_policy(&mut self, page: PageId) {
         if let Some(resident) = self.pages.get(&page) {
             self.tiers[resident.tier].1.arrived(page, resident.len);
         }
@@ -100,7 +101,7 @@ impl Residents {
     }
 
     /// Releases held pages.
-    pub fn let_go(&mut self, pages: &[PageId]) {
+    pub fn release(&mut self, pages: &[PageId]) {
         for page in pages {
             let holds = self.held.get_mut(page).expect("a page that is held");
             *holds -= 1;
@@ -162,9 +163,9 @@ mod tests {
         let leased = PAGES[2];
         let free = residents.choose(1, (100, 9), |page| page != leased);
         assert_eq!(free, [(PAGES[3], 10)]);
-        residents.let_go(&PAGES[..2]);
+        residents.release(&PAGES[..2]);
         assert_eq!(residents.choose(1, (100, 9), |_| true).len(), 2, "one is held twice");
-        residents.let_go(&PAGES[..1]);
+        residents.release(&PAGES[..1]);
         assert_eq!(chosen(&mut residents, 1, 100), PAGES[..1]);
         assert!(residents.held.is_empty());
     }

@@ -125,7 +125,7 @@ impl Numbers {
     }
 
     /// Returns the newest state visible at `at`.
-    fn at(&self, at: Lsn) -> Result<(Lsn, Epoch, Place), Unseen> {
+    fn at(&self, at: Lsn) -> Result<(Lsn, Epoch, Place), ReadMiss> {
         let first = &self.states[0].lsn;
         loop {
             // The batch of the first state is read before and after the second state. If it is unchanged,
@@ -139,7 +139,7 @@ impl Numbers {
             let states = states.into_iter().flatten();
             let earliest = states.clone().map(|(lsn, ..)| lsn).min().unwrap_or(Lsn(0));
             let seen = states.filter(|(lsn, ..)| *lsn <= at).max_by_key(|(lsn, ..)| *lsn);
-            let (lsn, epoch, place) = seen.ok_or(Unseen::Later(earliest))?;
+            let (lsn, epoch, place) = seen.ok_or(ReadMiss::Later(earliest))?;
             return Ok((lsn, epoch, Place::from_bits(place).expect("the bits of a place")));
         }
     }
@@ -163,7 +163,7 @@ pub(super) struct SeenVersion<T>(SwapGuard<Version<T>>);
 
 /// The reason why a reader found no version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Unseen {
+pub(super) enum ReadMiss {
     /// No version exists.
     Absent,
     /// The oldest remaining version was created by this later batch.
@@ -209,8 +209,8 @@ impl PageState {
 
     /// Returns the page as of `at`, which is a visible Lsn or that of a view, and which this version has
     /// reached.
-    pub fn seen(&self, at: Lsn) -> Result<SeenPage<'_>, Unseen> {
-        let shape = self.page().ok_or(Unseen::Absent)?;
+    pub fn seen(&self, at: Lsn) -> Result<SeenPage<'_>, ReadMiss> {
+        let shape = self.page().ok_or(ReadMiss::Absent)?;
         let (lsn, epoch, place) = self.numbers.at(at)?;
         Ok(SeenPage { shape, lsn, epoch, place })
     }
@@ -268,15 +268,15 @@ impl<T> Deref for SeenVersion<T> {
 pub(super) fn visible_at<T: VersionState>(
     newest: &Swap<Version<T>>,
     at: Lsn,
-) -> Result<SeenVersion<T>, Unseen> {
+) -> Result<SeenVersion<T>, ReadMiss> {
     let mut guard = newest.look();
-    let mut unseen = Unseen::Absent;
+    let mut unseen = ReadMiss::Absent;
     loop {
         let before = match guard.as_ref() {
             None => return Err(unseen),
             Some(version) if version.state.lsn() <= at => break,
             Some(version) => {
-                unseen = Unseen::Later(version.state.lsn());
+                unseen = ReadMiss::Later(version.state.lsn());
                 version.before.look()
             }
         };

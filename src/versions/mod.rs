@@ -47,7 +47,7 @@ use remanent_format::state::table::{Changes, PageEntry, PageShape};
 use remanent_format::{Key, Lsn, Metadata, PageId, PageInfo, PageTable};
 
 pub(crate) use self::chain::SeenPage;
-use self::chain::{PageState, RootState, Unseen, Version, VersionState, visible_at};
+use self::chain::{PageState, ReadMiss, RootState, Version, VersionState, visible_at};
 use self::directory::{Directory, PageSlot, SlotWalk};
 use self::recent_pages::RecentPages;
 use self::uses::PageUses;
@@ -163,9 +163,14 @@ impl Versions {
     }
 
     /// Applies `read` to a page as of a visible Lsn or that of a view.
-    fn page_at<R>(&self, page: PageId, at: Lsn, read: impl FnOnce(&SeenPage<'_>) -> R) -> Result<R, Unseen> {
+    fn page_at<R>(
+        &self,
+        page: PageId,
+        at: Lsn,
+        read: impl FnOnce(&SeenPage<'_>) -> R,
+    ) -> Result<R, ReadMiss> {
         let state = self.pages.look(page, |slot| visible_at(&slot.newest, at));
-        let state = state.unwrap_or(Err(Unseen::Absent))?;
+        let state = state.unwrap_or(Err(ReadMiss::Absent))?;
         state.seen(at).map(|seen| read(&seen))
     }
 
@@ -176,7 +181,7 @@ impl Versions {
                 Ok(made) => return Some(made),
                 // If the oldest remaining version is visible by now, the Lsn was outdated, and the version
                 // for it is already unlinked. Otherwise the page does not exist yet.
-                Err(Unseen::Later(lsn)) if lsn <= self.visible() => {}
+                Err(ReadMiss::Later(lsn)) if lsn <= self.visible() => {}
                 Err(_) => return None,
             }
         }
@@ -318,7 +323,7 @@ impl Versions {
                 (None, Some(info)) => {
                     let mut new = |page, info: &PageInfo| {
                         created += 1;
-                        info.key.iter().for_each(|key| self.give_key(key, page));
+                        info.key.iter().for_each(|key| self.assign_key(key, page));
                         PageState::present(PageShape::from(info), info.epoch, info.lsn)
                     };
                     if !self.pages.is_blank(page) {
@@ -393,7 +398,7 @@ impl Versions {
                 PageState::present(shape, info.epoch, info.lsn)
             }
             (Some(info), _) => {
-                info.key.iter().for_each(|key| self.give_key(key, page));
+                info.key.iter().for_each(|key| self.assign_key(key, page));
                 PageState::present(PageShape::from(info), info.epoch, info.lsn)
             }
             (None, Some(_)) => PageState::gone(&before.state, lsn),
@@ -406,7 +411,7 @@ impl Versions {
     }
 
     /// Adds a page under a key that another page may have had before.
-    fn give_key(&self, key: &Key, page: PageId) {
+    fn assign_key(&self, key: &Key, page: PageId) {
         let before = self.keys.look(key, Holders::clone);
         let earlier =
             before.into_iter().flat_map(|Holders { newest, earlier }| [newest].into_iter().chain(earlier));

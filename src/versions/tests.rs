@@ -13,13 +13,13 @@ use super::*;
 const STEPS: u64 = if cfg!(miri) { 60 } else { 3000 };
 
 /// A table changed by a writer, and the versions that readers see of it.
-struct Ground {
+struct TestTable {
     table: PageTable,
     versions: Arc<Versions>,
     logged: Arc<AtomicU64>,
 }
 
-impl Ground {
+impl TestTable {
     fn new() -> Self {
         let (table, logged) = (PageTable::new(), Arc::new(AtomicU64::new(0)));
         let versions = Arc::new(Versions::new(&table, Some(logged.clone()), |_| None, None));
@@ -100,7 +100,7 @@ fn check(view: &TableView<'_>, table: &PageTable) {
 
 #[test]
 fn every_view_is_the_table_of_its_batch_whatever_came_after() {
-    let mut ground = Ground::new();
+    let mut ground = TestTable::new();
     let mut random = 11_u64;
     let mut draw = |end: u64| {
         random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -147,7 +147,7 @@ fn every_view_is_the_table_of_its_batch_whatever_came_after() {
 
 #[test]
 fn what_a_view_wants_stays_and_all_else_is_cut_off() {
-    let mut ground = Ground::new();
+    let mut ground = TestTable::new();
     ground.commit(&[create(1, Some(&key(1))), create(2, None)]);
     let versions = ground.versions.clone();
     let (early, early_table) = (versions.view(), ground.table.clone());
@@ -164,7 +164,7 @@ fn what_a_view_wants_stays_and_all_else_is_cut_off() {
     check(&late, &late_table);
     drop(early);
     // Each batch unlinks slightly more versions than it supersedes.
-    let more = |ground: &mut Ground| {
+    let more = |ground: &mut TestTable| {
         for len in 0..800 {
             ground.commit(&[resize(3, len)]);
         }
@@ -190,7 +190,7 @@ fn what_a_view_wants_stays_and_all_else_is_cut_off() {
 /// A page that moves keeps its version and epoch. Each view shows the place as of its own batch.
 #[test]
 fn a_page_that_moves_is_seen_in_each_place_when_it_was_there() {
-    let mut ground = Ground::new();
+    let mut ground = TestTable::new();
     ground.commit(&[create(1, Some(&key(1)))]);
     for lsn in 2..50 {
         ground.submit(&[move_to(1, place_of(lsn))]);
@@ -215,7 +215,7 @@ fn a_page_that_moves_is_seen_in_each_place_when_it_was_there() {
 /// A batch that changes only bytes allocates nothing, as long as no view needs the previous state.
 #[test]
 fn a_page_whose_bytes_change_stays_where_it_is() {
-    let mut ground = Ground::new();
+    let mut ground = TestTable::new();
     ground.commit(&[create(1, Some(&key(1)))]);
     for epoch in 2..50 {
         ground.submit(&[write(1)]);
@@ -243,7 +243,7 @@ fn a_page_whose_bytes_change_stays_where_it_is() {
 /// the same batch, and pages that are not ordered by id.
 #[test]
 fn a_batch_that_creates_many_pages_creates_each_of_them() {
-    let mut ground = Ground::new();
+    let mut ground = TestTable::new();
     ground.commit(&[create(1, Some(&key(1)))]);
     let keys: Vec<Key> = (0..900).map(key).collect();
     let mut ops: Vec<Op<'_>> = (200..900).map(|page| create(page, keys.get(page as usize))).collect();
@@ -266,7 +266,7 @@ fn a_batch_that_creates_many_pages_creates_each_of_them() {
 /// with small batches that use the cache.
 #[test]
 fn a_batch_of_many_pages_changes_each_of_them() {
-    let mut ground = Ground::new();
+    let mut ground = TestTable::new();
     let creates: Vec<Op<'_>> = (1..700).map(|page| create(page, None)).collect();
     ground.commit(&creates);
     let rising: Vec<Op<'_>> = (1..700).map(write).collect();
@@ -291,7 +291,7 @@ fn a_batch_of_many_pages_changes_each_of_them() {
         check(&view, &table);
     }
     // No view needs the old states, so a change of bytes alone creates no version.
-    let count = |ground: &Ground| (1..700).map(|page| ground.versions_of(page)).sum::<usize>();
+    let count = |ground: &TestTable| (1..700).map(|page| ground.versions_of(page)).sum::<usize>();
     ground.commit(&rising);
     let before = count(&ground);
     ground.commit(&rising);
@@ -300,7 +300,7 @@ fn a_batch_of_many_pages_changes_each_of_them() {
 
 #[test]
 fn a_long_chain_is_dropped_without_a_deep_stack() {
-    let mut ground = Ground::new();
+    let mut ground = TestTable::new();
     ground.commit(&[create(1, None)]);
     // Nothing is logged, so nothing is unlinked.
     for len in 0..if cfg!(miri) { 100 } else { 300_000 } {
@@ -311,7 +311,7 @@ fn a_long_chain_is_dropped_without_a_deep_stack() {
 
 #[test]
 fn a_restore_brings_pages_back_and_takes_pages_away() {
-    let mut ground = Ground::new();
+    let mut ground = TestTable::new();
     ground.commit(&[create(1, Some(&key(1))), create(2, None)]);
     let old: Vec<PageInfo> = ground.table.pages().collect();
     ground.commit(&[Op::Delete { page: PageId(1) }, create(3, Some(&key(1)))]);
@@ -334,7 +334,7 @@ fn a_restore_brings_pages_back_and_takes_pages_away() {
 
 #[test]
 fn a_page_that_was_forgotten_comes_back_and_is_seen_to_change() {
-    let mut ground = Ground::new();
+    let mut ground = TestTable::new();
     ground.commit(&[create(1, None), create(2, None)]);
     ground.commit(&[write(1)]);
     let mut pages: Vec<PageInfo> = ground.table.pages().collect();
@@ -359,7 +359,7 @@ fn a_page_that_was_forgotten_comes_back_and_is_seen_to_change() {
 /// count.
 #[test]
 fn a_batch_is_seen_as_a_whole_and_nothing_ever_goes_back() {
-    let mut ground = Ground::new();
+    let mut ground = TestTable::new();
     let held = key(0);
     let written = 9_000_000;
     let pages = [create(1, None), create(2, None), create(3, Some(&held)), create(written, None)];

@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 
 use remanent_format::{PageId, Place};
 
-use crate::base::own_line::OwnLine;
+use crate::base::cache_padded::CachePadded;
 use crate::base::sync::Mutex;
 
 /// The number of lists of reads, so that threads which read different pages usually use different lists.
@@ -29,8 +29,8 @@ pub(crate) enum PageUse {
 /// Changes and reads that the policies have not processed yet.
 #[derive(Default)]
 pub(crate) struct PageUses {
-    changes: OwnLine<Mutex<Vec<PageUse>>>,
-    reads: [OwnLine<Mutex<VecDeque<PageId>>>; READ_LISTS],
+    changes: CachePadded<Mutex<Vec<PageUse>>>,
+    reads: [CachePadded<Mutex<VecDeque<PageId>>>; READ_LISTS],
 }
 
 impl PageUses {

@@ -127,7 +127,7 @@ fn stalled_stream_blocks_only_its_own_batch() {
         bench.fill(&memory, 2);
         thread::scope(|scope| {
             let slow = scope.spawn(slow_take);
-            device.until_waited_for(slow_stream);
+            device.wait_for_waiter(slow_stream);
             take().unwrap();
             let found = (content(store, *first)[0], content(store, second)[0]);
             assert_eq!(found, (0, 2), "{other_what} while {what} waits");

@@ -12,7 +12,7 @@ use remanent::device::multi::MultiDevice;
 use remanent::error::{FileName, Folder};
 use remanent::options::{Compression, ImageIo};
 use remanent::stats::Purpose;
-use remanent::testing::faulty_device::{BitFlip, BusWay, DeviceCall, DeviceFault, FaultyDevice};
+use remanent::testing::faulty_device::{BitFlip, BusTransfer, DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
 use remanent::{
     Budget, Error, Options, PageId, Place, Result, Retention, SnapshotOptions, StatePoint, Store,
@@ -196,13 +196,13 @@ fn works_in_place(name: &str, directory: &Path, device: Arc<dyn Device>, slot: u
 /// Once, or for good: the snapshot is not called verified, and the one before serves.
 #[test]
 fn bit_flip_on_transfer_to_file_is_detected_before_use() {
-    each_flip(BusWay::File, |_, verified| assert_told(&verified.unwrap_err()));
+    each_flip(BusTransfer::File, |_, verified| assert_told(&verified.unwrap_err()));
 }
 
 /// A bit that turns over once on that way costs nothing.
 #[test]
 fn a_bit_that_turns_over_on_the_way_from_a_file_is_read_again() {
-    each_flip(BusWay::FromFile, |count, verified| match verified {
+    each_flip(BusTransfer::FromFile, |count, verified| match verified {
         Ok(()) => assert!(count == 1, "{count} copies changed, and nothing was said"),
         Err(error) => {
             assert!(count > 1, "{count} changed: {error}");
@@ -217,7 +217,7 @@ fn assert_told(error: &Error) {
 
 /// Has each copy of a snapshot change a bit, alone and with all after it, until none does. `check` gets how
 /// many did, and what the verification of the snapshot came to.
-fn each_flip(way: BusWay, check: impl Fn(u64, Result<()>)) {
+fn each_flip(way: BusTransfer, check: impl Fn(u64, Result<()>)) {
     let mut struck = 0;
     for nth in 1.. {
         let mut flipped = false;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use remanent::device::host::HostDevice;
-use remanent::testing::faulty_device::{BitFlip, BusWay, FaultyDevice};
+use remanent::testing::faulty_device::{BitFlip, BusTransfer, FaultyDevice};
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Budget, Options, PageId, Place, Store, WriteBatch};
 
@@ -93,7 +93,7 @@ fn bytes_for_a_page_on_disk_take_no_longer_staging_than_a_wave() {
 fn a_bit_that_turned_over_on_the_way_to_a_long_payload_is_found() {
     let on_disk = LongPage::at(Place::Disk);
     for (nth, times) in [(1, 1), (2, 1), (3, 1), (4, 1), (2, u64::MAX)] {
-        on_disk.device.flip(BitFlip { way: BusWay::Down, nth, times });
+        on_disk.device.flip(BitFlip { way: BusTransfer::Down, nth, times });
         let written = on_disk.write(true, nth);
         assert!(on_disk.device.end_flips() > 0, "copy {nth} came");
         match written {

@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 
 use remanent::error::{Defect, FileName};
-use remanent::history::Seed;
+use remanent::history::InitialState;
 use remanent::options::Create;
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Error, Lsn, Metadata, Options, PageInfo, Place, StatePoint, Store};
@@ -295,9 +295,14 @@ fn a_lost_batch_costs_only_the_page_that_it_changed() {
 }
 
 /// What a new store begins with that takes over all that was salvaged.
-fn seed(store: StoreFile, search: &Salvage) -> Seed {
+fn seed(store: StoreFile, search: &Salvage) -> InitialState {
     let state = search.state();
-    Seed { features: store.features, record: store.record, table: state.table.clone(), point: state.point }
+    InitialState {
+        features: store.features,
+        record: store.record,
+        table: state.table.clone(),
+        point: state.point,
+    }
 }
 
 /// Reads a part of a page of which every byte is left.

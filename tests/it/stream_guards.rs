@@ -128,7 +128,7 @@ fn a_batch_takes_the_bytes_that_a_guard_wrote_and_waits_alone() {
             bench.commit(|batch| _ = batch.write_device(page, 0, &bench.memory)).unwrap();
             has_committed.store(true, Ordering::Release);
         });
-        bench.device.until_waited_for(stream);
+        bench.device.wait_for_waiter(stream);
         // Others go on meanwhile.
         bench.commit(|batch| _ = batch.fill(page, 0, LEN, &[1])).unwrap();
         assert_eq!((bench.read(page), has_committed.load(Ordering::Acquire)), (page_of(1), false));
@@ -152,7 +152,7 @@ fn write_waits_for_stream_readers_and_read_does_not() {
     assert_eq!(bytes, page_of(4));
     thread::scope(|scope| {
         let writing = scope.spawn(|| bench.memory.write(0, &page_of(5)).unwrap());
-        bench.device.until_waited_for(stream);
+        bench.device.wait_for_waiter(stream);
         bench.device.hold(stream, false);
         writing.join().unwrap();
     });

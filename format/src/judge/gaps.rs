@@ -92,7 +92,7 @@ pub(super) fn lost_beginning(survey: &Survey, record: &[VerifiedSnapshot]) -> Op
     if !is_kept || survey.log.beginning().is_some() {
         return None;
     }
-    if let Some(damage) = survey.log.break_of_line() {
+    if let Some(damage) = survey.log.chain_break() {
         return Some(damage.clone());
     }
     let segments = survey.log.segments();

@@ -49,7 +49,7 @@ pub struct LogMap {
     /// Openings on the line with their segments, oldest first.
     line: Vec<(u64, Opening)>,
     /// Damaged header at which the line ends, if any.
-    pub(super) break_of_line: Option<Damage>,
+    pub(super) chain_break: Option<Damage>,
     /// Points from which walks of this map that share outcomes failed to reach the end.
     pub(super) failed_starts: FailedStarts,
 }
@@ -75,7 +75,7 @@ impl LogMap {
             .find_map(|segment| segment.opening().map(|opening| opening.incarnation).or(segment.frames));
         let mut line = Vec::new();
         let mut wanted = newest;
-        let mut break_of_line = None;
+        let mut chain_break = None;
         while let Some(incarnation) = wanted {
             let found = segments.iter().find_map(|(&number, segment)| {
                 segment
@@ -87,11 +87,11 @@ impl LogMap {
                 found.map(|(_, opening)| opening.predecessor.incarnation).filter(|before| before.number > 0);
             line.extend(found);
             if found.is_none() {
-                break_of_line = damaged_opening(&segments, incarnation);
+                chain_break = damaged_opening(&segments, incarnation);
             }
         }
         line.reverse();
-        Ok(Self { store, segments, newest, line, break_of_line, failed_starts: FailedStarts::default() })
+        Ok(Self { store, segments, newest, line, chain_break, failed_starts: FailedStarts::default() })
     }
 
     /// Returns the id of the store.
@@ -122,8 +122,8 @@ impl LogMap {
     /// Returns the damaged header at which the line ends, if any. An opening that is merely missing was
     /// recycled.
     #[must_use]
-    pub fn break_of_line(&self) -> Option<&Damage> {
-        self.break_of_line.as_ref()
+    pub fn chain_break(&self) -> Option<&Damage> {
+        self.chain_break.as_ref()
     }
 
     /// Returns the start of the very first incarnation, if its opening still exists.
@@ -161,7 +161,7 @@ fn read_segment(source: &dyn ReadAt, store: StoreId, number: u64) -> Result<Opti
     let file = FileName::Segment(number);
     let unreadable = |error: std::io::Error| Defect::of_read(&error).at(file, 0);
     let Some(file_len) = source.len(file).map_err(unreadable)? else { return Ok(None) };
-    let mut reader = SegmentReader::looking_into(source, number);
+    let mut reader = SegmentReader::for_search(source, number);
     let header = reader
         .bytes(0, SegmentHeaderRaw::LEN)
         .and_then(|bytes| SegmentHeader::decode_at(bytes, store, number, file_len));

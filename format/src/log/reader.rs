@@ -106,7 +106,7 @@ impl<'s> SegmentReader<'s> {
     }
 
     /// Creates a reader for a search, which reads little at a time.
-    pub fn looking_into(source: &'s dyn ReadAt, number: u64) -> Self {
+    pub fn for_search(source: &'s dyn ReadAt, number: u64) -> Self {
         Self { read_ahead: FIRST_LOOK, ..Self::new(source, number) }
     }
 }
@@ -388,7 +388,7 @@ mod tests {
             let cut = bytes.len().min((len - at) as usize);
             file.0[at as usize..][..cut].copy_from_slice(&bytes[..cut]);
             let found = |from| -> Vec<u64> {
-                let mut reader = SegmentReader::looking_into(&file, 1);
+                let mut reader = SegmentReader::for_search(&file, 1);
                 own_frames(&mut reader, STORE, 1, from).map(|frame| frame.unproven().offset).collect()
             };
             let expected: &[u64] = if fits { &[at] } else { &[] };

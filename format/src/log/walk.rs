@@ -137,7 +137,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
     ) -> Result<Self, Damage> {
         let file = FileName::Segment(from.segment);
         let on_line = Some(from.incarnation) == map.newest || map.successor(from.incarnation).is_some();
-        if !on_line && let Some(damage) = &map.break_of_line {
+        if !on_line && let Some(damage) = &map.chain_break {
             return Err(damage.clone());
         }
         if !on_line {
@@ -456,7 +456,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         let mut mark = self.mark;
         let held = self.map.segments.range(self.point.segment..).filter(|(_, segment)| !segment.is_blank);
         for (&number, _) in held {
-            let mut reader = SegmentReader::looking_into(self.source, number);
+            let mut reader = SegmentReader::for_search(self.source, number);
             let from = if number == self.point.segment { break_at } else { SEGMENT_HEADER_BLOCK };
             // The search is not limited to group starts: a frame that joined an open group may know a newer
             // mark than the frame that started it.

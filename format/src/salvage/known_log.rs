@@ -79,7 +79,7 @@ impl KnownLog {
             };
             let is_durable = marks.get(&header.incarnation).is_some_and(|mark| header.lsn <= *mark);
             let follows =
-                points.contains(&(lsn_before, header.chain_prev)) && !lies_past_end(&header, &openings);
+                points.contains(&(lsn_before, header.chain_prev)) && !is_past_end(&header, &openings);
             if !is_durable && !follows {
                 continue;
             }
@@ -231,7 +231,7 @@ fn starts(openings: &[(u64, Opening)], survey: &Survey) -> HashSet<(Lsn, u32)> {
 }
 
 /// Returns true if a frame is located after the end of its incarnation, as stated by the next opening.
-fn lies_past_end(header: &FrameHeader, openings: &[(u64, Opening)]) -> bool {
+fn is_past_end(header: &FrameHeader, openings: &[(u64, Opening)]) -> bool {
     openings.iter().map(|(_, opening)| opening.predecessor).any(|end| {
         end.incarnation == header.incarnation && (header.segment, header.offset) >= (end.segment, end.offset)
     })

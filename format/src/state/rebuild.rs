@@ -86,7 +86,7 @@ pub fn rebuild(source: &dyn ReadAt, options: &RebuildOptions) -> Result<RebuiltS
     }
     // Report the damage to the newest candidate. For older ones, it is usually just that their log is gone.
     let nothing = || Defect::Missing.at_lsn(FileName::Segment(1), SEGMENT_HEADER_BLOCK, Lsn(1));
-    let of_line = survey.log.break_of_line().cloned();
+    let of_line = survey.log.chain_break().cloned();
     Err(passed_over.into_iter().next().or(of_line).unwrap_or_else(nothing))
 }
 

@@ -140,7 +140,7 @@ impl Survey {
 
     /// Returns the log's beginning as a candidate, unless it was recycled.
     pub(crate) fn beginning(&self) -> Option<Result<Option<Arc<Manifest>>, Damage>> {
-        match (self.log.beginning(), self.log.break_of_line()) {
+        match (self.log.beginning(), self.log.chain_break()) {
             (Some(_), _) => Some(Ok(None)),
             (None, of_line) => of_line.cloned().map(Err),
         }

@@ -70,7 +70,7 @@ fn file_removed_after_listing_is_not_damage() {
     let recycled = Beside { maker: &maker, removed: FileName::Segment(1) };
     let survey = Survey::read(&recycled).unwrap();
     assert!(!survey.log.segments().contains_key(&1));
-    assert_eq!(survey.log.break_of_line(), None);
+    assert_eq!(survey.log.chain_break(), None);
 }
 
 #[test]

@@ -279,11 +279,11 @@ impl HostBlock {
 
     /// Creates a block of a file's bytes.
     pub fn of_file(memory: Box<dyn FileMemory>) -> Self {
-        Self::elsewhere(Box::new(FileBytes(memory)))
+        Self::external(Box::new(FileBytes(memory)))
     }
 
     /// Creates a block of bytes that another object owns.
-    pub fn elsewhere(memory: Box<dyn HostMemory>) -> Self {
+    pub fn external(memory: Box<dyn HostMemory>) -> Self {
         let len = memory.byte_len();
         let bytes = RwLock::new(SharedBytes::External(External(memory)));
         Self { bytes, len, number: 0, within: None }

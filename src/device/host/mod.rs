@@ -80,14 +80,14 @@ impl HostDevice {
     /// Sets the number of bytes from which several threads apply deltas, so that a test can use short lists.
     #[doc(hidden)]
     #[must_use]
-    pub fn wide_from(mut self, bytes: u64) -> Self {
+    pub fn parallel_from(mut self, bytes: u64) -> Self {
         self.wide_bytes_min = bytes;
         self
     }
 
     /// Creates a device whose label states why it replaces a GPU.
     #[must_use]
-    pub fn instead_of_a_gpu(reason: impl Display) -> Self {
+    pub fn replacing_gpu(reason: impl Display) -> Self {
         Self { label: format!("host, no GPU: {reason}"), ..Self::new() }
     }
 
@@ -378,7 +378,7 @@ impl CallerMemory {
     /// ```
     #[must_use]
     pub fn from_host(memory: impl HostMemory + 'static, place: Place) -> Self {
-        Self::of_block(HostBlock::elsewhere(Box::new(memory)), place)
+        Self::of_block(HostBlock::external(Box::new(memory)), place)
     }
 
     /// Wraps a block without an address: only the host device accesses the bytes, and the bytes of a vector
@@ -450,7 +450,7 @@ mod tests {
     /// commands with occasional fills between them.
     #[test]
     fn many_threads_leave_the_bytes_that_one_leaves() {
-        let (one, many) = (HostDevice::new().wide_from(u64::MAX), HostDevice::new().wide_from(1));
+        let (one, many) = (HostDevice::new().parallel_from(u64::MAX), HostDevice::new().parallel_from(1));
         let lens = [64, 200, 900, 5000, 70_000, 200_000];
         let memories = |device: &HostDevice| lens.map(|len| device.allocate(Place::Host, len).unwrap());
         let pages = memories(&one);

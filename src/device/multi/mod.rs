@@ -161,7 +161,7 @@ impl MultiDevice {
                 }
                 SplitStep::Across { source, target } => {
                     early.extend(self.begin(lane, &mut commands, &staging)?);
-                    early.extend(self.across(lane, source, target)?);
+                    early.extend(self.copy_across_parts(lane, source, target)?);
                     // The part's next list waits for the copy, and so does a caller that waits for that list.
                     waiting_parts.insert(source.part);
                 }
@@ -185,7 +185,7 @@ impl MultiDevice {
     }
 
     /// Copies bytes from one part to another. Returns the copy if it is still in flight.
-    fn across(&self, lane: Lane, source: PartSpan, target: PartSpan) -> Result<Option<Shares>> {
+    fn copy_across_parts(&self, lane: Lane, source: PartSpan, target: PartSpan) -> Result<Option<Shares>> {
         let [from, to] = [source.part, target.part].map(|part| &*self.parts[part]);
         if let Some(copy) = to.copy_from(lane, from, source.span, target.span)? {
             return Ok(Some(Shares::copy(target.part, copy)));

@@ -66,7 +66,7 @@ impl<F: Fn(Span) -> DeviceAddress, A: FnMut(usize, u64) -> Result<Span>> SplitPl
                     if source.part == target.part {
                         near.push((source.span, offset));
                     } else {
-                        self.across(source, target.piece(offset, source.span.len));
+                        self.copy_across_parts(source, target.piece(offset, source.span.len));
                     }
                 }
                 self.run(target.part, Command::Gather { sources: near, target: target.span });
@@ -79,7 +79,7 @@ impl<F: Fn(Span) -> DeviceAddress, A: FnMut(usize, u64) -> Result<Span>> SplitPl
                     if source.part == target.part {
                         near.push((offset, target.span));
                     } else {
-                        self.across(source.piece(offset, target.span.len), target);
+                        self.copy_across_parts(source.piece(offset, target.span.len), target);
                     }
                 }
                 self.run(source.part, Command::Scatter { source: source.span, targets: near });
@@ -172,11 +172,11 @@ impl<F: Fn(Span) -> DeviceAddress, A: FnMut(usize, u64) -> Result<Span>> SplitPl
             self.run(target.part, Command::Copy { source: source.span, target: target.span });
         } else {
             assert_eq!(source.span.len, target.span.len, "a copy between ranges of different lengths");
-            self.across(source, target);
+            self.copy_across_parts(source, target);
         }
     }
 
-    fn across(&mut self, source: PartSpan, target: PartSpan) {
+    fn copy_across_parts(&mut self, source: PartSpan, target: PartSpan) {
         self.steps.push(SplitStep::Across { source, target });
         // Each part's next commands form another list, with staging of its own.
         self.written.iter_mut().for_each(|(writer, _)| *writer = None);
@@ -189,7 +189,7 @@ impl<F: Fn(Span) -> DeviceAddress, A: FnMut(usize, u64) -> Result<Span>> SplitPl
             return Ok(source.span);
         }
         let span = (self.aside)(part, source.span.len)?;
-        self.across(source, PartSpan { part, span });
+        self.copy_across_parts(source, PartSpan { part, span });
         Ok(span)
     }
 

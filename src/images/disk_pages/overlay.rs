@@ -48,7 +48,7 @@ impl Window {
 
     /// Moves to the window that contains `offset`, in a page of length `len`. Returns the window's offset,
     /// and room for its bytes.
-    fn go_to(&mut self, offset: u64, len: u64) -> Result<(u64, &mut [u8])> {
+    fn seek_to(&mut self, offset: u64, len: u64) -> Result<(u64, &mut [u8])> {
         self.at = offset - offset % self.len;
         resize(&mut self.bytes, self.len.min(len - self.at))?;
         Ok((self.at, &mut self.bytes))
@@ -104,7 +104,7 @@ impl DiskPage {
         for run in self.written() {
             let mut at = run.start.max(window.end());
             while at < run.end {
-                let (start, bytes) = window.go_to(at, len)?;
+                let (start, bytes) = window.seek_to(at, len)?;
                 image.read(start, bytes)?;
                 let was = crc32fast::hash(bytes);
                 self.apply_pieces(start, bytes);
@@ -164,7 +164,7 @@ impl NewOverlay<'_> {
             let mut done = part.start;
             while done < part.end {
                 if !(window.at..window.end()).contains(&done) {
-                    let (start, bytes) = window.go_to(done, page.byte_len())?;
+                    let (start, bytes) = window.seek_to(done, page.byte_len())?;
                     page.read(start, bytes)?;
                 }
                 let here = done..part.end.min(window.end());

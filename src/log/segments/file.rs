@@ -51,7 +51,7 @@ impl SegmentPool {
         // I3: a frame is within its segment.
         assert!(at >= SEGMENT_HEADER_BLOCK && at + bytes.len() as u64 <= len);
         // Spare image files are a convenience; segments are not.
-        self.image_spares.give_way(|| self.build_once(number, len, opening, content))
+        self.image_spares.retry_without_spares(|| self.build_once(number, len, opening, content))
     }
 
     fn build_once(
@@ -103,7 +103,7 @@ impl SegmentPool {
 
     /// Renames a file of the log. A lack of space for the name is a clean failure: nothing has changed.
     pub(super) fn rename(&self, source: FileName, target: FileName) -> Result<()> {
-        self.image_spares.give_way(|| {
+        self.image_spares.retry_without_spares(|| {
             self.disk.rename(source, target).map_err(|error| {
                 if error.is_no_space() { Error::disk_full(target, FOLDER_BLOCK) } else { error }
             })

@@ -116,7 +116,7 @@ impl SegmentPool {
             let at = if reserve.end < spares.files.len() {
                 spares.files.len() - 1
             } else {
-                spares.kept_for_opens()
+                spares.open_spare_count()
             };
             let spare = spares.take(at);
             disk.remove(FileName::Spare(spare.number))?;
@@ -161,7 +161,7 @@ impl SegmentPool {
         let at_hand = match purpose {
             SpacePurpose::Open => {
                 // Zeros and syncs of two new segments took a third of the time of opening a small store.
-                let at = spares.kept_for_opens();
+                let at = spares.open_spare_count();
                 spares.files.get(at).is_some_and(|spare| spare.len <= wanted).then_some(at)
             }
             SpacePurpose::User | SpacePurpose::Delete | SpacePurpose::Seal => {
@@ -172,16 +172,16 @@ impl SegmentPool {
             }
         };
         if at_hand.is_none() && purpose == SpacePurpose::User {
-            self.leave_the_reserve(&spares, number, wanted)?;
+            self.check_reserve_space(&spares, number, wanted)?;
         }
         let made = match at_hand {
-            Some(at) => self.make_of_spare(&mut spares, at, number),
+            Some(at) => self.create_from_spare(&mut spares, at, number),
             None => self.make_for(number, wanted, purpose),
         };
         let made = match made {
             // As short as a segment may be: a spare of any length suffices for a seal or for a few deletes.
             Err(Error::DiskFull { .. }) if self.may_take(&spares, empty, purpose) => {
-                self.make_of_reserve(&mut spares, number, SEGMENT_LEN_MIN)?
+                self.create_from_reserve(&mut spares, number, SEGMENT_LEN_MIN)?
             }
             made => made?,
         };
@@ -196,15 +196,15 @@ impl SegmentPool {
     /// Makes a new segment. Where an open finds no space for one, the shortest possible segment is enough for
     /// it.
     fn make_for(&self, number: u64, wanted: u64, purpose: SpacePurpose) -> Result<SegmentFile> {
-        match self.make_anew(number, wanted, NOTHING) {
+        match self.create_segment(number, wanted, NOTHING) {
             Err(Error::DiskFull { .. }) if purpose == SpacePurpose::Open && wanted > SEGMENT_LEN_MIN => {
-                self.make_anew(number, SEGMENT_LEN_MIN, NOTHING)
+                self.create_segment(number, SEGMENT_LEN_MIN, NOTHING)
             }
             made => made,
         }
     }
 
-    fn make_anew(&self, number: u64, len: u64, content: (u64, &[u8])) -> Result<SegmentFile> {
+    fn create_segment(&self, number: u64, len: u64, content: (u64, &[u8])) -> Result<SegmentFile> {
         let file = self.build(number, len, None, content)?;
         let temporary = FileName::Temporary(Folder::Log, number);
         // Window first, name second (see `SegmentFile::new`). If either fails, the file is removed.
@@ -216,7 +216,7 @@ impl SegmentPool {
     /// Makes segment `number` from a spare: header, sync, name, folder, in this order, so that a segment is
     /// never seen with an old header. A crash in between leaves a spare, which recovery does not read. Its
     /// stale frames name another position and prove nothing (I3).
-    fn make_of_spare(&self, spares: &mut Spares, at: usize, number: u64) -> Result<SegmentFile> {
+    fn create_from_spare(&self, spares: &mut Spares, at: usize, number: u64) -> Result<SegmentFile> {
         let Spare { number: spare, len } = spares.files[at];
         let file = self.disk.open(FileName::Spare(spare), true)?;
         file.write_at(0, &header_block(&self.header(number, len, None)))?;
@@ -231,16 +231,16 @@ impl SegmentPool {
     /// Makes a segment of at least `needed` bytes from the reserve. If there is no space for its name,
     /// another spare is removed. If that is the last spare, a new segment that is shorter than it takes its
     /// space.
-    fn make_of_reserve(&self, spares: &mut Spares, number: u64, needed: u64) -> Result<SegmentFile> {
+    fn create_from_reserve(&self, spares: &mut Spares, number: u64, needed: u64) -> Result<SegmentFile> {
         loop {
             // The long spares first, except one: the next open may have to copy batches of that length.
-            let kept = spares.kept_for_opens();
+            let kept = spares.open_spare_count();
             let from = if kept + 1 < spares.files.len() { kept } else { 0 };
             let fits = |at: &usize| spares.files[*at].len >= needed;
             let Some(at) = (from..spares.files.len()).chain(0..from).find(fits) else {
-                return self.make_anew(number, needed, NOTHING);
+                return self.create_segment(number, needed, NOTHING);
             };
-            match self.make_of_spare(spares, at, number) {
+            match self.create_from_spare(spares, at, number) {
                 Err(Error::DiskFull { .. }) => {
                     // XFS needs a block to extend the folder; a removed spare frees one.
                     let other = (0..spares.files.len()).rev().find(|other| *other != at);
@@ -273,10 +273,10 @@ impl SegmentPool {
         let len = needed.max(wanted);
         let holds_payload = len > self.rules.len && self.io != LogIo::Direct;
         let content = if holds_payload { (FIRST_PAYLOAD_AT, payload) } else { NOTHING };
-        let long = match self.make_anew(number, len, content) {
+        let long = match self.create_segment(number, len, content) {
             Ok(segment) => LongSegment { segment, holds_payload },
             Err(Error::DiskFull { .. }) if self.may_take(&spares, empty, purpose) => {
-                let segment = self.make_of_reserve(&mut spares, number, needed)?;
+                let segment = self.create_from_reserve(&mut spares, number, needed)?;
                 LongSegment { segment, holds_payload: false }
             }
             Err(error) => return Err(error),
@@ -332,7 +332,10 @@ impl SegmentPool {
         }
         // A few short segments are kept for the next opens. A log that has grown uses longer ones.
         let short = spares.files.iter().filter(|spare| spare.len <= FIRST_LEN).count();
-        if len <= FIRST_LEN && FIRST_LEN < len_max && short >= self.rules.kept_back() + FIRST_SPARES_MAX {
+        if len <= FIRST_LEN
+            && FIRST_LEN < len_max
+            && short >= self.rules.reserved_spare_count() + FIRST_SPARES_MAX
+        {
             return false;
         }
         let surplus = spares.surplus_bytes();

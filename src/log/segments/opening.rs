@@ -31,7 +31,7 @@ impl SegmentPool {
         let len_min = needed.max(SEGMENT_LEN_MIN);
         let mut len = if free < 2 * self.first_len() { len_min } else { needed.max(self.first_len()) };
         loop {
-            let kept = spares.kept_for_opens();
+            let kept = spares.open_spare_count();
             let short = spares.files.iter().skip(kept).position(is_short).filter(|_| !is_cramped);
             let short = short.map(|at| kept + at);
             let built = match short {

@@ -69,7 +69,7 @@ impl SegmentPool {
     ///
     /// # Errors
     /// [`Error::DiskFull`] with nothing changed.
-    pub fn keep_back(&self, number: u64, empty: usize, purpose: SpacePurpose) -> Result<()> {
+    pub fn hold_reserve(&self, number: u64, empty: usize, purpose: SpacePurpose) -> Result<()> {
         while !self.leaves_enough(empty, purpose) {
             let needed = self.lacking_bytes();
             // There is space, so this frame need not wait for a file: the maker fills the reserve.
@@ -92,7 +92,7 @@ impl SegmentPool {
 
     /// Refuses a segment for a user's batch if the disk has too little space for it and for the missing
     /// reserve. Freed space belongs to the reserve first; otherwise a later open finds none.
-    pub(super) fn leave_the_reserve(&self, spares: &Spares, number: u64, len: u64) -> Result<()> {
+    pub(super) fn check_reserve_space(&self, spares: &Spares, number: u64, len: u64) -> Result<()> {
         let lacking = spares.lacking() as u64;
         if lacking == 0 {
             return Ok(());
@@ -107,7 +107,8 @@ impl SegmentPool {
     /// Estimates the bytes that fill the reserve and the spares kept for opens. Doubled, because other files
     /// take space at the same time.
     fn lacking_bytes(&self) -> u64 {
-        let lacking = self.rules.kept_back().saturating_sub(self.count.load(Ordering::Acquire)) as u64;
+        let lacking =
+            self.rules.reserved_spare_count().saturating_sub(self.count.load(Ordering::Acquire)) as u64;
         2 * lacking * self.first_len()
     }
 
@@ -119,7 +120,7 @@ impl SegmentPool {
             // Two empty segments follow the current one. While segments grow, half of the next length is
             // twice the current one's.
             let is_grown = spares.next_len == self.rules.len;
-            let mut len = match spares.lacks_long() {
+            let mut len = match spares.is_short_of_long_spares() {
                 false => SEGMENT_LEN_MIN,
                 true if is_grown => self.rules.len,
                 true => (spares.next_len / 2).max(self.first_len()),
@@ -148,9 +149,9 @@ impl SegmentPool {
             let is_too_much = spares.are_too_many();
             let is_old =
                 |spare: &Spare| spare.len < spares.reserve_len() && (spare.len > FIRST_LEN || is_too_much);
-            let kept = spares.kept_for_opens();
+            let kept = spares.open_spare_count();
             if let Some(at) = spares.files.iter().skip(kept).position(is_old)
-                && spares.files.len() > self.rules.kept_back()
+                && spares.files.len() > self.rules.reserved_spare_count()
             {
                 self.give_up(&mut spares, kept + at)?;
             }
@@ -188,7 +189,7 @@ impl SegmentPool {
     pub fn release_surplus(&self) -> Result<bool> {
         let had_images = self.image_spares.release()?;
         let mut spares = self.spares.lock();
-        let (kept, reserve) = (spares.kept_for_opens(), spares.reserve());
+        let (kept, reserve) = (spares.open_spare_count(), spares.reserve());
         let beyond = (kept.min(reserve.start)..reserve.start).chain(reserve.end..spares.files.len());
         let had_any = beyond.clone().count() > 0;
         // From the last one on, so that the other indices stay valid.

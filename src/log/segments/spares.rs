@@ -39,13 +39,13 @@ pub(crate) struct SegmentRules {
 
 impl SegmentRules {
     /// Returns the number of spares kept for opens: none if nothing is kept back at all.
-    pub(super) fn kept_for_opens(&self) -> usize {
+    pub(super) fn open_spare_count(&self) -> usize {
         if self.reserve == 0 { 0 } else { KEPT_FOR_OPENS }
     }
 
     /// Returns the total number of spares that are kept back.
-    pub(super) fn kept_back(&self) -> usize {
-        self.reserve.saturating_add(self.kept_for_opens())
+    pub(super) fn reserved_spare_count(&self) -> usize {
+        self.reserve.saturating_add(self.open_spare_count())
     }
 }
 
@@ -82,8 +82,8 @@ impl Spares {
     }
 
     /// Returns the number of spares kept for opens now, which are the shortest ones.
-    pub(super) fn kept_for_opens(&self) -> usize {
-        self.rules.kept_for_opens().min(self.files.len())
+    pub(super) fn open_spare_count(&self) -> usize {
+        self.rules.open_spare_count().min(self.files.len())
     }
 
     /// Returns the indices of the reserve among the spares: the shortest that are long enough, otherwise the
@@ -91,23 +91,23 @@ impl Spares {
     pub(super) fn reserve(&self) -> Range<usize> {
         let count = self.rules.reserve;
         let long = self.files.partition_point(|spare| spare.len < self.reserve_len());
-        let start = long.max(self.kept_for_opens()).min(self.files.len().saturating_sub(count));
+        let start = long.max(self.open_spare_count()).min(self.files.len().saturating_sub(count));
         start..(start + count).min(self.files.len())
     }
 
     /// Whether fewer spares than required are long enough for the reserve.
-    pub(super) fn lacks_long(&self) -> bool {
+    pub(super) fn is_short_of_long_spares(&self) -> bool {
         let short = self.files.partition_point(|spare| spare.len < self.reserve_len());
         self.files.len() - short < self.rules.reserve
     }
 
     /// Returns the number of missing spares, of the reserve and of those kept for opens.
     pub(super) fn lacking(&self) -> usize {
-        self.rules.kept_back().saturating_sub(self.files.len())
+        self.rules.reserved_spare_count().saturating_sub(self.files.len())
     }
 
     pub(super) fn is_full(&self) -> bool {
-        self.lacking() == 0 && !self.lacks_long()
+        self.lacking() == 0 && !self.is_short_of_long_spares()
     }
 
     pub(super) fn add(&mut self, spare: Spare) {
@@ -128,7 +128,7 @@ impl Spares {
 
     /// Returns the bytes of the spares that are neither kept for opens nor in the reserve.
     pub(super) fn surplus_bytes(&self) -> u64 {
-        let (kept, reserve) = (self.kept_for_opens(), self.reserve());
+        let (kept, reserve) = (self.open_spare_count(), self.reserve());
         let surplus = self.files.iter().enumerate().filter(|(at, _)| *at >= kept && !reserve.contains(at));
         surplus.map(|(_, spare)| spare.len).sum()
     }

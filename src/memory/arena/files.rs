@@ -52,12 +52,12 @@ struct FileState {
 /// A direction of copies between the device and a file. Each has a lane of its own: a copy queued behind a
 /// read-back in the same lane would hold the queue of long copies.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum FileWay {
+pub(crate) enum CopyDirection {
     To,
     From,
 }
 
-impl FileWay {
+impl CopyDirection {
     fn lane(self) -> Lane {
         FILE_LANES[self as usize]
     }
@@ -119,7 +119,7 @@ impl Arena {
 
     /// Gives up files without writers, oldest first, until `needed` bytes of pinned memory are free. Returns
     /// whether any memory was freed.
-    pub(super) fn give_up_files(&self, needed: u64) -> bool {
+    pub(super) fn release_files(&self, needed: u64) -> bool {
         let files: Vec<Arc<RegisteredFile>> =
             self.files.files.lock().iter().filter_map(Weak::upgrade).collect();
         let mut freed = 0;
@@ -127,7 +127,7 @@ impl Arena {
             if freed >= needed {
                 break;
             }
-            if file.give_up_unused() {
+            if file.release_unused() {
                 freed += file.len;
             }
         }
@@ -149,7 +149,7 @@ impl RegisteredFile {
         self.len == len && self.state.lock().memory.is_some()
     }
 
-    fn give_up_unused(&self) -> bool {
+    fn release_unused(&self) -> bool {
         let mut state = self.state.lock();
         state.users == 0 && self.give_up(&mut state)
     }
@@ -202,7 +202,7 @@ impl FileTarget {
     ///
     /// # Errors
     /// A device error.
-    pub fn submit(&self, way: FileWay, after: Option<Fence>, list: CommandList) -> Result<Pending> {
+    pub fn submit(&self, way: CopyDirection, after: Option<Fence>, list: CommandList) -> Result<Pending> {
         let device = &self.file.arena.device;
         after.map_or(Ok(()), |fence| device.after(way.lane(), fence))?;
         let queued = device.submit(way.lane(), list);
@@ -257,7 +257,7 @@ impl FileTarget {
         };
         let RegisteredFile { arena, staging, .. } = &*self.file;
         let read_back = self.read_back_memory(place, end - start)?;
-        let mut last_use = Fence { lane: FileWay::From.lane(), value: 0 };
+        let mut last_use = Fence { lane: CopyDirection::From.lane(), value: 0 };
         let mut sum = || {
             let mut list = CommandList::default();
             if let Some(memory) = read_back.first() {
@@ -269,7 +269,7 @@ impl FileTarget {
                 None => self.part(part.start, part.end - part.start),
             };
             staging.add_sums(&mut list, collected(parts.iter().map(|(part, _)| bytes_of(part)))?)?;
-            let pending = self.submit(FileWay::From, None, list)?;
+            let pending = self.submit(CopyDirection::From, None, list)?;
             last_use = pending.fence();
             Ok::<_, Error>(pending.finish(&*arena.device)?.into_iter().next().expect("one staging went in"))
         };
@@ -300,7 +300,7 @@ impl FileTarget {
         if !matches!(place, Place::Device(_)) || !arena.device.crosses_bus() {
             return Ok(Vec::new());
         }
-        arena.scratch_if_there_is_room(place, len).map(Option::unwrap_or_default)
+        arena.try_scratch(place, len).map(Option::unwrap_or_default)
     }
 }
 

@@ -56,7 +56,7 @@ impl LentMemories {
 
     /// Drops the handles that were let go, and the owners whose fences have passed. The calling thread must
     /// be allowed to run a caller's code.
-    pub fn drop_let_go(&self, device: &dyn Device) {
+    pub fn drop_released(&self, device: &dyn Device) {
         if self.waiting_count.load(Ordering::Acquire) == 0 {
             return;
         }

@@ -24,7 +24,7 @@ use self::account::Account;
 pub(crate) use self::account::PlaceRoom;
 pub use self::account::{PlaceUsage, Purpose};
 use self::files::RegisteredFiles;
-pub(crate) use self::files::{FileTarget, FileWay, RegisteredFile};
+pub(crate) use self::files::{CopyDirection, FileTarget, RegisteredFile};
 use self::lent::LentMemories;
 pub use self::page_memory::PageMemory;
 pub use self::reservation::Reservation;
@@ -152,15 +152,15 @@ impl Arena {
     }
 
     /// Keeps the owner of memory that callers' streams used until this fence has passed;
-    /// [`drop_let_go`](Self::drop_let_go) then drops it.
+    /// [`drop_released`](Self::drop_released) then drops it.
     pub fn keep_until(&self, owner: MemoryOwner, fence: Fence) {
         self.lent.keep_until(owner, fence);
     }
 
     /// Drops callers' memory in which no page lives any more. This may run a caller's code, so it must be
     /// called on a caller's thread that holds no lock.
-    pub fn drop_let_go(&self) {
-        self.lent.drop_let_go(&*self.device);
+    pub fn drop_released(&self) {
+        self.lent.drop_released(&*self.device);
     }
 
     #[cfg(test)]
@@ -237,7 +237,7 @@ impl Arena {
         // snapshot to these files.
         let claimed = match claimed {
             Err(Error::OverBudget { place: Place::Pinned, asked, available, .. })
-                if purpose != Purpose::Gather && self.give_up_files(asked.saturating_sub(available)) =>
+                if purpose != Purpose::Gather && self.release_files(asked.saturating_sub(available)) =>
             {
                 self.claim(awaited, purpose, &sums)
             }
@@ -287,7 +287,7 @@ impl Arena {
         // released.
         sums.end(|place, sum| self.count_retired(place, sum));
         drop(queue);
-        scratch.into_iter().for_each(|(place, len)| self.scratch_is_back(place, len));
+        scratch.into_iter().for_each(|(place, len)| self.return_scratch(place, len));
     }
 
     fn count_retired(&self, place: Place, AccountSum { purpose, count, len }: AccountSum) {
@@ -313,7 +313,7 @@ impl Arena {
             }
         }
         if page.purpose == Purpose::Gather {
-            self.scratch_is_back(page.place(), page.len);
+            self.return_scratch(page.place(), page.len);
         }
         released
     }

@@ -76,7 +76,7 @@ impl Arena {
         match allocated {
             Ok(()) => Ok(pieces),
             Err(error) => {
-                self.scratch_is_back(place, whole_len - piece_len * pieces.len() as u64);
+                self.return_scratch(place, whole_len - piece_len * pieces.len() as u64);
                 pieces.into_iter().try_for_each(|piece| self.discard(piece))?;
                 Err(error)
             }
@@ -88,14 +88,14 @@ impl Arena {
     ///
     /// # Errors
     /// `PlaceUnavailable`, a device error.
-    pub(crate) fn scratch_if_there_is_room(&self, place: Place, len: u64) -> Result<Option<Vec<PageMemory>>> {
+    pub(crate) fn try_scratch(&self, place: Place, len: u64) -> Result<Option<Vec<PageMemory>>> {
         match self.allocate_scratch(place, len) {
             Err(Error::OverBudget { .. } | Error::OutOfMemory { .. }) => Ok(None),
             allocated => allocated.map(Some),
         }
     }
 
-    pub(super) fn scratch_is_back(&self, place: Place, len: u64) {
+    pub(super) fn return_scratch(&self, place: Place, len: u64) {
         let mut scratch = self.scratch.lock();
         if let Some(left) = scratch.bytes.get_mut(&place) {
             *left -= len;

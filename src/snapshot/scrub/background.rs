@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use super::super::SnapshotRequest;
 use super::Scrub;
-use crate::base::poison::PanicPoisons;
+use crate::base::poison::PoisonOnPanic;
 use crate::base::sync::Instant;
 use crate::base::sync::thread::JoinHandle;
 use crate::base::sync::threads;
@@ -28,7 +28,7 @@ impl Scrubber {
             Some(interval) => {
                 let poison = scrub.snapshots.engine.poison.clone();
                 // A panic poisons the store: otherwise it would run unscrubbed without notice.
-                let poisons = PanicPoisons { poison, thread: "the thread for scrubs" };
+                let poisons = PoisonOnPanic { poison, thread: "the thread for scrubs" };
                 let scrub = scrub.clone();
                 let thread = threads::start("remanent-scrub", move || {
                     let _poisons = poisons;

@@ -38,7 +38,7 @@ use self::pass::{ScrubFindings, ScrubPass};
 use super::{SnapshotRequest, Snapshots};
 use crate::base::pace::Pace;
 use crate::base::sync::{Condvar, Mutex};
-use crate::catalog::publish::{of_no_spare, publish};
+use crate::catalog::publish::{publish, without_spare};
 use crate::catalog::{Catalog, RetainedSnapshot};
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
@@ -200,7 +200,7 @@ impl Scrub {
     fn mend_files(&self, store: bool, copies: &[Arc<Manifest>], threads_max: usize) -> Result<()> {
         if store {
             let bytes = self.store.encode().map_err(|defect| Error::from(defect.at(FileName::Store, 0)))?;
-            publish(&self.snapshots.engine.disk, FileName::Store, 0, &[&bytes], &of_no_spare)?;
+            publish(&self.snapshots.engine.disk, FileName::Store, 0, &[&bytes], &without_spare)?;
         }
         let mut copies = copies.iter();
         copies.try_for_each(|link| self.snapshots.publish_manifest(link, threads_max)?.check())

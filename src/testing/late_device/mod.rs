@@ -112,7 +112,7 @@ impl LateDevice {
     }
 
     /// Blocks until some thread waits for this stream, which must be held.
-    pub fn until_waited_for(&self, stream: RawStream) {
+    pub fn wait_for_waiter(&self, stream: RawStream) {
         let mut state = self.state.lock();
         while state.streams.of(stream).waiting == 0 {
             self.changed.wait(&mut state);

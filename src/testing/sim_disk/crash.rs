@@ -268,7 +268,7 @@ impl<'a> PendingChanges<'a> {
     }
 
     /// Drops changes whose dependencies are not met.
-    fn drop_unmet(&self, pick: &mut Pick) {
+    fn drop_unmet_dependencies(&self, pick: &mut Pick) {
         for (earlier, later) in &self.needs {
             if pick[*earlier] == 0 {
                 pick[*later] = 0;
@@ -307,7 +307,7 @@ impl<'a> PendingChanges<'a> {
             RevealingChoice::One { item, version, others_last: true } => {
                 let mut pick: Pick = last().collect();
                 pick[item] = version;
-                self.drop_unmet(&mut pick);
+                self.drop_unmet_dependencies(&mut pick);
                 pick
             }
             RevealingChoice::One { item, version, others_last: false } => {
@@ -380,7 +380,7 @@ impl<'a> PendingChanges<'a> {
                 versions => 1 + random.below(versions),
             });
             let mut pick: Pick = versions.collect();
-            self.drop_unmet(&mut pick);
+            self.drop_unmet_dependencies(&mut pick);
             picks.push(pick);
         }
         picks.truncate(picks_max);

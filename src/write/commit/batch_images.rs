@@ -7,7 +7,7 @@ use remanent_format::image::ImageRef;
 use remanent_format::{LogPoint, PageId};
 
 use crate::catalog::KnownImages;
-use crate::images::AheadImages;
+use crate::images::PendingImages;
 use crate::log::Log;
 
 /// Images that were written for a batch, if any. Dropping this removes the file, unless
@@ -19,7 +19,7 @@ pub(super) struct BatchImages<'a> {
 }
 
 struct WrittenImages<'a> {
-    ahead: AheadImages<'a>,
+    ahead: PendingImages<'a>,
     /// The page and length of each image, in order; `None` if the page differs from its image after the
     /// batch.
     pages: Vec<Option<(PageId, u64)>>,
@@ -27,7 +27,7 @@ struct WrittenImages<'a> {
 
 impl<'a> BatchImages<'a> {
     /// Takes ownership of images of these pages, with their lengths in bytes.
-    pub fn new(ahead: AheadImages<'a>, pages: Vec<Option<(PageId, u64)>>) -> Self {
+    pub fn new(ahead: PendingImages<'a>, pages: Vec<Option<(PageId, u64)>>) -> Self {
         assert!(ahead.images().len() == pages.len()); // I7: each image is its page's.
         Self { written: Some(Box::new(WrittenImages { ahead, pages })) }
     }

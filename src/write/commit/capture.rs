@@ -199,7 +199,7 @@ impl Committer {
             // At that epoch, the page has the same length as when the copy was made.
             let of = (epoch, info.len);
             if let CopyShadow::Digests(key) = copy.shadow() {
-                push(&mut scans, self.begin_look(index, copy, of, ranges, key.span())?)?;
+                push(&mut scans, self.begin_scan(index, copy, of, ranges, key.span())?)?;
                 continue;
             }
             let mut begun = self.begin_capture(index, copy, of, ranges);

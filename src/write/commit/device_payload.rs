@@ -215,7 +215,7 @@ impl Committer {
             let target = StagingSpan { index: 4, offset: 0, len: digests_len };
             commands.push(Command::Digest { sources: digested, key: *key, target });
         }
-        bring_down(&mut commands, copies, device.crosses_bus())?;
+        download_blanks(&mut commands, copies, device.crosses_bus())?;
         let mut picked = self.engine.staging.take(picked_len)?;
         let mut places = picked.as_chunks_mut().0.iter_mut();
         for indices in picked_indices {
@@ -261,7 +261,7 @@ impl Committer {
             // I12. The bytes are still on the device, so one flipped bit need not fail the commit.
             tracing::warn!(device = device.label(), "a payload changed on its way to the host: once more");
             let mut commands = Vec::new();
-            bring_down(&mut commands, copies, is_summed)?;
+            download_blanks(&mut commands, copies, is_summed)?;
             let again = self.run(commands, vec![landed.into_staging(), sums.into_staging()])?;
             let mut again = again.into_iter();
             let mut next = |len| StagingBuf::new(again.next().expect("as many as went in"), len);
@@ -375,7 +375,7 @@ impl<'b> Wave<'b> {
 }
 
 /// Adds the commands that copy the blanks' bytes to staging 0, and their sums to staging 1.
-fn bring_down(commands: &mut Vec<Command>, copies: &[BlankCopy], is_summed: bool) -> Result<()> {
+fn download_blanks(commands: &mut Vec<Command>, copies: &[BlankCopy], is_summed: bool) -> Result<()> {
     if is_summed {
         push(commands, sum_each(collected(copies.iter().map(|copy| copy.source))?, 1))?;
     }

@@ -94,7 +94,7 @@ impl Committer {
     }
 
     /// Prepares to examine a copy, once the streams that use it are done.
-    pub(super) fn begin_look<'a>(
+    pub(super) fn begin_scan<'a>(
         &self,
         step: usize,
         copy: &'a WorkingCopy,

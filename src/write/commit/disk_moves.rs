@@ -19,7 +19,7 @@ use remanent_format::{Lsn, PageId, PageInfo, PageTable, Place};
 use super::Committer;
 use super::batch_images::BatchImages;
 use super::demoted_reader::{DemotedReader, ReadPages};
-use super::page_memory::{MadeMemory, each_comes_once};
+use super::page_memory::{RequiredMemory, each_comes_once};
 use crate::applier::{FilledMemory, NewDiskImages};
 use crate::base::allocation::{collected, insert, push, set_of};
 use crate::base::phases::{self, Phase};
@@ -27,7 +27,7 @@ use crate::device::Span;
 use crate::disk::source::DiskSource;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
-use crate::images::AheadImages;
+use crate::images::PendingImages;
 use crate::images::disk_pages::{DiskImage, DiskPage, PendingClaim, pending_bytes_of};
 use crate::images::read::{damaged, prove};
 use crate::memory::arena::PageMemory;
@@ -252,7 +252,7 @@ impl Committer {
         let is_changed = |page| changed.contains(&page);
         let stay = unwritten.iter().map(|info| (!is_changed(info.page)).then_some((info.page, info.len)));
         let stay = collected(stay)?;
-        let Some(ahead) = self.write_going(unwritten)? else { return Ok(false) };
+        let Some(ahead) = self.write_demoted(unwritten)? else { return Ok(false) };
         let mut requests = Vec::new();
         for (info, image) in unwritten.iter().zip(ahead.images()) {
             // It is proven before the batch is logged, or the batch fails.
@@ -298,7 +298,7 @@ impl Committer {
     }
 
     /// Writes images of pages to separate files. Returns `None` if one of the pages changed in the meantime.
-    fn write_going(&self, pages: &[PageInfo]) -> Result<Option<AheadImages<'_>>> {
+    fn write_demoted(&self, pages: &[PageInfo]) -> Result<Option<PendingImages<'_>>> {
         let lens = collected(pages.iter().map(|info| (info.page, info.len)))?;
         let demoted = ReadPages::new(&self.engine, pages)?;
         let read = |reader: &mut DemotedReader<'_>, info: &PageInfo, offset, out: &mut [u8]| {
@@ -318,7 +318,7 @@ impl Committer {
         &self,
         found: &DiskOps,
         ops: &[OpAt<'_>],
-        made: &[MadeMemory],
+        made: &[RequiredMemory],
         memory: &VecDeque<PageMemory>,
         filled: &mut FilledMemory,
     ) -> Result<Vec<(PageId, Lsn)>> {

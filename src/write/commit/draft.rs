@@ -13,7 +13,7 @@ use remanent_format::{Epoch, LogPoint, Lsn, PageId, PageTable, Place};
 use super::Committer;
 use super::disk_moves::{DiskOps, new_places};
 use super::page_memory::{
-    changed_in_place, goes_elsewhere, location, location_in, required_memory, taken_elsewhere,
+    changed_in_place, location, location_in, moves_to_other_memory, page_moved_away, required_memory,
 };
 use crate::applier::{ApplyWork, Provision};
 use crate::engine::Engine;
@@ -107,7 +107,7 @@ impl Committer {
         // A pinned page keeps its address, which callers use in captured graphs.
         self.engine
             .leases
-            .check_unpinned(ops.iter().filter_map(|at| taken_elsewhere(&at.op, location_of)))?;
+            .check_unpinned(ops.iter().filter_map(|at| page_moved_away(&at.op, location_of)))?;
         // The page's last change of any kind: a clone copies place and metadata as well.
         let lsn_of = |page| table.entry(page).map(|entry| entry.lsn);
         let len_of = |page| location_of(page).map(|(_, len)| len);
@@ -119,7 +119,7 @@ impl Committer {
             return Ok(None);
         }
         // Otherwise memory of another length or place would be used for a page with the table's length (I10).
-        if ops.iter().any(|at| goes_elsewhere(&at.op))
+        if ops.iter().any(|at| moves_to_other_memory(&at.op))
             && !draft.memory().map(location).eq(required_memory(ops, table)?.iter().map(|made| made.at))
         {
             return Ok(None);
@@ -176,7 +176,7 @@ impl Committer {
     /// Gives back the resources of a draft that was not logged.
     pub(super) fn release_draft(&self, draft: Draft) {
         let Engine { staging, arena, .. } = &*self.engine;
-        staging.give_grown(draft.payload);
+        staging.put_grown(draft.payload);
         if let Some(provision) = draft.provision {
             provision.give_back(staging, arena);
         }

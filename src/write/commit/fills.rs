@@ -12,7 +12,7 @@ use remanent_format::op::{Op, OpAt};
 use super::Committer;
 use super::disk_moves::DiskOps;
 use super::draft::SourceVersions;
-use super::page_memory::{LANES, MadeMemory};
+use super::page_memory::{LANES, RequiredMemory};
 use super::sources::SourceImages;
 use crate::applier::{FilledMemory, Provision};
 use crate::base::allocation::{insert, push};
@@ -47,7 +47,7 @@ impl Committer {
         provision: &mut Provision,
         from: &FillSources<'_>,
         ops: &[OpAt<'_>],
-        made: &[MadeMemory],
+        made: &[RequiredMemory],
     ) -> Result<SourceVersions> {
         let Provision { memory, filled, .. } = provision;
         let mut fill = || {
@@ -72,7 +72,7 @@ impl Committer {
         &self,
         from: &FillSources<'_>,
         ops: &[OpAt<'_>],
-        made: &[MadeMemory],
+        made: &[RequiredMemory],
         memory: &VecDeque<PageMemory>,
         filled: &mut FilledMemory,
     ) -> Result<()> {

@@ -40,14 +40,14 @@ use remanent_format::state::table::Changes;
 use remanent_format::{Defect, LogPoint, PageId, PageInfo, PageTable, Place};
 
 use crate::base::allocation::{collected, copied, insert, map_of, push};
-use crate::base::own_line::OwnLine;
+use crate::base::cache_padded::CachePadded;
 use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::base::sync::{Mutex, MutexGuard};
 use crate::catalog::KnownImages;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::images::numbers::ImageFiles;
-use crate::images::{AheadImages, ImageOptions};
+use crate::images::{ImageOptions, PendingImages};
 use crate::log::{Log, SpacePurpose};
 use crate::memory::staging::GrownBytes;
 use crate::write::batch::{BatchFacts, CopiedBytes, CopiedPage, CopySources, WriteBatch};
@@ -73,12 +73,12 @@ const COPY_TRIES: usize = 3;
 pub(crate) struct Committer {
     pub engine: Arc<Engine>,
     /// The state after the last logged batch. Its lock is the submission lock.
-    pub submitted: OwnLine<Mutex<PageTable>>,
+    pub submitted: CachePadded<Mutex<PageTable>>,
     /// Drafts that wait for the lock holder.
-    pub waiting: OwnLine<CombineQueue>,
+    pub waiting: CachePadded<CombineQueue>,
     /// The next page id. Ids are allocated before a batch is known to succeed. A failed batch leaves a gap,
     /// which costs nothing.
-    pub next_page: OwnLine<AtomicU64>,
+    pub next_page: CachePadded<AtomicU64>,
     pub files: Arc<ImageFiles>,
     /// Images that the next snapshot need not write again.
     pub known: Arc<KnownImages>,
@@ -223,7 +223,7 @@ impl Committer {
     }
 
     /// Writes an image file ahead of its batch, in space that nothing else needs.
-    fn in_space<'a>(&self, write: impl FnMut() -> Result<AheadImages<'a>>) -> Result<AheadImages<'a>> {
+    fn in_space<'a>(&self, write: impl FnMut() -> Result<PendingImages<'a>>) -> Result<PendingImages<'a>> {
         let pool = &self.engine.log.pool;
         // The reserve is filled first: the image must not take the space that deletes need on a full disk.
         pool.fill().and_then(|()| pool.with_surplus(write)).map_err(|error| match error {
@@ -241,9 +241,9 @@ impl Committer {
         lens: &[(PageId, u64)],
         equip: impl Fn() -> W + Sync,
         read: impl Fn(&mut W, &PageInfo, u64, &mut [u8]) -> Result<()> + Sync,
-    ) -> Result<AheadImages<'_>> {
+    ) -> Result<PendingImages<'_>> {
         let Self { files, engine, images, .. } = self;
-        self.in_space(|| AheadImages::write_read(files, engine.store, *images, lens, &equip, &read))
+        self.in_space(|| PendingImages::write_read(files, engine.store, *images, lens, &equip, &read))
     }
 
     /// Reads the bytes that the batch copies, and records the versions of their pages. `pages` are the new

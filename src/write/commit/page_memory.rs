@@ -29,7 +29,7 @@ impl Committer {
         lent: &LentPages<'_>,
         ready: &mut ReadyMemory<'_>,
         locked: Option<&PageTable>,
-    ) -> Result<Vec<MadeMemory>> {
+    ) -> Result<Vec<RequiredMemory>> {
         // Read without the lock, unless the caller holds it: `append` checks again, and a draft with
         // unsuitable memory is stale.
         let locations = match locked {
@@ -42,9 +42,9 @@ impl Committer {
         if locations.is_empty() {
             return Ok(locations);
         }
-        let in_lent = |made: &MadeMemory| lent.get(&made.new_page?).copied().zip(made.new_page);
-        let is_ready = |made: &MadeMemory| made.new_page.is_some_and(|page| ready.has(page));
-        let is_own = |made: &&MadeMemory| in_lent(made).is_none() && !is_ready(made);
+        let in_lent = |made: &RequiredMemory| lent.get(&made.new_page?).copied().zip(made.new_page);
+        let is_ready = |made: &RequiredMemory| made.new_page.is_some_and(|page| ready.has(page));
+        let is_own = |made: &&RequiredMemory| in_lent(made).is_none() && !is_ready(made);
         let own = collected(locations.iter().filter(is_own).map(|made| made.at))?;
         // Before page memory is allocated, which would otherwise have to be given back.
         let Provision { memory, filled, .. } = provision;
@@ -188,7 +188,7 @@ impl Drop for ReadyMemory<'_> {
 pub(super) type LentPages<'a> = BTreeMap<PageId, &'a DeviceBytes>;
 
 /// Memory that an operation needs.
-pub(super) struct MadeMemory {
+pub(super) struct RequiredMemory {
     /// The operation's index in the payload.
     pub op: usize,
     /// The page that the operation creates; `None` if the page already exists.
@@ -211,7 +211,7 @@ pub(super) fn location(memory: &PageMemory) -> PageLocation {
 
 /// Returns the memory that a batch's creates, resizes and moves need, in their order, if the batch follows
 /// this table.
-pub(super) fn required_memory(ops: &[OpAt<'_>], table: &PageTable) -> Result<Vec<MadeMemory>> {
+pub(super) fn required_memory(ops: &[OpAt<'_>], table: &PageTable) -> Result<Vec<RequiredMemory>> {
     let mut made = Vec::new();
     let Some(first) = ops.iter().position(|at| may_take_memory(&at.op)) else { return Ok(made) };
     make_room(&mut made, ops.len() - first)?;
@@ -246,7 +246,7 @@ pub(super) fn required_memory(ops: &[OpAt<'_>], table: &PageTable) -> Result<Vec
             continue;
         }
         let new_page = matches!(at.op, Op::Create { .. }).then_some(page);
-        made.push(MadeMemory { op, new_page, at: (place, len) });
+        made.push(RequiredMemory { op, new_page, at: (place, len) });
     }
     Ok(made)
 }
@@ -263,13 +263,13 @@ pub(super) fn may_take_memory(op: &Op<'_>) -> bool {
 }
 
 /// Returns whether an operation moves its page to other memory.
-pub(super) fn goes_elsewhere(op: &Op<'_>) -> bool {
+pub(super) fn moves_to_other_memory(op: &Op<'_>) -> bool {
     matches!(op, Op::Resize { .. } | Op::Move { .. })
 }
 
 /// Returns the operation's page if the operation moves it out of the memory that it has before the batch. A
 /// pin forbids that.
-pub(super) fn taken_elsewhere(
+pub(super) fn page_moved_away(
     op: &Op<'_>,
     location_of: impl Fn(PageId) -> Option<PageLocation>,
 ) -> Option<PageId> {
@@ -288,6 +288,7 @@ fn reaches_bytes(op: &Op<'_>) -> bool {
 /// Returns the pages that operations change in place. A lease on one of these needs a relocation; all others
 /// get new memory, or none.
 pub(super) fn changed_in_place<'a>(ops: &'a [OpAt<'_>]) -> impl Iterator<Item = PageId> + 'a {
-    let in_place = |op: &Op<'_>| reaches_bytes(op) && !goes_elsewhere(op) && !matches!(op, Op::Delete { .. });
+    let in_place =
+        |op: &Op<'_>| reaches_bytes(op) && !moves_to_other_memory(op) && !matches!(op, Op::Delete { .. });
     ops.iter().filter(move |at| in_place(&at.op)).filter_map(|at| at.op.page())
 }

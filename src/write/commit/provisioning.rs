@@ -46,7 +46,7 @@ impl Committer {
         let Engine { device, leases, arena, .. } = &*self.engine;
         // This thread drops the handles of memory that pages have left, because their owners are callers'
         // code.
-        arena.drop_let_go();
+        arena.drop_released();
         let handover = own.batch.handover();
         // Most batches change a few bytes of pages in memory, and need nothing else.
         let is_plain = is_payload_enough(ops, device.crosses_bus())

@@ -76,7 +76,7 @@ impl Committer {
         if found.is_empty() {
             return Ok(sources);
         }
-        self.check_there(&found, pages)?;
+        self.check_exists(&found, pages)?;
         let bytes = found.iter().fold(0_u64, |bytes, page| bytes.saturating_add(page.len));
         let is_long = |page: &SourcePage<'_>| bytes >= self.ahead_bytes_min && page.len >= WHOLE_PAGE_LEN_MIN;
         for page in found {
@@ -98,7 +98,7 @@ impl Committer {
     }
 
     /// Refuses a page that does not exist before its source is read, which may take minutes.
-    fn check_there(&self, found: &[SourcePage<'_>], new_pages: &[PageId]) -> Result<()> {
+    fn check_exists(&self, found: &[SourcePage<'_>], new_pages: &[PageId]) -> Result<()> {
         let mut old =
             found.iter().map(|page| page.page).filter(|page| new_pages.binary_search(page).is_err());
         let table = self.submitted.lock();

@@ -19,7 +19,7 @@ use crate::base::allocation::{collected, push};
 use crate::base::parallel;
 use crate::device::Span;
 use crate::error::Result;
-use crate::images::AheadImages;
+use crate::images::PendingImages;
 use crate::memory::arena::{PageMemory, Purpose};
 use crate::write::batch::{WholePage, WriteBatch};
 
@@ -68,7 +68,7 @@ impl Committer {
             return Ok(WholePages { pages: whole, file: BatchImages::default(), memory });
         }
         let contents = collected(whole.iter().map(|whole| (whole.page, whole.bytes)))?;
-        let write = || AheadImages::write(&self.files, self.engine.store, self.images, &contents);
+        let write = || PendingImages::write(&self.files, self.engine.store, self.images, &contents);
         let (made, memory) = self.allocate_ready(&whole, lent)?;
         let mut parts = Vec::new();
         let planned = made

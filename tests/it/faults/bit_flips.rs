@@ -14,7 +14,7 @@ use remanent::device::CallerMemory;
 use remanent::disk::Disk;
 use remanent::history::DeviceCopier;
 use remanent::options::PageLoad;
-use remanent::testing::faulty_device::{BitFlip, BusWay, FaultyDevice};
+use remanent::testing::faulty_device::{BitFlip, BusTransfer, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
 use remanent::{SnapshotOptions, View};
 
@@ -121,7 +121,7 @@ type Ended = (VersionedPages, Result<()>);
 /// turned over from there on, and ends that by [`FaultyDevice::end_flips`].
 fn at_every_copy(
     name: &'static str,
-    ways: &[BusWay],
+    ways: &[BusTransfer],
     work: impl Fn(&Bus, &dyn Fn()) -> Ended + Send + Sync + Copy + 'static,
 ) {
     at_each(name, ways, 1, work);
@@ -130,7 +130,7 @@ fn at_every_copy(
 /// As [`at_every_copy`], where up to `mended` copies may change without an error.
 fn at_each(
     name: &'static str,
-    ways: &[BusWay],
+    ways: &[BusTransfer],
     mended: u64,
     work: impl Fn(&Bus, &dyn Fn()) -> Ended + Send + Sync + Copy + 'static,
 ) {
@@ -169,8 +169,8 @@ fn flip_once(flip: BitFlip, late: bool, mended: u64, work: impl Fn(&Bus, &dyn Fn
     flipped > 0
 }
 
-const DOWN: &[BusWay] = &[BusWay::Down, BusWay::Sums];
-const UP: &[BusWay] = &[BusWay::Up, BusWay::Sums];
+const DOWN: &[BusTransfer] = &[BusTransfer::Down, BusTransfer::Sums];
+const UP: &[BusTransfer] = &[BusTransfer::Up, BusTransfer::Sums];
 
 /// A snapshot of pages on the bus's other side.
 fn snapshot(bus: &Bus, flips: &dyn Fn(), options: Options, with: SnapshotOptions) -> Ended {
@@ -287,7 +287,7 @@ fn an_image_of_a_capture_has_no_bit_that_turned_over() {
 }
 
 fn captured_at_every_copy(what: &'static str, shadow: Shadow) {
-    at_every_copy(what, &[BusWay::Down], move |bus, flips| {
+    at_every_copy(what, &[BusTransfer::Down], move |bus, flips| {
         let store = bus.open(options()).unwrap();
         let mut held = VersionedPages::create(&store);
         let mut batch = store.batch();
@@ -409,7 +409,7 @@ fn a_page_of_another_devices_memory_has_no_bit_that_turned_over() {
 
 #[test]
 fn a_restore_brings_back_no_bit_that_turned_over() {
-    at_every_copy("a restore", &[BusWay::Up, BusWay::Down, BusWay::Sums], |bus, flips| {
+    at_every_copy("a restore", &[BusTransfer::Up, BusTransfer::Down, BusTransfer::Sums], |bus, flips| {
         let store = bus.open(options()).unwrap();
         let mut held = VersionedPages::create(&store);
         let before = store.snapshot_with(SnapshotOptions::new().name("before")).unwrap();
@@ -471,7 +471,7 @@ fn a_clone_has_no_bit_that_turned_over() {
     });
 }
 
-const LONG_WRITES: &[BusWay] = &[BusWay::LongWrites, BusWay::WriteSums];
+const LONG_WRITES: &[BusTransfer] = &[BusTransfer::LongWrites, BusTransfer::WriteSums];
 
 /// Writes all but the first byte of two pages: such a write is in the log, and not in an image.
 fn write_most(store: &Store, held: &mut VersionedPages, version: u64) {

@@ -34,7 +34,7 @@ enum Opened {
 
 /// Opens a copy of the files by windows of this length. Several threads apply deltas, however few.
 fn open_by(files: &Files, window_len: u64) -> Opened {
-    let device = Arc::new(HostDevice::new().wide_from(if window_len == 0 { u64::MAX } else { 1 }));
+    let device = Arc::new(HostDevice::new().parallel_from(if window_len == 0 { u64::MAX } else { 1 }));
     let options = small().replay_window_len(window_len);
     match Store::open_on(Arc::new(files.disk()), device, options) {
         Ok(store) => {
@@ -196,7 +196,7 @@ fn many_short_deltas_are_replayed_by_several_threads_as_by_one() {
     let expected = State::of(&store);
     store.close().unwrap();
     let files = Files::of(&disk);
-    let host: NewDevice = || Some(Arc::new(HostDevice::new().wide_from(1)));
+    let host: NewDevice = || Some(Arc::new(HostDevice::new().parallel_from(1)));
     let gpu: NewDevice = || gpu::device().map(|gpu| gpu as Arc<dyn Device>);
     for device in [host, gpu] {
         let mut counted = Vec::new();

@@ -34,9 +34,9 @@ fn steps_come_in_their_order_and_within_the_budget() {
             let Some(step) = coming.next() else { break };
             ahead.push(&step.iter().map(|number| pages[*number]).collect::<Vec<_>>()).unwrap();
         }
-        most = most.max(ahead.steps_coming());
+        most = most.max(ahead.steps_in_flight());
         let Some(step) = ahead.next_step().unwrap() else { break };
-        assert!(ahead.steps_coming() > 0 || coming.len() == 0, "none comes while this one is used");
+        assert!(ahead.steps_in_flight() > 0 || coming.len() == 0, "none comes while this one is used");
         for page in step {
             let number = pages.iter().position(|other| *other == page).unwrap();
             assert_eq!(place(&store, page), DEVICE, "page {number}");
@@ -64,7 +64,7 @@ fn another_step_comes_while_one_is_used() {
                 ahead.push(step).unwrap();
             }
             let Some(pages) = ahead.next_step().unwrap() else { break };
-            assert!(ahead.steps_coming() > 0 || steps.len() == 0, "steps of {step} of {ROOM} pages");
+            assert!(ahead.steps_in_flight() > 0 || steps.len() == 0, "steps of {step} of {ROOM} pages");
             assert_eq!(place(&store, pages[0]), DEVICE);
         }
         assert!(peak(&store, DEVICE) <= ROOM * LEN);

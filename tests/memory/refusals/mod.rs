@@ -22,7 +22,7 @@ use std::time::Duration;
 
 use remanent::disk::dir::DirReader;
 use remanent::follow::{FollowFrom, Follower, Replica};
-use remanent::history::Seed;
+use remanent::history::InitialState;
 use remanent::options::PageLoad;
 use remanent::{
     Error, Lsn, Options, PageId, PageInfo, Result, SnapshotOptions, StatePoint, Store, View, WriteBatch,
@@ -142,7 +142,7 @@ fn salvage(directory: &Path) -> Result<()> {
     let (features, record) = (store.features, store.record.clone());
     let found = Salvage::read(&reader, store, 1 << 30)?;
     let state = found.state();
-    let seed = Seed { features, record, table: state.table.clone(), point: state.point };
+    let seed = InitialState { features, record, table: state.table.clone(), point: state.point };
     let load = |info: &PageInfo, offset: u64, out: &mut [u8]| match found.find(info) {
         PageRemains::Exact(bytes) => {
             let window = found.window(&bytes, offset..offset + out.len() as u64)?;

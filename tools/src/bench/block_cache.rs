@@ -46,13 +46,13 @@ impl Ahead {
 }
 
 /// Blocks that are on their way.
-enum Coming<'s> {
+enum InFlightBlocks<'s> {
     Requests { ahead: usize, coming: Vec<Option<Prefetch>> },
     Measured { ahead: ReadAhead<'s>, pushed: usize },
 }
 
 /// What a cache did.
-pub struct Played {
+pub struct CacheTotals {
     /// Blocks that were there already, by the place in which they were found.
     pub found: BTreeMap<Place, u64>,
     /// Of each request: its blocks that were found in the fast place, and all that were there already.
@@ -75,7 +75,7 @@ pub struct Played {
     pub refused_ahead: u64,
 }
 
-impl Played {
+impl CacheTotals {
     /// Nothing was played yet.
     pub fn new() -> Self {
         Self {
@@ -117,22 +117,24 @@ fn bytes(id: u64, from: u64, to: u64) -> Vec<u8> {
 
 impl BlockCache<'_> {
     /// Serves requests, one after the other.
-    pub fn play(&self, requests: &[Vec<u64>], played: &mut Played) -> Result<(), BenchStop> {
+    pub fn play(&self, requests: &[Vec<u64>], played: &mut CacheTotals) -> Result<(), BenchStop> {
         let mut coming = match self.ahead {
-            Ahead::Requests(ahead) => Coming::Requests { ahead, coming: Vec::new() },
-            Ahead::Measured => Coming::Measured { ahead: self.store.read_ahead(self.fast)?, pushed: 0 },
+            Ahead::Requests(ahead) => InFlightBlocks::Requests { ahead, coming: Vec::new() },
+            Ahead::Measured => {
+                InFlightBlocks::Measured { ahead: self.store.read_ahead(self.fast)?, pushed: 0 }
+            }
         };
         for (at, request) in requests.iter().enumerate() {
             self.room.check()?;
             self.send_for(&mut coming, requests, at)?;
             let started = Instant::now();
             let ended = match &mut coming {
-                Coming::Requests { coming, .. } => coming[at].take().map(|coming| {
+                InFlightBlocks::Requests { coming, .. } => coming[at].take().map(|coming| {
                     // What has not begun yet is this request's own work.
                     coming.cancel()?;
                     coming.wait()
                 }),
-                Coming::Measured { ahead, .. } => Some(ahead.next_step().map(drop)),
+                InFlightBlocks::Measured { ahead, .. } => Some(ahead.next_step().map(drop)),
             };
             let waited = if ended.is_some() { started.elapsed() } else { Duration::ZERO };
             match ended {
@@ -150,10 +152,15 @@ impl BlockCache<'_> {
     }
 
     /// Has blocks come of the requests after `at`. Of a request that is due itself none come ahead.
-    fn send_for(&self, coming: &mut Coming<'_>, requests: &[Vec<u64>], at: usize) -> Result<(), BenchStop> {
+    fn send_for(
+        &self,
+        coming: &mut InFlightBlocks<'_>,
+        requests: &[Vec<u64>],
+        at: usize,
+    ) -> Result<(), BenchStop> {
         match coming {
             // Those of the requests in between are under way.
-            Coming::Requests { ahead, coming } => {
+            InFlightBlocks::Requests { ahead, coming } => {
                 while coming.len() < (at + 1 + *ahead).min(requests.len()) {
                     let next = coming.len();
                     let pages = if next > at { self.known(&requests[next])? } else { Vec::new() };
@@ -161,7 +168,7 @@ impl BlockCache<'_> {
                     coming.push(if is_any { Some(self.store.prefetch(&pages, self.fast)?) } else { None });
                 }
             }
-            Coming::Measured { ahead, pushed } => {
+            InFlightBlocks::Measured { ahead, pushed } => {
                 while *pushed < requests.len() && (*pushed <= at || ahead.wants_more()) {
                     let pages = if *pushed > at { self.known(&requests[*pushed])? } else { Vec::new() };
                     ahead.push(&pages)?;
@@ -190,7 +197,7 @@ impl BlockCache<'_> {
     }
 
     /// Serves a request that has waited this long for blocks that came ahead.
-    fn serve(&self, request: &[u64], waited: Duration, played: &mut Played) -> Result<(), BenchStop> {
+    fn serve(&self, request: &[u64], waited: Duration, played: &mut CacheTotals) -> Result<(), BenchStop> {
         let (mut ready, mut making) = (waited, Duration::ZERO);
         let (mut in_fast, mut count, mut made) = (0, 0, 0);
         for piece in request.chunks(self.piece) {

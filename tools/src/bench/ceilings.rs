@@ -165,8 +165,8 @@ fn device(room: &Room, rounds: u32) -> Result<Group, BenchStop> {
             }
             figure.push(moved as f64 / super::figures::median(took));
         }
-        many_lists(&mut one, LISTS, || pages.deltas(device, 1))?;
-        many_lists(&mut many, 20, || pages.deltas(device, DELTAS))?;
+        list_rate(&mut one, LISTS, || pages.deltas(device, 1))?;
+        list_rate(&mut many, 20, || pages.deltas(device, DELTAS))?;
         short_while_long(device, &pages, &mut beside)?;
     }
     pages.release(device)?;
@@ -224,7 +224,7 @@ pub fn list(
 }
 
 /// A round of lists, one after the other.
-fn many_lists(
+fn list_rate(
     figure: &mut Figure,
     count: u64,
     mut run: impl FnMut() -> Result<Duration, BenchStop>,

@@ -10,7 +10,7 @@ use remanent::{PageId, Store};
 use super::figures::{Figure, Findings, Group, Unit};
 use super::latency::Latency;
 use super::room::{self, BenchStop, Room, size};
-use super::snapshot::hammer;
+use super::snapshot::commit_until_stopped;
 use super::{Common, Measure, transfer};
 use crate::cli::exit::Failure;
 use crate::cli::size::Size;
@@ -115,7 +115,7 @@ impl Measure for CreateBench {
             made.close()?;
             std::fs::remove_dir_all(room.path("store"))?;
         }
-        let mut beside = Bystander::new(self.long_len.0, self.many);
+        let mut beside = ConcurrentCommitter::new(self.long_len.0, self.many);
         for _ in 0..self.common.rounds {
             room.step("commits beside creates")?;
             beside.round(room)?;
@@ -135,7 +135,7 @@ const LONG_CREATES: usize = 20;
 const MANY_LEN: u64 = 64;
 
 /// A thread that commits to a page of its own while others create pages.
-struct Bystander {
+struct ConcurrentCommitter {
     long_len: u64,
     many: u64,
     alone: Figure,
@@ -143,7 +143,7 @@ struct Bystander {
     beside_many: Figure,
 }
 
-impl Bystander {
+impl ConcurrentCommitter {
     fn new(long_len: u64, many: u64) -> Self {
         let figure = |name: String| Figure {
             latency: Some(Latency::new()),
@@ -164,7 +164,7 @@ impl Bystander {
         batch.create(4096, room.place);
         let page = store.commit(batch)?.pages[0];
         let until = Instant::now() + ALONE;
-        hammer(&store, page, &mut self.alone, || Instant::now() >= until)?;
+        commit_until_stopped(&store, page, &mut self.alone, || Instant::now() >= until)?;
         let (long_len, many) = (self.long_len, self.many);
         while_working(&store, page, &mut self.beside_long, |_| {
             for _ in 0..LONG_CREATES {
@@ -218,7 +218,7 @@ fn while_working(
             over.store(true, Ordering::Relaxed);
             worked
         });
-        let hammered = hammer(store, page, figure, || over.load(Ordering::Relaxed));
+        let hammered = commit_until_stopped(store, page, figure, || over.load(Ordering::Relaxed));
         working.join().expect("no panic")?;
         hammered
     })

@@ -34,7 +34,7 @@ impl Policy {
     }
 
     /// The share of blocks found in a list of `room` blocks, of those that had been asked for before.
-    pub fn hits_alone(self, room: usize, requests: &[Vec<u64>]) -> f64 {
+    pub fn list_hit_share(self, room: usize, requests: &[Vec<u64>]) -> f64 {
         let mut policy: Box<dyn EvictionPolicy> = match self {
             Policy::Lru => Box::<Lru>::default(),
             Policy::S3Fifo => Box::<S3Fifo>::default(),
@@ -73,13 +73,13 @@ mod tests {
     fn a_list_with_room_for_all_finds_each_block_that_comes_again() {
         let requests = [vec![1, 2, 3], vec![1, 2, 4], vec![5, 1]];
         for policy in [Policy::Lru, Policy::S3Fifo] {
-            assert_eq!(policy.hits_alone(5, &requests), 1.0);
-            assert_eq!(policy.hits_alone(5, &[]), 0.0);
+            assert_eq!(policy.list_hit_share(5, &requests), 1.0);
+            assert_eq!(policy.list_hit_share(5, &[]), 0.0);
         }
         // 1 2 3, then 1 for 2, 2 for 3, 4 for 1, and so on: each one left just before.
-        assert_eq!(Policy::Lru.hits_alone(2, &[vec![1, 2, 3], vec![1, 2, 3]]), 0.0);
-        assert_eq!(Policy::Lru.hits_alone(2, &requests[..2]), 0.0);
+        assert_eq!(Policy::Lru.list_hit_share(2, &[vec![1, 2, 3], vec![1, 2, 3]]), 0.0);
+        assert_eq!(Policy::Lru.list_hit_share(2, &requests[..2]), 0.0);
         // 1 and 2 are found; the third time 1 was the one that had left, for 5.
-        assert_eq!(Policy::Lru.hits_alone(3, &requests), 2.0 / 3.0);
+        assert_eq!(Policy::Lru.list_hit_share(3, &requests), 2.0 / 3.0);
     }
 }

@@ -274,7 +274,7 @@ fn beside(store: &Store, pages: &[PageId], round: usize, figures: &mut Figures) 
     let time = Duration::from_secs_f64(full_seconds.clamp(0.05, 10.0));
     let page = pages[pages.len() / 2];
     let until = Instant::now() + time;
-    hammer(store, page, &mut figures.alone, || Instant::now() >= until)?;
+    commit_until_stopped(store, page, &mut figures.alone, || Instant::now() >= until)?;
 
     touch(store, pages.iter().copied(), round + 128)?;
     let over = AtomicBool::new(false);
@@ -285,7 +285,8 @@ fn beside(store: &Store, pages: &[PageId], round: usize, figures: &mut Figures) 
             taken
         });
         let started = Instant::now();
-        let hammered = hammer(store, page, &mut figures.beside, || over.load(Ordering::Relaxed));
+        let hammered =
+            commit_until_stopped(store, page, &mut figures.beside, || over.load(Ordering::Relaxed));
         let taken = snapshot.join().expect("no panic")?;
         if let Some(course) = figures.beside.course.as_mut().filter(|course| course.marks.is_empty()) {
             let begun = taken.started.saturating_duration_since(started);
@@ -296,7 +297,7 @@ fn beside(store: &Store, pages: &[PageId], round: usize, figures: &mut Figures) 
 }
 
 /// Commits to a page until told to end. The time series is the first round's: the longest time of each step.
-pub(super) fn hammer(
+pub(super) fn commit_until_stopped(
     store: &Store,
     page: PageId,
     figure: &mut Figure,

@@ -13,7 +13,7 @@ use remanent::stats::{MoveStats, TierStats};
 use remanent::tiers::Tiers;
 use remanent::{Ack, Budget, Options, Place};
 
-use super::block_cache::{Ahead, BlockCache, Played};
+use super::block_cache::{Ahead, BlockCache, CacheTotals};
 use super::figures::{Figure, Findings, Group, Unit, rate};
 use super::latency::Latency;
 use super::policies::{Policy, share};
@@ -274,7 +274,7 @@ impl TiersBench {
             for policy in &self.policies {
                 let name = format!("{}, hits with room for {percent} %", policy.name());
                 let mut figure = Figure::new(name, Unit::Hits);
-                let hits = policy.hits_alone(part(*blocks_of_all, *percent), all);
+                let hits = policy.list_hit_share(part(*blocks_of_all, *percent), all);
                 figure.rounds = vec![hits; self.common.rounds as usize];
                 group.figures.push(figure);
             }
@@ -357,7 +357,7 @@ impl BudgetRuns {
         let requests = bench.requested().seen();
         let variants = bench.variants().into_iter();
         let variants = variants
-            .map(|(policy, ahead)| Variant::new(bench, policy, ahead, policy.hits_alone(held, requests)));
+            .map(|(policy, ahead)| Variant::new(bench, policy, ahead, policy.list_hit_share(held, requests)));
         let title = format!(
             "room for {percent} %: {held} blocks, {}",
             Unit::Bytes.show(held as f64 * bench.len.0 as f64)
@@ -439,7 +439,7 @@ impl Variant {
         let requested = bench.requested();
         let cache = bench.open(room, self.policy, held, self.ahead)?;
         let before = bytes_written();
-        let mut played = Played::new();
+        let mut played = CacheTotals::new();
         cache.play(requested.seen(), &mut played)?;
         let stats = cache.store.stats();
         let after = bytes_written();
@@ -579,7 +579,7 @@ impl Restarts {
         let (first, second) = bench.requested().seen().split_at(bench.requests / 2);
         for PolicyRestart { policy, before, after, close, open } in &mut self.policies {
             room.step(&format!("restart, {}", policy.name()))?;
-            let mut played = Played::new();
+            let mut played = CacheTotals::new();
             let cache = bench.open(room, *policy, held, Ahead::NONE)?;
             cache.play(first, &mut played)?;
             before.push(hits(&played.of_each[first.len().saturating_sub(AROUND_RESTART)..]));
@@ -627,7 +627,7 @@ impl Restarts {
 }
 
 /// The requests right after a restart.
-fn after_restart(played: &Played, at: usize) -> &[(u64, u64)] {
+fn after_restart(played: &CacheTotals, at: usize) -> &[(u64, u64)] {
     let after = &played.of_each[at..];
     &after[..after.len().min(AROUND_RESTART)]
 }

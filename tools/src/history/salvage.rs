@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 
 use comfy_table::Table;
 use indicatif::ProgressBar;
-use remanent::history::Seed;
+use remanent::history::InitialState;
 use remanent::{Error, Store, StoreId};
 use remanent_format::salvage::{FoundBytes, LogRemainder, PageRemains, Salvage as Search};
 use remanent_format::store::StoreFile;
@@ -201,8 +201,12 @@ impl Salvage {
             state.epoch_high(),
             state.lsn(),
         );
-        let origin =
-            Seed { features: store.features, record: store.record, table, point: search.state().point };
+        let origin = InitialState {
+            features: store.features,
+            record: store.record,
+            table,
+            point: search.state().point,
+        };
         let bar = progress::bytes(bytes, "writing");
         let mut held: Option<(PageId, FoundBytes)> = None;
         let store = Store::create_at(new, &origin, |info, offset, out| -> Result<_, SalvageStop> {

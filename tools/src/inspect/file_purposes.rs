@@ -125,12 +125,12 @@ impl References {
         // An open removes files that its own writer left. A file of a writer at work is not judged.
         let is_leftover = matches!(file, FileName::Temporary(..)) && !self.is_open;
         let is_unneeded = self.unneeded.contains(&file);
-        let what_for = self.what_for(view, file);
-        let why = if is_unneeded { format!("not needed any more: {what_for}") } else { what_for };
+        let purpose_of = self.purpose_of(view, file);
+        let why = if is_unneeded { format!("not needed any more: {purpose_of}") } else { purpose_of };
         (why, is_leftover || is_unneeded)
     }
 
-    fn what_for(&self, view: &PartialView, file: FileName) -> String {
+    fn purpose_of(&self, view: &PartialView, file: FileName) -> String {
         match file {
             FileName::Store => "says which store this is; nothing opens without it".to_owned(),
             FileName::Lock => "held while a process has the store open".to_owned(),

@@ -19,7 +19,7 @@ const NOTICE: Duration = Duration::from_millis(10);
 
 /// The parameters that the replays of a course have in common.
 #[derive(Clone)]
-pub struct Errand {
+pub struct ReplayParams {
     /// The store's directory.
     pub store: PathBuf,
     /// The trace's file.
@@ -59,7 +59,7 @@ pub enum WatchEnd {
     Interrupted,
 }
 
-impl Errand {
+impl ReplayParams {
     /// Starts a replay that goes on from the store's last request.
     pub fn start(&self) -> Result<Replayer, Failure> {
         let mut command = program::again().map_err(|error| cannot("find this program", &error))?;

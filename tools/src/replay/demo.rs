@@ -15,7 +15,7 @@ use crate::cli::exit::{Ending, Failure, Outcome};
 use crate::cli::interrupt::Interrupt;
 use crate::cli::output::Output;
 use crate::cli::progress;
-use crate::replay::child::Errand;
+use crate::replay::child::ReplayParams;
 use crate::replay::kill_run::{CheckReport, KillRun, KillRunStop, KillRunTotals};
 use crate::replay::replay_params;
 use crate::replay::simulate::SplitMix64;
@@ -102,7 +102,7 @@ impl Demo {
         }
         let trace = trace::bundled(scratch)?;
         let bar = progress::bar(self.requests, "replaying");
-        let errand = Errand {
+        let errand = ReplayParams {
             rule: replay_params::choose(&store, None, None)?,
             store,
             trace,
@@ -133,11 +133,11 @@ impl Demo {
                 break;
             }
         }
-        show.run_to_the_end()?;
+        show.run_to_end()?;
         show.go_back()?;
         show.heading()?;
         show.run_and_kill(1, 1)?;
-        show.run_to_the_end()?;
+        show.run_to_end()?;
         show.conclude()
     }
 }
@@ -148,7 +148,7 @@ impl DemoRun<'_, '_> {
             "{:<18} {:>8} {:>13} {:>7}  {:<29} CHECKED",
             "", "RAN", "ACKNOWLEDGED", "FOUND", "RECOVERED FROM"
         );
-        self.say(line)
+        self.print_line(line)
     }
 
     /// Lets a replay run and kills it. `false` if it reached its end first.
@@ -158,8 +158,8 @@ impl DemoRun<'_, '_> {
         Ok(true)
     }
 
-    fn run_to_the_end(&mut self) -> Result<(), KillRunStop> {
-        let checked = self.course.run_to_the_end()?;
+    fn run_to_end(&mut self) -> Result<(), KillRunStop> {
+        let checked = self.course.run_to_end()?;
         self.report("then, left alone", &checked)
     }
 
@@ -170,14 +170,15 @@ impl DemoRun<'_, '_> {
         let store = Store::open(&self.course.errand.store, options).map_err(engine_failure)?;
         let Some(oldest) = store.snapshots().into_iter().min_by_key(|snapshot| snapshot.id) else {
             store.close().map_err(engine_failure)?;
-            return self.say("There is no snapshot to go back to: too few requests for one.".to_owned());
+            return self
+                .print_line("There is no snapshot to go back to: too few requests for one.".to_owned());
         };
         store.restore(&StatePoint::Snapshot(oldest.id)).map_err(engine_failure)?;
         store.close().map_err(engine_failure)?;
         let took = started.elapsed();
 
         let CheckReport { found, .. } = self.course.gone_back()?;
-        self.say(format!(
+        self.print_line(format!(
             "\nBack to snapshot {} in {took:.0?}: the {} pages after request {} again, every byte of them. \
              Now forward.\n",
             oldest.id,
@@ -195,7 +196,7 @@ impl DemoRun<'_, '_> {
                 (format!("{base} + {} batches", rebuilt.batches), format!("{} pages", rebuilt.contents.len()))
             }
         };
-        self.say(format!(
+        self.print_line(format!(
             "{what:<18} {:>6} ms {:>13} {:>7}  {from:<29} {seen}",
             checked.lived.as_millis(),
             request(checked.acknowledged),
@@ -208,7 +209,7 @@ impl DemoRun<'_, '_> {
         back_after.sort_unstable();
         let median = back_after.get(back_after.len() / 2).copied().unwrap_or_default();
         let rate = replayed as f64 / replaying.as_secs_f64();
-        self.say(format!(
+        self.print_line(format!(
             "\nEvery acknowledged request was found after every kill, with all its bytes.\n\
              {replayed} requests in {:.1} s, starts and kills included: {rate:.0} requests/s. A new process had \
              its first request\nacknowledged {median:.0?} after its start, the median of {}.",
@@ -218,7 +219,7 @@ impl DemoRun<'_, '_> {
     }
 
     /// Prints a line of the report, above the bar.
-    fn say(&mut self, line: String) -> Result<(), KillRunStop> {
+    fn print_line(&mut self, line: String) -> Result<(), KillRunStop> {
         let out = &mut *self.out;
         self.bar.suspend(|| out.line(line).and_then(|()| out.flush())).map_err(KillRunStop::Failed)
     }

@@ -15,14 +15,14 @@ use crate::cli::exit::Failure;
 use crate::cli::interrupt::Interrupt;
 use crate::replay::check;
 use crate::replay::check::{Epochs, hash_id, last_request};
-use crate::replay::child::{Errand, Replayer, WatchEnd};
+use crate::replay::child::{ReplayParams, Replayer, WatchEnd};
 use crate::replay::simulate::{Simulation, SplitMix64};
 use crate::replay::trace::Trace;
 
 /// A store, the replays that work on it, and its expected content.
 pub struct KillRun {
     /// The parameters of every replay.
-    pub errand: Errand,
+    pub errand: ReplayParams,
     /// Moments of death are drawn from here.
     pub random: SplitMix64,
     requests: Vec<Vec<u64>>,
@@ -77,7 +77,7 @@ impl From<Failure> for KillRunStop {
 impl KillRun {
     /// A course whose store does not exist yet. The bar counts requests.
     pub fn new(
-        errand: Errand,
+        errand: ReplayParams,
         random: SplitMix64,
         interrupt: Interrupt,
         bar: ProgressBar,
@@ -85,7 +85,7 @@ impl KillRun {
         let requests = Trace::open(&errand.trace, Some(errand.limit))?.collect::<Result<Vec<_>, _>>()?;
         let simulation = Simulation::new(errand.rule);
         Ok(Self {
-            errand: Errand { limit: requests.len() as u64, ..errand },
+            errand: ReplayParams { limit: requests.len() as u64, ..errand },
             random,
             requests,
             simulation,
@@ -144,7 +144,7 @@ impl KillRun {
     }
 
     /// Lets a replay run to the end of the trace.
-    pub fn run_to_the_end(&mut self) -> Result<CheckReport, KillRunStop> {
+    pub fn run_to_end(&mut self) -> Result<CheckReport, KillRunStop> {
         let mut replayer = self.errand.start()?;
         self.watch(&mut replayer, |_, _| false)?;
         let checked = self.check(replayer.lived(), &replayer)?;

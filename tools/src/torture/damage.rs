@@ -13,7 +13,7 @@ use remanent::{Error, Options, Store};
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 use remanent_format::{FileName, Folder, Lsn};
 
-use super::{Chamber, TortureTable, cannot};
+use super::{TortureContext, TortureTable, cannot};
 use crate::cli::exit::Failure;
 use crate::cli::memory::available;
 use crate::read::store_dir::StoreDir;
@@ -81,7 +81,7 @@ struct Victim<'c> {
     marked: Lsn,
 }
 
-impl Chamber<'_> {
+impl TortureContext<'_> {
     pub(super) fn damages(&mut self, report: &mut TortureTable) -> Result<(), KillRunStop> {
         report.columns = &["done", "right", "refused", "cut"];
         let mut counts = [[0; 5]; Kind::ALL.len()];
@@ -106,7 +106,7 @@ impl Chamber<'_> {
                 let victim = Victim::new(&course, killed.clone(), &earlier)?;
                 self.damage(&victim, wanted / 2, &mut counts, &mut report.wrong)?;
             }
-            course.run_to_the_end()?;
+            course.run_to_end()?;
             super::copy(&course.errand.store, &closed)?;
             let victim = Victim::new(&course, closed.clone(), &earlier)?;
             self.damage(&victim, wanted - wanted / 2, &mut counts, &mut report.wrong)?;
@@ -149,7 +149,7 @@ impl Chamber<'_> {
                 super::copy(&victim.copy, &kept)?;
                 wrong.push(format!("{name}, {place}: {verdict:?}; the store is in {}", kept.display()));
             }
-            victim.heal(file)?;
+            victim.repair(file)?;
             self.bar.inc(1);
         }
         super::remove(&victim.copy)?;
@@ -249,7 +249,7 @@ impl<'c> Victim<'c> {
     }
 
     /// Takes the damage back.
-    fn heal(&self, file: &Path) -> Result<(), Failure> {
+    fn repair(&self, file: &Path) -> Result<(), Failure> {
         let copied = fs::copy(self.original.join(file), self.copy.join(file));
         copied.map(drop).map_err(|error| cannot("copy", file, &error))
     }

@@ -3,7 +3,7 @@
 use remanent::options::LogIo;
 use remanent::{Error, Options, Store};
 
-use super::{Chamber, TortureTable};
+use super::{TortureContext, TortureTable};
 use crate::cli::engine::engine_failure;
 use crate::cli::exit::Failure;
 use crate::replay::kill_run::KillRunStop;
@@ -13,7 +13,7 @@ const KILLS_A_COURSE: u64 = 20;
 /// The three ways to write a log.
 const WAYS: [LogIo; 3] = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct];
 
-impl Chamber<'_> {
+impl TortureContext<'_> {
     pub(super) fn kills(&mut self, report: &mut TortureTable) -> Result<(), KillRunStop> {
         report.columns = &["killed", "requests", "right"];
         let mut ways = Vec::new();
@@ -61,7 +61,7 @@ impl Chamber<'_> {
                 killed += 1;
                 self.bar.inc(1);
             }
-            course.run_to_the_end()?;
+            course.run_to_end()?;
             requests += course.totals().replayed;
             super::remove(&course.errand.store)?;
         }

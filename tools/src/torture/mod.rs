@@ -24,7 +24,7 @@ use crate::cli::interrupt::Interrupt;
 use crate::cli::json::object;
 use crate::cli::output::Output;
 use crate::cli::progress;
-use crate::replay::child::Errand;
+use crate::replay::child::ReplayParams;
 use crate::replay::demo::seed_from_clock;
 use crate::replay::kill_run::{KillRun, KillRunStop};
 use crate::replay::simulate::{Rule, SplitMix64};
@@ -79,7 +79,7 @@ pub struct Torture {
 }
 
 /// The settings and tools that all tortures share.
-struct Chamber<'t> {
+struct TortureContext<'t> {
     /// A folder for the tortures alone.
     folder: PathBuf,
     trace: PathBuf,
@@ -117,7 +117,7 @@ impl Torture {
             .map_err(|error| cannot("make a folder in", error))?;
         let trace = trace::bundled(scratch.path())?;
         let seed = self.seed.unwrap_or_else(seed_from_clock);
-        let mut chamber = Chamber {
+        let mut chamber = TortureContext {
             folder: scratch.path().to_owned(),
             longest: Trace::survey(&trace, Some(self.requests))?.longest,
             trace,
@@ -133,9 +133,12 @@ impl Torture {
             out.flush()?;
         }
         let mut reports = Vec::new();
-        type Torturer<'t> = fn(&mut Chamber<'t>, &mut TortureTable) -> Result<(), KillRunStop>;
-        let tortures: [(_, Torturer<'_>); 3] =
-            [("kills", Chamber::kills), ("damage", Chamber::damages), ("power cuts", Chamber::power_cuts)];
+        type Torturer<'t> = fn(&mut TortureContext<'t>, &mut TortureTable) -> Result<(), KillRunStop>;
+        let tortures: [(_, Torturer<'_>); 3] = [
+            ("kills", TortureContext::kills),
+            ("damage", TortureContext::damages),
+            ("power cuts", TortureContext::power_cuts),
+        ];
         for (name, torture) in tortures {
             let mut report = TortureTable::new(name);
             match torture(&mut chamber, &mut report) {
@@ -177,7 +180,7 @@ impl Torture {
     }
 }
 
-impl Chamber<'_> {
+impl TortureContext<'_> {
     /// A course of replays in a store of its own, with small or large pages.
     fn course(&mut self, name: &str, log_io: Option<LogIo>, durable: bool) -> Result<KillRun, Failure> {
         self.course_in(self.folder.join(name), log_io, durable)
@@ -190,7 +193,7 @@ impl Chamber<'_> {
         durable: bool,
     ) -> Result<KillRun, Failure> {
         let page_len = [256, 4096, 20_480][self.random.below(3) as usize];
-        let errand = Errand {
+        let errand = ReplayParams {
             store,
             trace: self.trace.clone(),
             rule: Rule { page_len, pages_max: self.longest.max(400) },

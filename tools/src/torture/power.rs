@@ -1,13 +1,13 @@
 //! Power cuts: the content of a device at one moment of a store's life, file system included.
 
 use super::mounts::Medium;
-use super::{Chamber, TortureTable};
+use super::{TortureContext, TortureTable};
 use crate::replay::kill_run::{KillRun, KillRunStop};
 
 /// Number of power cuts in the life of one store.
 const CUTS_A_COURSE: u64 = 12;
 
-impl Chamber<'_> {
+impl TortureContext<'_> {
     pub(super) fn power_cuts(&mut self, report: &mut TortureTable) -> Result<(), KillRunStop> {
         report.columns = &["cuts", "gone", "right"];
         if self.asked.power_cuts == 0 {

@@ -152,9 +152,9 @@ fn an_overlay_and_its_base_are_the_page() {
 }
 
 /// Files that record which bytes of the first file are read.
-struct Noted<'f>(&'f Files, RefCell<Vec<Range<u64>>>);
+struct ReadRecorder<'f>(&'f Files, RefCell<Vec<Range<u64>>>);
 
-impl ReadAt for Noted<'_> {
+impl ReadAt for ReadRecorder<'_> {
     fn len(&self, file: FileName) -> io::Result<Option<u64>> {
         self.0.len(file)
     }
@@ -184,7 +184,7 @@ fn of_a_known_base_only_what_lies_near_a_piece_is_read() {
     assert!(read_all(&files, &image, len).unwrap() == page);
     let base = ProvenImage::prove(&files, &image, len).map(Arc::new).unwrap().base();
     assert_eq!(base.window_len(), WINDOW);
-    let noted = Noted(&files, RefCell::default());
+    let noted = ReadRecorder(&files, RefCell::default());
     let proven = ProvenImage::prove_over(&noted, &image, len, Some(&base)).unwrap();
     assert_eq!(noted.1.take(), [5 * WINDOW..6 * WINDOW, 20 * WINDOW..21 * WINDOW]);
     let mut found = vec![0; 2];

@@ -89,7 +89,7 @@ impl Cache {
 
     /// Returns a block that was freed on this stream only and fits without a split, because a remainder could
     /// not be given to another user.
-    pub fn own_waiting(&self, len: u64, stream: u64) -> Option<u64> {
+    pub fn exact_block_of_stream(&self, len: u64, stream: u64) -> Option<u64> {
         let list = usize::from(len > SHORT_LEN_MAX);
         let (.., found_len, address) =
             self.own.range((stream, list, len, 0)..=(stream, list, u64::MAX, u64::MAX)).next()?;
@@ -184,7 +184,7 @@ impl Cache {
 
     /// Frees the waiting blocks whose work is done. For each stream, only the first points are checked, up to
     /// the first one that has not passed, because a busy stream may have thousands.
-    pub fn look_at_waiting(&mut self) -> Result<()> {
+    pub fn free_finished(&mut self) -> Result<()> {
         let (mut done, mut looked) = (Vec::new(), Ok(()));
         for points in self.points.values_mut() {
             while let Some(AwaitedPoint { point, address, wait }) = points.front() {

@@ -164,8 +164,8 @@ impl<R: MemoryResource> CachingMemory<R> {
             block_len.checked_next_multiple_of(SEGMENT_ROUND).ok_or_else(out_of_memory)?
         };
         let mut state = self.state.lock();
-        state.look_at_waiting()?;
-        let found = stream.and_then(|stream| state.own_waiting(block_len, stream.handle()));
+        state.free_finished()?;
+        let found = stream.and_then(|stream| state.exact_block_of_stream(block_len, stream.handle()));
         let address = match found.or_else(|| state.best_fit(block_len)) {
             Some(address) => {
                 state.hits += 1;
@@ -200,7 +200,7 @@ unsafe impl<R: MemoryResource> MemoryResource for CachingMemory<R> {
     fn trim(&self) -> Result<u64> {
         let free = {
             let mut state = self.state.lock();
-            state.look_at_waiting()?;
+            state.free_finished()?;
             state.take_free_segments()
         };
         let mut trimmed = Ok(0);

@@ -16,9 +16,9 @@ use crate::errors::store_io;
 
 /// An eventfd that wakes an event loop, with the numbers of the tasks to poll again.
 #[pyclass(frozen, module = "remanent._native")]
-pub struct Bell(Arc<Rope>);
+pub struct EventFd(Arc<WakeQueue>);
 
-struct Rope {
+struct WakeQueue {
     event: OwnedFd,
     ready: Mutex<Vec<u64>>,
 }
@@ -29,14 +29,14 @@ pub struct Waiting {
     _future: Mutex<Acknowledged>,
 }
 
-struct Pull {
-    rope: Arc<Rope>,
+struct TaskWaker {
+    queue: Arc<WakeQueue>,
     id: u64,
 }
 
-impl Rope {
+impl WakeQueue {
     /// Marks a task as ready to be polled.
-    fn pull(&self, id: u64) {
+    fn wake_task(&self, id: u64) {
         self.ready.lock().unwrap_or_else(PoisonError::into_inner).push(id);
         let one = 1_u64;
         // If the counter is full, the write fails, but the descriptor is already readable.
@@ -45,32 +45,32 @@ impl Rope {
     }
 }
 
-impl Wake for Pull {
+impl Wake for TaskWaker {
     fn wake(self: Arc<Self>) {
-        self.rope.pull(self.id);
+        self.queue.wake_task(self.id);
     }
 }
 
 /// The waker of a future on which several tasks of any event loop and several threads wait: the engine keeps
 /// only one waker per future.
 #[derive(Default)]
-pub struct Bells {
-    state: Mutex<BellsState>,
-    rung: Condvar,
+pub struct SharedWaker {
+    state: Mutex<SharedWakerState>,
+    woken: Condvar,
 }
 
 #[derive(Default)]
-struct BellsState {
+struct SharedWakerState {
     count: u64,
-    tasks: Vec<(Arc<Rope>, u64)>,
+    tasks: Vec<(Arc<WakeQueue>, u64)>,
 }
 
-impl Bells {
+impl SharedWaker {
     /// Adds a task to be woken once.
-    pub fn add(&self, bell: &Bell, id: u64) {
+    pub fn add(&self, event_fd: &EventFd, id: u64) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        if !state.tasks.iter().any(|(rope, task)| *task == id && Arc::ptr_eq(rope, &bell.0)) {
-            state.tasks.push((bell.0.clone(), id));
+        if !state.tasks.iter().any(|(queue, task)| *task == id && Arc::ptr_eq(queue, &event_fd.0)) {
+            state.tasks.push((event_fd.0.clone(), id));
         }
     }
 
@@ -82,24 +82,24 @@ impl Bells {
     /// Waits up to `timeout` for a wake-up after the first `count` ones.
     pub fn wait(&self, count: u64, timeout: Duration) {
         let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        drop(self.rung.wait_timeout_while(state, timeout, |state| state.count == count));
+        drop(self.woken.wait_timeout_while(state, timeout, |state| state.count == count));
     }
 }
 
-impl Wake for Bells {
+impl Wake for SharedWaker {
     fn wake(self: Arc<Self>) {
         let tasks = {
             let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
             state.count += 1;
             std::mem::take(&mut state.tasks)
         };
-        self.rung.notify_all();
-        tasks.iter().for_each(|(rope, id)| rope.pull(*id));
+        self.woken.notify_all();
+        tasks.iter().for_each(|(queue, id)| queue.wake_task(*id));
     }
 }
 
 #[pymethods]
-impl Bell {
+impl EventFd {
     #[new]
     fn new() -> PyResult<Self> {
         // SAFETY: the call takes only numbers.
@@ -112,7 +112,7 @@ impl Bell {
         }
         // SAFETY: this is a new descriptor that nothing else owns.
         let event = unsafe { OwnedFd::from_raw_fd(event) };
-        Ok(Self(Arc::new(Rope { event, ready: Mutex::default() })))
+        Ok(Self(Arc::new(WakeQueue { event, ready: Mutex::default() })))
     }
 
     /// Returns the file descriptor that becomes readable.
@@ -131,9 +131,9 @@ impl Bell {
 }
 
 /// Polls once; `None` means that the batch is acknowledged.
-pub fn poll(ticket: &Ticket, bell: &Bell, id: u64, ack: Ack) -> Result<Option<Waiting>> {
+pub fn poll(ticket: &Ticket, event_fd: &EventFd, id: u64, ack: Ack) -> Result<Option<Waiting>> {
     let mut future = ticket.acknowledged(ack);
-    let waker = Waker::from(Arc::new(Pull { rope: bell.0.clone(), id }));
+    let waker = Waker::from(Arc::new(TaskWaker { queue: event_fd.0.clone(), id }));
     match Pin::new(&mut future).poll(&mut Context::from_waker(&waker)) {
         Poll::Ready(acknowledged) => acknowledged.map(|()| None),
         Poll::Pending => Ok(Some(Waiting { _future: Mutex::new(future) })),

@@ -9,9 +9,9 @@ use std::ops::Deref;
 /// prefetch lines in pairs.
 #[repr(align(128))]
 #[derive(Debug, Default)]
-pub(crate) struct OwnLine<T>(pub T);
+pub(crate) struct CachePadded<T>(pub T);
 
-impl<T> Deref for OwnLine<T> {
+impl<T> Deref for CachePadded<T> {
     type Target = T;
 
     fn deref(&self) -> &T {
