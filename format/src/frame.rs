@@ -368,7 +368,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_torn_frame_is_told_from_what_a_recycled_segment_held() {
+    fn torn_frame_is_distinguished_from_recycled_bytes() {
         let (store, running) = (StoreId([7; 16]), Incarnation { number: 3, random: 5 });
         let frame = |incarnation, segment| FrameHeader {
             kind: FrameKind::Seal,

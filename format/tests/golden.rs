@@ -181,7 +181,7 @@ fn every_defect_is_named() {
 }
 
 #[test]
-fn nothing_else_lies_among_the_golden_files() {
+fn golden_folder_contains_no_other_files() {
     let (sound, damaged) = files();
     let names = [
         ("sound", sound.iter().map(|file| file.name).collect::<Vec<_>>()),

@@ -193,7 +193,7 @@ fn frames_of_one_group_stand_or_fall_alone() {
 
 /// If the start of a group is lost, frames inside the group still testify to what was durable.
 #[test]
-fn a_frame_inside_of_a_group_testifies_alone() {
+fn frame_within_group_is_valid_alone() {
     let mut maker = Maker::new();
     maker.batch().batch().sync();
     maker.batch().batch_in_group();
@@ -229,7 +229,7 @@ impl ReadAt for Sick {
 }
 
 #[test]
-fn what_could_not_be_read_at_first_may_testify_later() {
+fn segment_unreadable_at_first_counts_when_readable() {
     let mut maker = four();
     maker.frame_at(2)[90] ^= 1;
     let source = Sick { files: maker.files, is_sick: Cell::new(true) };
@@ -248,7 +248,7 @@ fn what_could_not_be_read_at_first_may_testify_later() {
 }
 
 #[test]
-fn an_incarnation_goes_on_where_its_predecessor_was_proven() {
+fn incarnation_continues_at_proven_end() {
     let mut maker = four();
     maker.reopen(2);
     check("the copied tail", &maker, &Clean(4));
@@ -274,7 +274,7 @@ fn an_incarnation_goes_on_where_its_predecessor_was_proven() {
 
 /// Only the opening states where the previous incarnation ends, and that the batches it accepted are durable.
 #[test]
-fn an_opening_is_believed_by_itself() {
+fn opening_record_is_self_sufficient() {
     let mut maker = four();
     maker.reopen(2);
     let with_header = |change: fn(&mut [u8])| {
@@ -321,7 +321,7 @@ fn only_the_newest_incarnation_testifies() {
 }
 
 #[test]
-fn an_attempt_that_never_became_real_changes_nothing() {
+fn unsuccessful_attempt_changes_nothing() {
     let sound = four();
     let mut attempt = four();
     attempt.reopen(4);
@@ -342,7 +342,7 @@ fn pages_over_the_budget_are_not_built() {
 }
 
 #[test]
-fn an_absurd_length_is_a_limit_or_an_error_and_never_an_abort() {
+fn absurd_length_never_aborts() {
     let len = 1 << 40;
     let (page, key, metadata) = (PageId(2), None, Metadata::new());
     let create = Op::Create { page, len, place: Place::Host, key, metadata };

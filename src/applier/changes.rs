@@ -407,7 +407,7 @@ mod tests {
     /// A gap is reported in its place: after the batches before it, and before those after it. Batches that
     /// arrive before the caller has received notice are omitted too.
     #[test]
-    fn a_gap_is_told_in_its_place_and_once() {
+    fn change_stream_reports_gap_once_in_order() {
         let (feed, queue) = (ChangeFeed::default(), Arc::new(ChangeQueue::default()));
         feed.add(queue.clone());
         assert!(feed.is_watched());

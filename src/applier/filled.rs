@@ -67,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_with_a_pages_old_bytes_does_not_pass_for_its_image() {
+    fn stale_memory_is_not_taken_for_image() {
         let mut filled = FilledMemory::default();
         filled.add_images([(PageId(9), MemoryId(1)), (PageId(2), MemoryId(4))]).unwrap();
         filled.add_moved([(PageId(5), MemoryId(2)), (PageId(2), MemoryId(3))]).unwrap();

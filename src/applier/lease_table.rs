@@ -323,7 +323,7 @@ mod tests {
     use crate::testing::late_device::LateDevice;
 
     #[test]
-    fn a_page_that_is_only_read_keeps_no_record_of_each_lease() {
+    fn read_leases_leave_no_records() {
         let device = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
         let arena = Arc::new(Arena::new(device.clone(), Budget::default()));
         let leases = Leases::new(device.clone(), arena, Arc::new(Poison::default()));

@@ -374,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn no_waiter_waits_for_a_page_that_never_comes() {
+    fn waiters_end_when_page_cannot_load() {
         let arena = arena();
         let unloaded = ten(&arena);
         let failed = unloaded.take(LEN, LEN).unwrap().pop().unwrap();

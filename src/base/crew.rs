@@ -99,7 +99,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "the third work")]
-    fn a_panic_of_the_crew_s_is_the_caller_s() {
+    fn crew_panic_reaches_caller() {
         with_crew(3, |crew| {
             let _crew = crew.join();
             let work = |(): &mut (), index| -> Result<(), Infallible> {

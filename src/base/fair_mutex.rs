@@ -30,7 +30,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_thread_that_waits_comes_before_one_that_asks_again() {
+    fn waiting_thread_precedes_repeat_requester() {
         let lock = FairMutex::new(Vec::new());
         std::thread::scope(|scope| {
             let held = lock.lock();

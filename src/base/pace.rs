@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn a_waiting_caller_has_the_rest_done_at_once() {
+    fn waiting_caller_lifts_rate_limit() {
         let pace = Pace::new(Some(1));
         let began = Instant::now();
         std::thread::scope(|scope| {
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wait_for_the_pace_is_called_off() {
+    fn pace_wait_is_cancelled() {
         let pace = Pace::new(Some(1));
         let began = Instant::now();
         assert!(pace.keep(began, 0).is_ok());

@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn two_things_are_done_at_once() {
+    fn join_runs_both_concurrently() {
         let together = std::sync::Barrier::new(threads(2));
         let caller = std::thread::current().id();
         let mut here = 1;
@@ -274,7 +274,7 @@ mod tests {
 
     /// Tests a full and an empty channel: no thread waits for a piece that never comes.
     #[test]
-    fn a_panic_ahead_is_an_error() {
+    fn panic_in_producer_is_an_error() {
         if threads(2) < 2 {
             eprintln!("SKIPPED: one thread at a time can run here, so nothing is made in advance");
             return;

@@ -221,7 +221,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_is_itself_and_no_other() {
+    fn process_identity_is_unique() {
         let here = Process::current();
         assert_eq!(here, Process::current());
         here.check().unwrap();

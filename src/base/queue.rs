@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_goes_in_comes_out_in_its_order() {
+    fn queue_is_fifo() {
         let (mut queue, mut expected) = (Queue::default(), VecDeque::new());
         let mut next = 0;
         for (pushed, popped) in [(1, 1), (1, 2), (9000, 10), (4096, 12_014), (1, 1), (8192, 4096), (0, 5200)]

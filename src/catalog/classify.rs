@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_carried_is_found_by_its_file() {
+    fn carried_images_are_found_by_file() {
         let mut subject = settled();
         (100..130).for_each(|page| subject.fill(page));
         let sorted = subject.plan_work(&[]);
@@ -413,7 +413,7 @@ mod tests {
     /// results in the current state: the snapshot has the current or an earlier version of each page that
     /// existed.
     #[test]
-    fn batches_between_two_looks_are_told_from_those_before() {
+    fn concurrent_batches_are_distinguished_from_earlier() {
         let kinds = ["all is new", "a few", "half", "no link holds", "carried", "folded"];
         for kind in kinds {
             let mut subject = settled();

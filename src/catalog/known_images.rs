@@ -336,7 +336,7 @@ mod tests {
 
     /// Adjacent images are read together, but each is verified separately.
     #[test]
-    fn of_the_images_that_are_read_back_those_that_hold_are_known() {
+    fn valid_read_back_images_become_known() {
         const LEN: usize = 5008;
         let disk = SimDisk::new();
         disk.make_folder(Folder::Pages).unwrap();
@@ -374,7 +374,7 @@ mod tests {
 
     /// Damage to a base found through one overlay applies to all other overlays of that base.
     #[test]
-    fn a_base_that_does_not_hold_spoils_all_that_lies_over_it() {
+    fn damaged_base_invalidates_its_overlays() {
         let mut info = PageInfo::new(PAGE, 100_000, Place::Disk);
         (info.epoch, info.lsn) = (Epoch(1), Lsn(1));
         let (before, newest) = (overlay(5, 3), overlay(6, 3));

@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cancels_out_in_other_sums_does_not_here() {
+    fn digest_detects_changes_that_cancel_in_plain_sums() {
         let key = key(2);
         let of = |chunk: &[u8]| digest(chunk, &key);
         let chunk: Vec<u8> = (0..DIGEST_CHUNK_LEN).map(|at| (at / 7) as u8).collect();

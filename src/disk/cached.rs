@@ -42,7 +42,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_cached_is_read_and_the_rest_begins_on_a_block() {
+    fn cached_bytes_are_read_and_rest_is_block_aligned() {
         let path = tempfile::NamedTempFile::new().unwrap();
         let bytes: Vec<u8> = (0..20_000).map(|index| (index % 251) as u8).collect();
         std::fs::write(path.path(), &bytes).unwrap();

@@ -249,7 +249,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn zeros_are_where_the_window_looks_for_them() {
+    fn window_padding_is_zeros() {
         let directory = tempfile::tempdir().unwrap();
         let disk = DirDisk::new(directory.path());
         let len = 3 << 20;
@@ -337,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn the_plain_way_past_the_cache_reads_the_same() {
+    fn plain_direct_read_equals_cached_read() {
         let directory = tempfile::tempdir().unwrap();
         std::fs::write(directory.path().join("STORE"), b"some bytes").unwrap();
         let file = File::open(directory.path().join("STORE")).unwrap();

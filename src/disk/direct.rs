@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_put_is_in_the_file_when_it_is_synced_and_not_before() {
+    fn put_bytes_reach_file_only_at_sync() {
         let Some((named, window)) = with_window() else { return };
         let mut expected = vec![7; LEN];
         window.put(4096, b"payload").unwrap();
@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_synced_cannot_be_put_anew() {
+    fn put_into_synced_range_panics() {
         let Some((named, window)) = with_window() else { return };
         window.put(4096, &[1; 10]).unwrap();
         window.sync(4096, 10).unwrap();
@@ -333,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn behind_a_write_that_failed_nothing_is_synced() {
+    fn sync_after_failed_write_is_refused() {
         let Some((named, window)) = with_window() else { return };
         let read_only = OFlags::RDONLY.union(OFlags::DIRECT);
         let file = rustix::fs::open(named.path(), read_only, rustix::fs::Mode::empty()).unwrap();
@@ -346,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn short_and_interrupted_writes_are_gone_on_with() {
+    fn short_and_interrupted_writes_are_resumed() {
         use std::cell::RefCell;
 
         use rustix::io::Errno;

@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn short_and_interrupted_reads_past_the_cache_are_gone_on_with() {
+    fn short_and_interrupted_direct_reads_are_resumed() {
         let file: Vec<u8> = (0..20_000).map(|index| (index % 251) as u8).collect();
         let mut interrupted = false;
         // One block at a time, and every second call is interrupted.

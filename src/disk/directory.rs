@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_open_is_the_directory_wherever_it_is() {
+    fn open_directory_is_followed_when_moved() {
         let above = tempfile::tempdir().unwrap();
         let (old, new) = (above.path().join("old"), above.path().join("new"));
         Directory::Path(&old).make_folder(Folder::Root).unwrap();
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_that_is_removed_says_so() {
+    fn removed_directory_is_reported() {
         let above = tempfile::tempdir().unwrap();
         let path = above.path().join("directory");
         Directory::Path(&path).make_folder(Folder::Root).unwrap();

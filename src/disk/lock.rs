@@ -384,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn to_look_at_the_lock_takes_nothing() {
+    fn querying_lock_does_not_acquire_it() {
         if let Some(directory) = errand_directory() {
             println!("\n{}", if is_locked(&directory).unwrap() { "held" } else { "free" });
             return;
@@ -397,7 +397,7 @@ mod tests {
         // A query in the process that holds the lock drops nothing for others.
         assert!(is_locked(directory.path()).unwrap());
         for (found, lock) in [("held", Some(lock)), ("free", None)] {
-            let mut other = errand("to_look_at_the_lock_takes_nothing", directory.path());
+            let mut other = errand("querying_lock_does_not_acquire_it", directory.path());
             wait_for(&mut other, found);
             assert!(other.wait().unwrap().success());
             drop(lock);

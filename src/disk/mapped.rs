@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_put_is_in_the_file_before_any_sync() {
+    fn put_bytes_are_in_file_before_sync() {
         let (file, window) = with_window();
         let mut expected = vec![0; LEN];
         for (offset, bytes) in [(0, &b"start"[..]), (4093, b"across"), (LEN - 3, b"end"), (LEN, b"")] {
@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_dropped_from_the_cache_is_uncached_until_it_is_read() {
+    fn dropped_cache_ranges_are_uncached_until_read() {
         let page_len = rustix::param::page_size() as u64;
         let len = 64 * page_len + 10;
         let file = tempfile::tempfile().unwrap();
@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn puts_into_what_was_brought_in_take_no_fault() {
+    fn puts_into_prefaulted_memory_do_not_fault() {
         const PAGES: u64 = 64;
         let page_len = rustix::param::page_size() as u64;
         let file = tempfile::tempfile().unwrap();

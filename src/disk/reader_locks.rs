@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_going_cannot_be_held() {
+    fn snapshot_under_removal_cannot_be_held() {
         let directory = tempfile::tempdir().unwrap();
         let root = Directory::Path(directory.path());
         let going = try_retire(root, SnapshotId(0)).unwrap().unwrap();

@@ -207,7 +207,7 @@ mod tests {
     const LONG: Duration = Duration::from_secs(60);
 
     #[test]
-    fn all_who_watch_a_folder_share_one_hub_and_each_hears() {
+    fn watchers_of_folder_share_hub_and_all_wake() {
         let directory = tempfile::tempdir().unwrap();
         let hubs: Vec<_> = (0..3).map(|_| subscribe(directory.path()).unwrap()).collect();
         assert!(hubs.iter().all(|hub| Arc::ptr_eq(hub, &hubs[0])));
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn a_writer_that_tells_is_heard_and_changes_nothing() {
+    fn notify_wakes_follower_without_changes() {
         let directory = tempfile::tempdir().unwrap();
         let disk = DirDisk::new(directory.path());
         let file = FileName::Temporary(Folder::Root, 1);
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_one_ends_the_hub_and_a_folder_that_goes_ends_it_too() {
+    fn hub_ends_with_last_watcher_or_removed_folder() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("folder");
         std::fs::create_dir(&path).unwrap();
@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_that_is_not_there_is_napped_beside() {
+    fn missing_folder_is_polled() {
         let directory = tempfile::tempdir().unwrap();
         assert!(!watch(&directory.path().join("none")).has_notifications());
     }

@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn an_idle_follower_looks_rarely() {
+    fn idle_follower_polls_rarely() {
         let hour = Duration::from_secs(3600);
         // A check takes some 100 us of a core, and 300 followers may take a hundredth of one.
         let allowed = hour.as_micros() / 100 / 300 / 100;

@@ -107,7 +107,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_position_has_one_spelling_and_its_bytes_are_it() {
+    fn position_has_one_encoding() {
         let position = FollowerPosition {
             incarnation: Incarnation { number: 7, random: 0x0102_0304 },
             lsn: Lsn(u64::MAX),

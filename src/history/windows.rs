@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_used_last_is_kept_within_the_bound() {
+    fn recently_used_entries_are_kept_within_bound() {
         let mut windows = Windows::default();
         let count = KEPT_BYTES / WHOLE_LEN_MAX;
         for page in 1..=count {

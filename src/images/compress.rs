@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_it_pays_for_is_compressed() {
+    fn only_compressible_bytes_are_compressed() {
         let mut half = noise(1 << 20);
         half[1 << 19..].fill(0);
         // One sample of four is zeros, so the whole page is tried, and does not pay.

@@ -140,7 +140,7 @@ proptest! {
 }
 
 #[test]
-fn what_no_layout_can_be_is_refused_by_its_name() {
+fn invalid_layouts_are_refused_by_name() {
     let shape = BlockShape { layers: 2, outer: 2, tokens: 16, inner: 64, width: 2 };
     let made = |shape, blocks, align| BlockLayout::new(shape, blocks, Arrangement::Contiguous, align);
     let zero = |dimension| Err(LayoutError::Zero { dimension });
@@ -175,7 +175,7 @@ fn what_no_layout_can_be_is_refused_by_its_name() {
 }
 
 #[test]
-fn its_json_says_what_the_layout_is() {
+fn json_describes_layout() {
     let shape = BlockShape { layers: 2, outer: 1, tokens: 16, inner: 64, width: 2 };
     let layout = BlockLayout::new(shape, 4, Arrangement::LayersApart { block_first: false }, 512).unwrap();
     let expected = r#"{"version":1,"blocks":4,"layers":2,"outer":1,"tokens":16,"inner":64,"width":2,"arrangement":"layers apart, outer first","align":512,"regions":2,"region_len":8192}"#;

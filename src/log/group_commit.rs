@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn a_watcher_for_one_sync_keeps_none_from_watching_for_the_next() {
+    fn watcher_of_one_sync_does_not_block_next() {
         let mut log = Log::with(4);
         log.waiters.is_watched = true;
         // The watcher has not woken yet when the sync ends.
@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sync_that_took_long_makes_no_other_wait_long() {
+    fn slow_sync_does_not_lengthen_later_waits() {
         let mut log = Log::with(2);
         log.arrive(2);
         log.sync(100 * SYNC);

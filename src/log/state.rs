@@ -375,7 +375,7 @@ mod tests {
 
     /// A frame may still be refused after its room is determined: the log must then be unchanged.
     #[test]
-    fn asking_for_room_leaves_the_log_where_it_is() {
+    fn room_request_does_not_move_log() {
         let mut state = opened();
         let frame_len = state.current.len - SEGMENT_HEADER_BLOCK;
         assert_eq!(state.room_for(frame_len), Room::Ready);
@@ -396,7 +396,7 @@ mod tests {
 
     /// A seal in between is not a batch, and followers are not notified of it.
     #[test]
-    fn the_first_batch_and_those_after_a_silence_are_told() {
+    fn first_batch_and_batches_after_idle_are_notified() {
         let mut state = opened();
         let begun = state.last_append;
         let mut ends_after = |after: u64| state.ends_silence(begun + Duration::from_micros(after));

@@ -32,7 +32,7 @@
 //! | frames after the last valid one, covered by no mark | a torn tail | cut, report | `torn_tail_is_cut` |
 //! | frames after the last valid one, covered by a mark | bit rot, a lost write | refuse with file, offset, lsn | `damage_under_a_mark_is_refused` |
 //! | the next frame's position cannot be read | a latent sector error | refuse: an error says nothing about the log | `unreadable_log_is_refused` |
-//! | frames of an older incarnation past its end | cut by an earlier recovery | never read | `cut_frames_stay_cut` |
+//! | frames of an older incarnation past its end | cut by an earlier recovery | never read | `truncated_frames_stay_truncated` |
 //! | the newest segment is missing | a lost file | refuse: a segment with frames has a successor | `missing_newest_segment_is_refused` |
 //! | a segment in between is missing, foreign or cut short | a lost or swapped file | refuse | `missing_segment_is_refused` |
 //! | the header of a segment with frames is bad | bit rot | refuse | `bad_segment_header_is_refused` |

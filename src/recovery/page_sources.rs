@@ -199,7 +199,7 @@ mod tests {
     /// Some of each kind, everywhere: as in the snapshot, changed by a batch, from an image that a batch
     /// names, resized, created, deleted.
     #[test]
-    fn in_parts_or_at_once_pages_are_sorted_out_alike() {
+    fn page_sources_are_equal_in_parts_or_at_once() {
         let snapshot = snapshot();
         let mut bases = Bases::of_snapshot(Arc::new(snapshot.clone()));
         let mut pages: Vec<PageInfo> = Vec::new();

@@ -125,7 +125,7 @@ mod tests {
 
     /// Threads read only intact links: for damaged ones, a single place decides what can be recovered.
     #[test]
-    fn a_link_is_read_only_where_nothing_is_wrong_with_either_copy() {
+    fn link_is_used_only_with_two_good_copies() {
         let manifest = manifest();
         let whole = manifest.encode().unwrap();
         let half = whole.len() / 2;

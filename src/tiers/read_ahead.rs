@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn as_many_steps_come_as_are_used_while_a_slow_one_comes() {
+    fn read_ahead_keeps_pace_during_slow_step() {
         for (why, latencies, intervals, expected) in [
             ("nothing is known yet", vec![], vec![], 1),
             ("only one of the times is", vec![10_000], vec![], 1),

@@ -146,7 +146,7 @@ fn every_view_is_the_table_of_its_batch_whatever_came_after() {
 }
 
 #[test]
-fn what_a_view_wants_stays_and_all_else_is_cut_off() {
+fn files_needed_by_view_stay_and_others_are_truncated() {
     let mut ground = TestTable::new();
     ground.commit(&[create(1, Some(&key(1))), create(2, None)]);
     let versions = ground.versions.clone();
@@ -189,7 +189,7 @@ fn what_a_view_wants_stays_and_all_else_is_cut_off() {
 
 /// A page that moves keeps its version and epoch. Each view shows the place as of its own batch.
 #[test]
-fn a_page_that_moves_is_seen_in_each_place_when_it_was_there() {
+fn moved_page_is_visible_at_each_place_in_turn() {
     let mut ground = TestTable::new();
     ground.commit(&[create(1, Some(&key(1)))]);
     for lsn in 2..50 {
@@ -333,7 +333,7 @@ fn a_restore_brings_pages_back_and_takes_pages_away() {
 }
 
 #[test]
-fn a_page_that_was_forgotten_comes_back_and_is_seen_to_change() {
+fn salvaged_page_reappears_and_accepts_changes() {
     let mut ground = TestTable::new();
     ground.commit(&[create(1, None), create(2, None)]);
     ground.commit(&[write(1)]);
@@ -358,7 +358,7 @@ fn a_page_that_was_forgotten_comes_back_and_is_seen_to_change() {
 /// The writer's batches set two pages, a key that is passed from page to page, and the root to the same
 /// count.
 #[test]
-fn a_batch_is_seen_as_a_whole_and_nothing_ever_goes_back() {
+fn batches_are_atomic_and_reads_monotonic() {
     let mut ground = TestTable::new();
     let held = key(0);
     let written = 9_000_000;

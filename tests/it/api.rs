@@ -49,7 +49,7 @@ fn block_on<T>(future: impl Future<Output = T>) -> (T, usize) {
 }
 
 #[test]
-fn a_chain_is_committed_as_it_stands() {
+fn builder_chain_commits_in_order() {
     let store = store();
     store.commit(store.batch().set_root("step", 1u64).note("first")).unwrap();
     assert_eq!(store.root().unwrap()["step"].as_u64(), Some(1));
@@ -77,7 +77,7 @@ fn a_page_is_created_with_key_and_metadata_in_one_chain() {
 }
 
 #[test]
-fn a_key_that_is_none_is_refused_when_the_batch_is_committed() {
+fn invalid_key_is_refused_at_commit() {
     let store = store();
     for key in [String::new(), "k".repeat(65)] {
         let mut batch = store.batch();
@@ -162,7 +162,7 @@ fn a_snapshot_is_taken_as_its_options_say() {
 }
 
 #[test]
-fn options_say_what_they_are() {
+fn options_debug_shows_values() {
     let rules = Retention::default().snapshots_kept(7).log_kept(1 << 20);
     let options =
         Options::default().ack(Ack::Durable).log_io(LogIo::Buffered).retention(&rules).identity(*b"me");
@@ -254,7 +254,7 @@ fn a_follower_is_an_iterator_that_ends_with_its_first_error() {
 const WAYS: [LogIo; 3] = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct];
 
 #[test]
-fn a_ticket_is_asked_waited_for_with_a_limit_and_awaited() {
+fn ticket_supports_poll_timeout_and_await() {
     for io in WAYS {
         let store = Store::temporary(Options::default().log_io(io)).unwrap();
         for ack in [Ack::Logged, Ack::Applied, Ack::Durable] {
@@ -306,7 +306,7 @@ impl Wake for Holding {
 
 /// Pages that come ahead can be awaited, and a task hears of it if they are given up.
 #[test]
-fn pages_that_come_ahead_can_be_awaited() {
+fn prefetches_can_be_awaited() {
     let store = store();
     let mut batch = store.batch();
     (0..200).for_each(|_| _ = batch.create_from([1; 4096], Place::Disk));
@@ -338,7 +338,7 @@ fn pages_that_come_ahead_can_be_awaited() {
 }
 
 #[test]
-fn a_task_that_waits_hears_of_a_failure() {
+fn waiting_task_is_woken_on_failure() {
     for io in WAYS {
         let disk = SimDisk::new();
         let options = Options::default().log_io(io).segment_len(64 << 10);
@@ -362,7 +362,7 @@ fn a_store_is_opened_with_a_device_of_the_callers() {
 /// Without one call, each application writes the lookup and the create, and two threads that do so leave the
 /// loser with an error.
 #[test]
-fn a_put_lands_whatever_other_threads_do_to_its_key() {
+fn put_succeeds_under_concurrent_key_changes() {
     const ROUNDS: usize = 50;
     for log_io in [LogIo::Buffered, LogIo::Direct] {
         let store = Store::temporary(Options::default().log_io(log_io).ack(Ack::Logged)).unwrap();

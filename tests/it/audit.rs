@@ -152,7 +152,7 @@ fn audit_names_exactly_pages_changed_without_batch() {
 }
 
 #[test]
-fn a_batch_does_not_hide_other_changes_and_mends_what_it_writes() {
+fn batch_repairs_only_written_bytes_of_page() {
     let device = Rogue::new();
     let store = open(device.clone());
     let page = page(&store, &[1; 1000]);
@@ -238,7 +238,7 @@ fn audit_during_commits_and_snapshots_reports_no_false_finding() {
 }
 
 #[test]
-fn an_error_of_the_device_in_an_audit_poisons_the_store() {
+fn device_error_in_audit_poisons_store() {
     for call in [DeviceCall::Staging, DeviceCall::Submit, DeviceCall::Wait] {
         let device = Arc::new(FaultyDevice::new(Arc::new(HostDevice::new())));
         let store = open(device.clone());

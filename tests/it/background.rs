@@ -41,7 +41,7 @@ fn commits(store: &Store, count: u8) {
 }
 
 #[test]
-fn a_log_that_has_grown_is_followed_by_a_snapshot() {
+fn grown_log_triggers_snapshot() {
     let disk = SimDisk::new();
     let store = open(&disk, options().snapshot_log_bytes(20_000));
     let mut ended = 0;
@@ -68,7 +68,7 @@ fn a_log_that_has_grown_is_followed_by_a_snapshot() {
 }
 
 #[test]
-fn time_makes_a_snapshot_due_only_after_a_commit() {
+fn snapshot_interval_requires_a_commit() {
     let store = open(&SimDisk::new(), options().snapshot_interval(Duration::ZERO));
     commit(&store, 1);
     store.wait_for_snapshots(1);
@@ -83,7 +83,7 @@ fn time_makes_a_snapshot_due_only_after_a_commit() {
 }
 
 #[test]
-fn what_was_replayed_counts() {
+fn replayed_bytes_count_toward_snapshot() {
     let disk = SimDisk::new();
     let store = open(&disk, options());
     for value in 0..6 {
@@ -145,7 +145,7 @@ fn long_manual_snapshot_is_not_followed_by_needless_one() {
 }
 
 #[test]
-fn a_full_disk_is_told_and_tried_again() {
+fn full_disk_is_reported_and_retried() {
     let disk = SimDisk::new();
     // Each commit is enough. An eighth of that makes the thread try again; a seal in a pause is less.
     let rules = options().snapshot_log_bytes(4000).snapshot_interval(NEVER);
@@ -173,7 +173,7 @@ fn a_full_disk_is_told_and_tried_again() {
 
 /// At one byte a second a snapshot would take an hour. A store that closes gives it up, and loses nothing.
 #[test]
-fn closing_gives_a_slow_snapshot_up() {
+fn close_cancels_slow_snapshot() {
     let disk = SimDisk::new();
     let slow = options().snapshot_log_bytes(20_000).snapshot_bytes_per_second(1);
     let store = open(&disk, slow.clone().ack(Ack::Durable));
@@ -245,7 +245,7 @@ fn a_query_waits_for_no_snapshot() {
 }
 
 #[test]
-fn a_caller_that_waits_for_a_slow_snapshot_makes_it_hurry() {
+fn waiting_caller_lifts_snapshot_rate_limit() {
     type Call = fn(&Store) -> remanent::Result<()>;
     let calls: [(&str, Call); 8] = [
         ("snapshot", |store| store.snapshot().map(drop)),

@@ -160,7 +160,7 @@ fn many_blocks_are_loaded_and_written_by_one_list() {
 
 /// The batch that creates pages fills them from tensors.
 #[test]
-fn new_pages_are_born_in_tensors() {
+fn new_pages_are_created_in_tensors() {
     for device in devices() {
         let label = device.label();
         let store = open(&SimDisk::new(), device);
@@ -323,7 +323,7 @@ fn blocks_go_through_a_store_and_come_back() {
 
 /// Pages that live in the engine's own tensors: what the store writes there, the engine reads there.
 #[test]
-fn pages_live_in_the_engines_tensors() {
+fn pages_live_in_engine_tensors() {
     for device in devices() {
         let store = open(&SimDisk::new(), device);
         let mut random = Random(6);

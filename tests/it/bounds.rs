@@ -222,7 +222,7 @@ fn bounded_directory(options: &Options, spare_bytes: u64) {
 
 /// The files that the store says may go are those that go, and afterwards no other may go.
 #[test]
-fn what_would_be_pruned_is_what_is_pruned() {
+fn would_prune_matches_prune() {
     let disk = SimDisk::new();
     let store = open_with(&disk, small().segment_len(1 << 20).snapshots_kept(4)).unwrap();
     let page = create(&store, 0);
@@ -248,7 +248,7 @@ fn what_would_be_pruned_is_what_is_pruned() {
 
 /// An inspector says of a store what the store itself says, while it is open or closed, and leaves no trace.
 #[test]
-fn an_inspector_knows_what_would_be_pruned() {
+fn inspection_lists_prunable_snapshots() {
     for seed in 1..=6 {
         let mut random = Random(seed);
         let disk = SimDisk::new();
@@ -434,7 +434,7 @@ fn states_after_restore_without_table_are_unreachable() {
 
 /// The log is kept from its beginning while there is less of it than the rules want.
 #[test]
-fn all_of_the_log_is_kept_while_it_is_shorter_than_is_wanted() {
+fn log_is_kept_up_to_wanted_length() {
     let disk = SimDisk::new();
     let store = open_with(&disk, small().log_kept(u64::MAX).snapshots_kept(1)).unwrap();
     let page = create(&store, 0);

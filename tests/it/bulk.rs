@@ -337,7 +337,7 @@ fn long_pages_keep_their_order_among_other_commits() {
 /// A batch moves a page and overwrites all of it, in this order and with more between the two: the page has
 /// the new bytes, wherever it came from and went to, before and after a restart.
 #[test]
-fn a_page_that_moves_and_is_overwritten_has_the_new_bytes() {
+fn moved_and_overwritten_page_has_new_bytes() {
     const PLACES: [Place; 3] = [Place::Disk, Place::Host, Place::Pinned];
     let host = || Arc::new(HostDevice::new()) as Arc<dyn Device>;
     for device in [host(), Arc::new(LateDevice::seeded(host(), 3))] {

@@ -43,7 +43,7 @@ fn copied(copy: &WorkingCopy) -> Vec<u8> {
 }
 
 #[test]
-fn a_page_becomes_its_working_copy_and_so_does_the_log() {
+fn capture_makes_page_and_log_equal_working_copy() {
     for device in devices() {
         let label = device.label();
         let disk = SimDisk::new();
@@ -243,7 +243,7 @@ impl Device for Counting {
 
 /// Unchanged bytes cost nothing on the way to the host, and neither does the number of elements.
 #[test]
-fn a_capture_brings_indices_and_values_to_the_host() {
+fn capture_downloads_indices_and_values() {
     const LEN: usize = 4 << 20;
     let device = Arc::new(Counting { inner: HostDevice::new(), brought: AtomicU64::new(0) });
     let store = open(&SimDisk::new(), device.clone());
@@ -286,7 +286,7 @@ fn late() -> (Arc<LateDevice>, Store) {
 }
 
 #[test]
-fn a_copy_is_loaded_and_read_when_its_stream_has_come_there() {
+fn copy_load_and_capture_follow_stream_order() {
     for shadow in SHADOWS {
         let (device, store) = late();
         let page = page(&store, &[1; 64]);
@@ -321,7 +321,7 @@ fn copy_written_after_staging_is_captured_as_staged() {
 }
 
 #[test]
-fn what_was_staged_stays_until_the_shadow_has_it() {
+fn staged_bytes_stay_until_shadow_is_updated() {
     let (_, store) = late();
     let captured = page(&store, &[0; 64]);
     let copy = store.working_copy(captured, Width::W1, Shadow::Kept(PLACE)).unwrap();
@@ -335,7 +335,7 @@ fn what_was_staged_stays_until_the_shadow_has_it() {
 }
 
 #[test]
-fn declared_ranges_are_looked_at_and_no_others() {
+fn only_declared_ranges_are_compared() {
     for shadow in COPIES {
         let store = host();
         let page = page(&store, &[0; 1000]);
@@ -357,7 +357,7 @@ fn declared_ranges_are_looked_at_and_no_others() {
 }
 
 #[test]
-fn changes_of_others_are_never_taken_back() {
+fn concurrent_changes_are_never_undone() {
     for shadow in SHADOWS {
         let store = host();
         let page = page(&store, &[0; 100]);
@@ -382,7 +382,7 @@ fn changes_of_others_are_never_taken_back() {
 
 /// Two threads capture copies of one page, again and again: each change is there at the end, once.
 #[test]
-fn of_two_captures_at_once_one_wins_and_the_other_hears_of_it() {
+fn concurrent_captures_let_one_win_and_fail_the_other() {
     for (seed, shadow) in (0..4).flat_map(|seed| [(seed, Shadow::Page), (seed, Shadow::Digest)]) {
         let device: Arc<dyn Device> = if seed == 0 {
             Arc::new(HostDevice::new())
@@ -472,7 +472,7 @@ fn a_captured_page_is_not_changed_otherwise_in_the_same_batch() {
 }
 
 #[test]
-fn which_way_bytes_go_is_said_when_memory_becomes_a_copy() {
+fn initial_copy_option_sets_copy_direction() {
     for shadow in SHADOWS {
         let store = host();
         let page = page(&store, b"recovered");
@@ -514,7 +514,7 @@ impl Drop for Array {
 }
 
 #[test]
-fn an_array_of_another_owner_is_captured_where_it_lies() {
+fn external_array_is_captured_in_place() {
     for shadow in SHADOWS {
         let (store, gone) = (host(), Arc::new(AtomicU64::new(0)));
         let mut plain = Random(9).bytes(3 * 65_536 + 10);

@@ -95,7 +95,7 @@ fn operation(random: &mut Random, batch: &mut WriteBatch, page: PageId, len: u64
 }
 
 #[test]
-fn what_is_not_told_is_unchanged() {
+fn unreported_pages_are_unchanged() {
     for device in devices() {
         let label = device.label();
         let store = open(&SimDisk::new(), device);
@@ -136,7 +136,7 @@ fn what_is_not_told_is_unchanged() {
 }
 
 #[test]
-fn a_batch_is_told_page_by_page() {
+fn change_stream_reports_batch_page_by_page() {
     let store = open(&SimDisk::new(), Arc::new(HostDevice::new()));
     let (one, other) = (page(&store, &[0; 100]), page(&store, &[0; 64]));
     let mut changes = store.changes().unwrap();
@@ -179,7 +179,7 @@ fn a_batch_is_told_page_by_page() {
 /// Streams that begin at any time are told of each batch after their beginning, once and in order; the batch
 /// is applied by then.
 #[test]
-fn batches_of_all_threads_are_told_in_their_order() {
+fn batches_of_all_threads_are_reported_in_order() {
     let store = open(&SimDisk::new(), Arc::new(HostDevice::new()));
     let pages: Vec<PageId> = (0..4).map(|_| page(&store, &[0; 16])).collect();
     let mut early = store.changes().unwrap();
@@ -211,7 +211,7 @@ fn batches_of_all_threads_are_told_in_their_order() {
 /// A caller that does not keep up hears so, in the place of the batches that it missed; a restore is told
 /// alike.
 #[test]
-fn a_gap_is_told_where_it_is() {
+fn gap_is_reported_at_its_position() {
     let store = open(&SimDisk::new(), Arc::new(HostDevice::new()));
     let page = page(&store, &[0; 1 << 19]);
     let snapshot = store.snapshot().unwrap();
@@ -262,7 +262,7 @@ fn a_stream_ends_with_its_store() {
 
 /// Pages that are there already cost nothing; the others move in one batch.
 #[test]
-fn only_pages_that_are_elsewhere_move() {
+fn ensure_moves_only_pages_at_other_places() {
     let store = open(&SimDisk::new(), Arc::new(HostDevice::new()));
     let mut batch = store.batch();
     PLACES.iter().for_each(|place| _ = batch.create(8, *place));

@@ -69,7 +69,7 @@ fn check(disk: &SimDisk, store: &Store, why: &str, expected: &[PageId]) {
 }
 
 #[test]
-fn whatever_changes_a_page_is_in_the_next_snapshot() {
+fn every_kind_of_change_is_in_next_snapshot() {
     type Operation = fn(&mut WriteBatch, PageId);
     type Change = fn(&Store, &[PageId]) -> Vec<PageId>;
     let one: [(&str, Operation); 9] = [
@@ -166,7 +166,7 @@ fn end(disk: &SimDisk) -> Moment {
 }
 
 #[test]
-fn what_was_replayed_is_in_the_next_snapshot() {
+fn replayed_changes_are_in_next_snapshot() {
     let disk = SimDisk::new();
     let (store, pages) = settled(&disk);
     commit(&store, |batch| _ = batch.write(pages[0], 0, b"replayed").delete(pages[1]));

@@ -47,7 +47,7 @@ fn changed(path: &Path, page: PageId, seed: u8, is_mapped: bool) -> State {
 }
 
 #[test]
-fn copies_and_originals_live_apart() {
+fn copies_are_independent_of_originals() {
     for (name, command) in WAYS {
         if name.starts_with("rsync") && Command::new("rsync").arg("--version").output().is_err() {
             eprintln!("SKIPPED: {name}: rsync is not installed");

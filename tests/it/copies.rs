@@ -92,7 +92,7 @@ fn a_copy_takes_the_bytes_of_its_point_in_the_batch() {
 
 /// A copy of a few bytes of a long page takes a few bytes of log, and leaves the source as it was.
 #[test]
-fn a_copy_costs_the_log_its_range() {
+fn copy_logs_only_its_range() {
     let store = open(&SimDisk::new(), Arc::new(HostDevice::new()));
     let (long, short) = (page(&store, &[7; 300_000]), page(&store, &[0; 8]));
     let (before, epoch) = (store.stats().log.bytes, store.page(long).unwrap().epoch);
@@ -186,7 +186,7 @@ fn a_wrong_copy_changes_nothing() {
 /// The bytes are read before the batch has its place in the log. A writer that comes in between must not
 /// leave the target with bytes that the source did not have at that place.
 #[test]
-fn a_copy_beside_writers_is_of_its_own_place_in_the_log() {
+fn copy_during_commits_has_its_log_position() {
     const LEN: u64 = 5000;
     let device = Arc::new(LateDevice::seeded(Arc::new(HostDevice::new()), 9));
     let store = open(&SimDisk::new(), device);

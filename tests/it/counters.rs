@@ -115,7 +115,7 @@ fn places_of_several_devices_are_told_apart() {
 }
 
 #[test]
-fn reads_and_snapshots_count_on_the_way_to_the_host() {
+fn reads_and_snapshots_are_counted_as_downloads() {
     let late = Arc::new(LateDevice::new(host()));
     let store = open(late);
     let page = commit(&store, |batch| _ = batch.create_from(vec![1; LEN as usize], PLACE))[0];

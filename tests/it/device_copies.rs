@@ -77,7 +77,7 @@ fn named<'m>(pages: &[(PageId, Vec<u8>)], memories: &'m [DeviceBytes]) -> Vec<(P
 }
 
 #[test]
-fn every_page_of_a_view_comes_to_its_memory() {
+fn view_loads_every_page_into_its_memory() {
     for compression in [Compression::Off, Compression::Zstd] {
         let (disk, mut random) = (SimDisk::new(), Random(3));
         let store = open(&disk, compression);
@@ -115,7 +115,7 @@ fn every_page_of_a_view_comes_to_its_memory() {
 
 /// Of the host's memory that something else has, too: there the bytes go by one copy more.
 #[test]
-fn memory_of_the_callers_is_filled() {
+fn caller_memory_is_filled() {
     let (disk, mut random) = (SimDisk::new(), Random(4));
     let pages = write(&open(&disk, Compression::Off), &mut random);
     let copier = DeviceCopier::open_on(Arc::new(LateDevice::new(Arc::new(HostDevice::new()))));
@@ -170,7 +170,7 @@ fn a_page_of_any_store_is_made_of_memory_of_a_device() {
 }
 
 #[test]
-fn what_cannot_be_filled_is_refused() {
+fn unfillable_request_is_refused() {
     let (disk, mut random) = (SimDisk::new(), Random(5));
     let pages = write(&open(&disk, Compression::Off), &mut random);
     let device = Arc::new(HostDevice::new());

@@ -204,7 +204,7 @@ fn memory_for_callers_is_zero_at_first() {
 }
 
 #[test]
-fn what_cannot_be_written_is_refused_and_changes_nothing() {
+fn unwritable_target_is_refused_without_changes() {
     for device in devices() {
         let (disk, other) = (SimDisk::new(), SimDisk::new());
         let (store, other) = (open(&disk, device), open(&other, Arc::new(HostDevice::new())));
@@ -307,7 +307,7 @@ fn device_bytes_count_in_the_budget_and_are_given_back() {
 }
 
 #[test]
-fn an_error_of_the_device_leaves_the_batch_whole_or_undone() {
+fn device_error_leaves_batch_atomic() {
     for late in [false, true] {
         for nth in 1.. {
             let disk = SimDisk::new();

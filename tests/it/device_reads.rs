@@ -104,7 +104,7 @@ fn all_memories_are_of_the_batch_that_is_named() {
 }
 
 #[test]
-fn what_cannot_be_read_or_filled_is_refused() {
+fn unreadable_source_or_target_is_refused() {
     let device = Arc::new(HostDevice::new());
     let store = open(&SimDisk::new(), device.clone());
     let one = page(&store, &[1; 100]);

@@ -55,7 +55,7 @@ fn panics(call: impl FnOnce()) -> bool {
 }
 
 #[test]
-fn absurd_lengths_are_out_of_memory_and_no_abort() {
+fn absurd_lengths_return_out_of_memory() {
     for device in devices() {
         for len in [1 << 60, u64::MAX] {
             let error = device.allocate(PLACE, len).unwrap_err();
@@ -207,7 +207,7 @@ impl StagingMemory for AllocatesMeanwhile {
 }
 
 #[test]
-fn a_long_copy_holds_up_neither_allocation_nor_the_other_lane() {
+fn long_copy_blocks_neither_allocation_nor_other_lane() {
     let device = host();
     let memory = device.allocate(PLACE, 8).unwrap();
     let (sender, receiver) = mpsc::channel();
@@ -260,7 +260,7 @@ fn commands_of_two_lanes_run_side_by_side_on(device: Arc<dyn Device>) {
 }
 
 #[test]
-fn a_late_device_runs_nothing_before_it_must() {
+fn late_device_runs_lists_lazily() {
     let inner = host();
     let device = LateDevice::new(inner.clone());
     let memory = device.allocate(PLACE, 4).unwrap();
@@ -285,7 +285,7 @@ fn a_late_device_runs_nothing_before_it_must() {
 }
 
 #[test]
-fn a_late_device_spoils_bytes_that_no_caller_may_rely_on() {
+fn late_device_overwrites_undefined_bytes() {
     let device = LateDevice::new(host());
     let memory = device.allocate(PLACE, 4).unwrap();
     let mut staging = device.staging(6).unwrap();
@@ -373,7 +373,7 @@ fn polls_of_a_seeded_late_device_make_progress() {
 }
 
 #[test]
-fn an_arranged_fault_strikes_its_call_and_is_passed_through() {
+fn injected_fault_hits_its_call_and_propagates() {
     type Make = fn(&dyn Device, MemoryId) -> remanent::Result<()>;
     let rows: [(DeviceCall, Make); 9] = [
         (DeviceCall::Allocate, |device, _| device.allocate(PLACE, 1).map(drop)),

@@ -103,7 +103,7 @@ fn nothing_is_known_before_the_first_capture_of_stored_memory() {
 }
 
 #[test]
-fn what_a_refused_batch_found_is_found_again() {
+fn changes_found_by_refused_batch_are_found_again() {
     let store = host();
     let page = page(&store, &vec![0; 2 * CHUNK as usize]);
     let copy = store.working_copy(page, Width::W1, Shadow::Digest).unwrap();
@@ -209,7 +209,7 @@ fn a_change_in_the_middle_of_a_capture_is_not_lost() {
 /// A state in the caller's memory and on disk, without a second copy anywhere: beside the tensor, a capture
 /// takes a wave of 32 MiB and the key.
 #[test]
-fn a_capture_takes_a_wave_of_memory() {
+fn capture_memory_is_one_wave() {
     const WAVE: u64 = 32 << 20;
     const LEN: u64 = 2 * WAVE + 5 * CHUNK + 77;
     let budget =

@@ -38,7 +38,7 @@ fn image_bytes(disk: &SimDisk) -> u64 {
 /// A state that lives in the caller's memory and on disk: no memory of the store's holds the page. Changes
 /// are found against a shadow.
 #[test]
-fn a_working_copy_stands_for_a_page_on_disk() {
+fn working_copy_of_disk_page_is_captured() {
     let host = || Arc::new(HostDevice::new()) as Arc<dyn Device>;
     for shadow in SHADOWS {
         for device in [host(), Arc::new(LateDevice::seeded(host(), 8))] {
@@ -136,7 +136,7 @@ fn stands_for_a_page_on_disk(shadow: Shadow, device: &Arc<dyn Device>) {
 /// What is captured of a page on disk waits in memory for a snapshot. Where it finds no room there, and no
 /// snapshot comes, pages are written whole, those of which most changed first.
 #[test]
-fn pages_whose_changes_find_no_room_are_written_whole() {
+fn pages_with_too_many_changes_are_written_whole() {
     for shadow in SHADOWS {
         let disk = SimDisk::new();
         let budget = Budget::default().with(Place::Disk, 800 << 10);
@@ -238,7 +238,7 @@ fn a_page_moves_while_it_is_captured_with(shadow: Shadow) {
 
 /// A capture that loses its race for the page writes an image in vain, which goes.
 #[test]
-fn an_image_of_a_capture_that_is_refused_goes() {
+fn refused_capture_removes_its_image() {
     SHADOWS.into_iter().for_each(an_image_of_a_capture_that_is_refused_goes_with);
 }
 

@@ -92,7 +92,7 @@ fn a_missing_file_is_named() {
 }
 
 #[test]
-fn something_else_in_the_way_is_named() {
+fn obstructing_file_is_named() {
     let (_directory, disk) = with_folders();
     std::fs::create_dir(disk.path().join("STORE")).unwrap();
     refused(disk.create(FileName::Store), FileName::Store, None, ErrorKind::IsADirectory);
@@ -262,7 +262,7 @@ fn a_store_is_made_with_the_directories_above_it() {
 }
 
 #[test]
-fn messages_say_what_is_wrong() {
+fn messages_state_the_problem() {
     let directory = tempfile::tempdir().unwrap();
     let options = || Options::default().segment_len(16 << 10);
     let text = Store::open(directory.path(), options().segment_len(8 << 30)).unwrap_err().to_string();

@@ -87,7 +87,7 @@ fn a_busy_period_ends_with_a_seal_that_covers_it() {
 
 /// A batch that comes after a pause finds as many segments made as one that comes without.
 #[test]
-fn a_seal_that_enters_a_segment_has_another_one_made() {
+fn seal_in_new_segment_creates_next() {
     watched("a roll", || {
         let disk = SimDisk::new();
         let store = open(&disk).unwrap();
@@ -118,7 +118,7 @@ fn a_closed_log_ends_with_a_seal_that_covers_it() {
 }
 
 #[test]
-fn what_a_sync_did_not_write_is_noticed_at_the_next_open() {
+fn unsynced_write_is_detected_at_next_open() {
     let disk = SimDisk::new();
     let store = open(&disk).unwrap();
     commit(&store, Ack::Durable);
@@ -190,7 +190,7 @@ fn faults() -> u64 {
 /// On a busy disk a page fault waits for the disk, and all committers wait for the thread that takes the
 /// fault.
 #[test]
-fn a_committer_finds_the_memory_of_a_busy_log_brought_in() {
+fn busy_log_memory_is_prefaulted_for_committers() {
     let directory = tempfile::tempdir().unwrap();
     if let Some(refusal) = DirDisk::new(directory.path()).refuses(LogIo::Mapped).unwrap() {
         println!("SKIPPED: no log is mapped here: {refusal}");

@@ -60,7 +60,7 @@ fn check(old: &View, pages: &[PageId]) {
 }
 
 #[test]
-fn every_batch_of_the_window_can_be_looked_at() {
+fn every_batch_in_window_can_be_viewed() {
     let disk = SimDisk::new();
     let store = open(&disk).unwrap();
     let pages = three_pages(&store);
@@ -108,7 +108,7 @@ fn every_batch_of_the_window_can_be_looked_at() {
 }
 
 #[test]
-fn there_is_nothing_to_look_at_without_a_store() {
+fn view_without_store_is_refused() {
     let disk = SimDisk::new();
     assert!(matches!(newest(&disk), Err(Error::NoStore { .. })));
     assert_eq!(disk.events(), 0);
@@ -119,7 +119,7 @@ fn there_is_nothing_to_look_at_without_a_store() {
 
 /// Pages that share no image: each damage takes its own page.
 #[test]
-fn damage_takes_only_the_page_that_it_strikes() {
+fn damage_affects_only_its_page() {
     let disk = SimDisk::new();
     let store = open_with(&disk, small().compression(Compression::Off)).unwrap();
     let pages = three_pages(&store);
@@ -181,7 +181,7 @@ fn readers_see_one_state_while_a_writer_recycles() {
 
 /// The same where the readers can hold nothing: they may be overtaken.
 #[test]
-fn readers_that_hold_nothing_are_overtaken_or_right() {
+fn readers_without_hold_are_overtaken_or_correct() {
     let disk = SimDisk::new();
     let unheld = unlockable(&disk);
     read_while_written(&disk, || View::open_on(&unheld, None), true);
@@ -356,7 +356,7 @@ impl<H: Fn(SnapshotId) -> Result<Hold> + Send + Sync + 'static> Disk for HoldsBy
 
 /// A held state outlives retention; once released, it is removed.
 #[test]
-fn what_is_held_is_kept_until_it_is_let_go() {
+fn held_pages_stay_until_released() {
     let disk = SimDisk::new();
     let store = open_with(&disk, small().snapshots_kept(1)).unwrap();
     let pages = three_pages(&store);
@@ -391,7 +391,7 @@ fn what_is_held_is_kept_until_it_is_let_go() {
 /// The writer takes the first segment for something else after a reader surveyed the store, and before the
 /// reader holds the log's beginning: an open file must not read like a log that has just begun.
 #[test]
-fn a_beginning_that_went_before_it_was_held_is_no_state() {
+fn recycled_beginning_is_not_a_restorable_state() {
     let disk = SimDisk::new();
     let store = Arc::new(open_with(&disk, small().snapshots_kept(1)).unwrap());
     let pages = three_pages(&store);
@@ -436,7 +436,7 @@ fn segments(disk: &SimDisk) -> BTreeSet<u64> {
 /// A writer that recovers copies the batches which may be in the page cache alone, and their segments go. A
 /// reader that is on its way through these keeps them.
 #[test]
-fn a_writer_that_recovers_takes_no_segment_from_a_reader() {
+fn recovering_writer_keeps_segments_held_by_reader() {
     let mut went = 0;
     for batches in 1..30 {
         let (disk, pages) = killed_after(batches);
@@ -496,7 +496,7 @@ fn the_beginning_is_held_too() {
 
 /// A restore keeps the state that it leaves, so that a later restore can return to it.
 #[test]
-fn a_restore_can_be_gone_back_on() {
+fn restore_can_be_undone() {
     let disk = SimDisk::new();
     let store = open_with(&disk, small().snapshots_kept(1)).unwrap();
     let pages = three_pages(&store);
@@ -615,7 +615,7 @@ fn links_that_others_follow_are_no_part_of_a_history() {
 }
 
 #[test]
-fn a_change_is_not_told_from_a_damaged_image() {
+fn blame_stops_at_damaged_image() {
     let disk = SimDisk::new();
     let store = open_with(&disk, small().compression(Compression::Off).snapshots_kept(1)).unwrap();
     let pages = three_pages(&store);

@@ -55,7 +55,7 @@ fn fork(old: &View, target: &SimDisk) -> Result<remanent::StoreId, Error> {
 /// The files that a power cut in a fork leaves are no store, and may be forked to again, or they are the
 /// complete fork. Tried where image files are linked, and where all pages are copied.
 #[test]
-fn a_fork_is_whole_or_not_there() {
+fn fork_is_complete_or_absent() {
     let source = SimDisk::new();
     let store = open(&source).unwrap();
     let (pages, lsn) = work(&store);
@@ -125,7 +125,7 @@ fn lost_image_file_costs_new_fork_only_its_pages() {
 }
 
 #[test]
-fn a_fork_goes_on_as_a_store_of_its_own() {
+fn fork_is_independent_store() {
     let source = SimDisk::new();
     let store = open(&source).unwrap();
     let (pages, lsn) = work(&store);
@@ -154,7 +154,7 @@ fn a_fork_goes_on_as_a_store_of_its_own() {
 }
 
 #[test]
-fn a_fork_takes_no_directory_that_holds_something() {
+fn fork_into_nonempty_directory_is_refused() {
     let source = SimDisk::new();
     let store = open(&source).unwrap();
     let (_, lsn) = work(&store);

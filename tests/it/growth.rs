@@ -333,7 +333,7 @@ fn noted(store: &Store, len: usize) -> remanent::WriteBatch {
 /// An open that finds no space for its second segment leaves the first one as a spare, however often it is
 /// tried.
 #[test]
-fn an_open_that_fails_for_want_of_space_costs_no_spare() {
+fn open_failing_without_space_keeps_spares() {
     let disk = SimDisk::new();
     let open = || {
         let options = options(LogIo::Mapped).segment_len(16 << 10).reserve_bytes(16 << 10).spare_bytes(0);

@@ -229,7 +229,7 @@ fn a_file_that_a_reader_holds_is_not_written_again() {
 
 /// A follower is in the middle of an image when the writer frees the file and writes over it.
 #[test]
-fn a_follower_whose_image_is_written_over_was_overtaken() {
+fn follower_of_overwritten_image_is_overtaken() {
     const LONG: u64 = 4 << 20;
     let directory = tempfile::tempdir().unwrap();
     let store = Store::open(directory.path(), options()).unwrap();
@@ -288,7 +288,7 @@ fn spares_take_no_more_than_the_images() {
 
 /// On a full disk spares are the first to go: for batches, for snapshots, and for an open.
 #[test]
-fn spares_give_way_on_a_full_disk() {
+fn full_disk_releases_spares() {
     let rules = || options().reserve_bytes(64 << 10).chunk_len(4 * LEN);
     let made = || {
         let sim = SimDisk::new();
@@ -331,7 +331,7 @@ fn spares_give_way_on_a_full_disk() {
 /// After no crash does a spare hold a chunk whose number may be given again: in a later file of that number
 /// it would look like a new one. Without the sync of the folder before the first chunk, some would.
 #[test]
-fn no_spare_holds_a_chunk_of_a_number_to_come() {
+fn spares_hold_no_chunk_with_future_number() {
     for is_synced in [true, false] {
         let sim = SimDisk::new();
         let store = open_with(&sim, options().chunk_len(9000)).unwrap();

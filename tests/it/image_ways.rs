@@ -87,7 +87,7 @@ fn all_ways_write_the_same_image_files() {
 }
 
 #[test]
-fn a_way_that_the_disk_refuses_is_an_invalid_option() {
+fn unsupported_log_io_is_invalid_option() {
     for io in [ImageIo::Mapped, ImageIo::Direct] {
         let disk = SimDisk::new();
         disk.refuse_images(io);

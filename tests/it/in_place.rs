@@ -201,7 +201,7 @@ fn bit_flip_on_transfer_to_file_is_detected_before_use() {
 
 /// A bit that turns over once on that way costs nothing.
 #[test]
-fn a_bit_that_turns_over_on_the_way_from_a_file_is_read_again() {
+fn bit_flip_on_transfer_from_file_is_reread() {
     each_flip(BusTransfer::FromFile, |count, verified| match verified {
         Ok(()) => assert!(count == 1, "{count} copies changed, and nothing was said"),
         Err(error) => {
@@ -366,7 +366,7 @@ fn registered_files_respect_budget_and_yield_to_pages() {
 
 /// A fork has a second name for the file: it is not written over, and its mapping goes.
 #[test]
-fn a_file_that_a_fork_shares_is_let_go_of() {
+fn file_shared_with_fork_is_dropped_not_reused() {
     let Some(folder) = in_memory() else { return };
     let (path, fork) = (folder.path().join("store"), folder.path().join("fork"));
     let store = Store::open_with(&path, host(), in_place()).unwrap();
@@ -386,7 +386,7 @@ fn a_file_that_a_fork_shares_is_let_go_of() {
 
 /// A mapping that outlived its file would keep the file's space, and its part of the budget.
 #[test]
-fn a_file_that_is_removed_is_let_go_of() {
+fn removed_file_is_released() {
     let Some(folder) = in_memory() else { return };
     let store = Store::open_with(folder.path(), host(), in_place()).unwrap();
     let pages = create(&store, Place::Device(0));
@@ -402,7 +402,7 @@ fn a_file_that_is_removed_is_let_go_of() {
 
 /// Without room for copies aside, deltas wait, and the host sums what it writes: all of that is read back.
 #[test]
-fn without_room_aside_pages_go_by_way_of_staging() {
+fn without_copy_room_pages_use_staging() {
     let Some(folder) = in_memory() else { return };
     let budget = Budget::default().with(Place::Device(0), LENS.iter().sum());
     let store = Store::open_with(folder.path(), host(), in_place().budget(budget)).unwrap();

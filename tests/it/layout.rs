@@ -356,7 +356,7 @@ fn folders_import_only_from_below() {
 }
 
 #[test]
-fn unsafe_code_stays_in_its_rooms() {
+fn unsafe_code_stays_in_listed_files() {
     for folder in ["src", "format/src", "tools/src"] {
         assert_eq!(unsafe_faults(&read(folder)), [""; 0]);
     }
@@ -397,7 +397,7 @@ fn house() -> Sources {
 }
 
 #[test]
-fn a_wrong_import_is_found_however_it_is_written() {
+fn wrong_import_is_detected_in_every_form() {
     let check = |file: &str, text: &str, expected: &[&str]| {
         let mut all = house();
         all.get_mut(file).expect("one of the files above").push_str(text);
@@ -453,7 +453,7 @@ fn a_map_that_does_not_fit_is_found() {
 }
 
 #[test]
-fn a_circle_within_a_folder_is_found() {
+fn import_cycle_within_folder_is_detected() {
     let circles = |all: &Sources| Crate { root: "src", sources: all }.circles();
     let mut all = house();
     all.insert("src/store/mod.rs".to_owned(), "mod open;\nuse self::open::Open;\n".to_owned());

@@ -95,7 +95,7 @@ fn page_of(number: u8) -> Vec<u8> {
 }
 
 #[test]
-fn a_lease_shows_the_page_as_it_was_and_batches_go_on() {
+fn lease_shows_old_page_during_commits() {
     let bench = late_bench();
     let (stream, seen) = (bench.device.stream(), Seen::default());
     let lease = bench.store.lease(bench.page).unwrap();
@@ -184,7 +184,7 @@ fn work_that_is_on_a_stream_when_its_lease_ends_may_still_read() {
 }
 
 #[test]
-fn a_page_that_goes_or_moves_leaves_its_memory_to_the_lease() {
+fn deleted_or_moved_page_leaves_memory_to_lease() {
     type Change = fn(&mut remanent::WriteBatch, PageId);
     let changes: [Change; 3] = [
         |batch, page| _ = batch.delete(page),
@@ -358,7 +358,7 @@ fn an_exact_snapshot_and_a_lease_keep_a_page_apart() {
 }
 
 #[test]
-fn streams_that_cannot_wait_are_refused_and_the_lease_goes_on() {
+fn unwaitable_streams_are_refused_and_lease_continues() {
     let bench = late_bench();
     let (stream, foreign) = (bench.device.stream(), LateDevice::new(Arc::new(HostDevice::new())).stream());
     let lease = bench.store.lease(bench.page).unwrap();
@@ -379,7 +379,7 @@ fn streams_that_cannot_wait_are_refused_and_the_lease_goes_on() {
 }
 
 #[test]
-fn a_lease_that_is_forgotten_holds_up_nothing() {
+fn leaked_lease_blocks_nothing() {
     let bench = late_bench();
     std::mem::forget(bench.store.lease(bench.page).unwrap());
     bench.fill(2).unwrap();
@@ -390,7 +390,7 @@ fn a_lease_that_is_forgotten_holds_up_nothing() {
 }
 
 #[test]
-fn there_is_no_lease_on_a_page_that_is_not_there() {
+fn lease_of_missing_page_is_refused() {
     let bench = late_bench();
     for _ in 0..2 {
         let error = bench.store.lease(PageId(77)).unwrap_err();

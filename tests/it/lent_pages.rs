@@ -287,7 +287,7 @@ fn snapshots_of_each_kind_have_the_page() {
 }
 
 #[test]
-fn memory_that_a_page_lives_in_is_refused_and_nothing_changes() {
+fn memory_of_existing_page_is_refused() {
     for device in devices() {
         let bench = Bench::new(device);
         let in_use = |result: remanent::Result<()>| match result {
@@ -364,7 +364,7 @@ fn memory_is_lent_again_as_soon_as_a_delete_is_committed() {
 }
 
 #[test]
-fn lent_memory_is_beside_the_budget_and_counted_by_itself() {
+fn lent_memory_is_outside_budget_and_counted_separately() {
     let budget = Budget::default().with(PLACE, LEN);
     let store =
         Store::open_on(Arc::new(SimDisk::new()), devices()[0].clone(), options().budget(budget)).unwrap();

@@ -90,7 +90,7 @@ fn bytes_for_a_page_on_disk_take_no_longer_staging_than_a_wave() {
 }
 
 #[test]
-fn a_bit_that_turned_over_on_the_way_to_a_long_payload_is_found() {
+fn bit_flip_on_transfer_to_long_payload_is_detected() {
     let on_disk = LongPage::at(Place::Disk);
     for (nth, times) in [(1, 1), (2, 1), (3, 1), (4, 1), (2, u64::MAX)] {
         on_disk.device.flip(BitFlip { way: BusTransfer::Down, nth, times });

@@ -114,7 +114,7 @@ fn all_ranges_are_of_the_batch_that_is_named() {
 }
 
 #[test]
-fn what_is_wrong_with_a_range_is_told_by_the_handle() {
+fn invalid_range_is_reported_by_handle() {
     let store = open(&SimDisk::new(), Arc::new(HostDevice::new()));
     let page = page(&store, &[1; 64]);
     let error = |ranges: &[(PageId, Range<u64>)]| store.read_many(ranges).unwrap().wait().unwrap_err();
@@ -186,7 +186,7 @@ impl Wake for Woken {
 /// A read is polled, waited for and awaited while it is under way; commits go on, and it shows nothing of
 /// them.
 #[test]
-fn a_read_that_is_under_way_holds_nothing_up() {
+fn read_in_progress_blocks_nothing() {
     let inner = LateDevice::new(Arc::new(HostDevice::new()));
     let gate = Arc::new(Gate { inner, is_open: Mutex::new(false), opened: Condvar::new() });
     let store = open(&SimDisk::new(), gate.clone());
@@ -231,7 +231,7 @@ fn a_read_is_done_before_its_store_closes() {
 
 /// A device that fails in a read poisons the store, and the handle says why.
 #[test]
-fn a_read_that_the_device_fails_says_so() {
+fn failed_device_read_is_an_error() {
     for (call, nth) in [(DeviceCall::Submit, 1), (DeviceCall::Submit, 2), (DeviceCall::Wait, 1)] {
         let late = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
         let device = Arc::new(FaultyDevice::new(late));

@@ -50,7 +50,7 @@ fn made_with(path: &Path, first: u8) -> State {
 }
 
 #[test]
-fn a_store_lives_on_in_its_directory_when_that_is_moved() {
+fn store_continues_in_moved_directory() {
     let above = tempfile::tempdir().unwrap();
     let (path, moved) = (above.path().join("store"), above.path().join("moved"));
     let store = open(&path);
@@ -72,7 +72,7 @@ fn a_store_lives_on_in_its_directory_when_that_is_moved() {
 }
 
 #[test]
-fn a_view_stays_with_its_directory_when_that_is_moved() {
+fn view_follows_moved_directory() {
     let above = tempfile::tempdir().unwrap();
     let (path, moved) = (above.path().join("store"), above.path().join("moved"));
     let mine = made(&path);
@@ -116,7 +116,7 @@ fn a_view_of_a_removed_directory_reports_that_there_is_no_store() {
 }
 
 #[test]
-fn a_follower_is_told_that_another_store_lies_there_now() {
+fn follower_detects_replaced_store() {
     let above = tempfile::tempdir().unwrap();
     let path = above.path().join("store");
     let store = open(&path);

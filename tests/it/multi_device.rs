@@ -283,7 +283,7 @@ fn peer_copy_runs_between_staging_write_and_read() {
 }
 
 #[test]
-fn what_one_device_writes_to_staging_another_one_reads() {
+fn staging_written_by_one_device_is_read_by_another() {
     let pair = two_of(late(4), late(5));
     let memories = [0, 1].map(|slot| pair.allocate(Place::Device(slot), 4).unwrap());
     let span = |number: usize| Span { memory: memories[number], offset: 0, len: 4 };
@@ -524,7 +524,7 @@ fn an_immediate_allocation_waits_for_no_inner_device() {
 }
 
 #[test]
-fn statistics_are_told_by_slot() {
+fn statistics_are_reported_per_slot() {
     let Some([one, other]) = gpu::two() else { return };
     let pair = two_of(one, other);
     let spans = memories(&pair, 1000);

@@ -359,7 +359,7 @@ fn working_copy_outlives_store_and_is_captured_on_load() {
 /// A damaged image costs its page, and no other is wrong. The store commits nothing more, and removes
 /// nothing, so that an open which loads all pages at once passes over the snapshot.
 #[test]
-fn damage_is_told_by_its_page_and_found_again_by_an_eager_open() {
+fn damage_names_page_and_recurs_on_eager_open() {
     let disk = closed();
     let (file, offset) = image_of(&disk, LAST);
     disk.damage(file, offset + 100, &[content(LAST)[100] ^ 1]);
@@ -396,7 +396,7 @@ fn damage_is_told_by_its_page_and_found_again_by_an_eager_open() {
 
 /// One bad image among neighbours that are read together takes none of them along.
 #[test]
-fn damage_takes_no_neighbour_along() {
+fn damage_does_not_affect_adjacent_frames() {
     let disk = SimDisk::new();
     let store = open(&disk, PageLoad::Eager).unwrap();
     let mut batch = store.batch();
@@ -420,7 +420,7 @@ fn damage_takes_no_neighbour_along() {
 
 /// Only images that were proven on the medium may stay unloaded.
 #[test]
-fn a_snapshot_that_nothing_records_is_loaded_at_once() {
+fn unrecorded_snapshot_is_verified_at_open() {
     let disk = SimDisk::new();
     let store = open(&disk, PageLoad::Eager).unwrap();
     commit(&store, |batch| {
@@ -463,7 +463,7 @@ fn pages_that_stay_cold_cost_nothing() {
 }
 
 #[test]
-fn what_is_wrong_in_the_cache_alone_is_read_from_the_medium() {
+fn cache_only_damage_is_reread_from_medium() {
     for restore in [PageLoad::Eager, PageLoad::OnDemand] {
         let disk = closed();
         let damaged = Arc::new(InterruptedDisk::with_damaged_cache(&disk));

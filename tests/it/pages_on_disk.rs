@@ -109,7 +109,7 @@ fn many_pages_move_at_once() {
 
 /// More than a thread writes at a time: pages of all lengths and from all places, each with its own bytes.
 #[test]
-fn pages_of_all_lengths_go_down_from_all_places_by_one_batch() {
+fn one_batch_demotes_pages_of_all_lengths_and_places() {
     on_each_device(|| {
         let store = opened(&SimDisk::new(), uncompressed());
         let mut random = Random(11);
@@ -132,7 +132,7 @@ fn pages_of_all_lengths_go_down_from_all_places_by_one_batch() {
 
 /// Every kind of change, read back at once, after a snapshot and after a restart with and without it.
 #[test]
-fn bytes_are_what_batches_made_of_them() {
+fn device_bytes_equal_committed_bytes() {
     let disk = SimDisk::new();
     let mut random = Random(11);
     let mut store = opened(&disk, without_memory());
@@ -189,7 +189,7 @@ fn bytes_are_what_batches_made_of_them() {
 
 /// A page goes to disk and comes back: bytes and epoch stay. What goes there takes no memory any more.
 #[test]
-fn pages_go_to_disk_and_come_back() {
+fn pages_round_trip_through_disk() {
     let disk = SimDisk::new();
     let budget = Budget::default().with(Place::Host, LONG + SHORT);
     let store = opened(&disk, small().budget(budget.clone()));
@@ -249,7 +249,7 @@ fn pages_go_to_disk_and_come_back() {
 /// Of a long page the first read proves all of it, and later ones read the pieces that they want. Of a short
 /// one each read takes all.
 #[test]
-fn a_part_of_a_page_on_disk_takes_its_pieces_alone() {
+fn partial_read_of_disk_page_reads_only_its_pieces() {
     const PIECE: u64 = 1 << 20;
     // The blocks around what is asked for, and the heads of images.
     const BESIDE: u64 = 16 << 10;
@@ -307,7 +307,7 @@ fn disk_is_bounded_and_no_page_loses_its_image() {
 /// More is written between two snapshots than may be pending: with a thread for snapshots commits wait, and
 /// without one they are refused, with nothing changed.
 #[test]
-fn what_is_pending_is_bounded() {
+fn pending_bytes_are_bounded() {
     on_each_device(|| {
         let disk = SimDisk::new();
         let options = || small().budget(Budget::default().with(Place::Disk, 64 << 10));
@@ -405,7 +405,7 @@ fn damage_concerns_the_page_alone() {
 /// A page that a snapshot has an image of needs no other to go to disk; but if the medium has lost that one,
 /// another is written while memory still has the bytes.
 #[test]
-fn an_image_is_proven_before_its_memory_goes() {
+fn image_is_verified_before_memory_is_freed() {
     on_each_device(|| {
         let disk = SimDisk::new();
         let store = opened(&disk, uncompressed());

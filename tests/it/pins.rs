@@ -72,7 +72,7 @@ fn a_pinned_page_is_changed_where_it_is() {
 }
 
 #[test]
-fn what_would_take_a_pinned_page_elsewhere_is_refused() {
+fn moving_pinned_page_is_refused() {
     let (_, store, page) = late();
     let (first, second) = (store.pin(page).unwrap(), store.pin(page).unwrap());
     let refused = |result: remanent::Result<()>, what: &str| {
@@ -112,7 +112,7 @@ fn what_would_take_a_pinned_page_elsewhere_is_refused() {
 }
 
 #[test]
-fn a_page_that_is_leased_is_not_pinned() {
+fn leased_page_cannot_be_pinned() {
     let (device, store, page) = late();
     let stream = device.stream();
     let lease = store.lease(page).unwrap();
@@ -136,7 +136,7 @@ fn a_page_that_is_leased_is_not_pinned() {
 
 /// A transport gets an address that holds, with the version that lies there.
 #[test]
-fn a_transport_is_told_where_a_page_lies() {
+fn descriptor_tells_transport_page_address() {
     let (_device, store, page) = late();
     let id = store.id();
     let lease = store.lease(page).unwrap();

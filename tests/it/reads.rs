@@ -129,7 +129,7 @@ fn lookups_and_reads_of_other_pages_do_not_wait_for_the_applier() {
 }
 
 #[test]
-fn what_a_returned_call_was_told_is_logged_is_seen() {
+fn logged_batch_is_visible_after_call_returns() {
     for log_io in [LogIo::Mapped, LogIo::Buffered, LogIo::Direct] {
         let store = open_on(Arc::new(HostDevice::new()), options().log_io(log_io));
         let pages = create(&store, 3);
@@ -189,7 +189,7 @@ fn counted(bytes: &[u8]) -> u64 {
 }
 
 #[test]
-fn bytes_and_what_is_known_of_them_are_of_one_batch() {
+fn bytes_and_page_info_are_from_one_batch() {
     let store = open();
     let pages = create(&store, 3);
     let (last, tries) = (Mutex::new((0, Vec::new())), AtomicU64::new(0));

@@ -119,7 +119,7 @@ fn releasing_lent_page_returns_callers_handle() {
 }
 
 #[test]
-fn a_page_that_is_leased_or_pinned_is_not_released() {
+fn leased_or_pinned_page_cannot_be_released() {
     let late = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
     let (_, store, page) = bench(late.clone());
     let lsn = store.lsn();
@@ -194,7 +194,7 @@ fn no_reader_sees_what_the_caller_writes() {
 }
 
 #[test]
-fn a_page_that_is_not_loaded_yet_is_loaded_first() {
+fn unloaded_page_is_loaded_first() {
     for device in devices() {
         let (disk, store, page) = bench(device.clone());
         store.snapshot().unwrap();
@@ -208,7 +208,7 @@ fn a_page_that_is_not_loaded_yet_is_loaded_first() {
 
 /// After any error the page is there or gone, as the log says, and an open agrees.
 #[test]
-fn an_error_of_the_device_loses_no_page_that_was_not_released() {
+fn device_error_loses_only_released_pages() {
     for call in [DeviceCall::Submit, DeviceCall::Wait, DeviceCall::Rename, DeviceCall::Release] {
         for nth in 1..6 {
             let device = Arc::new(FaultyDevice::new(Arc::new(HostDevice::new())));

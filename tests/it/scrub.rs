@@ -199,7 +199,7 @@ fn a_sound_store_is_read_whole_and_not_written() {
 }
 
 #[test]
-fn an_image_that_all_snapshots_share_is_mended_from_memory() {
+fn shared_damaged_image_is_repaired_from_memory() {
     let subject = Subject::new();
     let image = subject.image_of(subject.pages[0]);
     let file = FileName::Pages(image.file);
@@ -374,7 +374,7 @@ fn page_deleted_before_image_repair_stays_deleted() {
 }
 
 #[test]
-fn what_found_no_room_to_be_mended_is_mended_by_the_next_scrub() {
+fn repair_without_space_is_retried_by_next_scrub() {
     let subject = Subject::new();
     let image = subject.image_of(subject.pages[0]);
     subject.flip(FileName::Pages(image.file), image.offset);
@@ -418,7 +418,7 @@ fn open_scrubbing(disk: &SimDisk, options: Options) -> Store {
 }
 
 #[test]
-fn the_store_scrubs_of_its_own_accord() {
+fn store_scrubs_automatically() {
     let subject = Subject::new();
     let (disk, page) = (subject.disk.clone(), subject.pages[0]);
     let image = subject.image_of(page);
@@ -437,7 +437,7 @@ fn the_store_scrubs_of_its_own_accord() {
 }
 
 #[test]
-fn a_slow_scrub_is_given_up_when_the_store_closes() {
+fn slow_scrub_is_cancelled_at_close() {
     let subject = Subject::new();
     let disk = subject.disk.clone();
     subject.store.close().unwrap();
@@ -448,7 +448,7 @@ fn a_slow_scrub_is_given_up_when_the_store_closes() {
 
 /// At one byte a second the scrub in the background would take hours.
 #[test]
-fn a_scrub_by_hand_has_a_slow_one_hurry() {
+fn manual_scrub_lifts_background_rate_limit() {
     watched("a scrub by hand", || {
         let subject = Subject::new();
         let disk = subject.disk.clone();

@@ -375,7 +375,7 @@ fn a_disk_that_is_full_in_the_middle_leaves_nothing() {
 
 /// Only the image counts: memory is filled from it.
 #[test]
-fn a_source_that_changes_between_two_reads_makes_one_page() {
+fn source_changing_between_reads_yields_consistent_page() {
     for compresses in [false, true] {
         let disk = SimDisk::new();
         let store = open(&disk).unwrap();
@@ -424,7 +424,7 @@ fn source_may_use_store_and_its_panic_fails_only_the_batch() {
 
 /// A stale draft is made anew, and the source is not read again for it.
 #[test]
-fn sources_are_read_once_however_often_the_batch_is_made_anew() {
+fn sources_are_read_once_across_batch_retries() {
     let disk = SimDisk::new();
     let store = open_with(&disk, raw().ack(Ack::Logged)).unwrap();
     let mut batch = store.batch();

@@ -62,7 +62,7 @@ impl Spans {
 
 /// Spans of other threads are seen only by a subscriber of the whole process.
 #[test]
-fn what_takes_time_has_a_span() {
+fn long_operations_have_spans() {
     machine::alone(|| {
         let spans = Spans::default();
         tracing::subscriber::set_global_default(spans.clone()).unwrap();

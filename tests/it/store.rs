@@ -135,7 +135,7 @@ fn a_refused_batch_changes_nothing() {
 }
 
 #[test]
-fn commits_from_many_threads_are_all_there() {
+fn commits_from_many_threads_all_survive() {
     let directory = tempfile::tempdir().unwrap();
     let store = Arc::new(Store::open(directory.path(), small().ack(Ack::Durable)).unwrap());
     let pages: Vec<PageId> = std::thread::scope(|scope| {
@@ -202,7 +202,7 @@ fn a_snapshot_lets_the_log_be_recycled() {
 }
 
 #[test]
-fn a_restore_goes_back_by_going_forward() {
+fn restore_is_a_new_batch() {
     let directory = tempfile::tempdir().unwrap();
     let store = Store::open(directory.path(), small()).unwrap();
     let mut batch = store.batch();
@@ -280,7 +280,7 @@ fn the_pure_rebuild_agrees_with_recovery() {
 }
 
 #[test]
-fn a_new_page_is_no_page_in_another_batch() {
+fn new_page_reference_is_invalid_in_other_batch() {
     let store = Store::temporary(Options::default().segment_len(64 << 10)).unwrap();
     let mut first = store.batch();
     first.create(4, Place::Host);

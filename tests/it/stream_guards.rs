@@ -114,7 +114,7 @@ fn memory_is_released_after_stream_work_without_blocking_drop() {
 }
 
 #[test]
-fn a_batch_takes_the_bytes_that_a_guard_wrote_and_waits_alone() {
+fn batch_includes_guard_writes_and_only_it_waits() {
     let bench = Bench::new();
     let stream = bench.device.stream();
     bench.device.hold(stream, true);
@@ -161,7 +161,7 @@ fn write_waits_for_stream_readers_and_read_does_not() {
 }
 
 #[test]
-fn streams_come_after_each_other_where_one_of_them_writes() {
+fn streams_are_ordered_if_one_writes() {
     for [first, second] in [Access::Read, Access::Write]
         .into_iter()
         .flat_map(|first| [Access::Read, Access::Write].map(|second| [first, second]))
@@ -232,7 +232,7 @@ fn page_guard_reads_after_earlier_batches_and_forbids_writes() {
 }
 
 #[test]
-fn while_a_guard_is_open_the_store_keeps_away() {
+fn store_does_not_use_bytes_while_guard_is_open() {
     let bench = Bench::new();
     let stream = bench.device.stream();
     let page = bench.commit(|batch| _ = batch.create(LEN, PLACE)).unwrap()[0];
@@ -283,7 +283,7 @@ fn a_guard_whose_end_cannot_be_recorded_keeps_the_memory() {
 }
 
 #[test]
-fn a_device_without_streams_says_so() {
+fn device_without_streams_reports_it() {
     let late = LateDevice::new(Arc::new(HostDevice::new()));
     let store = Store::open_on(Arc::new(SimDisk::new()), Arc::new(HostDevice::new()), options()).unwrap();
     assert!(!store.supports_streams() && Bench::new().store.supports_streams());
@@ -294,7 +294,7 @@ fn a_device_without_streams_says_so() {
 }
 
 #[test]
-fn an_error_of_the_device_in_a_guard_poisons_the_store() {
+fn device_error_in_guard_poisons_store() {
     type Use = fn(&DeviceBytes, RawStream, RawStream) -> remanent::Result<()>;
     let end: Use = |memory, stream, _| memory.begin(stream, Access::Write)?.end();
     let other: Use = |memory, stream, other| {
@@ -338,7 +338,7 @@ impl Drop for Tensor {
 }
 
 #[test]
-fn a_gpus_tensor_goes_after_the_work_of_its_streams() {
+fn gpu_tensor_is_freed_after_its_stream_work() {
     gpu::alone(|| {
         let Some(caller) = Caller::new() else { return };
         let device = gpu::device().expect("it was there just now");

@@ -54,7 +54,7 @@ fn queue_read(stream: &Stream, lease: &Lease<'_>, seen: &Memory) {
 }
 
 #[test]
-fn a_stalled_stream_holds_up_no_commit_and_sees_what_it_leased() {
+fn stalled_stream_blocks_no_commit_and_sees_leased_bytes() {
     gpu::alone(|| {
         let Some(caller) = Caller::new() else { return };
         for place in [PLACE, Place::Host, Place::Unified] {
@@ -184,7 +184,7 @@ fn fill_elsewhere(store: &Store, page: PageId) {
 }
 
 #[test]
-fn a_store_moves_between_the_gpu_and_the_host() {
+fn store_opens_on_gpu_and_host_alternately() {
     // In a process of its own: a store that closes gives memory back, which waits for every stream of the
     // process.
     let Some(_caller) = Caller::new() else { return };

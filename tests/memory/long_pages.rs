@@ -313,31 +313,31 @@ fn a_batch_of_whole_pages_is_staged_by_pieces() {
 }
 
 #[test]
-fn a_long_page_that_compresses_is_taken_from_a_source_by_pieces() {
+fn compressible_long_source_is_read_in_pieces() {
     stream(Content::Rising);
 }
 
 #[test]
-fn a_long_page_of_noise_is_taken_from_a_source_by_pieces() {
+fn incompressible_long_source_is_read_in_pieces() {
     stream(Content::Noise);
 }
 
 #[test]
-fn a_long_page_that_compresses_has_a_history_that_takes_little() {
+fn compressible_long_page_history_uses_little_memory() {
     history(Content::Rising);
 }
 
 #[test]
-fn a_long_page_of_noise_has_a_history_that_takes_little() {
+fn incompressible_long_page_history_uses_little_memory() {
     history(Content::Noise);
 }
 
 #[test]
-fn a_long_page_that_compresses_takes_little_extra_memory() {
+fn compressible_long_page_uses_little_memory() {
     life(Content::Rising);
 }
 
 #[test]
-fn a_long_page_of_noise_takes_little_extra_memory() {
+fn incompressible_long_page_uses_little_memory() {
     life(Content::Noise);
 }

@@ -181,7 +181,7 @@ fn compressed_pages_come_back_from_any_number_of_frames() {
 /// The highest achievable compression ratio is within the bound checked before decompression.
 #[test]
 #[cfg_attr(miri, ignore = "zstd is C")]
-fn no_frame_stands_for_more_than_the_bound() {
+fn frame_payload_is_bounded() {
     let content = vec![0; 64 << 20];
     let (image, frames) = compressed(&content, COMPRESSED_PIECE_LEN);
     assert_eq!(image.check_content(&frames, content.len() as u64), Ok(()));
@@ -284,7 +284,7 @@ fn any_range_of_a_proven_image_is_what_was_proven_or_an_error() {
 }
 
 #[test]
-fn chunks_that_cannot_be_are_not_planned() {
+fn impossible_chunks_are_not_planned() {
     for (why, found) in [
         ("no images", Chunk::plan(1, 4096, &[])),
         ("an empty page", Chunk::plan(1, 4096, &[new_image(1, 0)])),

@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_passed_over_begins_no_frame() {
+    fn skipped_bytes_contain_no_frame_header() {
         const STEP: usize = FRAME_ALIGN as usize;
         for len in [0, 1, 3, 4, 80, 63 * STEP, 64 * STEP, 64 * STEP + 1, 130 * STEP + 3, 130 * STEP + 4] {
             // Zeros, and bytes that nearly match the frame magic at every position.

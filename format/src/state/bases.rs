@@ -155,7 +155,7 @@ mod tests {
 
     /// Changes give the same result as in a plain map.
     #[test]
-    fn pages_are_made_from_what_was_said_last() {
+    fn last_statement_about_page_wins() {
         let of_batch = |lsn| Base { image: None, len: lsn, lsn: Lsn(lsn), resized: lsn % 2 == 0 };
         let named = |lsn: fn(&ManifestEntry) -> Lsn| -> BTreeMap<PageId, Base> {
             let base = |entry: &ManifestEntry| Base {

@@ -477,7 +477,7 @@ mod tests {
     /// Merging two maps loses no item and no flag, wherever the items are divided and whichever map absorbs
     /// the other.
     #[test]
-    fn items_that_were_apart_come_together() {
+    fn separate_items_are_joined() {
         let numbers = [0, 1, 255, 256, 300, 511, 70_000, 70_001, u64::MAX];
         for parted in 0..=numbers.len() {
             for (here, there) in [numbers.split_at(parted), (&numbers[parted..], &numbers[..parted])] {

@@ -117,7 +117,7 @@ fn an_id_is_not_used_again_in_the_batch_that_deletes_its_page() {
 }
 
 #[test]
-fn an_image_is_all_that_a_batch_does_to_its_page() {
+fn image_is_only_operation_on_its_page() {
     let mut maker = Maker::new();
     let image = maker.image(7, ImagePurpose::Batch, 2);
     let (page, len) = (PAGE, 64);

@@ -60,7 +60,7 @@ fn a_frame_claims_no_mark_above_the_highest_number() {
 }
 
 #[test]
-fn an_opening_names_no_point_that_cannot_be() {
+fn opening_with_impossible_point_is_refused() {
     let decode = |predecessor: LogPoint| {
         let opening = Opening {
             incarnation: Incarnation { number: 2, random: 1 },
@@ -162,7 +162,7 @@ fn a_walk_begins_within_its_segment() {
 }
 
 #[test]
-fn an_epoch_and_a_page_id_do_not_count_past_the_highest_number() {
+fn epoch_and_page_id_do_not_overflow() {
     let at_epoch = |epoch: u64| {
         let mut maker = four();
         let mut manifest = maker.manifest(1, 4, 4, 4);

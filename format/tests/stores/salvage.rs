@@ -20,7 +20,7 @@ fn all(salvage: &Salvage<'_>, bytes: &FoundBytes, len: u64) -> Vec<u8> {
 
 /// Salvage ignores bytes that look like a batch or a version but never were one.
 #[test]
-fn a_salvage_takes_nothing_that_never_was() {
+fn salvage_invents_no_state() {
     let salvaged = |maker: &Maker| {
         let salvage = salvage(maker);
         let info = salvage.state().table.get(PAGE).expect("the page").clone();
@@ -64,7 +64,7 @@ fn a_salvage_takes_nothing_that_never_was() {
 /// A snapshot needs a lost batch, and so does the log's beginning. The snapshot's version of the page is
 /// provable, but no structure determines the state.
 #[test]
-fn nothing_is_exact_where_no_state_is_known() {
+fn without_known_state_nothing_is_exact() {
     let mut maker = four();
     maker.snapshot(1, 2, 3, 4);
     [1, 4].into_iter().for_each(|lsn| maker.frame_at(lsn)[8] ^= 1);
@@ -79,7 +79,7 @@ fn nothing_is_exact_where_no_state_is_known() {
 
 /// Memory is needed only for the final length of a version, so a page that was longer before is not lost.
 #[test]
-fn a_page_that_was_long_on_its_way_is_salvaged() {
+fn page_once_longer_is_salvaged() {
     let long = |len| Op::Resize { page: PAGE, len };
     let mut maker = four();
     maker

@@ -26,7 +26,7 @@ fn entry(snapshot: u64, log_kept: bool) -> VerifiedSnapshot {
 
 /// Bytes after the last frame that are not a readable header but match some of its fields.
 #[test]
-fn a_trace_is_told_by_number_and_segment() {
+fn trace_lists_number_and_segment() {
     let mut base = four();
     base.reopen(4);
     let with = |incarnation: Incarnation, number: u64, magic: &[u8; 4], store: StoreId| {
@@ -255,7 +255,7 @@ fn an_incarnation_counts_though_its_opening_is_recycled() {
 }
 
 #[test]
-fn of_two_openings_of_one_incarnation_the_lower_counts() {
+fn lower_of_two_openings_of_incarnation_counts() {
     let mut maker = four();
     let opening = SegmentHeader::decode(segment(&mut maker, 1)).unwrap().opening;
     assert!(opening.is_some());
@@ -270,7 +270,7 @@ fn of_two_openings_of_one_incarnation_the_lower_counts() {
 
 /// Files of another store, or with a number that is not theirs.
 #[test]
-fn alien_files_are_invalid_and_not_passed_over() {
+fn foreign_files_are_invalid_not_skipped() {
     let other = StoreId([1; 16]);
     let alien = |maker: &mut Maker, number: u64, change: fn(&mut SegmentHeader)| {
         let mut header = SegmentHeader::decode(segment(maker, number)).unwrap();

@@ -153,7 +153,7 @@ fn a_page_that_was_written_whole_needs_no_image() {
 
 /// The place in the resulting state counts.
 #[test]
-fn a_place_is_that_of_the_state_reached() {
+fn recovered_place_is_of_recovered_state() {
     let moved = |from: Place, to: Place| {
         let mut maker = Maker::new();
         maker.batch().batch().sync();

@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn the_urgent_go_first() {
+    fn urgent_turns_go_first() {
         let order = turns_of_one_urgent_and_two_patient(URGENT_TURNS_MAX - 1);
         assert_eq!(order, [&["urgent"; URGENT_TURNS_MAX as usize - 1][..], &["patient"; 2]].concat());
     }

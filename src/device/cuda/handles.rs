@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn a_released_name_fits_nothing_any_more() {
+    fn released_handle_is_invalid() {
         let handles = Handles::new();
         let first = handles.insert(allocation(1));
         assert_eq!(handles.get(first), Some(allocation(1)));
@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_were_never_given_fit_nothing() {
+    fn unknown_handles_are_invalid() {
         let handles = Handles::new();
         handles.insert(allocation(1));
         for id in [0, 1, 99, 1 << 32 | 1, 2 << 32, 3 << 32, u64::MAX] {
@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn of_two_releases_of_a_name_one_gets_the_allocation() {
+    fn double_release_of_name_frees_once() {
         let handles = Handles::new();
         let barrier = std::sync::Barrier::new(2);
         for round in 1..2000 {
@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_is_of_one_allocation_while_its_slot_changes_hands() {
+    fn handle_refers_to_one_allocation_despite_slot_reuse() {
         const READS: u64 = 20_000;
         let handles = Handles::new();
         let newest = AtomicU64::new(handles.insert(allocation(1)).0);

@@ -121,7 +121,7 @@ proptest! {
     /// A page on disk equals what the simplest code makes of its operations; copies never change; images that
     /// arrive late, out of order or never change nothing but the memory that is held.
     #[test]
-    fn a_page_is_what_operations_make_of_it(
+    fn page_equals_replayed_operations(
         changes in prop::collection::vec(change(), 1..40),
         ranges in prop::collection::vec((0..2 * LEN, 0..6000usize), 4),
         newest_first in any::<bool>(),
@@ -233,7 +233,7 @@ fn memory_and_files_are_counted() {
 
 /// A committer waits as long as a snapshot is coming. It is refused if none is, or none could help.
 #[test]
-fn room_is_waited_for_where_it_comes() {
+fn room_is_awaited_only_if_it_can_free_up() {
     let disk: Arc<SimDisk> = Arc::new(SimDisk::new());
     let pages = DiskPages::new(disk, 20 << 10);
     let mut page = pages.zeros(1 << 20);
@@ -293,7 +293,7 @@ fn nothing_waits_for_a_snapshot_that_cannot_be_taken() {
 
 /// Batches are logged much faster than they are applied: claims that wait for the applier count.
 #[test]
-fn a_claim_counts_until_it_is_given_up() {
+fn claim_counts_until_released() {
     let pages = DiskPages::new(Arc::new(SimDisk::new()), 16 << 10);
     let is_refused = |needed| match pages.wait_for_room(needed, || Ok(false)) {
         Err(Error::OverBudget { asked, available, .. }) => (asked == needed).then_some(available),
@@ -313,7 +313,7 @@ fn a_claim_counts_until_it_is_given_up() {
 
 /// A page of which little changed gets an overlay, repeatedly; any other page gets none.
 #[test]
-fn an_overlay_has_what_changed_since_the_whole_image() {
+fn overlay_contains_changes_since_full_image() {
     let mut images = Images::new();
     let mut plain = drawn(1, LEN);
     let base = images.write(&plain);

@@ -57,7 +57,7 @@ fn memory_that_the_device_keeps_stays_counted_and_no_other() {
 }
 
 #[test]
-fn the_budget_holds_to_the_byte_and_says_what_is_left() {
+fn budget_is_exact_and_reports_remainder() {
     let (_, arena) = late_arena();
     let page = arena.allocate(Purpose::Page, PLACE, 60).unwrap();
     let error = arena.allocate(Purpose::Page, PLACE, 41).unwrap_err();
@@ -125,7 +125,7 @@ fn an_allocation_that_can_never_fit_does_not_wait() {
 }
 
 #[test]
-fn a_submitter_waits_for_its_lanes_and_never_for_callers() {
+fn submitter_waits_for_lanes_not_callers() {
     let (device, arena) = late_arena();
     for (lane, is_awaited) in [(Lane::Apply, true), (Lane::Drain, true), (Lane::Callers, false)] {
         let page = arena.allocate(Purpose::Page, PLACE, 60).unwrap();
@@ -156,7 +156,7 @@ fn submitter_does_not_wait_for_thread_waiting_on_callers() {
 
 /// Whether a batch fits must not depend on whether a snapshot is in progress.
 #[test]
-fn scratch_is_waited_for_and_none_is_given_out_meanwhile() {
+fn scratch_wait_blocks_other_scratch() {
     let (_, arena) = late_arena();
     let areas = [30, 20].map(|len| arena.allocate_scratch(PLACE, len).unwrap());
     assert!(matches!(arena.allocate(Purpose::Page, PLACE, 101), Err(Error::OverBudget { asked: 101, .. })));
@@ -178,7 +178,7 @@ fn scratch_is_waited_for_and_none_is_given_out_meanwhile() {
 
 /// The requesting thread submits to the lanes, so no work would be done while it waits.
 #[test]
-fn scratch_is_what_there_is_at_once() {
+fn scratch_is_immediate_or_none() {
     let (device, arena) = late_arena();
     let page = arena.allocate(Purpose::Page, PLACE, 60).unwrap();
     let fence = use_page(&*device, &page);
@@ -229,7 +229,7 @@ fn scratch_of_which_a_piece_is_missing_is_given_back() {
 }
 
 #[test]
-fn a_full_device_is_reaped_and_asked_again() {
+fn full_device_is_retried_after_reaping() {
     let device: Arc<dyn Device> = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
     let arena = Arena::new(device.clone(), Budget::default());
     let page = arena.allocate(Purpose::Page, PLACE, 60).unwrap();
@@ -307,14 +307,14 @@ fn device_out_of_memory_midway_frees_all_pages_of_request() {
 
 #[test]
 #[should_panic(expected = "31 bytes of 30 that are left of a reservation")]
-fn a_reservation_gives_no_more_than_was_put_by() {
+fn reservation_never_exceeds_reserved_amount() {
     let (_, arena) = late_arena();
     let reserved = arena.reserve(Purpose::Page, &[(PLACE, 30)]).unwrap();
     let _fails = reserved.allocate(PLACE, 31);
 }
 
 #[test]
-fn use_is_told_by_purpose_and_peaks_begin_anew() {
+fn usage_is_reported_by_purpose_and_peaks_reset() {
     let (device, arena) = late_arena();
     let page = arena.allocate(Purpose::Page, PLACE, 50).unwrap();
     let aside = arena.allocate(Purpose::Aside, PLACE, 20).unwrap();
@@ -397,7 +397,7 @@ fn fitting_pages_are_never_refused_during_concurrent_release() {
 }
 
 #[test]
-fn what_a_reservation_has_not_used_is_free_again_when_it_goes() {
+fn unused_reservation_is_freed_on_drop() {
     let budget = Budget::default().with(Place::Host, 100);
     let arena = Arena::new(Arc::new(HostDevice::new()), budget);
     let reserved = arena.reserve(Purpose::Page, &[(Place::Host, 60), (Place::Host, 30)]).unwrap();

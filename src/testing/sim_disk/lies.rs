@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lie_that_is_written_over_again_leaves_nothing() {
+    fn overwritten_lie_has_no_effect() {
         let disk = SimDisk::new();
         let name = FileName::Temporary(Folder::Root, 0);
         let file = disk.create(name).unwrap();

@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_write_that_is_all_that_happens_to_the_bytes_is_whole() {
+    fn only_sole_full_write_is_whole() {
         type Build = fn(&mut WriteBatch);
         let rows: &[(&str, &[usize], Build)] = &[
             ("an old page", &[0], |b| _ = b.write(OLD, 0, &[1; LEN])),

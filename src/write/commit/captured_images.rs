@@ -175,7 +175,7 @@ mod tests {
     /// The applier does not load such images into memory, so a page that has moved to memory is captured
     /// again.
     #[test]
-    fn images_suit_pages_that_are_on_disk_still() {
+    fn images_are_used_only_for_pages_still_on_disk() {
         let digests = ChunkDigests { first: 0, digests: Vec::new() };
         let pages = vec![CapturedPage { step: 0, page: PageId(5), digests }];
         let captured = CapturedImages { pages, file: BatchImages::default() };

@@ -191,7 +191,7 @@ mod tests {
 
     /// The order of the queue is the order of the log. A draft that two holders took would be logged twice.
     #[test]
-    fn a_holder_takes_all_that_wait_in_their_order_and_once() {
+    fn combiner_takes_waiting_drafts_in_order_once() {
         let waiting = CombineQueue::new();
         let mine: Vec<Arc<Entry>> = (1..=3).map(|crc| waiting.leave(draft(crc))).collect();
         let taken = waiting.take();
@@ -210,7 +210,7 @@ mod tests {
     /// The committer of a draft that was lost in a panic must not wait forever, nor consider the draft
     /// logged.
     #[test]
-    fn what_a_holder_left_undone_has_no_outcome() {
+    fn unfinished_draft_of_holder_has_no_outcome() {
         let waiting = CombineQueue::new();
         let mine = [1, 2, 3].map(|crc| waiting.leave(draft(crc)));
         let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {

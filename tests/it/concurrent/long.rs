@@ -130,7 +130,7 @@ fn incompressible_long_page_is_point_in_time() {
 }
 
 #[test]
-fn a_long_page_that_goes_to_other_memory_is_caught_anew() {
+fn moved_long_page_is_gathered_again() {
     let (versions, entry, image) =
         life(&noise(3), options(), false, |store, page, versions, called| match called {
             7 => commit(store, page, versions, |batch| _ = batch.resize(page, LEN / 2)),
@@ -147,7 +147,7 @@ fn scribble_short(store: &Store, page: PageId, versions: &Versions, called: u64)
 
 /// A page that can be kept aside nowhere and that changes all the time is gathered as a whole in the end.
 #[test]
-fn a_long_page_that_never_stands_still_is_gathered_all_the_same() {
+fn constantly_written_long_page_is_gathered() {
     let budget = Budget::default().with(Place::Host, LEN + (64 << 10) - 1);
     let (versions, entry, image) =
         life(&noise(4), options().budget(budget), false, |store, page, versions, called| {
@@ -158,7 +158,7 @@ fn a_long_page_that_never_stands_still_is_gathered_all_the_same() {
 
 /// A page that is deleted while it is gathered is in no snapshot.
 #[test]
-fn a_long_page_that_is_deleted_meanwhile_is_left_out() {
+fn concurrently_deleted_long_page_is_omitted() {
     let directory = tempfile::tempdir().unwrap();
     let store = open(directory.path(), options(), |store, gathered| {
         if gathered > 10 && store.page(PageId(1)).is_ok() {

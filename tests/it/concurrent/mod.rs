@@ -352,7 +352,7 @@ fn a_batch_that_fits_is_not_refused_during_snapshots() {
 
 /// The bytes leave the page at once, whatever is committed while they come to the host.
 #[test]
-fn a_long_read_holds_up_no_batch() {
+fn long_read_blocks_no_batch() {
     const LEN: u64 = (64 << 10) + 16;
     let late = || Box::new(LateDevice::new(Arc::new(HostDevice::new())));
     let directory = tempfile::tempdir().unwrap();

@@ -113,7 +113,7 @@ fn segments_that_grow_survive() {
 
 /// Segments that a snapshot made superfluous, with the frames in them, become segments of the next opens.
 #[test]
-fn opens_that_take_spares_survive() {
+fn opens_using_spares_survive() {
     suite(options().snapshots_kept(1), 900, |driver, random| {
         let mut writer = Writer::new("a", random.next());
         let store = driver.open()?;

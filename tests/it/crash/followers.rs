@@ -154,7 +154,7 @@ fn catch_up(disk: &Arc<dyn Disk>, replica: &mut Replica, line: &Line) -> Result<
 /// that they have not read, and restores an earlier state.
 /// have not read, and goes back to an earlier state.
 #[test]
-fn followers_during_recycling_go_on_or_are_told_why_not() {
+fn followers_during_recycling_continue_or_fail_with_reason() {
     suite(options().snapshots_kept(1), 2200, |driver, random| {
         let disk: Arc<dyn Disk> = Arc::new(driver.disk.clone());
         let follow = |replica: &mut Replica| {

@@ -36,7 +36,7 @@ fn linked(disk: &SimDisk) -> usize {
 /// A fork of a closed store, its own life and a fork of it; meanwhile the source drops the files that they
 /// share.
 #[test]
-fn a_fork_is_whole_or_not_there_and_its_source_is_as_it_was() {
+fn fork_is_complete_or_absent_and_source_unchanged() {
     suite(images(ImageIo::Direct).snapshots_kept(1), 5000, |driver, random| {
         let store = driver.open()?;
         let pages = pages_to_share(&driver, &store, random)?;

@@ -68,7 +68,7 @@ fn work(driver: &Driver, random: &mut Random) -> Result<(), Error> {
 }
 
 #[test]
-fn a_medium_that_lies_does_no_harm_or_is_found_out() {
+fn lying_medium_is_harmless_or_detected() {
     let seed = from_env("CRASH_SEED");
     let driver = Driver::new(SimDisk::new(), options(), Line::default(), Floors::default());
     work(&driver, &mut Random(seed)).expect("the work itself meets no fault");

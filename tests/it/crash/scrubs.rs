@@ -22,7 +22,7 @@ fn image_of(disk: &SimDisk, snapshot: &SnapshotInfo, page: PageId) -> ImageRef {
 /// without, so that no crash on the way is refused. First the image is damaged, then the log. Earlier states
 /// are not looked at: one that needs the damaged bytes is refused when a view or a restore asks for it.
 #[test]
-fn a_scrub_that_mends_survives() {
+fn repairing_scrub_survives_crash() {
     let levels: Vec<Level> = LEVELS.iter().map(|level| Level { closely_of: usize::MAX, ..*level }).collect();
     suite_at(&levels, options(), 1800, |driver, random: &mut Random| {
         let store = driver.open()?;

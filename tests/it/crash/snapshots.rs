@@ -465,7 +465,7 @@ fn names_pruning_and_compaction_survive() {
 
 /// The newest snapshot stays though its name is given up: the next ones follow it, and share its images.
 #[test]
-fn names_given_up_alone_survive() {
+fn dropped_names_survive_crash() {
     suite(images(ImageIo::Mapped).snapshots_kept(2), 2000, |driver, random| {
         let store = driver.open()?;
         let pages = driver.create_pages(&store, random, 6, 400)?;
@@ -516,7 +516,7 @@ fn names_of_published_snapshots_survive() {
 }
 
 #[test]
-fn what_snapshots_replace_is_recycled() {
+fn replaced_snapshot_files_are_recycled() {
     suite(images(ImageIo::Direct).snapshots_kept(2), 1900, |driver, random| {
         let store = driver.open()?;
         let mut writer = Writer::new("a", random.next());

@@ -230,7 +230,7 @@ fn a_page_gets_no_block_that_a_stream_still_uses() {
 
 /// A graph that is being captured has no point that an event could stand for.
 #[test]
-fn a_block_is_not_taken_back_behind_a_capture() {
+fn block_in_captured_graph_is_not_reclaimed() {
     gpu::alone(|| {
         let Some(caller) = Caller::new() else { return };
         let (_, memory) = cache(u64::MAX);
@@ -251,7 +251,7 @@ fn a_block_is_not_taken_back_behind_a_capture() {
 }
 
 #[test]
-fn a_trim_gives_memory_back_to_the_driver() {
+fn trim_returns_memory_to_driver() {
     const LEN: u64 = 512 * MIB;
     gpu::alone(|| {
         let Some(caller) = Caller::new() else { return };
@@ -280,7 +280,7 @@ fn a_trim_gives_memory_back_to_the_driver() {
 /// What is cached is given back where the driver has nothing left, and what then is still too long is an
 /// error that says so, and changes nothing.
 #[test]
-fn a_refusal_empties_the_cache_before_it_is_told() {
+fn refused_allocation_first_empties_cache() {
     let Some(_) = gpu::device() else { return };
     let (driver, memory) = cache(64 * MIB);
     let store = open(&SimDisk::new(), &memory);

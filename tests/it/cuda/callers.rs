@@ -16,7 +16,7 @@ use super::{PLACE, content};
 use crate::gpu;
 
 #[test]
-fn memory_of_the_callers_is_taken_where_the_driver_knows_it() {
+fn caller_memory_is_used_in_place_if_known_to_driver() {
     let Some(gpu) = gpu::device() else { return };
     let Some(callers) = gpu::device() else { return };
     let disk = SimDisk::new();

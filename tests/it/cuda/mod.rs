@@ -72,7 +72,7 @@ fn a_million_allocations_leave_no_growth() {
 
 /// Giving memory back waits for all that the GPU has to do, so idle memory stays.
 #[test]
-fn what_is_asked_for_at_once_gives_nothing_back_to_the_driver() {
+fn immediate_allocation_does_not_trim_driver_memory() {
     const IDLE: u64 = 18 << 20;
     let Some(_) = gpu::device() else { return };
     let memory = Pool::new(LimitedMemory::new(DriverMemory::of(0).unwrap(), 20 << 20));
@@ -92,7 +92,7 @@ fn what_is_asked_for_at_once_gives_nothing_back_to_the_driver() {
 /// A long copy goes in pieces. Few of them are under way at a time, so that another thread's copies do not
 /// wait for the rest.
 #[test]
-fn a_long_copy_that_stands_still_holds_up_its_own_lane_alone() {
+fn stalled_long_copy_blocks_only_its_lane() {
     const LEN: u64 = 8 << 20;
     gpu::alone(|| {
         let Some(caller) = Caller::new() else { return };
@@ -184,7 +184,7 @@ fn held_on(gpu: &CudaDevice) -> u64 {
 }
 
 #[test]
-fn more_than_the_gpu_has_is_out_of_memory_and_no_fault() {
+fn allocation_beyond_gpu_memory_is_out_of_memory() {
     let Some(gpu) = gpu::device() else { return };
     let kept = gpu.allocate(PLACE, 1 << 20).unwrap();
     for place in [PLACE, Place::Pinned, Place::Unified] {
@@ -289,7 +289,7 @@ fn a_list_that_is_never_waited_for_keeps_its_staging() {
 }
 
 #[test]
-fn a_fault_on_the_gpu_asks_for_a_new_process() {
+fn gpu_fault_requires_new_process() {
     if std::env::var_os(ERRAND).is_some() {
         // Indices that lie on the GPU are the caller's word: one far outside is a fault.
         let gpu = gpu::device().expect("the parent had one");
@@ -316,7 +316,7 @@ fn a_fault_on_the_gpu_asks_for_a_new_process() {
         return;
     }
     if gpu::device().is_some() {
-        assert_success(&in_a_child("a_fault_on_the_gpu_asks_for_a_new_process", "fault", None));
+        assert_success(&in_a_child("gpu_fault_requires_new_process", "fault", None));
     }
 }
 

@@ -208,7 +208,7 @@ fn a_clean_verdict_means_that_every_kept_state_reads() {
 
 /// The role of each snapshot is the newest seal's: a named one may be a start like any other.
 #[test]
-fn states_after_a_named_snapshot_are_promised_from_it() {
+fn states_after_named_snapshot_are_restorable_from_it() {
     let subject = named_before_others();
     let survey = Survey::read(&subject.files).unwrap();
     let verdict = judge(&survey, &subject.files, &mut ImageProofs::new(&subject.files));

@@ -532,7 +532,7 @@ fn unreadable_sector_is_never_taken_for_log_end() {
 }
 
 #[test]
-fn a_bad_sector_after_the_log_costs_nothing_that_lies_before_it() {
+fn bad_sector_after_log_end_loses_nothing() {
     let disk = SimDisk::new();
     let store = open(&disk).unwrap();
     let mut batch = store.batch();

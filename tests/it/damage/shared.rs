@@ -92,7 +92,7 @@ fn damage_that_snapshots_share_costs_an_open_linear_reads() {
 
 /// Of two copies with failed checksums none is used, and none is written over the other.
 #[test]
-fn no_repair_takes_a_copy_whose_checksum_failed() {
+fn repair_never_uses_copy_with_bad_checksum() {
     for name in [None, Some("kept")] {
         let mut work = Work::new(ImageIo::Buffered);
         work.commit(1);

@@ -374,7 +374,7 @@ fn check(subject: &Subject, what: &str, files: &Files, [opened, refused, stood]:
 }
 
 #[test]
-fn the_verdict_is_what_an_open_does_whatever_was_kept() {
+fn verdict_matches_open_for_any_retention() {
     for subject in [
         named(),
         named_and_newer(),

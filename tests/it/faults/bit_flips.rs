@@ -185,12 +185,12 @@ fn snapshot(bus: &Bus, flips: &dyn Fn(), options: Options, with: SnapshotOptions
 }
 
 #[test]
-fn a_snapshot_publishes_no_bit_that_turned_over() {
+fn snapshot_rejects_bit_flips() {
     at_every_copy("a snapshot", DOWN, |bus, flips| snapshot(bus, flips, options(), SnapshotOptions::new()));
 }
 
 #[test]
-fn an_exact_snapshot_publishes_no_bit_that_turned_over() {
+fn exact_snapshot_rejects_bit_flips() {
     at_every_copy("an exact snapshot", DOWN, |bus, flips| {
         snapshot(bus, flips, options(), SnapshotOptions::new().name("exact"))
     });
@@ -223,7 +223,7 @@ fn open_again(bus: &Bus, flips: &dyn Fn(), options: Options) -> Ended {
 
 /// Pages that a batch takes from sources: their memory is filled before the batch is logged.
 #[test]
-fn a_page_from_a_source_serves_no_bit_that_turned_over() {
+fn page_from_source_rejects_bit_flips() {
     /// A page's bytes in one version.
     #[derive(Debug)]
     struct Source(&'static [u8]);
@@ -256,7 +256,7 @@ fn a_page_from_a_source_serves_no_bit_that_turned_over() {
 /// New pages whose bytes the caller has: they go up before the batch is logged, and their images mend what
 /// arrived otherwise.
 #[test]
-fn new_whole_pages_serve_no_bit_that_turned_over() {
+fn new_whole_pages_reject_bit_flips() {
     at_every_copy("new whole pages", UP, |bus, flips| {
         let store = bus.open(options()).unwrap();
         let mut held = VersionedPages::create(&store);
@@ -277,7 +277,7 @@ fn new_whole_pages_serve_no_bit_that_turned_over() {
 
 /// Captured pages on disk: their bytes come down to an image, and nothing in memory has them.
 #[test]
-fn an_image_of_a_capture_has_no_bit_that_turned_over() {
+fn captured_image_rejects_bit_flips() {
     for (what, shadow) in [
         ("captured pages on disk", Shadow::Kept(Place::Host)),
         ("captured pages on disk, by digests", Shadow::Digest),
@@ -314,12 +314,12 @@ fn captured_at_every_copy(what: &'static str, shadow: Shadow) {
 }
 
 #[test]
-fn an_open_serves_no_bit_that_turned_over() {
+fn open_rejects_bit_flips() {
     at_every_copy("an open", UP, |bus, flips| open_again(bus, flips, options()));
 }
 
 #[test]
-fn a_page_that_is_loaded_later_serves_no_bit_that_turned_over() {
+fn on_demand_load_rejects_bit_flips() {
     at_every_copy("an open on demand", UP, |bus, flips| {
         open_again(bus, flips, options().page_load(PageLoad::OnDemand))
     });
@@ -340,17 +340,17 @@ fn moved(bus: &Bus, flips: &dyn Fn(), first: Place, then: Place) -> Ended {
 }
 
 #[test]
-fn a_page_that_goes_to_disk_has_no_bit_that_turned_over() {
+fn demote_to_disk_rejects_bit_flips() {
     at_every_copy("to disk", DOWN, |bus, flips| moved(bus, flips, Place::Device(0), Place::Disk));
 }
 
 #[test]
-fn a_page_that_comes_from_disk_has_no_bit_that_turned_over() {
+fn promote_from_disk_rejects_bit_flips() {
     at_every_copy("from disk", UP, |bus, flips| moved(bus, flips, Place::Disk, Place::Device(0)));
 }
 
 #[test]
-fn a_load_without_a_store_fills_in_no_bit_that_turned_over() {
+fn load_without_store_rejects_bit_flips() {
     at_every_copy("a load", UP, |bus, flips| {
         let store = open_with(&bus.disk, host(), options()).unwrap();
         let mut held = VersionedPages::create(&store);
@@ -386,7 +386,7 @@ fn a_load_without_a_store_fills_in_no_bit_that_turned_over() {
 }
 
 #[test]
-fn a_page_of_another_devices_memory_has_no_bit_that_turned_over() {
+fn page_from_other_device_rejects_bit_flips() {
     at_every_copy("a page from elsewhere", DOWN, |bus, flips| {
         let store = open_with(&bus.disk, host(), options()).unwrap();
         let mut held = VersionedPages { pages: Vec::new() };
@@ -408,7 +408,7 @@ fn a_page_of_another_devices_memory_has_no_bit_that_turned_over() {
 }
 
 #[test]
-fn a_restore_brings_back_no_bit_that_turned_over() {
+fn restore_rejects_bit_flips() {
     at_every_copy("a restore", &[BusTransfer::Up, BusTransfer::Down, BusTransfer::Sums], |bus, flips| {
         let store = bus.open(options()).unwrap();
         let mut held = VersionedPages::create(&store);
@@ -428,7 +428,7 @@ fn a_restore_brings_back_no_bit_that_turned_over() {
 }
 
 #[test]
-fn no_bit_that_turned_over_is_logged() {
+fn log_rejects_bit_flips() {
     at_every_copy("a batch of bytes on the device", DOWN, |bus, flips| {
         let store = bus.open(options()).unwrap();
         let mut held = VersionedPages::create(&store);
@@ -451,7 +451,7 @@ fn no_bit_that_turned_over_is_logged() {
 }
 
 #[test]
-fn a_clone_has_no_bit_that_turned_over() {
+fn clone_rejects_bit_flips() {
     at_every_copy("a clone", DOWN, |bus, flips| {
         let store = bus.open(options()).unwrap();
         let held = VersionedPages::create(&store);
@@ -493,7 +493,7 @@ fn wait_applied(store: &Store) -> Result<()> {
 }
 
 #[test]
-fn a_long_write_serves_no_bit_that_turned_over() {
+fn long_write_rejects_bit_flips() {
     at_each("long writes", LONG_WRITES, 0, |bus, flips| {
         let store = bus.open(options()).unwrap();
         let mut held = VersionedPages::create(&store);
@@ -514,7 +514,7 @@ fn a_long_write_serves_no_bit_that_turned_over() {
 }
 
 #[test]
-fn a_replay_of_long_writes_serves_no_bit_that_turned_over() {
+fn replay_of_long_writes_rejects_bit_flips() {
     at_each("a replay", LONG_WRITES, 0, |bus, flips| {
         let store = open_with(&bus.disk, host(), options()).unwrap();
         let mut held = VersionedPages::create(&store);

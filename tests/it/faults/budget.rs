@@ -147,7 +147,7 @@ fn budget_for_final_length_suffices_for_page_once_longer() {
 }
 
 #[test]
-fn memory_that_runs_out_leaves_everything_as_it_was() {
+fn out_of_memory_changes_nothing() {
     let disk = SimDisk::new();
     let device = Gauge::host();
     let store = open(&disk, device.clone()).unwrap();
@@ -181,7 +181,7 @@ fn memory_that_runs_out_leaves_everything_as_it_was() {
 /// An older snapshot would need as much: a page without memory is reported, whatever was found of another's
 /// image.
 #[test]
-fn memory_that_runs_out_while_images_are_loaded_is_no_damage() {
+fn out_of_memory_during_load_is_not_damage() {
     let disk = SimDisk::new();
     let store = open_with(&disk, Gauge::host(), small().snapshots_kept(1)).unwrap();
     // More pages than are allocated together.

@@ -124,7 +124,7 @@ fn device_error_during_load_stops_store() {
 }
 
 #[test]
-fn an_error_of_the_device_during_an_open_changes_nothing() {
+fn device_error_during_open_changes_nothing() {
     let (DeviceCall::After, calls) = CALLS.split_last().unwrap() else { panic!("opening uses one lane") };
     at_every_call(calls, |inner, fault| {
         let disk = SimDisk::new();

@@ -38,13 +38,13 @@ fn is_the_fault(error: &Error) -> bool {
 }
 
 #[test]
-fn an_error_of_the_disk_stops_the_store_and_loses_nothing() {
+fn disk_error_stops_store_without_loss() {
     at_every_operation(&OPERATIONS, |fault| stops_and_loses_nothing(fault, small()));
 }
 
 /// Bytes written by a `Put` are not in the page cache.
 #[test]
-fn an_error_of_a_direct_write_stops_the_store_and_loses_nothing() {
+fn direct_write_error_stops_store_without_loss() {
     let operations = [Operation::Put, Operation::SyncWindow];
     at_every_operation(&operations, |fault| stops_and_loses_nothing(fault, small().log_io(LogIo::Direct)));
 }
@@ -110,7 +110,7 @@ fn stops_and_loses_nothing(fault: DiskFault, options: Options) -> bool {
 }
 
 #[test]
-fn an_error_of_the_disk_during_an_open_loses_nothing() {
+fn disk_error_during_open_loses_nothing() {
     // Only an open reads the images of a verified snapshot.
     let operations = [&OPERATIONS[..9], &[Operation::ReadProven]].concat();
     at_every_operation(&operations, |fault| {

@@ -136,7 +136,7 @@ fn full_disk_refuses_commits_until_space_returns() {
 }
 
 #[test]
-fn on_a_full_disk_deletes_take_the_reserve_and_closing_works() {
+fn full_disk_deletes_use_reserve_and_close_succeeds() {
     at_every_level(|free| {
         let (disk, store, mut line) = filled(free);
         let full = loop {
@@ -222,7 +222,7 @@ fn deletes(segment_len: u64, batches: usize, deletes: usize, free: u64) {
 /// The crash came between the publication of a snapshot and the frame that records it: the open publishes its
 /// manifest anew.
 #[test]
-fn an_open_on_a_full_disk_publishes_a_manifest_anew() {
+fn open_on_full_disk_republishes_manifest() {
     at_every_level(|free| {
         let disk = SimDisk::new();
         let store = open_with_reserve(&disk).unwrap();
@@ -410,7 +410,7 @@ fn open_failed_by_full_disk_succeeds_once_space_returns() {
 /// Where no image fits, the space of deleted pages comes back all the same, page by page, until a snapshot
 /// fits again; the store can be closed and opened after each step.
 #[test]
-fn deleted_pages_give_their_space_back_where_no_image_fits() {
+fn deleted_pages_free_space_when_no_image_fits() {
     for kept in [1, 2] {
         watched(&format!("{kept} kept"), move || give_back(kept));
     }

@@ -12,7 +12,7 @@ use remanent::{Epoch, Key, Lsn, Position};
 use super::*;
 
 #[test]
-fn a_store_is_opened_only_as_what_it_is() {
+fn store_opens_only_with_matching_kind() {
     let disk = SimDisk::new();
     let opened = |options| Store::open_on(Arc::new(disk.clone()), Gauge::host(), options);
     let own = small().identity("run 7").layout_fingerprint([7; 32]);
@@ -118,7 +118,7 @@ fn a_second_writer_is_told_the_holder_of_the_store() {
 
 /// Every error: its file, offset and Lsn, what helps, and a word that its text must hold.
 #[test]
-fn every_error_tells_where_and_what_helps() {
+fn every_error_names_location_and_remedy() {
     let source = || Arc::new(io::Error::from_raw_os_error(5));
     let short = || Arc::new(io::Error::from_raw_os_error(11));
     let (page, place) = (PageId(7), Place::Device(1));

@@ -90,7 +90,7 @@ fn a_shortage_fails_one_call_and_the_store_goes_on() {
 /// The segment that a long frame was to have took the place of a short one. A frame that went to the short
 /// one would be in no file that has a name.
 #[test]
-fn a_long_segment_that_cannot_be_mapped_takes_no_place() {
+fn unmappable_long_segment_leaves_nothing() {
     for io in [LogIo::Mapped, LogIo::Direct] {
         watched("a long segment", move || {
             let disk = SimDisk::new();
@@ -208,7 +208,7 @@ fn pages_are_loaded_when_the_shortage_ends() {
 /// A page that a caller asked for ahead, and that cannot be loaded as long as the shortage lasts, holds no
 /// close up.
 #[test]
-fn a_close_waits_for_no_page_that_is_to_come_ahead() {
+fn close_does_not_wait_for_prefetches() {
     watched("prefetch", || {
         let (disk, line) = closed();
         let fault =
@@ -230,7 +230,7 @@ fn a_close_waits_for_no_page_that_is_to_come_ahead() {
 }
 
 #[test]
-fn a_scrub_takes_a_shortage_for_no_damage() {
+fn scrub_does_not_report_shortage_as_damage() {
     watched("scrub", || {
         for skip in 0.. {
             let disk = SimDisk::new();
@@ -301,7 +301,7 @@ fn open_failing_to_start_thread_leaves_nothing() {
 
 /// An open store has the threads that it needs. All others help, and their work is done without them.
 #[test]
-fn a_store_that_can_start_no_thread_goes_on() {
+fn store_continues_without_new_threads() {
     alone(|| {
         let directory = tempfile::tempdir().unwrap();
         let [path, fork] = ["store", "fork"].map(|name| directory.path().join(name));
@@ -405,7 +405,7 @@ fn without_descriptors<T>(work: impl FnOnce() -> T) -> T {
 }
 
 #[test]
-fn a_process_out_of_descriptors_loses_calls_and_no_store() {
+fn descriptor_exhaustion_fails_calls_not_store() {
     alone(|| {
         for log_io in [LogIo::Mapped, LogIo::Buffered, direct_io::log_io()] {
             let directory = tempfile::tempdir().unwrap();

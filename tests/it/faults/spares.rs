@@ -72,7 +72,7 @@ fn segment_is_created_only_without_spare_beyond_reserve() {
 
 /// Their old bytes do not matter: the log goes on after the opening as if there were zeros.
 #[test]
-fn an_open_makes_no_segment_where_there_are_spares() {
+fn open_reuses_spares_for_segments() {
     watched("opens", || {
         let (disk, mut store, mut line) = recycled();
         for _ in 0..4 {

@@ -41,7 +41,7 @@ fn all_told(outcomes: &[Result<()>], reason: &str) {
 }
 
 #[test]
-fn every_waiter_for_a_sync_hears_that_it_failed() {
+fn failed_sync_wakes_every_waiter() {
     for round in 0..50 {
         watched(&format!("round {round}"), || {
             let disk = SimDisk::new();
@@ -60,7 +60,7 @@ fn every_waiter_for_a_sync_hears_that_it_failed() {
 }
 
 #[test]
-fn every_waiter_for_the_device_hears_that_it_failed() {
+fn device_failure_wakes_every_waiter() {
     for round in 0..50 {
         watched(&format!("round {round}"), || {
             let device = Arc::new(FaultyDevice::new(Arc::new(HostDevice::new())));
@@ -78,7 +78,7 @@ fn every_waiter_for_the_device_hears_that_it_failed() {
 }
 
 #[test]
-fn a_panic_of_the_applier_is_heard_of_and_costs_nothing() {
+fn applier_panic_is_reported_without_loss() {
     watched("a device that panics", || {
         let (disk, device) = (SimDisk::new(), Gauge::host());
         let store = open(&disk, device.clone()).unwrap();
@@ -97,7 +97,7 @@ fn a_panic_of_the_applier_is_heard_of_and_costs_nothing() {
 }
 
 #[test]
-fn a_panic_of_the_keeper_is_heard_of() {
+fn keeper_panic_is_reported() {
     watched("a disk that panics", || {
         let disk = SimDisk::new();
         let store = open_on_host(&disk).unwrap();
@@ -138,7 +138,7 @@ fn a_panic_of_the_syncing_thread_reaches_every_waiter() {
 }
 
 #[test]
-fn a_store_that_is_dropped_makes_durable_what_others_wait_for() {
+fn dropped_store_makes_awaited_batches_durable() {
     for round in 0..20 {
         watched(&format!("round {round}"), || {
             let disk = SimDisk::new();

@@ -16,7 +16,7 @@ fn recycle_up_to(writer: &mut Writer, disk: &SimDisk) {
 }
 
 #[test]
-fn a_follower_that_is_overtaken_is_told_where_to_start() {
+fn overtaken_follower_gets_restart_position() {
     let (sim, disk) = sim();
     // A restore takes a snapshot of its own: with the next one there are two after it, and with no more than
     // these its table would be gone before a follower looks.
@@ -56,7 +56,7 @@ fn a_follower_that_is_overtaken_is_told_where_to_start() {
 
 /// A power cut may take the removal of one segment and spare that of the next: neither is needed any more.
 #[test]
-fn a_segment_that_comes_back_alone_does_not_look_like_damage() {
+fn resurrected_segment_is_not_damage() {
     let (sim, disk) = sim();
     let store = crate::files::open_with(&sim, options().snapshots_kept(1)).unwrap();
     let segment = |number| sim.bytes(FileName::Segment(number));
@@ -122,7 +122,7 @@ fn a_snapshot_is_followed_from_its_end() {
 }
 
 #[test]
-fn what_a_power_cut_takes_has_diverged() {
+fn follower_diverges_after_power_cut_loses_batches() {
     let (sim, disk) = sim();
     let mut writer = Writer::open(&disk, options());
     let mut reader = Reader::open(&disk);

@@ -41,7 +41,7 @@ fn looks(disk: &Arc<dyn Disk>, options: Options, count: usize) -> Vec<u64> {
 }
 
 #[test]
-fn three_hundred_idle_followers_look_rarely() {
+fn three_hundred_idle_followers_poll_rarely() {
     alone(|| {
         let (_, untold) = sim();
         let directory = tempfile::tempdir().unwrap();
@@ -61,7 +61,7 @@ fn three_hundred_idle_followers_look_rarely() {
 
 /// Stores into a mapping make no event: the writer makes one where followers may not look for a while.
 #[test]
-fn a_batch_of_a_mapped_log_is_told_after_a_silence() {
+fn mapped_log_notifies_followers_after_idle() {
     for (log_io, told) in [(LogIo::Mapped, 1), (LogIo::Buffered, 0), (LogIo::Direct, 0)] {
         let (sim, disk) = sim();
         let mut writer = Writer::open(&disk, options().log_io(log_io).ack(Ack::Logged));

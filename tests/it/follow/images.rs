@@ -122,7 +122,7 @@ fn pages_on_disk_are_followed_and_overlays_read() {
 }
 
 #[test]
-fn an_image_that_rots_is_named_and_the_replica_stays_as_it_was() {
+fn replica_reports_damaged_image_and_is_unchanged() {
     let (sim, disk) = sim();
     let (store, pages) = imported(&disk);
     let mut follower = Follower::open_on(disk.clone(), FollowFrom::Beginning).unwrap();

@@ -36,7 +36,7 @@ fn with(disk: &SimDisk, file: FileName, offset: u64, bytes: &[u8]) -> Arc<dyn Di
 }
 
 #[test]
-fn a_frame_half_written_is_not_there_yet() {
+fn partial_frame_is_not_followed_yet() {
     let (sim, disk) = sim();
     let mut writer = Writer::open(&disk, options());
     writer.commit(4);
@@ -102,7 +102,7 @@ fn check_damage(disk: &Arc<dyn Disk>, lsn: Lsn, place: Option<(FileName, u64)>) 
 }
 
 #[test]
-fn damage_that_comes_while_a_follower_waits_is_noticed() {
+fn waiting_follower_detects_new_damage() {
     let (sim, disk) = sim();
     let mut writer = Writer::open(&disk, options());
     let mut reader = Reader::open(&disk);

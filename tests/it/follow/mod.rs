@@ -176,7 +176,7 @@ fn a_frame_longer_than_a_segment_is_followed() {
 }
 
 #[test]
-fn a_follower_goes_on_from_any_position() {
+fn follower_resumes_from_any_position() {
     let (_, disk) = sim();
     let mut writer = Writer::open(&disk, options());
     let mut reader = Reader::open(&disk);
@@ -382,7 +382,7 @@ fn waiting_follower_wakes_on_batch_or_timeout() {
 }
 
 #[test]
-fn where_there_is_no_store_nothing_is_followed() {
+fn following_without_store_is_refused() {
     let directory = tempfile::tempdir().unwrap();
     for from in [FollowFrom::Beginning, FollowFrom::Snapshot] {
         let refused = Follower::open(directory.path(), from).map(drop);

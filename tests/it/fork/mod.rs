@@ -375,7 +375,7 @@ fn forked_child_calls_fail_and_drops_free_nothing() {
 
 /// A replica is memory of its own process: a child goes on with its copy, by a follower of its own.
 #[test]
-fn a_child_goes_on_with_its_copy_of_a_replica() {
+fn forked_child_continues_with_replica_copy() {
     alone(|| {
         let directory = tempfile::tempdir().unwrap();
         let store = Store::open(directory.path(), Options::default().segment_len(64 << 10)).unwrap();

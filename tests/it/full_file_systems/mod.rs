@@ -142,7 +142,7 @@ fn a_full_loop_device(name: &'static str, kind: Kind, len: u64, opens_from: u64)
 }
 
 #[test]
-fn on_a_full_ext4_the_same_store_goes_on_when_space_returns() {
+fn full_ext4_store_continues_when_space_returns() {
     alone_for(limit(), || a_full_loop_device("ext4", Kind::Ext4, 16 << 20, 0));
 }
 
@@ -150,12 +150,12 @@ fn on_a_full_ext4_the_same_store_goes_on_when_space_returns() {
 /// makes inodes by the chunk. Then the reserve is not made anew. Once opens have used it up, one may be
 /// refused until some space is freed; so lives with an open after each step have more.
 #[test]
-fn on_a_full_xfs_the_same_store_goes_on_when_space_returns() {
+fn full_xfs_store_continues_when_space_returns() {
     alone_for(limit(), || a_full_loop_device("XFS", Kind::XfsWithoutReflinks, 320 << 20, 256 << 10));
 }
 
 #[test]
-fn on_a_full_tmpfs_the_same_store_goes_on_when_space_returns() {
+fn full_tmpfs_store_continues_when_space_returns() {
     alone_for(limit(), || {
         let folder = tempfile::tempdir().unwrap();
         let arguments = ["-t", "tmpfs", "-o", "size=8m"];

@@ -45,7 +45,7 @@ const FAULTS: [Fault; 20] = [
 const SYNCS: [&str; 3] = ["fdatasync", "fsync", "msync"];
 
 #[test]
-fn a_system_call_that_fails_costs_nothing_acknowledged() {
+fn failed_system_call_keeps_acknowledged_batches() {
     let Some(sweep) = Sweep::new("failing system calls", &FAULTS, Part::Failing) else { return };
     let ends = Mutex::new([[0; End::ALL.len()]; FAULTS.len()]);
     let total = sweep.run(effort("REMANENT_FAILED_CALLS"), |fault, ended, at| {

@@ -38,17 +38,17 @@ const DRAWN_CASES: u64 = 500;
 const SHORT_EVERY: usize = 37;
 
 #[test]
-fn the_host_device_keeps_the_laws() {
+fn host_device_obeys_laws() {
     keeps_the_laws(&HostDevice::new());
 }
 
 #[test]
-fn a_device_that_runs_nothing_before_it_must_keeps_the_laws() {
+fn lazy_device_obeys_laws() {
     keeps_the_laws(&LateDevice::new(Arc::new(HostDevice::new())));
 }
 
 #[test]
-fn devices_that_run_lists_at_random_keep_the_laws() {
+fn randomly_scheduled_devices_obey_laws() {
     for seed in 0..4 {
         println!("schedule of seed {seed}");
         keeps_the_laws(&LateDevice::seeded(Arc::new(HostDevice::new()), seed));
@@ -56,12 +56,12 @@ fn devices_that_run_lists_at_random_keep_the_laws() {
 }
 
 #[test]
-fn a_device_that_could_fail_and_does_not_keeps_the_laws() {
+fn idle_faulty_device_obeys_laws() {
     keeps_the_laws(&FaultyDevice::new(Arc::new(HostDevice::new())));
 }
 
 #[test]
-fn several_devices_keep_the_laws_as_one() {
+fn multi_device_obeys_laws() {
     let host = || Arc::new(HostDevice::new());
     keeps_the_laws(&MultiDevice::new(vec![host(), host()]));
     keeps_the_laws(&MultiDevice::new(vec![
@@ -71,14 +71,14 @@ fn several_devices_keep_the_laws_as_one() {
 }
 
 #[test]
-fn two_gpus_keep_the_laws_as_one() {
+fn two_gpus_obey_laws_as_one_device() {
     for gpus in [gpu::two(), gpu::two_apart()].into_iter().flatten() {
         keeps_the_laws(&MultiDevice::new(gpus.into()));
     }
 }
 
 #[test]
-fn a_gpu_keeps_the_laws() {
+fn gpu_obeys_laws() {
     let Some(gpu) = gpu::device() else { return };
     keeps_the_laws(&*gpu);
     keeps_the_laws(&LateDevice::seeded(gpu, 4));
@@ -87,7 +87,7 @@ fn a_gpu_keeps_the_laws() {
 /// Memory that is not the device's own: each page lies between canaries, is full of junk at first, and its
 /// releases are recorded.
 #[test]
-fn a_gpu_keeps_the_laws_in_guarded_memory() {
+fn gpu_obeys_laws_in_guarded_memory() {
     if gpu::device().is_none() {
         return;
     }
@@ -166,7 +166,7 @@ fn the_model_agrees_with_hand_made_results() {
 }
 
 #[test]
-fn a_receipt_tells_what_ran_and_what_came_of_it() {
+fn receipt_lists_operations_and_outcome() {
     let short = run_laws(&HostDevice::new(), SHORT_EVERY);
     let ran: Vec<&str> = short.ran().collect();
     let all = [

@@ -51,7 +51,7 @@ const BYTES_MAX: u64 = 2 * 3 * IMAGES + (1 << 20);
 const FILES_MAX: usize = 3 * PAGES as usize + 60;
 
 #[test]
-fn a_long_life_with_tiers_takes_no_more_than_what_is_kept() {
+fn long_run_with_tiers_stays_within_retained_space() {
     gpu::on_each_device(|| (1..=2).for_each(live));
 }
 

@@ -48,7 +48,7 @@ const SEEDS: Range<u64> = 0..20;
 const CRAMPED_SEEDS: Range<u64> = 0..12;
 
 #[test]
-fn the_store_is_what_the_model_says() {
+fn store_matches_model() {
     let tally = RefCell::new(Tally::default());
     let has_gpu = gpu::device().is_some();
     let direct = direct_io::log_io();
@@ -107,7 +107,7 @@ fn the_store_is_what_the_model_says() {
 /// Histories of a store whose tiers have less room than its pages take: it moves pages down all the time, and
 /// each has its bytes and is where it was asked for, or lower.
 #[test]
-fn a_store_that_moves_its_pages_is_what_the_model_says() {
+fn store_with_moves_matches_model() {
     let tally = RefCell::new(Tally::default());
     let has_gpu = gpu::device().is_some();
     each_history(CRAMPED_SEEDS, |seed, actions| {

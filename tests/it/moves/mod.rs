@@ -186,7 +186,7 @@ fn thousands_of_pages_move_together() {
 /// Of a call for many pages each batch is by itself: one that is refused moves nothing, and the others do.
 /// Where the place has no room for all of them, none moves.
 #[test]
-fn a_call_for_many_pages_moves_them_by_several_batches() {
+fn ensure_of_many_pages_uses_several_batches() {
     const COUNT: usize = 9000;
     let disk = SimDisk::new();
     let budget = Budget::default().with(Place::Device(0), 9 * COUNT as u64 - 1);
@@ -226,7 +226,7 @@ fn a_call_for_many_pages_moves_them_by_several_batches() {
 }
 
 #[test]
-fn a_move_takes_its_turn_among_the_operations_of_its_batch() {
+fn move_is_ordered_among_batch_operations() {
     for device in devices() {
         let disk = SimDisk::new();
         let store = open(&disk, &device, small());
@@ -271,7 +271,7 @@ fn a_move_takes_its_turn_among_the_operations_of_its_batch() {
 }
 
 #[test]
-fn a_clone_is_made_where_its_source_is_by_then() {
+fn clone_is_created_at_current_place_of_source() {
     let disk = SimDisk::new();
     let store = open(&disk, &host(), small());
     let (page, content) = create(&store, Place::Host, 1);
@@ -287,7 +287,7 @@ fn a_clone_is_made_where_its_source_is_by_then() {
 }
 
 #[test]
-fn a_whole_page_that_was_written_ahead_moves_too() {
+fn prewritten_whole_page_can_move() {
     let disk = SimDisk::new();
     let store = open(&disk, &two_of(late(4), late(5)), small());
     let (page, _) = create(&store, Place::Host, 1);
@@ -302,7 +302,7 @@ fn a_whole_page_that_was_written_ahead_moves_too() {
 }
 
 #[test]
-fn a_move_that_cannot_be_is_refused_and_nothing_has_changed() {
+fn impossible_move_is_refused_without_changes() {
     let disk = SimDisk::new();
     let budget = Budget::default().with(Place::Pinned, LEN + 9);
     let store = open(&disk, &two_of(late(6), late(7)), small().budget(budget));
@@ -439,7 +439,7 @@ fn a_snapshot_writes_no_page_anew_that_only_moved() {
 }
 
 #[test]
-fn followers_are_told_of_moves() {
+fn followers_see_moves() {
     let disk = SimDisk::new();
     let store = open(&disk, &two_of(late(8), late(9)), small());
     let (page, _) = create(&store, Place::Device(0), 1);

@@ -106,7 +106,7 @@ fn little_is_written_of_a_long_page() {
 /// A page goes to disk while a snapshot gathers others, and is written there before its turn comes: the
 /// overlay lies over an image that is newer than the snapshot's own file.
 #[test]
-fn a_base_may_be_newer_than_the_snapshots_files() {
+fn base_image_may_be_newer_than_snapshot_files() {
     let (disk, mut random) = (SimDisk::new(), Random(11));
     let options = || uncompressed().chunk_len(4096).segment_len(1 << 20);
     let store = opened(&disk, options());
@@ -177,7 +177,7 @@ fn a_base_stays_as_long_as_it_is_needed() {
 
 /// A page that leaves the disk, is resized or written whole needs no overlay, and its bytes go along.
 #[test]
-fn pages_with_overlays_go_anywhere() {
+fn pages_with_overlays_move_to_any_place() {
     let (disk, mut random) = (SimDisk::new(), Random(8));
     let (store, page, mut plain) = sample(&disk, uncompressed(), &mut random);
     let check = |store: &Store, plain: &[u8], why: &str| {
@@ -251,7 +251,7 @@ fn an_image_that_is_not_proven_is_no_base() {
 
 /// A page whose base lies in a file that is to be emptied is written whole, and the file goes.
 #[test]
-fn an_overlay_keeps_no_wasteful_file() {
+fn overlay_does_not_pin_wasteful_file() {
     let (disk, mut random) = (SimDisk::new(), Random(12));
     let store = opened(&disk, uncompressed().snapshots_kept(1));
     let (mut plain, lens) = (random.bytes(LONG), [LONG, 3 * LONG]);
@@ -315,7 +315,7 @@ fn a_page_of_two_wasteful_files_is_named_once() {
 
 /// A file of overlays is emptied by writing overlays again, and not the pages.
 #[test]
-fn a_file_of_overlays_is_emptied_for_little() {
+fn overlay_file_is_compacted_cheaply() {
     const LEN: u64 = 300_000;
     let (disk, mut random) = (SimDisk::new(), Random(13));
     let store = opened(&disk, uncompressed().snapshots_kept(1));
@@ -344,7 +344,7 @@ fn a_file_of_overlays_is_emptied_for_little() {
 /// Damage to a base that a scrub found concerns all overlays of it: the page is not taken for sound, and no
 /// other overlay is laid over it.
 #[test]
-fn no_overlay_is_laid_over_a_base_that_is_known_to_be_damaged() {
+fn damaged_base_gets_no_new_overlay() {
     let (disk, mut random) = (SimDisk::new(), Random(16));
     let (store, page, mut plain) = sample(&disk, uncompressed().snapshots_kept(3), &mut random);
     let mut images = Vec::new();
@@ -372,7 +372,7 @@ fn no_overlay_is_laid_over_a_base_that_is_known_to_be_damaged() {
 
 /// A page of many changes of a few bytes is written whole: a reader would hold a table of all of them.
 #[test]
-fn crumbs_are_written_whole() {
+fn tiny_pages_are_written_whole() {
     let (disk, mut random) = (SimDisk::new(), Random(17));
     let (store, page, mut plain) = sample(&disk, uncompressed(), &mut random);
     commit(&store, |batch| {

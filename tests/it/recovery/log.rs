@@ -150,7 +150,7 @@ fn unreadable_log_is_refused() {
 }
 
 #[test]
-fn cut_frames_stay_cut() {
+fn truncated_frames_stay_truncated() {
     let (disk, _) = torn();
     let (segment, offset) = frame_of(&Files::of(&disk), 3);
     flip(&disk, segment, offset + 80);

@@ -21,7 +21,7 @@ fn check_refused(disk: &SimDisk, store: &Store, id: SnapshotId, pages: &[PageId]
 }
 
 #[test]
-fn a_restore_over_a_rotten_image_is_refused_and_changes_nothing() {
+fn restore_from_damaged_image_is_refused() {
     let disk = SimDisk::new();
     let (store, pages) = store_of(&disk, small(), 3);
     let first = store.snapshot_with(remanent::SnapshotOptions::new().name("before")).unwrap();
@@ -38,7 +38,7 @@ fn a_restore_over_a_rotten_image_is_refused_and_changes_nothing() {
 
 /// The way back leads through an earlier restore, whose table is damaged.
 #[test]
-fn a_restore_over_a_rotten_table_is_refused_and_changes_nothing() {
+fn restore_from_damaged_table_is_refused() {
     let disk = SimDisk::new();
     let (store, pages) = store_of(&disk, small(), 3);
     let first = store.snapshot_with(remanent::SnapshotOptions::new().name("before")).unwrap();

@@ -127,7 +127,7 @@ fn links_and_images_stay_as_long_as_a_kept_snapshot_needs_them() {
 }
 
 #[test]
-fn the_same_of_snapshots_of_several_files() {
+fn each_sync_of_multi_file_snapshots_matters() {
     links_and_images_stay(|| small().snapshots_kept(2).chunk_len(CHUNK_LEN));
 }
 
@@ -254,7 +254,7 @@ fn the_snapshot_after_a_restore_names_the_images_of_its_table() {
 }
 
 #[test]
-fn a_file_of_which_little_is_named_is_emptied_and_goes() {
+fn sparsely_used_image_file_is_compacted_and_removed() {
     let disk = SimDisk::new();
     let (store, pages) = store_of(&disk, small().snapshots_kept(1), 60);
     store.snapshot().unwrap();

@@ -20,7 +20,7 @@ fn check_seen(seen: &View, state: &State) {
 }
 
 #[test]
-fn a_named_snapshot_stays_until_its_name_is_given_up() {
+fn named_snapshot_stays_until_name_is_dropped() {
     let disk = SimDisk::new();
     let options = || small().snapshots_kept(1);
     let (store, pages) = store_of(&disk, options(), 24);
@@ -77,7 +77,7 @@ fn a_named_snapshot_stays_until_its_name_is_given_up() {
 }
 
 #[test]
-fn a_name_given_up_costs_no_snapshot_that_is_needed() {
+fn dropping_name_keeps_needed_snapshot() {
     let disk = SimDisk::new();
     let (store, _) = store_of(&disk, small().snapshots_kept(1), 4);
     let named = store.snapshot_with(SnapshotOptions::new().name("newest")).unwrap();
@@ -156,7 +156,7 @@ fn name_prune_leaves_replaced_snapshots_to_the_replacement() {
 }
 
 #[test]
-fn what_a_reader_holds_stays() {
+fn held_snapshot_is_not_removed() {
     let disk = SimDisk::new();
     let (store, pages) = store_of(&disk, small().snapshots_kept(1), 24);
     let held = store.snapshot().unwrap();
@@ -202,7 +202,7 @@ fn the_log_after_a_named_snapshot_stays_while_a_reader_holds_it() {
 
 /// The link is there only for the snapshot that follows it.
 #[test]
-fn what_is_read_from_a_link_stays_until_its_reader_has_gone() {
+fn files_read_through_link_stay_until_reader_ends() {
     let disk = SimDisk::new();
     let (store, pages) = store_of(&disk, small().snapshots_kept(1), 24);
     let link = store.snapshot().unwrap();
@@ -267,7 +267,7 @@ fn snapshots_are_kept_for_their_age_and_for_the_log_after_them() {
 /// The newest snapshot's record may be missing, and no seal lie after its redo: then the record of the ones
 /// before lies before it.
 #[test]
-fn a_kill_between_a_snapshot_and_its_record_forgets_no_other() {
+fn kill_before_snapshot_record_keeps_other_versions() {
     let disk = SimDisk::new();
     let (store, pages) = store_of(&disk, small().snapshots_kept(1), 4);
     store.snapshot_with(SnapshotOptions::new().name("before")).unwrap();
@@ -318,7 +318,7 @@ fn a_state_after_a_link_that_is_not_kept_is_reached_from_before() {
 
 /// As above, but no older snapshot is kept, and the log begins after the one that could be followed from.
 #[test]
-fn a_state_after_a_link_whose_images_went_is_outside_the_window() {
+fn state_after_link_without_images_is_unreachable() {
     let disk = SimDisk::new();
     let options = small().segment_len(64 << 10).snapshots_kept(1);
     let (store, pages) = store_of(&disk, options, 24);

@@ -11,7 +11,7 @@ use crate::files::small;
 use crate::gpu::on_each_device;
 
 #[test]
-fn what_is_asked_for_comes_together_or_not_at_all() {
+fn allocations_of_one_request_are_all_or_nothing() {
     on_each_device(|| {
         let store = open(&SimDisk::new(), two_tiers());
         let pages: Vec<PageId> = (0..4 * ROOM).map(|number| put(&store, number, 0, DEVICE)).collect();
@@ -37,7 +37,7 @@ fn what_is_asked_for_comes_together_or_not_at_all() {
 }
 
 #[test]
-fn pages_come_ahead_of_the_caller() {
+fn pages_are_prefetched() {
     on_each_device(|| {
         let store = open(&SimDisk::new(), two_tiers());
         let pages: Vec<PageId> = (0..4 * ROOM).map(|number| put(&store, number, 0, DEVICE)).collect();

@@ -17,7 +17,7 @@ use crate::gpu::on_each_device;
 /// A life without a limit, then an open with little memory: what does not fit goes down before anything is
 /// loaded. Commits, restarts and audits find the pages as they were.
 #[test]
-fn an_open_with_less_memory_takes_pages_down() {
+fn open_with_less_memory_demotes_pages() {
     on_each_device(|| {
         let page_loads = [PageLoad::Eager, PageLoad::OnDemand];
         for (page_load, snapshot) in page_loads.into_iter().flat_map(|load| [(load, false), (load, true)]) {
@@ -82,7 +82,7 @@ fn an_open_with_less_memory_takes_pages_down() {
 /// What batches wrote to pages after their images waits in host memory where they go to disk, within that
 /// budget. Where it does not fit, an open is refused as without tiers, and nothing is lost by it.
 #[test]
-fn an_open_takes_no_more_changed_bytes_down_than_may_wait() {
+fn open_limits_demoted_changed_bytes() {
     let disk = SimDisk::new();
     // The segments are long, so that the log has the pages' bytes, and no image.
     let long = || small().segment_len(1 << 20);
@@ -113,7 +113,7 @@ fn an_open_takes_no_more_changed_bytes_down_than_may_wait() {
 /// A crash at any moment of a life without a limit, or of the open that takes pages down, or after it: an
 /// open with little memory finds every page that was acknowledged.
 #[test]
-fn a_crash_about_an_open_with_less_memory_loses_nothing() {
+fn crash_around_open_with_less_memory_loses_nothing() {
     let disk = SimDisk::new();
     let tiers = || {
         let budget = Budget::default().with(DEVICE, 5 * LEN).with(Place::Host, 3 * LEN);

@@ -209,7 +209,7 @@ fn orders_that_cannot_be_kept_are_refused() {
 
 /// A restore brings pages back to where they were, and the policies know it.
 #[test]
-fn a_restore_finds_its_room() {
+fn restore_has_reserved_room() {
     on_each_device(|| {
         let store = open(&SimDisk::new(), two_tiers().log_kept(1 << 30));
         let mut pages = Vec::new();

@@ -73,7 +73,7 @@ fn a_callers_own_policy_decides() {
 /// What brings a page is no use of it: else each page that comes up would look as if it came again. A second
 /// call that asks for it is.
 #[test]
-fn a_page_that_comes_is_used_when_it_is_asked_for_again() {
+fn promoted_page_counts_as_used_when_requested_again() {
     /// The oldest page leaves first; all that it hears is kept.
     #[derive(Default)]
     struct Heard(std::collections::VecDeque<PageId>, Arc<Mutex<Vec<(&'static str, PageId)>>>);

@@ -53,7 +53,7 @@ fn steps_come_in_their_order_and_within_the_budget() {
 
 /// Steps of any length up to half of the budget have one behind them.
 #[test]
-fn another_step_comes_while_one_is_used() {
+fn next_step_is_prefetched_during_use() {
     for step in [1, 4, 5, 8] {
         let (store, pages) = on_disk(4 * ROOM);
         let mut ahead = store.read_ahead(DEVICE).unwrap();
@@ -115,7 +115,7 @@ fn read_ahead_refuses_step_without_room_and_continues() {
 }
 
 #[test]
-fn pages_that_are_deleted_meanwhile_are_left_out() {
+fn concurrently_deleted_pages_are_omitted() {
     let (store, pages) = on_disk(4);
     let mut ahead = store.read_ahead(DEVICE).unwrap();
     ahead.push(&pages).unwrap();
@@ -132,7 +132,7 @@ fn pages_that_are_deleted_meanwhile_are_left_out() {
 
 /// Dropped, it gives up what has not begun: nothing is logged for it any more.
 #[test]
-fn what_is_given_up_moves_nothing_any_more() {
+fn abandoned_prefetch_moves_no_pages() {
     // Without tiers: no thread moves pages but the one that brings them.
     let store = open(&SimDisk::new(), small());
     let pages: Vec<PageId> = (0..ROOM).map(|number| put(&store, number, 0, Place::Disk)).collect();

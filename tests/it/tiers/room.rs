@@ -79,7 +79,7 @@ fn threads_share_a_place_that_is_full() {
 /// The device counts what is allocated of it: in no place it is ever a byte more than the budget, whatever
 /// comes and goes, and while snapshots set copies aside.
 #[test]
-fn no_place_has_more_than_its_budget_by_the_devices_own_count() {
+fn device_counts_stay_within_place_budgets() {
     let budgets = [(DEVICE, ROOM * LEN), (Place::Pinned, 6 * LEN + 100), (Place::Host, 4 * LEN)];
     let budget = budgets.iter().fold(Budget::default(), |budget, (place, bytes)| budget.with(*place, *bytes));
     let tiers = Tiers::new([DEVICE, Place::Pinned, Place::Host, Place::Disk]);
@@ -117,7 +117,7 @@ fn no_place_has_more_than_its_budget_by_the_devices_own_count() {
 /// As long as a place has room, commits wait for nothing, even while the disk, to which pages leave, stands
 /// still.
 #[test]
-fn commits_wait_for_no_slow_disk_while_there_is_room() {
+fn commits_do_not_wait_for_slow_disk_with_room() {
     const ROOM: u64 = 64;
     let budget = Budget::default().with(DEVICE, ROOM * LEN);
     let options = || {

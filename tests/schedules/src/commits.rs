@@ -25,7 +25,7 @@ fn durable_commits_of_two_threads_wait_for_no_clock() {
 }
 
 #[test]
-fn what_is_read_is_logged() {
+fn read_bytes_are_logged_bytes() {
     explore(|time| {
         for io in WAYS {
             let ground = Ground::new(time, options().log_io(io), 1);
@@ -65,7 +65,7 @@ fn a_read_has_every_batch_that_was_visible() {
 }
 
 #[test]
-fn logged_batches_become_durable_by_themselves() {
+fn logged_batches_become_durable_automatically() {
     explore(|time| {
         let ground = Ground::new(time, options(), 1);
         ground.count_to(2, 0, Ack::Logged);
@@ -126,7 +126,7 @@ fn a_refused_batch_changes_no_other_outcome() {
 }
 
 #[test]
-fn every_committer_hears_of_a_failed_sync() {
+fn failed_sync_fails_every_committer() {
     explore(|time| {
         let ground = Ground::new(time, options(), 2);
         ground.disk.fail(DiskFault { operation: Operation::SyncWindow, skip: 1, times: 1, errno: EIO });
@@ -146,7 +146,7 @@ fn every_committer_hears_of_a_failed_sync() {
 }
 
 #[test]
-fn a_store_is_closed_amid_what_it_does() {
+fn store_closes_during_background_work() {
     explore(|time| {
         for io in WAYS {
             let ground = Ground::new(time, options().log_io(io), 1);

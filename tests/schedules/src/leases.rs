@@ -12,7 +12,7 @@ use crate::ground::{Ground, PAGE_LEN, bytes, options};
 use crate::runner::{at_once, explore};
 
 #[test]
-fn what_a_lease_shows_stays_while_others_commit() {
+fn leased_bytes_are_stable_during_other_commits() {
     explore(|time| {
         let ground = Ground::new(time, options(), 1);
         let write = || ground.count_to(3, 0, Ack::Applied);

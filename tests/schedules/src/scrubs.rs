@@ -34,7 +34,7 @@ fn scrub_ignores_segment_under_construction() {
 }
 
 #[test]
-fn a_scrub_brings_no_snapshot_back_that_is_pruned_meanwhile() {
+fn scrub_never_resurrects_pruned_snapshot() {
     explore(|time| {
         let ground = Ground::new(time, options().snapshots_kept(1), 1);
         ground.store.snapshot().unwrap();
@@ -100,7 +100,7 @@ fn concurrent_snapshot_never_names_image_found_damaged() {
 }
 
 #[test]
-fn a_scrub_takes_nothing_that_is_recycled_meanwhile_for_damaged() {
+fn scrub_ignores_concurrently_recycled_files() {
     explore(|time| {
         // A scrub takes longer than the time between two, so that one follows the other; and it waits after
         // each frame.

@@ -68,7 +68,7 @@ fn two_snapshots_and_a_scrub_take_turns() {
 }
 
 #[test]
-fn a_store_takes_snapshots_by_itself_and_is_closed_amid_one() {
+fn store_closes_during_background_snapshot() {
     explore(|time| {
         let ground = Ground::new(time, options().snapshot_log_bytes(1), 1);
         ground.count_to(2, 0, Ack::Logged);
@@ -77,7 +77,7 @@ fn a_store_takes_snapshots_by_itself_and_is_closed_amid_one() {
 }
 
 #[test]
-fn a_snapshot_taken_by_itself_is_heard_of() {
+fn background_snapshot_is_reported() {
     explore(|time| {
         let ground = Ground::new(time, options().snapshot_log_bytes(1), 1);
         ground.count(0, 1, Ack::Logged).unwrap();

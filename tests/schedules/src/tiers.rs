@@ -42,7 +42,7 @@ fn close(ground: Ground, others: &[PageId]) {
 }
 
 #[test]
-fn pages_are_changed_while_they_go_down_and_come_up() {
+fn pages_change_during_demotion_and_promotion() {
     explore(|time| {
         let (ground, others) = ground(time);
         let write = || ground.count_to(2, 0, Ack::Durable);
@@ -88,7 +88,7 @@ fn a_snapshot_is_whole_while_pages_move() {
 /// A caller goes through pages ahead of which the store reads, another one gives its own up half way, and a
 /// third changes what may be on its way.
 #[test]
-fn pages_that_come_ahead_are_there_when_they_are_due() {
+fn prefetched_pages_are_ready_on_time() {
     explore(|time| {
         let (ground, others) = ground(time);
         let came = Mutex::new(Vec::new());

@@ -54,7 +54,7 @@ fn a_view_is_one_batch_and_that_is_logged() {
 }
 
 #[test]
-fn what_was_told_is_logged_is_seen_and_nothing_goes_back() {
+fn logged_batches_are_visible_and_never_regress() {
     explore(|time| {
         for io in WAYS {
             let ground = Ground::new(time, options().log_io(io), 2);

@@ -189,7 +189,7 @@ Rss:                 100 kB
     }
 
     #[test]
-    fn a_watch_has_seen_what_was_given_back_meanwhile() {
+    fn watch_sees_events_since_return() {
         let _alone = alone();
         let dir = tempfile::tempdir().unwrap();
         let watch = Watch::begin(dir.path()).unwrap();
@@ -204,7 +204,7 @@ Rss:                 100 kB
     }
 
     #[test]
-    fn the_peak_holds_what_was_given_back_until_it_is_forgotten() {
+    fn peak_includes_freed_bytes_until_reset() {
         let _alone = alone();
         forget().unwrap();
         let before = peak_bytes().unwrap();

@@ -70,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_list_with_room_for_all_finds_each_block_that_comes_again() {
+    fn unbounded_list_hits_every_repeat() {
         let requests = [vec![1, 2, 3], vec![1, 2, 4], vec![5, 1]];
         for policy in [Policy::Lru, Policy::S3Fifo] {
             assert_eq!(policy.list_hit_share(5, &requests), 1.0);

@@ -240,7 +240,7 @@ mod tests {
     use crate::bench::figures::TimeSeries;
 
     #[test]
-    fn a_page_stands_alone_and_shows_every_figure() {
+    fn report_page_is_self_contained_with_all_figures() {
         let mut group = Group::new("1 thread, 4 KiB");
         let mut raw = Figure::new("raw", Unit::PerSecond("commits"));
         let mut latency = Latency::new();

@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn a_target_that_is_no_file_is_refused() {
+    fn non_file_target_is_refused() {
         let folder = tempfile::tempdir().unwrap();
         let dangling = folder.path().join("dangling");
         symlink("nowhere", &dangling).unwrap();

@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn damage_that_every_look_finds_counts() {
+    fn persistent_damage_is_reported() {
         let reads = changing(&[b"abc", b"abd", b"bad", b"ba", b"cba"]);
         assert!(matches!(reads.outcome, Ok((4, damage)) if damage == b"ba"));
         let told: [&[u8]; 5] = [b"", b"abc", b"ab", b"ba", b"ba"];
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn a_look_without_damage_is_the_last() {
+    fn reading_stops_at_first_clean_read() {
         let reads = changing(&[b"a", b"a", b"", b"a"]);
         assert!(matches!(reads.outcome, Ok((2, damage)) if damage.is_empty()));
         assert_eq!(reads.told.len(), 3);

@@ -187,7 +187,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_that_went_is_no_damage() {
+    fn removed_file_is_not_damage() {
         let damage = |defect: Defect| defect.at(FileName::Pages(3), 0);
         let gone = damaged_since(damage(Defect::Missing));
         assert!(

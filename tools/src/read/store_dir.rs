@@ -209,7 +209,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_directory_is_listed_and_read_and_what_is_missing_is_said() {
+    fn directory_is_listed_and_missing_files_are_named() {
         let dir = tempfile::tempdir().unwrap();
         let missing = dir.path().join("missing");
         assert!(matches!(StoreDir::open(&missing), Err(Failure::Environment(_))));
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_in_a_files_place_is_unreadable_and_not_absent() {
+    fn directory_at_file_name_is_unreadable_not_missing() {
         let dir = tempfile::tempdir().unwrap();
         fs::create_dir(dir.path().join("STORE")).unwrap();
         let store = StoreDir::open(dir.path()).unwrap();

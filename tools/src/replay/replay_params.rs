@@ -71,7 +71,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_without_a_store_takes_what_is_asked_for() {
+    fn new_store_uses_requested_options() {
         let dir = tempfile::tempdir().unwrap();
         let asked = Rule { page_len: 512, pages_max: 300 };
         assert_eq!(choose(dir.path(), Some(512), Some(300)), Ok(asked));

@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn random_traces_give_what_the_rule_says_word_by_word() {
+    fn random_traces_match_literal_rule() {
         for seed in 0..200 {
             let mut random = SplitMix64::new(seed);
             let rule = rule(64 + 8 * random.below(4) as usize, 6 + random.below(10) as usize);

@@ -336,7 +336,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_no_mark_covers_may_be_cut() {
+    fn only_frames_above_mark_may_be_truncated() {
         let judge = |found, accepted, is_exact| judge((found, Some(9)), (Lsn(accepted), Lsn(8)), is_exact);
         assert_eq!(judge(Some(9), 10, true), DamageVerdict::Right);
         assert_eq!(judge(Some(8), 9, true), DamageVerdict::Cut);

@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_that_another_page_has_is_not_given_twice() {
+    fn duplicate_key_is_refused() {
         let mut keys: Vec<Key> = Vec::new();
         for _ in 0..12 {
             let key = key_of("w", |key| keys.contains(key));

@@ -96,7 +96,7 @@ fn each_figure_appears_once_per_round_with_ceiling_no_leftovers() {
 }
 
 #[test]
-fn people_get_a_table_and_a_page() {
+fn report_has_table_and_html_page() {
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
     std::fs::create_dir(path("disk")).unwrap();
@@ -114,7 +114,7 @@ fn people_get_a_table_and_a_page() {
 }
 
 #[test]
-fn what_cannot_be_measured_is_refused_before_anything_is_made() {
+fn unmeasurable_benchmark_is_refused_before_setup() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().to_str().unwrap();
     let missing = format!("{path}/missing");
@@ -288,7 +288,7 @@ fn interrupted_benchmark_leaves_no_store_and_no_report() {
 }
 
 #[test]
-fn each_benchmark_teaches() {
+fn each_benchmark_has_help() {
     for (what, _) in SMALL {
         let help = run(&["bench", what, "--help"]).expect(0).out;
         assert!(help.contains("Examples:\n") && help.contains("--report"), "{help}");

@@ -68,7 +68,7 @@ fn damage(number: usize, path: &Path, sound: &[u8], offset: usize) -> String {
 }
 
 #[test]
-fn commands_come_to_an_end_whatever_is_damaged() {
+fn commands_terminate_on_any_damage() {
     let scratch = Scratch::new();
     small_store(&scratch).close().unwrap();
     let sound_files = files(&scratch.store());

@@ -9,7 +9,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use crate::command::{Scratch, command, run};
 
 #[test]
-fn another_process_goes_on_from_a_position() {
+fn position_resumes_in_another_process() {
     let scratch = Scratch::new();
     scratch.replay(40, &[]).expect(0);
     let store = scratch.store();
@@ -53,7 +53,7 @@ fn follow_shows_batches_of_writer_in_other_process() {
 }
 
 #[test]
-fn a_reader_that_goes_away_ends_it_quietly() {
+fn closed_pipe_ends_output_quietly() {
     let scratch = Scratch::new();
     scratch.replay(20, &[]).expect(0);
     let mut child = command(&["follow", &scratch.store(), "--timeout", "60"])
@@ -67,7 +67,7 @@ fn a_reader_that_goes_away_ends_it_quietly() {
 }
 
 #[test]
-fn it_says_why_it_cannot_follow() {
+fn unfollowable_state_states_reason() {
     let scratch = Scratch::new();
     let nowhere = run(&["follow", &scratch.store()]).expect(2);
     assert!(nowhere.err.contains("there is no store"), "{}", nowhere.err);

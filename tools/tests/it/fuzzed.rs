@@ -62,7 +62,7 @@ fn inspection_fuzz_target_accepts_sound_rejects_damaged_store() {
 }
 
 #[test]
-fn versions_of_weights_come_back_whichever_came_between() {
+fn weight_versions_reload_in_any_order() {
     let mut changes = 0;
     for seed in 0..40 {
         let bytes = noise(seed, 400);

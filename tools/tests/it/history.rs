@@ -143,7 +143,7 @@ fn blame_memory_is_independent_of_page_length() {
 }
 
 #[test]
-fn a_restore_is_one_more_version_and_takes_none_away() {
+fn restore_adds_version_and_removes_none() {
     let weights = imported(3);
     let store = weights.scratch.store();
     let taken = run(&["snapshot", &store, "--exact", "--json"]).expect(0).json().remove(0);
@@ -183,7 +183,7 @@ fn a_restore_is_one_more_version_and_takes_none_away() {
 }
 
 #[test]
-fn a_fork_begins_at_the_state_asked_for_and_goes_its_own_way() {
+fn fork_starts_at_requested_state_and_diverges() {
     let weights = imported(4);
     let store = weights.scratch.store();
     let (new, out) = (weights.scratch.path("new"), weights.scratch.path("exported"));
@@ -204,7 +204,7 @@ fn a_fork_begins_at_the_state_asked_for_and_goes_its_own_way() {
 }
 
 #[test]
-fn prune_says_what_would_go_and_removes_it_only_when_told() {
+fn prune_lists_removals_and_deletes_only_with_yes() {
     let weights = imported(1);
     let store = weights.scratch.store();
     run(&["snapshot", &store, "--name", "first"]).expect(0);

@@ -124,7 +124,7 @@ fn pages_have_their_fixed_shape() {
 }
 
 #[test]
-fn info_says_where_the_store_stands_and_why_each_file_is_kept() {
+fn info_shows_position_and_purpose_of_each_file() {
     let scratch = Scratch::new();
     small_store(&scratch).close().unwrap();
     let store = scratch.store();
@@ -220,7 +220,7 @@ fn a_torn_tail_is_shown_and_is_no_damage() {
 }
 
 #[test]
-fn a_damaged_image_costs_time_while_an_older_snapshot_stands_in() {
+fn damaged_image_falls_back_to_older_snapshot() {
     let scratch = Scratch::new();
     let store = small_store(&scratch);
     store.snapshot().unwrap();
@@ -242,7 +242,7 @@ fn a_damaged_image_costs_time_while_an_older_snapshot_stands_in() {
 }
 
 #[test]
-fn of_a_store_that_cannot_be_opened_all_that_is_sound_is_shown() {
+fn unopenable_store_shows_all_sound_data() {
     let scratch = Scratch::new();
     small_store(&scratch).close().unwrap();
     let store = scratch.store();
@@ -274,7 +274,7 @@ fn of_a_store_that_cannot_be_opened_all_that_is_sound_is_shown() {
 }
 
 #[test]
-fn without_its_identity_a_store_is_still_made_out() {
+fn store_without_identity_file_is_still_identified() {
     let scratch = Scratch::new();
     small_store(&scratch).close().unwrap();
     let store = scratch.store();
@@ -290,7 +290,7 @@ fn without_its_identity_a_store_is_still_made_out() {
 }
 
 #[test]
-fn a_lost_page_does_not_take_the_others_with_it() {
+fn lost_page_does_not_affect_others() {
     let scratch = Scratch::new();
     let store = small_store(&scratch);
     store.snapshot().unwrap();
@@ -339,7 +339,7 @@ fn inspecting_writes_nothing_into_the_store() {
 }
 
 #[test]
-fn a_reader_that_goes_away_ends_the_command_quietly() {
+fn closed_pipe_ends_command_quietly() {
     let scratch = Scratch::new();
     scratch.replay(60, &[]).expect(0);
     let store = scratch.store();
@@ -412,7 +412,7 @@ fn a_page_longer_than_the_memory_is_shown_and_not_built() {
 }
 
 #[test]
-fn a_hole_as_long_as_the_disk_is_damage_and_does_not_abort() {
+fn disk_sized_hole_is_damage_without_abort() {
     let scratch = Scratch::new();
     small_store(&scratch).close().unwrap();
     let store = scratch.store();

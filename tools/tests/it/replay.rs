@@ -137,7 +137,7 @@ fn a_store_is_not_replayed_over_or_under_another_rule() {
 }
 
 #[test]
-fn anothers_store_is_left_alone() {
+fn foreign_store_is_untouched() {
     let scratch = Scratch::new();
     Store::open(scratch.store(), Options::default()).unwrap().close().unwrap();
     let refused = scratch.replay(5, &[]).expect(2);

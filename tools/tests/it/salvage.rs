@@ -87,7 +87,7 @@ fn scarred(scratch: &Scratch) {
 }
 
 #[test]
-fn what_is_older_is_listed_and_carried_over_only_when_asked_for() {
+fn older_states_are_listed_and_copied_only_on_request() {
     let scratch = Scratch::new();
     scarred(&scratch);
     let (store, new, all) = (scratch.store(), scratch.path("new"), scratch.path("all"));
@@ -126,7 +126,7 @@ fn what_is_older_is_listed_and_carried_over_only_when_asked_for() {
 }
 
 #[test]
-fn where_no_state_is_known_pages_are_carried_over_one_by_one() {
+fn without_known_state_pages_are_salvaged_individually() {
     let scratch = Scratch::new();
     small_store(&scratch).close().unwrap();
     let (store, new) = (scratch.store(), scratch.path("new"));
@@ -202,7 +202,7 @@ fn lost_file_or_sector_is_reported_and_store_unchanged() {
 }
 
 #[test]
-fn calls_that_cannot_be_right_touch_nothing() {
+fn invalid_calls_touch_nothing() {
     let scratch = Scratch::new();
     let open = small_store(&scratch);
     let (store, new, other) = (scratch.store(), scratch.path("new"), scratch.path("other"));

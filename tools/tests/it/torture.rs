@@ -8,7 +8,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use crate::command::{command, run};
 
 #[test]
-fn a_tortured_store_is_found_right() {
+fn tortured_store_passes_checks() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().to_str().unwrap();
     let short = ["--kills", "6", "--damages", "60", "--power-cuts", "2", "--requests", "150", "--seed", "7"];

@@ -58,7 +58,7 @@ fn named_snapshot_keeps_only_its_own_batch() {
 }
 
 #[test]
-fn a_snapshot_that_is_kept_and_not_there_is_missed() {
+fn missing_retained_snapshot_is_reported() {
     let scratch = Scratch::new();
     let store = open(&scratch.store());
     commit(&store, 1);
@@ -81,7 +81,7 @@ fn a_snapshot_that_is_kept_and_not_there_is_missed() {
 }
 
 #[test]
-fn without_its_identity_no_store_is_said_to_open() {
+fn store_without_identity_file_does_not_open() {
     let scratch = Scratch::new();
     small_store(&scratch).close().unwrap();
     let path = scratch.store();
@@ -97,7 +97,7 @@ fn without_its_identity_no_store_is_said_to_open() {
 }
 
 #[test]
-fn giving_up_a_name_takes_its_snapshot_and_nothing_else() {
+fn dropping_name_removes_only_its_snapshot() {
     let scratch = Scratch::new();
     let store = open(&scratch.store());
     for step in 1..7 {
@@ -143,7 +143,7 @@ fn giving_up_a_name_takes_its_snapshot_and_nothing_else() {
 
 /// The newest snapshot has the name, and all log before it is gone: nothing else is left to open the store from.
 #[test]
-fn giving_up_the_last_snapshots_name_leaves_a_store() {
+fn dropping_last_snapshot_name_keeps_store() {
     let scratch = Scratch::new();
     let path = scratch.store();
     let store = open(&path);
@@ -183,7 +183,7 @@ fn keys_are_taken_as_they_are_shown() {
 }
 
 #[test]
-fn what_there_is_none_of_is_said_and_what_has_a_name_is_named() {
+fn unknown_page_or_state_errors_suggest_names() {
     let scratch = Scratch::new();
     let store = open(&scratch.store());
     commit(&store, 1);
@@ -213,7 +213,7 @@ fn a_note_is_counted_and_an_incarnation_is_whole() {
 }
 
 #[test]
-fn damage_is_told_once() {
+fn damage_is_reported_once() {
     let scratch = Scratch::new();
     let store = small_store(&scratch);
     store.snapshot().unwrap();
@@ -239,7 +239,7 @@ fn damage_is_told_once() {
 }
 
 #[test]
-fn an_import_that_is_refused_leaves_nothing() {
+fn refused_import_leaves_nothing() {
     let scratch = Scratch::new();
     let file = scratch.path("weights.safetensors");
     let header = r#"{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}"#;
@@ -264,7 +264,7 @@ fn an_import_that_is_refused_leaves_nothing() {
 }
 
 #[test]
-fn a_busy_store_is_not_called_damaged() {
+fn concurrent_writes_are_not_reported_as_damage() {
     let scratch = Scratch::new();
     let options = Options::default().segment_len(16 << 10).snapshots_kept(1);
     let store = Store::open(scratch.store(), options).unwrap();
@@ -296,7 +296,7 @@ fn a_busy_store_is_not_called_damaged() {
 }
 
 #[test]
-fn what_is_asked_of_a_store_is_not_written_into_it() {
+fn replay_rule_is_not_stored_in_store() {
     let scratch = Scratch::new();
     small_store(&scratch).close().unwrap();
     let path = scratch.store();
@@ -321,7 +321,7 @@ fn what_is_asked_of_a_store_is_not_written_into_it() {
 
 /// `info` marks the files that an open and a prune remove, and no others.
 #[test]
-fn what_may_go_goes() {
+fn unneeded_files_are_removed() {
     let scratch = Scratch::new();
     let path = scratch.store();
     let store = Store::open(&path, Options::default().snapshots_kept(1)).unwrap();

@@ -30,7 +30,7 @@ const COMMANDS: &[&str] = &[
 ];
 
 #[test]
-fn help_teaches_and_is_no_error() {
+fn help_is_printed_without_error() {
     let help = run(&["--help"]).expect(0);
     assert!(help.out.contains("Exit codes"), "{}", help.out);
     for command in COMMANDS {
@@ -91,7 +91,7 @@ fn stores_in_the_folders_of_a_directory_are_named() {
 }
 
 #[test]
-fn quiet_says_nothing_and_verbose_says_what_the_engine_does() {
+fn quiet_prints_nothing_and_verbose_prints_events() {
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
     let (store, file) = (path("store"), path("empty.safetensors"));
@@ -120,7 +120,7 @@ fn completions_know_every_command() {
 }
 
 #[test]
-fn doctor_says_what_a_store_would_do_and_leaves_nothing() {
+fn doctor_reports_capabilities_and_leaves_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().to_str().unwrap();
     let found = run(&["doctor", path, "--json"]).expect(0).json().remove(0);

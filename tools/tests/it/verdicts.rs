@@ -266,7 +266,7 @@ enum Verdict {
 }
 
 #[test]
-fn the_command_says_what_an_open_does() {
+fn doctor_predicts_open() {
     type Subject = (&'static str, fn() -> Scratch);
     let subjects: [Subject; 8] = [
         ("a named snapshot, and more log", named),

@@ -175,7 +175,7 @@ impl ReadAt for ReadRecorder<'_> {
 /// If the base is known, proving an overlay reads only those windows of the base that a piece covers in part.
 /// Windows that a piece covers completely or does not touch are not read.
 #[test]
-fn of_a_known_base_only_what_lies_near_a_piece_is_read() {
+fn overlay_reads_known_base_only_near_pieces() {
     const WINDOW: u64 = 64 << 10;
     let len = 40 * WINDOW + 100;
     let pieces =

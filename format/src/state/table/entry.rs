@@ -190,7 +190,7 @@ mod tests {
     use crate::value::Value;
 
     #[test]
-    fn an_entry_is_all_that_is_known_of_its_page() {
+    fn entry_contains_all_page_info() {
         let named = |key: Option<&str>, name: Option<&str>| {
             let mut info = PageInfo::new(PageId(7), 9, Place::Host);
             info.key = key.map(|key| Key::new(key).unwrap());

@@ -35,7 +35,7 @@ fn draw(random: &mut Random) -> Op<'static> {
 }
 
 #[test]
-fn changes_of_bytes_alone_are_what_any_batch_would_make_of_them() {
+fn combined_byte_changes_equal_batch_application() {
     let mut random = Random(1);
     let page = |number| PageInfo::new(PageId(number), 100, Place::Host);
     let new = || PageTable::from_parts((1..9).map(page), Arc::default(), 12, Epoch(3), Lsn(0));
@@ -87,7 +87,7 @@ fn followed(mut table: PageTable, first: u64, payloads: &[Vec<u8>]) -> Result<Pa
 }
 
 #[test]
-fn batches_that_are_summed_up_make_what_each_of_them_would() {
+fn combined_batches_equal_individual_application() {
     let mut random = Random(3);
     let page = |number| PageInfo::new(PageId(number), 100, Place::Host);
     let mut table = PageTable::from_parts((1..9).map(page), Arc::default(), 12, Epoch(3), Lsn(0));
@@ -134,7 +134,7 @@ fn batches_that_are_summed_up_make_what_each_of_them_would() {
 }
 
 #[test]
-fn no_more_batches_are_summed_up_than_change_bytes_alone() {
+fn only_byte_changing_batches_are_combined() {
     let write = |page| Op::Write { page: PageId(page), offset: 1, bytes: &BYTES };
     let payload = |ops: &[Op<'_>]| {
         let mut payload = PayloadWriter::on(Vec::new());
@@ -174,7 +174,7 @@ fn epoch_overflow_is_refused_in_many_batches_too() {
 }
 
 #[test]
-fn what_does_more_than_change_bytes_is_left_alone() {
+fn only_byte_changes_are_combined() {
     let page = PageId(1);
     let new = || {
         let pages = [PageInfo::new(page, 100, Place::Host)];

@@ -151,7 +151,7 @@ fn the_head_of_a_page_is_the_whole_page_cut_at_its_end() {
 }
 
 #[test]
-fn a_page_takes_memory_for_its_end_only() {
+fn page_needs_memory_for_final_length_only() {
     let mut head = PageWindow::new(vec![1; 1000], 1000, 0..10).unwrap();
     assert!(head.bytes.capacity() < 100, "{} bytes", head.bytes.capacity());
     for len in [1 << 40, 5, 1 << 40, 10] {

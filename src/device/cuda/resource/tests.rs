@@ -141,7 +141,7 @@ fn threads_never_share_bytes_and_share_what_is_free() {
 }
 
 #[test]
-fn a_block_that_one_thread_frees_another_takes() {
+fn freed_block_is_reused_by_other_thread() {
     let (taken, pool) = pool(2 << 20);
     // All blocks of the only slab that the limit allows.
     let blocks: Vec<u64> = (0..(2 << 20) / 256).map(|_| pool.allocate(256).unwrap()).collect();
@@ -202,7 +202,7 @@ fn a_shortage_is_met_by_a_shorter_slab_and_then_reported() {
 }
 
 #[test]
-fn a_limit_holds_to_the_byte_whatever_fails_behind_it() {
+fn limit_is_exact_despite_failures() {
     let alone = LimitedMemory::new(HostMemory, 100);
     assert!(matches!(alone.allocate(101), Err(Error::OutOfMemory { len: 101, .. })));
     free(&alone, (alone.allocate(100).unwrap(), 100)).unwrap();
@@ -225,7 +225,7 @@ fn guarded() -> GuardedMemory<impl MemoryResource, HostMemory> {
 }
 
 #[test]
-fn a_guard_poisons_memory_when_it_is_given_and_when_it_is_freed() {
+fn guarded_memory_is_poisoned_on_allocate_and_free() {
     let memory = guarded();
     for len in [1, 63, 64, 100_000, 3 << 20] {
         let address = memory.allocate(len).unwrap();

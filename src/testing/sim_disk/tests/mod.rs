@@ -100,7 +100,7 @@ fn a_synced_file_without_a_synced_name_may_vanish() {
 }
 
 #[test]
-fn a_folder_whose_name_is_lost_takes_its_files_with_it() {
+fn lost_folder_name_loses_its_files() {
     let disk = SimDisk::new();
     disk.make_folder(Folder::Pages).unwrap();
     let file = disk.create(FileName::Pages(1)).unwrap();
@@ -181,7 +181,7 @@ fn few_tears_hold_the_ends_the_middle_and_sector_borders() {
 }
 
 #[test]
-fn changes_that_a_kill_left_pending_a_later_power_cut_may_drop() {
+fn power_cut_may_drop_changes_pending_at_kill() {
     let (disk, file) = with_segment(2);
     let window = file.window(LogIo::Mapped).unwrap();
     window.put(0, &[1]).unwrap();
@@ -219,7 +219,7 @@ fn a_power_cut_leaves_nothing_pending() {
 }
 
 #[test]
-fn a_windows_sync_makes_its_range_durable_and_nothing_beside_it() {
+fn window_sync_covers_exactly_its_range() {
     for io in [LogIo::Mapped, LogIo::Buffered] {
         let (disk, file) = with_segment(3);
         let window = file.window(io).unwrap();
@@ -322,7 +322,7 @@ fn skipped_syncs_succeed_and_do_nothing() {
 }
 
 #[test]
-fn a_full_disk_fails_where_space_is_made() {
+fn full_disk_fails_only_at_allocation() {
     let (disk, file) = with_segment(2);
     disk.set_capacity(Some(2 * SECTOR + 100));
     let other = disk.create(FileName::Segment(1)).unwrap();

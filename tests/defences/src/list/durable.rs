@@ -34,14 +34,14 @@ const OF_COMMITS: Test = it("crash::syncs::each_sync_of_commits_matters");
 const OF_OPENINGS: Test = it("crash::syncs::each_sync_of_creations_and_openings_matters");
 const OF_SNAPSHOTS: Test = it("crash::syncs::each_sync_of_snapshots_and_restores_matters");
 const OF_IMAGE_WAYS: Test = it("image_ways::all_ways_write_the_same_image_files");
-const RECYCLED: Test = it("crash::snapshots::what_snapshots_replace_is_recycled");
+const RECYCLED: Test = it("crash::snapshots::replaced_snapshot_files_are_recycled");
 
 const STAGING: &str = "src/memory/staging.rs";
 const STORE_OPEN: &str = "src/store/open.rs";
 const DISK_PAGE: &str = "src/images/disk_pages/page.rs";
 const DISK_MOVES: &str = "src/write/commit/disk_moves.rs";
 const DRAFT: &str = "src/write/commit/draft.rs";
-const OF_DISK_PAGES: Test = unit("images::disk_pages::tests::a_page_is_what_operations_make_of_it");
+const OF_DISK_PAGES: Test = unit("images::disk_pages::tests::page_equals_replayed_operations");
 
 pub const LIST: &[Defence] = &[
     // Pages on disk.
@@ -70,14 +70,14 @@ pub const LIST: &[Defence] = &[
         DISK_MOVES,
         "(!is_changed(info.page)).then_some((info.page, info.len))",
         "Some((info.page, info.len))",
-        it("pages_on_disk::pages_go_to_disk_and_come_back"),
+        it("pages_on_disk::pages_round_trip_through_disk"),
     ),
     defence(
         "a page goes to disk by a snapshot's image only if the medium has that as it should be",
         DISK_MOVES,
         "damaged.contains(&(request.file, request.offset))",
         "false",
-        it("pages_on_disk::an_image_is_proven_before_its_memory_goes"),
+        it("pages_on_disk::image_is_verified_before_memory_is_freed"),
     ),
     defence(
         "a page with writes over its image does not come from disk by its image alone",
@@ -105,7 +105,7 @@ pub const LIST: &[Defence] = &[
         "src/catalog/known_images.rs",
         "image.files().skip(1).any(|(file, _)| of_base(file))",
         "false",
-        unit("catalog::known_images::tests::a_base_that_does_not_hold_spoils_all_that_lies_over_it"),
+        unit("catalog::known_images::tests::damaged_base_invalidates_its_overlays"),
     ),
     defence(
         "an overlay lies over an image that was read back",
@@ -119,28 +119,28 @@ pub const LIST: &[Defence] = &[
         "src/snapshot/overlays.rs",
         "!self.wasteful.contains(&file)",
         "true",
-        it("overlays::an_overlay_keeps_no_wasteful_file"),
+        it("overlays::overlay_does_not_pin_wasteful_file"),
     ),
     defence(
         "an overlay has the pieces of the one before it",
         "src/images/disk_pages/overlay.rs",
         "proven.overlay().map_or(&[][..], Overlay::pieces)",
         "&[]",
-        unit("images::disk_pages::tests::a_page_is_what_operations_make_of_it"),
+        unit("images::disk_pages::tests::page_equals_replayed_operations"),
     ),
     defence(
         "a page that has another length than its image is written whole",
         DISK_PAGE,
         "self.image_len == self.len && image.page_len() == self.len",
         "true",
-        unit("images::disk_pages::tests::an_overlay_has_what_changed_since_the_whole_image"),
+        unit("images::disk_pages::tests::overlay_contains_changes_since_full_image"),
     ),
     defence(
         "an overlay and its base are read as one",
         "src/images/read.rs",
         "self.len > RUN_BYTES || !self.image.is_whole()",
         "self.len > RUN_BYTES",
-        it("overlays::pages_with_overlays_go_anywhere"),
+        it("overlays::pages_with_overlays_move_to_any_place"),
     ),
     defence(
         "a committer does not wait for a snapshot that cannot be taken",
@@ -160,25 +160,25 @@ pub const LIST: &[Defence] = &[
         "src/device/bytes.rs",
         "pair[0].overlaps(&pair[1])",
         "false",
-        it("device_reads::what_cannot_be_read_or_filled_is_refused"),
+        it("device_reads::unreadable_source_or_target_is_refused"),
     ),
     refusal(
         "a page of a view fits the memory that it is loaded to",
         COPIER,
         "page_len != len",
-        it("device_copies::what_cannot_be_filled_is_refused"),
+        it("device_copies::unfillable_request_is_refused"),
     ),
     refusal(
         "a page of a view is loaded to one memory",
         COPIER,
         "pair[0].0 == pair[1].0",
-        it("device_copies::what_cannot_be_filled_is_refused"),
+        it("device_copies::unfillable_request_is_refused"),
     ),
     check(
         "what waits for the applier counts as pending on disk pages",
         "src/images/disk_pages/mod.rs",
         "*claimed += bytes;",
-        unit("images::disk_pages::tests::a_claim_counts_until_it_is_given_up"),
+        unit("images::disk_pages::tests::claim_counts_until_released"),
     ),
     defence(
         "a draft is stale if a page went to disk or came from there meanwhile",
@@ -204,63 +204,63 @@ pub const LIST: &[Defence] = &[
         "long writes are summed where they arrive",
         PROVISIONING,
         "provision.sums = ArrivalSums::of(taken(), staging)?;",
-        it("faults::bit_flips::a_long_write_serves_no_bit_that_turned_over"),
+        it("faults::bit_flips::long_write_rejects_bit_flips"),
     ),
     defence(
         "nothing is told of long writes before their sums are there",
         IN_FLIGHT,
         "unproven.map_or(u64::MAX, |list| list.pending.fence().value)",
         "u64::MAX",
-        it("faults::bit_flips::a_long_write_serves_no_bit_that_turned_over"),
+        it("faults::bit_flips::long_write_rejects_bit_flips"),
     ),
     defence(
         "a replay's long writes are summed where they arrive",
         DELTAS,
         "self.crosses_bus",
         "false",
-        it("faults::bit_flips::a_replay_of_long_writes_serves_no_bit_that_turned_over"),
+        it("faults::bit_flips::replay_of_long_writes_rejects_bit_flips"),
     ),
     defence(
         "a long write is summed before it is written over",
         "src/applier/commands.rs",
         "self.unsummed.any_in(target)",
         "false",
-        it("faults::bit_flips::a_long_write_serves_no_bit_that_turned_over"),
+        it("faults::bit_flips::long_write_rejects_bit_flips"),
     ),
     defence(
         "a snapshot's bytes are summed where they lie",
         READBACK,
         "device.crosses_bus()",
         "false",
-        it("faults::bit_flips::a_snapshot_publishes_no_bit_that_turned_over"),
+        it("faults::bit_flips::snapshot_rejects_bit_flips"),
     ),
     defence(
         "images are summed where they arrive",
         IMAGE_LOADER,
         "if device.crosses_bus() { collected(parts().copied())? } else { Vec::new() }",
         "Vec::new()",
-        it("faults::bit_flips::an_open_serves_no_bit_that_turned_over"),
+        it("faults::bit_flips::open_rejects_bit_flips"),
     ),
     defence(
         "the parts of a long image prove it together",
         IMAGE_LOADER,
         "part.target.len < part.of.len",
         "false",
-        it("faults::bit_flips::a_page_that_is_loaded_later_serves_no_bit_that_turned_over"),
+        it("faults::bit_flips::on_demand_load_rejects_bit_flips"),
     ),
     defence(
         "a payload that was born on the device is summed where it arrives",
         DEVICE_PAYLOAD,
         "of_device.is_none_or(|sums| arrived.iter().copied().eq(sums_in(sums)))",
         "of_device.is_none_or(|sums| arrived.len() == sums_in(sums).count())",
-        it("faults::bit_flips::no_bit_that_turned_over_is_logged"),
+        it("faults::bit_flips::log_rejects_bit_flips"),
     ),
     defence(
         "a page that is put together on the host is summed where it arrives",
         STAGING,
         "returned.get(1).is_none_or(as_sent)",
         "returned.get(1).is_none_or(as_sent) || true",
-        it("faults::bit_flips::an_open_serves_no_bit_that_turned_over"),
+        it("faults::bit_flips::open_rejects_bit_flips"),
     ),
     // Image files that are written again (I13).
     refusal(
@@ -294,20 +294,20 @@ pub const LIST: &[Defence] = &[
         SEGMENT_FILE,
         "self.image_spares.give_way(|| self.build_once(number, len, opening, content))",
         "self.build_once(number, len, opening, content)",
-        it("image_spares::spares_give_way_on_a_full_disk"),
+        it("image_spares::full_disk_releases_spares"),
     ),
     check(
         "the new names of spares are durable before their chunks",
         IMAGE_SPARES,
         "self.disk.sync_folder(Folder::Pages).inspect_err(|_| self.forget(reused.keys()))?;",
-        it("image_spares::no_spare_holds_a_chunk_of_a_number_to_come"),
+        it("image_spares::spares_hold_no_chunk_with_future_number"),
     ),
     defence(
         "an image that was written over is not damage",
         "src/follower/batch.rs",
         "self.source.is_gone(damage.file)",
         "false",
-        it("image_spares::a_follower_whose_image_is_written_over_was_overtaken"),
+        it("image_spares::follower_of_overwritten_image_is_overtaken"),
     ),
     // The log.
     check("groups are synced", SYNC_GUARD, "range.window.sync(range.from, range.to - range.from)?;", COMMITS),
@@ -316,7 +316,7 @@ pub const LIST: &[Defence] = &[
         SYNC_GUARD,
         "self.make_durable().map_err(|error| self.log.fail(error))",
         "self.make_durable()",
-        it("faults::disk_errors::an_error_of_the_disk_stops_the_store_and_loses_nothing"),
+        it("faults::disk_errors::disk_error_stops_store_without_loss"),
     ),
     // A mark that lags costs nothing until bytes are damaged; the damage then looks like a torn tail.
     defence(
@@ -485,7 +485,7 @@ pub const LIST: &[Defence] = &[
         "a record is durable before anything goes (I7)",
         WAITS,
         "state.seals_durable <= seals",
-        it("snapshots::retention::a_kill_between_a_snapshot_and_its_record_forgets_no_other"),
+        it("snapshots::retention::kill_before_snapshot_record_keeps_other_versions"),
     ),
     defence(
         "snapshots with names are recorded before another is published (I7)",
@@ -499,7 +499,7 @@ pub const LIST: &[Defence] = &[
         "src/recovery/mod.rs",
         "readers_locked_out.is_none()",
         "false",
-        it("earlier_states::a_writer_that_recovers_takes_no_segment_from_a_reader"),
+        it("earlier_states::recovering_writer_keeps_segments_held_by_reader"),
     ),
     defence(
         "a reader that holds a state looks whether it is there",
@@ -525,7 +525,7 @@ pub const LIST: &[Defence] = &[
         "what a reader holds stays (I8)",
         RETAIN,
         "held.insert(*id);",
-        it("earlier_states::what_is_held_is_kept_until_it_is_let_go"),
+        it("earlier_states::held_pages_stay_until_released"),
     ),
     defence(
         "links that others follow stay (I8)",

@@ -36,20 +36,20 @@ pub const LIST: &[Defence] = &[
         "walk ends after the predecessor (I5)",
         WALK,
         "passed || self.point.lsn > last.lsn",
-        stores("an_opening_is_believed_by_itself"),
+        stores("opening_record_is_self_sufficient"),
     ),
     refusal(
         "chain at the end of an incarnation (I5)",
         WALK,
         "(self.point.lsn, self.point.chain) != (last.lsn, last.chain)",
-        stores("an_opening_is_believed_by_itself"),
+        stores("opening_record_is_self_sufficient"),
     ),
     defence(
         "the newest incarnation needs frames or an opening (I5)",
         MAP,
         "segment.opening().map(|opening| opening.incarnation).or(segment.frames)",
         "segment.opening().map(|opening| opening.incarnation)",
-        it("crash::lies::a_medium_that_lies_does_no_harm_or_is_found_out"),
+        it("crash::lies::lying_medium_is_harmless_or_detected"),
     ),
     defence(
         "frames show an incarnation only at their own place",
@@ -69,7 +69,7 @@ pub const LIST: &[Defence] = &[
         "mark of an opening (I4)",
         WALK,
         "self.mark = self.mark.max(opening.accepted);",
-        stores("an_opening_is_believed_by_itself"),
+        stores("opening_record_is_self_sufficient"),
     ),
     check(
         "mark of a frame beyond the damage (I4)",
@@ -82,14 +82,14 @@ pub const LIST: &[Defence] = &[
         MAP,
         "header.is_ok() && first.is_none()",
         "header.is_ok() && frames.is_none()",
-        stores("a_frame_inside_of_a_group_testifies_alone"),
+        stores("frame_within_group_is_valid_alone"),
     ),
     defence(
         "what could not be read is no blank (I4)",
         MAP,
         "reader.all_is_readable()",
         "true",
-        stores("what_could_not_be_read_at_first_may_testify_later"),
+        stores("segment_unreadable_at_first_counts_when_readable"),
     ),
     defence(
         "mark of a manifest (I4)",
@@ -130,7 +130,7 @@ pub const LIST: &[Defence] = &[
         WALK,
         "Some(self.point.incarnation) != self.map.newest",
         "false",
-        stores("an_opening_is_believed_by_itself"),
+        stores("opening_record_is_self_sufficient"),
     ),
     defence(
         "a segment in between is missing (I8)",

@@ -5,7 +5,7 @@ use super::{Defence, Test, check, defence, it, refusal, unit};
 const BLOCKS: &str = "src/device/cuda/resource/caching/blocks.rs";
 const WAITS: Test = unit("device::cuda::resource::caching::tests::a_block_waits_for_the_work_that_uses_it");
 const CHANGES: &str = "src/applier/changes.rs";
-const GAP: Test = unit("applier::changes::tests::a_gap_is_told_in_its_place_and_once");
+const GAP: Test = unit("applier::changes::tests::change_stream_reports_gap_once_in_order");
 const CACHING: &str = "src/device/cuda/resource/caching/mod.rs";
 const RANGES: &str = "src/device/lent_ranges.rs";
 const APPLIER: &str = "src/applier/worker.rs";
@@ -13,7 +13,7 @@ const COMMIT: &str = "src/write/commit/mod.rs";
 const SOURCES: &str = "src/write/batch/sources.rs";
 const FROM_SOURCE: Test = it("sources::page_from_source_is_logged_by_reference");
 const REPLACED: Test = it("sources::replace_from_source_changes_only_bytes_and_length");
-const OVERWRITTEN: Test = it("bulk::a_page_that_moves_and_is_overwritten_has_the_new_bytes");
+const OVERWRITTEN: Test = it("bulk::moved_and_overwritten_page_has_new_bytes");
 const REFUSED: Test = it("sources::refused_source_batch_removes_its_images");
 
 pub const LIST: &[Defence] = &[
@@ -128,27 +128,27 @@ pub const LIST: &[Defence] = &[
         "src/write/commit/captured_images.rs",
         "!is_one(&at.op) || disk_ops.has(index)",
         "!is_one(&at.op) || disk_ops.has(index) || true",
-        unit("write::commit::captured_images::tests::images_suit_pages_that_are_on_disk_still"),
+        unit("write::commit::captured_images::tests::images_are_used_only_for_pages_still_on_disk"),
     ),
     defence(
         "an image of a captured page has the bytes that the device has",
         "src/memory/staging.rs",
         "sent.is_none_or(|sum| sum == crc32fast::hash(out))",
         "sent.is_none_or(|_| true)",
-        it("faults::bit_flips::an_image_of_a_capture_has_no_bit_that_turned_over"),
+        it("faults::bit_flips::captured_image_rejects_bit_flips"),
     ),
     refusal(
         "a page is captured whole only if all of it was looked at",
         "src/write/commit/capture.rs",
         "looked_at != len",
-        it("captures::declared_ranges_are_looked_at_and_no_others"),
+        it("captures::only_declared_ranges_are_compared"),
     ),
     defence(
         "captured changes that find no room in memory do not go there",
         "src/write/commit/captured_images.rs",
         "room.checked_sub(capture.pending)",
         "Some(room)",
-        it("disk_captures::pages_whose_changes_find_no_room_are_written_whole"),
+        it("disk_captures::pages_with_too_many_changes_are_written_whole"),
     ),
     defence(
         "captures of a batch need no more room for their bits than one of them",
@@ -177,7 +177,7 @@ pub const LIST: &[Defence] = &[
         "src/write/commit/captured_images.rs",
         "named.contains_key(&page.step)",
         "!named.contains_key(&page.step)",
-        it("digests::a_capture_takes_a_wave_of_memory"),
+        it("digests::capture_memory_is_one_wave"),
     ),
     defence(
         "what a copy held before it was captured is not known",
@@ -198,7 +198,7 @@ pub const LIST: &[Defence] = &[
         "a leased page is not released",
         "src/write/commit/draft.rs",
         "self.engine.leases.check_unleased(handover.page)?;",
-        it("releases::a_page_that_is_leased_or_pinned_is_not_released"),
+        it("releases::leased_or_pinned_page_cannot_be_released"),
     ),
     defence(
         "a release is durable before memory is handed out",
@@ -212,13 +212,13 @@ pub const LIST: &[Defence] = &[
         "the store keeps away while a guard is open",
         "src/device/bytes.rs",
         "is_excluded && (self.stream.is_none() || access == Access::Write)",
-        it("stream_guards::while_a_guard_is_open_the_store_keeps_away"),
+        it("stream_guards::store_does_not_use_bytes_while_guard_is_open"),
     ),
     check(
         "a stream comes after another one's write",
         "src/device/stream_guard.rs",
         "device.hold_stream(stream, &point)?;",
-        it("stream_guards::streams_come_after_each_other_where_one_of_them_writes"),
+        it("stream_guards::streams_are_ordered_if_one_writes"),
     ),
     defence(
         "a guard that reads a page comes after the batches before",
@@ -261,7 +261,7 @@ pub const LIST: &[Defence] = &[
         "src/images/in_place.rs",
         "is_as_sent()? || is_as_sent()?",
         "is_as_sent()?",
-        it("in_place::a_bit_that_turns_over_on_the_way_from_a_file_is_read_again"),
+        it("in_place::bit_flip_on_transfer_from_file_is_reread"),
     ),
     refusal(
         "only files in memory are registered",
@@ -291,7 +291,7 @@ pub const LIST: &[Defence] = &[
         "a file is let go of before it is removed",
         "src/disk/image_spares.rs",
         "self.let_go(number);",
-        it("in_place::a_file_that_is_removed_is_let_go_of"),
+        it("in_place::removed_file_is_released"),
     ),
     defence(
         "a file that a device writes is not cut",

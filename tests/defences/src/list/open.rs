@@ -11,8 +11,8 @@ const SCRUB: &str = "src/snapshot/scrub/mod.rs";
 const SEGMENT_FILE: &str = "src/log/segments/file.rs";
 const RESERVE: &str = "src/log/segments/reserve.rs";
 
-const PIN: Test = it("pins::what_would_take_a_pinned_page_elsewhere_is_refused");
-const SCRUBS: Test = it("crash::scrubs::a_scrub_that_mends_survives");
+const PIN: Test = it("pins::moving_pinned_page_is_refused");
+const SCRUBS: Test = it("crash::scrubs::repairing_scrub_survives_crash");
 const ROWS: Test = it("scrub::damage_is_named_and_mended_row_by_row");
 
 pub const LIST: &[Defence] = &[
@@ -29,7 +29,7 @@ pub const LIST: &[Defence] = &[
         RETAIN,
         "self.links_alone()?",
         "Vec::<SnapshotId>::new()",
-        it("snapshots::retention::what_is_read_from_a_link_stays_until_its_reader_has_gone"),
+        it("snapshots::retention::files_read_through_link_stay_until_reader_ends"),
     ),
     // Reports about a store that is only read.
     refusal(
@@ -42,26 +42,26 @@ pub const LIST: &[Defence] = &[
         "what a reader holds is not said to be unneeded",
         "src/snapshot/retain.rs",
         "!is_free(*id)?",
-        it("snapshots::retention::what_a_reader_holds_stays"),
+        it("snapshots::retention::held_snapshot_is_not_removed"),
     ),
     refusal(
         "the process that holds the lock looks at it without opening its file",
         "src/disk/lock.rs",
         "registry.contains(&id)",
-        Test { binary: "remanent", name: "disk::lock::tests::to_look_at_the_lock_takes_nothing" },
+        Test { binary: "remanent", name: "disk::lock::tests::querying_lock_does_not_acquire_it" },
     ),
     defence(
         "a writer's names are looked up in the directory that it locked",
         "src/disk/dir.rs",
         "work(Directory::Open(&open))",
         "work(Directory::Path(&self.root))",
-        it("moved_directories::a_store_lives_on_in_its_directory_when_that_is_moved"),
+        it("moved_directories::store_continues_in_moved_directory"),
     ),
     refusal(
         "a follower does not wait for a store that has another one in its place",
         "src/follower/mod.rs",
         "open.is_none() && segment::is_foreign(&*self.disk, store, number)?",
-        it("moved_directories::a_follower_is_told_that_another_store_lies_there_now"),
+        it("moved_directories::follower_detects_replaced_store"),
     ),
     // Pages that an open leaves on disk: files that could replace them are kept until all pages are loaded.
     defence(
@@ -69,7 +69,7 @@ pub const LIST: &[Defence] = &[
         SORTING,
         "may_be_unloaded && is_proven && is_unchanged()",
         "may_be_unloaded && is_unchanged()",
-        it("on_demand::a_snapshot_that_nothing_records_is_loaded_at_once"),
+        it("on_demand::unrecorded_snapshot_is_verified_at_open"),
     ),
     defence(
         "only what no batch has changed stays unloaded",
@@ -89,7 +89,7 @@ pub const LIST: &[Defence] = &[
         "src/recovery/lazy_load.rs",
         "self.engine.poison.set(error.clone())",
         "error.clone()",
-        it("on_demand::damage_is_told_by_its_page_and_found_again_by_an_eager_open"),
+        it("on_demand::damage_names_page_and_recurs_on_eager_open"),
     ),
     check(
         "no batch is logged for an unloaded page",
@@ -102,20 +102,20 @@ pub const LIST: &[Defence] = &[
         "an open takes no more changed bytes down than may wait in memory",
         "src/recovery/lowered_pages.rs",
         "waiting > pending_max(budget.limit(Place::Disk))",
-        it("tiers::less_memory::an_open_takes_no_more_changed_bytes_down_than_may_wait"),
+        it("tiers::less_memory::open_limits_demoted_changed_bytes"),
     ),
     check(
         "a snapshot knows of the pages that an open took down",
         "src/recovery/mod.rs",
         "changed.extend(&pages);",
-        it("tiers::less_memory::an_open_with_less_memory_takes_pages_down"),
+        it("tiers::less_memory::open_with_less_memory_demotes_pages"),
     ),
     // Pages that callers use: callers read only the bytes of the page.
     check(
         "a leased page is not pinned",
         LEASES,
         "if !self.leased([page]).is_empty() {\n            return Err(Error::Leased { page });\n        }",
-        it("pins::a_page_that_is_leased_is_not_pinned"),
+        it("pins::leased_page_cannot_be_pinned"),
     ),
     refusal("a pinned page is not leased", LEASES, "state.pins.contains_key(&page)", PIN),
     check(
@@ -209,7 +209,7 @@ pub const LIST: &[Defence] = &[
         "src/snapshot/thin_snapshot.rs",
         "self.engine.log.pool.with_surplus(|| self.write_thin(catalog))?;",
         "",
-        it("faults::disk_full::deleted_pages_give_their_space_back_where_no_image_fits"),
+        it("faults::disk_full::deleted_pages_free_space_when_no_image_fits"),
     ),
     defence(
         "the snapshot stays that the next one follows",
@@ -229,7 +229,7 @@ pub const LIST: &[Defence] = &[
         "a restore proves every image that its table names",
         "src/history/restore.rs",
         "prove(&source, wanted(pages, &images))?;",
-        it("snapshots::damage::a_restore_over_a_rotten_image_is_refused_and_changes_nothing"),
+        it("snapshots::damage::restore_from_damaged_image_is_refused"),
     ),
     defence(
         "an earlier restore whose table is damaged is no way back",
@@ -239,14 +239,14 @@ pub const LIST: &[Defence] = &[
         "match self.survey.read_table(self.source, *table, *table_crc) {\n                \
          Ok(table) => self.resolver.restore(lsn, table).map_err(at)?,\n                \
          Err(_) => self.resolver.batch(lsn, &[]).map_err(at)?,\n            }",
-        it("snapshots::rotten::a_restore_over_a_rotten_table_is_refused_and_changes_nothing"),
+        it("snapshots::rotten::restore_from_damaged_table_is_refused"),
     ),
     defence(
         "a restore that meets damage stops nothing",
         "src/history/restore.rs",
         "!error.is_passing() && !matches!(error, Error::Damaged(_))",
         "!error.is_passing()",
-        it("snapshots::rotten::a_restore_over_a_rotten_image_is_refused_and_changes_nothing"),
+        it("snapshots::rotten::restore_from_damaged_image_is_refused"),
     ),
     refusal(
         "what an unfinished restore took is given back",

@@ -5,7 +5,7 @@ use super::{Defence, Test, defence, it, refusal, unit};
 
 const VERSIONS: &str = "src/versions/mod.rs";
 const STAYS: Test = unit("versions::tests::a_page_whose_bytes_change_stays_where_it_is");
-const VIEWS: Test = unit("versions::tests::what_a_view_wants_stays_and_all_else_is_cut_off");
+const VIEWS: Test = unit("versions::tests::files_needed_by_view_stay_and_others_are_truncated");
 
 pub const LIST: &[Defence] = &[
     defence(
@@ -20,7 +20,7 @@ pub const LIST: &[Defence] = &[
         "src/versions/chain.rs",
         "self.places[which].load(Ordering::Acquire)",
         "self.places[self.newest().0].load(Ordering::Acquire)",
-        unit("versions::tests::a_page_that_moves_is_seen_in_each_place_when_it_was_there"),
+        unit("versions::tests::moved_page_is_visible_at_each_place_in_turn"),
     ),
     defence("a batch is seen once it is logged (I1)", VERSIONS, "installed.min(logged)", "installed", STAYS),
     defence(
@@ -34,7 +34,7 @@ pub const LIST: &[Defence] = &[
         "bytes are of one version of their page",
         "src/store/bytes.rs",
         "!versions.is_at(info.page, info.lsn)",
-        it("reads::bytes_and_what_is_known_of_them_are_of_one_batch"),
+        it("reads::bytes_and_page_info_are_from_one_batch"),
     ),
     refusal(
         "a copy takes what the batch has changed before it",
@@ -46,7 +46,7 @@ pub const LIST: &[Defence] = &[
         "what a batch copies is of its place in the log",
         "src/write/commit/draft.rs",
         "draft.staged.iter().any(|(page, lsn)| lsn_of(*page) != Some(*lsn))",
-        it("copies::a_copy_beside_writers_is_of_its_own_place_in_the_log"),
+        it("copies::copy_during_commits_has_its_log_position"),
     ),
     defence(
         "pages are compared as of one batch",
@@ -74,6 +74,6 @@ pub const LIST: &[Defence] = &[
         "src/history/restore.rs",
         "self.engine.applier.changes().publish(Err(point.lsn));",
         "",
-        it("change_streams::a_gap_is_told_where_it_is"),
+        it("change_streams::gap_is_reported_at_its_position"),
     ),
 ];

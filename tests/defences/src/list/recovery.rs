@@ -14,7 +14,7 @@ const WALK: &str = "format/src/log/walk.rs";
 const TABLE: &str = "format/src/state/table/mod.rs";
 const SUMMED_UP: Test = Test {
     binary: "remanent_format",
-    name: "state::table::tests::batches_that_are_summed_up_make_what_each_of_them_would",
+    name: "state::table::tests::combined_batches_equal_individual_application",
 };
 const SYNCS: Test = it("crash::syncs::each_sync_of_creations_and_openings_matters");
 const KILLED: Test = it("crash::commits::logged_commits_survive_a_kill");
@@ -132,14 +132,14 @@ pub const LIST: &[Defence] = &[
         LOAD,
         "source.past_cache_once()",
         "DiskSource::new(self.recovery.disk.clone())",
-        it("durable_marks::what_a_sync_did_not_write_is_noticed_at_the_next_open"),
+        it("durable_marks::unsynced_write_is_detected_at_next_open"),
     ),
     defence(
         "bytes after an uncached one are read past the cache (I6)",
         SOURCE,
         "ranges.partition_point(|uncached| uncached.end < range.end)",
         "0",
-        it("durable_marks::what_a_sync_did_not_write_is_noticed_at_the_next_open"),
+        it("durable_marks::unsynced_write_is_detected_at_next_open"),
     ),
     // Trusting the page cache with the tail: the predecessor ends where the reading ended, and nothing is
     // copied.
@@ -241,7 +241,7 @@ pub const LIST: &[Defence] = &[
         "()",
         Test {
             binary: "remanent_format",
-            name: "state::table::tests::no_more_batches_are_summed_up_than_change_bytes_alone",
+            name: "state::table::tests::only_byte_changing_batches_are_combined",
         },
     ),
     defence(

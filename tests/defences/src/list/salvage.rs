@@ -4,7 +4,7 @@ use super::{Defence, Test, check, defence, it, refusal, stores};
 
 const KNOWN: &str = "format/src/salvage/known_log.rs";
 const PAGES: &str = "format/src/salvage/pages.rs";
-const GUARDS: Test = stores("salvage::a_salvage_takes_nothing_that_never_was");
+const GUARDS: Test = stores("salvage::salvage_invents_no_state");
 const MANY: Test = it("salvage::many_lost_sectors_and_files_give_no_wrong_bytes");
 
 pub const LIST: &[Defence] = &[
@@ -38,6 +38,6 @@ pub const LIST: &[Defence] = &[
         PAGES,
         "self.state.is_whole",
         "true",
-        stores("salvage::nothing_is_exact_where_no_state_is_known"),
+        stores("salvage::without_known_state_nothing_is_exact"),
     ),
 ];

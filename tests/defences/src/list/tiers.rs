@@ -9,11 +9,11 @@ const LRU: &str = "src/eviction/lru.rs";
 const S3_FIFO: &str = "src/eviction/s3_fifo.rs";
 const LAYOUT: &str = "src/layout/mod.rs";
 
-const MANY_MOVED: Test = it("moves::a_call_for_many_pages_moves_them_by_several_batches");
+const MANY_MOVED: Test = it("moves::ensure_of_many_pages_uses_several_batches");
 const HELD: Test = unit("tiers::residents::tests::pages_that_are_held_or_in_use_stay_and_are_chosen_later");
 const BY_LIST: Test = unit("eviction::tests::the_least_recently_used_page_leaves_first");
 const QUEUES: Test = unit("eviction::tests::each_page_of_three_queues_leaves_once");
-const NAMED: Test = unit("layout::tests::what_no_layout_can_be_is_refused_by_its_name");
+const NAMED: Test = unit("layout::tests::invalid_layouts_are_refused_by_name");
 const COPIED: Test = unit("layout::tests::a_block_copied_run_by_run_is_the_one_that_a_slow_loop_copies");
 const FINGERPRINT: Test = unit("layout::tests::fingerprint_round_trips_and_any_bytes_decode_or_fail");
 
@@ -49,13 +49,13 @@ pub const LIST: &[Defence] = &[
         KEEPER,
         "self.free_up(at, tier.free_bytes.max(asked))?",
         "self.free_up(at, tier.free_bytes)?",
-        it("tiers::calls::what_is_asked_for_comes_together_or_not_at_all"),
+        it("tiers::calls::allocations_of_one_request_are_all_or_nothing"),
     ),
     check(
         "pages that other calls bring leave no place meanwhile",
         MOVER,
         "keeper.iter().for_each(|keeper| keeper.hold(pages));",
-        it("tiers::calls::what_is_asked_for_comes_together_or_not_at_all"),
+        it("tiers::calls::allocations_of_one_request_are_all_or_nothing"),
     ),
     defence(
         "a call that has no room for all of its pages moves none",

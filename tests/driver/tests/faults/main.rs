@@ -134,7 +134,7 @@ fn refuse_calls(driver: &'static Driver, life: Life<'_>, (gpu, code): (u32, u32)
 }
 
 #[test]
-fn a_fault_asks_for_a_new_process_and_loses_nothing() {
+fn device_fault_requires_new_process_without_loss() {
     let (driver, _turn) = Driver::get();
     // A GPU for each case: a context that is lost stays lost.
     driver.set_devices(1 << 20);
@@ -158,7 +158,7 @@ fn a_fault_asks_for_a_new_process_and_loses_nothing() {
 }
 
 #[test]
-fn what_a_fault_leaves_opens_on_another_gpu_and_on_the_host() {
+fn store_opens_on_another_gpu_or_host_after_fault() {
     let (driver, _turn) = Driver::get();
     driver.set_devices(1 << 20);
     for round in 0..8 {
@@ -212,7 +212,7 @@ fn what_a_fault_leaves_opens_on_another_gpu_and_on_the_host() {
 }
 
 #[test]
-fn bytes_go_from_one_gpu_to_another_by_the_way_that_there_is() {
+fn bytes_cross_gpus_by_available_path() {
     let (driver, _turn) = Driver::get();
     driver.set_devices(1 << 20);
     let first = SPARE_GPU + 1000;
@@ -239,7 +239,7 @@ fn bytes_go_from_one_gpu_to_another_by_the_way_that_there_is() {
 
 /// Whether the driver takes files or not, snapshots are written, and nothing of the device's is left.
 #[test]
-fn files_go_by_staging_where_the_driver_refuses_them() {
+fn files_use_staging_if_driver_refuses_registration() {
     let (driver, _turn) = Driver::get();
     let Ok(folder) = tempfile::tempdir_in("/dev/shm") else {
         eprintln!("SKIPPED: no files in memory");

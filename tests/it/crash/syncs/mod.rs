@@ -238,7 +238,7 @@ fn snapshots() -> Vec<Row> {
             "new names of spare image files",
             writing_again,
             nth(1, image_names),
-            // `image_spares::no_spare_holds_a_chunk_of_a_number_to_come` shows what it is for.
+            // `image_spares::spares_hold_no_chunk_with_future_number` shows what it is for.
             Harmless("the names are synced once more before a manifest names the images"),
         ),
         row("images in a file that was a spare", writing_again, nth(1, Sync::Images), NoticedAtOnce),
