@@ -17,8 +17,8 @@ _results: dict[str, tuple[str, str]] = {}
 
 
 def pytest_configure(config: Any) -> None:
-    replace = {"torch_checkpointing": _replace_file_system, "lmcache": _replace_mock_adapter}.get(
-        os.environ.get("REMANENT_HOST", ""))
+    replace = {"torch_checkpointing": _replace_file_system, "lmcache": _replace_mock_adapter,
+               "safetensors": _replace_files, "vllm": _replace_file_system_tier}.get(os.environ.get("REMANENT_HOST", ""))
     if replace is not None:
         replace()
 
@@ -54,6 +54,72 @@ def _replace_mock_adapter() -> None:
                               "revision": "1", "chunk_size": 256})
 
     mock_l2_adapter.MockL2Adapter = Adapter
+
+
+def _replace_files() -> None:
+    """safetensors' functions take a file where ours take a directory, which has a name of its own here.
+
+    A file that other functions wrote is passed to ours as it is.
+    """
+    import safetensors
+    import safetensors.torch as host
+
+    import remanent.torch as ours
+
+    def directory(path: Any) -> str:
+        return os.fspath(path) + ".remanent"
+
+    def found(path: Any) -> str:
+        return directory(path) if os.path.isdir(directory(path)) else os.fspath(path)
+
+    sound = {"save": host.save, "load": host.load}
+    sound_open = safetensors.safe_open
+
+    def by_host(call: Any) -> Any:
+        """Ours, which calls the host's function of the same name."""
+        def called(*given: Any, **named: Any) -> Any:
+            vars(host).update(sound)
+            try:
+                return call(*given, **named)
+            finally:
+                vars(host).update(replaced)
+
+        return called
+
+    replaced = {"save": by_host(ours.save), "load": by_host(ours.load)}
+
+    def safe_open(filename: Any, framework: str, device: Any = "cpu", **options: Any) -> Any:
+        if framework not in ("pt", "torch", "pytorch"):
+            return sound_open(filename, framework, device, **options)
+        return ours.safe_open(found(filename), "pt", device, **options)
+
+    host.save_file = lambda tensors, filename, metadata=None: ours.save_file(tensors, directory(filename), metadata)
+    host.load_file = lambda filename, device="cpu", **options: ours.load_file(found(filename), device, **options)
+    # Tensors of any strides are saved as they are.
+    host.save_model = lambda model, filename, metadata=None, force_contiguous=True: ours.save_model(
+        model, directory(filename), metadata)
+    host.load_model = lambda model, filename, strict=True, device="cpu", **options: ours.load_model(
+        model, found(filename), strict, device, **options)
+    vars(host).update(replaced)
+    safetensors.safe_open = safe_open
+
+
+def _replace_file_system_tier() -> None:
+    """vLLM's tests look at the queue of its file tier for the end of a lookup: ours has ended when it returns."""
+    from types import SimpleNamespace
+
+    from vllm.v1.kv_offload.tiering.fs import manager
+
+    from remanent.vllm import RemanentTier
+
+    class Tier(RemanentTier):
+        def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, root_dir: str, *given: Any,
+                     n_read_threads: int = 4, n_write_threads: int = 4, **options: Any) -> None:
+            super().__init__(offloading_spec, primary_kv_view, tier_type, path=os.path.join(root_dir, "remanent"),
+                             capacity=1 << 30, revision="1", readers=n_read_threads, **options)
+            self._lookup_manager = SimpleNamespace(_pending_results=SimpleNamespace(empty=lambda: False))
+
+    manager.FileSystemTierManager = Tier
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:

@@ -238,12 +238,12 @@ class safe_open:
         part = TensorSlice(self._view, key, array, self._device)
         return part[...]
 
-    def get_tensors(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Reads tensors by name.
+    def get_tensors(self, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
+        """Reads tensors by name; all of them if `names` is None.
 
         :raises UnknownKeyError: the version has no tensor of one of the names.
         """
-        return {name: self.get_tensor(name) for name in names}
+        return {name: self.get_tensor(name) for name in (self.keys() if names is None else names)}
 
     def get_slice(self, name: str) -> TensorSlice:
         """Returns a tensor that is read by indexing.

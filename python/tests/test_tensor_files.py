@@ -66,6 +66,7 @@ def test_a_slice_is_what_the_tensor_has_there(directory: str) -> None:
     with safe_open(directory) as version:
         assert version.keys() == sorted(state) and set(version.offset_keys()) == set(state)
         assert set(version.get_tensors(["scalar", "empty"])) == {"scalar", "empty"}
+        assert set(version.get_tensors()) == set(tensors())
         for name, tensor in state.items():
             part = version.get_slice(name)
             assert part.get_shape() == list(tensor.shape)
