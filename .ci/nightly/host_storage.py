@@ -105,7 +105,9 @@ def _replace_files() -> None:
 
 
 def _replace_file_system_tier() -> None:
-    """vLLM's tests look at the queue of its file tier for the end of a lookup: ours has ended when it returns."""
+    """vLLM's tests look at fields of its file tier: the end of a lookup, and the file of a block, for which a mark stands
+    here.
+    """
     from types import SimpleNamespace
 
     from vllm.v1.kv_offload.tiering.fs import manager
@@ -118,6 +120,16 @@ def _replace_file_system_tier() -> None:
             super().__init__(offloading_spec, primary_kv_view, tier_type, path=os.path.join(root_dir, "remanent"),
                              capacity=1 << 30, revision="1", readers=n_read_threads, **options)
             self._lookup_manager = SimpleNamespace(_pending_results=SimpleNamespace(empty=lambda: False))
+            self._use_o_direct, self._store_job_keys, self.events = False, {}, self._events
+
+            def get_file_name(key: bytes) -> str:
+                mark = os.path.join(root_dir, key.hex())
+                if key in self.cache:
+                    with open(mark, "w", encoding="utf-8"):
+                        pass
+                return mark
+
+            self.file_mapper = SimpleNamespace(base_path=root_dir, get_file_name=get_file_name)
 
     manager.FileSystemTierManager = Tier
 

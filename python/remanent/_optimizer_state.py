@@ -158,7 +158,7 @@ class OptimizerLoad:
 
         def place(path: Any, tensor: torch.Tensor) -> torch.Tensor:
             name = path[0].key if path and isinstance(path[0], _pytree.MappingKey) else None
-            there = live.get(name) if len(path) == 1 else None
+            there: object = live.get(name) if len(path) == 1 else None
             if there is tensor:
                 return tensor
             if self._cast:
