@@ -121,7 +121,7 @@ pub const LIST: &[Defence] = &[
     check(
         "a pinned page stays where it is",
         "src/write/commit/draft.rs",
-        "self.engine\n            .leases\n            .check_unpinned(ops.iter().filter_map(|at| taken_elsewhere(&at.op, location_of)))?;",
+        "self.engine\n            .leases\n            .check_unpinned(ops.iter().filter_map(|at| page_moved_away(&at.op, location_of)))?;",
         PIN,
     ),
     defence(

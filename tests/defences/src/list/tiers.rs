@@ -28,7 +28,7 @@ pub const LIST: &[Defence] = &[
     check(
         "a page that stays can leave later",
         RESIDENTS,
-        "staying.into_iter().for_each(|page| self.stays(page));",
+        "staying.into_iter().for_each(|page| self.return_to_policy(page));",
         HELD,
     ),
     check(
