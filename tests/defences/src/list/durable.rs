@@ -97,7 +97,7 @@ pub const LIST: &[Defence] = &[
     check(
         "a page of two files that are emptied is gathered once",
         "src/catalog/classify.rs",
-        "                spoken_of = sorted.spoken_of()?;",
+        "                mentioned = sorted.mentioned()?;",
         it("overlays::a_page_of_two_wasteful_files_is_named_once"),
     ),
     defence(
@@ -292,7 +292,7 @@ pub const LIST: &[Defence] = &[
     defence(
         "spare image files give way to the log",
         SEGMENT_FILE,
-        "self.image_spares.give_way(|| self.build_once(number, len, opening, content))",
+        "self.image_spares.retry_without_spares(|| self.build_once(number, len, opening, content))",
         "self.build_once(number, len, opening, content)",
         it("image_spares::full_disk_releases_spares"),
     ),

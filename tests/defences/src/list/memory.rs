@@ -266,7 +266,7 @@ pub const LIST: &[Defence] = &[
     refusal(
         "only files in memory are registered",
         "src/disk/dir_file.rs",
-        "!lies_in_memory(&self.file).map_err(|errno| failed(errno.into()))?",
+        "!is_in_memory(&self.file).map_err(|errno| failed(errno.into()))?",
         it("in_place::nothing_is_registered_where_the_host_has_to_see_the_bytes"),
     ),
     refusal(

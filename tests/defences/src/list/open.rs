@@ -27,7 +27,7 @@ pub const LIST: &[Defence] = &[
     defence(
         "what a link needs is kept for its reader (I8)",
         RETAIN,
-        "self.links_alone()?",
+        "self.links_without_snapshot()?",
         "Vec::<SnapshotId>::new()",
         it("snapshots::retention::files_read_through_link_stay_until_reader_ends"),
     ),
@@ -173,7 +173,7 @@ pub const LIST: &[Defence] = &[
         "the manifest of a thin snapshot needs no new file",
         "src/catalog/publish.rs",
         "spare(temporary, len)?",
-        "of_no_spare(temporary, len)?",
+        "without_spare(temporary, len)?",
         it("full_file_systems::a_life_on_a_simulated_disk_with_any_space_left"),
     ),
     defence(

@@ -10,12 +10,12 @@ const MANY: Test = it("salvage::many_lost_sectors_and_files_give_no_wrong_bytes"
 pub const LIST: &[Defence] = &[
     // The three guards: no batch that a recovery cut, no version that lacks a change, no table of a restore
     // that was never logged.
-    defence("left behind by a recovery", KNOWN, "!lies_past_end(&header, &openings)", "true", GUARDS),
+    defence("left behind by a recovery", KNOWN, "!is_past_end(&header, &openings)", "true", GUARDS),
     refusal("the epoch names a version", PAGES, "info.epoch != wanted.epoch", MANY),
     defence(
         "a table counts by its restore",
         PAGES,
-        "for of_page in facts.values_mut() {\n        of_page.sort_by_key(|fact| std::cmp::Reverse(fact.info.lsn));\n    }",
+        "for of_page in known_versions.values_mut() {\n        of_page.sort_by_key(|known_version| std::cmp::Reverse(known_version.info.lsn));\n    }",
         "for name in source.list(crate::names::Folder::Pages).unwrap_or_default() {
             if let Some(file @ FileName::Table(_)) = FileName::parse(crate::names::Folder::Pages, &name)
                 && let Ok((table, _)) = crate::state::survey::read_manifest(source, file, &survey.store)
@@ -23,8 +23,8 @@ pub const LIST: &[Defence] = &[
                 table.entries.iter().for_each(&mut note);
             }
         }
-        for of_page in facts.values_mut() {
-            of_page.sort_by_key(|fact| std::cmp::Reverse(fact.info.lsn));
+        for of_page in known_versions.values_mut() {
+            of_page.sort_by_key(|known_version| std::cmp::Reverse(known_version.info.lsn));
         }",
         GUARDS,
     ),
