@@ -30,7 +30,7 @@ fn main() -> Result<()> {
             println!("recovered to batch {} in {:?}", recovered.position.lsn, recovered.elapsed);
 
             // 3. Page, key, metadata and root are those of the last acknowledged batch.
-            let page = store.page_by_key(&"greeting".try_into()?)?;
+            let page = store.page_by_key("greeting")?;
             println!("{}", String::from_utf8_lossy(&store.read_to_vec(page.page)?));
             assert_eq!(store.read_to_vec(page.page)?, b"what remains");
             assert_eq!(store.root()?["step"].as_u64(), Some(2));

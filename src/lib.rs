@@ -321,8 +321,12 @@ impl Store {
     /// [`Error::NoStore`]; [`Error::NoSnapshot`], [`Error::NoSnapshotNamed`] and [`Error::OutsideWindow`] if
     /// there is no such state; [`Error::Damaged`] if neither a snapshot nor the log leads to it;
     /// [`Error::Overtaken`] if a writer removes it faster than it can be read.
-    pub fn open_at(directory: impl AsRef<Path>, point: &StatePoint) -> Result<View> {
-        View::open_on(&(Arc::new(DirDisk::held(directory)) as Arc<dyn Disk>), Some(point))
+    pub fn open_at<P>(directory: impl AsRef<Path>, point: P) -> Result<View>
+    where
+        P: TryInto<StatePoint, Error: Into<Error>>,
+    {
+        let point = point.try_into().map_err(Into::into)?;
+        View::open_on(&(Arc::new(DirDisk::held(directory)) as Arc<dyn Disk>), Some(&point))
     }
 
     /// Looks at the newest state of a store, as [`Store::open_at`] does at an earlier one. Beside a writer
@@ -426,9 +430,13 @@ impl Store {
     ///
     /// # Errors
     /// As for [`Store::open_at`] and [`View::fork`].
-    pub fn fork(&self, directory_new: impl AsRef<Path>, point: &StatePoint) -> Result<StoreId> {
+    pub fn fork<P>(&self, directory_new: impl AsRef<Path>, point: P) -> Result<StoreId>
+    where
+        P: TryInto<StatePoint, Error: Into<Error>>,
+    {
+        let point = point.try_into().map_err(Into::into)?;
         self.wait_durable(self.lsn())?;
-        View::open_on(self.disk(), Some(point))?.fork(directory_new)
+        View::open_on(self.disk(), Some(&point))?.fork(directory_new)
     }
 }
 

@@ -1,5 +1,6 @@
 //! Newtypes for identifiers and positions, on disk and in the API.
 
+use std::borrow::Borrow;
 use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
@@ -247,6 +248,18 @@ impl<const N: usize> TryFrom<&[u8; N]> for Key {
 
     fn try_from(bytes: &[u8; N]) -> Result<Self, KeyLenError> {
         Self::new(bytes)
+    }
+}
+
+impl AsRef<[u8]> for Key {
+    fn as_ref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl Borrow<[u8]> for Key {
+    fn borrow(&self) -> &[u8] {
+        &self.0
     }
 }
 

@@ -49,7 +49,7 @@ impl PageName {
     pub fn find(&self, pages: &dyn ReadPages) -> Result<PageInfo> {
         match self {
             Self::Id(page) => pages.page(*page),
-            Self::Key(key) => pages.page_by_key(key),
+            Self::Key(key) => pages.page_by_key(key.as_bytes()),
         }
     }
 }

@@ -446,6 +446,11 @@ impl fmt::Display for StoreDamage {
 }
 
 impl Error {
+    /// The error for a key that no page has, or that no page can have.
+    pub(crate) fn unknown_key(key: &[u8]) -> Self {
+        Key::new(key).map_or_else(Self::InvalidKey, |key| Self::UnknownKey { key })
+    }
+
     /// Creates the error for a name that no kept snapshot has.
     pub(crate) fn no_snapshot_named<'n>(name: &str, known: impl IntoIterator<Item = &'n str>) -> Self {
         let nearest = nearest(name, known).map(str::to_owned);

@@ -8,7 +8,7 @@ use remanent_format::op::{Op, decode_payload};
 use remanent_format::state::apply::apply;
 use remanent_format::state::survey::Survey;
 use remanent_format::state::table::PlanMode;
-use remanent_format::{Defect, FileName, Key, LogPoint, Lsn, Metadata, PageId, PageInfo, PageTable, Place};
+use remanent_format::{Defect, FileName, LogPoint, Lsn, Metadata, PageId, PageInfo, PageTable, Place};
 
 use super::Follower;
 use super::batch::{FollowedBatch, ImageSource, RestoredState};
@@ -213,7 +213,7 @@ impl Replica {
 
     /// Returns the page with this key.
     #[must_use]
-    pub fn page_by_key(&self, key: &Key) -> Option<PageInfo> {
+    pub fn page_by_key(&self, key: impl AsRef<[u8]>) -> Option<PageInfo> {
         self.table.get_key(key)
     }
 

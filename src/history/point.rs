@@ -41,6 +41,32 @@ pub enum StatePoint {
     Name(String),
 }
 
+impl From<Lsn> for StatePoint {
+    fn from(lsn: Lsn) -> Self {
+        Self::Lsn(lsn)
+    }
+}
+
+impl From<SnapshotId> for StatePoint {
+    fn from(snapshot: SnapshotId) -> Self {
+        Self::Snapshot(snapshot)
+    }
+}
+
+impl From<&StatePoint> for StatePoint {
+    fn from(point: &StatePoint) -> Self {
+        point.clone()
+    }
+}
+
+impl TryFrom<&str> for StatePoint {
+    type Error = Error;
+
+    fn try_from(text: &str) -> Result<Self> {
+        text.parse()
+    }
+}
+
 impl FromStr for StatePoint {
     type Err = Error;
 

@@ -5,7 +5,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use remanent_format::{Key, Lsn, Metadata, PageId, PageInfo, SnapshotId, StoreId};
+use remanent_format::{Lsn, Metadata, PageId, PageInfo, SnapshotId, StoreId};
 
 use crate::base::process::Process;
 use crate::base::{huge_pages, parallel};
@@ -94,8 +94,9 @@ impl View {
     ///
     /// # Errors
     /// [`Error::UnknownKey`], [`Error::Forked`].
-    pub fn page_by_key(&self, key: &Key) -> Result<PageInfo> {
-        self.past()?.table().get_key(key).ok_or_else(|| Error::UnknownKey { key: key.clone() })
+    pub fn page_by_key(&self, key: impl AsRef<[u8]>) -> Result<PageInfo> {
+        let key = key.as_ref();
+        self.past()?.table().get_key(key).ok_or_else(|| Error::unknown_key(key))
     }
 
     /// Returns the root: the metadata of the store.

@@ -72,3 +72,17 @@ impl SnapshotOptions {
         self
     }
 }
+
+/// The options for a snapshot with this name.
+impl From<&str> for SnapshotOptions {
+    fn from(name: &str) -> Self {
+        Self::new().name(name)
+    }
+}
+
+/// The options for a snapshot with this name.
+impl From<String> for SnapshotOptions {
+    fn from(name: String) -> Self {
+        Self::new().name(name)
+    }
+}

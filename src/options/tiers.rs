@@ -38,7 +38,7 @@ type PolicyMaker = dyn Fn(Place) -> Box<dyn EvictionPolicy> + Send + Sync;
 /// for at in 0..64u8 {
 ///     store.put(&format!("block/{at}").as_str().try_into()?, [at; 4096], Place::Host)?;
 /// }
-/// let first = store.page_by_key(&"block/0".try_into()?)?;
+/// let first = store.page_by_key("block/0")?;
 /// assert_eq!(first.place, Place::Disk);
 /// assert_eq!(store.read_to_vec(first.page)?, [0; 4096]);
 /// store.ensure(&[first.page], Place::Host)?;

@@ -76,7 +76,10 @@ impl Store {
     ///
     /// # Errors
     /// Same as [`Store::commit`], except that conflicts with concurrent batches to the same key are retried.
-    pub fn put(&self, key: &Key, bytes: impl AsRef<[u8]>, place: Place) -> Result<(PageId, Position)> {
+    pub fn put<K>(&self, key: K, bytes: impl AsRef<[u8]>, place: Place) -> Result<(PageId, Position)>
+    where
+        K: TryInto<Key, Error: Into<Error>>,
+    {
         self.put_with(key, bytes, place, |_, _, _| {})
     }
 
@@ -98,17 +101,21 @@ impl Store {
     ///
     /// # Errors
     /// Same as [`Store::put`]; any error that the added operations cause.
-    pub fn put_with(
+    pub fn put_with<K>(
         &self,
-        key: &Key,
+        key: K,
         bytes: impl AsRef<[u8]>,
         place: Place,
         mut more: impl FnMut(&mut WriteBatch, PageRef, Option<&PageInfo>),
-    ) -> Result<(PageId, Position)> {
+    ) -> Result<(PageId, Position)>
+    where
+        K: TryInto<Key, Error: Into<Error>>,
+    {
+        let key = key.try_into().map_err(Into::into)?;
         let bytes = bytes.as_ref();
         loop {
             let mut batch = self.batch();
-            let known = match self.page_by_key(key) {
+            let known = match self.page_by_key(&key) {
                 Ok(info) => {
                     // Checked under the submission lock: if the page changes first, it is looked up again.
                     batch.expect_epoch(info.page, info.epoch);
@@ -120,7 +127,7 @@ impl Store {
                     Some(info.page)
                 }
                 Err(Error::UnknownKey { .. }) => {
-                    let page = batch.create_from(bytes, place).key(key).page();
+                    let page = batch.create_from(bytes, place).key(&key).page();
                     more(&mut batch, page.into(), None);
                     None
                 }

@@ -6,7 +6,7 @@
 //! beside a GPU are read in the same way, as long as no list in flight writes to them. The applier reads all
 //! other pages between two batches: those in GPU memory, and those that keep changing during the read.
 
-use remanent_format::{Key, Lsn, PageId, PageInfo, Place};
+use remanent_format::{Lsn, PageId, PageInfo, Place};
 
 use super::Store;
 use crate::engine::Engine;
@@ -65,13 +65,43 @@ impl Store {
     ///
     /// # Errors
     /// [`Error::UnknownKey`]; the errors of [`Store::read`].
-    pub fn read_key(&self, key: &Key, offset: u64, out: &mut [u8]) -> Result<PageInfo> {
+    pub fn read_key(&self, key: impl AsRef<[u8]>, offset: u64, out: &mut [u8]) -> Result<PageInfo> {
+        let key = key.as_ref();
         loop {
             let page = self.page_by_key(key)?.page;
             match self.read_bytes(page, offset, out) {
                 // The page was deleted after the lookup. Another page may have the key now, or none.
                 Err(Error::UnknownPage { .. }) => {}
                 read => return read.map(|(info, _)| info),
+            }
+        }
+    }
+
+    /// Returns all bytes of the page with this key, or `None` if no page has it.
+    ///
+    /// ```
+    /// use remanent::{Options, Place, Store};
+    /// let store = Store::temporary(Options::default())?;
+    /// store.put("config", b"a = 1", Place::Host)?;
+    /// assert_eq!(store.get("config")?.as_deref(), Some(&b"a = 1"[..]));
+    /// assert_eq!(store.get("settings")?, None);
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Same as [`Store::read_to_vec`]; [`Error::InvalidKey`] if no page can have this key.
+    pub fn get(&self, key: impl AsRef<[u8]>) -> Result<Option<Vec<u8>>> {
+        let key = key.as_ref();
+        loop {
+            let page = match self.page_by_key(key) {
+                Ok(info) => info.page,
+                Err(Error::UnknownKey { .. }) => return Ok(None),
+                Err(error) => return Err(error),
+            };
+            match self.read_to_vec(page) {
+                // The page was deleted after the lookup. Another page may have the key now, or none.
+                Err(Error::UnknownPage { .. }) => {}
+                read => return read.map(Some),
             }
         }
     }

@@ -49,9 +49,9 @@ impl Store {
     /// These leave the store unchanged: [`Error::NameTaken`]; [`Error::Limit`] for an empty name or one of
     /// more than 64 bytes; [`Error::OverBudget`] and [`Error::OutOfMemory`] if an exact snapshot has no room
     /// to copy pages aside. Otherwise the same as [`Store::snapshot`].
-    pub fn snapshot_with(&self, options: SnapshotOptions) -> Result<SnapshotInfo> {
+    pub fn snapshot_with(&self, options: impl Into<SnapshotOptions>) -> Result<SnapshotInfo> {
         self.check_process()?;
-        let SnapshotOptions { name, exact, only_published } = options;
+        let SnapshotOptions { name, exact, only_published } = options.into();
         let snapshots = &self.parts.snapshots;
         let exact = exact || name.is_some();
         let then = if only_published { AfterPublication::Leave } else { AfterPublication::Retain };
@@ -241,11 +241,15 @@ impl Store {
     /// [`Error::Damaged`], [`Error::OverBudget`], [`Error::OutOfMemory`], [`Error::DiskFull`]; [`Error::Io`]
     /// if the system is short of a resource; and [`Error::Leased`] while any page is leased or pinned. A
     /// later failure poisons the store, whose directory then holds the restored state.
-    pub fn restore(&self, point: &StatePoint) -> Result<Position> {
+    pub fn restore<P>(&self, point: P) -> Result<Position>
+    where
+        P: TryInto<StatePoint, Error: Into<Error>>,
+    {
         self.check_process()?;
+        let point = point.try_into().map_err(Into::into)?;
         self.engine().poison.check()?;
         let mut catalog = self.parts.snapshots.catalog.lock();
-        let lsn = match point {
+        let lsn = match &point {
             StatePoint::Lsn(lsn) => *lsn,
             StatePoint::Snapshot(snapshot) => {
                 let snapshot = *snapshot;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use remanent_format::{Key, Metadata, PageId, PageInfo, Place};
+use remanent_format::{Metadata, PageId, PageInfo, Place};
 
 use super::{Pages, Store};
 use crate::applier::lease::Lease;
@@ -153,10 +153,11 @@ impl Store {
     ///
     /// # Errors
     /// [`Error::UnknownKey`]; [`Error::Forked`].
-    pub fn page_by_key(&self, key: &Key) -> Result<PageInfo> {
+    pub fn page_by_key(&self, key: impl AsRef<[u8]>) -> Result<PageInfo> {
         self.check_process()?;
+        let key = key.as_ref();
         let info = self.engine().versions.page_by_key(key, |page, entry| entry.info(page));
-        info.ok_or_else(|| Error::UnknownKey { key: key.clone() })
+        info.ok_or_else(|| Error::unknown_key(key))
     }
 
     /// Returns whether the page exists. Never waits, like [`Store::page`].
@@ -184,9 +185,9 @@ impl Store {
     ///
     /// # Errors
     /// [`Error::Forked`].
-    pub fn contains_key(&self, key: &Key) -> Result<bool> {
+    pub fn contains_key(&self, key: impl AsRef<[u8]>) -> Result<bool> {
         self.check_process()?;
-        Ok(self.engine().versions.page_by_key(key, |_, _| ()).is_some())
+        Ok(self.engine().versions.page_by_key(key.as_ref(), |_, _| ()).is_some())
     }
 
     /// Returns the number of pages. Never waits, like [`Store::page`].

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use remanent_format::{Key, Lsn, Metadata, PageId, PageInfo};
+use remanent_format::{Lsn, Metadata, PageId, PageInfo};
 
 use super::bytes::make_room;
 use super::{LiveView, Store};
@@ -30,7 +30,7 @@ use crate::history::view::View;
 /// assert_eq!(total(&store)?, 4);
 /// assert_eq!(total(&Store::open_read_only(&path)?)?, 4);
 /// let view = store.view()?;
-/// assert_eq!(ReadPages::read_to_vec(&view, view.page_by_key(&"bias".try_into()?)?.page)?, b"bias");
+/// assert_eq!(ReadPages::read_to_vec(&view, view.page_by_key("bias")?.page)?, b"bias");
 /// # Ok::<(), remanent::Error>(())
 /// ```
 pub trait ReadPages {
@@ -56,7 +56,7 @@ pub trait ReadPages {
     ///
     /// # Errors
     /// [`Error::UnknownKey`](crate::Error::UnknownKey); the errors of [`lsn`](Self::lsn).
-    fn page_by_key(&self, key: &Key) -> Result<PageInfo>;
+    fn page_by_key(&self, key: &[u8]) -> Result<PageInfo>;
 
     /// Returns an iterator over all pages, in the order of their ids.
     ///
@@ -129,7 +129,7 @@ impl ReadPages for Store {
         self.page(page)
     }
 
-    fn page_by_key(&self, key: &Key) -> Result<PageInfo> {
+    fn page_by_key(&self, key: &[u8]) -> Result<PageInfo> {
         self.page_by_key(key)
     }
 
@@ -165,7 +165,7 @@ impl ReadPages for LiveView<'_> {
         self.page(page)
     }
 
-    fn page_by_key(&self, key: &Key) -> Result<PageInfo> {
+    fn page_by_key(&self, key: &[u8]) -> Result<PageInfo> {
         self.page_by_key(key)
     }
 
@@ -205,7 +205,7 @@ impl ReadPages for View {
         self.page(page)
     }
 
-    fn page_by_key(&self, key: &Key) -> Result<PageInfo> {
+    fn page_by_key(&self, key: &[u8]) -> Result<PageInfo> {
         self.page_by_key(key)
     }
 
@@ -243,8 +243,8 @@ impl ReadPages for Replica {
         self.page(page).ok_or(Error::UnknownPage { page })
     }
 
-    fn page_by_key(&self, key: &Key) -> Result<PageInfo> {
-        self.page_by_key(key).ok_or_else(|| Error::UnknownKey { key: key.clone() })
+    fn page_by_key(&self, key: &[u8]) -> Result<PageInfo> {
+        self.page_by_key(key).ok_or_else(|| Error::unknown_key(key))
     }
 
     fn pages(&self) -> Result<Box<dyn Iterator<Item = PageInfo> + '_>> {

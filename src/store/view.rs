@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use remanent_format::{Key, Lsn, Metadata, PageId, PageInfo};
+use remanent_format::{Lsn, Metadata, PageId, PageInfo};
 
 use super::Store;
 use crate::base::process::ForkGuard;
@@ -94,8 +94,9 @@ impl<'s> LiveView<'s> {
     ///
     /// # Errors
     /// [`Error::UnknownKey`]; [`Error::Forked`].
-    pub fn page_by_key(&self, key: &Key) -> Result<PageInfo> {
-        self.table.check()?.page_by_key(key).ok_or_else(|| Error::UnknownKey { key: key.clone() })
+    pub fn page_by_key(&self, key: impl AsRef<[u8]>) -> Result<PageInfo> {
+        let key = key.as_ref();
+        self.table.check()?.page_by_key(key).ok_or_else(|| Error::unknown_key(key))
     }
 
     /// Returns whether the page exists; always false in a forked child.

@@ -188,7 +188,7 @@ impl Versions {
     }
 
     /// Applies `read` to the page that has a key now.
-    pub fn page_by_key<R>(&self, key: &Key, read: impl Fn(PageId, &SeenPage<'_>) -> R) -> Option<R> {
+    pub fn page_by_key<R>(&self, key: &[u8], read: impl Fn(PageId, &SeenPage<'_>) -> R) -> Option<R> {
         loop {
             let at = self.visible();
             let found = self.page_by_key_at(key, at, &read);
@@ -200,11 +200,12 @@ impl Versions {
     }
 
     /// Applies `read` to the page that has a key as of a visible Lsn or that of a view.
-    fn page_by_key_at<R>(&self, key: &Key, at: Lsn, read: impl Fn(PageId, &SeenPage<'_>) -> R) -> Option<R> {
+    fn page_by_key_at<R>(&self, key: &[u8], at: Lsn, read: impl Fn(PageId, &SeenPage<'_>) -> R) -> Option<R> {
         let found = self.keys.look(key, |holders| {
             let mut pages = std::iter::once(&holders.newest).chain(&holders.earlier);
-            let has_key =
-                |page: &PageId, entry: &SeenPage<'_>| (entry.key() == Some(key)).then(|| read(*page, entry));
+            let has_key = |page: &PageId, entry: &SeenPage<'_>| {
+                (entry.key().map(Key::as_bytes) == Some(key)).then(|| read(*page, entry))
+            };
             pages.find_map(|page| self.page_at(*page, at, |entry| has_key(page, entry)).ok().flatten())
         });
         found.flatten()
@@ -538,7 +539,7 @@ impl<'v> TableView<'v> {
     }
 
     /// Returns the page with a key as of the view's batch.
-    pub fn page_by_key(&self, key: &Key) -> Option<PageInfo> {
+    pub fn page_by_key(&self, key: &[u8]) -> Option<PageInfo> {
         self.versions.page_by_key_at(key, self.at, |page, entry| entry.info(page))
     }
 

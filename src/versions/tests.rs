@@ -94,7 +94,12 @@ fn check(view: &TableView<'_>, table: &PageTable) {
     assert!(listed.eq(table.pages()), "at {}", table.lsn());
     assert_eq!(view.root(), (table.root().clone(), table.pages().len() as u64));
     for number in 0..8 {
-        assert_eq!(view.page_by_key(&key(number)), table.get_key(&key(number)), "at {}", table.lsn());
+        assert_eq!(
+            view.page_by_key(key(number).as_bytes()),
+            table.get_key(&key(number)),
+            "at {}",
+            table.lsn()
+        );
     }
 }
 
@@ -322,7 +327,11 @@ fn a_restore_brings_pages_back_and_takes_pages_away() {
     ground.table.replace(lsn, pages.iter().cloned(), root.clone());
     ground.table.index_keys().unwrap();
     ground.versions.replace(lsn, &pages, &root);
-    assert_eq!(ground.versions.page_by_key(&key(1), |page, _| page), Some(PageId(3)), "not logged yet");
+    assert_eq!(
+        ground.versions.page_by_key(key(1).as_bytes(), |page, _| page),
+        Some(PageId(3)),
+        "not logged yet"
+    );
     ground.log();
     check(&ground.versions.view(), &ground.table);
     for len in 0..200 {
@@ -405,12 +414,13 @@ fn batches_are_atomic_and_reads_monotonic() {
                     assert_eq!(info.place, place_of(at));
                     let (root, page_count) = view.root();
                     assert_eq!((root.get("at"), page_count), (Some(&Value::U64(at)), 4));
-                    assert_eq!(view.page_by_key(&held).unwrap().page, PageId(3 + at));
+                    assert_eq!(view.page_by_key(held.as_bytes()).unwrap().page, PageId(3 + at));
                     drop(view);
                     let visible = versions.visible();
                     let len = versions.page(PageId(2), |page| page.info(PageId(1)).len).unwrap();
-                    let holder =
-                        versions.page_by_key(&held, |page, _| page).expect("some page always has it");
+                    let holder = versions
+                        .page_by_key(held.as_bytes(), |page, _| page)
+                        .expect("some page always has it");
                     assert!(len + 2 >= visible.0 && holder.0 >= 3 + len, "what was visible stays");
                     assert!((visible, len, holder) >= last);
                     last = (visible, len, holder);

@@ -185,13 +185,13 @@ fn all(pages: &impl ReadPages) -> Vec<(PageId, Option<Key>, Vec<u8>)> {
         let beyond = pages.read(info.page, info.len, &mut last).unwrap_err();
         assert!(matches!(beyond, Error::OutOfBounds { .. }), "{beyond}");
         if let Some(key) = &info.key {
-            assert_eq!(pages.page_by_key(key).unwrap().page, info.page);
+            assert_eq!(pages.page_by_key(key.as_bytes()).unwrap().page, info.page);
         }
         (info.page, info.key, bytes)
     };
     let all = listed.into_iter().map(read).collect();
     assert!(matches!(pages.page(PageId(999)), Err(Error::UnknownPage { .. })));
-    assert!(matches!(pages.page_by_key(&Key::new("none").unwrap()), Err(Error::UnknownKey { .. })));
+    assert!(matches!(pages.page_by_key(b"none"), Err(Error::UnknownKey { .. })));
     assert!(matches!(pages.read_to_vec(PageId(999)), Err(Error::UnknownPage { .. })));
     all
 }
@@ -394,4 +394,36 @@ fn put_succeeds_under_concurrent_key_changes() {
         let info = store.page_by_key(&key).unwrap();
         assert_eq!((info.page, store.read_to_vec(page).unwrap()), (page, b"last".to_vec()));
     }
+}
+
+/// A program writes keys, names and states as text, and need not convert them first.
+#[test]
+fn calls_take_text_for_keys_names_and_states() {
+    let store = Store::temporary(Options::default()).unwrap();
+    let (page, first) = store.put("a", b"one", Place::Host).unwrap();
+    store.snapshot_with("before").unwrap();
+    let mut batch = store.batch();
+    batch.write(store.page_by_key("a").unwrap(), 0, b"two");
+    store.commit(batch).unwrap();
+    assert_eq!(store.get("a").unwrap().as_deref(), Some(&b"two"[..]));
+
+    for point in ["name:before", "before", "lsn:1"] {
+        store.restore(point).unwrap();
+        assert_eq!(store.get("a").unwrap().as_deref(), Some(&b"one"[..]), "{point}");
+        store.put("a", b"two", Place::Host).unwrap();
+    }
+    store.restore(first.lsn).unwrap();
+    let mut batch = store.batch();
+    batch.delete(&store.page(page).unwrap());
+    store.commit(batch).unwrap();
+    assert_eq!(store.get("a").unwrap(), None);
+
+    assert!(matches!(store.restore("12"), Err(Error::InvalidStatePoint { .. })));
+    assert!(matches!(store.page_by_key("a"), Err(Error::UnknownKey { .. })));
+    for unusable in [String::new(), "k".repeat(65)] {
+        assert!(matches!(store.page_by_key(&unusable), Err(Error::InvalidKey(_))));
+        assert!(matches!(store.get(&unusable), Err(Error::InvalidKey(_))));
+        assert!(matches!(store.put(&unusable, b"", Place::Host), Err(Error::InvalidKey(_))));
+    }
+    assert_eq!(store.page_count().unwrap(), 0);
 }

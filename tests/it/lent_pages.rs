@@ -69,7 +69,7 @@ impl Bench {
         self.store.submit(self.store.batch().set_root("step", 1u64)).unwrap().wait(Ack::Applied).unwrap();
         // A read comes after all batches on a device that is late.
         commit(&self.store, |batch| _ = batch.create(1, PLACE).key("last")).unwrap();
-        let last = self.store.page_by_key(&"last".try_into().unwrap()).unwrap().page;
+        let last = self.store.page_by_key("last").unwrap().page;
         content(&self.store, last);
         commit(&self.store, |batch| _ = batch.delete(last)).unwrap();
         bytes_of(&self.memory)

@@ -1,5 +1,6 @@
 //! Values that one thread replaces while others read them without a lock.
 
+use std::borrow::Borrow;
 use std::hash::{BuildHasher, Hash, RandomState};
 use std::ops::Deref;
 use std::sync::{Arc, OnceLock};
@@ -70,12 +71,16 @@ impl<K: Hash + Eq, V> Map<K, V> {
         Self { hasher: RandomState::new(), shards: (0..SHARDS).map(|_| shard()).collect() }
     }
 
-    fn shard(&self, key: &K) -> &OnceLock<papaya::HashMap<K, V>> {
+    fn shard<Q: Hash + ?Sized>(&self, key: &Q) -> &OnceLock<papaya::HashMap<K, V>> {
         &self.shards[(self.hasher.hash_one(key) >> 32) as usize % SHARDS]
     }
 
     /// Calls `look` with the key's value and returns its result.
-    pub fn look<R>(&self, key: &K, look: impl FnOnce(&V) -> R) -> Option<R> {
+    pub fn look<Q, R>(&self, key: &Q, look: impl FnOnce(&V) -> R) -> Option<R>
+    where
+        K: Borrow<Q>,
+        Q: Hash + Eq + ?Sized,
+    {
         self.shard(key).get()?.pin().get(key).map(look)
     }
 

@@ -1,6 +1,7 @@
 //! Values that one thread replaces while others read them, under a test scheduler: each read and each change
 //! is a point at which another thread may be scheduled.
 
+use std::borrow::Borrow;
 use std::collections::HashMap;
 use std::hash::Hash;
 use std::ops::Deref;
@@ -62,7 +63,11 @@ impl<K: Hash + Eq, V> Map<K, V> {
     }
 
     /// Calls `look` with the key's value and returns its result.
-    pub fn look<R>(&self, key: &K, look: impl FnOnce(&V) -> R) -> Option<R> {
+    pub fn look<Q, R>(&self, key: &Q, look: impl FnOnce(&V) -> R) -> Option<R>
+    where
+        K: Borrow<Q>,
+        Q: Hash + Eq + ?Sized,
+    {
         self.0.lock().get(key).map(look)
     }
 

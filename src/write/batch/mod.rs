@@ -32,7 +32,7 @@ pub(crate) use whole_pages::{OpImages, WHOLE_PAGE_LEN_MIN, WholePage};
 pub use working_copy::WorkingCopy;
 pub(crate) use working_copy::{ChunkDigests, CopyShadow, UNKNOWN_DIGEST};
 
-use remanent_format::{Epoch, Key, Metadata, PageId, Place, Value, Width};
+use remanent_format::{Epoch, Key, Metadata, PageId, PageInfo, Place, Value, Width};
 
 use crate::applier::Handover;
 use crate::base::allocation::{copied, make_room, push};
@@ -73,6 +73,18 @@ impl NewPage {
 impl From<PageId> for PageRef {
     fn from(page: PageId) -> Self {
         Self(OpTarget::Existing(page))
+    }
+}
+
+impl From<PageInfo> for PageRef {
+    fn from(info: PageInfo) -> Self {
+        info.page.into()
+    }
+}
+
+impl From<&PageInfo> for PageRef {
+    fn from(info: &PageInfo) -> Self {
+        info.page.into()
     }
 }
 

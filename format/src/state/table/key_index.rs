@@ -19,12 +19,12 @@ pub(super) struct KeyIndex {
 }
 
 impl KeyIndex {
-    fn shard(key: &Key) -> usize {
+    fn shard(key: &[u8]) -> usize {
         // The map hashes the key again, so a fast hash is sufficient here.
-        crc32fast::hash(key.as_bytes()) as usize % SHARDS
+        crc32fast::hash(key) as usize % SHARDS
     }
 
-    pub fn get(&self, key: &Key) -> Option<&PageId> {
+    pub fn get(&self, key: &[u8]) -> Option<&PageId> {
         if self.shards.is_empty() { None } else { self.shards[Self::shard(key)].get(key) }
     }
 
@@ -32,7 +32,7 @@ impl KeyIndex {
         if self.shards.is_empty() {
             self.shards.resize_with(SHARDS, HashMap::new);
         }
-        let shard = Self::shard(&key);
+        let shard = Self::shard(key.as_bytes());
         self.shards[shard].insert(key, page)
     }
 
@@ -40,7 +40,7 @@ impl KeyIndex {
         if self.shards.is_empty() {
             return None;
         }
-        let shard = Self::shard(key);
+        let shard = Self::shard(key.as_bytes());
         self.shards[shard].remove(key)
     }
 
@@ -57,7 +57,7 @@ impl KeyIndex {
 impl PartialEq for KeyIndex {
     fn eq(&self, other: &Self) -> bool {
         let mut pairs = self.shards.iter().flatten();
-        self.len() == other.len() && pairs.all(|(key, page)| other.get(key) == Some(page))
+        self.len() == other.len() && pairs.all(|(key, page)| other.get(key.as_bytes()) == Some(page))
     }
 }
 
@@ -69,7 +69,7 @@ mod tests {
     fn an_index_is_a_map_of_keys() {
         let key = |number: u64| Key::new(number.to_le_bytes()).unwrap();
         let (mut one, mut other) = (KeyIndex::default(), KeyIndex::default());
-        assert!(one == other && one.get(&key(1)).is_none() && one.remove(&key(1)).is_none());
+        assert!(one == other && one.get(key(1).as_bytes()).is_none() && one.remove(&key(1)).is_none());
         for number in 0..5000 {
             assert_eq!(one.insert(key(number), PageId(number)), None);
             assert_eq!(other.insert(key(4999 - number), PageId(4999 - number)), None);
@@ -78,7 +78,11 @@ mod tests {
         assert_eq!(one.insert(key(7), PageId(8)), Some(PageId(7)));
         assert!(one != other);
         assert_eq!(other.remove(&key(7)), Some(PageId(7)));
-        assert!(one != other && one.get(&key(7)) == Some(&PageId(8)) && other.get(&key(7)).is_none());
+        assert!(
+            one != other
+                && one.get(key(7).as_bytes()) == Some(&PageId(8))
+                && other.get(key(7).as_bytes()).is_none()
+        );
         one.clear();
         assert!(one == KeyIndex::default());
     }

@@ -134,8 +134,8 @@ impl PageTable {
 
     /// Returns the page that has a key.
     #[must_use]
-    pub fn get_key(&self, key: &Key) -> Option<PageInfo> {
-        self.keys.get(key).and_then(|page| self.get(*page))
+    pub fn get_key(&self, key: impl AsRef<[u8]>) -> Option<PageInfo> {
+        self.keys.get(key.as_ref()).and_then(|page| self.get(*page))
     }
 
     /// Returns all pages, in the order of their ids.
@@ -197,7 +197,7 @@ impl PageTable {
                 // The key may already belong to another page, if the batch freed it and assigned it again.
                 if let Some(entry) = self.pages.remove(*page)
                     && let Some(key) = entry.key()
-                    && self.keys.get(key) == Some(page)
+                    && self.keys.get(key.as_bytes()) == Some(page)
                 {
                     self.keys.remove(key);
                 }

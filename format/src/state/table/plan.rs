@@ -311,7 +311,7 @@ impl PageTable {
                         }
                         check_number("page id", page.0, NUMBER_MAX - 1)?;
                         if let (Some(key), PlanMode::Commit) = (key, mode) {
-                            let old = self.keys.get(key).filter(|_| !keys_freed.contains(key));
+                            let old = self.keys.get(key.as_bytes()).filter(|_| !keys_freed.contains(key));
                             if let Some(holder) = keys_new.get(key).or(old) {
                                 return Err(Refusal::KeyTaken { key: key.clone(), holder: *holder });
                             }
