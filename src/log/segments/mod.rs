@@ -1,20 +1,20 @@
-//! Segment files: made whole before they get their name, reused when nothing needs them.
+//! Segment files: written whole before they get their name, and reused when no longer needed.
 //!
-//! A crash here loses nothing. Recovery reads no temporary file, and a spare holds nothing. A segment that
-//! has its name is empty, synced and in its folder before the first frame enters its predecessor (I8).
+//! A crash here loses nothing. Recovery reads no temporary files, and spares have no contents. A segment with
+//! its name is empty, synced and in its folder before the first frame enters its predecessor (I8).
 //!
-//! A log that grows takes its segments from [`SegmentPool::make`]. An open has its own road, and a full disk
-//! has claims of its own order.
+//! A log that grows takes its segments from [`SegmentPool::make`]. An open publishes its first segment
+//! separately, and a full disk has its own order of claims.
 //!
-//! | file | what it holds |
+//! | file | contents |
 //! |---|---|
-//! | `file` | how a segment is written, synced and named |
-//! | `spares` | which files wait to become segments, by length |
+//! | `file` | writing, syncing and naming a segment |
+//! | `spares` | the files that wait to become segments, by length |
 //! | `reserve` | the claims on a full disk |
 //! | `opening` | the segment that an open publishes |
 //!
 //! Lock order: the log's `growth` lock, then `spares`. The log's state lock is never held while files are
-//! made, so a committer that finds room does not wait for them.
+//! created, so a committer that finds room does not wait for them.
 
 mod file;
 mod spares;
@@ -193,8 +193,7 @@ impl SegmentPool {
         Ok(made)
     }
 
-    /// Makes a new segment. Where an open finds no space for one, the shortest possible segment is enough for
-    /// it.
+    /// Creates a segment. If an open finds no space for one, it falls back to the shortest possible segment.
     fn make_for(&self, number: u64, wanted: u64, purpose: SpacePurpose) -> Result<SegmentFile> {
         match self.create_segment(number, wanted, NOTHING) {
             Err(Error::DiskFull { .. }) if purpose == SpacePurpose::Open && wanted > SEGMENT_LEN_MIN => {

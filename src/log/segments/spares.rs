@@ -7,8 +7,8 @@ use std::sync::atomic::Ordering;
 use crate::base::sync::atomic::AtomicUsize;
 
 /// The length of a log's first segments, unless segments are shorter anyway. A log of 16 MiB segments takes
-/// 80 MB before anything is written; with this length a young store, or an opening that commits little, takes
-/// little.
+/// 80 MB before anything is written; with this length, a young store or an opening with few commits takes
+/// little space.
 pub(super) const FIRST_LEN: u64 = 256 << 10;
 
 /// The number of spares, of any length, that are held in addition to the reserve, so that a store on a full
@@ -141,7 +141,7 @@ impl Spares {
         self.surplus_bytes() > allowed
     }
 
-    /// Notes that the log has got a segment of this length because it grew.
+    /// Records that the log got a segment of this length because it grew.
     pub(super) fn grown(&mut self, len: u64) {
         self.next_len = (2 * self.next_len).max(len).min(self.rules.len);
     }
