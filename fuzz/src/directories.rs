@@ -43,7 +43,7 @@ pub fn examine(files: &Files) -> bool {
     let pure = rebuilt.as_ref().map(State::rebuilt);
     // A view and a salvage use the newest snapshot whatever the state of its images, and miss damage in them.
     // If a rebuild skipped that snapshot, made-up files may give another state from an older one.
-    let newest = pure.as_ref().filter(|_| rebuilt.is_some_and(|rebuilt| rebuilt.passed_over.is_empty()));
+    let newest = pure.as_ref().filter(|_| rebuilt.is_some_and(|rebuilt| rebuilt.skipped.is_empty()));
     let disk = files.disk();
     check_view(&disk, newest);
     salvage(files, newest);

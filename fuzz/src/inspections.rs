@@ -61,7 +61,7 @@ pub fn inspect(files: &Files) -> bool {
     let (is_sound, _) = ended(&["verify", "--memory-max", MEMORY_MAX], dir.path());
     assert!(!is_sound || rebuilt.is_some(), "`verify` finds nothing in what cannot be rebuilt");
     // If the newest snapshot was skipped, `pages` still shows its state, and reports it.
-    if let Some(rebuilt) = rebuilt.filter(|rebuilt| rebuilt.passed_over.is_empty()) {
+    if let Some(rebuilt) = rebuilt.filter(|rebuilt| rebuilt.skipped.is_empty()) {
         shows(&rebuilt, dir.path(), is_sound);
     }
     assert!(files_of(dir.path()) == before, "an inspecting command changed what it inspects");

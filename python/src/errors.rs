@@ -111,9 +111,9 @@ fn details<'py>(py: Python<'py>, error: &Error, path: Option<&str>) -> PyResult<
         }
         Error::Forked { opener } => fields.set_item("opener", opener)?,
         Error::DiskFull { needed, .. } => fields.set_item("needed", needed)?,
-        Error::OverBudget { place, asked, available, .. } => {
+        Error::OverBudget { place, requested, available, .. } => {
             fields.set_item("place", place.to_string())?;
-            fields.set_item("asked", asked)?;
+            fields.set_item("asked", requested)?;
             fields.set_item("available", available)?;
         }
         Error::OutsideWindow { oldest, newest, .. } => {

@@ -30,7 +30,7 @@ pub(crate) struct ArrivalProof {
     /// The expected sums.
     sums: Vec<u32>,
     /// The number of their writes that are in the list so far.
-    asked: usize,
+    requested: usize,
 }
 
 /// Long writes that are in a list and not summed yet.
@@ -78,14 +78,14 @@ impl ArrivalSums {
 impl ArrivalProof {
     /// Makes a proof with these sums, which are returned in the list's staging `index`.
     pub fn new(index: usize, sums: Vec<u32>) -> Self {
-        Self { index, sums, asked: 0 }
+        Self { index, sums, requested: 0 }
     }
 
     /// Returns the location that receives the sum of the list's next long write.
     pub fn next_sum(&mut self) -> StagingSpan {
-        let offset = sums_len(self.asked);
-        self.asked += 1;
-        assert!(self.asked <= self.sums.len()); // I12: each long write was summed before it was logged.
+        let offset = sums_len(self.requested);
+        self.requested += 1;
+        assert!(self.requested <= self.sums.len()); // I12: each long write was summed before it was logged.
         StagingSpan { index: self.index, offset, len: sums_len(1) }
     }
 
@@ -104,7 +104,7 @@ impl ArrivalProof {
     /// # Errors
     /// A device error.
     pub fn check(&self, returned: &[Staging], device: &dyn Device) -> Result<()> {
-        assert!(self.asked == self.sums.len()); // I12: no long write was sent without its sum.
+        assert!(self.requested == self.sums.len()); // I12: no long write was sent without its sum.
         let of_device = &returned[self.index][..sums_len(self.sums.len())];
         let holds = sums_in(of_device).eq(self.sums.iter().copied());
         if holds { Ok(()) } else { Err(transfer_corrupted(device, "bytes of a batch")) }

@@ -61,20 +61,20 @@ struct LoadStates {
     /// The bytes of those pages.
     bytes: u64,
     /// Requested pages, which are taken first, by their index in `waiting`.
-    asked: Queue<usize>,
+    requested: Queue<usize>,
     failed: BTreeMap<PageId, Error>,
     /// Memory of the pages that will not be loaded.
     abandoned: Queue<PageMemory>,
     /// Why no more pages are loaded, once that is the case.
-    over: Option<Error>,
+    end_error: Option<Error>,
 }
 
 impl LoadStates {
     /// Requests these pages, which are then taken before others.
     fn ask(&mut self, pages: &[PageId]) {
-        let Self { waiting, indices, asked, .. } = self;
+        let Self { waiting, indices, requested, .. } = self;
         let wanted = pages.iter().filter_map(|page| indices.get(*page)).filter(|at| waiting[**at].is_some());
-        wanted.for_each(|at| asked.push_back(*at));
+        wanted.for_each(|at| requested.push_back(*at));
     }
 
     /// Returns the first index from `at` on with a waiting page.
@@ -159,7 +159,7 @@ impl UnloadedSet {
         state.ask(&pages);
         for page in pages {
             while state.indices.contains(page) {
-                if let Some(error) = &state.over {
+                if let Some(error) = &state.end_error {
                     return Err(error.clone());
                 }
                 self.changed.wait(&mut state);
@@ -178,7 +178,7 @@ impl UnloadedSet {
     pub fn wait_all(&self) -> Result<()> {
         let mut state = self.state.lock();
         while !state.indices.is_empty() {
-            if let Some(error) = &state.over {
+            if let Some(error) = &state.end_error {
                 return Err(error.clone());
             }
             self.changed.wait(&mut state);
@@ -192,13 +192,13 @@ impl UnloadedSet {
     /// `None` if there is nothing left to take.
     pub fn take(&self, asked_bytes_max: u64, bytes_max: u64) -> Option<Vec<UnloadedPage>> {
         let mut state = self.state.lock();
-        if state.over.is_some() {
+        if state.end_error.is_some() {
             return None;
         }
-        let LoadStates { waiting, asked, .. } = &mut *state;
+        let LoadStates { waiting, requested, .. } = &mut *state;
         // A page that was requested twice is taken once.
         let is_waiting = |at: &usize| waiting[*at].is_some();
-        let (first, bytes_max) = match std::iter::from_fn(|| asked.pop_front()).find(is_waiting) {
+        let (first, bytes_max) = match std::iter::from_fn(|| requested.pop_front()).find(is_waiting) {
             Some(at) => (at, asked_bytes_max),
             None if waiting.is_empty() => return None,
             None => {
@@ -232,7 +232,7 @@ impl UnloadedSet {
         }
         if state.indices.is_empty() {
             (state.waiting, state.following) = (Vec::new(), Vec::new());
-            state.asked = Queue::default();
+            state.requested = Queue::default();
         }
         self.left.store(state.indices.len() + state.failed.len(), Ordering::Release);
         self.changed.notify_all();
@@ -250,7 +250,7 @@ impl UnloadedSet {
 
     /// Stops loading because of `error`, which callers that wait for unloaded pages receive.
     pub fn end(&self, error: Error) {
-        self.state.lock().over.get_or_insert(error);
+        self.state.lock().end_error.get_or_insert(error);
         self.changed.notify_all();
     }
 
@@ -258,10 +258,10 @@ impl UnloadedSet {
     pub fn is_over_within(&self, time: Duration) -> bool {
         let until = Instant::now() + time;
         let mut state = self.state.lock();
-        while state.over.is_none() && Instant::now() < until {
+        while state.end_error.is_none() && Instant::now() < until {
             self.changed.wait_until(&mut state, until);
         }
-        state.over.is_some()
+        state.end_error.is_some()
     }
 
     /// Returns taken pages after loading has stopped. They stay on disk.
@@ -331,9 +331,9 @@ mod tests {
         let arena = arena();
         let unloaded = ten(&arena);
         assert_eq!(unloaded.left(), (10, 10 * LEN));
-        let take = |asked: &[u64], expected: &[u64]| {
-            let asked: Vec<PageId> = asked.iter().copied().map(PageId).collect();
-            unloaded.state.lock().ask(&asked);
+        let take = |requested: &[u64], expected: &[u64]| {
+            let requested: Vec<PageId> = requested.iter().copied().map(PageId).collect();
+            unloaded.state.lock().ask(&requested);
             let taken = unloaded.take(2 * LEN, 2 * LEN).unwrap();
             assert_eq!(numbers(&taken), expected);
             load(&unloaded, &arena, taken);

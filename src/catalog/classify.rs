@@ -119,10 +119,10 @@ impl KnownImages {
         let mut classify_each = |pages: &[PageId], each: &mut dyn FnMut(PageId, PageClass) -> Result<()>| {
             // The next group is requested before waiting for the result of this one: with one group at a
             // time, half of the time is spent on threads waking each other.
-            let mut asked: Option<(&[PageId], L)> = None;
+            let mut requested: Option<(&[PageId], L)> = None;
             for pages in pages.chunks(LOOK_PAGES).map(Some).chain([None]) {
                 let next = pages.map(|pages| (pages, classify(pages.to_vec())));
-                if let Some((pages, answer)) = std::mem::replace(&mut asked, next) {
+                if let Some((pages, answer)) = std::mem::replace(&mut requested, next) {
                     pages.iter().zip(answer()?).try_for_each(|(page, class)| each(*page, class))?;
                 }
             }

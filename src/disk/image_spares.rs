@@ -240,14 +240,14 @@ impl ImageSpares {
 
     /// Drops the resource that keeps the file with this number ready, before the file is removed or
     /// truncated.
-    pub fn let_go(&self, number: u64) {
+    pub fn drop_kept_ready(&self, number: u64) {
         // Dropped outside the lock, because that takes a while.
         let kept = self.kept_ready.lock().remove(&number);
         drop(kept);
     }
 
     fn remove(&self, name: FileName, number: u64) -> Result<()> {
-        self.let_go(number);
+        self.drop_kept_ready(number);
         self.disk.remove(name)
     }
 

@@ -96,8 +96,9 @@ impl Window for MappedWindow {
         // Requests all evicted pages at once. Faults would read them page by page: 4 MiB took 100 ms on a
         // disk that reads them at once in 3 ms. Kernels before 5.14 lack the second advice. A failing fault
         // is an error here, but SIGBUS in a put.
-        let asked = self.map.advise_range(Advice::WillNeed, start, len);
-        if let Err(error) = asked.and_then(|()| self.map.advise_range(Advice::PopulateWrite, start, len)) {
+        let requested = self.map.advise_range(Advice::WillNeed, start, len);
+        if let Err(error) = requested.and_then(|()| self.map.advise_range(Advice::PopulateWrite, start, len))
+        {
             tracing::debug!(file = %self.name, %error, "the log's memory is not brought in ahead");
         }
     }

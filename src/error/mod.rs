@@ -259,12 +259,12 @@ pub enum Error {
         limit: u64,
     },
     /// The budget of the place has too little room left. Nothing changed.
-    #[error("{asked} bytes in place {place} are over the budget: {available} of {budget} left")]
+    #[error("{requested} bytes in place {place} are over the budget: {available} of {budget} left")]
     OverBudget {
         /// The requested place.
         place: Place,
         /// The number of requested bytes.
-        asked: u64,
+        requested: u64,
         /// The number of bytes left in the budget.
         available: u64,
         /// The budget of the place in bytes.
@@ -358,12 +358,12 @@ pub enum Error {
     },
     /// The requested state can no longer be reconstructed, or the batch does not exist yet.
     #[error(
-        "the state at batch {asked} is out of reach: the store goes back to {oldest}, and is at {newest}{}",
+        "the state at batch {requested} is out of reach: the store goes back to {oldest}, and is at {newest}{}",
         single_states(below)
     )]
     OutsideWindow {
         /// The requested batch.
-        asked: Lsn,
+        requested: Lsn,
         /// The oldest batch whose state can be reconstructed.
         oldest: Lsn,
         /// The newest batch.
@@ -485,7 +485,7 @@ impl Error {
         match self {
             Error::Damaged(damage) => damage.lsn,
             Error::Overtaken { lsn, .. } | Error::OutOfOrder { lsn, .. } => Some(*lsn),
-            Error::OutsideWindow { asked, .. } => Some(*asked),
+            Error::OutsideWindow { requested, .. } => Some(*requested),
             Error::Diverged { position, .. } => Some(position.lsn),
             Error::Poisoned(cause) => cause.lsn(),
             _ => None,

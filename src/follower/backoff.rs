@@ -72,7 +72,7 @@ pub(super) struct Suspicion {
     at: Instant,
     again_after: Duration,
     /// Whether any check was made yet.
-    judged: bool,
+    was_checked: bool,
     /// Whether data that resembles a frame has advanced the next check.
     noted: bool,
 }
@@ -80,12 +80,12 @@ pub(super) struct Suspicion {
 impl Suspicion {
     /// Schedules the first check immediately, because the age of the log's end is not known.
     pub fn new() -> Self {
-        Self { at: Instant::now(), again_after: JUDGE_AFTER, judged: false, noted: false }
+        Self { at: Instant::now(), again_after: JUDGE_AFTER, was_checked: false, noted: false }
     }
 
     /// Records that a frame was found.
     pub fn progress(&mut self) {
-        let pause = if self.judged { JUDGE_AFTER } else { Duration::ZERO };
+        let pause = if self.was_checked { JUDGE_AFTER } else { Duration::ZERO };
         *self = Self { at: Instant::now() + pause, again_after: JUDGE_AFTER, noted: false, ..*self };
     }
 
@@ -103,8 +103,8 @@ impl Suspicion {
     }
 
     /// Records that a check found no damage.
-    pub fn judged(&mut self, now: Instant) {
-        self.judged = true;
+    pub fn note_check(&mut self, now: Instant) {
+        self.was_checked = true;
         self.at = now + self.again_after;
         self.again_after = (2 * self.again_after).min(JUDGE_AFTER_MAX);
     }

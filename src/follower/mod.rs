@@ -237,7 +237,7 @@ impl Follower {
             // 3. Check whether waiting can help.
             if due {
                 self.judge()?;
-                self.suspicion.judged(now);
+                self.suspicion.note_check(now);
                 // A frame that was written in the meantime can now be read.
                 continue;
             }

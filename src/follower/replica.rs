@@ -45,7 +45,7 @@ impl Replica {
     #[doc(hidden)]
     pub fn from_snapshot_on(disk: &Arc<dyn Disk>) -> Result<Self> {
         // An error while the snapshot is being recycled is not final: a newer snapshot exists.
-        let asked = ask(
+        let requested = ask(
             disk,
             Lsn(1),
             |_| true,
@@ -55,7 +55,7 @@ impl Replica {
                 None => Err(missing(disk, LogPoint { segment: 1, ..LogPoint::default() })),
             },
         );
-        asked.map_err(|error| error.in_store(&disk.label()))
+        requested.map_err(|error| error.in_store(&disk.label()))
     }
 
     fn load(disk: &Arc<dyn Disk>, survey: &Survey) -> Result<Self> {

@@ -241,14 +241,16 @@ impl PastState {
             return Ok(past);
         }
         let nothing = || match (until, oldest) {
-            (Until::At(asked), Some(oldest)) if asked < oldest => {
+            (Until::At(requested), Some(oldest)) if requested < oldest => {
                 // The error states the range of available batches.
                 match log_end() {
                     Some((newest, reach)) => {
                         let oldest = reach.opens_at().unwrap_or_default();
-                        Error::OutsideWindow { asked, oldest, newest: *newest, below: reach.below() }
+                        Error::OutsideWindow { requested, oldest, newest: *newest, below: reach.below() }
                     }
-                    None => Error::OutsideWindow { asked, oldest, newest: survey.mark(), below: Vec::new() },
+                    None => {
+                        Error::OutsideWindow { requested, oldest, newest: survey.mark(), below: Vec::new() }
+                    }
                 }
             }
             _ => survey.log.chain_break().cloned().unwrap_or_else(|| missing(survey)).into(),
@@ -273,13 +275,13 @@ impl PastState {
         };
         let resolution = op_locations.follow(survey, source, base, until.lsn())?;
         let newest = resolution.resolved.table.lsn();
-        if let Until::At(asked) = until
+        if let Until::At(requested) = until
             && let Some(end) = resolution.end
-            && newest < asked
+            && newest < requested
         {
             let reach = Reach::of(survey, &end.verified);
             let (oldest, below) = (reach.opens_at().unwrap_or_default(), reach.below());
-            return Err(Error::OutsideWindow { asked, oldest, newest, below });
+            return Err(Error::OutsideWindow { requested, oldest, newest, below });
         }
         let redo = base.map(|manifest| manifest.redo).or_else(|| survey.log.beginning());
         let redo = redo.expect("the log was followed from there");

@@ -131,7 +131,7 @@ impl ImageWriters {
                 None => ImageWriter::create(disk, store, number, purpose, options),
             };
             let undo = |_: &Error| {
-                spares.let_go(number);
+                spares.drop_kept_ready(number);
                 spares.forget(over.keys());
             };
             self.files.push(file.inspect_err(undo)?);
@@ -147,7 +147,7 @@ impl ImageWriters {
         let tail_max = file_len / TAIL_SHARE + TAIL_MIN;
         let target = target.filter(|target| target.byte_len() <= file_len.saturating_add(tail_max));
         if target.is_none() {
-            self.spares.let_go(number);
+            self.spares.drop_kept_ready(number);
         }
         target
     }
@@ -250,7 +250,7 @@ impl ImageWriters {
         for mut file in self.files {
             // The file's space is freed only once no mapping refers to it.
             file.target = None;
-            self.spares.let_go(file.number);
+            self.spares.drop_kept_ready(file.number);
             file.abandon();
         }
     }

@@ -52,10 +52,10 @@ pub(super) struct Waiters {
     /// The duration of the last sync.
     took: Duration,
     /// The number of syncs still to begin immediately because waiting was in vain.
-    haste: u32,
-    /// The initial value of `haste`, doubled each time, so that a load whose threads never return pays
-    /// little.
-    haste_len: u32,
+    immediate_syncs: u32,
+    /// The initial value of `immediate_syncs`, doubled each time, so that a load whose threads never return
+    /// pays little.
+    immediate_syncs_max: u32,
 }
 
 impl Waiters {
@@ -71,8 +71,8 @@ impl Waiters {
             ended: now,
             patience: Duration::ZERO,
             took: Duration::ZERO,
-            haste: 0,
-            haste_len: 0,
+            immediate_syncs: 0,
+            immediate_syncs_max: 0,
         }
     }
 
@@ -98,7 +98,7 @@ impl Waiters {
     /// `None` if it may begin.
     pub fn more_until(&self, bytes: u64, now: Instant) -> Option<Instant> {
         let until = self.ended + self.patience;
-        (self.away > 0 && bytes < ENOUGH_BYTES && self.haste == 0 && now < until).then_some(until)
+        (self.away > 0 && bytes < ENOUGH_BYTES && self.immediate_syncs == 0 && now < until).then_some(until)
     }
 
     /// Records that a sync begins; it serves every committer that is waiting.
@@ -106,13 +106,13 @@ impl Waiters {
         // The wait was in vain only if it ran to its end. A sync that began early because its group was long
         // enough says nothing about the committers that were away.
         let waited = !self.patience.is_zero() && now >= self.ended + self.patience;
-        if self.haste > 0 {
-            self.haste -= 1;
+        if self.immediate_syncs > 0 {
+            self.immediate_syncs -= 1;
         } else if self.away <= self.served_last / 2 {
-            self.haste_len = 0;
+            self.immediate_syncs_max = 0;
         } else if waited {
-            self.haste_len = (2 * self.haste_len).clamp(1, HASTE_MAX);
-            self.haste = self.haste_len;
+            self.immediate_syncs_max = (2 * self.immediate_syncs_max).clamp(1, HASTE_MAX);
+            self.immediate_syncs = self.immediate_syncs_max;
         }
         // The committer that kept watch may wake only after this sync has ended. A stale flag would keep
         // others from watching for the next sync, which would then begin late.

@@ -38,10 +38,10 @@ impl Budget {
             let sum = wanted.entry(place).or_default();
             *sum = sum.saturating_add(len);
         }
-        for (place, asked) in wanted {
+        for (place, requested) in wanted {
             let budget = self.limit(place);
-            if asked > budget {
-                return Err(Error::OverBudget { place, asked, available: budget, budget });
+            if requested > budget {
+                return Err(Error::OverBudget { place, requested, available: budget, budget });
             }
         }
         Ok(())
@@ -61,7 +61,7 @@ mod tests {
         for (lens, sum) in [([60, 41], 101), ([u64::MAX, 2], u64::MAX)] {
             let refused = budget.check(pages(Place::Device(0), lens)).unwrap_err();
             assert!(
-                matches!(refused, Error::OverBudget { asked, budget: 100, .. } if asked == sum),
+                matches!(refused, Error::OverBudget { requested, budget: 100, .. } if requested == sum),
                 "{refused}"
             );
         }

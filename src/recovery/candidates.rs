@@ -69,7 +69,7 @@ impl Recovery<'_> {
         source: &DiskSource,
         survey: &'s Survey,
     ) -> Result<BestCandidate<'s, '_>> {
-        let mut passed_over: Vec<Damage> = Vec::new();
+        let mut skipped: Vec<Damage> = Vec::new();
         let mut blocking = BlockingImages::default();
         for candidate in survey.candidates() {
             let loaded = candidate.map_err(Error::from).and_then(|base| {
@@ -92,16 +92,16 @@ impl Recovery<'_> {
                 Ok(BestCandidate { resolution, loaded, draft, harmless: Vec::new() })
             });
             match loaded {
-                Ok(best) => return Ok(BestCandidate { harmless: passed_over, ..best }),
+                Ok(best) => return Ok(BestCandidate { harmless: skipped, ..best }),
                 Err(Error::Damaged(damage)) => {
                     tracing::warn!(%damage, "a snapshot cannot be used");
-                    passed_over.push(damage.damage);
+                    skipped.push(damage.damage);
                 }
                 Err(error) => return Err(error),
             }
         }
         let nothing = Defect::Missing.at_lsn(FileName::Segment(1), SEGMENT_HEADER_BLOCK, Lsn(1));
-        Err(passed_over.into_iter().next().unwrap_or(nothing).into())
+        Err(skipped.into_iter().next().unwrap_or(nothing).into())
     }
 
     /// Follows the log from a snapshot to its end, like the single-threaded [`Survey::resolve`]. Other

@@ -61,8 +61,8 @@ pub(super) fn load<'a, 's>(
     let resolution = &*resolution;
     let table = &resolution.resolved.table;
     // 1.
-    let asked = recovery.options.page_memory.as_ref();
-    let lent = LentPages::ask(recovery.arena, &recovery.device, asked, table)?;
+    let requested = recovery.options.page_memory.as_ref();
+    let lent = LentPages::ask(recovery.arena, &recovery.device, requested, table)?;
     let imaged = ImagedPages { bases: &bases, snapshot: base };
     let lowered = match &recovery.options.tiers {
         Some(tiers) => {

@@ -187,7 +187,7 @@ impl Snapshots {
         let (free, going): (Vec<&_>, Vec<&_>) = of_images().partition(|(file, len)| is_free(*file, *len));
         let spares = catalog.files.spares();
         let remove = |file: FileName| {
-            number(file).into_iter().for_each(|number| spares.let_go(number));
+            number(file).into_iter().for_each(|number| spares.drop_kept_ready(number));
             self.engine.disk.remove(file)
         };
         let is_long = going.iter().map(|(_, len)| len).sum::<u64>() >= LONG_REMOVAL;

@@ -68,7 +68,7 @@ struct Calls {
     /// Whether a place has less free memory than it should have.
     is_called: bool,
     /// The number of bytes for which commits wait, by the index of the place.
-    asked: HashMap<usize, u64>,
+    requested: HashMap<usize, u64>,
     /// The number of rounds that have begun, and the number of those that have ended.
     begun: u64,
     ended: u64,
@@ -177,8 +177,8 @@ impl TierKeeper {
         let room = &self.tiers[tier].room;
         let begun = Instant::now();
         let mut calls = self.calls.lock();
-        let asked = calls.asked.entry(tier).or_default();
-        *asked = asked.saturating_add(bytes);
+        let requested = calls.requested.entry(tier).or_default();
+        *requested = requested.saturating_add(bytes);
         self.called.notify_all();
         // A round in progress did not know of this request.
         let round = calls.begun + 1;
@@ -213,17 +213,17 @@ impl TierKeeper {
     fn live(&self) {
         let mut calls = self.calls.lock();
         loop {
-            while !calls.is_called && calls.asked.is_empty() && !calls.is_over {
+            while !calls.is_called && calls.requested.is_empty() && !calls.is_over {
                 self.called.wait(&mut calls);
             }
             if calls.is_over {
                 return;
             }
             calls.is_called = false;
-            let asked = std::mem::take(&mut calls.asked);
+            let requested = std::mem::take(&mut calls.requested);
             calls.begun += 1;
             drop(calls);
-            let outcome = self.round(&asked);
+            let outcome = self.round(&requested);
             calls = self.calls.lock();
             calls.ended = calls.begun;
             calls.stuck.clear();
@@ -248,12 +248,12 @@ impl TierKeeper {
 
     /// Frees in each place the intended or requested amount. Returns the places from which no more pages can
     /// be evicted.
-    fn round(&self, asked: &HashMap<usize, u64>) -> Result<Vec<usize>> {
+    fn round(&self, requested: &HashMap<usize, u64>) -> Result<Vec<usize>> {
         let _span = tracing::debug_span!("make_room").entered();
         let mut stuck = Vec::new();
         for (at, tier) in self.tiers[..self.tiers.len() - 1].iter().enumerate().rev() {
-            let asked = asked.get(&at).copied().unwrap_or(0).min(tier.room.budget());
-            if !self.free_up(at, tier.free_bytes.max(asked))? {
+            let requested = requested.get(&at).copied().unwrap_or(0).min(tier.room.budget());
+            if !self.free_up(at, tier.free_bytes.max(requested))? {
                 stuck.push(at);
             }
         }
@@ -298,12 +298,12 @@ impl TierKeeper {
     fn move_down(&self, at: usize, mut pages: Vec<(PageId, u64)>) -> Result<Option<usize>> {
         // Caller-owned memory does not count toward the budget, so nothing would be gained; and the caller
         // wants the pages to use it.
-        let asked: Vec<PageId> = pages.iter().map(|(page, _)| *page).collect();
+        let requested: Vec<PageId> = pages.iter().map(|(page, _)| *page).collect();
         let lent = self.engine.applier.turn(move |turn| {
             turn.intact()?;
             let is_lent =
                 |page: &PageId| turn.applied.memory.get(*page).is_some_and(|memory| memory.is_lent());
-            Ok(asked.into_iter().filter(is_lent).collect::<Vec<_>>())
+            Ok(requested.into_iter().filter(is_lent).collect::<Vec<_>>())
         })?;
         pages.retain(|(page, _)| !lent.contains(page));
         let bytes = pages.iter().map(|(_, len)| len).sum();

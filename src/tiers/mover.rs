@@ -63,8 +63,8 @@ impl PageMover {
     /// again while no other call moves pages: pages in use by other calls cannot be evicted, so concurrent
     /// calls may make each other fail although each of them has room on its own.
     fn waits_for_others<T>(&self, tried: &Result<T>) -> Option<&TierKeeper> {
-        let Err(Error::OverBudget { place, asked, .. }) = tried else { return None };
-        self.keeper.as_deref().filter(|keeper| keeper.may_make_room(*place, *asked))
+        let Err(Error::OverBudget { place, requested, .. }) = tried else { return None };
+        self.keeper.as_deref().filter(|keeper| keeper.may_make_room(*place, *requested))
     }
 
     fn submit_with_others(&self, batch: &WriteBatch) -> Result<(LogPoint, Vec<PageId>)> {
@@ -72,10 +72,10 @@ impl PageMover {
         let mut tries = 1;
         loop {
             match self.committer.submit(batch) {
-                Err(Error::OverBudget { place, asked, .. })
+                Err(Error::OverBudget { place, requested, .. })
                     if tries < TRIES_MAX
-                        && (keeper.make_room(place, asked)?
-                            || self.demote_for(keeper, batch, place, asked)?) =>
+                        && (keeper.make_room(place, requested)?
+                            || self.demote_for(keeper, batch, place, requested)?) =>
                 {
                     tries += 1;
                 }

@@ -146,8 +146,9 @@ fn capturing_stream_is_refused_without_changes() {
     bench.fill(&memory, 3);
     bench.device.capture(stream, true);
     let before = bench.store.lsn();
-    let asked = takes.iter().map(|(_, take)| take()).chain([memory.read(0, &mut [0]), memory.write(0, &[4])]);
-    for refused in asked {
+    let requested =
+        takes.iter().map(|(_, take)| take()).chain([memory.read(0, &mut [0]), memory.write(0, &[4])]);
+    for refused in requested {
         assert!(matches!(refused, Err(Error::StreamRefused { .. })), "{refused:?}");
     }
     assert_eq!((bench.store.lsn(), content(&bench.store, bench.page)[0]), (before, 0));

@@ -387,8 +387,10 @@ fn states_below_floor_are_unreachable_except_named() {
     let check = |when: &str| {
         let error = View::open_on(&source, Some(&StatePoint::Lsn(gone))).map(|_| ()).unwrap_err();
         let said = error.to_string();
-        let Error::OutsideWindow { asked, oldest, newest, below } = error else { panic!("{when}: {said}") };
-        assert_eq!((asked, oldest, newest), (gone, Lsn(3), Lsn(3)), "{when}");
+        let Error::OutsideWindow { requested, oldest, newest, below } = error else {
+            panic!("{when}: {said}")
+        };
+        assert_eq!((requested, oldest, newest), (gone, Lsn(3), Lsn(3)), "{when}");
         assert_eq!(below, [named.end], "{when}");
         assert!(said.ends_with("of older states it has that at batch 1"), "{said}");
         let first = View::open_on(&source, Some(&StatePoint::Name("first".to_owned()))).unwrap();
@@ -422,12 +424,12 @@ fn states_after_restore_without_table_are_unreachable() {
     let tables = Files::of(&disk).names(|file| matches!(file, FileName::Table(_)));
     assert_eq!(tables, []);
     let source: Arc<dyn Disk> = Arc::new(disk.clone());
-    for asked in [first, behind] {
-        let error = View::open_on(&source, Some(&StatePoint::Lsn(asked))).map(|_| ()).unwrap_err();
-        assert!(matches!(error, Error::OutsideWindow { .. }), "{asked}: {error}");
+    for requested in [first, behind] {
+        let error = View::open_on(&source, Some(&StatePoint::Lsn(requested))).map(|_| ()).unwrap_err();
+        assert!(matches!(error, Error::OutsideWindow { .. }), "{requested}: {error}");
         assert!(
-            matches!(store.restore(&StatePoint::Lsn(asked)), Err(Error::OutsideWindow { .. })),
-            "{asked}"
+            matches!(store.restore(&StatePoint::Lsn(requested)), Err(Error::OutsideWindow { .. })),
+            "{requested}"
         );
     }
 }

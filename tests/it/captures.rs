@@ -178,8 +178,12 @@ fn memory_of_a_capture_is_claimed_at_once() {
     };
     let (store, copy) = open(ASKED - 1);
     let refused = capture(&store, &copy).unwrap_err();
-    let expected =
-        Error::OverBudget { place: PLACE, asked: ASKED, available: ASKED - 1, budget: 2 * LEN + ASKED - 1 };
+    let expected = Error::OverBudget {
+        place: PLACE,
+        requested: ASKED,
+        available: ASKED - 1,
+        budget: 2 * LEN + ASKED - 1,
+    };
     assert_eq!(refused.to_string(), expected.to_string());
     let (peak, lsn) = (store.stats().places[0].1.peak_bytes, store.lsn().0);
     assert_eq!((peak, lsn), (2 * LEN, 1), "nothing was copied, nothing logged");

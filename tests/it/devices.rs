@@ -419,12 +419,12 @@ fn the_host_refuses_streams_and_has_no_addresses() {
     let memory = device.allocate(PLACE, 8).unwrap();
     let stream = unknown_stream();
     let fence = submit(&*device, Lane::Apply, fill(span(memory, 0, 8), 1), vec![]).fence();
-    let asked = [
+    let requested = [
         device.wait_external(Lane::Callers, stream),
         device.signal_external(stream, fence),
         device.wait_stream(stream),
     ];
-    for refused in asked {
+    for refused in requested {
         let error = refused.unwrap_err();
         assert!(matches!(error, Error::StreamRefused { .. }), "{error}");
         assert_eq!(error.remedy(), Remedy::ChangeCall);

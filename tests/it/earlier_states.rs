@@ -94,10 +94,10 @@ fn every_batch_in_window_can_be_viewed() {
         assert_eq!((old.lsn(), old.base()), (snapshot.end, Some(snapshot.id)));
         check(&old, &pages);
     }
-    let (asked, newest) = (Lsn(window.end() + 1), last);
-    let error = at(&disk, &StatePoint::Lsn(asked)).unwrap_err();
+    let (requested, newest) = (Lsn(window.end() + 1), last);
+    let error = at(&disk, &StatePoint::Lsn(requested)).unwrap_err();
     assert!(
-        matches!(error, Error::OutsideWindow { asked: a, newest: n, .. } if a == asked && n == newest),
+        matches!(error, Error::OutsideWindow { requested: a, newest: n, .. } if a == requested && n == newest),
         "{error}"
     );
     let gone = at(&disk, &StatePoint::Snapshot(SnapshotId(99))).unwrap_err();

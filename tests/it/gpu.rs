@@ -176,9 +176,9 @@ impl Caller {
     /// Whether an address lies in memory that the driver has given to this process.
     pub fn knows(&self, address: u64) -> bool {
         let mut kind = 0_u32;
-        let asked = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
+        let requested = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
         // SAFETY: the context is current, and the pointer is to a live value of the right type.
-        let result = unsafe { sys::cuPointerGetAttribute((&raw mut kind).cast(), asked, address) };
+        let result = unsafe { sys::cuPointerGetAttribute((&raw mut kind).cast(), requested, address) };
         assert!(matches!(result, sys::CUresult::CUDA_SUCCESS | sys::CUresult::CUDA_ERROR_INVALID_VALUE));
         result == sys::CUresult::CUDA_SUCCESS
     }

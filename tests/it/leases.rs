@@ -254,7 +254,7 @@ fn batch_without_room_for_relocation_fails_before_logging() {
     let bench = bench(LateDevice::new(Arc::new(HostDevice::new())), options().budget(budget));
     let lease = bench.store.lease(bench.page).unwrap();
     let error = bench.fill(2).unwrap_err();
-    assert!(matches!(error, Error::OverBudget { asked: LEN, .. }), "{error}");
+    assert!(matches!(error, Error::OverBudget { requested: LEN, .. }), "{error}");
     assert_eq!((bench.store.lsn().0, bench.read(), bench.memory()), (1, page_of(1), (LEN, 0)));
     drop(lease);
     bench.fill(2).unwrap();

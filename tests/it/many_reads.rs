@@ -55,8 +55,9 @@ fn each_range_holds_its_own_bytes() {
                     (page, start..end)
                 })
                 .collect();
-            let asked: Vec<_> = ranges.iter().map(|(page, range)| (pages[*page].0, range.clone())).collect();
-            let found = read(&store, &asked);
+            let requested: Vec<_> =
+                ranges.iter().map(|(page, range)| (pages[*page].0, range.clone())).collect();
+            let found = read(&store, &requested);
             assert_eq!((found.count(), found.lsn()), (ranges.len(), store.lsn()));
             let mut whole = Vec::new();
             for (index, (page, range)) in ranges.iter().enumerate() {
@@ -92,10 +93,10 @@ fn all_ranges_are_of_the_batch_that_is_named() {
                     store.submit(batch).unwrap().wait(Ack::Applied).unwrap();
                 }
             });
-            let asked: Vec<_> = pages.iter().map(|page| (*page, 10..LEN)).collect();
+            let requested: Vec<_> = pages.iter().map(|page| (*page, 10..LEN)).collect();
             let begin = || {
                 let newest = store.lsn();
-                (newest, store.read_many(&asked))
+                (newest, store.read_many(&requested))
             };
             // Several under way at a time.
             let begun: Vec<_> = (0..40).map(|_| [begin(), begin(), begin()]).collect();
@@ -136,9 +137,9 @@ fn reads_take_no_more_than_their_part_of_memory() {
     let store = open(&SimDisk::new(), Arc::new(HostDevice::new()));
     let page = page(&store, &vec![7; MIB as usize]);
     let ask = |count: usize| store.read_many(&vec![(page, 0..MIB); count]);
-    let refused = |read: remanent::Result<ReadMany>, asked: u64| {
+    let refused = |read: remanent::Result<ReadMany>, requested: u64| {
         let error = read.unwrap_err();
-        let is_it = matches!(error, Error::OutOfMemory { place: Place::Pinned, len } if len == asked);
+        let is_it = matches!(error, Error::OutOfMemory { place: Place::Pinned, len } if len == requested);
         assert!(is_it, "{error}");
     };
     refused(ask(257), 257 * MIB);

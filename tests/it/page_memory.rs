@@ -97,8 +97,8 @@ fn pages_come_back_in_the_memory_that_is_given_for_them() {
                 let (disk, expected) = directory(source);
                 let tensors: Vec<CallerMemory> =
                     LENS.map(|len| CallerMemory::from_vec(vec![0xEE; len as usize], PLACE)).to_vec();
-                let (given, asked) = (tensors.clone(), Arc::new(Mutex::new(Vec::new())));
-                let told = asked.clone();
+                let (given, requested) = (tensors.clone(), Arc::new(Mutex::new(Vec::new())));
+                let told = requested.clone();
                 // No room for any page but the one that nothing is given for.
                 let options = options()
                     .page_load(page_load)
@@ -110,7 +110,7 @@ fn pages_come_back_in_the_memory_that_is_given_for_them() {
                 let store = Store::open_on(Arc::new(disk.clone()), device.clone(), options).unwrap();
                 let with_bytes = expected.iter().filter(|(_, bytes)| !bytes.is_empty());
                 let lens: Vec<_> = with_bytes.map(|(page, bytes)| (*page, bytes.len() as u64)).collect();
-                assert_eq!(*asked.lock().unwrap(), lens, "{what}");
+                assert_eq!(*requested.lock().unwrap(), lens, "{what}");
                 if number == 1 && source == Source::Snapshot {
                     assert!(store.recovered().unloaded_pages > 0, "{what}");
                 }
@@ -223,14 +223,14 @@ fn open_that_skips_snapshot_reuses_same_memory() {
     let image = disk.bytes(newest).unwrap();
     let at = image.windows(64).rposition(|bytes| bytes == [2; 64]).expect("an image that is not compressed");
     disk.damage(newest, at as u64, &[0xFF; 64]);
-    let (tensor, asked) = (CallerMemory::from_vec(vec![0; 5000], PLACE), Arc::new(AtomicU64::new(0)));
-    let (given, count) = (tensor.clone(), asked.clone());
+    let (tensor, requested) = (CallerMemory::from_vec(vec![0; 5000], PLACE), Arc::new(AtomicU64::new(0)));
+    let (given, count) = (tensor.clone(), requested.clone());
     let options = options().page_memory(move |_| {
         count.fetch_add(1, Ordering::Relaxed);
         Some(given.clone())
     });
     let store = Store::open_on(Arc::new(disk), device, options).unwrap();
-    assert_eq!(asked.load(Ordering::Relaxed), 2, "once for each snapshot that was tried");
+    assert_eq!(requested.load(Ordering::Relaxed), 2, "once for each snapshot that was tried");
     let tensor = store.caller_bytes(&tensor).unwrap();
     let mut found = vec![0; 5000];
     tensor.read(0, &mut found).unwrap();

@@ -70,15 +70,15 @@ fn many_pages_move_at_once() {
         };
         // Half of them have no image as they are.
         write(&mut plain, 2, 1);
-        let asked = || {
+        let requested = || {
             let reads = [Operation::Read, Operation::ReadPastCache].map(|kind| disk.calls(kind));
             let lists = store.stats().lanes.iter().map(|(_, lane)| lane.lists).sum::<u64>();
             (reads.iter().sum::<usize>(), disk.calls(Operation::Open), lists)
         };
         let move_all = |to: Place| {
-            let before = asked();
+            let before = requested();
             commit(&store, |batch| pages.iter().for_each(|page| _ = batch.move_to(*page, to)));
-            let after = asked();
+            let after = requested();
             (after.0 - before.0, after.1 - before.1, after.2 - before.2)
         };
         for round in 0..3 {

@@ -54,7 +54,7 @@ pub struct RebuiltStore {
     pub batches: u64,
     /// Damage to candidates that could not be used, in the order in which they were tried. It cost time, not
     /// data.
-    pub passed_over: Vec<Damage>,
+    pub skipped: Vec<Damage>,
 }
 
 /// Rebuilds the state of a store directory.
@@ -64,7 +64,7 @@ pub struct RebuiltStore {
 /// whose log is missing.
 pub fn rebuild(source: &dyn ReadAt, options: &RebuildOptions) -> Result<RebuiltStore, Damage> {
     let survey = Survey::read(source)?;
-    let mut passed_over = Vec::new();
+    let mut skipped = Vec::new();
     let wanted = |snapshot: &SnapshotId| match &survey.links[snapshot] {
         Ok((manifest, _)) => {
             options.base.is_none_or(|base| base == *snapshot)
@@ -80,14 +80,14 @@ pub fn rebuild(source: &dyn ReadAt, options: &RebuildOptions) -> Result<RebuiltS
     for candidate in candidates.chain(beginning) {
         let attempt = candidate.and_then(|manifest| rebuild_from(&promise, manifest.as_ref(), options));
         match attempt {
-            Ok(rebuilt) => return Ok(RebuiltStore { passed_over, ..rebuilt }),
-            Err(damage) => passed_over.push(damage),
+            Ok(rebuilt) => return Ok(RebuiltStore { skipped, ..rebuilt }),
+            Err(damage) => skipped.push(damage),
         }
     }
     // Report the damage to the newest candidate. For older ones, it is usually just that their log is gone.
     let nothing = || Defect::Missing.at_lsn(FileName::Segment(1), SEGMENT_HEADER_BLOCK, Lsn(1));
     let of_line = survey.log.chain_break().cloned();
-    Err(passed_over.into_iter().next().or(of_line).unwrap_or_else(nothing))
+    Err(skipped.into_iter().next().or(of_line).unwrap_or_else(nothing))
 }
 
 /// The starts that the log's last seal promises.
@@ -130,5 +130,5 @@ fn rebuild_from(
         .map(|(page, content)| Ok((page, content?)))
         .collect::<Result<_, Damage>>()?;
     let Resolution { base, resolved, end, batches, .. } = resolution;
-    Ok(RebuiltStore { base, table: resolved.table, contents, end, batches, passed_over: Vec::new() })
+    Ok(RebuiltStore { base, table: resolved.table, contents, end, batches, skipped: Vec::new() })
 }

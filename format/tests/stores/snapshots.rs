@@ -65,7 +65,7 @@ fn file_removed_after_listing_is_not_damage() {
     let survey = Survey::read(&removed).unwrap();
     assert_eq!(survey.links.keys().collect::<Vec<_>>(), [&SnapshotId(2)]);
     let rebuilt = rebuild(&removed, &RebuildOptions::default()).unwrap();
-    assert_eq!((rebuilt.base, rebuilt.passed_over), (Some(SnapshotId(2)), Vec::new()));
+    assert_eq!((rebuilt.base, rebuilt.skipped), (Some(SnapshotId(2)), Vec::new()));
 
     let recycled = Beside { maker: &maker, removed: FileName::Segment(1) };
     let survey = Survey::read(&recycled).unwrap();
@@ -138,13 +138,13 @@ fn damage_to_a_snapshot_costs_time_and_not_data() {
             m.files.0.remove(&FileName::Pages(2));
         }),
     ];
-    for (why, base, passed_over, change) in rows {
+    for (why, base, skipped, change) in rows {
         let mut maker = maker.clone();
         change(&mut maker);
         check(why, &maker, &Clean(4));
         let found = rebuilt(&maker).unwrap();
         assert_eq!(found.base, base.map(SnapshotId), "{why}");
-        assert_eq!(found.passed_over.len(), *passed_over, "{why}");
+        assert_eq!(found.skipped.len(), *skipped, "{why}");
     }
 }
 
@@ -205,12 +205,12 @@ fn pages_deleted_while_a_snapshot_was_taken_stay_deleted() {
     // The state can still be computed from the log's beginning, but not from the snapshot.
     let found = rebuilt(&without).unwrap();
     assert_eq!(found.base, None);
-    assert!(found.passed_over[0].to_string().contains("there is no page 2"), "{:?}", found.passed_over);
+    assert!(found.skipped[0].to_string().contains("there is no page 2"), "{:?}", found.skipped);
 
     let tombstones = vec![Tombstone { page, lsn: Lsn(7) }];
     maker.publish(FileName::Manifest(1), &Manifest { tombstones, ..manifest });
     let found = rebuilt(&maker).unwrap();
-    assert_eq!((found.base, found.passed_over.len()), (Some(SnapshotId(1)), 0));
+    assert_eq!((found.base, found.skipped.len()), (Some(SnapshotId(1)), 0));
     assert_eq!(found.table.get(page), None);
     assert_eq!(found.table.next_page(), 3);
     assert_eq!(found.contents[&PAGE], content(4));
@@ -250,7 +250,7 @@ fn a_thin_change_begins_where_the_link_before_does() {
     };
     let whole = thin([gone].into_iter().chain(tombstones).collect());
     let found = found_with(&whole).unwrap();
-    assert_eq!((found.base, found.passed_over.len()), (Some(SnapshotId(2)), 0), "{:?}", found.passed_over);
+    assert_eq!((found.base, found.skipped.len()), (Some(SnapshotId(2)), 0), "{:?}", found.skipped);
     assert_eq!((found.table.pages().len(), found.table.lsn()), (0, Lsn(9)));
     assert_eq!(found.table.next_page(), 3);
 
@@ -262,7 +262,7 @@ fn a_thin_change_begins_where_the_link_before_does() {
     ] {
         let found = found_with(&wrong).unwrap();
         assert_eq!(found.base, Some(SnapshotId(1)), "{why}");
-        assert!(found.passed_over[0].to_string().contains(why), "{:?}", found.passed_over);
+        assert!(found.skipped[0].to_string().contains(why), "{:?}", found.skipped);
     }
 }
 

@@ -292,7 +292,7 @@ fn foreign_files_are_invalid_not_skipped() {
     let manifest = Manifest { store: other, ..maker.manifest(2, 3, 3, 4) };
     maker.publish(FileName::Manifest(2), &manifest);
     let found = rebuilt(&maker).unwrap();
-    assert_eq!((found.base, found.passed_over.len()), (Some(SnapshotId(1)), 1), "a link");
+    assert_eq!((found.base, found.skipped.len()), (Some(SnapshotId(1)), 1), "a link");
     let mut maker = four();
     maker.snapshot(1, 2, 2, 2);
     maker.files.0.get_mut(&FileName::Pages(1)).unwrap()[16..32].copy_from_slice(&other.0);

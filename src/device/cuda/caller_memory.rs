@@ -133,9 +133,9 @@ impl AskedAddress<'_> {
         let mut value = T::default();
         // SAFETY: the context is current; the value has the type of this attribute, as its uses with the
         // constants above ensure. Any address may be queried.
-        let asked =
+        let requested =
             unsafe { self.entered.pointer_attribute((&raw mut value).cast(), attribute, self.address) };
-        match asked {
+        match requested {
             Ok(()) => Ok(Some(value)),
             Err(code) if code.is_invalid_value() => Ok(None),
             Err(code) => Err(self.context.fault(code)),

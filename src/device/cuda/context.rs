@@ -87,8 +87,8 @@ impl Context {
         let ask = |attribute| -> Result<u32, String> {
             let mut value = 0;
             // SAFETY: the device was handed out above, the pointer is to a live integer.
-            let asked = unsafe { driver.device_attribute(&mut value, attribute, device) };
-            asked.map(|()| value.max(0) as u32).map_err(|code| code.to_string())
+            let requested = unsafe { driver.device_attribute(&mut value, attribute, device) };
+            requested.map(|()| value.max(0) as u32).map_err(|code| code.to_string())
         };
         if ask(attribute::UNIFIED_ADDRESSING)? == 0 {
             return Err("host and GPU do not share their addresses".to_owned());

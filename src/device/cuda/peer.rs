@@ -35,8 +35,8 @@ fn open(reader: &'static Context, owner: &'static Context) -> Result<bool> {
     let entered = reader.enter()?;
     let mut can = 0;
     // SAFETY: the driver handed out both GPUs, the pointer is to a live integer.
-    let asked = unsafe { entered.can_access_peer(&mut can, reader.device, owner.device) };
-    let opened = asked.and_then(|()| match can {
+    let requested = unsafe { entered.can_access_peer(&mut can, reader.device, owner.device) };
+    let opened = requested.and_then(|()| match can {
         0 => Ok(false),
         // SAFETY: the reader's context is current, the owner's is retained permanently.
         _ => unsafe { entered.enable_peer_access(owner.handle(), 0) }.map(|()| true),

@@ -40,8 +40,8 @@ pub(super) fn check(context: &Context, entered: &ContextGuard<'_>, stream: RawSt
     let mut status: c_uint = 0;
     // SAFETY: the context is current, the pointer is to a live integer, and the creator of the `RawStream`
     // guarantees that the stream is valid.
-    let asked = unsafe { entered.capture_status(raw(stream), &mut status) };
-    asked.map_err(|code| refused(context, stream, code))?;
+    let requested = unsafe { entered.capture_status(raw(stream), &mut status) };
+    requested.map_err(|code| refused(context, stream, code))?;
     // Otherwise the capture is active, or invalidated and not ended yet.
     if status == 0 { Ok(()) } else { Err(captured(stream)) }
 }

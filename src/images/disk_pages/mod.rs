@@ -42,7 +42,7 @@ use crate::error::{Error, Result};
 const PENDING_BYTES_MAX: u64 = 128 << 20;
 /// How long a committer waits for room before it checks again. Room comes from a snapshot, which takes
 /// longer.
-const LOOK_AGAIN: Duration = Duration::from_millis(5);
+const CHECK_INTERVAL: Duration = Duration::from_millis(5);
 
 /// The state shared by all pages on disk of a store.
 pub(crate) struct DiskPages {
@@ -72,7 +72,7 @@ struct PendingBytes {
     /// Bytes of batches that the applier has not reached. It adds their bytes to `bytes` before it drops the
     /// claim, so that a reader under the lock misses none.
     claimed: Mutex<u64>,
-    fell: Condvar,
+    claim_reduced: Condvar,
 }
 
 /// Room for what a batch writes to pages on disk, held from its check until the applier has written it.
@@ -179,7 +179,7 @@ impl DiskPages {
     /// one until the page is rewritten or deleted: committers get the error instead of waiting.
     pub fn note_unreadable(&self, reason: Option<&Error>) {
         *self.unreadable.lock() = reason.cloned();
-        self.pending.fell.notify_all();
+        self.pending.claim_reduced.notify_all();
     }
 
     /// Returns the bytes that may become pending in addition to those that are pending or claimed.
@@ -207,7 +207,7 @@ impl DiskPages {
     pub fn wait_for_room(&self, needed: u64, is_coming: impl Fn() -> Result<bool>) -> Result<PendingClaim> {
         let full = |available: u64| Error::OverBudget {
             place: Place::Disk,
-            asked: needed,
+            requested: needed,
             available,
             budget: self.pending_max,
         };
@@ -228,7 +228,7 @@ impl DiskPages {
                 return Err(full(self.pending_max.saturating_sub(pending)));
             }
             let mut claimed = self.pending.claimed.lock();
-            self.pending.fell.wait_until(&mut claimed, Instant::now() + LOOK_AGAIN);
+            self.pending.claim_reduced.wait_until(&mut claimed, Instant::now() + CHECK_INTERVAL);
         }
     }
 }
@@ -276,7 +276,7 @@ impl PendingBytes {
 impl Drop for PendingClaim {
     fn drop(&mut self) {
         *self.pending.claimed.lock() -= self.bytes;
-        self.pending.fell.notify_all();
+        self.pending.claim_reduced.notify_all();
     }
 }
 

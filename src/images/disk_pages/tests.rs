@@ -240,10 +240,10 @@ fn room_is_awaited_only_if_it_can_free_up() {
     page.apply(&Op::Write { page: PAGE, offset: 0, bytes: &[1; 3 * 4096] });
     assert!(pages.is_snapshot_due());
     pages.wait_for_room(4 << 10, || panic!("there is room")).unwrap();
-    let over = |asked: u64, is_coming: bool| {
-        let refused = pages.wait_for_room(asked, || Ok(is_coming)).unwrap_err();
+    let over = |requested: u64, is_coming: bool| {
+        let refused = pages.wait_for_room(requested, || Ok(is_coming)).unwrap_err();
         assert!(
-            matches!(refused, Error::OverBudget { place: Place::Disk, asked: found, .. } if found == asked)
+            matches!(refused, Error::OverBudget { place: Place::Disk, requested: found, .. } if found == requested)
         );
     };
     over(8 << 10, false);
@@ -296,7 +296,7 @@ fn nothing_waits_for_a_snapshot_that_cannot_be_taken() {
 fn claim_counts_until_released() {
     let pages = DiskPages::new(Arc::new(SimDisk::new()), 16 << 10);
     let is_refused = |needed| match pages.wait_for_room(needed, || Ok(false)) {
-        Err(Error::OverBudget { asked, available, .. }) => (asked == needed).then_some(available),
+        Err(Error::OverBudget { requested, available, .. }) => (requested == needed).then_some(available),
         other => panic!("{other:?}"),
     };
     let claims: Vec<_> = (0..4).map(|_| pages.wait_for_room(4 << 10, || Ok(false)).unwrap()).collect();

@@ -141,7 +141,7 @@ impl Account {
         let within = |used: u64| used.checked_add(len).filter(|sum| *sum <= self.budget); // I10
         let claimed = self.used.fetch_update(Ordering::Acquire, Ordering::Relaxed, within);
         let (place, budget) = (self.place, self.budget);
-        let over = |used| Error::OverBudget { place, asked: len, available: budget - used, budget };
+        let over = |used| Error::OverBudget { place, requested: len, available: budget - used, budget };
         claimed.map(drop).map_err(over)
     }
 

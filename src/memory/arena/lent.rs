@@ -17,10 +17,10 @@ pub(super) struct LentMemories {
     /// Handles, by the id under which a page uses them.
     handles: Mutex<HashMap<MemoryId, DeviceBytes>>,
     /// Handles of memory that no page uses any more.
-    let_go: Mutex<Vec<DeviceBytes>>,
+    released_handles: Mutex<Vec<DeviceBytes>>,
     /// Owners of memory that callers' streams may still use, each with the fence after those uses.
     leaving: Mutex<Vec<(MemoryOwner, Fence)>>,
-    /// The total number of `let_go` and `leaving` entries.
+    /// The total number of `release_handle` and `leaving` entries.
     waiting_count: AtomicUsize,
 }
 
@@ -43,8 +43,8 @@ impl LentMemories {
     }
 
     /// Leaves a handle to the next thread that may drop it.
-    pub fn let_go(&self, bytes: DeviceBytes) {
-        self.let_go.lock().push(bytes);
+    pub fn release_handle(&self, bytes: DeviceBytes) {
+        self.released_handles.lock().push(bytes);
         self.waiting_count.fetch_add(1, Ordering::AcqRel);
     }
 
@@ -60,12 +60,12 @@ impl LentMemories {
         if self.waiting_count.load(Ordering::Acquire) == 0 {
             return;
         }
-        let let_go = std::mem::take(&mut *self.let_go.lock());
+        let released_handles = std::mem::take(&mut *self.released_handles.lock());
         let has_passed = |(_, fence): &mut (MemoryOwner, Fence)| device.reached(fence.lane) >= fence.value;
         let gone: Vec<_> = self.leaving.lock().extract_if(.., has_passed).collect();
-        self.waiting_count.fetch_sub(let_go.len() + gone.len(), Ordering::AcqRel);
+        self.waiting_count.fetch_sub(released_handles.len() + gone.len(), Ordering::AcqRel);
         // Dropped without the locks: an owner that drops more handles must not wait for this thread.
-        drop((let_go, gone));
+        drop((released_handles, gone));
     }
 
     /// Drops each owner once its fence has passed. An owner whose fence never passes is leaked.

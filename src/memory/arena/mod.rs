@@ -51,7 +51,7 @@ pub struct Arena {
     retired_count: AtomicUsize,
     /// The scratch in use, and the threads that wait for it.
     scratch: Mutex<ScratchMemory>,
-    scratch_given_back: Condvar,
+    scratch_returned: Condvar,
     /// Held while reaping a lane, so that a thread that asks how much memory is free waits until the release
     /// is counted. There is one lock for each lane, so that a thread that waits for callers does not delay
     /// threads that reap the other lanes.
@@ -90,7 +90,7 @@ impl Arena {
             retired: Default::default(),
             retired_count: AtomicUsize::new(0),
             scratch: Mutex::default(),
-            scratch_given_back: Condvar::new(),
+            scratch_returned: Condvar::new(),
             reaping: Default::default(),
             lent: LentMemories::default(),
             files: RegisteredFiles::default(),
@@ -128,7 +128,7 @@ impl Arena {
     /// A device error; the memory then stays counted.
     pub fn hand_out(&self, mut page: PageMemory) -> Result<HandedOut> {
         if page.is_lent() {
-            page.given_back = true;
+            page.is_returned = true;
             self.device.release(page.memory)?;
             self.account(page.place()).lent_returned(page.len);
             return Ok(HandedOut::Lent(self.lent.end(page.memory)));
@@ -140,7 +140,7 @@ impl Arena {
                 Ok(HandedOut::Own(page))
             }
             Err(error) => {
-                page.given_back = true;
+                page.is_returned = true;
                 Err(error)
             }
         }
@@ -225,8 +225,8 @@ impl Arena {
         // Also if no memory is retired any more: another thread may have taken the last of it from the queue
         // and be releasing it now. A batch that arrived at that moment used to be rejected.
         let claimed = match self.claim(awaited, purpose, &sums) {
-            Err(Error::OverBudget { place, asked, .. })
-                if self.account(place).fits_without_retired(asked) =>
+            Err(Error::OverBudget { place, requested, .. })
+                if self.account(place).fits_without_retired(requested) =>
             {
                 self.reap_awaiting(awaited)?;
                 self.claim(awaited, purpose, &sums)
@@ -236,21 +236,21 @@ impl Arena {
         // Files are registered only for speed. A request for scratch fails instead, because scratch is for a
         // snapshot to these files.
         let claimed = match claimed {
-            Err(Error::OverBudget { place: Place::Pinned, asked, available, .. })
-                if purpose != Purpose::Gather && self.release_files(asked.saturating_sub(available)) =>
+            Err(Error::OverBudget { place: Place::Pinned, requested, available, .. })
+                if purpose != Purpose::Gather && self.release_files(requested.saturating_sub(available)) =>
             {
                 self.claim(awaited, purpose, &sums)
             }
             claimed => claimed,
         };
         match claimed {
-            Err(Error::OverBudget { place, asked, .. })
-                if purpose != Purpose::Gather && self.fits_without_scratch(place, asked) =>
+            Err(Error::OverBudget { place, requested, .. })
+                if purpose != Purpose::Gather && self.fits_without_scratch(place, requested) =>
             {
                 let mut scratch = self.scratch.lock();
                 scratch.waiting += 1;
                 let is_used = |scratch: &mut ScratchMemory| !scratch.bytes.is_empty();
-                self.scratch_given_back.wait_while_for(&mut scratch, is_used, SCRATCH_WAIT_MAX);
+                self.scratch_returned.wait_while_for(&mut scratch, is_used, SCRATCH_WAIT_MAX);
                 drop(scratch);
                 let claimed = self.reap_awaiting(awaited).and_then(|()| self.claim(awaited, purpose, &sums));
                 self.scratch.lock().waiting -= 1;
@@ -300,13 +300,13 @@ impl Arena {
     /// # Errors
     /// A device error; the memory then stays counted, because it may not be free.
     pub fn discard(&self, mut page: PageMemory) -> Result<()> {
-        page.given_back = true;
+        page.is_returned = true;
         let released = self.device.release(page.memory);
         if released.is_ok() {
             let account = self.account(page.place());
             if page.is_lent() {
                 account.lent_returned(page.len);
-                self.lent.let_go(self.lent.end(page.memory));
+                self.lent.release_handle(self.lent.end(page.memory));
             } else {
                 account.retired(page.purpose, 1, page.len);
                 account.released(page.len);
@@ -435,7 +435,7 @@ impl Arena {
     /// Releases memory that is no longer in use. Memory that the device fails to release stays counted.
     fn release(&self, mut pages: Vec<PageMemory>) -> Result<()> {
         let memory: Vec<_> = pages.iter().map(|page| (page.place(), page.memory)).collect();
-        pages.iter_mut().for_each(|page| page.given_back = true);
+        pages.iter_mut().for_each(|page| page.is_returned = true);
         let mut kept = Vec::new();
         self.device.release_all(&memory, &mut |index, error| kept.push((index, error)));
         let mut sums = AccountSums::default();
@@ -444,7 +444,7 @@ impl Arena {
                 continue;
             }
             if page.is_lent() {
-                self.lent.let_go(self.lent.end(page.memory));
+                self.lent.release_handle(self.lent.end(page.memory));
             } else {
                 sums.add(page, |place, sum| self.account(place).released(sum.len));
             }

@@ -17,7 +17,7 @@ pub struct PageMemory {
     pub(super) place_ordinal: u32,
     pub(super) place_kind: u8,
     pub(super) purpose: Purpose,
-    pub(super) given_back: bool,
+    pub(super) is_returned: bool,
 }
 
 const _: () = assert!(size_of::<PageMemory>() == 24);
@@ -26,7 +26,7 @@ impl PageMemory {
     /// Wraps newly allocated memory of the device.
     pub(super) fn new(memory: MemoryId, place: Place, len: u64, purpose: Purpose) -> Self {
         let (place_kind, place_ordinal) = place.to_raw();
-        Self { memory, len, place_ordinal, place_kind, purpose, given_back: false }
+        Self { memory, len, place_ordinal, place_kind, purpose, is_returned: false }
     }
 
     /// Returns the span of the whole page.
@@ -68,7 +68,7 @@ impl PageMemory {
 
 impl Drop for PageMemory {
     fn drop(&mut self) {
-        if !self.given_back {
+        if !self.is_returned {
             tracing::warn!(
                 memory = self.memory.0,
                 place = %self.place(),

@@ -61,7 +61,7 @@ impl Arena {
             if scratch.waiting > 0 || whole_len > left {
                 let available = self.available(place).min(left);
                 let budget = self.budget.limit(place);
-                return Err(Error::OverBudget { place, asked: len, available, budget });
+                return Err(Error::OverBudget { place, requested: len, available, budget });
             }
             *scratch.bytes.entry(place).or_default() += whole_len;
         }
@@ -103,6 +103,6 @@ impl Arena {
                 scratch.bytes.remove(&place);
             }
         }
-        self.scratch_given_back.notify_all();
+        self.scratch_returned.notify_all();
     }
 }

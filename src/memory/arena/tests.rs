@@ -63,7 +63,7 @@ fn budget_is_exact_and_reports_remainder() {
     let error = arena.allocate(Purpose::Page, PLACE, 41).unwrap_err();
     assert_eq!(
         error.to_string(),
-        Error::OverBudget { place: PLACE, asked: 41, available: 40, budget: 100 }.to_string()
+        Error::OverBudget { place: PLACE, requested: 41, available: 40, budget: 100 }.to_string()
     );
     assert_eq!(usage(&arena), (60, 0, 60, 1));
     let rest = arena.allocate(Purpose::Page, PLACE, 40).unwrap();
@@ -120,7 +120,7 @@ fn an_allocation_that_can_never_fit_does_not_wait() {
     let fence = use_page(&*device, &page);
     arena.retire(page, fence);
     let error = arena.allocate(Purpose::Page, PLACE, 101).unwrap_err();
-    assert!(matches!(error, Error::OverBudget { asked: 101, available: 40, budget: 100, .. }), "{error}");
+    assert!(matches!(error, Error::OverBudget { requested: 101, available: 40, budget: 100, .. }), "{error}");
     assert_eq!(device.reached(Lane::Apply), 0);
 }
 
@@ -136,7 +136,10 @@ fn submitter_waits_for_lanes_not_callers() {
         match allocated {
             Ok(memory) if is_awaited => arena.discard(memory).unwrap(),
             other => {
-                assert!(matches!(other, Err(Error::OverBudget { asked: 50, available: 40, .. })), "{other:?}")
+                assert!(
+                    matches!(other, Err(Error::OverBudget { requested: 50, available: 40, .. })),
+                    "{other:?}"
+                )
             }
         }
     }
@@ -159,7 +162,10 @@ fn submitter_does_not_wait_for_thread_waiting_on_callers() {
 fn scratch_wait_blocks_other_scratch() {
     let (_, arena) = late_arena();
     let areas = [30, 20].map(|len| arena.allocate_scratch(PLACE, len).unwrap());
-    assert!(matches!(arena.allocate(Purpose::Page, PLACE, 101), Err(Error::OverBudget { asked: 101, .. })));
+    assert!(matches!(
+        arena.allocate(Purpose::Page, PLACE, 101),
+        Err(Error::OverBudget { requested: 101, .. })
+    ));
     std::thread::scope(|scope| {
         let page = scope.spawn(|| arena.allocate(Purpose::Page, PLACE, 90).unwrap());
         while arena.scratch.lock().waiting == 0 {
@@ -171,7 +177,7 @@ fn scratch_wait_blocks_other_scratch() {
             discard_all(&arena, area);
         }
         arena.discard(page.join().unwrap()).unwrap();
-        assert!(matches!(refused, Err(Error::OverBudget { asked: 1, available: 50, .. })), "{refused:?}");
+        assert!(matches!(refused, Err(Error::OverBudget { requested: 1, available: 50, .. })), "{refused:?}");
     });
     discard_all(&arena, arena.allocate_scratch(PLACE, 100).unwrap());
 }
@@ -184,7 +190,7 @@ fn scratch_is_immediate_or_none() {
     let fence = use_page(&*device, &page);
     arena.retire(page, fence);
     let refused = arena.allocate_scratch(PLACE, 50).unwrap_err();
-    assert!(matches!(refused, Error::OverBudget { asked: 50, available: 40, .. }), "{refused}");
+    assert!(matches!(refused, Error::OverBudget { requested: 50, available: 40, .. }), "{refused}");
     assert_eq!(device.reached(Lane::Apply), 0, "no thread waited for the list");
     device.wait(fence).unwrap();
     discard_all(&arena, arena.allocate_scratch(PLACE, 50).unwrap());
@@ -208,7 +214,7 @@ fn long_scratch_is_limited_and_in_equal_pieces() {
     for len in [SCRATCH_BYTES_MAX, SCRATCH_BYTES_MAX + 1, u64::MAX] {
         let refused = arena.allocate_scratch(PLACE, len).unwrap_err();
         let available = SCRATCH_BYTES_MAX - 1;
-        let expected = Error::OverBudget { place: PLACE, asked: len, available, budget: u64::MAX };
+        let expected = Error::OverBudget { place: PLACE, requested: len, available, budget: u64::MAX };
         assert_eq!(refused.to_string(), expected.to_string());
     }
     // The limit applies to each place.
@@ -279,7 +285,7 @@ fn several_pages_are_reserved_together_or_not_at_all() {
     let error = arena.allocate_all(Purpose::Page, &[(elsewhere, 9), (PLACE, 40), (PLACE, 31)]).unwrap_err();
     assert_eq!(
         error.to_string(),
-        Error::OverBudget { place: PLACE, asked: 71, available: 70, budget: 100 }.to_string()
+        Error::OverBudget { place: PLACE, requested: 71, available: 70, budget: 100 }.to_string()
     );
     assert_eq!((usage(&arena), arena.usage(elsewhere).used()), ((30, 0, 30, 1), 0));
 

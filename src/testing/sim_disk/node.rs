@@ -136,7 +136,7 @@ pub(super) struct Node {
     /// Whether a failed sync has marked the length as clean.
     pub(super) length_lost: bool,
     /// Whether the medium contains other bytes than reported.
-    pub(super) lied_about: bool,
+    pub(super) differs_from_report: bool,
     /// Whether the file has, or had, a name on another disk. It is no longer written to, because the other
     /// disk has a copy, where a file system would have the same file. All versions of the file share this
     /// flag: linking it from another disk is not an event of this one.
@@ -212,7 +212,7 @@ impl Node {
 
     /// Returns whether all visible bytes are durable.
     pub(super) fn is_clean(&self) -> bool {
-        self.sectors.is_empty() && self.lengths.is_empty() && !self.lied_about
+        self.sectors.is_empty() && self.lengths.is_empty() && !self.differs_from_report
     }
 
     /// Returns the sectors whose visible bytes equal those on the medium, which may or may not be in the page
@@ -242,7 +242,7 @@ impl Node {
     /// Restores the previous bytes of a sector that was reported as durable.
     pub(super) fn lose_write(&mut self, sector: usize, before: &Self) {
         self.durable.sectors[sector] = before.durable.sector(sector);
-        self.lied_about = true;
+        self.differs_from_report = true;
     }
 
     /// Returns the file after a power cut that kept the chosen version of each sector and of the length: 0 is

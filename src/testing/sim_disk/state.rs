@@ -223,7 +223,7 @@ impl DiskState {
         let bytes = self.node(source.0).durable.sector(source.1);
         let node = self.node_mut(target.0);
         node.durable.sectors[target.1] = bytes;
-        node.lied_about = true;
+        node.differs_from_report = true;
     }
 
     pub(super) fn node_mut(&mut self, id: FileId) -> &mut Node {

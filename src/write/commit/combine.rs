@@ -40,7 +40,7 @@ const LOOKS: usize = 4096;
 /// Checks per attempt to take the lock, whose word belongs in the holder's cache.
 const LOOKS_A_TRY: usize = 8;
 /// With fewer cores no committer spins: it would take the holder's core.
-const CORES_TO_LOOK: usize = 8;
+const CORES_TO_SPIN: usize = 8;
 
 /// The drafts that wait for a lock holder.
 pub(crate) struct CombineQueue {
@@ -49,7 +49,7 @@ pub(crate) struct CombineQueue {
     entries: Mutex<Vec<Arc<Entry>>>,
     /// If this many drafts wait to be taken, the next committer sleeps immediately, because spinning occupies
     /// a core.
-    lookers: usize,
+    spinner_max: usize,
 }
 
 /// The slot in which a committer leaves a draft and finds its outcome.
@@ -69,8 +69,8 @@ impl CombineQueue {
     /// Makes an empty queue.
     pub fn new() -> Self {
         let cores = sync::cores();
-        let lookers = if cores < CORES_TO_LOOK { 0 } else { cores / 2 };
-        Self { count: AtomicUsize::new(0), entries: Mutex::default(), lookers }
+        let spinner_max = if cores < CORES_TO_SPIN { 0 } else { cores / 2 };
+        Self { count: AtomicUsize::new(0), entries: Mutex::default(), spinner_max }
     }
 
     /// Leaves a draft. The count is stored after the draft is in its slot, so a holder that sees the count
@@ -115,7 +115,7 @@ impl Committer {
     /// Spins until the holder is done with a draft, and returns whether it is. If the lock becomes free
     /// first, this thread logs the draft.
     fn is_logged_soon(&self, entry: &Arc<Entry>) -> bool {
-        if self.waiting.count.load(Ordering::Relaxed) >= self.waiting.lookers {
+        if self.waiting.count.load(Ordering::Relaxed) >= self.waiting.spinner_max {
             return false;
         }
         for look in 1..=LOOKS {

@@ -108,7 +108,7 @@ impl Committer {
         &self,
         mut payload: GrowingStaging,
         blanks: Vec<DeviceFill<'_>>,
-        born_in: Option<Place>,
+        created_in: Option<Place>,
         locked: Option<&PageTable>,
     ) -> Result<FilledPayload> {
         let staging = &self.engine.staging;
@@ -116,7 +116,7 @@ impl Committer {
         let grown = |payload| {
             if is_plain { Ok(staging.grown_plain(payload)) } else { staging.grown(payload).map(Into::into) }
         };
-        let Some(place) = born_in.filter(|_| !blanks.is_empty()) else {
+        let Some(place) = created_in.filter(|_| !blanks.is_empty()) else {
             let crc = crc32fast::hash(payload.as_mut());
             return Ok(FilledPayload { payload: grown(payload)?, crc, digests: CapturedDigests::new() });
         };

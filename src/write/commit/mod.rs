@@ -138,7 +138,7 @@ impl Committer {
         let mut from_sources = self.read_sources(batch, &pages, &sources)?;
         let captures = self.capture(batch)?;
         let mut captured_pages = self.write_captured(&captures, &sources, None)?;
-        let born_in = self.arrivals(batch, &pages)?;
+        let created_in = self.arrivals(batch, &pages)?;
         let lent = map_of(batch.lent(&pages));
         let (mut tries, mut has_room) = (0, true);
         loop {
@@ -168,7 +168,7 @@ impl Committer {
             let blanks = batch.encode(&pages, found, &mut payload)?;
             // Payload and checksum are complete before the draft can reach the lock (I1).
             let FilledPayload { payload, crc: payload_crc, digests: in_payload } =
-                self.fill(payload, blanks, born_in, locked.as_deref())?;
+                self.fill(payload, blanks, created_in, locked.as_deref())?;
             digests.extend(in_payload);
             let only_deletes = batch.only_deletes();
             let draft = Draft {

@@ -252,7 +252,7 @@ fn an_exact_snapshot_without_room_for_copies_changes_nothing() {
     }
     store.commit(batch).unwrap();
     let refused = store.snapshot_with(SnapshotOptions::new().exact()).unwrap_err();
-    assert!(matches!(refused, Error::OverBudget { place: Place::Host, asked: LAST, .. }), "{refused}");
+    assert!(matches!(refused, Error::OverBudget { place: Place::Host, requested: LAST, .. }), "{refused}");
     let stats = store.stats().snapshots;
     assert_eq!((stats.taken, stats.failed, stats.phase), (0, 1, SnapshotPhase::Idle));
     assert!(matches!(stats.last, Some(Err(Error::OverBudget { .. }))), "{stats:?}");

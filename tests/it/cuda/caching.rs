@@ -296,7 +296,7 @@ fn refused_allocation_first_empties_cache() {
         let before = refusals();
         let refused = create(&store, &[(len, 5)]).unwrap_err();
         assert!(
-            matches!(refused, Error::OutOfMemory { place: PLACE, len: asked } if asked == len),
+            matches!(refused, Error::OutOfMemory { place: PLACE, len: requested } if requested == len),
             "{refused}"
         );
         assert!(refusals() > before);

@@ -54,9 +54,9 @@ fn all_but(special: &[&str]) -> String {
 #[test]
 fn a_driver_that_cannot_be_used_is_named_and_never_a_panic() {
     if let Ok(reason) = std::env::var(ERRAND) {
-        let asked = CudaDevice::open(0).expect_err("the driver cannot be used");
-        assert!(asked.to_string().contains(&reason), "{asked}");
-        assert_eq!(asked.remedy(), Remedy::ChangeCall);
+        let requested = CudaDevice::open(0).expect_err("the driver cannot be used");
+        assert!(requested.to_string().contains(&reason), "{requested}");
+        assert_eq!(requested.remedy(), Remedy::ChangeCall);
         let store = Store::temporary(Options::default()).unwrap();
         assert!(store.recovered().device.contains(&reason), "{}", store.recovered().device);
         let refused = Store::temporary(Options::default().device(DeviceChoice::Cuda(0))).unwrap_err();

@@ -191,7 +191,7 @@ fn allocation_beyond_gpu_memory_is_out_of_memory() {
         for len in [1 << 45, 1 << 60, u64::MAX] {
             let error = gpu.allocate(place, len).unwrap_err();
             assert!(
-                matches!(error, Error::OutOfMemory { place: named, len: asked } if (named, asked) == (place, len))
+                matches!(error, Error::OutOfMemory { place: named, len: requested } if (named, requested) == (place, len))
             );
         }
     }

@@ -39,8 +39,8 @@ pub fn agrees(what: &str, files: &Files, opened: Opened<'_>) -> Option<(Survey, 
         }
     };
     let verdict = judge(&survey, files, &mut ImageProofs::new(files));
-    let passed_over = verdict.starts.iter().take(verdict.opens_from.unwrap_or(usize::MAX));
-    let passed_over: Vec<&Damage> = passed_over.flat_map(|start| &start.blocked_by).collect();
+    let skipped = verdict.starts.iter().take(verdict.opens_from.unwrap_or(usize::MAX));
+    let skipped: Vec<&Damage> = skipped.flat_map(|start| &start.blocked_by).collect();
     match (opened, verdict.start()) {
         (Ok(recovered), Some(start)) => {
             let state = verdict.state.as_ref().unwrap();
@@ -49,12 +49,12 @@ pub fn agrees(what: &str, files: &Files, opened: Opened<'_>) -> Option<(Survey, 
             assert_eq!(state.resolved.table.lsn(), recovered.position.lsn, "{what}");
             assert_eq!(end.torn, recovered.torn, "{what}");
             assert_eq!(end.accepted.lsn.0 - end.proven.lsn.0, recovered.copied_batches, "{what}");
-            for damage in passed_over.iter().copied().chain(&verdict.lost).chain(&end.harmless) {
+            for damage in skipped.iter().copied().chain(&verdict.lost).chain(&end.harmless) {
                 let is_said = recovered.harmless.iter().any(|said| said.file == damage.file);
                 assert!(is_said, "{what}: {damage} is not in {:?}", recovered.harmless);
             }
             for said in &recovered.harmless {
-                let mut judged = passed_over.iter().copied().chain(&verdict.lost).chain(&end.harmless);
+                let mut judged = skipped.iter().copied().chain(&verdict.lost).chain(&end.harmless);
                 // A reader that looks for one thing names the batch that wants it; a reader of a whole file
                 // does not.
                 let is_it = |damage: &Damage| {
@@ -65,11 +65,11 @@ pub fn agrees(what: &str, files: &Files, opened: Opened<'_>) -> Option<(Survey, 
         }
         (Err(refused), None) => {
             let is_known = survey.log.newest().is_none() || verdict.starts.is_empty();
-            let is_named = passed_over.iter().any(|damage| damage.file == refused.file);
-            assert!(is_known || is_named, "{what}: refused for {refused}, the judge says {passed_over:?}");
+            let is_named = skipped.iter().any(|damage| damage.file == refused.file);
+            assert!(is_known || is_named, "{what}: refused for {refused}, the judge says {skipped:?}");
         }
         (Ok(recovered), None) => {
-            panic!("{what}: opened from {:?}, judged {passed_over:?}", recovered.snapshot)
+            panic!("{what}: opened from {:?}, judged {skipped:?}", recovered.snapshot)
         }
         (Err(refused), Some(start)) => panic!("{what}: judged to open from {:?}: {refused}", start.snapshot),
     }

@@ -16,8 +16,8 @@ fn within(bytes: u64) -> Options {
 #[track_caller]
 fn over_budget<T: std::fmt::Debug>(result: Result<T>, wanted: (u64, u64, u64)) {
     match result.unwrap_err() {
-        Error::OverBudget { place: Place::Host, asked, available, budget } => {
-            assert_eq!((asked, available, budget), wanted);
+        Error::OverBudget { place: Place::Host, requested, available, budget } => {
+            assert_eq!((requested, available, budget), wanted);
         }
         other => panic!("{other}"),
     }

@@ -30,8 +30,8 @@ fn store_opens_only_with_matching_kind() {
 
     let plain = SimDisk::new();
     drop(open_on_host(&plain).unwrap());
-    let asked = small().layout_fingerprint([7; 32]);
-    let other = Store::open_on(Arc::new(plain.clone()), Gauge::host(), asked).unwrap_err();
+    let requested = small().layout_fingerprint([7; 32]);
+    let other = Store::open_on(Arc::new(plain.clone()), Gauge::host(), requested).unwrap_err();
     assert!(matches!(other, Error::LayoutMismatch { found: None, .. }), "{other}");
     let other = Store::open_on(Arc::new(plain), Gauge::host(), small().identity("run 7")).unwrap_err();
     assert!(matches!(other, Error::IdentityMismatch { .. }), "{other}");
@@ -242,7 +242,7 @@ fn every_error_names_location_and_remedy() {
         (Error::SourceFailed { index: 4, offset: 0, source: short() }, nowhere, Remedy::Retry, "operation 4"),
         (Error::Limit { what: "note", found: 9, limit: 8 }, nowhere, Remedy::ChangeCall, "limit of 8"),
         (
-            Error::OverBudget { place, asked: 9, available: 8, budget: 10 },
+            Error::OverBudget { place, requested: 9, available: 8, budget: 10 },
             nowhere,
             Remedy::FreeSpace,
             "8 of 10",
@@ -330,7 +330,7 @@ fn every_error_names_location_and_remedy() {
             "snapshot 4",
         ),
         (
-            Error::OutsideWindow { asked: Lsn(9), oldest: Lsn(2), newest: Lsn(7), below: vec![Lsn(1)] },
+            Error::OutsideWindow { requested: Lsn(9), oldest: Lsn(2), newest: Lsn(7), below: vec![Lsn(1)] },
             (None, None, Some(Lsn(9))),
             Remedy::ChangeCall,
             "9",

@@ -78,8 +78,8 @@ fn live(seed: u64) {
                     store.put(&key(number), bytes(number, versions[number as usize]), DEVICE).unwrap();
                 }
                 5..=6 => {
-                    let asked: Vec<PageId> = (0..4).map(|_| pages[pick(random) as usize]).collect();
-                    store.ensure(&asked, DEVICE).unwrap();
+                    let requested: Vec<PageId> = (0..4).map(|_| pages[pick(random) as usize]).collect();
+                    store.ensure(&requested, DEVICE).unwrap();
                 }
                 7 => store.demote(&[pages[pick(random) as usize], pages[pick(random) as usize]]).unwrap(),
                 8 => store.prefetch(&[pages[pick(random) as usize]], DEVICE).unwrap().wait().unwrap(),

@@ -48,12 +48,12 @@ pub struct Model {
     page_high: PageId,
 }
 
-/// Whether a page that was told to be in `asked` may be in `found`: tiers take it down, and never up.
-pub fn is_there_or_lower(asked: Place, found: Place) -> bool {
+/// Whether a page that was told to be in `requested` may be in `found`: tiers take it down, and never up.
+pub fn is_there_or_lower(requested: Place, found: Place) -> bool {
     let rank = |place| TIERS.iter().position(|tier| *tier == place);
-    match (rank(asked), rank(found)) {
-        (Some(asked), Some(found)) => found >= asked,
-        _ => found == asked,
+    match (rank(requested), rank(found)) {
+        (Some(requested), Some(found)) => found >= requested,
+        _ => found == requested,
     }
 }
 

@@ -259,10 +259,10 @@ pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tall
             Action::RestoreTo(pick) => {
                 let beyond = Lsn(model.lsn + if setting.is_cramped { 1 << 30 } else { 1 });
                 let refused = store.restore(&StatePoint::Lsn(beyond));
-                let Err(Error::OutsideWindow { asked, newest, .. }) = refused else {
+                let Err(Error::OutsideWindow { requested, newest, .. }) = refused else {
                     panic!("a restore of batch {beyond}, which is yet to come: {refused:?}")
                 };
-                assert_eq!(asked, beyond, "asked");
+                assert_eq!(requested, beyond, "asked");
                 assert_lsn(newest, &model, "newest");
                 let lsn = in_window(&model, *pick);
                 let position = match store.restore(&StatePoint::Lsn(Lsn(lsn))) {
@@ -520,8 +520,8 @@ fn check_view(disk: &Arc<dyn Disk>, model: &Model, lsn: u64) {
     match View::open_on(disk, Some(&StatePoint::Lsn(Lsn(lsn)))) {
         Ok(old) => compare_snapshot(&old, &model.at(lsn)),
         // A state that is older than the window may be there still.
-        Err(Error::OutsideWindow { asked, oldest, newest, .. }) => {
-            assert_eq!(asked, Lsn(lsn), "asked");
+        Err(Error::OutsideWindow { requested, oldest, newest, .. }) => {
+            assert_eq!(requested, Lsn(lsn), "asked");
             assert_lsn(newest, model, "newest");
             assert!(Lsn(lsn) < oldest, "batch {lsn} was refused, and the window begins at {oldest}");
             // The store may have moved the window on by a snapshot of its own.
@@ -645,7 +645,7 @@ fn compare_rebuilt(ground: &impl Ground, model: &Model) {
     let rebuilt = rebuild(&*ground.files(), &RebuildOptions::default());
     let rebuilt = rebuilt.unwrap_or_else(|damage| panic!("a rebuild of whole files: {damage}"));
     compare_state(&rebuilt, model);
-    assert_eq!(rebuilt.passed_over, [], "passed over by the rebuild");
+    assert_eq!(rebuilt.skipped, [], "passed over by the rebuild");
 }
 
 /// Compares a rebuilt state with the model.

@@ -318,8 +318,8 @@ fn impossible_move_is_refused_without_changes() {
         error
     };
     let error = refused(&|batch| _ = batch.move_to(page, Place::Pinned).move_to(other, Place::Pinned));
-    let over = matches!(error, Error::OverBudget { place: Place::Pinned, asked, available, .. }
-        if (asked, available) == (2 * LEN, LEN + 9));
+    let over = matches!(error, Error::OverBudget { place: Place::Pinned, requested, available, .. }
+        if (requested, available) == (2 * LEN, LEN + 9));
     assert!(over && error.remedy() == Remedy::FreeSpace, "{error}");
     for place in [Place::Device(2), Place::Device(64)] {
         let error = refused(&|batch| _ = batch.move_to(page, place));

@@ -169,8 +169,8 @@ fn bad_image_falls_back() {
         assert_eq!(State::of(&store), state);
         let recovered = store.recovered();
         assert_eq!((recovered.snapshot, recovered.replayed_batches), (Some(SnapshotId(1)), 121));
-        let [passed_over] = &recovered.harmless[..] else { panic!("{:?}", recovered.harmless) };
-        assert_eq!((passed_over.file, passed_over.offset), (file, image.offset));
+        let [skipped] = &recovered.harmless[..] else { panic!("{:?}", recovered.harmless) };
+        assert_eq!((skipped.file, skipped.offset), (file, image.offset));
         // The next snapshot takes another number, and is as good as any.
         assert_eq!(store.snapshot().unwrap().id, SnapshotId(3));
         store.close().unwrap();

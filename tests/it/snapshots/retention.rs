@@ -341,9 +341,9 @@ fn state_after_link_without_images_is_unreachable() {
     assert!(!survey.log.segments().contains_key(&log_of(base.id)), "and that after the base is not");
 
     let shared: Arc<dyn Disk> = Arc::new(disk.clone());
-    let outside = |asked: Lsn, error: Error| match error {
-        Error::OutsideWindow { asked: named, oldest, newest, .. } => {
-            assert_eq!((named, oldest, newest), (asked, kept.end, store.lsn()));
+    let outside = |requested: Lsn, error: Error| match error {
+        Error::OutsideWindow { requested: named, oldest, newest, .. } => {
+            assert_eq!((named, oldest, newest), (requested, kept.end, store.lsn()));
         }
         other => panic!("{other}"),
     };

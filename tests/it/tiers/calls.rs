@@ -18,9 +18,9 @@ fn allocations_of_one_request_are_all_or_nothing() {
         // Some are there and some are not; none leaves for another one.
         for from in (0..3 * ROOM as usize).step_by(5) {
             // A part of the place is kept free.
-            let asked = &pages[from..from + ROOM as usize - 2];
-            store.ensure(asked, DEVICE).unwrap();
-            assert_eq!(places(&store, asked), vec![DEVICE; asked.len()]);
+            let requested = &pages[from..from + ROOM as usize - 2];
+            store.ensure(requested, DEVICE).unwrap();
+            assert_eq!(places(&store, requested), vec![DEVICE; requested.len()]);
         }
         assert!(peak(&store, DEVICE) <= ROOM * LEN);
         let before = places(&store, &pages);

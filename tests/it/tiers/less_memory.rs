@@ -96,7 +96,7 @@ fn open_limits_demoted_changed_bytes() {
     let opened = Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options(ROOM * LEN));
     let refused = opened.unwrap_err();
     assert!(
-        matches!(refused, Error::OverBudget { place: DEVICE, asked, .. } if asked == 2 * ROOM * LEN),
+        matches!(refused, Error::OverBudget { place: DEVICE, requested, .. } if requested == 2 * ROOM * LEN),
         "{refused}"
     );
     let store = open(&disk, options(2 * ROOM * LEN));

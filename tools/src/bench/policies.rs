@@ -40,9 +40,9 @@ impl Policy {
             Policy::S3Fifo => Box::<S3Fifo>::default(),
         };
         let (mut there, mut known) = (HashSet::new(), HashSet::new());
-        let (mut hits, mut asked) = (0_u64, 0_u64);
+        let (mut hits, mut requested) = (0_u64, 0_u64);
         for page in requests.iter().flatten().map(|id| PageId(*id)) {
-            asked += u64::from(!known.insert(page));
+            requested += u64::from(!known.insert(page));
             if there.contains(&page) {
                 hits += 1;
                 policy.used(page);
@@ -56,7 +56,7 @@ impl Policy {
             there.insert(page);
             policy.arrived(page, 1);
         }
-        share(hits, asked)
+        share(hits, requested)
     }
 }
 

@@ -57,7 +57,7 @@ struct RawLogState {
     queued: u64,
     durable: u64,
     offset: u64,
-    led: bool,
+    is_led: bool,
     failed: bool,
 }
 
@@ -83,7 +83,7 @@ impl RawLog {
             queued: 0,
             durable: 0,
             offset: 0,
-            led: false,
+            is_led: false,
             failed: false,
         };
         Ok(Self { file, file_len, way, state: Mutex::new(state), progress: Condvar::new() })
@@ -101,7 +101,7 @@ impl RawLog {
             if state.failed {
                 return Err(io::Error::other("another thread's write failed"));
             }
-            state = if state.led {
+            state = if state.is_led {
                 self.progress.wait(state).unwrap_or_else(PoisonError::into_inner)
             } else {
                 self.lead(state)?
@@ -112,7 +112,7 @@ impl RawLog {
 
     /// Makes all that is queued durable.
     fn lead<'a>(&'a self, mut state: MutexGuard<'a, RawLogState>) -> io::Result<MutexGuard<'a, RawLogState>> {
-        state.led = true;
+        state.is_led = true;
         let spare = state.spare.take().expect("only the leader takes it");
         let group = std::mem::replace(&mut state.queue, spare);
         let len = std::mem::take(&mut state.filled).next_multiple_of(ALIGN);
@@ -129,7 +129,7 @@ impl RawLog {
         });
         let mut state = self.lock();
         state.spare = Some(group);
-        state.led = false;
+        state.is_led = false;
         match &written {
             Ok(()) => state.durable = last,
             Err(_) => state.failed = true,

@@ -87,7 +87,7 @@ struct InexactPage {
 #[derive(Default)]
 struct Remains {
     exact: Vec<PageInfo>,
-    hurt: Vec<InexactPage>,
+    damaged_pages: Vec<InexactPage>,
 }
 
 /// Why no new store was made.
@@ -129,8 +129,8 @@ impl Salvage {
         }
         let search = Search::read(&dir, store.clone(), self.memory.limit()).map_err(damaged)?;
         let Some(remains) = find_remains(&search, &interrupt) else { return Ok(Ending::Interrupted) };
-        for hurt in &remains.hurt {
-            self.report(hurt, out)?;
+        for damaged_page in &remains.damaged_pages {
+            self.report(damaged_page, out)?;
         }
         let new = match &self.to {
             Some(new) if search.state().is_whole || self.older => {
@@ -152,20 +152,20 @@ impl Salvage {
     }
 
     /// Whether a page that is not exact goes into the new store.
-    fn carries(&self, hurt: &InexactPage) -> bool {
-        self.older && hurt.left.is_some()
+    fn carries(&self, damaged_page: &InexactPage) -> bool {
+        self.older && damaged_page.left.is_some()
     }
 
-    fn report(&self, hurt: &InexactPage, out: &mut Output) -> Result<(), Failure> {
+    fn report(&self, damaged_page: &InexactPage, out: &mut Output) -> Result<(), Failure> {
         if !self.json {
             // The table needs all of them.
             return Ok(());
         }
-        let InexactPage { info, left, why } = hurt;
+        let InexactPage { info, left, why } = damaged_page;
         out.line(object! {
             "kind": "page",
             "outcome": if left.is_some() { "older" } else { "lost" },
-            "carried": self.carries(hurt),
+            "carried": self.carries(damaged_page),
             "page": info.page.0,
             "key": json::key(info.key.as_ref()),
             "len": info.len,
@@ -189,8 +189,11 @@ impl Salvage {
         remains: &Remains,
         interrupt: &Interrupt,
     ) -> Result<SalvagedStore, SalvageStop> {
-        let older =
-            remains.hurt.iter().filter(|hurt| self.carries(hurt)).filter_map(|hurt| hurt.left.clone());
+        let older = remains
+            .damaged_pages
+            .iter()
+            .filter(|damaged_page| self.carries(damaged_page))
+            .filter_map(|damaged_page| damaged_page.left.clone());
         let pages: Vec<PageInfo> = remains.exact.iter().cloned().chain(older).collect();
         let (count, bytes) = (pages.len(), pages.iter().map(|info| info.len).sum());
         let state = &search.state().table;
@@ -239,9 +242,9 @@ fn find_remains(search: &Search<'_>, interrupt: &Interrupt) -> Option<Remains> {
         match search.find(&info) {
             PageRemains::Exact(_) => remains.exact.push(info),
             PageRemains::Older { version, why, .. } => {
-                remains.hurt.push(InexactPage { info, left: Some(version), why })
+                remains.damaged_pages.push(InexactPage { info, left: Some(version), why })
             }
-            PageRemains::Lost(why) => remains.hurt.push(InexactPage { info, left: None, why }),
+            PageRemains::Lost(why) => remains.damaged_pages.push(InexactPage { info, left: None, why }),
         }
         bar.inc(len);
     }
@@ -293,12 +296,15 @@ impl SalvageReport<'_> {
     }
 
     fn older(&self) -> usize {
-        self.remains.hurt.iter().filter(|hurt| hurt.left.is_some()).count()
+        self.remains.damaged_pages.iter().filter(|damaged_page| damaged_page.left.is_some()).count()
     }
 
     fn is_all(&self) -> bool {
         let is_all_log = self.lost_batches().is_none() && self.search.beyond().hidden.is_none();
-        self.search.state().is_whole && self.remains.hurt.is_empty() && is_all_log && self.unnamed.is_none()
+        self.search.state().is_whole
+            && self.remains.damaged_pages.is_empty()
+            && is_all_log
+            && self.unnamed.is_none()
     }
 
     fn json(&self) -> serde_json::Value {
@@ -313,7 +319,7 @@ impl SalvageReport<'_> {
             "snapshot": state.base.map(|base| base.0),
             "exact": self.remains.exact.len(),
             "older": self.older(),
-            "lost": self.remains.hurt.len() - self.older(),
+            "lost": self.remains.damaged_pages.len() - self.older(),
             "lost_batches": range(self.lost_batches()),
             "torn_batches": range(self.torn_batches()),
             "hidden": self.search.beyond().hidden.map(|hidden| hidden.to_string()),
@@ -325,14 +331,14 @@ impl SalvageReport<'_> {
     }
 
     fn print(&self, command: &Salvage, out: &mut Output) -> Result<(), Failure> {
-        if !self.remains.hurt.is_empty() {
-            out.line(table(&self.remains.hurt).trim_fmt())?;
+        if !self.remains.damaged_pages.is_empty() {
+            out.line(table(&self.remains.damaged_pages).trim_fmt())?;
         }
         if let Some(damage) = self.unnamed {
             out.line(format_args!("{damage}: the store's identity and layout fingerprint are lost"))?;
         }
         let (exact, older) = (self.remains.exact.len(), self.older());
-        let lost = self.remains.hurt.len() - older;
+        let lost = self.remains.damaged_pages.len() - older;
         let lsn = self.lsn();
         match self.search.state().is_whole {
             true => out.line(format_args!(
@@ -362,9 +368,9 @@ impl SalvageReport<'_> {
     }
 }
 
-fn table(hurt: &[InexactPage]) -> Table {
+fn table(damaged_page: &[InexactPage]) -> Table {
     let mut table = page_table(["LEFT", "WHY"]);
-    for InexactPage { info, left, why } in hurt {
+    for InexactPage { info, left, why } in damaged_page {
         let left = left.as_ref().map(|left| format!("epoch {}, lsn {}", left.epoch, left.lsn));
         let left = left.unwrap_or_else(|| "nothing".to_owned());
         table.add_row(page_cells(info).into_iter().chain([left, why.to_string()]));

@@ -89,15 +89,15 @@ impl PartialView {
         page_bytes_max: u64,
     ) -> Result<(Self, Option<PageBytes<'_>>), Failure> {
         let mut view = Self::take_once(dir)?;
-        let mut passed_over = Vec::new();
+        let mut skipped = Vec::new();
         let opened = view.survey.candidates().find_map(|candidate| {
             let bytes = candidate.and_then(|base| view.opened(dir, base.as_ref(), page_bytes_max));
-            bytes.map_err(|damage| passed_over.push(damage)).ok()
+            bytes.map_err(|damage| skipped.push(damage)).ok()
         });
         if let Some(bytes) = opened {
             // `view.state` may have been computed from a snapshot whose images are damaged.
             if view.state.as_ref().is_some_and(|state| state.base != bytes.base()) {
-                passed_over.into_iter().for_each(|damage| view.add(damage));
+                skipped.into_iter().for_each(|damage| view.add(damage));
             }
             bytes.damage().for_each(|damage| add(&mut view.damage, damage.clone()));
             return Ok((view, Some(bytes)));

@@ -136,12 +136,12 @@ impl<'d> KeptStates<'d> {
         }
         Err(match (first_damage, until, kept()) {
             // Use the engine's error message.
-            (_, Some(asked), Some((newest, reach)))
-                if reach.opens_at().is_some_and(|oldest| asked < oldest) =>
+            (_, Some(requested), Some((newest, reach)))
+                if reach.opens_at().is_some_and(|oldest| requested < oldest) =>
             {
                 let (oldest, below) = (reach.opens_at().unwrap_or_default(), reach.below());
                 Failure::Environment(
-                    Error::OutsideWindow { asked, oldest, newest: *newest, below }.to_string(),
+                    Error::OutsideWindow { requested, oldest, newest: *newest, below }.to_string(),
                 )
             }
             (Some(damage), ..) => damaged(damage),

@@ -73,8 +73,8 @@ mod tests {
     #[test]
     fn new_store_uses_requested_options() {
         let dir = tempfile::tempdir().unwrap();
-        let asked = Rule { page_len: 512, pages_max: 300 };
-        assert_eq!(choose(dir.path(), Some(512), Some(300)), Ok(asked));
+        let requested = Rule { page_len: 512, pages_max: 300 };
+        assert_eq!(choose(dir.path(), Some(512), Some(300)), Ok(requested));
         assert_eq!(choose(&dir.path().join("missing"), None, None), Ok(DEFAULT));
     }
 }

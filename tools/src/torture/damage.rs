@@ -87,11 +87,11 @@ impl TortureContext<'_> {
         let mut counts = [[0; 5]; Kind::ALL.len()];
         let mut done = 0;
         for number in 0_u64.. {
-            if done >= self.asked.damages {
+            if done >= self.requested.damages {
                 break;
             }
             // A new life for every thousand, half of them of a closed store.
-            let wanted = (self.asked.damages - done).min(1000);
+            let wanted = (self.requested.damages - done).min(1000);
             let mut course = self.course(&format!("life-{number}"), None, false)?;
             let earlier = self.folder.join("earlier");
             for kill in 1..=KILLS {
@@ -141,7 +141,7 @@ impl TortureContext<'_> {
             if time % ENGINE_EVERY == 0
                 && matches!(verdict, DamageVerdict::Right | DamageVerdict::Refused | DamageVerdict::Cut)
             {
-                verdict = victim.judge_engine(self.asked.device, verdict)?;
+                verdict = victim.judge_engine(self.requested.device, verdict)?;
             }
             counts[at][verdict as usize] += 1;
             if matches!(verdict, DamageVerdict::Lost | DamageVerdict::Wrong) {

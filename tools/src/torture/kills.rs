@@ -25,7 +25,7 @@ impl TortureContext<'_> {
         }
         let count = ways.len() as u64;
         for (index, way) in ways.into_iter().enumerate() {
-            let kills = (self.asked.kills + count - 1 - index as u64) / count;
+            let kills = (self.requested.kills + count - 1 - index as u64) / count;
             let row = self.kill(way, kills)?;
             report.rows.push((format!("log written {way}"), row));
         }

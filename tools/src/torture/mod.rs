@@ -85,7 +85,7 @@ struct TortureContext<'t> {
     trace: PathBuf,
     /// Distinct pages that the longest request names.
     longest: usize,
-    asked: &'t Torture,
+    requested: &'t Torture,
     interrupt: Interrupt,
     bar: ProgressBar,
     random: SplitMix64,
@@ -121,7 +121,7 @@ impl Torture {
             folder: scratch.path().to_owned(),
             longest: Trace::survey(&trace, Some(self.requests))?.longest,
             trace,
-            asked: self,
+            requested: self,
             interrupt,
             bar: progress::bar(self.kills + self.damages + self.power_cuts, "torturing"),
             random: SplitMix64::new(seed),
@@ -197,9 +197,9 @@ impl TortureContext<'_> {
             store,
             trace: self.trace.clone(),
             rule: Rule { page_len, pages_max: self.longest.max(400) },
-            limit: self.asked.requests,
+            limit: self.requested.requests,
             snapshot_every: 40 + self.random.below(100),
-            device: self.asked.device,
+            device: self.requested.device,
             durable,
             log_io,
         };
@@ -211,7 +211,7 @@ impl TortureContext<'_> {
     fn device(&self) -> Result<String, Failure> {
         let folder = self.folder.join("asks");
         let store =
-            Store::open(&folder, Options::default().device(self.asked.device)).map_err(engine_failure)?;
+            Store::open(&folder, Options::default().device(self.requested.device)).map_err(engine_failure)?;
         let device = store.recovered().device.clone();
         store.close().map_err(engine_failure)?;
         remove(&folder)?;

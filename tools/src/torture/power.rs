@@ -10,7 +10,7 @@ const CUTS_A_COURSE: u64 = 12;
 impl TortureContext<'_> {
     pub(super) fn power_cuts(&mut self, report: &mut TortureTable) -> Result<(), KillRunStop> {
         report.columns = &["cuts", "gone", "right"];
-        if self.asked.power_cuts == 0 {
+        if self.requested.power_cuts == 0 {
             return Ok(());
         }
         let folder = self.folder.join("power");
@@ -24,12 +24,12 @@ impl TortureContext<'_> {
         };
         let (mut cuts, mut gone) = (0, 0);
         for number in 0_u64.. {
-            if cuts >= self.asked.power_cuts {
+            if cuts >= self.requested.power_cuts {
                 break;
             }
             let store = medium.path().join(format!("store-{number}"));
             let mut course = self.course_in(store, None, true)?;
-            let wanted = (self.asked.power_cuts - cuts).min(CUTS_A_COURSE);
+            let wanted = (self.requested.power_cuts - cuts).min(CUTS_A_COURSE);
             // A request that is merely in the page cache when its process dies may go with the next cut.
             let mut durable = None;
             for cut in 1..=wanted {

@@ -290,7 +290,7 @@ pub const LIST: &[Defence] = &[
     check(
         "a file is let go of before it is removed",
         "src/disk/image_spares.rs",
-        "self.let_go(number);",
+        "self.drop_kept_ready(number);",
         it("in_place::removed_file_is_released"),
     ),
     defence(

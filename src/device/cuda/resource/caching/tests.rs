@@ -36,7 +36,7 @@ impl StreamPoint for Point {
 
 impl Streams {
     /// Returns how often the streams were asked whether a point has passed.
-    fn asked(&self) -> u64 {
+    fn requested(&self) -> u64 {
         self.1.load(Ordering::Relaxed)
     }
 
@@ -191,21 +191,21 @@ fn an_allocation_asks_for_one_point_of_a_busy_stream() {
     let [one, other] = [RawStream(7), RawStream(8)];
     let blocks: Vec<u64> = (0..300).map(|_| memory.allocate(600).unwrap()).collect();
     blocks.iter().for_each(|block| free(&memory, *block, 600, &[one]));
-    assert_eq!((memory.cache_stats().waiting_blocks, streams.asked()), (300, 0));
+    assert_eq!((memory.cache_stats().waiting_blocks, streams.requested()), (300, 0));
     for _ in 0..20 {
         memory.allocate(600).unwrap();
     }
-    assert_eq!(streams.asked(), 20);
+    assert_eq!(streams.requested(), 20);
     // Once allocated on its own stream, a block no longer waits; freed again, it waits for a later point.
     let again: Vec<u64> = (0..100).map(|_| memory.allocate_on(600, one).unwrap()).collect();
-    assert!(again.iter().all(|block| blocks.contains(block)) && streams.asked() <= 120);
+    assert!(again.iter().all(|block| blocks.contains(block)) && streams.requested() <= 120);
     again[..50].iter().for_each(|block| free(&memory, *block, 600, &[one, other]));
     streams.finish(one);
     check(&memory);
-    let asked = streams.asked();
+    let requested = streams.requested();
     memory.allocate(600).unwrap();
     // 200 that still waited, 50 that wait again, and the first of the other stream.
-    assert_eq!((streams.asked() - asked, memory.cache_stats().waiting_blocks), (251, 50));
+    assert_eq!((streams.requested() - requested, memory.cache_stats().waiting_blocks), (251, 50));
     streams.finish(other);
     memory.allocate(600).unwrap();
     check(&memory);
