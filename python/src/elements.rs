@@ -109,10 +109,10 @@ impl PageLayout {
     /// Records that the caller sets or removes an entry.
     pub fn state(&mut self, name: &str, value: Option<&Value>) {
         let entries = BTreeMap::from_iter(value.map(|value| (name.to_owned(), value.clone())));
-        let said = Self::of(&entries);
+        let named = Self::of(&entries);
         match name {
-            DTYPE => self.dtype = said.dtype,
-            SHAPE => self.shape = said.shape,
+            DTYPE => self.dtype = named.dtype,
+            SHAPE => self.shape = named.shape,
             _ => return,
         }
         self.is_stated = true;

@@ -76,13 +76,13 @@ impl Kinds<'_> {
     /// Returns whether a tensor is plain as it is, with as few queries as possible, since each is a call.
     fn is_plain(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
         let py = tensor.py();
-        let says = |name| tensor.getattr(name)?.is_truthy();
+        let flag = |name| tensor.getattr(name)?.is_truthy();
         Ok(tensor.get_type().is(&self.tensor)
             && self.real.contains(tensor.getattr(intern!(py, "dtype"))?)?
             && tensor.getattr(intern!(py, "layout"))?.is(&self.strided)
-            && !says(intern!(py, "requires_grad"))?
-            && !says(intern!(py, "is_nested"))?
-            && !says(intern!(py, "is_meta"))?
+            && !flag(intern!(py, "requires_grad"))?
+            && !flag(intern!(py, "is_nested"))?
+            && !flag(intern!(py, "is_meta"))?
             && !tensor.call_method0(intern!(py, "is_neg"))?.is_truthy()?)
     }
 }

@@ -100,7 +100,7 @@ impl<S: Send, T: Send> Handover<S, T> {
         }
         let Some(source) = source else { return Ok(Err(Error::Closed)) };
         let mut is_over = false;
-        let come = wait(py, timeout, Some(&self.path), |slice| match read(source, slice) {
+        let received = wait(py, timeout, Some(&self.path), |slice| match read(source, slice) {
             Err(Error::Closed) => {
                 is_over = true;
                 Ok(true)
@@ -112,7 +112,7 @@ impl<S: Send, T: Send> Handover<S, T> {
                 Ok(has_come)
             }
         })?;
-        Ok(if is_over { Err(Error::Closed) } else { Ok(come) })
+        Ok(if is_over { Err(Error::Closed) } else { Ok(received) })
     }
 
     /// Returns the next item, or `None` if none arrives in time. An inner `Err(Closed)` means that no more

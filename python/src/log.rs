@@ -134,8 +134,8 @@ impl Subscriber for Forwarder {
             return;
         }
         let Some(queue) = LogQueue::current() else { return };
-        let mut said = EventText::default();
-        event.record(&mut said);
+        let mut event_text = EventText::default();
+        event.record(&mut event_text);
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         queue.push(LogRecord {
             level: *metadata.level(),
@@ -145,8 +145,8 @@ impl Subscriber for Forwarder {
             // SAFETY: the call has no arguments and cannot fail.
             thread: (std::thread::current().name().unwrap_or_default().to_owned(), unsafe { libc::gettid() }),
             seconds: since.as_secs_f64(),
-            message: said.message,
-            fields: said.fields,
+            message: event_text.message,
+            fields: event_text.fields,
         });
     }
 

@@ -54,7 +54,7 @@ pub(crate) struct SnapshotWork {
     /// Entries of the pages that the snapshot must name and whose images are known.
     pub entries: Vec<ManifestEntry>,
     /// Pages of the newest snapshot that are now deleted.
-    pub gone: Vec<PageId>,
+    pub tombstoned: Vec<PageId>,
     /// The link that the snapshot follows, and its checksum; if `None`, the snapshot names all pages.
     pub follows: Option<(SnapshotId, u32)>,
     /// The number of pages that were checked. Unless the snapshot names all pages, these are the pages that
@@ -72,7 +72,7 @@ impl SnapshotWork {
             PageClass::Changed(len) => push(&mut self.gather, (page, len)),
             // The gather will not find the page, and knows which batch deleted it.
             PageClass::Deleted => push(&mut self.gather, (page, 0)),
-            PageClass::Gone { .. } => push(&mut self.gone, page),
+            PageClass::Gone { .. } => push(&mut self.tombstoned, page),
         }
     }
 
@@ -80,7 +80,7 @@ impl SnapshotWork {
     fn mentioned(&self) -> Result<Vec<PageId>> {
         let gather = self.gather.iter().map(|(page, _)| *page);
         let entries = self.entries.iter().map(|entry| entry.page);
-        let mut pages = collected(gather.chain(entries).chain(self.gone.iter().copied()))?;
+        let mut pages = collected(gather.chain(entries).chain(self.tombstoned.iter().copied()))?;
         pages.sort_unstable();
         Ok(pages)
     }
@@ -184,7 +184,7 @@ impl KnownImages {
         let named = sorted.gather.len() + sorted.entries.len();
         assert!(sorted.follows.is_some() || named == count, "{named} of {count} pages are named");
         sorted.gather.sort_unstable();
-        sorted.gone.sort_unstable();
+        sorted.tombstoned.sort_unstable();
         Ok(sorted)
     }
 }
@@ -266,8 +266,8 @@ mod tests {
             let change = |(previous, previous_crc)| ManifestKind::Change { previous, previous_crc };
             let kind = sorted.follows.map_or(ManifestKind::Base, change);
             let lsn = self.table.lsn();
-            let gone = sorted.gone.into_iter().filter(|_| kind != ManifestKind::Base);
-            let tombstones = gone.map(|page| Tombstone { page, lsn }).collect();
+            let tombstoned = sorted.tombstoned.into_iter().filter(|_| kind != ManifestKind::Base);
+            let tombstones = tombstoned.map(|page| Tombstone { page, lsn }).collect();
             let manifest = Manifest {
                 kind,
                 store: StoreId([0; 16]),
@@ -385,7 +385,7 @@ mod tests {
             }
             let sorted = subject.plan_work(&[]);
             assert!(sorted.follows.is_some(), "round {round}");
-            let mentioned = sorted.gather.len() + sorted.entries.len() + sorted.gone.len();
+            let mentioned = sorted.gather.len() + sorted.entries.len() + sorted.tombstoned.len();
             // A page in the previous snapshot is checked once more.
             assert!(sorted.visited <= mentioned + 2, "round {round}");
             named += mentioned;
@@ -470,7 +470,11 @@ mod tests {
             assert!(mentioned.windows(2).all(|pair| pair[0] < pair[1]), "{kind}: each page once");
             assert!(mentioned.iter().all(|page| began.contains_key(page) || *page == PageId(5)), "{kind}");
             assert!(!gathers(&PageId(5)), "{kind}");
-            assert_eq!(sorted.gone, if kind == "all is new" { vec![] } else { vec![PageId(5)] }, "{kind}");
+            assert_eq!(
+                sorted.tombstoned,
+                if kind == "all is new" { vec![] } else { vec![PageId(5)] },
+                "{kind}"
+            );
             for (page, then) in &began {
                 let (now, named) = (subject.table.get(*page), newest.get(*page));
                 assert_eq!(now.is_none(), deleted.contains_key(page));

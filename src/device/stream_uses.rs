@@ -112,16 +112,16 @@ impl StreamUses {
 
 /// Removes uses that are done, because memory in use for a long time accumulates many.
 fn drop_passed(device: &dyn Device, uses: &mut Vec<EndedUse>) -> Result<()> {
-    let mut looked = Ok(());
+    let mut checked = Ok(());
     uses.retain(|ended| {
         let has_passed = device.has_passed(&ended.point);
         match has_passed {
             Ok(has_passed) => !has_passed,
             Err(error) => {
-                looked = Err(error);
+                checked = Err(error);
                 true
             }
         }
     });
-    looked
+    checked
 }

@@ -115,7 +115,7 @@ pub struct Follower {
     /// The time since which no frame was found.
     idle_since: Instant,
     watch: Box<dyn Watch>,
-    looks: u64,
+    checks: u64,
 }
 
 impl Follower {
@@ -180,7 +180,7 @@ impl Follower {
             suspicion: Suspicion::new(),
             idle_since: Instant::now(),
             watch,
-            looks: 0,
+            checks: 0,
         }
     }
 
@@ -258,13 +258,13 @@ impl Follower {
     /// an idle follower.
     #[doc(hidden)]
     #[must_use]
-    pub fn looks(&self) -> u64 {
-        self.looks
+    pub fn checks(&self) -> u64 {
+        self.checks
     }
 
     /// Takes the next batch that was not returned yet, if it is complete. Seals and copies are skipped.
     fn take(&mut self) -> Result<Option<FollowedBatch>> {
-        self.looks += 1;
+        self.checks += 1;
         while let Some(taken) = self.tail.peek()? {
             let header = taken.header;
             let end = taken.end;

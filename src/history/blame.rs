@@ -64,8 +64,9 @@ impl View {
         let mut before = None;
         for _ in 0..ATTEMPTS {
             let source = DiskSource::new(past.disk().clone());
-            let look = || changes_of(&source, &Survey::read(&source)?, page, range.clone(), past.lsn());
-            let damage = match look() {
+            let read_changes =
+                || changes_of(&source, &Survey::read(&source)?, page, range.clone(), past.lsn());
+            let damage = match read_changes() {
                 Ok(changes) => return Ok(changes),
                 Err(damage) => damage,
             };

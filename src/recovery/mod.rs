@@ -293,8 +293,9 @@ impl Recovery<'_> {
         //    of the line. They are recycled only now: before the rename nothing was ours to change, and until
         //    its folder is synced a power cut may bring the incarnation back, which would then miss its
         //    segments.
-        let goes = on_line.proven.segment + 1..highest;
-        let mut junk: Vec<u64> = survey.log.segments().keys().copied().filter(|n| goes.contains(n)).collect();
+        let removed = on_line.proven.segment + 1..highest;
+        let mut junk: Vec<u64> =
+            survey.log.segments().keys().copied().filter(|n| removed.contains(n)).collect();
         // I8: a replay from the snapshot that was used begins before all of them.
         let base = resolution.base.and_then(|base| survey.links[&base].as_ref().ok());
         assert!(base.is_none_or(|(link, _)| link.redo.segment <= on_line.proven.segment));

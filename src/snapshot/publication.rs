@@ -150,9 +150,9 @@ fn tombstones(
         lsn: *deleted.get(page).expect("a page that could not be gathered was deleted"),
     });
     // Replay begins after their deletion, so any Lsn up to `redo` will do.
-    let gone = sorted.gone.iter().filter(|_| sorted.follows.is_some());
-    let gone = gone.map(|page| Tombstone { page: *page, lsn: redo });
-    let mut tombstones = collected(missed.chain(gone))?;
+    let tombstoned = sorted.tombstoned.iter().filter(|_| sorted.follows.is_some());
+    let tombstoned = tombstoned.map(|page| Tombstone { page: *page, lsn: redo });
+    let mut tombstones = collected(missed.chain(tombstoned))?;
     tombstones.sort_unstable_by_key(|tombstone| tombstone.page);
     Ok(tombstones)
 }

@@ -52,7 +52,7 @@ impl Snapshots {
         if catalog.tables.values().any(|table| table.restored_at > redo.lsn) {
             return Ok(());
         }
-        let gone = self.gone(catalog)?;
+        let gone = self.deleted_pages(catalog)?;
         // A thin snapshot costs a manifest and a link that replays follow, so it must free something.
         if !catalog.known.has_file_of(&gone) {
             return Ok(());
@@ -111,7 +111,7 @@ impl Snapshots {
     }
 
     /// Finds the pages of the newest snapshot that were deleted.
-    fn gone(&self, catalog: &Catalog) -> Result<Vec<PageId>> {
+    fn deleted_pages(&self, catalog: &Catalog) -> Result<Vec<PageId>> {
         let changed = self.engine.applier.turn(|turn| Ok(beginning(turn)?.changed))?;
         let mut gone = Vec::new();
         // In portions: no batch is applied during a turn.

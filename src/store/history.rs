@@ -155,7 +155,7 @@ impl Store {
     /// Same as [`Store::would_prune_at`].
     #[doc(hidden)]
     pub fn would_prune_on(disk: &Arc<dyn Disk>, retention: &Retention) -> Result<PruneReport> {
-        let look = || {
+        let preview = || {
             let OpenPreview { catalog, current_segment, under_way_from } = OpenPreview::take(disk)?;
             let mut pruned = RetentionContext { disk: &**disk, catalog: &catalog, current_segment }
                 .would_prune(retention)?;
@@ -168,7 +168,7 @@ impl Store {
             pruned.files.retain(|(file, _)| !is_under_way(file));
             Ok(pruned)
         };
-        look().map_err(|error: Error| error.in_store(&disk.label()))
+        preview().map_err(|error: Error| error.in_store(&disk.label()))
     }
 
     /// Removes the snapshots and files that `retention` does not keep. Nothing that a kept snapshot, the log

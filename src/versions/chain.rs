@@ -269,7 +269,7 @@ pub(super) fn visible_at<T: VersionState>(
     newest: &Swap<Version<T>>,
     at: Lsn,
 ) -> Result<SeenVersion<T>, ReadMiss> {
-    let mut guard = newest.look();
+    let mut guard = newest.load();
     let mut unseen = ReadMiss::Absent;
     loop {
         let before = match guard.as_ref() {
@@ -277,7 +277,7 @@ pub(super) fn visible_at<T: VersionState>(
             Some(version) if version.state.lsn() <= at => break,
             Some(version) => {
                 unseen = ReadMiss::Later(version.state.lsn());
-                version.before.look()
+                version.before.load()
             }
         };
         guard = before;

@@ -103,8 +103,8 @@ fn locate(page: u64) -> (u64, usize, usize) {
 }
 
 impl SlotWalk<'_> {
-    /// Applies `look` to the slot of a page, if there is one.
-    pub fn look<R>(&mut self, page: PageId, look: impl FnOnce(&PageSlot) -> R) -> Option<R> {
+    /// Applies `with` to the slot of a page, if there is one.
+    pub fn with<R>(&mut self, page: PageId, look: impl FnOnce(&PageSlot) -> R) -> Option<R> {
         let number = page.0 / WIDTH as u64;
         if self.chunk.as_ref().is_none_or(|(held, _)| *held != number) {
             self.chunk = self.directory.chunk(page).map(|chunk| (number, chunk));
@@ -132,20 +132,20 @@ impl Directory {
         Self { rows: Swap::new(Some(Arc::new(rows))) }
     }
 
-    /// Applies `look` to the slot of a page, if there is one.
-    pub fn look<R>(&self, page: PageId, look: impl FnOnce(&PageSlot) -> R) -> Option<R> {
+    /// Applies `with` to the slot of a page, if there is one.
+    pub fn with<R>(&self, page: PageId, look: impl FnOnce(&PageSlot) -> R) -> Option<R> {
         let (row, at, slot) = locate(page.0);
-        let rows = self.rows.look();
+        let rows = self.rows.load();
         let rows = rows.as_ref()?;
         let position = rows.binary_search_by_key(&row, |(number, _)| *number).ok()?;
-        let chunk = rows[position].1.chunks[at].look();
+        let chunk = rows[position].1.chunks[at].load();
         Some(look(&chunk.as_ref()?.slots[slot]))
     }
 
     /// Returns the chunk of a page, if there is one.
     fn chunk(&self, page: PageId) -> Option<Arc<Chunk>> {
         let (row, at, _) = locate(page.0);
-        let rows = self.rows.look();
+        let rows = self.rows.load();
         let rows = rows.as_ref()?;
         let position = rows.binary_search_by_key(&row, |(number, _)| *number).ok()?;
         rows[position].1.chunks[at].get()
@@ -160,10 +160,10 @@ impl Directory {
     /// exists.
     pub fn is_blank(&self, page: PageId) -> bool {
         let (row, at, _) = locate(page.0);
-        let rows = self.rows.look();
+        let rows = self.rows.load();
         let Some(rows) = rows.as_ref() else { return true };
         let found = rows.binary_search_by_key(&row, |(number, _)| *number);
-        found.map_or(true, |position| rows[position].1.chunks[at].look().is_none())
+        found.map_or(true, |position| rows[position].1.chunks[at].load().is_none())
     }
 
     /// Returns whether both pages are in the same chunk.
@@ -200,7 +200,7 @@ impl Directory {
             chunk
         });
         let newest = &chunk.slots[slot].newest;
-        let is_new = newest.look().is_none();
+        let is_new = newest.load().is_none();
         newest.set(Some(version));
         chunk.used.fetch_add(is_new.into(), Ordering::Relaxed);
     }
@@ -246,7 +246,7 @@ impl Directory {
         self.rows.get().map_or(0, |rows| rows.len())
     }
 
-    /// Returns the first result of `look` over the slots from this id on.
+    /// Returns the first result of `with` over the slots from this id on.
     pub fn find<R>(&self, from: PageId, look: impl Fn(PageId, &PageSlot) -> Option<R>) -> Option<R> {
         let (mut row_from, mut chunk_from, mut slot_from) = locate(from.0);
         let rows = self.rows.get()?;
@@ -256,7 +256,7 @@ impl Directory {
                 (row_from, chunk_from, slot_from) = (*number, 0, 0);
             }
             for at in chunk_from..WIDTH {
-                let chunk = row.chunks[at].look();
+                let chunk = row.chunks[at].load();
                 let from = if at == chunk_from { slot_from } else { 0 };
                 let Some(chunk) = chunk.as_ref() else { continue };
                 let first_id = (number * WIDTH as u64 + at as u64) * WIDTH as u64;

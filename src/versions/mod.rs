@@ -169,7 +169,7 @@ impl Versions {
         at: Lsn,
         read: impl FnOnce(&SeenPage<'_>) -> R,
     ) -> Result<R, ReadMiss> {
-        let state = self.pages.look(page, |slot| visible_at(&slot.newest, at));
+        let state = self.pages.with(page, |slot| visible_at(&slot.newest, at));
         let state = state.unwrap_or(Err(ReadMiss::Absent))?;
         state.seen(at).map(|seen| read(&seen))
     }
@@ -201,7 +201,7 @@ impl Versions {
 
     /// Applies `read` to the page that has a key as of a visible Lsn or that of a view.
     fn page_by_key_at<R>(&self, key: &[u8], at: Lsn, read: impl Fn(PageId, &SeenPage<'_>) -> R) -> Option<R> {
-        let found = self.keys.look(key, |holders| {
+        let found = self.keys.with(key, |holders| {
             let mut pages = std::iter::once(&holders.newest).chain(&holders.earlier);
             let has_key = |page: &PageId, entry: &SeenPage<'_>| {
                 (entry.key().map(Key::as_bytes) == Some(key)).then(|| read(*page, entry))
@@ -233,7 +233,7 @@ impl Versions {
 
     /// Returns the memory of a page's bytes, as of the last batch applied.
     pub fn memory(&self, page: PageId) -> Option<MemoryId> {
-        self.pages.look(page, |slot| slot.memory()).flatten()
+        self.pages.with(page, |slot| slot.memory()).flatten()
     }
 
     /// Publishes new memory for a page's bytes. The applier calls this before it reports that the batch is
@@ -244,7 +244,7 @@ impl Versions {
 
     /// Publishes that a page no longer has memory, before that memory is given to another page.
     pub fn moved_to_disk(&self, page: PageId) {
-        self.pages.look(page, |slot| slot.set_memory(None));
+        self.pages.with(page, |slot| slot.set_memory(None));
     }
 
     /// Installs a batch's versions, which [`show`](Self::show) makes visible. The caller holds the submission
@@ -265,7 +265,7 @@ impl Versions {
         let staying = set_of(pages.iter().map(|info| info.page));
         let mut gone = Vec::new();
         let is_gone = |page: PageId, slot: &PageSlot| {
-            let newest = slot.newest.look();
+            let newest = slot.newest.load();
             (newest.as_ref()?.state.page().is_some() && !staying.contains(&page)).then_some(page)
         };
         let mut from = Some(PageId(0));
@@ -302,18 +302,18 @@ impl Versions {
                 true => self.advance_recent(&mut writer, lsn, page, info),
                 false => {
                     let advance = |slot: &PageSlot| {
-                        let newest = slot.newest.look();
+                        let newest = slot.newest.load();
                         newest
                             .as_ref()
                             .is_some_and(|newest| self.advance(&mut writer.floor, newest, lsn, info))
                     };
-                    walk.look(page, advance) == Some(true)
+                    walk.with(page, advance) == Some(true)
                 }
             });
             if advanced {
                 continue;
             }
-            let superseding = walk.look(page, |slot| self.supersede(slot, lsn, page, info)).flatten();
+            let superseding = walk.with(page, |slot| self.supersede(slot, lsn, page, info)).flatten();
             match (superseding, info) {
                 (Some((version, was_there)), _) => {
                     created += u64::from(!was_there);
@@ -359,7 +359,7 @@ impl Versions {
     /// Advances a page of a short batch like [`advance`](Self::advance), and caches it.
     fn advance_recent(&self, writer: &mut Writer, lsn: Lsn, page: PageId, info: &PageInfo) -> bool {
         let Writer { recent, floor, .. } = writer;
-        let find = || self.pages.look(page, |slot| slot.newest.get()).flatten();
+        let find = || self.pages.with(page, |slot| slot.newest.get()).flatten();
         let newest = recent.get_or(page, find);
         newest.is_some_and(|newest| self.advance(floor, newest, lsn, info))
     }
@@ -413,7 +413,7 @@ impl Versions {
 
     /// Adds a page under a key that another page may have had before.
     fn assign_key(&self, key: &Key, page: PageId) {
-        let before = self.keys.look(key, Holders::clone);
+        let before = self.keys.with(key, Holders::clone);
         let earlier =
             before.into_iter().flat_map(|Holders { newest, earlier }| [newest].into_iter().chain(earlier));
         let earlier = earlier.filter(|other| *other != page).collect();
@@ -452,13 +452,13 @@ impl Versions {
     /// Removes a deleted page, unless a restore recreated it.
     fn forget(&self, recent: &mut RecentPages, page: PageId, version: &Arc<Version<PageState>>) {
         let is_it = |newest: &Arc<Version<PageState>>| Arc::ptr_eq(newest, version);
-        if !self.pages.look(page, |slot| slot.newest.look().as_ref().is_some_and(is_it)).unwrap_or(false) {
+        if !self.pages.with(page, |slot| slot.newest.load().as_ref().is_some_and(is_it)).unwrap_or(false) {
             return;
         }
         self.pages.clear(page);
         recent.forget(page);
         let Some(key) = version.state.last().key() else { return };
-        let Some(Holders { newest, earlier }) = self.keys.look(key, Holders::clone) else { return };
+        let Some(Holders { newest, earlier }) = self.keys.with(key, Holders::clone) else { return };
         let mut left = [newest].into_iter().chain(earlier).filter(|other| *other != page);
         match left.next() {
             Some(newest) => self.keys.set(key.clone(), Holders { newest, earlier: left.collect() }),
@@ -493,7 +493,7 @@ impl PageWalk<'_> {
     /// Applies `read` to a page as of now, like [`Versions::page`].
     pub fn page<R>(&mut self, page: PageId, read: impl Fn(&SeenPage<'_>) -> R) -> Option<R> {
         let at = self.versions.visible();
-        let state = self.slots.look(page, |slot| visible_at(&slot.newest, at))?.ok();
+        let state = self.slots.with(page, |slot| visible_at(&slot.newest, at))?.ok();
         let seen = state.as_ref().and_then(|state| state.seen(at).ok());
         match seen {
             Some(seen) => Some(read(&seen)),
@@ -507,7 +507,7 @@ impl PageWalk<'_> {
         // If the page does not exist, a batch that the applier has not reached yet deleted it. The same is
         // true of each page of a chunk that is removed in the meantime; a restore may recreate some of them,
         // and publishes their memory itself.
-        self.slots.look(page, |slot| slot.set_memory(Some(memory)));
+        self.slots.with(page, |slot| slot.set_memory(Some(memory)));
     }
 }
 

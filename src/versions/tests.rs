@@ -47,7 +47,7 @@ impl TestTable {
     }
 
     fn versions_of(&self, page: u64) -> usize {
-        let newest = self.versions.pages.look(PageId(page), |slot| slot.newest.get()).flatten();
+        let newest = self.versions.pages.with(PageId(page), |slot| slot.newest.get()).flatten();
         newest.map_or(0, |newest| newest.chain_len())
     }
 }
@@ -181,7 +181,7 @@ fn files_needed_by_view_stay_and_others_are_truncated() {
     more(&mut ground);
     assert_eq!((ground.versions_of(1), ground.versions_of(2)), (0, 1));
     check(&versions.view(), &ground.table);
-    assert_eq!(versions.keys.look(&key(1), |holders| holders.earlier.len()), Some(0));
+    assert_eq!(versions.keys.with(&key(1), |holders| holders.earlier.len()), Some(0));
     // Empty chunks and rows are removed.
     ground.commit(&[Op::Delete { page: PageId(2) }, Op::Delete { page: PageId(3) }]);
     for number in 0..200 {
@@ -189,7 +189,7 @@ fn files_needed_by_view_stay_and_others_are_truncated() {
         ground.commit(&[resize((1 << 40) + number, 1)]);
     }
     assert_eq!(versions.pages.row_count(), 1);
-    assert_eq!(versions.keys.look(&key(1), |_| ()), None);
+    assert_eq!(versions.keys.with(&key(1), |_| ()), None);
 }
 
 /// A page that moves keeps its version and epoch. Each view shows the place as of its own batch.

@@ -181,11 +181,11 @@ pub(crate) fn decompress_frames(
 }
 
 fn compression(error: std::io::Error) -> Defect {
-    let said = error.to_string();
+    let message = error.to_string();
     // zstd failed to allocate memory. It does not report how much.
-    match said.starts_with("Allocation error") {
+    match message.starts_with("Allocation error") {
         true => Defect::Memory { needed: 1 << WINDOW_LOG_MAX },
-        false => Defect::Compression(said),
+        false => Defect::Compression(message),
     }
 }
 

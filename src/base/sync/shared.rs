@@ -21,7 +21,7 @@ impl<T> Swap<T> {
     }
 
     /// Returns a guard for the cell's current value, without changing its reference count.
-    pub fn look(&self) -> SwapGuard<T> {
+    pub fn load(&self) -> SwapGuard<T> {
         SwapGuard(self.0.load())
     }
 
@@ -75,13 +75,13 @@ impl<K: Hash + Eq, V> Map<K, V> {
         &self.shards[(self.hasher.hash_one(key) >> 32) as usize % SHARDS]
     }
 
-    /// Calls `look` with the key's value and returns its result.
-    pub fn look<Q, R>(&self, key: &Q, look: impl FnOnce(&V) -> R) -> Option<R>
+    /// Calls `with` with the key's value and returns its result.
+    pub fn with<Q, R>(&self, key: &Q, read: impl FnOnce(&V) -> R) -> Option<R>
     where
         K: Borrow<Q>,
         Q: Hash + Eq + ?Sized,
     {
-        self.shard(key).get()?.pin().get(key).map(look)
+        self.shard(key).get()?.pin().get(key).map(read)
     }
 
     /// Sets the value of a key.

@@ -24,7 +24,7 @@ impl<T> Swap<T> {
     }
 
     /// Returns a guard for the cell's current value.
-    pub fn look(&self) -> SwapGuard<T> {
+    pub fn load(&self) -> SwapGuard<T> {
         SwapGuard(self.get())
     }
 
@@ -62,13 +62,13 @@ impl<K: Hash + Eq, V> Map<K, V> {
         Self(Mutex::new(HashMap::with_capacity(count)))
     }
 
-    /// Calls `look` with the key's value and returns its result.
-    pub fn look<Q, R>(&self, key: &Q, look: impl FnOnce(&V) -> R) -> Option<R>
+    /// Calls `with` with the key's value and returns its result.
+    pub fn with<Q, R>(&self, key: &Q, read: impl FnOnce(&V) -> R) -> Option<R>
     where
         K: Borrow<Q>,
         Q: Hash + Eq + ?Sized,
     {
-        self.0.lock().get(key).map(look)
+        self.0.lock().get(key).map(read)
     }
 
     /// Sets the value of a key.

@@ -86,14 +86,15 @@ impl<F: Fn(Span) -> DeviceAddress, A: FnMut(usize, u64) -> Result<Span>> SplitPl
             }
             Command::Diff { left, right, width, target } => {
                 let target = self.local(target);
-                let (left, right) = (self.brought(target.part, left)?, self.brought(target.part, right)?);
+                let (left, right) =
+                    (self.local_span(target.part, left)?, self.local_span(target.part, right)?);
                 self.run(target.part, Command::Diff { left, right, width, target: target.span });
             }
             Command::Select { bitmaps, target } => {
                 let mut local = Vec::with_capacity(bitmaps.len());
                 for Selection { bits, indices } in bitmaps {
                     let PartSpan { part, span } = self.local(indices);
-                    local.push((part, Selection { bits: self.brought(part, bits)?, indices: span }));
+                    local.push((part, Selection { bits: self.local_span(part, bits)?, indices: span }));
                 }
                 let mut words = PendingWords(target);
                 for of_part in local.chunk_by(|one, next| one.0 == next.0) {
@@ -119,13 +120,13 @@ impl<F: Fn(Span) -> DeviceAddress, A: FnMut(usize, u64) -> Result<Span>> SplitPl
                     target.len = target.len.checked_sub(digests.len).expect("no more digests than room");
                     target.offset += digests.len;
                     let part = of_part[0].part;
-                    let key = self.brought(part, key)?;
+                    let key = self.local_span(part, key)?;
                     self.run(part, Command::Digest { sources, key, target: digests });
                 }
             }
             Command::Pick { source, width, indices, target } => {
                 let target = self.local(target);
-                let source = self.brought(target.part, source)?;
+                let source = self.local_span(target.part, source)?;
                 self.run(target.part, Command::Pick { source, width, indices, target: target.span });
             }
             Command::Validate { lists, target } => {
@@ -152,7 +153,7 @@ impl<F: Fn(Span) -> DeviceAddress, A: FnMut(usize, u64) -> Result<Span>> SplitPl
     fn apply(&mut self, piece: Piece) -> Result<()> {
         let target = self.local(piece.target);
         let payload = match piece.payload {
-            Payload::Device(span) => Payload::Device(self.brought(target.part, span)?),
+            Payload::Device(span) => Payload::Device(self.local_span(target.part, span)?),
             staged @ Payload::Staging { .. } => staged,
         };
         let piece = Piece { target: target.span, payload, ..piece };
@@ -183,7 +184,7 @@ impl<F: Fn(Span) -> DeviceAddress, A: FnMut(usize, u64) -> Result<Span>> SplitPl
     }
 
     /// Returns the same bytes in memory of this part, copying them if necessary.
-    fn brought(&mut self, part: usize, span: Span) -> Result<Span> {
+    fn local_span(&mut self, part: usize, span: Span) -> Result<Span> {
         let source = self.local(span);
         if source.part == part {
             return Ok(source.span);

@@ -42,7 +42,7 @@ struct Blocks {
 struct WaitingBlock {
     bytes: AlignedBuf,
     /// The range from the first to the last byte received.
-    came: Range<usize>,
+    received: Range<usize>,
 }
 
 impl BlockWriter {
@@ -112,13 +112,13 @@ impl BlockWriter {
                 if block < blocks.end {
                     self.file.read_at(block, &mut old)?;
                 }
-                WaitingBlock { bytes: old, came: within..within }
+                WaitingBlock { bytes: old, received: within..within }
             }
         };
         let to = within + bytes.len();
         waiting.bytes[within..to].copy_from_slice(bytes);
-        waiting.came = waiting.came.start.min(within)..waiting.came.end.max(to);
-        if waiting.came == (0..BLOCK) {
+        waiting.received = waiting.received.start.min(within)..waiting.received.end.max(to);
+        if waiting.received == (0..BLOCK) {
             self.file.write_direct(block, &waiting.bytes)?;
             blocks.end = blocks.end.max(block + GROUP_ALIGN);
         } else {

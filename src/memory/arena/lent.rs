@@ -62,10 +62,10 @@ impl LentMemories {
         }
         let released_handles = std::mem::take(&mut *self.released_handles.lock());
         let has_passed = |(_, fence): &mut (MemoryOwner, Fence)| device.reached(fence.lane) >= fence.value;
-        let gone: Vec<_> = self.leaving.lock().extract_if(.., has_passed).collect();
-        self.waiting_count.fetch_sub(released_handles.len() + gone.len(), Ordering::AcqRel);
+        let passed: Vec<_> = self.leaving.lock().extract_if(.., has_passed).collect();
+        self.waiting_count.fetch_sub(released_handles.len() + passed.len(), Ordering::AcqRel);
         // Dropped without the locks: an owner that drops more handles must not wait for this thread.
-        drop((released_handles, gone));
+        drop((released_handles, passed));
     }
 
     /// Drops each owner once its fence has passed. An owner whose fence never passes is leaked.

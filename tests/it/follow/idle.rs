@@ -8,10 +8,10 @@ use crate::machine::alone;
 /// How long the followers wait for nothing.
 const IDLE: Duration = Duration::from_millis(1500);
 /// How often one looks meanwhile: 40 times by the pace. One that looked every 10 ms would do so 150 times.
-const LOOKS_MAX: u64 = 75;
+const CHECKS_MAX: u64 = 75;
 
 /// How often each of `count` followers of a store looks while nothing comes.
-fn looks(disk: &Arc<dyn Disk>, options: Options, count: usize) -> Vec<u64> {
+fn checks(disk: &Arc<dyn Disk>, options: Options, count: usize) -> Vec<u64> {
     let mut writer = Writer::open(disk, options.segment_len(64 << 10));
     writer.commit(1);
     let mut followers: Vec<Follower> =
@@ -19,14 +19,14 @@ fn looks(disk: &Arc<dyn Disk>, options: Options, count: usize) -> Vec<u64> {
     for follower in &mut followers {
         assert_eq!(follower.next(Duration::from_secs(60)).unwrap().unwrap().lsn(), Lsn(1));
     }
-    let looks = std::thread::scope(|scope| {
+    let checks = std::thread::scope(|scope| {
         let waits: Vec<_> = followers
             .iter_mut()
             .map(|follower| {
                 scope.spawn(|| {
-                    let before = follower.looks();
+                    let before = follower.checks();
                     assert!(follower.next(IDLE).unwrap().is_none());
-                    follower.looks() - before
+                    follower.checks() - before
                 })
             })
             .collect();
@@ -37,7 +37,7 @@ fn looks(disk: &Arc<dyn Disk>, options: Options, count: usize) -> Vec<u64> {
     for follower in &mut followers {
         assert_eq!(follower.next(Duration::from_secs(60)).unwrap().unwrap().lsn(), Lsn(2));
     }
-    looks
+    checks
 }
 
 #[test]
@@ -52,9 +52,9 @@ fn three_hundred_idle_followers_poll_rarely() {
             ("buffered", told("buffered"), LogIo::Buffered),
             ("direct", told("direct"), crate::direct_io::log_io()),
         ] {
-            let looks = looks(&disk, options().log_io(log_io), 300);
-            let (least, most) = (looks.iter().min().unwrap(), looks.iter().max().unwrap());
-            assert!(*least > 1 && *most < LOOKS_MAX, "{name}: {least} to {most} looks");
+            let checks = checks(&disk, options().log_io(log_io), 300);
+            let (least, most) = (checks.iter().min().unwrap(), checks.iter().max().unwrap());
+            assert!(*least > 1 && *most < CHECKS_MAX, "{name}: {least} to {most} looks");
         }
     });
 }

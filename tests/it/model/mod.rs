@@ -82,7 +82,7 @@ fn store_matches_model() {
         commits,
         crashes,
         restores,
-        looks,
+        views,
         forks,
         names,
         given_up,
@@ -97,7 +97,7 @@ fn store_matches_model() {
         captures,
         ..
     } = tally;
-    let enough = commits >= 400 && crashes >= 100 && restores >= 40 && looks >= 40 && forks >= 30;
+    let enough = commits >= 400 && crashes >= 100 && restores >= 40 && views >= 40 && forks >= 30;
     let enough = enough && names >= 30 && given_up >= 1 && images >= 80 && background >= 1 && unloaded >= 50;
     let enough = enough && moves >= 60 && captures >= 60 && published >= 20 && names_of_newest >= 2;
     let enough = enough && pruned >= 5 && scrubs >= 20;

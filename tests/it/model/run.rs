@@ -30,7 +30,7 @@ pub struct Tally {
     /// Crashes that took batches.
     pub lost: usize,
     pub restores: usize,
-    pub looks: usize,
+    pub views: usize,
     pub forks: usize,
     pub names: usize,
     /// Snapshots that were not read back yet when the call returned.
@@ -294,7 +294,7 @@ pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tall
                 compare_rebuilt(&fork, &model.at(lsn));
             }
             Action::Look(pick) => {
-                tally.looks += 1;
+                tally.views += 1;
                 check_view(&ground.disk(), &model, *pick as u64 % (model.lsn + 1));
             }
             Action::Read(pick, from, to) => read_part(&store, &model, *pick, *from, *to),

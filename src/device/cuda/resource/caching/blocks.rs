@@ -185,7 +185,7 @@ impl Cache {
     /// Frees the waiting blocks whose work is done. For each stream, only the first points are checked, up to
     /// the first one that has not passed, because a busy stream may have thousands.
     pub fn free_finished(&mut self) -> Result<()> {
-        let (mut done, mut looked) = (Vec::new(), Ok(()));
+        let (mut done, mut checked) = (Vec::new(), Ok(()));
         for points in self.points.values_mut() {
             while let Some(AwaitedPoint { point, address, wait }) = points.front() {
                 if let Some(Block { state: BlockState::Waiting { wait: current, points_left, .. }, .. }) =
@@ -196,7 +196,7 @@ impl Cache {
                         Ok(true) => *points_left -= 1,
                         Ok(false) => break,
                         Err(error) => {
-                            looked = Err(error);
+                            checked = Err(error);
                             break;
                         }
                     }
@@ -212,7 +212,7 @@ impl Cache {
             self.end_wait(address);
             self.join(address);
         }
-        looked
+        checked
     }
 
     /// Asserts that `own` lists exactly the blocks that wait for one stream only.
