@@ -88,7 +88,7 @@ fn structures() -> BTreeMap<String, (usize, Vec<Row>)> {
 }
 
 #[test]
-fn offset_tables_are_those_of_the_code() {
+fn spec_offset_tables_match_code() {
     let mut spec = structures();
     for layout in LAYOUTS {
         let (len, rows) = spec.remove(layout.name).unwrap_or_else(|| panic!("SPEC.md lacks {}", layout.name));
@@ -104,7 +104,7 @@ fn offset_tables_are_those_of_the_code() {
 }
 
 #[test]
-fn every_layout_in_the_sources_is_held_against_the_page() {
+fn every_source_layout_is_checked_against_spec() {
     let mut declared = Vec::new();
     for file in sources_in(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src")) {
         let text = std::fs::read_to_string(file).unwrap();
@@ -145,7 +145,7 @@ fn check_composite<T: Field>(name: &str, zero: &T, changed: &[(&str, T)]) {
 }
 
 #[test]
-fn composite_fields_are_those_of_the_code() {
+fn spec_composite_fields_match_code() {
     let all = Incarnation { number: u32::MAX, random: u32::MAX };
     check_composite(
         "Incarnation",
@@ -167,7 +167,7 @@ fn composite_fields_are_those_of_the_code() {
 }
 
 #[test]
-fn the_envelope_is_that_of_the_code() {
+fn spec_envelope_matches_code() {
     let (len, rows) = &structures()["Envelope"];
     assert_eq!(*len, ENVELOPE_HEAD_LEN);
     let bytes = encode_entry("a", &Value::Null, 100).unwrap();
@@ -177,7 +177,7 @@ fn the_envelope_is_that_of_the_code() {
 }
 
 #[test]
-fn magics_and_versions_are_those_of_the_code() {
+fn spec_magics_and_versions_match_code() {
     let structures = structures();
     for (name, magic) in [
         ("StoreHeaderRaw", &store::STORE_MAGIC[..]),
@@ -200,7 +200,7 @@ fn magics_and_versions_are_those_of_the_code() {
 }
 
 #[test]
-fn feature_bits_are_those_of_the_code() {
+fn spec_feature_bits_match_code() {
     let table = SPEC.split("| bit | name | feature |\n|---|---|---|\n").nth(1).unwrap();
     let rows = table.lines().take_while(|line| line.starts_with('|')).map(|line| {
         let mut cells = line.split('|').skip(1).map(str::trim);
@@ -214,7 +214,7 @@ macro_rules! values {
 }
 
 #[test]
-fn limits_are_those_of_the_code() {
+fn spec_limits_match_code() {
     let values = values![
         GROUP_ALIGN,
         FRAME_ALIGN,
@@ -251,7 +251,7 @@ fn limits_are_those_of_the_code() {
 }
 
 #[test]
-fn value_kinds_are_those_of_the_code() {
+fn spec_value_kinds_match_code() {
     let samples = [
         ("Null", Value::Null),
         ("Bool", Value::from(true)),
@@ -274,7 +274,7 @@ fn value_kinds_are_those_of_the_code() {
 }
 
 #[test]
-fn operation_kinds_are_those_of_the_code() {
+fn spec_operation_kinds_match_code() {
     let page = PageId(1);
     let (codec, stored_len) = (Codec::Raw, 1);
     let image = ImageRef { file: 1, offset: 4096, stored_len, stored_crc: 1, raw_crc: 1, codec };
@@ -332,7 +332,7 @@ fn a_blank_write_is_a_write_of_zeros() {
 }
 
 #[test]
-fn frame_kinds_and_places_are_those_of_the_code() {
+fn spec_frame_kinds_and_places_match_code() {
     let header = |kind| FrameHeader {
         kind,
         group_start: false,
@@ -361,7 +361,7 @@ fn frame_kinds_and_places_are_those_of_the_code() {
 }
 
 #[test]
-fn the_crc_is_the_one_that_the_page_names() {
+fn spec_crc_matches_code() {
     assert!(SPEC.contains("`123456789` is 0xCBF43926"));
     assert_eq!(crc32fast::hash(b"123456789"), 0xcbf4_3926);
 }

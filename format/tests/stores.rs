@@ -46,7 +46,7 @@ use remanent_format::{FileName, Folder, Lsn, Metadata, PageId, Place, ReadAt};
 use verdict::{Clean, Refused, Torn, Verdict, check, four, rebuilt, resum, segment};
 
 #[test]
-fn four_batches_lie_where_the_rows_below_expect_them() {
+fn four_batches_are_at_expected_offsets() {
     let maker = four();
     assert_eq!([1, 2, 3, 4].map(|lsn| maker.at(lsn)), [(1, 8192), (1, 12288), (2, 4096), (2, 8192)]);
     assert_eq!(maker.files.0.len(), 4, "STORE and three segments");
@@ -172,7 +172,7 @@ fn the_end_of_the_log_is_judged_row_by_row() {
 }
 
 #[test]
-fn frames_of_one_group_stand_or_fall_alone() {
+fn frames_of_one_group_are_validated_separately() {
     let mut maker = Maker::new();
     maker.batch().batch_in_group().batch_in_group();
     assert_eq!(maker.at(2).1 % 4096, maker.at(1).1 % 4096 + maker.at(2).1 - maker.at(1).1);
@@ -299,7 +299,7 @@ fn opening_record_is_self_sufficient() {
 }
 
 #[test]
-fn only_the_newest_incarnation_testifies() {
+fn only_newest_incarnation_counts_as_evidence() {
     let mut maker = four();
     let mut stale = maker.frame_at(2)[..80].to_vec();
     maker.reopen(2);
@@ -429,7 +429,7 @@ fn seeds() -> Vec<(&'static str, Vec<u8>)> {
 }
 
 #[test]
-fn seeds_of_the_fuzzer_are_these_stores() {
+fn fuzzer_seeds_match_sample_stores() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/seeds/rebuild");
     let write = std::env::var_os("REMANENT_GOLDEN").is_some_and(|value| value == "write");
     for (name, bytes) in seeds() {

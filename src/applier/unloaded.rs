@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn a_waiter_goes_on_when_all_its_pages_are_loaded() {
+    fn waiter_resumes_when_all_pages_are_loaded() {
         let arena = arena();
         let unloaded = ten(&arena);
         std::thread::scope(|scope| {

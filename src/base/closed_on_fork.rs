@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn an_open_that_overlaps_a_fork_is_repeated() {
+    fn open_overlapping_fork_is_retried() {
         let opens = AtomicU64::new(0);
         let file = ClosedOnFork::open(|| {
             if opens.fetch_add(1, Ordering::Relaxed) == 0 {

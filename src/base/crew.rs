@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn a_crew_does_the_works_of_threads_that_joined_it() {
+    fn crew_runs_work_of_joined_threads() {
         let caller = HashSet::from([std::thread::current().id()]);
         with_crew(3, |crew| {
             let before = at_work();

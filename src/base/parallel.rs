@@ -172,7 +172,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn results_come_in_the_order_of_the_work() {
+    fn results_are_in_work_order() {
         for (threads, count) in [(1, 0), (4, 0), (1, 5), (4, 1), (4, 1000)] {
             let squares = map_indexed(threads, count, || (), |(), index| Ok::<_, Infallible>(index * index));
             assert_eq!(squares, Ok((0..count).map(|index| index * index).collect()), "{threads} {count}");
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_begun_after_an_error() {
+    fn no_work_starts_after_error() {
         let begun = AtomicUsize::new(0);
         let work = |(): &mut (), index| {
             begun.fetch_add(1, Ordering::Relaxed);

@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn a_value_of_another_process_is_not_dropped() {
+    fn value_is_not_dropped_in_other_process() {
         let value = Arc::new(());
         drop(ForkGuard::new(value.clone()));
         assert_eq!(Arc::strong_count(&value), 1);

@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_cannot_be_made_is_not_removed() {
+    fn failed_file_creation_removes_nothing() {
         let file = FileName::Manifest(1);
         for (operation, removed) in [(Operation::Create, 0), (Operation::Write, 1), (Operation::Sync, 1)] {
             let sim = SimDisk::new();

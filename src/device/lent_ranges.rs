@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn a_range_that_a_caller_uses_is_not_lent() {
+    fn range_in_use_is_not_lent() {
         for by in [CallerUse::Call, CallerUse::Stream(Access::Read), CallerUse::Stream(Access::Write)] {
             let ranges = Arc::new(LentRanges::default());
             let begin = |(start, end)| ranges.begin(range(0, start, end), by).ok().unwrap();

@@ -465,7 +465,7 @@ mod tests {
     }
 
     #[test]
-    fn a_real_file_system_is_asked() {
+    fn capabilities_are_probed_on_real_file_system() {
         let reason = DirDisk::new("/proc").refuses(LogIo::Mapped).unwrap().unwrap();
         assert!(reason.contains("0x9fa0"), "{reason}");
         let missing = DirDisk::new("/proc/no such folder").refuses(LogIo::Mapped);

@@ -275,7 +275,7 @@ mod tests {
     /// A page-cache folio longer than a CPU page would be written whole, and a store to its other parts would
     /// wait.
     #[test]
-    fn a_sync_of_a_mapped_page_leaves_the_others_alone() {
+    fn mapped_page_sync_affects_only_its_page() {
         let directory = tempfile::tempdir().unwrap();
         let disk = DirDisk::new(directory.path());
         if let Some(reason) = disk.refuses(LogIo::Mapped).unwrap() {

@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_was_used_before_leaves_nothing_behind() {
+    fn reused_memory_leaks_no_old_bytes() {
         let Some((named, window)) = with_window() else { return };
         window.put(0, &[1; 4096]).unwrap();
         window.put(4096, &[2; 4096]).unwrap();
@@ -371,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_not_whole_blocks_is_refused() {
+    fn partial_block_file_is_refused() {
         for len in [0, 1, 4095, 4097] {
             let file = tempfile::tempfile().unwrap();
             assert!(DirectWindow::new(file, FileName::Segment(0), len).is_err(), "{len}");

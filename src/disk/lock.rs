@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn times_are_dates() {
+    fn times_are_formatted_as_dates() {
         for (seconds, expected) in [
             (0, "1970-01-01 00:00:00 UTC"),
             (951_782_399, "2000-02-28 23:59:59 UTC"),

@@ -370,7 +370,7 @@ mod tests {
 
     /// Another program cut the file: a store would be SIGBUS.
     #[test]
-    fn a_store_into_a_part_that_was_cut_off_is_an_error() {
+    fn write_to_truncated_mapping_is_an_error() {
         let file = tempfile::tempfile().unwrap();
         file.write_all_at(&[7; LEN], 0).unwrap();
         let part = PartWindow::new(&file, FileName::Pages(1), 4096..LEN as u64).unwrap();

@@ -65,7 +65,7 @@ fn the_least_recently_used_page_leaves_first() {
 
 /// Every resident page is evicted exactly once, and no other page is.
 #[test]
-fn each_page_of_three_queues_leaves_once() {
+fn each_page_leaves_queues_once() {
     let mut next = numbers(11);
     let mut policy = S3Fifo::default();
     let mut there = std::collections::BTreeSet::new();

@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn windows_of_a_long_page_grow_where_it_is_read_on() {
+    fn sequential_windows_of_long_page_grow() {
         let (mut windows, len) = (Windows::default(), 200 * MIB + 7);
         let mut at = |offset, wanted| read(&mut windows, 1, len, offset, wanted);
         assert_eq!(at(5 * MIB + 9, 100), Some(5 * MIB..6 * MIB));

@@ -308,7 +308,7 @@ mod tests {
     /// Only a forged manifest names overlapping images. Each is judged by what its entry says, and no byte
     /// past its end is read.
     #[test]
-    fn images_may_lie_in_each_other() {
+    fn overlapping_images_are_allowed() {
         let disk = SimDisk::new();
         disk.make_folder(Folder::Pages).unwrap();
         let bytes: Vec<u8> = (0..9000).map(|at| (at % 251) as u8).collect();

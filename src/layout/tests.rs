@@ -93,7 +93,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: if cfg!(miri) { 4 } else { 512 }, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn a_block_copied_run_by_run_is_the_one_that_a_slow_loop_copies(
+    fn run_wise_block_copy_equals_naive_copy(
         (from, to) in shape().prop_flat_map(|shape| (layout(shape), layout(shape))),
         seed: u8,
     ) {

@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sync_waits_for_more_until_it_takes_enough_bytes() {
+    fn sync_waits_until_enough_bytes() {
         let mut state = opened();
         // Two syncs that took hours have served two threads, and one of the threads is back.
         for began in [state.last_append; 2] {

@@ -495,7 +495,7 @@ mod tests {
     }
 
     #[test]
-    fn a_class_serves_itself_and_wastes_little_where_it_is_long() {
+    fn size_class_wastes_little() {
         for len in [
             1,
             4097,
@@ -545,7 +545,7 @@ mod tests {
 
     /// The staging contains the bytes of its last user, which must not appear in bytes that grow in it.
     #[test]
-    fn grown_bytes_are_the_same_in_staging_and_beyond() {
+    fn grown_bytes_are_equal_in_staging_and_heap() {
         let pool = pool(1 << 20);
         for (about, lens, is_staged) in [
             (0, [0, 0, 0], true),

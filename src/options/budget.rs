@@ -53,7 +53,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_budget_holds_for_all_pages_of_a_place_together() {
+    fn budget_limits_total_of_place() {
         let pages = |place, lens: [u64; 2]| lens.map(|len| (place, len));
         let budget = Budget::default().with(Place::Device(0), 100);
         assert!(budget.check(pages(Place::Device(0), [60, 40])).is_ok());

@@ -9,8 +9,8 @@
 //! |---|---|---|---|
 //! | nothing | a new directory | create | `empty_directory_is_created` |
 //! | foreign files, no STORE | a wrong path | refuse, touch nothing | `foreign_directory_is_refused` |
-//! | no STORE, segments without batches | a crash during creation: STORE comes last | restart the creation | `creation_cut_short_starts_over` |
-//! | no STORE, but its temporary file, and images or a manifest | a crash during a fork: STORE comes last | restart the creation | `fork_cut_short_starts_over` |
+//! | no STORE, segments without batches | a crash during creation: STORE comes last | restart the creation | `interrupted_creation_starts_over` |
+//! | no STORE, but its temporary file, and images or a manifest | a crash during a fork: STORE comes last | restart the creation | `interrupted_fork_starts_over` |
 //! | no STORE, but batches, images or manifests | STORE was lost | refuse | `missing_store_file_is_refused` |
 //! | STORE damaged, of a newer version, or with an unknown feature | bit rot; a newer build | refuse | `damaged_store_file_is_refused` |
 //! | STORE lacks a feature that this build writes | an older build | add the feature before anything else is written | `features_are_added_to_older_store_before_other_writes` |
@@ -25,9 +25,9 @@
 //! | an image of the newest snapshot is bad or missing | bit rot | use an older snapshot and more log | `bad_image_falls_back` |
 //! | images that every kept snapshot needs are bad | bit rot | refuse, name the image | `bad_shared_image_is_refused` |
 //! | a link that the newest snapshot follows: one copy bad | a rotten sector | use the other copy, rewrite both | `one_bad_copy_of_a_link_is_mended` |
-//! | such a link: both copies bad, or missing | bit rot | treat all snapshots that follow it as lost | `lost_link_is_a_lost_snapshot` |
+//! | such a link: both copies bad, or missing | bit rot | treat all snapshots that follow it as lost | `lost_link_loses_its_snapshot` |
 //! | a manifest that the record names is missing, or not the one verified | a lost file | report once: the next record does not name it | `missing_manifest_of_a_kept_snapshot_is_reported` |
-//! | links that no record names | snapshots that others follow | keep them for those others only, not as snapshots | `links_of_others_are_no_snapshots` |
+//! | links that no record names | snapshots that others follow | keep them for those others only, not as snapshots | `links_of_others_are_not_snapshots` |
 //! | manifest not recorded as verified | a crash between rename and seal | publish and verify it again | `unrecorded_manifest_is_published_anew` |
 //! | frames after the last valid one, covered by no mark | a torn tail | cut, report | `torn_tail_is_cut` |
 //! | frames after the last valid one, covered by a mark | bit rot, a lost write | refuse with file, offset, lsn | `damage_under_a_mark_is_refused` |
@@ -37,9 +37,9 @@
 //! | a segment in between is missing, foreign or cut short | a lost or swapped file | refuse | `missing_segment_is_refused` |
 //! | the header of a segment with frames is bad | bit rot | refuse | `bad_segment_header_is_refused` |
 //! | the header of the empty newest segment is bad | bit rot | replace the segment: nothing is lost | `bad_header_of_empty_segment_is_harmless` |
-//! | the newest incarnation has no batch | an open that committed nothing | leave it out of the line, and recycle its segments | `opens_that_commit_nothing_leave_the_disk_as_it_was` |
-//! | an incarnation that its successor left out | a crash before its segments were recycled | recycle: it has no meaning | `a_crash_while_an_incarnation_is_left_out_costs_nothing` |
-//! | the newest incarnation has no batch, but contains a manifest's `redo` | a fork's first incarnation; a snapshot without commits before it | keep as long as the manifest | `an_incarnation_in_which_a_replay_begins_stays` |
+//! | the newest incarnation has no batch | an open that committed nothing | leave it out of the line, and recycle its segments | `opens_without_commits_leave_disk_unchanged` |
+//! | an incarnation that its successor left out | a crash before its segments were recycled | recycle: it has no meaning | `crash_while_skipping_incarnation_loses_nothing` |
+//! | the newest incarnation has no batch, but contains a manifest's `redo` | a fork's first incarnation; a snapshot without commits before it | keep as long as the manifest | `incarnation_of_replay_start_is_kept` |
 //! | the newest incarnation has no batch, but a manifest cannot be read | bit rot | keep: the manifest's `redo` may be in it | `an_unreadable_manifest_keeps_every_incarnation` |
 //! | one empty segment more than needed | a crash before the opening's rename | replace or recycle | `crash_before_the_rename_changes_nothing` |
 //!

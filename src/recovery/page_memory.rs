@@ -209,7 +209,7 @@ mod tests {
     /// A loading thread may arrive before the allocation. It must wait and get the page's final memory: with
     /// any other span it would overwrite another page.
     #[test]
-    fn a_thread_that_wants_a_page_waits_until_its_memory_is_there() {
+    fn thread_waits_until_page_memory_is_available() {
         let (arena, table) = (arena(), table(Place::Host));
         let memories = PageMemories::reserve(&arena, &table, LentPages::none(&arena)).unwrap();
         assert!(memories.pieces.len() > 3);
@@ -236,7 +236,7 @@ mod tests {
     /// Threads share the parts: a page in none of them would never be loaded, and one in two would be loaded
     /// twice.
     #[test]
-    fn the_parts_are_all_pages_and_none_twice() {
+    fn parts_cover_all_pages_once() {
         // Two pages per row.
         let info = |number: u64| PageInfo::new(PageId(ROW / 2 * number), 1, Place::Host);
         let table = PageTable::from_parts((2..400).map(info), Arc::default(), 1, Epoch(1), Lsn(1));

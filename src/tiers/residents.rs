@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_leave_the_place_that_they_are_in() {
+    fn eviction_takes_pages_from_their_place() {
         let mut residents = residents();
         let [a, b, c, d] = PAGES;
         for (page, at) in [

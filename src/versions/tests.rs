@@ -104,7 +104,7 @@ fn check(view: &TableView<'_>, table: &PageTable) {
 }
 
 #[test]
-fn every_view_is_the_table_of_its_batch_whatever_came_after() {
+fn every_view_equals_table_of_its_batch() {
     let mut ground = TestTable::new();
     let mut random = 11_u64;
     let mut draw = |end: u64| {
@@ -219,7 +219,7 @@ fn moved_page_is_visible_at_each_place_in_turn() {
 
 /// A batch that changes only bytes allocates nothing, as long as no view needs the previous state.
 #[test]
-fn a_page_whose_bytes_change_stays_where_it_is() {
+fn page_memory_is_stable_under_writes() {
     let mut ground = TestTable::new();
     ground.commit(&[create(1, Some(&key(1)))]);
     for epoch in 2..50 {
@@ -247,7 +247,7 @@ fn a_page_whose_bytes_change_stays_where_it_is() {
 /// New chunks are filled at once: with the pages on both sides of each chunk border, one that is deleted in
 /// the same batch, and pages that are not ordered by id.
 #[test]
-fn a_batch_that_creates_many_pages_creates_each_of_them() {
+fn batch_creates_many_pages() {
     let mut ground = TestTable::new();
     ground.commit(&[create(1, Some(&key(1)))]);
     let keys: Vec<Key> = (0..900).map(key).collect();
@@ -270,7 +270,7 @@ fn a_batch_that_creates_many_pages_creates_each_of_them() {
 /// descending order of ids, over existing pages, new pages in old chunks and new pages in new chunks, mixed
 /// with small batches that use the cache.
 #[test]
-fn a_batch_of_many_pages_changes_each_of_them() {
+fn batch_of_many_pages_changes_each_page() {
     let mut ground = TestTable::new();
     let creates: Vec<Op<'_>> = (1..700).map(|page| create(page, None)).collect();
     ground.commit(&creates);
@@ -315,7 +315,7 @@ fn a_long_chain_is_dropped_without_a_deep_stack() {
 }
 
 #[test]
-fn a_restore_brings_pages_back_and_takes_pages_away() {
+fn restore_adds_and_removes_pages() {
     let mut ground = TestTable::new();
     ground.commit(&[create(1, Some(&key(1))), create(2, None)]);
     let old: Vec<PageInfo> = ground.table.pages().collect();

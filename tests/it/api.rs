@@ -113,7 +113,7 @@ fn integers_convert_between_the_two_kinds_and_nothing_else_does() {
 }
 
 #[test]
-fn one_point_of_time_serves_restores_views_and_forks() {
+fn one_time_point_works_for_restore_view_and_fork() {
     let directory = tempfile::tempdir().unwrap();
     let store = Store::open(directory.path().join("store"), Options::default()).unwrap();
     let steps = |count: u64| {
@@ -144,7 +144,7 @@ fn one_point_of_time_serves_restores_views_and_forks() {
 }
 
 #[test]
-fn a_snapshot_is_taken_as_its_options_say() {
+fn snapshot_follows_options() {
     let store = store();
     let mut batch = store.batch();
     batch.create_from(vec![7; 10_000], Place::Host);
@@ -353,7 +353,7 @@ fn waiting_task_is_woken_on_failure() {
 }
 
 #[test]
-fn a_store_is_opened_with_a_device_of_the_callers() {
+fn store_opens_with_custom_device() {
     let directory = tempfile::tempdir().unwrap();
     let store = Store::open_with(directory.path(), Arc::new(HostDevice::new()), Options::default()).unwrap();
     assert_eq!(store.recovered().device, "host");

@@ -98,7 +98,7 @@ fn replayed_bytes_count_toward_snapshot() {
 
 /// A snapshot that the caller takes starts the count again.
 #[test]
-fn a_snapshot_by_hand_counts_too() {
+fn manual_snapshot_counts() {
     let store = open(&SimDisk::new(), options().snapshot_log_bytes(20_000));
     // Repeated, because the thread may be slow to see that one is due.
     for taken in 1..=20 {
@@ -229,7 +229,7 @@ fn with_a_slow_snapshot() -> Store {
 }
 
 #[test]
-fn a_query_waits_for_no_snapshot() {
+fn query_does_not_wait_for_snapshot() {
     watched("a query", || {
         let store = with_a_slow_snapshot();
         assert_eq!(store.snapshots(), []);
@@ -268,7 +268,7 @@ fn waiting_caller_lifts_snapshot_rate_limit() {
 }
 
 #[test]
-fn a_pace_of_nothing_is_refused() {
+fn zero_pace_is_refused() {
     let refused = Store::temporary(Options::default().snapshot_bytes_per_second(0)).unwrap_err();
     assert!(matches!(refused, Error::InvalidOption { option: "snapshot_bytes_per_second", .. }), "{refused}");
 }

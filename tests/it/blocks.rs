@@ -290,7 +290,7 @@ fn stores_of_different_layouts_exchange_blocks() {
 /// Blocks in the caller's host memory: they go into a store, from its pages to pages of another layout, and
 /// back out.
 #[test]
-fn blocks_go_through_a_store_and_come_back() {
+fn blocks_round_trip_through_store() {
     for device in devices() {
         let store = open(&SimDisk::new(), device);
         let mut random = Random(3);

@@ -507,7 +507,7 @@ fn highest_numbered_file_stays_until_a_manifest_uses_it() {
 
 /// Numbers of image files are never used twice, also where the file with the highest went.
 #[test]
-fn no_number_of_an_image_file_is_used_twice() {
+fn image_file_numbers_are_never_reused() {
     let disk = SimDisk::new();
     let options = small().segment_len(1 << 20).snapshots_kept(1);
     let mut seen: BTreeMap<FileName, Vec<u8>> = BTreeMap::new();

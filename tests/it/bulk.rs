@@ -149,7 +149,7 @@ fn image_damaged_before_verification_is_rewritten() {
 }
 
 #[test]
-fn a_batch_that_is_refused_takes_its_images_with_it() {
+fn refused_batch_removes_its_images() {
     type Spoil = fn(&mut WriteBatch, PageId);
     let rows: &[(&str, Spoil)] = &[
         ("a conflict", |batch, page| _ = batch.expect_epoch(page, Epoch(9))),

@@ -551,7 +551,7 @@ fn external_array_is_captured_in_place() {
 }
 
 #[test]
-fn memory_that_is_no_copy_of_the_page_is_refused() {
+fn memory_without_working_copy_is_refused() {
     let (store, other) = (host(), host());
     let page = page(&store, &[0; 12]);
     let copy_in = |memory: &remanent::device::DeviceBytes, width| {

@@ -137,7 +137,7 @@ fn every_kind_of_change_is_in_next_snapshot() {
 }
 
 #[test]
-fn changes_are_not_forgotten_by_a_snapshot_that_fails() {
+fn failed_snapshot_keeps_changes() {
     // Returns whether it failed for want of space. A call that succeeds without space, or poisons the store,
     // is another test's matter.
     let fails = |what: &str, strike: &dyn Fn(&SimDisk)| {

@@ -50,7 +50,7 @@ fn check(store: &Store, bytes: [&[u8]; 2], places: [Place; 2], what: &str) {
 }
 
 #[test]
-fn pages_are_compared_as_a_slow_loop_compares_them() {
+fn comparison_matches_naive_loop() {
     for device in devices() {
         let label = device.label();
         let store = open(&SimDisk::new(), device);
@@ -93,7 +93,7 @@ fn a_long_page_is_compared_part_by_part() {
 
 /// Where the budget has no room for the marks, the host compares.
 #[test]
-fn a_full_budget_refuses_no_comparison() {
+fn comparison_works_at_full_budget() {
     let late: Arc<dyn Device> = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
     let budget = Budget::default().with(PLACE, 2 * 5000);
     let options = Options::default().budget(budget).snapshot_log_bytes(None).snapshot_interval(None);

@@ -98,7 +98,7 @@ fn compressed_images_are_read_by_all() {
 }
 
 #[test]
-fn a_store_is_read_whatever_its_images_were_written_with() {
+fn store_is_readable_with_any_image_io() {
     let directory = tempfile::tempdir().unwrap();
     let raw: u64 = contents().iter().map(|content| content.len() as u64).sum();
     let (written, snapshot) = store(directory.path(), Compression::Off);

@@ -58,7 +58,7 @@ fn operation(
 }
 
 #[test]
-fn a_copy_takes_the_bytes_of_its_point_in_the_batch() {
+fn copy_reads_bytes_at_its_point_in_batch() {
     for device in devices() {
         let label = device.label();
         let disk = SimDisk::new();
@@ -232,7 +232,7 @@ fn leases_see_a_copy_as_they_see_a_write() {
 
 /// Pages of one device's other places, and a page longer than its short ways for copies.
 #[test]
-fn a_copy_goes_between_all_places() {
+fn pages_copy_between_all_places() {
     for device in devices() {
         let store = Store::open_on(Arc::new(SimDisk::new()), device, Options::default()).unwrap();
         let bytes = Random(3).bytes(200_001);

@@ -166,7 +166,7 @@ fn an_allocation_that_is_refused_counts_as_refused() {
 /// What `publish_metrics` tells of tiers and of pages on disk is what `stats` does.
 #[cfg(feature = "metrics")]
 #[test]
-fn metrics_are_those_of_the_stats() {
+fn metrics_match_stats() {
     use std::collections::BTreeMap;
     use std::sync::Mutex;
     use std::sync::atomic::{AtomicU64, Ordering};

@@ -12,7 +12,7 @@ use list::{Defence, all};
 use super::layout::read;
 
 #[test]
-fn every_defence_is_where_the_list_says_and_has_its_test() {
+fn every_defence_has_its_line_and_test() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let folders = ["tests/it", "format/tests", "format/src", "src"];
     let tests: String = folders.into_iter().flat_map(|folder| read(folder).into_values()).collect();

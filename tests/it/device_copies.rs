@@ -131,7 +131,7 @@ fn caller_memory_is_filled() {
 
 /// Short and long pages, in memory and on disk, of memory from which a part is taken.
 #[test]
-fn a_page_of_any_store_is_made_of_memory_of_a_device() {
+fn page_of_any_store_is_created_from_device_memory() {
     for device in devices() {
         let (label, mut random) = (device.label(), Random(8));
         let memories = Store::open_on(Arc::new(SimDisk::new()), device.clone(), Options::default()).unwrap();
@@ -198,7 +198,7 @@ fn unfillable_request_is_refused() {
 
 /// A damaged image is named, whether it is loaded in parts or with others; other pages still come.
 #[test]
-fn damage_is_named_and_costs_its_page_alone() {
+fn damage_is_reported_and_affects_only_its_page() {
     for at in [3_usize, 6] {
         let (disk, mut random) = (SimDisk::new(), Random(6));
         let store = open(&disk, Compression::Off);

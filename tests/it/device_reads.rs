@@ -68,7 +68,7 @@ fn each_memory_holds_its_range() {
 /// Each batch writes its number to all pages, so all memories hold one number: that of the batch that is
 /// named.
 #[test]
-fn all_memories_are_of_the_batch_that_is_named() {
+fn loaded_memories_are_of_requested_batch() {
     const LEN: u64 = 40_000;
     let device = Arc::new(LateDevice::seeded(Arc::new(HostDevice::new()), 6));
     let store = open(&SimDisk::new(), device);

@@ -168,7 +168,7 @@ fn memory_is_released_once() {
 }
 
 #[test]
-fn a_fence_that_was_not_handed_out_panics() {
+fn unknown_fence_panics() {
     for device in devices().into_iter().chain([Arc::new(LateDevice::new(host())) as Arc<dyn Device>]) {
         let fence = Fence { lane: Lane::Drain, value: 1 };
         assert!(panics(|| drop(device.wait(fence))), "{}", device.label());
@@ -362,7 +362,7 @@ fn a_late_device_catches_memory_released_too_early() {
 }
 
 #[test]
-fn polls_of_a_seeded_late_device_make_progress() {
+fn polling_seeded_late_device_makes_progress() {
     let device = LateDevice::seeded(host(), 7);
     let memory = device.allocate(PLACE, 4).unwrap();
     let last =

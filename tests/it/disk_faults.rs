@@ -106,7 +106,7 @@ fn obstructing_file_is_named() {
 }
 
 #[test]
-fn permission_denied_is_passed_on() {
+fn permission_denied_is_reported() {
     let (_directory, disk) = with_folders();
     disk.create(SEGMENT).unwrap();
     let log = disk.path().join("log");
@@ -136,7 +136,7 @@ fn permission_denied_is_passed_on() {
 }
 
 #[test]
-fn a_store_may_lie_in_a_folder_that_cannot_be_read() {
+fn store_opens_in_unreadable_folder() {
     let directory = tempfile::tempdir().unwrap();
     let outer = directory.path().join("outer");
     let disk = DirDisk::new(outer.join("store"));
@@ -153,7 +153,7 @@ fn a_store_may_lie_in_a_folder_that_cannot_be_read() {
 }
 
 #[test]
-fn a_short_file_is_an_error_with_its_offset_and_never_zeros() {
+fn short_file_is_error_with_offset_not_zeros() {
     let (_directory, disk) = with_folders();
     let file = disk.create(SEGMENT).unwrap();
     file.write_at(0, &[7; 5000]).unwrap();
@@ -184,7 +184,7 @@ fn a_short_file_is_an_error_with_its_offset_and_never_zeros() {
 
 /// `/dev/full` accepts every call but those that write bytes.
 #[test]
-fn no_space_is_passed_on_with_the_offset() {
+fn enospc_is_reported_with_offset() {
     let (_directory, disk) = with_folders();
     symlink("/dev/full", disk.path().join("log").join(SEGMENT.name())).unwrap();
     let file = disk.open(SEGMENT, true).unwrap();
@@ -229,7 +229,7 @@ fn the_lock_file_is_never_opened_as_a_file() {
 }
 
 #[test]
-fn an_open_that_the_system_refuses_names_the_store() {
+fn refused_open_names_store() {
     let (_directory, disk) = with_folders();
     let path = disk.path();
     let permit = |mode| std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
@@ -247,7 +247,7 @@ fn an_open_that_the_system_refuses_names_the_store() {
 }
 
 #[test]
-fn a_store_is_made_with_the_directories_above_it() {
+fn store_creation_creates_parent_directories() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("not/there/yet/store");
     let options = || Options::default().segment_len(16 << 10);

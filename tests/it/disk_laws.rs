@@ -201,7 +201,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 50, ..ProptestConfig::default() })]
 
     #[test]
-    fn all_disks_answer_alike(calls in vec(call(), 1..60)) {
+    fn all_disks_behave_alike(calls in vec(call(), 1..60)) {
         let directory = tempfile::tempdir().unwrap();
         let real = |name| Arc::new(DirDisk::new(directory.path().join(name)));
         let mut subjects = [

@@ -13,7 +13,7 @@ const PAGES: &[(&str, &[&str])] = &[
 ];
 
 #[test]
-fn files_that_the_documents_name_exist() {
+fn files_named_in_docs_exist() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let is_file = |name: &str| name.ends_with(".rs") || name.ends_with(".md") || name.ends_with('/');
     let is_path =
@@ -30,7 +30,7 @@ fn files_that_the_documents_name_exist() {
 }
 
 #[test]
-fn every_thread_has_a_row() {
+fn every_thread_is_documented() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let page = fs::read_to_string(root.join("docs/concurrency.md")).expect("the page exists");
     let mut started = 0;

@@ -72,7 +72,7 @@ fn every_frame_carries_the_newest_durable_batch() {
 }
 
 #[test]
-fn a_busy_period_ends_with_a_seal_that_covers_it() {
+fn seal_follows_busy_period() {
     let disk = SimDisk::new();
     let store = open(&disk).unwrap();
     for _ in 0..3 {
@@ -108,7 +108,7 @@ fn seal_in_new_segment_creates_next() {
 }
 
 #[test]
-fn a_closed_log_ends_with_a_seal_that_covers_it() {
+fn closed_log_ends_with_covering_seal() {
     let disk = SimDisk::new();
     let store = open(&disk).unwrap();
     let lsn = commit(&store, Ack::Durable);

@@ -143,7 +143,7 @@ fn damage_affects_only_its_page() {
 }
 
 #[test]
-fn damage_to_the_log_takes_only_the_states_after_it() {
+fn log_damage_loses_only_later_states() {
     let disk = SimDisk::new();
     let store = open(&disk).unwrap();
     let pages = three_pages(&store);
@@ -475,7 +475,7 @@ fn segments_that_went_before_their_state_was_held_are_no_damage() {
 
 /// The log's beginning is held as number 0.
 #[test]
-fn the_beginning_is_held_too() {
+fn log_beginning_can_be_held() {
     let disk = SimDisk::new();
     let store = open_with(&disk, small().snapshots_kept(1)).unwrap();
     let pages = three_pages(&store);
@@ -520,7 +520,7 @@ fn restore_can_be_undone() {
 }
 
 #[test]
-fn a_directory_that_cannot_be_written_is_read() {
+fn read_only_directory_is_readable() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("store");
     let store = Store::open(&path, Options::default().segment_len(16 << 10)).unwrap();

@@ -89,7 +89,7 @@ fn settle(store: &Store, directory: &Path) {
 }
 
 #[test]
-fn an_empty_store_is_small_and_opens_leave_it_so() {
+fn empty_store_stays_small_across_opens() {
     for log_io in ways() {
         let directory = tempfile::tempdir().unwrap();
         let (mut settled, mut files_settled) = (0, 0);
@@ -111,7 +111,7 @@ fn an_empty_store_is_small_and_opens_leave_it_so() {
 
 /// A store that is started again and again, and does little or nothing each time.
 #[test]
-fn a_thousand_opens_in_a_row_leave_the_disk_as_it_was() {
+fn thousand_opens_leave_disk_unchanged() {
     const OPENS: usize = 1000;
     let disk = SimDisk::new();
     let options = || small().reserve_bytes(64 << 10);
@@ -420,7 +420,7 @@ fn a_store_that_filled_the_disk_opens_after_each_step() {
 
 /// An opening's description of itself is what its file is.
 #[test]
-fn a_segments_header_says_its_length() {
+fn segment_header_states_length() {
     let disk = SimDisk::new();
     let options = options(LogIo::Mapped);
     let store = Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options).unwrap();

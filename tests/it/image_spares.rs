@@ -123,7 +123,7 @@ fn files_that_snapshots_free_are_written_again_in_place() {
 }
 
 #[test]
-fn a_file_that_a_fork_shares_is_not_written_again() {
+fn file_shared_with_fork_is_not_reused() {
     let (directory, beside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let store = Store::open(directory.path(), options()).unwrap();
     let pages = begin(&store, 2);
@@ -156,7 +156,7 @@ fn a_file_that_a_fork_shares_is_not_written_again() {
 
 /// A backup by links, taken while the store is open, keeps its bytes.
 #[test]
-fn a_spare_that_has_a_second_name_is_not_written_again() {
+fn hard_linked_spare_is_not_reused() {
     let directory = tempfile::tempdir().unwrap();
     let store = Store::open(directory.path(), options()).unwrap();
     let pages = begin(&store, 2);
@@ -176,7 +176,7 @@ fn a_spare_that_has_a_second_name_is_not_written_again() {
 
 /// A hole in a file that is mapped would turn a full disk into a signal.
 #[test]
-fn a_spare_that_was_copied_with_holes_is_not_written_again() {
+fn sparse_spare_is_not_reused() {
     let directory = tempfile::tempdir().unwrap();
     let store = Store::open(directory.path(), options()).unwrap();
     let pages = begin(&store, 2);
@@ -197,7 +197,7 @@ fn a_spare_that_was_copied_with_holes_is_not_written_again() {
 }
 
 #[test]
-fn a_file_that_a_reader_holds_is_not_written_again() {
+fn file_held_by_reader_is_not_reused() {
     let sim = SimDisk::new();
     let store = open_with(&sim, options()).unwrap();
     let pages = begin(&store, 2);
@@ -267,7 +267,7 @@ fn follower_of_overwritten_image_is_overtaken() {
 
 /// Images and spares take at most twice what the snapshots name.
 #[test]
-fn spares_take_no_more_than_the_images() {
+fn spares_use_at_most_image_space() {
     let sim = SimDisk::new();
     let store = open_with(&sim, options().chunk_len(8 * LEN)).unwrap();
     let pages = begin(&store, 8);

@@ -257,7 +257,7 @@ fn each_flip(way: BusTransfer, check: impl Fn(u64, Result<()>)) {
 
 /// Whichever call fails, the state is there again, and no file is damaged.
 #[test]
-fn a_device_that_fails_costs_no_state() {
+fn device_failure_loses_no_state() {
     let calls = [
         DeviceCall::Register,
         DeviceCall::Unregister,
@@ -302,7 +302,7 @@ fn a_device_that_fails_costs_no_state() {
 }
 
 #[test]
-fn a_device_that_refuses_files_is_served_by_staging() {
+fn device_without_file_copies_uses_staging() {
     let Some(folder) = in_memory() else { return };
     let device = Arc::new(FaultyDevice::new(host()));
     let store = Store::open_with(folder.path(), device.clone(), in_place()).unwrap();
@@ -417,7 +417,7 @@ fn without_copy_room_pages_use_staging() {
 
 /// The end of a file that grew goes by way of staging once, and not for good.
 #[test]
-fn a_file_that_grew_is_registered_anew() {
+fn grown_file_is_registered_again() {
     let Some(folder) = in_memory() else { return };
     let store = Store::open_with(folder.path(), host(), in_place()).unwrap();
     let pages = create(&store, Place::Device(0));
@@ -444,7 +444,7 @@ fn a_file_that_grew_is_registered_anew() {
 
 /// A file that would keep a long tail is let go of before it is cut, and what the next ones write is right.
 #[test]
-fn files_that_are_much_too_long_are_cut_and_no_mapped_file_is() {
+fn overlong_files_are_truncated_except_mapped() {
     let Some(folder) = in_memory() else { return };
     let store = Store::open_with(folder.path(), host(), in_place()).unwrap();
     let pages = create(&store, Place::Device(0));
@@ -469,7 +469,7 @@ fn files_that_are_much_too_long_are_cut_and_no_mapped_file_is() {
 
 /// Compression is the host's work, and so is a file on a medium.
 #[test]
-fn nothing_is_registered_where_the_host_has_to_see_the_bytes() {
+fn registration_is_skipped_if_host_needs_bytes() {
     let Some(memory) = in_memory() else { return };
     for compression in [Compression::Zstd, Compression::Off] {
         for io in [ImageIo::Mapped, ImageIo::Buffered] {

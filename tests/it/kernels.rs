@@ -35,7 +35,7 @@ fn checksums(record: &str, kind: &str) -> BTreeMap<String, String> {
 }
 
 #[test]
-fn compiled_kernels_were_made_from_the_sources_as_they_are() {
+fn compiled_kernels_match_sources() {
     let sources = checksums(&record(), "source");
     let mut expected: Vec<String> = MODULES.iter().map(|module| format!("{}.cu", module.name)).collect();
     expected.push("common.cuh".to_owned());
@@ -48,7 +48,7 @@ fn compiled_kernels_were_made_from_the_sources_as_they_are() {
 }
 
 #[test]
-fn embedded_kernels_are_the_recorded_ones() {
+fn embedded_kernels_match_record() {
     let outputs = checksums(&record(), "output");
     assert_eq!(outputs.len(), 2 * MODULES.len());
     for module in MODULES {

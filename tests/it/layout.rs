@@ -363,7 +363,7 @@ fn unsafe_code_stays_in_listed_files() {
 }
 
 #[test]
-fn threads_meet_by_sync() {
+fn threads_communicate_only_through_sync() {
     assert_eq!(sync_faults(&read("src")), [""; 0]);
 }
 
@@ -437,7 +437,7 @@ fn wrong_import_is_detected_in_every_form() {
 }
 
 #[test]
-fn a_map_that_does_not_fit_is_found() {
+fn inconsistent_module_map_is_detected() {
     let faults = |all: &Sources| Crate { root: "src", sources: all }.map_faults();
     assert_eq!(faults(&house()), [""; 0]);
     let mut all = house();

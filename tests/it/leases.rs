@@ -158,7 +158,7 @@ fn a_ticket_lets_a_stream_wait_for_its_batch() {
 }
 
 #[test]
-fn work_that_is_on_a_stream_when_its_lease_ends_may_still_read() {
+fn stream_work_may_read_after_lease_ends() {
     let bench = late_bench();
     let (stream, seen) = (bench.device.stream(), Seen::default());
     bench.device.hold(stream, true);
@@ -224,7 +224,7 @@ fn deleted_or_moved_page_leaves_memory_to_lease() {
 /// Like two tasks on one worker thread of an async runtime: one holds a lease across an await, the other
 /// commits.
 #[test]
-fn a_lease_refuses_no_batch_of_its_own_thread() {
+fn lease_allows_batches_of_its_thread() {
     type Change = fn(&mut WriteBatch, PageId);
     let changes: [(Change, Option<Vec<u8>>); 3] = [
         (|batch, page| _ = batch.fill(page, 0, LEN, &[2]), Some(page_of(2))),
@@ -275,7 +275,7 @@ fn batches_after_the_first_need_no_room_for_a_copy() {
 }
 
 #[test]
-fn memory_that_was_leased_is_free_after_the_work_of_the_store() {
+fn leased_memory_is_freed_after_store_work() {
     let bench = late_bench();
     let lease = bench.store.lease(bench.page).unwrap();
     bench.fill(2).unwrap();
@@ -318,7 +318,7 @@ fn a_restore_waits_for_no_lease() {
 }
 
 #[test]
-fn an_exact_snapshot_and_a_lease_keep_a_page_apart() {
+fn exact_snapshot_and_lease_copy_page_separately() {
     for delete in [false, true] {
         let bench = late_bench();
         let snapshot = bench.store.snapshot_with(SnapshotOptions::new().exact()).unwrap();

@@ -262,7 +262,7 @@ fn restore_rewrites_lent_page_in_place_or_returns_memory() {
 }
 
 #[test]
-fn a_fork_has_the_page_in_memory_of_its_own() {
+fn fork_has_own_page_memory() {
     let bench = Bench::new(Arc::new(HostDevice::new()));
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("fork");
@@ -402,7 +402,7 @@ impl Drop for Tensor {
 }
 
 #[test]
-fn a_page_lives_in_a_tensor_of_the_gpus_until_it_leaves() {
+fn page_lives_in_gpu_tensor_until_moved() {
     let (Some(gpu), Some(callers)) = (gpu::device(), gpu::device()) else { return };
     let disk = SimDisk::new();
     let store = Store::open_on(Arc::new(disk.clone()), gpu.clone(), options()).unwrap();

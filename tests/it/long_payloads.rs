@@ -67,7 +67,7 @@ impl LongPage {
 }
 
 #[test]
-fn bytes_for_a_page_on_disk_take_no_longer_staging_than_a_wave() {
+fn disk_page_write_uses_one_wave_of_staging() {
     let on_disk = LongPage::at(Place::Disk);
     for (is_born_there, salt) in [(true, 1), (false, 2)] {
         let written = on_disk.write(is_born_there, salt).unwrap();
@@ -127,7 +127,7 @@ fn a_page_moves_while_a_long_payload_is_made_for_it() {
 /// A batch of bytes for a page on disk also takes a page out of memory. That memory is there for the next
 /// batch, though no list has anything to do.
 #[test]
-fn memory_that_a_long_payload_gives_up_is_free() {
+fn memory_released_by_long_payload_is_reusable() {
     const OTHER_LEN: u64 = 4096;
     let give_up: [fn(&mut WriteBatch, PageId); 2] =
         [|batch, page| _ = batch.delete(page), |batch, page| _ = batch.move_to(page, Place::Disk)];

@@ -74,7 +74,7 @@ fn each_range_holds_its_own_bytes() {
 /// Each batch writes its number to all pages, so the bytes of a read are all one number: that of the batch
 /// that it names.
 #[test]
-fn all_ranges_are_of_the_batch_that_is_named() {
+fn read_ranges_are_of_requested_batch() {
     const LEN: u64 = 40_000;
     let host = || Arc::new(HostDevice::new());
     let devices: [Arc<dyn Device>; 2] = [host(), Arc::new(LateDevice::seeded(host(), 6))];
@@ -220,7 +220,7 @@ fn read_in_progress_blocks_nothing() {
 
 /// A handle outlives its store: bytes that were on their way arrive, and what they take is given back.
 #[test]
-fn a_read_is_done_before_its_store_closes() {
+fn close_waits_for_reads() {
     let host = Arc::new(HostDevice::new());
     let store = open(&SimDisk::new(), Arc::new(LateDevice::seeded(host, 2)));
     let page = page(&store, &[5; 100_000]);

@@ -100,7 +100,7 @@ fn view_follows_moved_directory() {
 }
 
 #[test]
-fn a_view_of_a_removed_directory_reports_that_there_is_no_store() {
+fn view_of_removed_directory_reports_missing_store() {
     let above = tempfile::tempdir().unwrap();
     let path = above.path().join("store");
     let mine = made(&path);

@@ -136,7 +136,7 @@ fn pages_on_several_devices_commit_together_and_reopen_on_any() {
 }
 
 #[test]
-fn a_slot_without_a_device_is_refused_and_nothing_has_changed() {
+fn slot_without_device_is_refused() {
     let disk = SimDisk::new();
     let pair = two_of(host(), host());
     let store = open(&disk, &pair).unwrap();
@@ -210,7 +210,7 @@ fn long_copies_go_from_one_device_to_another_in_pieces() {
 
 /// The first GPU stands still until all is queued, whichever way bytes go.
 #[test]
-fn a_copy_between_gpus_waits_for_neither() {
+fn peer_copy_blocks_neither_gpu() {
     const LONG: u64 = (9 << 20) + 5;
     gpu::alone(|| {
         let Some(caller) = Caller::new() else { return };
@@ -377,7 +377,7 @@ fn device_fault_stops_store_and_reopen_uses_another_device() {
 }
 
 #[test]
-fn a_list_is_done_when_every_device_is_done_with_it() {
+fn list_completes_when_all_devices_complete() {
     let ([one, other], pair) = late_pair();
     let spans = memories(&pair, 8);
     let list = submit(&pair, Lane::Apply, spans.map(|span| fill(span, 1)).into()).unwrap();
@@ -407,7 +407,7 @@ fn a_wait_for_another_lane_covers_all_of_its_devices() {
 }
 
 #[test]
-fn a_stream_of_one_device_waits_for_the_others() {
+fn device_stream_waits_for_other_devices() {
     let ([one, other], pair) = late_pair();
     let spans = memories(&pair, 8);
     let list = submit(&pair, Lane::Apply, spans.map(|span| fill(span, 1)).into()).unwrap();
@@ -424,7 +424,7 @@ fn a_stream_of_one_device_waits_for_the_others() {
 }
 
 #[test]
-fn a_list_that_is_half_queued_stops_its_lane() {
+fn partly_queued_list_stops_lane() {
     let faulty = Arc::new(FaultyDevice::new(host()));
     let pair = two_of(host(), faulty.clone());
     let spans = memories(&pair, 8);

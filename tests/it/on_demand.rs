@@ -151,7 +151,7 @@ fn image_of(disk: &SimDisk, page: PageId) -> (FileName, u64) {
 }
 
 #[test]
-fn a_store_is_in_use_before_its_pages_are_loaded() {
+fn store_is_usable_before_pages_are_loaded() {
     let disk = closed();
     let device = Gate::closed();
     let store = open_on(&disk, device.clone(), PageLoad::OnDemand).unwrap();
@@ -287,7 +287,7 @@ fn an_access_to_an_unloaded_page_waits_for_it() {
 /// A snapshot rewrites the images of a file that is mostly unused, so that the file can go. It does so for
 /// pages that are not loaded yet, too.
 #[test]
-fn a_snapshot_waits_for_the_cold_pages_that_it_writes_again() {
+fn snapshot_waits_for_cold_pages_it_rewrites() {
     let disk = SimDisk::new();
     let options = options(PageLoad::Eager).compression(Compression::Off);
     let store = Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options).unwrap();

@@ -239,7 +239,7 @@ fn open_that_skips_snapshot_reuses_same_memory() {
 }
 
 #[test]
-fn a_gpus_tensors_take_recovered_pages() {
+fn gpu_tensors_receive_recovered_pages() {
     let (Some(gpu), Some(callers)) = (gpu::device(), gpu::device()) else { return };
     let (disk, expected) = directory(Source::Both);
     let memory = LENS.map(|len| callers.allocate(PLACE, len).unwrap());

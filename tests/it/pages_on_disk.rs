@@ -376,7 +376,7 @@ fn restores_and_forks_have_pages_on_disk() {
 /// A damaged image is told to the reader of its page; other pages go on, and so does this one once a batch
 /// gives it new bytes.
 #[test]
-fn damage_concerns_the_page_alone() {
+fn damage_affects_only_the_page() {
     let disk = SimDisk::new();
     let store = opened(&disk, uncompressed());
     let pages = commit(&store, |batch| {
@@ -444,7 +444,7 @@ fn image_is_verified_before_memory_is_freed() {
 /// An image that the log names and that no snapshot has proven yet is read at the open: what is damaged is
 /// told then, and not when the log that could tell is gone.
 #[test]
-fn an_open_proves_images_that_nothing_has_proven() {
+fn open_verifies_unverified_images() {
     let disk = SimDisk::new();
     let store = opened(&disk, uncompressed());
     let page = commit(&store, |batch| _ = batch.create_from(vec![1; 300_000], Place::Disk))[0];

@@ -39,7 +39,7 @@ fn read(store: &Store, page: PageId) -> Vec<u8> {
 }
 
 #[test]
-fn a_pinned_page_is_changed_where_it_is() {
+fn pinned_page_is_changed_in_place() {
     let (device, store, page) = late();
     let stream = device.stream();
     let pin = store.pin(page).unwrap();

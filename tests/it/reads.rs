@@ -219,7 +219,7 @@ fn bytes_and_page_info_are_from_one_batch() {
 }
 
 #[test]
-fn a_view_is_one_batch_and_batches_go_on() {
+fn view_is_one_batch_while_commits_continue() {
     let store = open();
     let pages = create(&store, 3);
     let mut batch = store.batch();
@@ -253,7 +253,7 @@ fn a_view_is_one_batch_and_batches_go_on() {
 }
 
 #[test]
-fn pages_are_listed_as_they_were_when_the_list_began() {
+fn page_listing_is_point_in_time() {
     let store = open();
     let mut batch = store.batch();
     for len in 1..=1000 {

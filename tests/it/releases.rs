@@ -152,7 +152,7 @@ fn leased_or_pinned_page_cannot_be_released() {
 }
 
 #[test]
-fn a_page_on_disk_has_no_memory_to_release_and_stays() {
+fn releasing_disk_page_is_refused() {
     for device in devices() {
         let (_, store, page) = bench(device);
         commit(&store, |batch| _ = batch.move_to(page, Place::Disk)).unwrap();
@@ -166,7 +166,7 @@ fn a_page_on_disk_has_no_memory_to_release_and_stays() {
 
 /// Readers that take no lock may be reading the page's memory while it changes hands.
 #[test]
-fn no_reader_sees_what_the_caller_writes() {
+fn readers_never_see_uncommitted_caller_writes() {
     let (_, store, _) = bench(devices()[0].clone());
     let is_over = AtomicBool::new(false);
     let newest = std::sync::Mutex::new(PageId(1));
@@ -230,7 +230,7 @@ fn device_error_loses_only_released_pages() {
 }
 
 #[test]
-fn a_gpus_memory_is_handed_out_at_its_address() {
+fn gpu_memory_is_lent_at_its_address() {
     let Some(gpu) = gpu::device() else { return };
     let (_, store, _) = bench(gpu);
     for place in [PLACE, Place::Pinned, Place::Unified] {

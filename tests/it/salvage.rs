@@ -269,7 +269,7 @@ fn many_lost_sectors_and_files_give_no_wrong_bytes() {
 }
 
 #[test]
-fn a_lost_batch_costs_only_the_page_that_it_changed() {
+fn lost_batch_affects_only_changed_page() {
     let victim = restored();
     // Without the newest images, the changes of pages since the older ones lie in the log alone.
     let newest = victim.files.names(|file| matches!(file, FileName::Pages(_))).pop().unwrap();

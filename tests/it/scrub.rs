@@ -227,7 +227,7 @@ fn shared_damaged_image_is_repaired_from_memory() {
 }
 
 #[test]
-fn damage_is_named_and_mended_row_by_row() {
+fn damage_is_reported_and_repaired_row_by_row() {
     type Rot = fn(&Subject) -> FileName;
     // The damage, and whether a snapshot is needed to mend it.
     let rows: &[(&str, bool, Rot)] = &[
@@ -333,7 +333,7 @@ fn damage_is_named_and_mended_row_by_row() {
 }
 
 #[test]
-fn without_a_snapshot_the_damaged_log_is_mended_by_one() {
+fn first_snapshot_repairs_damaged_log() {
     let disk = SimDisk::new();
     let store = open(&disk).unwrap();
     let mut batch = store.batch();

@@ -254,7 +254,7 @@ fn create(batch: &mut WriteBatch, len: u64, source: impl ByteSource + 'static) {
 }
 
 #[test]
-fn a_source_that_fails_leaves_nothing_and_the_error_names_it() {
+fn failed_source_is_named_and_leaves_nothing() {
     let broken = || io::Error::other("the tape broke");
     let failed_at = |at: u64, says: &'static str, remedy| {
         move |error: &Error| {
@@ -359,7 +359,7 @@ fn some() -> Arc<Noted> {
 }
 
 #[test]
-fn a_disk_that_is_full_in_the_middle_leaves_nothing() {
+fn disk_full_midway_leaves_nothing() {
     for free in (0..LONG).step_by(700_001) {
         let fill = |batch: &mut WriteBatch, _: PageId, disk: &SimDisk| {
             disk.set_capacity(Some(disk.used_bytes() + free));

@@ -299,7 +299,7 @@ fn new_page_reference_is_invalid_in_other_batch() {
 
 /// A seal must not wait for a pause that never comes: a snapshot ends only when its seal is durable.
 #[test]
-fn snapshots_come_to_an_end_while_commits_go_on() {
+fn snapshots_finish_during_commits() {
     let directory = tempfile::tempdir().unwrap();
     let store = Store::open(directory.path(), Options::default().segment_len(256 << 10)).unwrap();
     let mut batch = store.batch();
@@ -333,7 +333,7 @@ fn snapshots_come_to_an_end_while_commits_go_on() {
 /// A tool that copies a directory may leave out zeros. A segment with holes is mapped like any other, and on
 /// a full disk the process dies when it writes there.
 #[test]
-fn segments_that_were_copied_with_holes_are_not_used_again() {
+fn sparse_segments_are_not_reused() {
     let directory = tempfile::tempdir().unwrap();
     let open = || Store::open(directory.path(), small().segment_len(1 << 20).reserve_bytes(2 << 20)).unwrap();
     let segments = |is_wanted: fn(&FileName) -> bool| {

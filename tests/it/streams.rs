@@ -124,7 +124,7 @@ fn a_stream_sees_the_batches_that_it_waits_for() {
 }
 
 #[test]
-fn a_graph_that_is_being_captured_survives_calls_of_the_store() {
+fn graph_capture_survives_store_calls() {
     let Some(caller) = Caller::new() else { return };
     let (store, page) = store(PLACE);
     let (stream, source, seen) = (caller.stream(), caller.memory(LEN), caller.memory(LEN));
@@ -213,7 +213,7 @@ fn store_opens_on_gpu_and_host_alternately() {
 }
 
 #[test]
-fn a_kernel_that_writes_to_a_page_is_found_by_an_audit() {
+fn audit_detects_kernel_write_to_page() {
     let Some(caller) = Caller::new() else { return };
     for place in [PLACE, Place::Host, Place::Unified] {
         let (store, page) = store(place);

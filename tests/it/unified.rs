@@ -60,7 +60,7 @@ fn a_host_device_refuses_hints_by_name() {
 
 /// Each hint between two batches, to a page that moves out of unified memory and back, and to one that stays.
 #[test]
-fn hints_leave_bytes_batches_and_moves_as_they_are() {
+fn hints_change_no_bytes_batches_or_moves() {
     let Some(gpu) = gpu::device() else { return };
     let two = MultiDevice::new(vec![gpu.clone(), Arc::new(HostDevice::new())]);
     let devices: [Arc<dyn Device>; 2] = [gpu.clone(), Arc::new(two)];

@@ -37,7 +37,7 @@ impl Device for Filling {
 /// Every list runs on the thread that submits it: a fill of gigabytes would hold up all batches and reads
 /// after it.
 #[test]
-fn a_long_page_is_not_zeroed_before_it_is_used() {
+fn long_page_is_zeroed_lazily() {
     const LEN: u64 = 256 << 20;
     let _alone = alone();
     let directory = tempfile::tempdir().unwrap();

@@ -401,7 +401,7 @@ mod tests {
     /// Reads ranges forward and backward, shorter and longer than the read-ahead. Every third buffer is kept.
     #[test]
     #[cfg_attr(miri, ignore = "it compares gigabytes")]
-    fn held_buffers_stay_and_all_other_bytes_are_the_files() {
+    fn held_buffers_stay_and_other_bytes_are_read_from_file() {
         let file =
             OneFile((0..5_000_003_u32).map(|at| (at.wrapping_mul(2_654_435_761) >> 13) as u8).collect());
         let mut reader = SegmentReader::new(&file, 1);

@@ -189,7 +189,7 @@ mod tests {
     /// long payloads contain a frame header with its own position, as a copy of a segment would. Chunks cut
     /// the frames anywhere.
     #[test]
-    fn a_sum_put_together_is_the_sum_of_the_bytes() {
+    fn combined_sum_equals_sum_of_bytes() {
         let mut drawn = 1_u64;
         let mut random = |below: u64| {
             drawn = drawn.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);

@@ -112,7 +112,7 @@ fn manifest_round_trips_to_the_same_bytes() {
 /// The way in which entries are distributed does not change the bytes, and each part rejects the same
 /// defects.
 #[test]
-fn entries_that_are_encoded_apart_are_the_same_bytes() {
+fn piecewise_encoded_entries_are_equal() {
     let entries: Vec<ManifestEntry> = (1..900).map(|page| entry(page, 7)).collect();
     let whole = Manifest { next_page: 1000, entries, ..sample() };
     let whole = Manifest { tombstones: vec![Tombstone { page: PageId(950), lsn: Lsn(1) }], ..whole };
@@ -161,7 +161,7 @@ impl WorkPool for Pieces {
 /// The way in which entries are distributed does not change the manifest, and every defect found by one
 /// thread is found.
 #[test]
-fn entries_that_are_decoded_apart_are_the_same() {
+fn piecewise_decoded_entries_are_equal() {
     let named = |page| ManifestEntry {
         key: Some(Key::new(vec![7; 1 + page as usize % 64]).unwrap()),
         ..entry(page, 7)
@@ -417,7 +417,7 @@ fn manifests_that_contradict_themselves_are_not_written() {
 /// The way in which entries are distributed does not change the page table, even if a run of ids spans two
 /// pieces.
 #[test]
-fn a_table_that_is_put_together_from_pieces_is_the_same() {
+fn table_from_pieces_equals_whole() {
     let entries = (1..=700).map(|page| ManifestEntry { epoch: Epoch(page % 7), ..entry(3 * page, page) });
     let entries: Vec<ManifestEntry> = entries.collect();
     let redo = LogPoint { lsn: Lsn(9), ..sample().redo };

@@ -338,7 +338,7 @@ mod tests {
 
     /// Tests gaps of every length at every position of the words from which they are decoded.
     #[test]
-    fn gaps_are_read_alike_one_by_one_and_by_words() {
+    fn gap_decoding_is_equal_bytewise_and_wordwise() {
         const LONG: [u32; 5] = [0, 127, 128, 16_383, 16_384];
         for first in 0..12_usize {
             for digits in 0..5_usize.pow(5) {

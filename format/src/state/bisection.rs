@@ -96,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn halving_finds_every_first_bad_version() {
+    fn bisection_finds_every_first_bad_version() {
         assert!(Bisection::new(Lsn(3), Lsn(3)).is_none());
         for first_bad in 1..=100 {
             let (tried, good, bad) = search(100, first_bad, &[]);

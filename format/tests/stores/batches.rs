@@ -96,7 +96,7 @@ fn an_unknown_page_does_not_move() {
 }
 
 #[test]
-fn an_id_is_not_used_again_in_the_batch_that_deletes_its_page() {
+fn id_of_deleted_page_is_not_reused_in_same_batch() {
     let create = |page, len| {
         let (place, key, metadata) = (Place::Host, None, Metadata::new());
         Op::Create { page, len, place, key, metadata }

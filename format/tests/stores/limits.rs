@@ -22,7 +22,7 @@ fn is_limit<T: std::fmt::Debug>(found: Result<T, Defect>) -> bool {
 }
 
 #[test]
-fn a_restore_names_no_batch_above_the_highest_number() {
+fn restore_with_overflowing_batch_is_refused() {
     let decode = |restored: u64, table: u64| {
         let mut writer = PayloadWriter::default();
         writer.push(&Op::Restore { table: 1, table_crc: 7, restored: Lsn(1) }).unwrap();
@@ -38,7 +38,7 @@ fn a_restore_names_no_batch_above_the_highest_number() {
 }
 
 #[test]
-fn a_seal_names_no_snapshot_above_the_highest_number() {
+fn seal_with_overflowing_snapshot_is_refused() {
     let seal = |snapshot| {
         encode_seal(&[VerifiedSnapshot { snapshot: SnapshotId(snapshot), manifest_crc: 1, log_kept: false }])
     };
@@ -47,7 +47,7 @@ fn a_seal_names_no_snapshot_above_the_highest_number() {
 }
 
 #[test]
-fn a_frame_claims_no_mark_above_the_highest_number() {
+fn frame_with_overflowing_mark_is_refused() {
     let mut maker = four();
     let frame = maker.frame_at(4);
     let claim = |frame: &mut [u8], durable: u64| {
@@ -81,7 +81,7 @@ fn opening_with_impossible_point_is_refused() {
 }
 
 #[test]
-fn no_file_of_a_store_has_a_number_above_the_highest() {
+fn file_numbers_do_not_overflow() {
     for file in [
         FileName::Segment,
         FileName::Spare,
@@ -202,7 +202,7 @@ fn epoch_and_page_id_do_not_overflow() {
 
 /// A frame beyond the end that may testify provides a durable mark, like every frame in order.
 #[test]
-fn testimony_moves_the_proven_end_of_the_log() {
+fn evidence_advances_proven_log_end() {
     let mut maker = Maker::new();
     maker.batch().batch().batch();
     maker.sync().batch();

@@ -14,7 +14,7 @@ use crate::maker::{Maker, PAGE, content};
 use crate::verdict::{Clean, Refused, check, check_state, four, rebuilt, segment};
 
 #[test]
-fn snapshots_lead_to_the_same_state_from_wherever_they_start() {
+fn all_starts_recover_the_same_state() {
     let mut maker = four();
     maker.sync().batch();
     for (why, redo, caught, end) in [
@@ -74,7 +74,7 @@ fn file_removed_after_listing_is_not_damage() {
 }
 
 #[test]
-fn damage_to_a_snapshot_costs_time_and_not_data() {
+fn damaged_snapshot_costs_time_not_data() {
     let mut maker = four();
     maker.snapshot(1, 2, 2, 2).snapshot(2, 3, 3, 4);
     type Change = fn(&mut Maker);
@@ -219,7 +219,7 @@ fn pages_deleted_while_a_snapshot_was_taken_stay_deleted() {
 /// A snapshot that starts where the previous one does and only records which pages were deleted since. Batch
 /// 8 deletes page 1. Batch 6 changes page 2, and batch 7 deletes it, while the first snapshot is taken.
 #[test]
-fn a_thin_change_begins_where_the_link_before_does() {
+fn thin_snapshot_begins_at_previous_link() {
     let other = PageId(2);
     let mut maker = four();
     let create = Op::Create { page: other, len: 8, place: Place::Host, key: None, metadata: Metadata::new() };
@@ -301,7 +301,7 @@ fn a_restore_replaces_pages_and_root_by_those_of_its_table() {
 }
 
 #[test]
-fn an_earlier_state_is_the_log_up_to_there() {
+fn earlier_state_equals_log_prefix() {
     let mut maker = four();
     maker.snapshot(1, 2, 2, 2).snapshot(2, 3, 3, 4);
     for lsn in 1..=4 {
@@ -330,7 +330,7 @@ fn a_state_is_rebuilt_from_compressed_images() {
 /// The log's last seal keeps the log after snapshot 2, and of snapshot 1 only its own end. All segments still
 /// exist, so only the seal determines this.
 #[test]
-fn a_rebuild_starts_nowhere_below_the_floor() {
+fn rebuild_never_starts_below_floor() {
     let mut maker = four();
     maker.snapshot(1, 2, 2, 2).snapshot(2, 3, 3, 4);
     let entry = |snapshot, log_kept| {

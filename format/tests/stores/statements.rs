@@ -127,7 +127,7 @@ fn reach(maker: &Maker) -> Reach {
 }
 
 #[test]
-fn the_first_of_two_entries_for_a_snapshot_counts() {
+fn first_of_two_snapshot_entries_wins() {
     let mut maker = four();
     maker.snapshot(1, 2, 2, 2).snapshot(2, 3, 3, 4).sync();
     for (first, second) in [(true, false), (false, true)] {
@@ -143,7 +143,7 @@ fn the_first_of_two_entries_for_a_snapshot_counts() {
 
 /// Tests each row of SPEC.md's table with stores that differ only in the columns.
 #[test]
-fn roles_of_snapshots_are_those_of_the_page() {
+fn snapshot_roles_match_documentation() {
     let at = SPEC.find("| the seal flags |").expect("the table of roles");
     let rows: Vec<Vec<&str>> = SPEC[at..]
         .lines()
@@ -232,7 +232,7 @@ fn a_torn_tail_may_take_the_newest_seal() {
 }
 
 #[test]
-fn an_incarnation_counts_though_its_opening_is_recycled() {
+fn incarnation_counts_after_its_opening_is_recycled() {
     let mut maker = four();
     maker.sync().snapshot(1, 3, 3, 4);
     let mut newest = maker.clone();

@@ -124,7 +124,7 @@ fn on_disk(writes: &[(u64, usize)]) -> Maker {
 }
 
 #[test]
-fn a_page_that_was_written_whole_needs_no_image() {
+fn wholly_written_page_needs_no_image() {
     type Row = (&'static str, &'static [(u64, usize)], bool);
     let rows: [Row; 4] = [
         ("nothing written", &[], true),

@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn a_patient_turn_comes_after_the_most_urgent_turns() {
+    fn patient_turn_follows_limited_urgent_turns() {
         let order = turns_of_one_urgent_and_two_patient(3 * URGENT_TURNS_MAX);
         let turns = [&["urgent"; URGENT_TURNS_MAX as usize][..], &["patient"]].concat();
         // The remaining turns are urgent, because no patient visitor waits any more.

@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn a_code_is_shown_with_its_call_and_its_number() {
+    fn driver_error_shows_call_and_code() {
         let shown = |number| Code::check("cuLaunchKernel", number).unwrap_err().to_string();
         assert_eq!(shown(700), "cuLaunchKernel: illegal address (700)");
         assert_eq!(shown(12_345), "cuLaunchKernel: an error unknown here (12345)");

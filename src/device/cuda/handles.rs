@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slot_without_generations_is_not_taken_any_more() {
+    fn exhausted_slot_is_not_reused() {
         let handles = Handles::new();
         let slot = parts(handles.insert(allocation(1))).1;
         handles.slot(slot).unwrap().generation.store(u32::MAX, Ordering::Relaxed);

@@ -413,7 +413,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn direct_reads_fill_staging_as_it_lies() {
+    fn direct_reads_fill_staging_without_copy() {
         let device = HostDevice::new();
         for len in [4096, 100_000, 4 << 20] {
             let staging = device.staging(len).unwrap();
@@ -449,7 +449,7 @@ mod tests {
     /// Deltas of every kind over a few pages, both long pages and pages that share a slab, in several
     /// commands with occasional fills between them.
     #[test]
-    fn many_threads_leave_the_bytes_that_one_leaves() {
+    fn many_threads_yield_same_bytes_as_one() {
         let (one, many) = (HostDevice::new().parallel_from(u64::MAX), HostDevice::new().parallel_from(1));
         let lens = [64, 200, 900, 5000, 70_000, 200_000];
         let memories = |device: &HostDevice| lens.map(|len| device.allocate(Place::Host, len).unwrap());

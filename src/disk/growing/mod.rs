@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_that_is_written_again_in_part_keeps_its_rest() {
+    fn partial_block_rewrite_keeps_other_bytes() {
         let directory = tempfile::tempdir().unwrap();
         for io in WAYS {
             let disk = DirDisk::new(directory.path().join(io.to_string()));
@@ -305,7 +305,7 @@ mod tests {
     /// Space is allocated in steps that are longer than the next write. A step that does not fit is not an
     /// error.
     #[test]
-    fn a_disk_is_full_when_the_bytes_do_not_fit_and_not_before() {
+    fn disk_is_full_exactly_when_bytes_do_not_fit() {
         for io in WAYS {
             for (room, fits) in [(40 << 12, true), ((40 << 12) - 1, false)] {
                 let disk = SimDisk::new();

@@ -39,7 +39,7 @@ fn usage(arena: &Arena) -> (u64, u64, u64, u64) {
 /// The memory of many pages is released at once: memory that the device fails to release is not free, all
 /// other memory is.
 #[test]
-fn memory_that_the_device_keeps_stays_counted_and_no_other() {
+fn only_memory_kept_by_device_stays_counted() {
     let device = Arc::new(FaultyDevice::new(Arc::new(HostDevice::new())));
     let arena = Arena::new(device.clone(), Budget::default().with(PLACE, 100));
     let pages = [(PLACE, 10), (PLACE, 20), (PLACE, 5), (Place::Host, 7), (PLACE, 8)];
@@ -271,7 +271,7 @@ fn a_part_of_a_page_lies_within_it() {
 }
 
 #[test]
-fn memory_that_is_dropped_instead_stays_in_the_budget() {
+fn dropped_memory_stays_in_budget() {
     let (_, arena) = late_arena();
     drop(arena.allocate(Purpose::Page, PLACE, 60).unwrap());
     assert_eq!(usage(&arena), (60, 0, 60, 1));

@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn a_last_element_that_is_not_whole_is_changed_too() {
+    fn incomplete_last_element_is_captured() {
         let before = [7; 11];
         assert_eq!(check(Width::W4, 64, &before, &changed(&before, [10])), (1, 0, 1));
         assert_eq!(check(Width::W4, 64, &before, &changed(&before, [0])), (1, 1, 0));

@@ -121,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn elements_are_brought_into_order() {
+    fn elements_are_sorted() {
         const VALUES: [u8; 6] = [1, 1, 2, 2, 3, 3];
         let ascending = |width, indices: &'static [u32], values: &'static [u8]| {
             let invalid = |reason| Error::InvalidOperation { index: 0, reason };

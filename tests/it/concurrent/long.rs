@@ -181,7 +181,7 @@ fn concurrently_deleted_long_page_is_omitted() {
 /// disk a thin snapshot begins there, too: replay meets the change of a page that neither snapshot has, and
 /// must be told.
 #[test]
-fn a_thin_snapshot_repeats_the_tombstones_of_the_one_before() {
+fn thin_snapshot_repeats_previous_tombstones() {
     let disk = SimDisk::new();
     let options = || {
         let options = options().snapshots_kept(1).compression(Compression::Off);

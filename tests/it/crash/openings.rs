@@ -111,7 +111,7 @@ fn opens_of_a_direct_log_survive() {
 }
 
 #[test]
-fn a_lost_segment_is_reported_or_costs_nothing() {
+fn lost_segment_is_reported_or_harmless() {
     for log_io in [LogIo::Mapped, LogIo::Buffered, LogIo::Direct] {
         let mut count = LossCount::default();
         for (beginning, goes_on) in BEGINNINGS.into_iter().flat_map(|row| [(row, false), (row, true)]) {

@@ -149,7 +149,7 @@ fn pages_in_cached_blocks_survive_reopen() {
 }
 
 #[test]
-fn counts_peaks_and_fragmentation_are_those_of_the_pages() {
+fn counts_peaks_and_fragmentation_match_pages() {
     let Some(_) = gpu::device() else { return };
     let (driver, memory) = cache(u64::MAX);
     let store = open(&SimDisk::new(), &memory);
@@ -184,7 +184,7 @@ fn counts_peaks_and_fragmentation_are_those_of_the_pages() {
 /// Memory that work on a stream may still use goes to later work on that stream alone, until the driver says
 /// that the stream has come past it.
 #[test]
-fn a_page_gets_no_block_that_a_stream_still_uses() {
+fn page_never_gets_block_in_use_by_stream() {
     const LEN: u64 = 12 * MIB;
     gpu::alone(|| {
         let Some(caller) = Caller::new() else { return };

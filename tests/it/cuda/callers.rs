@@ -70,7 +70,7 @@ fn memory_of_another_gpu_is_refused() {
 }
 
 #[test]
-fn a_gpu_within_another_device_takes_memory_of_the_callers_too() {
+fn wrapped_gpu_accepts_caller_memory() {
     let (Some(gpu), Some(callers)) = (gpu::device(), gpu::device()) else { return };
     let gpu: Arc<dyn Device> = gpu;
     let host: Arc<dyn Device> = Arc::new(HostDevice::new());
@@ -100,7 +100,7 @@ fn a_gpu_within_another_device_takes_memory_of_the_callers_too() {
 }
 
 #[test]
-fn memory_of_several_mappings_is_taken_as_one() {
+fn memory_across_mappings_is_accepted() {
     let (Some(gpu), Some(caller)) = (gpu::device(), gpu::Caller::new()) else { return };
     let segment = caller.segment(3, 4);
     let store = Store::open_on(Arc::new(SimDisk::new()), gpu, Options::default()).unwrap();

@@ -52,7 +52,7 @@ fn all_but(special: &[&str]) -> String {
 }
 
 #[test]
-fn a_driver_that_cannot_be_used_is_named_and_never_a_panic() {
+fn unusable_driver_is_an_error() {
     if let Ok(reason) = std::env::var(ERRAND) {
         let requested = CudaDevice::open(0).expect_err("the driver cannot be used");
         assert!(requested.to_string().contains(&reason), "{requested}");
@@ -95,7 +95,7 @@ fn a_driver_that_cannot_be_used_is_named_and_never_a_panic() {
     for (reason, source) in rows {
         let directory = tempfile::tempdir().unwrap();
         driver(directory.path(), &source);
-        let test = "drivers::a_driver_that_cannot_be_used_is_named_and_never_a_panic";
+        let test = "drivers::unusable_driver_is_an_error";
         assert_success(&in_a_child(test, reason, Some(directory.path())));
     }
 }

@@ -45,7 +45,7 @@ fn assert_success(output: &Output) {
 }
 
 #[test]
-fn a_million_allocations_leave_no_growth() {
+fn million_allocations_do_not_grow_memory() {
     let Some(gpu) = gpu::device() else { return };
     let mut random = Random(1);
     let mut live: Vec<MemoryId> = Vec::new();
@@ -130,7 +130,7 @@ fn stalled_long_copy_blocks_only_its_lane() {
 /// A read that finds the GPU's memory used up, while a stream of the caller's stands still until the bytes
 /// are there.
 #[test]
-fn a_long_read_without_room_waits_for_no_caller() {
+fn long_read_without_room_fails_immediately() {
     const LEN: u64 = 20 << 20;
     gpu::alone(|| {
         let Some(caller) = Caller::new() else { return };
@@ -161,7 +161,7 @@ fn a_long_read_without_room_waits_for_no_caller() {
 
 /// A block of its own for every length would stay until a caller asks for it back.
 #[test]
-fn long_reads_of_all_lengths_leave_the_same_memory_behind() {
+fn long_reads_retain_same_memory_for_all_lengths() {
     let Some(gpu) = gpu::device() else { return };
     let store = Store::open_on(Arc::new(SimDisk::new()), gpu.clone(), Options::default()).unwrap();
     let mut batch = store.batch();
@@ -269,7 +269,7 @@ fn long_pieces_that_overlap_keep_the_order_of_the_list() {
 }
 
 #[test]
-fn a_list_that_is_never_waited_for_keeps_its_staging() {
+fn unawaited_list_keeps_staging() {
     const LEN: usize = 1 << 20;
     let Some(gpu) = gpu::device() else { return };
     let memory = gpu.allocate(PLACE, LEN as u64).unwrap();
@@ -321,7 +321,7 @@ fn gpu_fault_requires_new_process() {
 }
 
 #[test]
-fn devices_come_and_go_in_one_process() {
+fn devices_can_be_reopened_in_one_process() {
     let Some(first) = gpu::device() else { return };
     let memory = first.allocate(PLACE, 4096).unwrap();
     let fill = |byte| Command::Fill {

@@ -156,7 +156,7 @@ fn check(what: &str, subject: &Subject, kept: &[Lsn], files: &Files, [clean, los
 }
 
 #[test]
-fn a_clean_verdict_means_that_every_kept_state_reads() {
+fn clean_verdict_implies_readable_states() {
     for subject in [named_before_others(), from_the_beginning(), replaced_since()] {
         let kept = kept(&subject);
         assert!(kept.len() > 3 && kept.last() == subject.states.keys().last(), "{}: {kept:?}", subject.name);

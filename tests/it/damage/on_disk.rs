@@ -170,7 +170,7 @@ fn mend(store: &Store, state: &State, lost: &BTreeSet<PageId>, what: &str) {
 }
 
 #[test]
-fn a_flipped_bit_among_pages_on_disk_is_found_by_a_rebuild() {
+fn rebuild_detects_bit_flip_in_disk_pages() {
     let [whole, cut, traceless, refused] = flip_every_byte(&victim());
     assert_eq!((cut, traceless), (0, 0));
     assert!(whole >= at_least(5_000) && refused >= at_least(1000), "{whole} whole, {refused} refused");
@@ -207,7 +207,7 @@ fn bit_flip_on_disk_page_is_detected_and_affects_only_it() {
 }
 
 #[test]
-fn mutilated_files_of_pages_on_disk_cost_only_the_pages_in_them() {
+fn mutilated_disk_page_files_affect_only_their_pages() {
     let victim = victim();
     let outcomes = std::cell::RefCell::new(Outcomes::default());
     mutilate(&victim.files, &Files::default(), |what, files| {

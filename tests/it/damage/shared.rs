@@ -52,7 +52,7 @@ fn with_snapshots(count: u64) -> Files {
 }
 
 #[test]
-fn damage_that_snapshots_share_costs_an_open_linear_reads() {
+fn shared_damage_costs_open_linear_reads() {
     type Row = (&'static str, fn(&mut Files) -> FileName);
     let rows: [Row; 2] = [
         ("an image", |files| {
@@ -202,7 +202,7 @@ fn a_table_that_is_newer_than_its_restore_is_refused_at_open() {
 /// A process that is killed while a file grows leaves it at any length. Mapped at its full length, it would
 /// end the next process with SIGBUS at the first store.
 #[test]
-fn a_file_cut_short_ends_no_other_process() {
+fn truncated_file_crashes_no_other_process() {
     let options = || {
         let options = Options::default().segment_len(64 << 10).log_io(LogIo::Mapped);
         options.image_io(ImageIo::Mapped).snapshot_log_bytes(None).snapshot_interval(None)

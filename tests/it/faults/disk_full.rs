@@ -167,7 +167,7 @@ fn full_disk_deletes_use_reserve_and_close_succeeds() {
 
 /// The deletes that [`remanent::Options::reserve_bytes`] promises.
 #[test]
-fn the_reserve_takes_a_batch_of_deletes_for_each_block() {
+fn reserve_covers_delete_batch_per_block() {
     const DELETES: usize = 100;
     for segment_len in [SEGMENT, 4 * SEGMENT] {
         // The last segment that they take is a short one: the long one is for the next open.
@@ -365,7 +365,7 @@ fn restores_at_every_level(batches_behind: u64) {
 }
 
 #[test]
-fn a_store_on_a_full_disk_opens_by_its_reserve() {
+fn store_on_full_disk_opens_from_reserve() {
     at_every_level(|free| {
         let (disk, store, mut line) = filled(free);
         fill(&store, &mut line);
@@ -473,7 +473,7 @@ fn give_back(kept: usize) {
 /// the reserve than writes may, while two segments are ahead of the one in use. Either the log gets one more
 /// segment, or a delete that is too long for a segment is refused once the segment before it was made.
 #[test]
-fn a_refusal_leaves_no_segment_without_a_frame() {
+fn refused_append_leaves_no_empty_segment() {
     watched("refusals and longer frames", || {
         for deletes in 0..DELETES {
             for blocks in 3..8 {

@@ -63,7 +63,7 @@ fn an_open_with_another_layout_prints_both() {
 }
 
 #[test]
-fn a_store_is_not_created_where_none_is_wanted() {
+fn store_is_not_created_without_create() {
     let directory = tempfile::tempdir().unwrap();
     for path in [directory.path().join("missing"), directory.path().to_owned()] {
         let error = Store::open(&path, small().create(Create::Never)).unwrap_err();
@@ -104,7 +104,7 @@ fn options_that_cannot_be_used_are_named_and_touch_nothing() {
 }
 
 #[test]
-fn a_second_writer_is_told_the_holder_of_the_store() {
+fn second_writer_gets_holder_of_store() {
     let directory = tempfile::tempdir().unwrap();
     let _store = Store::open(directory.path(), small()).unwrap();
     let second = Store::open_on(Arc::new(DirDisk::new(directory.path())), Gauge::host(), small());

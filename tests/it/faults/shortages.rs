@@ -83,7 +83,7 @@ fn fails_one_call_and_goes_on(fault: DiskFault, options: Options) -> bool {
 }
 
 #[test]
-fn a_shortage_fails_one_call_and_the_store_goes_on() {
+fn shortage_fails_one_call_only() {
     at_every_moment(|fault| fails_one_call_and_goes_on(fault, small()));
 }
 
@@ -125,7 +125,7 @@ fn held(disk: &SimDisk) -> usize {
 }
 
 #[test]
-fn a_shortage_in_the_background_fails_nothing() {
+fn background_shortage_fails_nothing() {
     // A snapshot comes with every second segment.
     at_every_moment(|fault| fails_one_call_and_goes_on(fault, small().snapshot_log_bytes(24 << 10)));
 }

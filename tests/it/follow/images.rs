@@ -146,7 +146,7 @@ fn replica_reports_damaged_image_and_is_unchanged() {
 }
 
 #[test]
-fn an_image_that_is_gone_was_overtaken_or_is_lost() {
+fn missing_image_means_overtaken_or_lost() {
     let (sim, disk) = sim();
     let (store, pages) = imported(&disk);
     let mut follower = Follower::open_on(disk.clone(), FollowFrom::Beginning).unwrap();

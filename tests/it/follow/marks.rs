@@ -118,7 +118,7 @@ fn waiting_follower_detects_new_damage() {
 }
 
 #[test]
-fn a_segment_that_is_lost_and_not_recycled_is_damage() {
+fn lost_unrecycled_segment_is_damage() {
     let (sim, disk) = sim();
     let mut writer = Writer::open(&disk, options());
     while writer.store.stats().log.rolls < 3 {

@@ -141,7 +141,7 @@ fn sim() -> (SimDisk, Arc<dyn Disk>) {
 }
 
 #[test]
-fn every_batch_comes_once_and_in_order() {
+fn every_batch_arrives_once_in_order() {
     let directory = tempfile::tempdir().unwrap();
     for (name, log_io) in [("default", None), ("buffered", Some(LogIo::Buffered))] {
         let disk: Arc<dyn Disk> = Arc::new(DirDisk::new(directory.path().join(name)));
@@ -257,7 +257,7 @@ fn positions_survive_in_incarnations_that_were_left_out() {
 }
 
 #[test]
-fn copies_of_a_tail_are_not_handed_over_again() {
+fn copied_tail_is_not_delivered_twice() {
     let mut copied = 0;
     for handed in 0..=6 {
         let (sim, disk) = sim();

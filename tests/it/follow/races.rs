@@ -114,7 +114,7 @@ fn write_between_two_reads_is_not_reported_as_damage() {
 /// A power cut may take the segment after a follower's own, and leave that one: neither is needed any more. A
 /// follower is told so at once, also where a writer makes room while it looks.
 #[test]
-fn names_that_change_hide_no_gap() {
+fn name_changes_hide_no_gap() {
     let (sim, disk) = sim();
     let mut writer = Writer::open(&disk, options().snapshots_kept(4));
     writer.commit(12);

@@ -54,7 +54,7 @@ fn an_owner_that_reads_its_directory_keeps_others_out() {
 }
 
 #[test]
-fn a_killed_owners_children_keep_no_lock() {
+fn children_of_killed_owner_keep_no_lock() {
     alone(|| {
         // An `exec` closes descriptors as well.
         let exec = || {
@@ -119,7 +119,7 @@ fn oldest(store: &Store) -> StatePoint {
 }
 
 #[test]
-fn a_closed_view_holds_nothing_while_a_child_lives() {
+fn closed_view_holds_nothing_despite_forked_child() {
     alone(|| {
         let directory = tempfile::tempdir().unwrap();
         let store = created(directory.path());
@@ -135,7 +135,7 @@ fn a_closed_view_holds_nothing_while_a_child_lives() {
 }
 
 #[test]
-fn a_killed_readers_children_hold_nothing() {
+fn children_of_killed_reader_hold_nothing() {
     alone(|| {
         let directory = tempfile::tempdir().unwrap();
         let store = created(directory.path());

@@ -28,7 +28,7 @@ use crate::machine::alone;
 use children::in_child;
 
 #[test]
-fn a_forked_child_can_neither_use_the_store_nor_keep_it_locked() {
+fn forked_child_neither_uses_nor_locks_store() {
     let directory = tempfile::tempdir().unwrap();
     let options = || Options::default().segment_len(16 << 10);
     let store = Arc::new(Store::open(directory.path(), options()).unwrap());

@@ -170,7 +170,7 @@ fn full_tmpfs_store_continues_when_space_returns() {
 }
 
 #[test]
-fn a_life_on_a_simulated_disk_with_any_space_left() {
+fn life_on_simulated_disk_with_random_space() {
     // A folder that grows by a block for a name, and a file that needs many, as on XFS, in part of the usual
     // cases.
     let usual = [(0, 0, false), (4096, 0, true), (4096, FILE_BYTES, false)];
@@ -262,7 +262,7 @@ fn life_in_any_order(why: &str, seed: u64, open: &dyn Fn() -> Result<Store, Erro
 }
 
 #[test]
-fn a_store_opens_again_whatever_was_done_on_a_full_disk() {
+fn store_reopens_after_any_work_on_full_disk() {
     let cases: Vec<u64> = (0..effort("REMANENT_CRAMPED_LIVES").unwrap_or(300) as u64).collect();
     in_parallel(&cases, |seed| {
         let (disk, io) = (SimDisk::new(), WRITERS[*seed as usize % WRITERS.len()]);

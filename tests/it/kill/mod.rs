@@ -114,7 +114,7 @@ fn nothing_acknowledged_is_lost_by_a_kill_in_any_phase() {
 }
 
 #[test]
-fn a_creation_cut_short_is_started_over() {
+fn interrupted_creation_is_restarted() {
     let mut random = Random(0);
     let mut cut_short = 0;
     for attempt in 1.. {

@@ -103,7 +103,7 @@ fn assert_survives(store: Store, disk: &SimDisk, device: &Arc<dyn Device>) -> St
 }
 
 #[test]
-fn a_page_moves_with_all_it_has_but_its_place() {
+fn move_changes_only_the_place() {
     for device in devices() {
         let disk = SimDisk::new();
         let mut store = open(&disk, &device, small());
@@ -341,7 +341,7 @@ fn impossible_move_is_refused_without_changes() {
 }
 
 #[test]
-fn a_lease_stays_where_the_page_was() {
+fn lease_keeps_old_address_after_move() {
     for device in devices() {
         let store = open(&SimDisk::new(), &device, small());
         let (page, content) = create(&store, Place::Host, 1);
@@ -417,7 +417,7 @@ fn restore_to_earlier_places_bumps_epochs_only_of_changed_pages() {
 }
 
 #[test]
-fn a_snapshot_writes_no_page_anew_that_only_moved() {
+fn snapshot_does_not_rewrite_moved_page() {
     for device in devices() {
         let disk = SimDisk::new();
         let store = open(&disk, &device, small().compression(Compression::Off));

@@ -60,7 +60,7 @@ fn image_bytes(disk: &SimDisk) -> usize {
 /// Snapshot after snapshot writes what changed since the base, until that is an eighth of the page. Then the
 /// page is written whole, and all begins anew. In every way to write images, with and without compression.
 #[test]
-fn little_is_written_of_a_long_page() {
+fn little_is_written_for_long_page() {
     for (number, options) in [
         uncompressed().image_io(ImageIo::Buffered),
         uncompressed().image_io(ImageIo::Mapped),
@@ -232,7 +232,7 @@ fn short_pages_are_written_whole() {
 /// An image that a batch wrote ahead, and that nothing has read back, is no base: a snapshot would rely
 /// on it.
 #[test]
-fn an_image_that_is_not_proven_is_no_base() {
+fn unverified_image_is_no_base() {
     let (disk, mut random) = (SimDisk::new(), Random(11));
     let (store, page, mut plain) = sample(&disk, uncompressed(), &mut random);
     let mut next = |store: &Store, plain: &mut [u8]| {

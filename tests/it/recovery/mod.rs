@@ -64,7 +64,7 @@ fn foreign_directory_is_refused() {
 }
 
 #[test]
-fn creation_cut_short_starts_over() {
+fn interrupted_creation_starts_over() {
     let disk = SimDisk::new();
     let store = open(&disk).unwrap();
     let id = store.id();
@@ -96,7 +96,7 @@ fn creation_cut_short_starts_over() {
 /// The files of a fork without STORE are those that a crash just before its last rename leaves, if STORE is
 /// there under its temporary name; without that they are a store that lost its STORE.
 #[test]
-fn fork_cut_short_starts_over() {
+fn interrupted_fork_starts_over() {
     let (source, ..) = stepped(3);
     let source: Arc<dyn Disk> = Arc::new(source);
     let target = SimDisk::new();

@@ -24,7 +24,7 @@ fn disk_use(disk: &SimDisk) -> (usize, usize) {
 }
 
 #[test]
-fn opens_that_commit_nothing_leave_the_disk_as_it_was() {
+fn opens_without_commits_leave_disk_unchanged() {
     for steps in [None, Some(3), Some(100)] {
         let (disk, before) = match steps {
             None => (SimDisk::new(), vec![]),
@@ -62,7 +62,7 @@ fn opens_that_commit_nothing_leave_the_disk_as_it_was() {
 
 /// Two crashes deep, while files are built, renamed or recycled.
 #[test]
-fn a_crash_while_an_incarnation_is_left_out_costs_nothing() {
+fn crash_while_skipping_incarnation_loses_nothing() {
     let (disk, _, state) = stepped(3);
     (0..2).for_each(|_| open(&disk).unwrap().close().unwrap());
     let disk = Files::of(&disk).disk();
@@ -111,7 +111,7 @@ fn a_crash_while_an_incarnation_is_left_out_costs_nothing() {
 }
 
 #[test]
-fn an_incarnation_in_which_a_replay_begins_stays() {
+fn incarnation_of_replay_start_is_kept() {
     // A fork's first manifest points into its first incarnation.
     let (source, ..) = stepped(3);
     let source: Arc<dyn Disk> = Arc::new(source);

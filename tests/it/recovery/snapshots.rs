@@ -114,7 +114,7 @@ fn one_bad_copy_of_a_link_is_mended() {
 }
 
 #[test]
-fn lost_link_is_a_lost_snapshot() {
+fn lost_link_loses_its_snapshot() {
     let (whole, state) = with_a_chain();
     for link in 1..=4 {
         let disk = whole.disk();
@@ -140,7 +140,7 @@ fn lost_link_is_a_lost_snapshot() {
 }
 
 #[test]
-fn links_of_others_are_no_snapshots() {
+fn links_of_others_are_not_snapshots() {
     let (whole, state) = with_a_chain();
     assert_eq!(whole.names(|file| matches!(file, FileName::Manifest(_))).len(), 4);
     let store = open(&whole.disk()).unwrap();

@@ -99,7 +99,7 @@ fn the_rule_holds_when_commits_after_recovery_roll_and_crash() {
 /// Each sync of the rule is there for an image that the model finds. Without it, an acknowledged batch is
 /// gone, or a store that only crashed is refused, which to its owner is the same.
 #[test]
-fn leaving_out_any_sync_loses_commits_or_refuses_a_sound_store() {
+fn omitting_any_sync_breaks_the_rule() {
     #[derive(PartialEq)]
     enum Cost {
         Loss,

@@ -69,7 +69,7 @@ fn ids(store: &Store) -> Vec<u64> {
 }
 
 #[test]
-fn a_snapshot_writes_what_changed_and_names_the_rest() {
+fn snapshot_writes_only_changed_pages() {
     let disk = SimDisk::new();
     let (store, pages) = store_of(&disk, small(), 40);
     let costs = |info: &SnapshotInfo| (info.pages, info.bytes / PAGE_LEN, info.bytes_written / PAGE_LEN);
@@ -99,7 +99,7 @@ fn a_snapshot_writes_what_changed_and_names_the_rest() {
 }
 
 #[test]
-fn a_chain_is_folded_when_it_is_long_or_much_changed() {
+fn long_or_much_changed_chain_is_folded() {
     let disk = SimDisk::new();
     let (store, pages) = store_of(&disk, small(), 30);
     let mut lens = Vec::new();
@@ -163,7 +163,7 @@ fn links_and_images_stay(options: impl Fn() -> Options) {
 
 /// Each thread that writes a snapshot has a file of its own, if there is enough to write.
 #[test]
-fn threads_write_files_side_by_side() {
+fn threads_write_files_concurrently() {
     let threads = std::thread::available_parallelism().map_or(1, NonZero::get).min(4) as u64;
     let disk = SimDisk::new();
     // Three pages a chunk: with one in each, files would be wasteful enough to be emptied.
@@ -275,7 +275,7 @@ fn sparsely_used_image_file_is_compacted_and_removed() {
 }
 
 #[test]
-fn a_file_that_a_named_snapshot_needs_is_not_emptied() {
+fn file_of_named_snapshot_is_not_compacted() {
     let disk = SimDisk::new();
     let (store, pages) = store_of(&disk, small().snapshots_kept(1), 60);
     store.snapshot().unwrap();
@@ -322,7 +322,7 @@ fn published_snapshot_replaces_others_once_verified() {
 }
 
 #[test]
-fn a_published_snapshot_that_is_not_on_the_medium_costs_nothing() {
+fn unpersisted_published_snapshot_is_harmless() {
     let disk = SimDisk::new();
     let (store, pages) = store_of(&disk, small().snapshots_kept(1), 4);
     store.snapshot().unwrap();

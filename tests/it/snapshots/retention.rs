@@ -291,7 +291,7 @@ fn kill_before_snapshot_record_keeps_other_versions() {
 /// A link that is kept for those that follow it has lost images that none of them names: states after it are
 /// reached from the kept snapshot before.
 #[test]
-fn a_state_after_a_link_that_is_not_kept_is_reached_from_before() {
+fn state_after_unretained_link_is_reached_from_earlier() {
     let disk = SimDisk::new();
     let (store, pages) = store_of(&disk, small().snapshots_kept(1).log_kept(1 << 20), 10);
     let first = store.snapshot().unwrap();

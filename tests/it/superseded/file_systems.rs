@@ -141,7 +141,7 @@ fn two_writers(name: &str, root: &Path) {
 }
 
 #[test]
-fn a_superseded_writer_touches_nothing_on_any_file_system() {
+fn superseded_writer_changes_no_file() {
     alone_for(Duration::from_secs(300), || {
         let folder = tempfile::tempdir().unwrap();
         two_writers("the temporary folder", folder.path());

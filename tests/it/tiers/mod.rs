@@ -116,7 +116,7 @@ fn places_after(store: &Store, image: &CrashImage, number_of: impl Fn(u64) -> u6
 }
 
 #[test]
-fn more_pages_than_room_are_held_and_found_where_they_were() {
+fn held_pages_beyond_room_stay_in_place() {
     on_each_device(|| {
         let disk = SimDisk::new();
         let store = open(&disk, two_tiers());
@@ -186,7 +186,7 @@ fn each_place_overflows_into_the_next_one() {
 }
 
 #[test]
-fn orders_that_cannot_be_kept_are_refused() {
+fn impossible_orders_are_refused() {
     let budget = || Budget::default().with(DEVICE, 1 << 20).with(Place::Host, 1 << 20);
     for (tiers, reason) in [
         (Tiers::new([DEVICE]), "two places"),
@@ -232,7 +232,7 @@ fn restore_has_reserved_room() {
 /// After each crash of a life in which pages go down and come up all the time, every page that was
 /// acknowledged is there, with its newest bytes, where it was logged to be, or lower.
 #[test]
-fn a_crash_finds_every_page_where_it_was_or_lower() {
+fn after_crash_pages_are_at_same_or_lower_place() {
     let disk = SimDisk::new();
     let options = || {
         let budget = Budget::default().with(DEVICE, 6 * LEN).with(Place::Host, 3 * LEN);

@@ -30,7 +30,7 @@ fn pages_that_are_used_stay() {
 }
 
 #[test]
-fn a_callers_own_policy_decides() {
+fn custom_policy_decides_evictions() {
     /// The page with the highest id leaves first.
     #[derive(Default)]
     struct Highest(std::collections::BTreeSet<PageId>);

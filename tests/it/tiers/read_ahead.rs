@@ -73,7 +73,7 @@ fn next_step_is_prefetched_during_use() {
 
 /// Pages that are used once pass through: that they come ahead of their use is no use of its own.
 #[test]
-fn a_scan_ahead_leaves_pages_that_are_used_again() {
+fn read_ahead_scan_keeps_reused_pages() {
     let tiers = Tiers::new([DEVICE, Place::Disk]);
     let budget = Budget::default().with(DEVICE, 8 * ROOM * LEN);
     let store = open(&SimDisk::new(), small().budget(budget).tiers(tiers).ack(Ack::Applied));

@@ -47,7 +47,7 @@ fn leased_and_pinned_pages_are_not_evicted() {
 /// Threads that create, change, read and bring back pages at once: none is refused, and the place never holds
 /// more than it may.
 #[test]
-fn threads_share_a_place_that_is_full() {
+fn threads_share_full_place() {
     on_each_device(|| {
         let store = open(&SimDisk::new(), two_tiers());
         std::thread::scope(|scope| {
@@ -159,7 +159,7 @@ fn commits_do_not_wait_for_slow_disk_with_room() {
 /// A full disk takes no page: what has no room is refused, nothing that was there is lost, and with space the
 /// pages go down as before, also after a restart.
 #[test]
-fn a_full_disk_keeps_pages_where_they_are() {
+fn full_disk_keeps_pages_in_place() {
     on_each_device(|| {
         let disk = SimDisk::new();
         let options = || two_tiers().compression(remanent::options::Compression::Off);
@@ -207,7 +207,7 @@ fn a_full_disk_keeps_pages_where_they_are() {
 /// Memory of a caller's holds its page beside the budget. The page stays there while others leave: nothing
 /// would be gained, and the caller uses the memory.
 #[test]
-fn a_page_in_a_callers_memory_stays_there() {
+fn lent_page_stays_in_place() {
     on_each_device(|| {
         let store = open(&SimDisk::new(), two_tiers());
         let memory = store.device_bytes(LEN, DEVICE).unwrap();

@@ -32,7 +32,7 @@ impl ByteSource for LeasingSource {
 
 /// The batch finds no room, also once all other calls are done, because pages are leased.
 #[test]
-fn a_source_brings_pages_while_its_batch_waits_for_room() {
+fn source_promotes_pages_while_batch_waits_for_room() {
     watched("a source that leases", || {
         let store = Arc::new(open(&SimDisk::new(), two_tiers().ack(Ack::Applied)));
         let leased = put(&store, 0, 0, DEVICE);

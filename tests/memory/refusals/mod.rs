@@ -271,7 +271,7 @@ fn case() {
 }
 
 #[test]
-fn no_refused_memory_ends_the_process_or_the_store() {
+fn refused_memory_never_aborts_or_poisons() {
     let _alone = alone();
     // Those operations alone whose names contain this.
     let only = std::env::var("REMANENT_REFUSALS").ok();

@@ -47,7 +47,7 @@ fn read_bytes_are_logged_bytes() {
 
 /// A batch that the store tells of is in every read that begins then, whichever thread logs it.
 #[test]
-fn a_read_has_every_batch_that_was_visible() {
+fn read_includes_every_visible_batch() {
     explore(|time| {
         for io in WAYS {
             let ground = Ground::new(time, options().log_io(io), 1);

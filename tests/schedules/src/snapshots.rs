@@ -89,7 +89,7 @@ fn background_snapshot_is_reported() {
 }
 
 #[test]
-fn a_snapshot_in_short_memory_stops_no_commit() {
+fn snapshot_with_little_memory_blocks_no_commit() {
     explore(|time| {
         // Both pages and one more.
         let options = options().budget(Budget::default().with(Place::Host, 3 * PAGE_LEN));

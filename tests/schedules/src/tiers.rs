@@ -72,7 +72,7 @@ fn two_oversized_callers_both_make_progress() {
 }
 
 #[test]
-fn a_snapshot_is_whole_while_pages_move() {
+fn snapshot_is_complete_during_moves() {
     explore(|time| {
         let (ground, others) = ground(time);
         let write = || ground.count_to(2, 0, Ack::Logged);

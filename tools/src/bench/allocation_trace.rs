@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cache_frees_the_block_that_was_used_longest_ago() {
+    fn cache_frees_least_recently_used_block() {
         let trace = AllocationTrace::of_cache(&[vec![1, 2], vec![1, 3], vec![2]], 2, 64);
         let allocate = |slot| Event::Allocate { slot, len: 64 };
         let free = |slot| Event::Free { slot };

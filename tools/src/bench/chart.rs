@@ -218,7 +218,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_scale_holds_all_of_its_values_between_round_numbers() {
+    fn scale_spans_values_with_round_bounds() {
         assert_eq!(Scale::linear([3.0, 17.0].into_iter()), Scale::Linear { max: 20.0 });
         assert_eq!(Scale::linear([].into_iter()), Scale::Linear { max: 1.0 });
         let log = Scale::log([0.0, 0.004, 3.0].into_iter());
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn ticks_are_a_handful() {
+    fn chart_has_few_ticks() {
         for max in [0.7, 1.0, 1.9, 2.0, 4.9, 5.0, 9.99, 1234.0] {
             let scale = Scale::linear([max].into_iter());
             let ticks = scale.ticks();
@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_name_is_not_cut_and_one_point_is_seen() {
+    fn chart_keeps_long_names_and_single_points() {
         let name = "16 threads, 2 MiB pages, acknowledged as durable, direct log: store beside the raw loop"
             .to_owned();
         let svg = bars(&[Bar { name: name.clone(), share: 0.5, value: "1".to_owned() }]);

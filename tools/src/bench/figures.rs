@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ratio_is_that_of_rounds_that_took_turns() {
+    fn ratio_is_of_paired_rounds() {
         // The machine was slow in the first round: of the medians it would be 1.
         let raw = figure("raw", &[1.0, 10.0, 8.0]);
         let store = figure("store", &[0.9, 8.0, 20.0]).under("raw");
@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn a_figure_whose_ceiling_was_not_taken_as_often_has_no_ratio() {
+    fn figure_without_paired_ceiling_has_no_ratio() {
         let figures = vec![figure("raw", &[1.0]), figure("store", &[1.0, 2.0]).under("raw")];
         let group = Group { title: String::new(), figures };
         assert_eq!(group.ratio(&group.figures[1]), None);

@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn quantiles_and_curve_are_those_of_the_times() {
+    fn quantiles_and_curve_match_times() {
         let mut latency = Latency::new();
         let mut other = Latency::new();
         for micros in 1..=500 {

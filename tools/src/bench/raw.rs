@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn the_file_is_used_in_a_circle() {
+    fn file_is_used_as_ring() {
         let dir = tempfile::tempdir().unwrap();
         let raw = RawLog::new(&dir.path().join("raw"), WriteMethod::Synced, 1 << 20).unwrap();
         raw.lock().offset = raw.file_len - ALIGN as u64;

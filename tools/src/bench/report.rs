@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn ticks_are_short() {
+    fn tick_labels_are_short() {
         for (seconds, shown) in
             [(0.0, "0"), (1e-6, "1 us"), (0.0005, "500 us"), (0.1, "100 ms"), (1.5, "1.5 s")]
         {

@@ -229,7 +229,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_moment_has_a_date() {
+    fn time_is_formatted_as_date() {
         for (seconds, text) in [
             (0, "1970-01-01 00:00 UTC"),
             (951_782_399, "2000-02-28 23:59 UTC"),

@@ -90,14 +90,14 @@ mod tests {
     }
 
     #[test]
-    fn a_key_is_text_where_it_can_be() {
+    fn key_is_shown_as_text_if_possible() {
         assert_eq!(key(None).to_string(), "null");
         assert_eq!(key(Some(&Key::new("182789").unwrap())).to_string(), r#""182789""#);
         assert_eq!(key(Some(&Key::new([0xff]).unwrap())).to_string(), r#"{"$bytes":"/w=="}"#);
     }
 
     #[test]
-    fn an_object_begins_with_its_schema_and_keeps_its_order() {
+    fn json_object_starts_with_schema_in_order() {
         assert_eq!(
             object! { "page": 1, "key": key(None) }.to_string(),
             r#"{"schema":1,"page":1,"key":null}"#

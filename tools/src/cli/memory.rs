@@ -40,7 +40,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_line_of_the_kernel_is_read() {
+    fn kernel_version_line_is_parsed() {
         assert_eq!(parse("MemTotal: 9 kB\nMemAvailable:   24031 kB\nBuffers: 1 kB\n"), Some(24031 << 10));
         assert_eq!(parse("MemTotal: 9 kB\n"), None);
     }

@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_file_has_the_permissions_of_any_other() {
+    fn new_file_has_default_permissions() {
         let folder = tempfile::tempdir().unwrap();
         let (path, other) = (folder.path().join("new"), folder.path().join("other"));
         replace(&path, b"new").unwrap();
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn a_replacement_that_is_dropped_changes_nothing() {
+    fn dropped_replacement_changes_nothing() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
         fs::write(&path, "old").unwrap();

@@ -182,7 +182,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_age_is_a_number_and_a_unit() {
+    fn age_parses_number_and_unit() {
         for (text, seconds) in [("0s", 0), ("90s", 90), ("2m", 120), ("3h", 10800), ("7d", 604_800)] {
             assert_eq!(parse_age(text), Ok(Duration::from_secs(seconds)));
         }

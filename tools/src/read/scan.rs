@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn the_scan_goes_on_after_damage() {
+    fn scan_continues_after_damage() {
         let [mut first, second] = two_incarnations();
         first[4096 + 200 - 120] ^= 1;
         first[8192 + 3] ^= 1;
@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn a_frame_that_does_not_follow_is_shown_as_broken() {
+    fn out_of_order_frame_is_shown_as_broken() {
         let [first, mut second] = two_incarnations();
         // The opening names a chain hash that no frame has.
         let header = SegmentHeader::decode(&second[..128]).unwrap();

@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn damage_that_differs_each_time_is_a_store_that_changes() {
+    fn varying_damage_means_concurrent_writes() {
         let reads = changing(&[b"a", b"b", b"c", b"d", b"e"]);
         assert!(matches!(reads.outcome, Err(Failure::Environment(text)) if text.contains("changes faster")));
         assert_eq!(reads.told.len(), READS_MAX);

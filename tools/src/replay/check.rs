@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn an_exact_store_shows_no_difference() {
+    fn exact_replay_reports_no_difference() {
         assert_eq!(check(Epochs::Exact, |_, _| {}), []);
     }
 
@@ -334,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn after_a_restore_epochs_may_be_higher_but_not_lower() {
+    fn epochs_never_decrease_on_restore() {
         assert_eq!(check(Epochs::AtLeast, |_, pages| pages[1].2 = Epoch(7)), []);
         assert_eq!(
             check(Epochs::AtLeast, |_, pages| pages[1].2 = Epoch(1)),
@@ -343,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_is_a_hash_id_in_one_spelling_only() {
+    fn hash_id_key_has_one_spelling() {
         assert_eq!(hash_id(&key_of(0)), Some(0));
         assert_eq!(hash_id(&key_of(u64::MAX)), Some(u64::MAX));
         for foreign in ["", "00", "+1", "1 ", "x", "18446744073709551616"] {
@@ -354,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn a_root_that_no_replay_wrote_is_said() {
+    fn foreign_root_is_reported() {
         assert_eq!(last_request(&Metadata::new()), Ok(None));
         let text = Metadata::from([(REQUEST.to_owned(), Value::String("1".to_owned()))]);
         assert!(last_request(&text).is_err());

@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_rule_is_read_back_from_its_identity_and_from_nothing_else() {
+    fn rule_round_trips_through_identity() {
         let rule = Rule { page_len: 512, pages_max: 300 };
         assert_eq!(parse(identity(rule).as_bytes()), Some(rule));
         for other in ["", "remanent replay: page-len 512", "remanent replay: page-len +512, pages-max 300"] {

@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rule_that_a_request_would_break_is_refused() {
+    fn rule_violated_by_request_is_refused() {
         assert!(rule(64, 3).check(3).is_ok());
         assert!(rule(64, 2).check(3).unwrap_err().contains("3 pages"));
         assert!(rule(63, 3).check(3).is_err());

@@ -171,14 +171,14 @@ mod tests {
     }
 
     #[test]
-    fn a_cut_compressed_trace_is_an_error_and_not_an_end() {
+    fn truncated_compressed_trace_is_an_error() {
         let whole = zstd::encode_all(&b"{\"hash_ids\": [1]}\n".repeat(100)[..], 1).unwrap();
         let requests = requests(&whole[..whole.len() - 3], None);
         assert!(requests.last().unwrap().is_err());
     }
 
     #[test]
-    fn the_trace_here_is_the_one_that_its_readme_describes() {
+    fn bundled_trace_matches_its_readme() {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("data/mooncake_conversation_trace.jsonl.zst");
         assert_eq!(Trace::survey(&path, None), Ok(Survey { requests: 12_031, longest: 247 }));
     }

@@ -261,7 +261,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_is_its_own_key_where_it_can_be() {
+    fn short_name_is_its_own_key() {
         let free = |_: &Key| false;
         assert_eq!(key_of("layer.0.weight", free).as_bytes(), b"layer.0.weight");
         let fits = "x".repeat(64);
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn a_header_that_contradicts_itself_is_refused() {
+    fn inconsistent_header_is_refused() {
         let parse =
             |json: &str| Header::parse([&(json.len() as u64).to_le_bytes(), json.as_bytes()].concat());
         let good = r#"{"b":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"a":{"dtype":"U8","shape":[0],"data_offsets":[2,2]}} "#;

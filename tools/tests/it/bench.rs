@@ -160,7 +160,7 @@ fn unmeasurable_benchmark_is_refused_before_setup() {
 
 /// A trace of allocations gives figures whose bytes are known, and one that is saved is replayed as it was.
 #[test]
-fn allocations_of_a_trace_have_the_peaks_that_its_lengths_make() {
+fn trace_peaks_follow_its_lengths() {
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
     let lines = [

@@ -32,7 +32,7 @@ fn run_in(folder: &Path, line: &str, store: &str) -> Run {
 }
 
 #[test]
-fn every_command_takes_every_form_of_a_path() {
+fn every_command_accepts_every_path_form() {
     let weights = Weights::new();
     weights.import(&file(&[tensor("w", "F32", "[2]", vec![1; 8])]), &[]);
     let store = weights.scratch.store();

@@ -191,7 +191,7 @@ fn log_shows_batches_notes_and_seals() {
 }
 
 #[test]
-fn a_torn_tail_is_shown_and_is_no_damage() {
+fn torn_tail_is_shown_not_as_damage() {
     let (scratch, crashed) = (Scratch::new(), Scratch::new());
     let store = small_store(&scratch);
     let mut batch = store.batch();
@@ -356,7 +356,7 @@ fn closed_pipe_ends_command_quietly() {
 }
 
 #[test]
-fn a_full_disk_behind_standard_output_is_an_error() {
+fn full_disk_at_stdout_is_an_error() {
     let scratch = Scratch::new();
     small_store(&scratch).close().unwrap();
     let full = fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
@@ -389,7 +389,7 @@ fn inspecting_commands_know_nothing_of_the_engine() {
 }
 
 #[test]
-fn a_page_longer_than_the_memory_is_shown_and_not_built() {
+fn page_longer_than_memory_is_listed_not_rebuilt() {
     let scratch = Scratch::new();
     let store = Store::open(scratch.store(), Options::default().segment_len(64 << 10)).unwrap();
     let mut batch = store.batch();

@@ -31,7 +31,7 @@ fn run_with(mapped_max_kib: u64, args: &[&str]) -> Run {
 }
 
 #[test]
-fn a_page_longer_than_the_memory_is_read_by_windows() {
+fn page_longer_than_memory_is_read_in_windows() {
     let scratch = Scratch::new();
     let path = scratch.store();
     let options = Options::default().snapshot_log_bytes(None).snapshot_interval(None);
@@ -123,7 +123,7 @@ fn a_tensor_is_imported_in_memory_for_itself_and_some_pieces() {
 }
 
 #[test]
-fn a_tensor_longer_than_the_memory_is_exported_by_windows() {
+fn tensor_longer_than_memory_is_exported_in_windows() {
     let scratch = Scratch::new();
     let (path, source, target) =
         (scratch.store(), scratch.path("a.safetensors"), scratch.path("b.safetensors"));

@@ -109,7 +109,7 @@ fn request_longer_than_cache_is_refused_before_writes() {
 }
 
 #[test]
-fn a_bad_trace_is_named_by_line_before_anything_is_written() {
+fn bad_trace_is_reported_by_line_before_any_write() {
     let scratch = Scratch::new();
     let (store, trace) = (scratch.store(), scratch.path("trace.jsonl"));
     fs::write(&trace, "{\"hash_ids\": [1]}\n{\"hash_ids\": \"2\"}\n").unwrap();

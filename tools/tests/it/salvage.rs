@@ -29,7 +29,7 @@ fn salvage(code: i32, store: &str, more: &[&str]) -> (Vec<Value>, Value) {
 }
 
 #[test]
-fn a_sound_store_is_carried_over_whole() {
+fn sound_store_is_copied_completely() {
     let scratch = Scratch::new();
     small_store(&scratch).close().unwrap();
     let (store, new) = (scratch.store(), scratch.path("new"));

@@ -202,7 +202,7 @@ fn unknown_page_or_state_errors_suggest_names() {
 }
 
 #[test]
-fn a_note_is_counted_and_an_incarnation_is_whole() {
+fn notes_and_incarnations_are_validated() {
     let scratch = Scratch::new();
     small_store(&scratch).close().unwrap();
     let frames = run(&["log", &scratch.store(), "--json"]).expect(0).json();

@@ -41,7 +41,7 @@ fn help_is_printed_without_error() {
 }
 
 #[test]
-fn wrong_calls_end_with_two_and_touch_nothing() {
+fn usage_errors_exit_with_2_without_changes() {
     let dir = tempfile::tempdir().unwrap();
     let empty = dir.path().to_str().unwrap();
     let missing = dir.path().join("missing");

@@ -304,7 +304,7 @@ fn doctor_predicts_open() {
 
 /// Beyond what is kept, a restore's table is needed by nothing.
 #[test]
-fn a_restore_whose_table_is_not_kept_is_sound() {
+fn restore_without_retained_table_is_sound() {
     let scratch = Scratch::new();
     let store = Store::open(scratch.store(), options().snapshots_kept(1).log_kept(1 << 30)).unwrap();
     let mut work = Work { scratch, store };

@@ -136,7 +136,7 @@ impl Weights {
 }
 
 #[test]
-fn a_file_comes_back_byte_for_byte() {
+fn file_round_trips_byte_for_byte() {
     let weights = Weights::new();
     let whole = file(&all_kinds());
     let imported = weights.import(&whole, &["--note", "first", "--root", "step=120", "--root", "run=a"]);
@@ -154,7 +154,7 @@ fn a_file_comes_back_byte_for_byte() {
 }
 
 #[test]
-fn files_of_nothing_come_back_too() {
+fn empty_files_round_trip() {
     for bytes in [file(&[]), [&2u64.to_le_bytes()[..], b"{}"].concat()] {
         let weights = Weights::new();
         weights.import(&bytes, &[]);
@@ -261,7 +261,7 @@ fn export_names_a_dtype_that_safetensors_lacks() {
 }
 
 #[test]
-fn pages_of_others_stay_as_they_are() {
+fn foreign_pages_are_unchanged() {
     let weights = Weights::new();
     let store = Store::open(weights.scratch.store(), Options::default()).unwrap();
     let mut batch = store.batch();

@@ -123,7 +123,7 @@ fn read_all(files: &Files, image: &ImageRef, len: u64) -> Result<Vec<u8>, Damage
 
 /// An overlay and its base give the page, for any pieces and any base.
 #[test]
-fn an_overlay_and_its_base_are_the_page() {
+fn overlay_on_base_equals_page() {
     let mut state = 1_u64;
     let mut below = |limit: u64| {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);

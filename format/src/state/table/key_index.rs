@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_index_is_a_map_of_keys() {
+    fn weights_index_maps_keys() {
         let key = |number: u64| Key::new(number.to_le_bytes()).unwrap();
         let (mut one, mut other) = (KeyIndex::default(), KeyIndex::default());
         assert!(one == other && one.get(key(1).as_bytes()).is_none() && one.remove(&key(1)).is_none());

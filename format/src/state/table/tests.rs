@@ -200,7 +200,7 @@ fn only_byte_changes_are_combined() {
 /// If a page were not found again, it would be listed twice, and its epoch would be raised from the old one
 /// twice.
 #[test]
-fn a_page_is_found_again_in_any_order_of_a_batch_s_pages() {
+fn pages_are_found_in_any_batch_order() {
     let mut random = Random(7);
     for count in [1, 2, 8, 9, 10, 300] {
         let page = |number| PageInfo::new(PageId(number), 100, Place::Host);

@@ -101,7 +101,7 @@ fn straddles(op: &Op<'_>, end: u64) -> bool {
 }
 
 #[test]
-fn the_head_of_a_page_is_the_whole_page_cut_at_its_end() {
+fn window_head_is_page_prefix() {
     let kinds = ["write", "masked", "scatter", "fill"];
     let mut across = [0; 4];
     let mut grown_again = 0;

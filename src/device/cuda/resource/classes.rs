@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn classes_waste_at_most_a_fifth() {
+    fn size_classes_waste_at_most_a_fifth() {
         for len in (1..5000).chain((1 << 20)..(1 << 20) + 300).chain([CLASS_LEN_MAX - 1, CLASS_LEN_MAX]) {
             let class = served(len);
             assert!(class >= len && class.is_multiple_of(64), "{len} in {class}");

@@ -84,7 +84,7 @@ fn many_blocks_are_taken_and_given_back_at_once() {
 }
 
 #[test]
-fn a_million_allocations_leave_no_growth() {
+fn million_allocations_do_not_grow_memory() {
     let (taken, pool) = pool(u64::MAX);
     let mut random = 1;
     let mut live: Vec<(u64, u64)> = Vec::new();
@@ -183,7 +183,7 @@ fn only_empty_slabs_are_given_back() {
 }
 
 #[test]
-fn a_shortage_is_met_by_a_shorter_slab_and_then_reported() {
+fn shortage_shrinks_slab_before_failing() {
     let (taken, pool) = pool((2 + 2) << 20);
     let all: Vec<u64> = (0..2 * (2 << 20) / 1024).map(|_| pool.allocate(1024).unwrap()).collect();
     assert_eq!(taken.bytes(), 4 << 20, "the second slab would have been of 4 MiB");
@@ -241,7 +241,7 @@ fn guarded_memory_is_poisoned_on_allocate_and_free() {
 }
 
 #[test]
-fn a_guard_finds_misuse_and_memory_that_was_never_freed() {
+fn guard_detects_misuse_and_leaks() {
     type Misuse = fn(u64, u64) -> (u64, u64);
     let rows: [(&str, Misuse); 6] = [
         ("the byte 1 before them was written", |address, len| {

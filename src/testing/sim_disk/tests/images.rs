@@ -60,7 +60,7 @@ fn small_budget_includes_the_four_extreme_images() {
 
 /// Dependent changes stay in order in random choices, too.
 #[test]
-fn a_budget_leaves_names_in_order() {
+fn name_order_is_kept_within_budget() {
     let (disk, file) = with_segment(64);
     file.write_at(0, &[1; 64 * SECTOR_LEN]).unwrap();
     for _ in 0..4 {

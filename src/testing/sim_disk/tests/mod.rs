@@ -65,7 +65,7 @@ fn a_synced_sector_never_disappears_and_each_unsynced_one_may() {
 }
 
 #[test]
-fn a_sector_may_stop_at_any_of_its_versions() {
+fn sector_may_keep_any_version() {
     let (disk, file) = with_segment(1);
     for byte in 1..=3 {
         file.write_at(0, &[byte]).unwrap();
@@ -166,7 +166,7 @@ fn kill_tears_put_at_every_byte_and_keeps_earlier_bytes() {
 }
 
 #[test]
-fn few_tears_hold_the_ends_the_middle_and_sector_borders() {
+fn few_tears_include_ends_middle_and_sector_borders() {
     let (disk, file) = with_segment(8);
     let first = disk.events();
     file.write_at(100, &[1; 3000]).unwrap();
@@ -233,7 +233,7 @@ fn window_sync_covers_exactly_its_range() {
 /// A frame without a payload, such as the seal of a store without snapshots, makes an empty put right after
 /// its group, which is part of no other group.
 #[test]
-fn a_direct_window_takes_a_put_of_nothing() {
+fn direct_window_accepts_empty_put() {
     let (_, file) = with_segment(16);
     let window = file.window(LogIo::Direct).unwrap();
     window.put(80, &[]).unwrap();
@@ -247,7 +247,7 @@ fn a_direct_window_takes_a_put_of_nothing() {
 }
 
 #[test]
-fn a_failed_sync_is_not_made_up_for_by_a_later_one() {
+fn later_sync_does_not_repair_failed_sync() {
     let (disk, file) = with_segment(2);
     file.write_at(0, &[1]).unwrap();
     disk.fail(DiskFault { operation: Operation::Sync, skip: 0, times: 1, errno: EIO });
@@ -287,7 +287,7 @@ fn bytes_that_the_medium_does_not_have_are_cached() {
 }
 
 #[test]
-fn a_failed_sync_may_have_lost_the_length() {
+fn failed_sync_may_lose_file_length() {
     let (disk, file) = with_segment(1);
     file.write_at(SECTOR, &[1; SECTOR_LEN]).unwrap();
     disk.fail(DiskFault { operation: Operation::Sync, skip: 0, times: 1, errno: EIO });
@@ -339,7 +339,7 @@ fn full_disk_fails_only_at_allocation() {
 }
 
 #[test]
-fn faults_strike_the_operation_they_name_when_it_is_due() {
+fn faults_hit_named_operation_when_due() {
     let (disk, file) = with_segment(1);
     let window = file.window(LogIo::Mapped).unwrap();
     let other = SimDisk::new();
@@ -451,7 +451,7 @@ fn truncated_bytes_do_not_return_when_file_grows() {
 }
 
 #[test]
-fn an_open_file_survives_its_name() {
+fn open_file_outlives_its_name() {
     let (disk, file) = with_segment(1);
     disk.remove(SEGMENT).unwrap();
     file.write_at(0, b"x").unwrap();

@@ -112,7 +112,7 @@ pub const LIST: &[Defence] = &[
         "src/catalog/known_images.rs",
         "(is_proven || named == *image)",
         "true",
-        it("overlays::an_image_that_is_not_proven_is_no_base"),
+        it("overlays::unverified_image_is_no_base"),
     ),
     defence(
         "an overlay keeps no file that is to be emptied",
@@ -147,7 +147,7 @@ pub const LIST: &[Defence] = &[
         "src/images/disk_pages/mod.rs",
         "self.unreadable.lock().clone()",
         "None::<Error>",
-        unit("images::disk_pages::tests::nothing_waits_for_a_snapshot_that_cannot_be_taken"),
+        unit("images::disk_pages::tests::no_wait_for_impossible_snapshot"),
     ),
     check(
         "a page that cannot be read ends its snapshot, and not the store",
@@ -197,7 +197,7 @@ pub const LIST: &[Defence] = &[
         "an open proves images of pages on disk that nothing has proven",
         LOAD,
         "prove(sealed, wanted)?;",
-        it("pages_on_disk::an_open_proves_images_that_nothing_has_proven"),
+        it("pages_on_disk::open_verifies_unverified_images"),
     ),
     // The bus (I12).
     check(
@@ -267,27 +267,27 @@ pub const LIST: &[Defence] = &[
         "a file that has a second name is not written over",
         IMAGE_SPARES,
         "!file.has_one_name()?",
-        it("image_spares::a_spare_that_has_a_second_name_is_not_written_again"),
+        it("image_spares::hard_linked_spare_is_not_reused"),
     ),
     refusal(
         "a spare with holes is not written over",
         IMAGE_SPARES,
         "!file.is_without_holes()?",
-        it("image_spares::a_spare_that_was_copied_with_holes_is_not_written_again"),
+        it("image_spares::sparse_spare_is_not_reused"),
     ),
     defence(
         "an ancestor's file is not written over",
         IMAGE_SPARES,
         "header.store == self.store",
         "header.store == self.store || true",
-        it("image_spares::a_file_that_a_fork_shares_is_not_written_again"),
+        it("image_spares::file_shared_with_fork_is_not_reused"),
     ),
     defence(
         "spares and images take at most twice what is named",
         IMAGE_SPARES,
         "bytes + spare.len <= bytes_max",
         "bytes + spare.len <= bytes_max + (1 << 40)",
-        it("image_spares::spares_take_no_more_than_the_images"),
+        it("image_spares::spares_use_at_most_image_space"),
     ),
     defence(
         "spare image files give way to the log",
@@ -337,7 +337,7 @@ pub const LIST: &[Defence] = &[
         "a busy period ends with a seal (I4)",
         KEEPER,
         "!state.sealed || (state.stop && state.seal_missed)",
-        it("durable_marks::a_closed_log_ends_with_a_seal_that_covers_it"),
+        it("durable_marks::closed_log_ends_with_covering_seal"),
     ),
     defence(
         "two segments are ahead of a roll (I8)",
@@ -359,7 +359,7 @@ pub const LIST: &[Defence] = &[
         SEGMENTS,
         "is_usable && spare.is_without_holes()?",
         "is_usable",
-        it("store::segments_that_were_copied_with_holes_are_not_used_again"),
+        it("store::sparse_segments_are_not_reused"),
     ),
     defence(
         "a spare that becomes an opening is synced before it has a name",
@@ -411,7 +411,7 @@ pub const LIST: &[Defence] = &[
         "src/disk/mapped.rs",
         "populated.map_err(|source| Error::io(\"map\", self.0.name, Some(offset), source))?",
         "drop(populated)",
-        unit("disk::mapped::tests::a_store_into_a_part_that_was_cut_off_is_an_error"),
+        unit("disk::mapped::tests::write_to_truncated_mapping_is_an_error"),
     ),
     refusal(
         "a sync of images that lacks space made before stops the store",
@@ -424,14 +424,14 @@ pub const LIST: &[Defence] = &[
         GROWING,
         "self.file.reserve(made.end, needed)",
         "Err(error)",
-        unit("disk::growing::tests::a_disk_is_full_when_the_bytes_do_not_fit_and_not_before"),
+        unit("disk::growing::tests::disk_is_full_exactly_when_bytes_do_not_fit"),
     ),
     defence(
         "a block of a long image keeps what was written of it before",
         "src/disk/growing/blocks.rs",
         "self.file.read_at(block, &mut old)?;",
         "",
-        unit("disk::growing::tests::a_block_that_is_written_again_in_part_keeps_its_rest"),
+        unit("disk::growing::tests::partial_block_rewrite_keeps_other_bytes"),
     ),
     check(
         "a long page's bytes are kept aside until they are gathered",

@@ -60,7 +60,7 @@ pub const LIST: &[Defence] = &[
         "memory that a caller uses is not lent",
         RANGES,
         "uses.callers.iter().any(|(_, used, _)| used.overlaps(&range))",
-        unit("device::lent_ranges::tests::a_range_that_a_caller_uses_is_not_lent"),
+        unit("device::lent_ranges::tests::range_in_use_is_not_lent"),
     ),
     defence(
         "only the store writes where a page lives",
@@ -246,7 +246,7 @@ pub const LIST: &[Defence] = &[
         APPLIER,
         "gives_up || !self.list.is_empty()",
         "!self.list.is_empty() && (gives_up || true)",
-        it("long_payloads::memory_that_a_long_payload_gives_up_is_free"),
+        it("long_payloads::memory_released_by_long_payload_is_reusable"),
     ),
     // Files that a device copies to.
     defence(
@@ -267,13 +267,13 @@ pub const LIST: &[Defence] = &[
         "only files in memory are registered",
         "src/disk/dir_file.rs",
         "!is_in_memory(&self.file).map_err(|errno| failed(errno.into()))?",
-        it("in_place::nothing_is_registered_where_the_host_has_to_see_the_bytes"),
+        it("in_place::registration_is_skipped_if_host_needs_bytes"),
     ),
     refusal(
         "memory that the device keeps stays in the budget",
         "src/memory/arena/mod.rs",
         "kept.iter().any(|(kept, _)| *kept == index)",
-        unit("memory::arena::tests::memory_that_the_device_keeps_stays_counted_and_no_other"),
+        unit("memory::arena::tests::only_memory_kept_by_device_stays_counted"),
     ),
     refusal(
         "registered files give way to pages",

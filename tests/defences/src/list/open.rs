@@ -13,7 +13,7 @@ const RESERVE: &str = "src/log/segments/reserve.rs";
 
 const PIN: Test = it("pins::moving_pinned_page_is_refused");
 const SCRUBS: Test = it("crash::scrubs::repairing_scrub_survives_crash");
-const ROWS: Test = it("scrub::damage_is_named_and_mended_row_by_row");
+const ROWS: Test = it("scrub::damage_is_reported_and_repaired_row_by_row");
 
 pub const LIST: &[Defence] = &[
     // Files that readers hold while the store is open.
@@ -76,13 +76,13 @@ pub const LIST: &[Defence] = &[
         SORTING,
         "table.get(page).is_some_and(|info| info.lsn == base.lsn)",
         "table.get(page).is_some()",
-        it("on_demand::a_store_is_in_use_before_its_pages_are_loaded"),
+        it("on_demand::store_is_usable_before_pages_are_loaded"),
     ),
     refusal(
         "nothing goes while a page is unloaded",
         "src/snapshot/retain.rs",
         "self.engine.applier.unloaded().is_any()",
-        it("on_demand::a_store_is_in_use_before_its_pages_are_loaded"),
+        it("on_demand::store_is_usable_before_pages_are_loaded"),
     ),
     defence(
         "nothing goes when a page cannot be loaded",
@@ -167,28 +167,28 @@ pub const LIST: &[Defence] = &[
         RESERVE,
         "self.count.load(Ordering::Acquire) + empty >= purpose.leaves()",
         "true",
-        it("full_file_systems::a_store_opens_again_whatever_was_done_on_a_full_disk"),
+        it("full_file_systems::store_reopens_after_any_work_on_full_disk"),
     ),
     defence(
         "the manifest of a thin snapshot needs no new file",
         "src/catalog/publish.rs",
         "spare(temporary, len)?",
         "without_spare(temporary, len)?",
-        it("full_file_systems::a_life_on_a_simulated_disk_with_any_space_left"),
+        it("full_file_systems::life_on_simulated_disk_with_random_space"),
     ),
     defence(
         "the manifest of a thin snapshot takes the spare that is held for it",
         RESERVE,
         "KEPT_FOR_OPENS - 1",
         "KEPT_FOR_OPENS",
-        it("full_file_systems::a_life_on_a_simulated_disk_with_any_space_left"),
+        it("full_file_systems::life_on_simulated_disk_with_random_space"),
     ),
     defence(
         "a name that finds no space is refused and stops nothing",
         SEGMENT_FILE,
         "if error.is_no_space() { Error::disk_full(target, FOLDER_BLOCK) } else { error }",
         "error",
-        it("full_file_systems::a_life_on_a_simulated_disk_with_any_space_left"),
+        it("full_file_systems::life_on_simulated_disk_with_random_space"),
     ),
     defence(
         "what an unfinished segment took is given back",
@@ -202,7 +202,7 @@ pub const LIST: &[Defence] = &[
         "src/snapshot/thin_snapshot.rs",
         "self.tombstones_after(redo.lsn, previous, newest_end)?",
         "Vec::new()",
-        it("concurrent::long::a_thin_snapshot_repeats_the_tombstones_of_the_one_before"),
+        it("concurrent::long::thin_snapshot_repeats_previous_tombstones"),
     ),
     defence(
         "what deleted pages take is given back where no image fits",

@@ -9,7 +9,7 @@ const ENTRIES: Test = it("fork::forked_child_calls_fail_and_drops_free_nothing")
 const FORKED: &str = "src/base/closed_on_fork.rs";
 const LOCK: &str = "src/disk/lock.rs";
 const CLAIM: &str = "src/disk/claim.rs";
-const WRITERS: Test = it("superseded::file_systems::a_superseded_writer_touches_nothing_on_any_file_system");
+const WRITERS: Test = it("superseded::file_systems::superseded_writer_changes_no_file");
 
 pub const LIST: &[Defence] = &[
     defence(
@@ -23,14 +23,14 @@ pub const LIST: &[Defence] = &[
         "a forked child closes the files of its parent's locks",
         FORKED,
         "unsafe { libc::close(descriptor) };",
-        it("fork::locks::a_killed_owners_children_keep_no_lock"),
+        it("fork::locks::children_of_killed_owner_keep_no_lock"),
     ),
     defence(
         "a file that is opened during a fork is opened again",
         FORKED,
         "STARTED.load(Ordering::SeqCst) == forks",
         "true",
-        unit("base::closed_on_fork::tests::an_open_that_overlaps_a_fork_is_repeated"),
+        unit("base::closed_on_fork::tests::open_overlapping_fork_is_retried"),
     ),
     defence("a writer knows its description", CLAIM, "found == self.text", "true", WRITERS),
     defence("a writer knows its lock file", CLAIM, "named != self.id", "false", WRITERS),
@@ -54,6 +54,6 @@ pub const LIST: &[Defence] = &[
         "src/log/writer.rs",
         "error.is_passing()",
         "matches!(error, Error::DiskFull { .. })",
-        it("faults::shortages::a_shortage_fails_one_call_and_the_store_goes_on"),
+        it("faults::shortages::shortage_fails_one_call_only"),
     ),
 ];

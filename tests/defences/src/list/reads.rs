@@ -4,7 +4,7 @@
 use super::{Defence, Test, defence, it, refusal, unit};
 
 const VERSIONS: &str = "src/versions/mod.rs";
-const STAYS: Test = unit("versions::tests::a_page_whose_bytes_change_stays_where_it_is");
+const STAYS: Test = unit("versions::tests::page_memory_is_stable_under_writes");
 const VIEWS: Test = unit("versions::tests::files_needed_by_view_stay_and_others_are_truncated");
 
 pub const LIST: &[Defence] = &[
@@ -40,7 +40,7 @@ pub const LIST: &[Defence] = &[
         "a copy takes what the batch has changed before it",
         "src/write/batch/copies.rs",
         "changed.contains(&source)",
-        it("copies::a_copy_takes_the_bytes_of_its_point_in_the_batch"),
+        it("copies::copy_reads_bytes_at_its_point_in_batch"),
     ),
     refusal(
         "what a batch copies is of its place in the log",
@@ -60,7 +60,7 @@ pub const LIST: &[Defence] = &[
         "src/store/compare.rs",
         "len > whole",
         "false",
-        it("compares::pages_are_compared_as_a_slow_loop_compares_them"),
+        it("compares::comparison_matches_naive_loop"),
     ),
     defence(
         "reads of many ranges are bounded",

@@ -39,7 +39,7 @@ pub const LIST: &[Defence] = &[
         WALK,
         "self.mark = mark;",
         "",
-        stores("limits::testimony_moves_the_proven_end_of_the_log"),
+        stores("limits::evidence_advances_proven_log_end"),
     ),
     // Incarnations that are left out of the line.
     defence(
@@ -47,14 +47,14 @@ pub const LIST: &[Defence] = &[
         RECOVERY,
         "end.accepted.lsn == began.lsn",
         "true",
-        it("recovery::opens::opens_that_commit_nothing_leave_the_disk_as_it_was"),
+        it("recovery::opens::opens_without_commits_leave_disk_unchanged"),
     ),
     defence(
         "an incarnation in which a replay begins stays on the line",
         RECOVERY,
         "begins_replay()",
         "false",
-        it("recovery::opens::an_incarnation_in_which_a_replay_begins_stays"),
+        it("recovery::opens::incarnation_of_replay_start_is_kept"),
     ),
     defence(
         "an unreadable manifest may point into any incarnation",

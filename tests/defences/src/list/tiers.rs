@@ -12,9 +12,9 @@ const LAYOUT: &str = "src/layout/mod.rs";
 const MANY_MOVED: Test = it("moves::ensure_of_many_pages_uses_several_batches");
 const HELD: Test = unit("tiers::residents::tests::pages_that_are_held_or_in_use_stay_and_are_chosen_later");
 const BY_LIST: Test = unit("eviction::tests::the_least_recently_used_page_leaves_first");
-const QUEUES: Test = unit("eviction::tests::each_page_of_three_queues_leaves_once");
+const QUEUES: Test = unit("eviction::tests::each_page_leaves_queues_once");
 const NAMED: Test = unit("layout::tests::invalid_layouts_are_refused_by_name");
-const COPIED: Test = unit("layout::tests::a_block_copied_run_by_run_is_the_one_that_a_slow_loop_copies");
+const COPIED: Test = unit("layout::tests::run_wise_block_copy_equals_naive_copy");
 const FINGERPRINT: Test = unit("layout::tests::fingerprint_round_trips_and_any_bytes_decode_or_fail");
 
 pub const LIST: &[Defence] = &[
@@ -35,7 +35,7 @@ pub const LIST: &[Defence] = &[
         "a page in a caller's memory does not leave",
         KEEPER,
         "pages.retain(|(page, _)| !lent.contains(page));",
-        it("tiers::room::a_page_in_a_callers_memory_stays_there"),
+        it("tiers::room::lent_page_stays_in_place"),
     ),
     defence(
         "pages grow wherever they were taken",

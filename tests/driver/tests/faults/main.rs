@@ -93,7 +93,7 @@ fn live_through(driver: &'static Driver, life: Life<'_>, nth: u64, code: u32) ->
 }
 
 #[test]
-fn a_refused_call_is_an_error_or_nothing_and_leaks_nothing() {
+fn refused_call_is_error_or_harmless_without_leak() {
     let (driver, _turn) = Driver::get();
     // One GPU loads machine code, the other text.
     for (code, gpu) in [(INVALID_VALUE, 0), (OUT_OF_MEMORY, 1)] {

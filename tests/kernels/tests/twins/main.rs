@@ -168,7 +168,7 @@ fn pieces_of_a_page_are_applied_in_order() {
 
 /// One long piece, cut into parts of many lengths, and many pages in one launch.
 #[test]
-fn parts_of_a_piece_make_the_whole() {
+fn parts_of_piece_equal_whole() {
     for seed in 0..300 {
         let random = &mut Random(seed);
         let pages: Vec<Vec<u8>> = (0..1 + random.below(6))
@@ -209,7 +209,7 @@ fn parts_of_a_piece_make_the_whole() {
 
 /// Elements, each from the place that its index gives.
 #[test]
-fn picked_elements_are_the_host_devices() {
+fn picked_elements_match_host_device() {
     for seed in 0..300 {
         let random = &mut Random(seed);
         let width = WIDTHS[random.below(5)];
@@ -376,7 +376,7 @@ fn differing_elements_are_marked() {
 }
 
 #[test]
-fn digests_are_the_hosts() {
+fn digests_equal_host_digests() {
     let random = &mut Random(7);
     let seed = random.bytes(DIGEST_SEED_LEN).try_into().unwrap();
     let key = Fenced::of(&digest_key(&seed).unwrap());

@@ -116,7 +116,7 @@ fn lengths_are_rounded_and_segments_are_of_two_kinds() {
 }
 
 #[test]
-fn a_block_is_cut_from_the_shortest_that_fits_and_joined_again() {
+fn block_splits_best_fit_and_merges_on_free() {
     let (_, _, memory) = cache();
     let blocks: Vec<u64> = (0..4).map(|_| memory.allocate(256 << 10).unwrap()).collect();
     free(&memory, blocks[0], 256 << 10, &[]);
