@@ -33,7 +33,7 @@
 // Afterwards, each of them sees the writes of the others. A piece of a part may overlap the one before it, so
 // without the barrier an old piece could overwrite a newer one.
 template <u32 THREADS>
-__device__ __forceinline__ void meet() {
+__device__ __forceinline__ void sync_owner() {
     if (THREADS == 32) {
         __syncwarp();
     } else {
@@ -107,7 +107,7 @@ __device__ __forceinline__ void copy_shifted(Bytes16 *target, const Bytes16 *sou
 // head) and after the last one (the tail) are copied one per thread.
 template <u32 THREADS>
 __device__ __forceinline__ void copy_bytes(u8 *target, const u8 *source, u64 len, u32 thread) {
-    const u32 head = least(-u64(target) & 15, len);
+    const u32 head = min_len(-u64(target) & 15, len);
     if (thread < head) {
         target[thread] = source[thread];
     }
@@ -161,7 +161,7 @@ __device__ __forceinline__ u8 pattern_byte(u64 low, u64 high, u64 at) {
 // sixteen, so a sixteen-byte pattern serves all widths.
 template <u32 THREADS>
 __device__ __forceinline__ void fill(u8 *target, u64 low, u64 high, u64 begin, u64 end, u32 thread) {
-    const u64 head = least(-u64(target + begin) & 15, end - begin);
+    const u64 head = min_len(-u64(target + begin) & 15, end - begin);
     if (thread < head) {
         target[begin + thread] = pattern_byte(low, high, begin + thread);
     }
@@ -223,7 +223,7 @@ __device__ __forceinline__ u32 bits_from(const u8 *bitmap, u64 first, u64 end) {
     if (end - first >= 32 && aligned(u64(bytes), 0, 4)) {
         return *reinterpret_cast<const u32 *>(bytes);
     }
-    const u32 count = least(end - first, 32);
+    const u32 count = min_len(end - first, 32);
     u32 bits = 0;
 #pragma unroll 1
     for (u32 byte = 0; 8 * byte < count; byte++) {
@@ -326,7 +326,7 @@ __device__ __forceinline__ void merge_whole_vectors(Bytes16 *target, const u8 *b
         for (u32 i = 0; i < 4; i++) {
             // A selection among four names instead of an index keeps `word` in registers.
             const u32 own = i < 2 ? (i == 0 ? word[0] : word[1]) : (i == 2 ? word[2] : word[3]);
-            if (!__any_sync(EVERYONE, own != 0)) {
+            if (!__any_sync(FULL_WARP, own != 0)) {
                 continue;
             }
             const u64 vector = (first + i * ROUND) / elements + lane;
@@ -338,7 +338,7 @@ __device__ __forceinline__ void merge_whole_vectors(Bytes16 *target, const u8 *b
                     // The bits of one vector, from the lane that holds them. A vector's bits are always
                     // within one word.
                     const u32 bit = (32 * (k + j) + lane) * elements;
-                    bits[j] = __shfl_sync(EVERYONE, own, bit / 32) >> (bit % 32) & all;
+                    bits[j] = __shfl_sync(FULL_WARP, own, bit / 32) >> (bit % 32) & all;
                 }
                 merge_vectors<COUNT>(target, values, vector + 32 * k, bits, all, width);
             }
@@ -407,8 +407,8 @@ __device__ __forceinline__ void merge_sparse(u8 *target, const u8 *indices, cons
 // Applies a masked piece: whole vectors if target and values have the same alignment, the rest by elements.
 template <u32 THREADS>
 __device__ __forceinline__ void apply_masked(const PieceRow &piece, u64 begin, u64 end, u32 thread) {
-    u8 *target = at<u8>(piece.target);
-    const u8 *bitmap = at<u8>(piece.payload), *values = at<u8>(piece.values);
+    u8 *target = ptr_at<u8>(piece.target);
+    const u8 *bitmap = ptr_at<u8>(piece.payload), *values = ptr_at<u8>(piece.values);
     if (aligned(piece.target, piece.values, 16)) {
         // `begin` is a multiple of MASK_STEPS, so it is a whole number of vectors and of bytes of the bitmap.
         // Two parts of one piece therefore share neither a vector nor a byte of the bitmap.
@@ -431,8 +431,8 @@ __device__ __forceinline__ void apply_masked(const PieceRow &piece, u64 begin, u
 // Applies a sparse piece. An index counts elements of the piece's width.
 template <u32 THREADS>
 __device__ __forceinline__ void apply_sparse(const PieceRow &piece, u64 begin, u64 end, u32 thread) {
-    u8 *target = at<u8>(piece.target);
-    const u8 *indices = at<u8>(piece.payload), *values = at<u8>(piece.values);
+    u8 *target = ptr_at<u8>(piece.target);
+    const u8 *indices = ptr_at<u8>(piece.payload), *values = ptr_at<u8>(piece.values);
     switch (piece.width) {
     case 1: return merge_sparse<THREADS, 1, u8>(target, indices, values, begin, end, thread);
     case 2: return merge_sparse<THREADS, 2, u16>(target, indices, values, begin, end, thread);
@@ -463,8 +463,8 @@ __device__ __forceinline__ void pick_elements(u8 *target, const u8 *indices, con
 // device has seen.
 template <u32 THREADS>
 __device__ __forceinline__ void pick(const PieceRow &piece, u64 begin, u64 end, u32 thread) {
-    u8 *target = at<u8>(piece.target);
-    const u8 *indices = at<u8>(piece.payload), *source = at<u8>(piece.values);
+    u8 *target = ptr_at<u8>(piece.target);
+    const u8 *indices = ptr_at<u8>(piece.payload), *source = ptr_at<u8>(piece.values);
     switch (piece.width) {
     case 1: return pick_elements<THREADS, 1>(target, indices, source, begin, end, thread);
     case 2: return pick_elements<THREADS, 2>(target, indices, source, begin, end, thread);
@@ -481,25 +481,25 @@ __device__ __forceinline__ void pick(const PieceRow &piece, u64 begin, u64 end, 
 template <u32 THREADS>
 __device__ __forceinline__ void apply(const PartRow &part, const PieceRow *pieces, u32 thread) {
     for (u32 i = 0; i < part.piece_count; i++) {
-        // The piece before may overlap this one (see `meet`).
+        // The piece before may overlap this one (see `sync_owner`).
         if (i > 0) {
-            meet<THREADS>();
+            sync_owner<THREADS>();
         }
         const PieceRow piece = pieces[part.piece_first + i];
         // A section of a long piece has one piece. In a part of several, `begin` is 0 and `end` is beyond all
         // of them.
-        const u64 begin = part.begin, end = least(part.end, piece.steps);
+        const u64 begin = part.begin, end = min_len(part.end, piece.steps);
         if (begin >= end) {
             continue;
         }
         switch (piece.kind) {
         case PIECE_DENSE:
-            copy_bytes<THREADS>(at<u8>(piece.target) + begin, at<u8>(piece.payload) + begin, end - begin, thread);
+            copy_bytes<THREADS>(ptr_at<u8>(piece.target) + begin, ptr_at<u8>(piece.payload) + begin, end - begin, thread);
             break;
         case PIECE_MASKED: apply_masked<THREADS>(piece, begin, end, thread); break;
         case PIECE_SPARSE: apply_sparse<THREADS>(piece, begin, end, thread); break;
         case PIECE_PICK: pick<THREADS>(piece, begin, end, thread); break;
-        default: fill<THREADS>(at<u8>(piece.target), piece.payload, piece.values, begin, end, thread); break;
+        default: fill<THREADS>(ptr_at<u8>(piece.target), piece.payload, piece.values, begin, end, thread); break;
         }
     }
 }

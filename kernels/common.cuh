@@ -130,7 +130,7 @@ constexpr u32 OUT_OF_BOUNDS = 1;
 constexpr u32 TWICE = 2;
 
 // The mask of all lanes of a warp. Every shuffle uses it, so every lane must reach every shuffle.
-constexpr u32 EVERYONE = ~0u;
+constexpr u32 FULL_WARP = ~0u;
 
 // Sixteen bytes, the widest access of a thread: a warp accesses 512 bytes at a time.
 struct __align__(16) Bytes16 {
@@ -139,12 +139,12 @@ struct __align__(16) Bytes16 {
 
 // Converts an address in a row to a pointer.
 template <typename T>
-__device__ __forceinline__ T *at(u64 address) {
+__device__ __forceinline__ T *ptr_at(u64 address) {
     return reinterpret_cast<T *>(address);
 }
 
 // Returns the smaller of two lengths.
-__device__ __forceinline__ u64 least(u64 one, u64 other) {
+__device__ __forceinline__ u64 min_len(u64 one, u64 other) {
     return one < other ? one : other;
 }
 

@@ -147,7 +147,7 @@ template <u32 LANES>
 __device__ __forceinline__ u32 sum_of_lanes(u32 value) {
 #pragma unroll
     for (u32 distance = LANES / 2; distance > 0; distance /= 2) {
-        value ^= __shfl_xor_sync(EVERYONE, value, distance);
+        value ^= __shfl_xor_sync(FULL_WARP, value, distance);
     }
     return value;
 }
@@ -159,14 +159,14 @@ __device__ __forceinline__ u32 sum_of_lanes(u32 value) {
 // assembled from single bytes; all others take one load.
 __device__ u32 word_near_begin(u64 address, u64 begin, bool first) {
     if (address >= begin + 4) {
-        return *at<u32>(address);
+        return *ptr_at<u32>(address);
     }
     u32 word = 0;
     for (u32 i = 0; i < 4; i++) {
         if (address + i < begin) {
             continue;
         }
-        const u32 byte = *at<u8>(address + i) ^ (first && address + i < begin + 4 ? 0xffu : 0u);
+        const u32 byte = *ptr_at<u8>(address + i) ^ (first && address + i < begin + 4 ? 0xffu : 0u);
         word |= byte << (8 * i);
     }
     return word;
@@ -219,7 +219,7 @@ __device__ u32 remainder_of_words(const Nibbles &nibbles, u64 begin, u64 end, bo
         next[0] = word_near_begin(address, begin, first);
 #pragma unroll
         for (u32 r = 1; r < 32; r++) {
-            next[r] = at<u32>(address)[TEAM * r];
+            next[r] = ptr_at<u32>(address)[TEAM * r];
         }
     }
     // Rows of the last block remain, so only rows of the block before are added to them.
@@ -245,11 +245,11 @@ __device__ u32 remainder_of_words(const Nibbles &nibbles, u64 begin, u64 end, bo
 // through scratch would take another launch.
 __device__ void put_word(u64 address, u32 word) {
     if (aligned(address, 0, 4)) {
-        *at<u32>(address) = word;
+        *ptr_at<u32>(address) = word;
         return;
     }
     for (u32 i = 0; i < 4; i++) {
-        at<u8>(address)[i] = u8(word >> (8 * i));
+        ptr_at<u8>(address)[i] = u8(word >> (8 * i));
     }
 }
 
@@ -279,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(128, 5) crc_chunks(const CrcRow *ro
         // here; the remainder of one chunk of several stays as it is, for `crc_combine`.
         return;
     }
-    remainder = append_bytes(by_words || !first ? remainder : 0xffffffffu, at<u8>(end - tail), tail);
+    remainder = append_bytes(by_words || !first ? remainder : 0xffffffffu, ptr_at<u8>(end - tail), tail);
     put_word(row.target, row.flags == (CRC_FIRST | CRC_LAST) ? ~remainder : remainder);
 }
 
@@ -291,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(128, 5) crc_chunks(const CrcRow *ro
 extern "C" __global__ void __launch_bounds__(256) crc_combine(const CombineRow *rows, u32 row_count) {
     __shared__ u32 sum_of_warp[COMBINE_THREADS / 32];
     const CombineRow row = rows[blockIdx.x];
-    const u32 *remainders = at<u32>(row.remainders);
+    const u32 *remainders = ptr_at<u32>(row.remainders);
     // Whole rounds of one chunk per thread, padded with zeros in front. Leading zeros change nothing, so the
     // last thread gets the last chunk, as the weights require.
     const u32 missing = -row.count % COMBINE_THREADS;

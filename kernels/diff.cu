@@ -94,7 +94,7 @@ __device__ __forceinline__ void write_bits(u8 *bitmap, u64 vector, u64 vectors, 
     // Each round doubles the number of bits that the first lane of a byte has gathered.
 #pragma unroll
     for (u32 have = ELEMENTS; have < 8; have *= 2) {
-        bits |= __shfl_down_sync(EVERYONE, bits, have / ELEMENTS) << have;
+        bits |= __shfl_down_sync(FULL_WARP, bits, have / ELEMENTS) << have;
     }
     constexpr u32 LANES = 8 / ELEMENTS == 0 ? 1 : 8 / ELEMENTS;
     if (vector % LANES == 0 && vector < vectors) {
@@ -120,8 +120,8 @@ __device__ void diff_elements(const u8 *left, const u8 *right, u8 *bitmap, u64 f
 // Writes the bits of one row: whole vectors if both ranges are aligned, the rest by elements.
 template <u32 WIDTH>
 __device__ void diff_range(const DiffRow &row) {
-    const u8 *left = at<u8>(row.left), *right = at<u8>(row.right);
-    u8 *bitmap = at<u8>(row.target);
+    const u8 *left = ptr_at<u8>(row.left), *right = ptr_at<u8>(row.right);
+    u8 *bitmap = ptr_at<u8>(row.target);
     const u64 count = row.len / WIDTH;
     if (!aligned(row.left, row.right, 16)) {
         diff_elements<WIDTH>(left, right, bitmap, 0, count);
@@ -129,7 +129,7 @@ __device__ void diff_range(const DiffRow &row) {
     }
     // Vectors that fill whole bytes of the bitmap; at most seven elements or fifteen bytes remain.
     const u64 vectors = count / 8 * 8 * WIDTH / 16;
-    const Bytes16 *lefts = at<Bytes16>(row.left), *rights = at<Bytes16>(row.right);
+    const Bytes16 *lefts = ptr_at<Bytes16>(row.left), *rights = ptr_at<Bytes16>(row.right);
     constexpr u32 AT_ONCE = 4;
     // The bound is the same for the whole block, so that every lane reaches the shuffles in `write_bits`.
     for (u64 begin = 0; begin < vectors; begin += AT_ONCE * THREADS) {

@@ -79,8 +79,8 @@ __device__ __forceinline__ u64 column(const Sum128 &sum, u64 point, u64 power) {
 // Returns the sum of one number of each lane, modulo 2^61 - 1, in lane 0.
 __device__ __forceinline__ u64 over_warp(u64 number) {
     for (u32 distance = 16; distance > 0; distance /= 2) {
-        const u32 low = __shfl_down_sync(EVERYONE, u32(number), distance);
-        const u32 high = __shfl_down_sync(EVERYONE, u32(number >> 32), distance);
+        const u32 low = __shfl_down_sync(FULL_WARP, u32(number), distance);
+        const u32 high = __shfl_down_sync(FULL_WARP, u32(number >> 32), distance);
         number = folded(number + (u64(high) << 32 | low));
     }
     return number;
@@ -167,14 +167,14 @@ extern "C" __global__ void __launch_bounds__(256) digest(const DigestRow *rows, 
     __shared__ u64 words[2 * DEPTH + 2 * (PASSES - 1)];
     __shared__ u64 sums[PASSES][WARPS];
     const DigestRow row = rows[blockIdx.x];
-    const DigestKey &key = *at<const DigestKey>(row.key);
+    const DigestKey &key = *ptr_at<const DigestKey>(row.key);
     if (threadIdx.x < sizeof(words) / sizeof(u64)) {
         words[threadIdx.x] = key.words[threadIdx.x];
     }
     __syncthreads();
     for (u32 begin = 0; begin < row.len; begin += DIGEST_CHUNK_LEN) {
-        const u32 len = u32(least(DIGEST_CHUNK_LEN, row.len - begin));
-        u64 *target = at<u64>(row.target) + PASSES * (begin / DIGEST_CHUNK_LEN);
-        digest_chunk(at<const u8>(row.source) + begin, len, key, words, sums, target);
+        const u32 len = u32(min_len(DIGEST_CHUNK_LEN, row.len - begin));
+        u64 *target = ptr_at<u64>(row.target) + PASSES * (begin / DIGEST_CHUNK_LEN);
+        digest_chunk(ptr_at<const u8>(row.source) + begin, len, key, words, sums, target);
     }
 }

@@ -56,7 +56,7 @@ __device__ __forceinline__ Sum sum_over_block(u32 own, u32 *sum_of_warp) {
     u32 up_to = own;
 #pragma unroll
     for (u32 distance = 1; distance < 32; distance *= 2) {
-        const u32 other = __shfl_up_sync(EVERYONE, up_to, distance);
+        const u32 other = __shfl_up_sync(FULL_WARP, up_to, distance);
         up_to += lane >= distance ? other : 0;
     }
     // Threads that still read the sums of the previous round finish first.
@@ -81,11 +81,11 @@ extern "C" __global__ void __launch_bounds__(256) select_count(const SelectRow *
     const SelectRow row = rows[blockIdx.x];
     u32 own = 0;
     for (u32 begin = 4 * threadIdx.x; begin < row.len; begin += 4 * THREADS) {
-        own += __popc(word_at(at<u8>(row.bits), begin, row.len));
+        own += __popc(word_at(ptr_at<u8>(row.bits), begin, row.len));
     }
     const Sum sum = sum_over_block(own, sum_of_warp);
     if (threadIdx.x == 0) {
-        *at<u32>(row.before) = sum.all;
+        *ptr_at<u32>(row.before) = sum.all;
     }
 }
 
@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(256) select_count(const SelectRow *
 extern "C" __global__ void __launch_bounds__(256) select_scan(const ScanRow *rows, u32 row_count) {
     __shared__ u32 sum_of_warp[WARPS];
     const ScanRow row = rows[blockIdx.x];
-    u32 *numbers = at<u32>(row.numbers);
+    u32 *numbers = ptr_at<u32>(row.numbers);
     // Set bits in all previous rounds, the same in every thread, because every thread adds the same sums.
     u32 before = 0;
     for (u32 begin = 0; begin < row.count; begin += THREADS) {
@@ -109,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(256) select_scan(const ScanRow *row
         before += sum.all;
     }
     if (threadIdx.x == 0) {
-        *at<u32>(row.target) = before;
+        *ptr_at<u32>(row.target) = before;
     }
 }
 
@@ -117,13 +117,13 @@ extern "C" __global__ void __launch_bounds__(256) select_scan(const ScanRow *row
 extern "C" __global__ void __launch_bounds__(256) select_emit(const SelectRow *rows, u32 row_count) {
     __shared__ u32 sum_of_warp[WARPS];
     const SelectRow row = rows[blockIdx.x];
-    u32 *target = at<u32>(row.target);
-    u32 before = *at<u32>(row.before);
+    u32 *target = ptr_at<u32>(row.target);
+    u32 before = *ptr_at<u32>(row.before);
     // If no space is left, nothing is written. The condition is the same for the whole block, so no thread
     // misses a barrier.
     for (u32 begin = 0; begin < row.len && before < row.room; begin += 4 * THREADS) {
         const u32 own_begin = begin + 4 * threadIdx.x;
-        u32 word = word_at(at<u8>(row.bits), own_begin, row.len);
+        u32 word = word_at(ptr_at<u8>(row.bits), own_begin, row.len);
         const Sum sum = sum_over_block(__popc(word), sum_of_warp);
         // Lowest bit first: indices rise within a thread's word, from thread to thread, and from round to
         // round.

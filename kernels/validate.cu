@@ -19,8 +19,8 @@ constexpr u32 THREADS = 256;
 
 extern "C" __global__ void __launch_bounds__(256) validate(const IndexRow *rows, u32 row_count) {
     const IndexRow row = rows[blockIdx.x];
-    const u32 *indices = at<u32>(row.indices);
-    u32 *seen = at<u32>(row.seen);
+    const u32 *indices = ptr_at<u32>(row.indices);
+    u32 *seen = ptr_at<u32>(row.seen);
     u32 verdict = 0;
     for (u64 i = threadIdx.x; i < row.count; i += THREADS) {
         const u32 index = indices[i];
@@ -36,6 +36,6 @@ extern "C" __global__ void __launch_bounds__(256) validate(const IndexRow *rows,
     }
     // Almost no thread sets a flag, so there is no contention for the verdict of a valid list.
     if (verdict != 0) {
-        atomicOr(at<u32>(row.target), verdict);
+        atomicOr(ptr_at<u32>(row.target), verdict);
     }
 }
