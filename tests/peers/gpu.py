@@ -302,7 +302,7 @@ def ours(folder, device, size, program):
     us = {
         "save": gigabytes(saved["full, durable"]),
         # Commits go on meanwhile: the longest that one of them waited.
-        "stall_ms": saved["hot page, Applied, beside a snapshot"]["latency_us"]["worst"] / 1e3,
+        "stall_ms": saved["hot page, Applied, during a snapshot"]["latency_us"]["worst"] / 1e3,
         "cold": gigabytes(loaded["open, cold"]),
         "warm": gigabytes(loaded["open, warm"]),
     }

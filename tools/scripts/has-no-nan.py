@@ -1,4 +1,4 @@
-"""Ends with 1 if a float32 of a safetensors file is NaN."""
+"""Exits with 1 if a float32 of a safetensors file is NaN."""
 import array, json, struct, sys
 data = open(sys.argv[1], "rb").read()
 start = 8 + struct.unpack("<Q", data[:8])[0]

@@ -1,25 +1,24 @@
-//! The `remanent` command: drives, inspects and verifies stores.
+//! The `remanent` command: runs workloads on stores, and inspects and verifies them.
 //!
 //! # Map
 //!
-//! Each folder is a family of commands, and imports only from those below it.
+//! Each folder holds a family of commands and imports only from the folders below it.
 //!
 //! | folder | purpose |
 //! |---|---|
 //! | `torture/` | kills, damage and power cuts on the user's own disk and GPU |
-//! | `bench/` | the speed of a machine with a store, compared with its speed without |
-//! | `replay/` | a cache trace driven through a store, killed and checked; the demo |
-//! | `history/` | comparing, naming, going back to and branching from kept states |
-//! | `weights/` | files of weights and their versions |
-//! | `inspect/` | the content of a store; reads without the engine, and opens what it refuses |
-//! | `read/` | a store directory as those commands see it |
-//! | `cli/` | the tools of every command: its end, its output, its interruption |
+//! | `bench/` | the speed of a store, compared with the speed of the machine without one |
+//! | `replay/` | replay of a cache trace into a store that is killed and checked; the demo |
+//! | `history/` | comparing, naming, restoring and forking kept states |
+//! | `weights/` | safetensors files and their versions |
+//! | `inspect/` | the content of a store, read without the engine, so that damaged stores can be inspected |
+//! | `read/` | the view of a store directory that these commands share |
+//! | `cli/` | exit codes, output, interruption and other parts common to all commands |
 //!
 //! # As a library
 //!
-//! The command is also a library, so that a test can run commands by the thousand without a process each:
-//! [`run`], [`import()`]. [`main_as`] is the command for a program that carries it under another name, such
-//! as the Python package.
+//! The command is also a library, so that a test can run thousands of commands in one process: [`run`],
+//! [`import()`]. [`main_as`] runs the command inside a program of another name, such as the Python package.
 
 mod torture;
 mod bench;
@@ -46,13 +45,17 @@ pub use crate::weights::import::import;
 pub use crate::weights::versions::{Version, versions};
 
 const ABOUT: &str = "\
-The store's directory is always the first argument. Commands that inspect only read, take no lock, and \
-decode as much as they can of a damaged store.
+A command that works on a store takes its directory as the first argument. Commands that inspect a store never \
+modify it, take no lock, and decode as much as they can of a damaged one.
 
-Exit codes: 0 fine; 1 damage, or a difference; 2 the call or its surroundings are wrong; 3 another process \
-has the store open; 130 Ctrl-C.";
+Exit codes:
+  0    success
+  1    damage or a difference was found
+  2    usage or environment error
+  3    another process has the store open
+  130  interrupted by Ctrl-C";
 
-/// Drive, inspect and verify Remanent stores
+/// Run, inspect and verify Remanent stores
 #[derive(Parser)]
 #[command(name = "remanent", version, after_help = ABOUT, max_term_width = 110)]
 struct Cli {
@@ -91,7 +94,7 @@ enum Command {
 }
 
 impl Command {
-    /// Whether the command takes care of Ctrl-C itself: it has something in hand to finish or to remove.
+    /// Returns whether the command handles Ctrl-C itself because it must finish or undo the current step.
     fn listens(&self) -> bool {
         matches!(
             self,
@@ -140,21 +143,23 @@ impl Command {
             Command::Bench(command) => command.run(out),
             Command::Completions(command) => command.run(Cli::command(), out),
         };
-        // Results found so far are shown even if the command then failed.
+        // Results found so far are printed even if the command then failed.
         out.flush()?;
         outcome
     }
 }
 
-/// The command as this process was called: results go to standard output, the reason of a failure to standard
-/// error.
+/// Runs the command with the arguments of this process. Results go to standard output; the reason of a
+/// failure goes to standard error.
 pub fn main() -> ExitCode {
     exit::code(run_here(&Cli::parse()))
 }
 
-/// The command within a process of another program, such as a Python interpreter. `program` is what starts
-/// the command anew, its own arguments included: some commands run themselves in processes of their own.
-/// `arguments` are those after the program's name. Returns the exit code with which the process should end.
+/// Runs the command inside a process of another program, such as a Python interpreter, and returns the exit
+/// code with which the process should end.
+///
+/// `program` is the command line, with any leading arguments, that starts this command again: some commands
+/// run themselves in child processes. `arguments` are those after the program's name.
 pub fn main_as(program: Vec<OsString>, arguments: impl IntoIterator<Item = OsString>) -> u8 {
     program::set(program);
     let name = OsString::from("remanent");
@@ -166,7 +171,7 @@ pub fn main_as(program: Vec<OsString>, arguments: impl IntoIterator<Item = OsStr
             code
         }
         Err(error) => {
-            // With standard output or error closed, the message has no reader.
+            // If standard output or error is closed, the message has no reader.
             let _ = error.print();
             u8::try_from(error.exit_code()).unwrap_or(2)
         }
@@ -181,13 +186,13 @@ fn run_here(cli: &Cli) -> Outcome {
     cli.command.run(&mut Output::stdout())
 }
 
-/// Runs a command for a caller that goes on after it. `arguments` are those after the program's name. The
-/// results go to `out` instead of standard output.
+/// Runs a command and writes its results to `out` instead of standard output. `arguments` are those after the
+/// program's name.
 ///
 /// # Errors
 ///
-/// The failure that a process would report on standard error before it ends with an exit code of its own;
-/// also wrong arguments.
+/// The failure that a process would report on standard error before it ends with a nonzero exit code; also
+/// invalid arguments.
 ///
 /// ```
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {

@@ -1,4 +1,4 @@
-//! The `remanent` command. Its work is done by the library, which tests call without a process.
+//! The `remanent` command. The library does the work, so that tests can run commands without a process each.
 
 fn main() -> std::process::ExitCode {
     remanent_tools::main()

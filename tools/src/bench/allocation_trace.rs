@@ -1,10 +1,10 @@
-//! A trace of allocations: what a program asked an allocator for and gave back, in order.
+//! A trace of allocations: the calls that a program made to an allocator, in order.
 //!
-//! A file has one JSON object a line, plain or compressed with zstd: `{"alloc": 7, "len": 4096}` and
-//! `{"free": 7}`. An id names one block from its `alloc` to its `free`, and then may name another. A line may
-//! have further fields, such as the stream of a GPU, which are not looked at. A trace of requests to a cache
-//! of blocks becomes one of allocations by a list: a block that is missing is allocated, for the one that
-//! was used longest ago once the cache is full.
+//! A file has one JSON object per line, plain or compressed with zstd: `{"alloc": 7, "len": 4096}` and
+//! `{"free": 7}`. An id names one block from its `alloc` to its `free`, and may name another one after that.
+//! A line may have more fields, such as the stream of a GPU, which are ignored. A trace of cache requests is
+//! converted to allocations by a simulated LRU cache: a missing block is allocated, and the least recently
+//! used one is freed once the cache is full.
 
 use std::collections::{HashMap, HashSet};
 use std::io::Write;
@@ -17,7 +17,7 @@ use serde::Deserialize;
 use crate::cli::exit::Failure;
 use crate::replay::trace::TraceLines;
 
-/// One call of an allocator. A slot is a number that names one live block at a time, with none left out.
+/// One call of an allocator. A slot is a dense index that names one live block at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
     Allocate { slot: usize, len: u64 },
@@ -28,13 +28,13 @@ pub enum Event {
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct AllocationTrace {
     pub events: Vec<Event>,
-    /// The most blocks that are live at once.
+    /// The maximum number of blocks that are live at once.
     pub slots: usize,
-    /// The most bytes that are live at once, as they were asked for.
+    /// The maximum number of requested bytes that are live at once.
     pub live_peak_bytes: u64,
 }
 
-/// One line of a trace. Other fields are not looked at.
+/// One line of a trace. Other fields are ignored.
 #[derive(Deserialize)]
 struct EventLine {
     alloc: Option<u64>,
@@ -42,11 +42,11 @@ struct EventLine {
     len: Option<u64>,
 }
 
-/// Makes a trace of calls that name blocks by ids.
+/// Builds a trace from calls that name blocks by ids.
 #[derive(Default)]
 struct TraceBuilder {
     trace: AllocationTrace,
-    /// Slots and lengths of live blocks by id.
+    /// Slots and lengths of live blocks, by id.
     live: HashMap<u64, (usize, u64)>,
     live_bytes: u64,
     unused: Vec<usize>,
@@ -54,13 +54,15 @@ struct TraceBuilder {
 
 impl TraceBuilder {
     fn allocate(&mut self, id: u64, len: u64) -> Result<(), &'static str> {
-        let Some(live_bytes) = self.live_bytes.checked_add(len) else { return Err("more than any memory") };
+        let Some(live_bytes) = self.live_bytes.checked_add(len) else {
+            return Err("total length exceeds any memory");
+        };
         if len == 0 {
-            return Err("an allocation without bytes");
+            return Err("allocation of 0 bytes");
         }
         let slot = self.unused.pop().unwrap_or(self.trace.slots);
         if self.live.insert(id, (slot, len)).is_some() {
-            return Err("an allocation of an id that is not freed yet");
+            return Err("allocation of an id that is not freed yet");
         }
         self.live_bytes = live_bytes;
         self.trace.slots = self.trace.slots.max(slot + 1);
@@ -70,7 +72,7 @@ impl TraceBuilder {
     }
 
     fn free(&mut self, id: u64) -> Result<(), &'static str> {
-        let (slot, len) = self.live.remove(&id).ok_or("a free of an id that is not allocated")?;
+        let (slot, len) = self.live.remove(&id).ok_or("free of an id that is not allocated")?;
         self.live_bytes -= len;
         self.unused.push(slot);
         self.trace.events.push(Event::Free { slot });
@@ -79,22 +81,21 @@ impl TraceBuilder {
 }
 
 impl AllocationTrace {
-    /// Reads a file.
+    /// Reads a trace file.
     pub fn read(path: &Path) -> Result<Self, Failure> {
         let (mut lines, mut builder) = (TraceLines::open(path)?, TraceBuilder::default());
         while let Some(line) = lines.next::<EventLine>() {
             let added = match line? {
                 EventLine { alloc: Some(id), free: None, len: Some(len) } => builder.allocate(id, len),
                 EventLine { alloc: None, free: Some(id), .. } => builder.free(id),
-                _ => Err("neither `alloc` with `len`, nor `free`"),
+                _ => Err("expected `alloc` with `len`, or `free`"),
             };
             added.map_err(|reason| lines.defect(reason))?;
         }
         Ok(builder.trace)
     }
 
-    /// The allocations of a cache that holds `held` blocks of one length, and serves these requests for
-    /// blocks.
+    /// Returns the allocations of an LRU cache that holds `held` blocks of one length and serves `requests`.
     pub fn of_cache(requests: &[Vec<u64>], held: usize, len: u64) -> Self {
         let (mut builder, mut there) = (TraceBuilder::default(), HashSet::new());
         let mut policy = Lru::default();
@@ -116,7 +117,7 @@ impl AllocationTrace {
         builder.trace
     }
 
-    /// Writes the trace to a file, for another allocator.
+    /// Writes the trace to a file, for use with another allocator.
     pub fn write(&self, path: &Path) -> Result<(), Failure> {
         let write = || -> std::io::Result<()> {
             let mut file = std::io::BufWriter::new(std::fs::File::create(path)?);
@@ -143,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn a_trace_is_read_and_written_with_its_peaks() {
+    fn trace_is_read_and_written_with_its_peaks() {
         let lines = br#"{"alloc": 70, "len": 512, "stream": 0}
 {"alloc": 71, "len": 1}
 {"free": 70}
@@ -163,14 +164,14 @@ mod tests {
     }
 
     #[test]
-    fn a_bad_line_is_named() {
+    fn bad_line_is_reported() {
         for (bad, said) in [
             (r#"{"alloc": 1, "len": 5}"#, "not freed yet"),
             (r#"{"free": 2}"#, "not allocated"),
-            (r#"{"alloc": 2, "len": 0}"#, "without bytes"),
+            (r#"{"alloc": 2, "len": 0}"#, "0 bytes"),
             (r#"{"alloc": 2, "len": 18446744073709551615}"#, "any memory"),
-            (r#"{"alloc": 2}"#, "neither"),
-            (r#"{"alloc": 2, "free": 1, "len": 5}"#, "neither"),
+            (r#"{"alloc": 2}"#, "expected `alloc`"),
+            (r#"{"alloc": 2, "free": 1, "len": 5}"#, "expected `alloc`"),
             (r#"{"alloc": -1, "len": 5}"#, "invalid value"),
             ("{", "EOF"),
         ] {
@@ -185,7 +186,7 @@ mod tests {
         let trace = AllocationTrace::of_cache(&[vec![1, 2], vec![1, 3], vec![2]], 2, 64);
         let allocate = |slot| Event::Allocate { slot, len: 64 };
         let free = |slot| Event::Free { slot };
-        // 3 for 2, and 2 for 1.
+        // Block 3 replaces 2, then 2 replaces 1.
         assert_eq!(trace.events, [allocate(0), allocate(1), free(1), allocate(1), free(0), allocate(0)]);
         assert_eq!((trace.slots, trace.live_peak_bytes), (2, 128));
     }

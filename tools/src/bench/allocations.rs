@@ -1,4 +1,4 @@
-//! `remanent bench allocations`: a trace of allocations through each source of memory.
+//! `remanent bench allocations`: replays a trace of allocations through each allocator.
 //!
 //! `allocation_trace.rs` reads the calls, `allocators.rs` makes them; this file measures them.
 
@@ -22,47 +22,47 @@ use crate::cli::size::Size;
 use crate::replay::trace::{self, Trace};
 
 const EXAMPLES: &str = "\
-Each thread makes all calls of the trace, and the threads share an allocator, which has nothing at first: once as it \
-is then, once again, and once more with each call timed, the clock's own time included. The ceiling is the same loop \
-with every block's address known beforehand. What is reserved is compared with the bytes that are live at once, as they \
-were asked for. DIR takes no files.
+Each thread makes all calls of the trace, and the threads share an allocator. The trace is replayed three times: through \
+a new allocator that holds no memory, again through the same one, and once more with each call timed, which includes the \
+cost of the clock. The ceiling is the same loop with all addresses known in advance. Reserved memory is compared with \
+the requested bytes that are live at once. No files are created in DIR.
 
-A file of --trace has one JSON object a line, {\"alloc\": ID, \"len\": BYTES} or {\"free\": ID}. Without one, requests of \
---kv to a cache of blocks are replayed: a block that is missing is allocated, for the one that was used longest ago \
-once the cache is full. On a GPU the memory is the driver's, and blocks are also given back behind events of the default \
-stream; on the host it is the host's, which zeroes what it gives.
+A --trace file has one JSON object per line, {\"alloc\": ID, \"len\": BYTES} or {\"free\": ID}. Without one, the cache \
+requests of --kv are converted: a missing block is allocated, and the least recently used one is freed once the cache is \
+full. With a GPU the memory comes from the driver, and blocks are also freed behind events of the default stream. On the \
+host it comes from the host's allocator, zeroed.
 
 Examples:
   remanent bench allocations /dev/shm
   remanent bench allocations /dev/shm --device cuda:0 --trace steps.jsonl --threads 1,2,4
   remanent bench allocations /dev/shm --requests 4000 --len 2MiB --save kv.jsonl";
 
-/// Allocations of a real trace by the driver, the pool and the cache
+/// Allocations of a real trace through the driver, the pool and the cache
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct AllocationsBench {
     #[command(flatten)]
     common: Common,
-    /// A trace of allocations, plain or compressed with zstd
+    /// Trace of allocations, plain or compressed with zstd
     #[arg(long, value_name = "FILE", conflicts_with = "kv")]
     trace: Option<PathBuf>,
-    /// A trace of requests: one JSON object with `hash_ids` a line [default: one hour of a chat service that
-    /// comes with the tool]
+    /// Trace of cache requests: one JSON object with `hash_ids` per line [default: one hour of a chat
+    /// service, included in the tool]
     #[arg(long, value_name = "FILE")]
     kv: Option<PathBuf>,
-    /// Requests of that trace: the first ones
+    /// Number of requests of the --kv trace to use
     #[arg(long, value_name = "N", default_value_t = 1000, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     requests: usize,
-    /// Bytes of a block of the cache
+    /// Bytes per block of the cache
     #[arg(long, value_name = "BYTES", default_value = "64KiB")]
     len: Size,
-    /// Percent of the different blocks that the cache holds
+    /// Size of the cache, in percent of the distinct blocks
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = RangedU64ValueParser::<usize>::new().range(1..=100))]
     budget: usize,
-    /// How many threads replay it at once; a list
+    /// Numbers of threads that replay the trace at once; a list
     #[arg(long, value_name = "N", value_delimiter = ',', default_value = "1,2")]
     threads: Vec<usize>,
-    /// Write the allocations to a file, for another allocator
+    /// Write the allocations to a file, for use with another allocator
     #[arg(long, value_name = "FILE")]
     save: Option<PathBuf>,
     #[arg(skip)]
@@ -77,19 +77,20 @@ impl Measure for AllocationsBench {
     fn check(&self) -> Result<(), Failure> {
         check_threads(&self.threads)?;
         if self.len.0 == 0 || self.len.0 > 1 << 30 {
-            return Err(Failure::Environment("--len lies between 1 and 1GiB".to_owned()));
+            return Err(Failure::Environment("--len must be between 1 and 1GiB".to_owned()));
         }
         let trace = match (&self.trace, &self.kv) {
             (Some(path), _) => AllocationTrace::read(path)?,
             (None, Some(path)) => self.of_requests(path)?,
             (None, None) => {
-                let folder = tempfile::tempdir()
-                    .map_err(|error| Failure::Environment(format!("no temporary directory: {error}")))?;
+                let folder = tempfile::tempdir().map_err(|error| {
+                    Failure::Environment(format!("cannot create a temporary directory: {error}"))
+                })?;
                 self.of_requests(&trace::bundled(folder.path())?)?
             }
         };
         if trace.events.is_empty() {
-            return Err(Failure::Environment("the trace allocates nothing".to_owned()));
+            return Err(Failure::Environment("the trace contains no allocations".to_owned()));
         }
         let _again = self.replayed.set(trace);
         Ok(())
@@ -124,7 +125,7 @@ impl Measure for AllocationsBench {
         ));
         let mut left_out = Vec::new();
         if !room.is_gpu() {
-            left_out.push("blocks given back behind events: the host has no streams".to_owned());
+            left_out.push("blocks freed behind events: the host has no streams".to_owned());
         }
         Ok(Findings { bench: "allocations", settings, groups, left_out })
     }
@@ -135,7 +136,7 @@ impl AllocationsBench {
         let requests = Trace::open(path, Some(self.requests as u64))?.collect::<Result<Vec<_>, _>>()?;
         if requests.len() < self.requests {
             return Err(Failure::Environment(format!(
-                "the trace has {} requests, and --requests asks for {}",
+                "the trace has {} requests, fewer than the {} of --requests",
                 requests.len(),
                 self.requests
             )));
@@ -180,7 +181,7 @@ impl AllocationsBench {
 struct Replay {
     kind: AllocatorKind,
     gpu: Option<u32>,
-    /// The first replay, through an allocator that holds nothing.
+    /// The first replay, through an allocator that holds no memory.
     first: Figure,
     again: Figure,
     reserved: Figure,
@@ -193,7 +194,7 @@ impl Replay {
         let figure = |what: &str, unit| Figure::new(format!("{}{what}", name(kind)), unit);
         let mut again = figure("", Unit::PerSecond("calls"));
         again.latency = Some(Latency::new());
-        let mut first = figure(", from nothing", Unit::PerSecond("calls"));
+        let mut first = figure(", first replay", Unit::PerSecond("calls"));
         if kind != AllocatorKind::Known {
             again = again.under(name(AllocatorKind::Known));
             first = first.under(name(AllocatorKind::Known));
@@ -203,8 +204,8 @@ impl Replay {
             gpu,
             first,
             again,
-            reserved: figure(", reserved at most", Unit::Bytes),
-            beyond: figure(", reserved beyond what is live", Unit::Share),
+            reserved: figure(", peak reserved", Unit::Bytes),
+            beyond: figure(", share of reserved not live", Unit::Share),
         }
     }
 
@@ -229,7 +230,8 @@ impl Replay {
     }
 }
 
-/// Has threads make all calls of the trace, and returns the time until the last one is done.
+/// Makes all calls of the trace in each of `threads` threads, and returns the time until the last one is
+/// done.
 fn replay(trace: &AllocationTrace, allocator: &Allocator, threads: usize) -> Result<Duration, BenchStop> {
     let times = in_threads(threads, |begin| {
         let mut blocks = LiveBlocks::new(allocator, trace.slots);
@@ -245,7 +247,8 @@ fn replay(trace: &AllocationTrace, allocator: &Allocator, threads: usize) -> Res
     Ok(begun.zip(ended).map_or(Duration::ZERO, |(begun, ended)| ended - begun))
 }
 
-/// As [`replay`], with each call timed; returns the times, and the most bytes that were live at once.
+/// Does the same with each call timed. Returns the times, and the maximum number of bytes that were live at
+/// once.
 fn replay_timed(
     trace: &AllocationTrace,
     allocator: &Allocator,
@@ -256,7 +259,8 @@ fn replay_timed(
         let (mut blocks, mut latency) = (LiveBlocks::new(allocator, trace.slots), Latency::new());
         let mut lens = vec![0_u64; trace.slots];
         begin.wait();
-        // Never more than what is live just then: added later, and taken off before.
+        // `live` is never more than what is live: bytes are added after an allocation and subtracted before a
+        // free.
         for event in &trace.events {
             if let Event::Free { slot } = *event {
                 live.fetch_sub(std::mem::take(&mut lens[slot]), Ordering::Relaxed);
@@ -277,7 +281,7 @@ fn replay_timed(
     Ok((all, live_peak.into_inner()))
 }
 
-/// Runs the same work in threads that begin together.
+/// Runs the same work in several threads that start together.
 fn in_threads<T: Send>(
     threads: usize,
     work: impl Fn(&Barrier) -> remanent::Result<T> + Sync,

@@ -1,6 +1,7 @@
 //! The allocators that a trace is replayed through, each over the same source of memory.
 //!
-//! The one file of the tool with unsafe code: it gives back what it took, and uses none of it.
+//! This is the only file of the tool with unsafe code: it frees the memory that it allocated, and never
+//! accesses it.
 
 use std::sync::Arc;
 
@@ -14,21 +15,21 @@ use super::allocation_trace::Event;
 
 type Source = Arc<dyn MemoryResource>;
 
-/// One of the allocators that take turns.
+/// One of the allocators under comparison.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AllocatorKind {
-    /// None: every block's address is known beforehand.
+    /// No allocator: every block's address is known in advance.
     Known,
     /// The driver, or the host's own allocator.
     Source,
     Pool,
     Caching,
-    /// The same, with each block given back while work on a stream may still use it.
+    /// The caching allocator, with each block freed while work on a stream may still use it.
     BehindEvents,
 }
 
 impl AllocatorKind {
-    /// Those that there are, in the order of their turns.
+    /// Returns the available allocators, in the order of measurement.
     pub fn all(is_gpu: bool) -> Vec<Self> {
         let mut all = vec![Self::Known, Self::Source, Self::Pool, Self::Caching];
         all.extend(is_gpu.then_some(Self::BehindEvents));
@@ -37,16 +38,16 @@ impl AllocatorKind {
 
     pub fn name(self, is_gpu: bool) -> &'static str {
         match self {
-            Self::Known => "addresses known beforehand",
+            Self::Known => "known addresses",
             Self::Source if is_gpu => "driver",
-            Self::Source => "the host's own",
+            Self::Source => "host allocator",
             Self::Pool => "pool",
             Self::Caching => "caching",
             Self::BehindEvents => "caching, behind events",
         }
     }
 
-    /// An allocator that holds nothing yet, over the driver's memory of this GPU or the host's.
+    /// Creates an allocator that holds no memory, over the memory of this GPU or of the host.
     pub fn make(self, gpu: Option<u32>) -> Result<Allocator> {
         let source: Source = match gpu {
             Some(ordinal) => Arc::new(DriverMemory::of(ordinal)?),
@@ -58,7 +59,7 @@ impl AllocatorKind {
             (Self::Pool, _) => Allocator::Pool(Pool::new(source)),
             (Self::BehindEvents, Some(ordinal)) => {
                 let points: Arc<dyn StreamPoints> = Arc::new(DriverMemory::of(ordinal)?);
-                // SAFETY: the default stream is there as long as the process.
+                // SAFETY: the default stream exists as long as the process.
                 let stream = unsafe { RawStream::from_cuda(0) };
                 Allocator::BehindEvents(CachingMemory::with_streams(source, points), stream)
             }
@@ -77,11 +78,11 @@ pub enum Allocator {
 }
 
 impl Allocator {
-    /// The most bytes that it held so far; `None` where it holds no more than is asked for.
+    /// Returns the maximum number of bytes that it held so far; `None` if it holds only what is requested.
     pub fn reserved_peak_bytes(&self) -> Option<u64> {
         match self {
             Self::Known | Self::Source(_) => None,
-            // It gives nothing back before it is asked to.
+            // The pool returns no memory until it is asked to.
             Self::Pool(pool) => Some(pool.stats().reserved_bytes),
             Self::Caching(memory) | Self::BehindEvents(memory, _) => {
                 Some(memory.cache_stats().reserved_peak_bytes)
@@ -99,10 +100,10 @@ impl Allocator {
         }
     }
 
-    /// Takes back a block.
+    /// Frees a block.
     ///
     /// # Safety
-    /// It gave the address, for this length, and nothing uses the memory.
+    /// The allocator returned `address` for this length, and nothing uses the memory.
     unsafe fn free(&self, address: u64, len: u64) -> Result<()> {
         match self {
             Self::Known => Ok(()),
@@ -118,20 +119,20 @@ impl Allocator {
     }
 }
 
-/// The live blocks of one thread. Nothing uses them but for their addresses.
+/// The live blocks of one thread. Only their addresses are used.
 pub struct LiveBlocks<'a> {
     allocator: &'a Allocator,
-    /// Addresses and lengths by slot.
+    /// Addresses and lengths, by slot.
     blocks: Vec<Option<(u64, u64)>>,
 }
 
 impl<'a> LiveBlocks<'a> {
-    /// No block yet, and this number of slots.
+    /// Creates `slots` slots without blocks.
     pub fn new(allocator: &'a Allocator, slots: usize) -> Self {
         Self { allocator, blocks: vec![None; slots] }
     }
 
-    /// Makes a call of the trace's. A slot without a block is freed by no trace.
+    /// Makes one call of the trace. Freeing a slot without a block has no effect.
     pub fn call(&mut self, event: Event) -> Result<()> {
         match event {
             Event::Allocate { slot, len } => {
@@ -144,16 +145,17 @@ impl<'a> LiveBlocks<'a> {
 
     fn give_back(&mut self, slot: usize) -> Result<()> {
         let Some((address, len)) = self.blocks[slot].take() else { return Ok(()) };
-        // SAFETY: allocated for this slot, from which it was taken just now, and nothing uses the memory.
+        // SAFETY: the block was allocated for this slot and was just taken out of it, and nothing uses the
+        // memory.
         unsafe { self.allocator.free(address, len) }
     }
 }
 
 impl Drop for LiveBlocks<'_> {
-    /// Gives back what the trace left, or did not come to.
+    /// Frees the blocks that the trace left, or did not reach.
     fn drop(&mut self) {
         for slot in 0..self.blocks.len() {
-            // The run ends with the first error, which was told.
+            // The run ends with the first error, which was already reported.
             let _ = self.give_back(slot);
         }
     }

@@ -1,4 +1,4 @@
-//! A store as a cache of blocks: each request's blocks are brought to the fast place, or made there.
+//! A store used as a cache of blocks: each request's blocks are moved to the fast place, or created there.
 
 use std::collections::BTreeMap;
 use std::sync::mpsc;
@@ -12,71 +12,72 @@ use super::room::{BenchStop, Room};
 use crate::cli::exit::Failure;
 use crate::replay::simulate::SplitMix64;
 
-/// Bytes at the beginning of a block that are compared each time, and at its middle and its end after a run.
+/// The number of bytes that are compared: at the beginning of a block at each request, also at its middle and
+/// end after a run.
 const CHECKED: u64 = 16;
 
-/// A store, and the requests that it has yet to see.
+/// A store, and how requests are served from it.
 pub struct BlockCache<'b> {
     pub store: Store,
     pub room: &'b Room,
     /// The first of the tiers.
     pub fast: Place,
-    /// Bytes of a block: a multiple of 8, and at least [`CHECKED`].
+    /// Bytes per block: a multiple of 8, and at least [`CHECKED`].
     pub len: u64,
-    /// Blocks that are asked for at once.
+    /// The number of blocks that are requested at once.
     pub piece: usize,
-    /// How many requests' blocks are on their way while one is served.
+    /// The number of requests whose blocks are prefetched while one is served.
     pub ahead: Ahead,
-    /// How long a request is served once its blocks are there. The caller is idle meanwhile.
+    /// How long serving a request takes after its blocks are in place. The caller is idle meanwhile.
     pub service: Duration,
 }
 
-/// How far blocks come ahead of the request that asks for them.
+/// How far blocks are prefetched ahead of the request that needs them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ahead {
-    /// Those of this number of requests.
+    /// The blocks of this number of requests.
     Requests(usize),
-    /// As far as the store finds worth while.
+    /// As far as the store's read-ahead decides.
     Measured,
 }
 
 impl Ahead {
-    /// No block comes ahead.
+    /// Blocks are not prefetched.
     pub const NONE: Self = Self::Requests(0);
 }
 
-/// Blocks that are on their way.
+/// Blocks that are being prefetched.
 enum InFlightBlocks<'s> {
     Requests { ahead: usize, coming: Vec<Option<Prefetch>> },
     Measured { ahead: ReadAhead<'s>, pushed: usize },
 }
 
-/// What a cache did.
+/// The results of a run.
 pub struct CacheTotals {
-    /// Blocks that were there already, by the place in which they were found.
+    /// The number of existing blocks, by the place in which they were found.
     pub found: BTreeMap<Place, u64>,
-    /// Of each request: its blocks that were found in the fast place, and all that were there already.
+    /// For each request: the number of its blocks found in the fast place, and of all that existed.
     pub of_each: Vec<(u64, u64)>,
-    /// The time until the blocks of a request that were there already were in the fast place; by request, and
-    /// by block: the request's share.
+    /// The time until all existing blocks of a request were in the fast place: per request, and per block as
+    /// the request's share.
     pub ready: Latency,
     pub ready_block: Latency,
     pub ready_took: Duration,
-    /// The same of those requests only that had a block in a slower place.
+    /// The same, only for requests with a block in a slower place.
     pub brought: Latency,
     pub brought_took: Duration,
-    /// Blocks that were made, and the time of each request's.
+    /// The number of created blocks, and the time of each request's creations.
     pub made: u64,
     pub making: Latency,
     pub making_took: Duration,
-    /// From the first request to the end of the last one, without the bytes' making and checking.
+    /// The time from the first request to the end of the last one, without generating and checking bytes.
     pub took: Duration,
-    /// Calls ahead that found no room.
+    /// The number of prefetches that failed for lack of room.
     pub refused_ahead: u64,
 }
 
 impl CacheTotals {
-    /// Nothing was played yet.
+    /// Creates empty results.
     pub fn new() -> Self {
         Self {
             found: BTreeMap::new(),
@@ -94,29 +95,29 @@ impl CacheTotals {
         }
     }
 
-    /// Blocks that were there when they were asked for.
+    /// Returns the number of requested blocks that already existed.
     pub fn known(&self) -> u64 {
         self.found.values().sum()
     }
 }
 
-/// The key of a block.
+/// Returns the key of a block.
 fn key(id: u64) -> Key {
     Key::new(id.to_be_bytes()).expect("eight bytes")
 }
 
-/// A word of a block: every word can be had without those before it.
+/// Returns one word of a block, independently of the words before it.
 fn word(id: u64, index: u64) -> [u8; 8] {
     SplitMix64::new(id.wrapping_mul(0xd134_2543_de82_ef95).wrapping_add(index)).next_word().to_le_bytes()
 }
 
-/// The bytes of a block from one multiple of 8 to another one.
+/// Returns the bytes of a block between two multiples of 8.
 fn bytes(id: u64, from: u64, to: u64) -> Vec<u8> {
     (from / 8..to / 8).flat_map(|index| word(id, index)).collect()
 }
 
 impl BlockCache<'_> {
-    /// Serves requests, one after the other.
+    /// Serves requests one after the other.
     pub fn play(&self, requests: &[Vec<u64>], played: &mut CacheTotals) -> Result<(), BenchStop> {
         let mut coming = match self.ahead {
             Ahead::Requests(ahead) => InFlightBlocks::Requests { ahead, coming: Vec::new() },
@@ -130,7 +131,7 @@ impl BlockCache<'_> {
             let started = Instant::now();
             let ended = match &mut coming {
                 InFlightBlocks::Requests { coming, .. } => coming[at].take().map(|coming| {
-                    // What has not begun yet is this request's own work.
+                    // Moves that have not started are left to the request itself.
                     coming.cancel()?;
                     coming.wait()
                 }),
@@ -143,7 +144,7 @@ impl BlockCache<'_> {
             }
             self.serve(request, waited, played)?;
             if !self.service.is_zero() {
-                // Nothing is ever sent: waiting for it is how a caller is idle.
+                // Nothing is ever sent: the receive timeout makes the caller idle.
                 let (_silent, silence) = mpsc::channel::<()>();
                 let _timeout = silence.recv_timeout(self.service);
             }
@@ -151,7 +152,7 @@ impl BlockCache<'_> {
         Ok(())
     }
 
-    /// Has blocks come of the requests after `at`. Of a request that is due itself none come ahead.
+    /// Starts prefetching for the requests after `at`. Blocks of the current request are not prefetched.
     fn send_for(
         &self,
         coming: &mut InFlightBlocks<'_>,
@@ -159,7 +160,7 @@ impl BlockCache<'_> {
         at: usize,
     ) -> Result<(), BenchStop> {
         match coming {
-            // Those of the requests in between are under way.
+            // The requests in between are already being prefetched.
             InFlightBlocks::Requests { ahead, coming } => {
                 while coming.len() < (at + 1 + *ahead).min(requests.len()) {
                     let next = coming.len();
@@ -179,7 +180,7 @@ impl BlockCache<'_> {
         Ok(())
     }
 
-    /// The pages of those of these blocks that the store has.
+    /// Returns the pages of the blocks that exist.
     fn known(&self, request: &[u64]) -> Result<Vec<PageId>, BenchStop> {
         let mut pages = Vec::new();
         for id in request {
@@ -196,7 +197,7 @@ impl BlockCache<'_> {
         }
     }
 
-    /// Serves a request that has waited this long for blocks that came ahead.
+    /// Serves a request that has already waited `waited` for prefetched blocks.
     fn serve(&self, request: &[u64], waited: Duration, played: &mut CacheTotals) -> Result<(), BenchStop> {
         let (mut ready, mut making) = (waited, Duration::ZERO);
         let (mut in_fast, mut count, mut made) = (0, 0, 0);
@@ -250,25 +251,25 @@ impl BlockCache<'_> {
         Ok(())
     }
 
-    /// Compares some bytes of blocks, from this offset on, with those that they were made of.
+    /// Compares some bytes of blocks, from `from`, with the expected ones.
     fn check(&self, blocks: &[(u64, PageId)], from: u64) -> Result<(), BenchStop> {
         let ranges: Vec<_> = blocks.iter().map(|(_, page)| (*page, from..from + CHECKED)).collect();
         let found = self.store.read_many(&ranges)?.wait()?;
         for (index, (id, page)) in blocks.iter().enumerate() {
             if found.get(index) != bytes(*id, from, from + CHECKED) {
-                let text = format!("block {id}, {page}, has other bytes at {from} than it was made of");
+                let text = format!("block {id}, page {page}, has wrong bytes at offset {from}");
                 return Err(Failure::Damage(text).into());
             }
         }
         Ok(())
     }
 
-    /// Compares bytes of all blocks, wherever they are. Each must be there.
+    /// Compares bytes of all blocks, wherever they are. Every block must exist.
     pub fn check_all(&self, blocks: impl Iterator<Item = u64>) -> Result<(), BenchStop> {
         let mut all = Vec::new();
         for id in blocks {
             let Some((page, _)) = self.lookup(id)? else {
-                return Err(Failure::Damage(format!("block {id} is gone")).into());
+                return Err(Failure::Damage(format!("block {id} is missing")).into());
             };
             all.push((id, page));
         }

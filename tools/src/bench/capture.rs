@@ -1,4 +1,4 @@
-//! `remanent bench capture`: what changed of a state in the caller's memory, found and made durable.
+//! `remanent bench capture`: finds the changes in a state in the caller's memory and makes them durable.
 
 use std::time::{Duration, Instant};
 
@@ -15,17 +15,17 @@ use crate::cli::exit::Failure;
 use crate::cli::size::Size;
 
 const EXAMPLES: &str = "\
-A state of --bytes lies in the caller's memory, where the pages of --device are; its pages are on disk, in pages of \
---page-len. One byte in each changed chunk of 64 KiB changes: --changed of all chunks, in one row from the start, or \
-spread evenly. The capture finds the chunks by their digests, and logs them. The ceiling is what no capture can do \
-without: the device reads the state once, and the changed chunks go to the host. Reading is taken from a copy of half \
-as many bytes on the device, which moves as many as reading all of them does.
+A state of --bytes is in the caller's memory on --device, and its pages of --page-len are on disk. One byte changes in \
+each of --changed percent of all 64 KiB chunks, contiguous from the start or spread evenly. The capture finds the \
+changed chunks by their digests and logs them. The ceiling is the minimum that any capture must do: the device reads the \
+state once, and the changed chunks are copied to the host. The read rate is taken from a copy of half the bytes on the \
+device, which moves as many bytes as reading all of them.
 
 Examples:
   remanent bench capture /dev/shm --device cuda:0 --bytes 16GiB
   remanent bench capture /mnt/fast --bytes 512MiB --changed 10";
 
-/// What changed of a state in the caller's memory, captured
+/// Captures of changes in the caller's memory
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct CaptureBench {
@@ -34,10 +34,10 @@ pub struct CaptureBench {
     /// Bytes of the state
     #[arg(long, default_value = "256MiB")]
     bytes: Size,
-    /// Bytes of a page
+    /// Bytes per page
     #[arg(long, value_name = "BYTES", default_value = "16MiB")]
     page_len: Size,
-    /// How much of the state changes, in percent of its chunks
+    /// Percentage of the state's chunks that change
     #[arg(long, value_name = "PERCENT", default_value_t = 1)]
     changed: u64,
 }
@@ -50,14 +50,15 @@ impl Measure for CaptureBench {
     fn check(&self) -> Result<(), Failure> {
         let is_whole = |len: u64| len > 0 && len.is_multiple_of(DIGEST_CHUNK_LEN);
         if !is_whole(self.page_len.0) || self.bytes < self.page_len || !(1..=100).contains(&self.changed) {
-            let text = "--page-len is a multiple of 64KiB, --bytes no less, --changed between 1 and 100";
+            let text = "--page-len must be a multiple of 64KiB, --bytes at least --page-len, and --changed \
+                        between 1 and 100";
             return Err(Failure::Environment(text.to_owned()));
         }
         Ok(())
     }
 
     fn bytes_needed(&self) -> u64 {
-        // The pages once, and what a round of captures writes.
+        // The pages once, and what each round of captures writes.
         let changed = self.bytes.0 / 100 * self.changed;
         self.bytes.0.saturating_mul(2) + changed.saturating_mul(4 * (u64::from(self.common.rounds) + 1))
     }
@@ -69,7 +70,7 @@ impl Measure for CaptureBench {
     fn measure(&self, room: &Room) -> Result<Findings, BenchStop> {
         room.step("the state")?;
         let state = State::new(self, room)?;
-        let mut ways = [Way::new("in a row"), Way::new("spread")];
+        let mut ways = [Way::new("contiguous"), Way::new("spread")];
         let names = ["copied, read and written", "digested"];
         let mut rates = names.map(|name| Figure::new(name, Unit::BytesPerSecond));
         for round in 0..self.common.rounds {
@@ -100,17 +101,17 @@ struct State<'r> {
     store: Store,
     copies: Vec<WorkingCopy>,
     page_len: u64,
-    /// Memory that is read beside it: as much as the state, up to a bound.
+    /// Memory that is read for the ceiling: as long as the state, up to a limit.
     halves: [Span; 2],
     key: Span,
 }
 
-/// The most bytes that are read beside the state: more are read no faster.
+/// The maximum number of bytes that are read for the ceiling: more are not read any faster.
 const READ_LEN_MAX: u64 = 4 << 30;
 
 impl<'r> State<'r> {
     fn new(bench: &CaptureBench, room: &'r Room) -> Result<Self, BenchStop> {
-        // What is logged waits in memory until the next snapshot, with its indices.
+        // Logged changes and their indices stay in memory until the next snapshot.
         let pending = bench.bytes.0 / 100 * bench.changed + bench.bytes.0 / 16 + (128 << 20);
         let options = room::options().budget(Budget::default().with(Place::Disk, pending));
         let store = room.open("store", options)?;
@@ -145,8 +146,7 @@ impl<'r> State<'r> {
         Ok(Self { room, store, copies, page_len, halves, key: key_at })
     }
 
-    /// Changes a byte in each of the chunks that are to change. Returns how many bytes the changed chunks
-    /// have.
+    /// Changes a byte in each chunk that should change. Returns the length of all changed chunks.
     fn change(&self, is_spread: bool, percent: u64, byte: u8) -> Result<u64, BenchStop> {
         let per_page = self.page_len / DIGEST_CHUNK_LEN;
         let all = per_page * self.copies.len() as u64;
@@ -159,7 +159,8 @@ impl<'r> State<'r> {
         Ok(changed * DIGEST_CHUNK_LEN)
     }
 
-    /// Measures how fast the device copies and digests. Returns the seconds that reading the state takes.
+    /// Measures how fast the device copies and digests. Returns the seconds that reading the state would
+    /// take.
     fn read(&self, [copied, digested]: &mut [Figure; 2]) -> Result<f64, BenchStop> {
         let device = &*self.room.device;
         let [source, target] = self.halves;
@@ -176,7 +177,7 @@ impl<'r> State<'r> {
         Ok((self.page_len * self.copies.len() as u64) as f64 / rate)
     }
 
-    /// How long a copy of this length to the host takes.
+    /// Returns the time to copy this many bytes to the host.
     fn down(&self, bytes: u64) -> Result<Duration, BenchStop> {
         let device = &*self.room.device;
         let mut left = bytes;
@@ -195,10 +196,10 @@ impl<'r> State<'r> {
     }
 }
 
-/// Bytes that come to the host at a time.
+/// Bytes that are copied to the host at a time.
 const DOWN_LEN: u64 = 32 << 20;
 
-/// One way of changing the state.
+/// One pattern of changes to the state.
 struct Way {
     name: &'static str,
     ceiling: Figure,
@@ -212,7 +213,7 @@ impl Way {
         let ceiling = Figure::new("read on the device, changed chunks to the host", Unit::Seconds);
         let under = |name| Figure::new(name, Unit::Seconds).under(&ceiling.name);
         let (logged, durable) = (under("captured, Logged"), under("captured, durable"));
-        let written = Figure::new("logged, of the changed chunks' bytes", Unit::Share);
+        let written = Figure::new("logged, relative to the changed chunks", Unit::Share);
         Self { name, ceiling, logged, durable, written }
     }
 

@@ -1,4 +1,4 @@
-//! `remanent bench ceilings`: the speed of the machine without a store.
+//! `remanent bench ceilings`: measures the machine without a store.
 
 use std::time::{Duration, Instant};
 
@@ -15,12 +15,12 @@ use crate::cli::exit::Failure;
 use crate::cli::size::Size;
 
 const EXAMPLES: &str = "\
-Disk: 4 threads write random bytes to files of their own, past the page cache, and sync them; 4 threads read them \
-back past the cache, and through it. Host: a copy, and a CRC-32, by one thread. Device: copies of 64 MiB between \
-pinned host memory and the device, and on the device; a list of one delta, from its submission to its fence, which \
-is the least that Applied can take; a list of 10,000 deltas; a copy of 4 KiB to the host during long ones.
+Disk: 4 threads write random bytes to separate files, past the page cache, and sync them; then 4 threads read them back, \
+past the cache and through it. Host: a copy and a CRC-32 by one thread. Device: copies of 64 MiB between pinned host \
+memory and the device, and on the device; a list of one delta from submission to fence, which is the minimum for \
+Applied; a list of 10,000 deltas; a copy of 4 KiB to the host during long copies.
 
-The raw group-commit loop, the ceiling of durable commits, is measured where they are: `remanent bench commit`.
+The raw group-commit loop, the ceiling of durable commits, is measured by `remanent bench commit`.
 
 Examples:
   remanent bench ceilings /mnt/fast
@@ -32,22 +32,22 @@ Examples:
 pub struct CeilingsBench {
     #[command(flatten)]
     common: Common,
-    /// Bytes written and read
+    /// Bytes to write and read
     #[arg(long, default_value = "256MiB")]
     bytes: Size,
 }
 
 /// Bytes of a long copy.
 const COPY_LEN: usize = 64 << 20;
-/// Bytes of a short one.
+/// Bytes of a short copy.
 const SHORT_LEN: usize = 4096;
 /// Bytes of a delta.
 const DELTA_LEN: usize = 256;
-/// Deltas of a list of many, each for a page of its own.
+/// Number of deltas in a long list, each for a separate page.
 const DELTAS: usize = 10_000;
-/// Lists of one delta a round.
+/// Number of lists with one delta per round.
 const LISTS: u64 = 1000;
-/// Long copies a round.
+/// Number of long copies per round.
 const COPIES: usize = 8;
 
 impl Measure for CeilingsBench {
@@ -57,7 +57,7 @@ impl Measure for CeilingsBench {
 
     fn check(&self) -> Result<(), Failure> {
         if self.bytes.0 < 1 << 20 {
-            return Err(Failure::Environment("--bytes is at least 1MiB".to_owned()));
+            return Err(Failure::Environment("--bytes must be at least 1MiB".to_owned()));
         }
         Ok(())
     }
@@ -77,12 +77,12 @@ impl Measure for CeilingsBench {
         if room.is_gpu() {
             groups.push(device(room, self.common.rounds)?);
         } else {
-            left_out.push("the device's copies and launches: there is no GPU".to_owned());
+            left_out.push("copies and launches of the device: no GPU is in use".to_owned());
         }
         let mut settings = room.settings(&self.common);
         settings.push(("rounds", self.common.rounds.to_string()));
         if !transfer::knows_direct(&room.path("disk"))? {
-            left_out.push("the ways past the page cache: this file system knows no O_DIRECT".to_owned());
+            left_out.push("direct I/O: this file system does not support O_DIRECT".to_owned());
         }
         Ok(Findings { bench: "ceilings", settings, groups, left_out })
     }
@@ -99,7 +99,7 @@ fn disk(room: &Room, bytes: u64, rounds: u32) -> Result<Group, BenchStop> {
         write.push(rate(took));
         transfer::forget(&files)?;
         cold.push(rate(transfer::read(&files, Cache::Past)?));
-        // The first one brings them there.
+        // The first read fills the cache.
         transfer::read(&files, Cache::Through)?;
         warm.push(rate(transfer::read(&files, Cache::Through)?));
         transfer::remove(&files)?;
@@ -124,7 +124,7 @@ fn host(room: &Room, rounds: u32) -> Result<Group, BenchStop> {
         let fresh = source.clone();
         touch.push(rate(started));
         let started = Instant::now();
-        // Looked at, so that none of it is left out.
+        // Used, so that the compiler cannot remove the work.
         let sums = (crc32fast::hash(&target), fresh[COPY_LEN - 1]);
         std::hint::black_box(sums);
         sum.push(rate(started));
@@ -138,7 +138,7 @@ fn device(room: &Room, rounds: u32) -> Result<Group, BenchStop> {
     let mut group = Group::new("device");
     let names = ["pinned host to device", "device to pinned host", "copy on the device, read and written"];
     let [mut up, mut down, mut copy] = names.map(|name| Figure::new(name, Unit::BytesPerSecond));
-    let names = ["one delta of 256 B", "10,000 deltas of 256 B", "4 KiB to the host beside long copies"];
+    let names = ["one delta of 256 B", "10,000 deltas of 256 B", "4 KiB to the host during long copies"];
     let [mut one, mut many, mut beside] = names.map(|name| {
         let mut figure = Figure::new(name, Unit::PerSecond("lists"));
         figure.latency = Some(Latency::new());
@@ -149,8 +149,8 @@ fn device(room: &Room, rounds: u32) -> Result<Group, BenchStop> {
         room.step("device")?;
         let (source, target) = (pages.whole(0), pages.whole(1));
         let staged = StagingSpan { index: 0, offset: 0, len: COPY_LEN };
-        // Each runs on the lane that long copies take. A copy to or from the host is done in turns, a MiB
-        // each, so that short ones need not wait.
+        // Each uses the lane of long copies. Copies to or from the host are done in pieces of 1 MiB, so that
+        // short ones need not wait.
         for (figure, lane, command, moved) in [
             (&mut up, Lane::Drain, Command::Upload { source: staged, target }, COPY_LEN),
             (&mut down, Lane::Drain, Command::Download { source, target: staged }, COPY_LEN),
@@ -176,7 +176,7 @@ fn device(room: &Room, rounds: u32) -> Result<Group, BenchStop> {
     Ok(group)
 }
 
-/// Page memory for the figures of a device.
+/// Page memory for the device's figures.
 struct DevicePages {
     long: [remanent::device::MemoryId; 2],
     short: Vec<remanent::device::MemoryId>,
@@ -193,7 +193,7 @@ impl DevicePages {
         Span { memory: self.long[index], offset: 0, len: COPY_LEN as u64 }
     }
 
-    /// The time that a list of `count` deltas takes, each to a page of its own.
+    /// Returns the time for a list of `count` deltas, each to a separate page.
     fn deltas(&self, device: &dyn Device, count: usize) -> Result<Duration, BenchStop> {
         let piece = |(number, memory): (usize, &remanent::device::MemoryId)| Piece {
             target: Span { memory: *memory, offset: 64, len: DELTA_LEN as u64 },
@@ -211,7 +211,7 @@ impl DevicePages {
     }
 }
 
-/// How long a list takes from its submission to its fence; with the staging that it used.
+/// Submits a list and returns the time until its fence, with the staging that it used.
 pub fn list(
     device: &dyn Device,
     lane: Lane,
@@ -223,7 +223,7 @@ pub fn list(
     Ok((started.elapsed(), staging))
 }
 
-/// A round of lists, one after the other.
+/// Measures `count` lists one after the other.
 fn list_rate(
     figure: &mut Figure,
     count: u64,
@@ -243,7 +243,7 @@ fn list_rate(
     Ok(())
 }
 
-/// Short copies to the host on one lane while long ones run on another.
+/// Measures short copies to the host on one lane while long ones run on another.
 fn short_while_long(device: &dyn Device, pages: &DevicePages, figure: &mut Figure) -> Result<(), BenchStop> {
     let (long, short) = (pages.whole(0), Span { len: SHORT_LEN as u64, ..pages.whole(1) });
     std::thread::scope(|scope| {
@@ -259,7 +259,7 @@ fn short_while_long(device: &dyn Device, pages: &DevicePages, figure: &mut Figur
         let mut staging = vec![device.staging(SHORT_LEN)?];
         let mut all = Latency::new();
         let started = Instant::now();
-        // Once at least: on a busy machine the long ones may be over when this thread begins.
+        // Runs at least once: on a busy machine the long copies may be done before this thread starts.
         loop {
             let target = StagingSpan { index: 0, offset: 0, len: SHORT_LEN };
             let time;

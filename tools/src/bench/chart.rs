@@ -1,36 +1,36 @@
-//! Charts as SVG: lines over two axes, and bars next to a ceiling. Colours are classes, which the page
-//! defines for light and for dark.
+//! Charts as SVG: lines over two axes, and bars next to a ceiling. Colors are CSS classes, which the page
+//! defines for light and dark mode.
 
 use std::fmt::Write;
 
-/// Width and height of a chart, in its own units; the page scales it.
+/// Width and height of a chart in its own units; the page scales it.
 const WIDTH: f64 = 720.0;
 const HEIGHT: f64 = 260.0;
-/// The room left for the labels around the plot.
+/// The margins for the labels around the plot.
 const LEFT: f64 = 78.0;
 const RIGHT: f64 = 28.0;
 const TOP: f64 = 14.0;
 const BOTTOM: f64 = 42.0;
 
-/// One of a chart's two directions.
+/// One axis of a chart.
 pub struct Axis {
     pub label: &'static str,
     pub scale: Scale,
-    /// A tick's value as text.
+    /// Formats the value of a tick.
     pub show: Box<dyn Fn(f64) -> String>,
 }
 
-/// How values become places.
+/// The mapping from values to positions on an axis.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Scale {
-    /// From 0 to a number above it.
+    /// From 0 to a maximum.
     Linear { max: f64 },
-    /// Between two powers of ten.
+    /// Logarithmic, between two powers of ten.
     Log { min: f64, max: f64 },
 }
 
 impl Scale {
-    /// From 0 to a round number that is no less than any of the values.
+    /// Returns a scale from 0 to a round number that is at least the largest value.
     pub fn linear(values: impl Iterator<Item = f64>) -> Self {
         let max = values.fold(0.0, f64::max);
         let max = if max > 0.0 { max } else { 1.0 };
@@ -38,7 +38,7 @@ impl Scale {
         Scale::Linear { max: (max / step).ceil() * step }
     }
 
-    /// The powers of ten around the values above 0.
+    /// Returns a scale between the powers of ten around the values above 0.
     pub fn log(values: impl Iterator<Item = f64>) -> Self {
         let (mut min, mut max) = (f64::INFINITY, 0.0_f64);
         for value in values.filter(|value| *value > 0.0) {
@@ -51,7 +51,7 @@ impl Scale {
         Scale::Log { min: 10_f64.powf(min), max: 10_f64.powf(if max > min { max } else { min + 1.0 }) }
     }
 
-    /// The place of a value: 0 at the beginning of the axis, 1 at its end.
+    /// Returns the position of a value: 0 at the beginning of the axis, 1 at its end.
     fn place(self, value: f64) -> f64 {
         match self {
             Scale::Linear { max } => value / max,
@@ -74,7 +74,7 @@ impl Scale {
     }
 }
 
-/// A round number that fits into `max` a handful of times.
+/// Returns a round step that divides `max` into a few ticks.
 fn step_of(max: f64) -> f64 {
     let power = 10_f64.powf(max.log10().floor());
     match max / power {
@@ -86,13 +86,13 @@ fn step_of(max: f64) -> f64 {
 
 /// One line of a chart.
 pub struct ChartLine {
-    /// The class that colours it.
+    /// The CSS class that colors it.
     pub class: String,
     pub name: String,
     pub points: Vec<(f64, f64)>,
 }
 
-/// Lines over two axes, and moments on the first of them.
+/// Draws lines over two axes, with marks at moments on the x axis.
 pub fn lines(x: &Axis, y: &Axis, lines: &[ChartLine], marks: &[(f64, &str)]) -> String {
     let across = |value: f64| LEFT + x.scale.place(value) * (WIDTH - LEFT - RIGHT);
     let up = |value: f64| HEIGHT - BOTTOM - y.scale.place(value) * (HEIGHT - TOP - BOTTOM);
@@ -128,7 +128,7 @@ pub fn lines(x: &Axis, y: &Axis, lines: &[ChartLine], marks: &[(f64, &str)]) -> 
     for (index, (at, what)) in marks.iter().enumerate() {
         let at = across(*at);
         draw(&mut svg, format_args!(r#"<path class="mark" d="M{at:.1} {TOP}V{bottom}"/>"#));
-        // Neighbours do not write over each other.
+        // The labels of adjacent marks must not overlap.
         let y = TOP + 10.0 + 14.0 * (index % 2) as f64;
         draw(
             &mut svg,
@@ -141,7 +141,7 @@ pub fn lines(x: &Axis, y: &Axis, lines: &[ChartLine], marks: &[(f64, &str)]) -> 
             let command = if index == 0 { 'M' } else { 'L' };
             draw(&mut path, format_args!("{command}{:.1} {:.1}", across(*x), up(*y)));
         }
-        // One point alone is a dot: without a length a path shows nothing.
+        // A single point is drawn as a short line, because a path without length is invisible.
         if points.len() == 1 {
             path += "h4";
         }
@@ -151,16 +151,16 @@ pub fn lines(x: &Axis, y: &Axis, lines: &[ChartLine], marks: &[(f64, &str)]) -> 
     svg + "</svg>\n"
 }
 
-/// One bar: its name, its share of a ceiling, and its value as text.
+/// One bar: its name, its share of the ceiling, and its value as text.
 pub struct Bar {
     pub name: String,
     pub share: f64,
     pub value: String,
 }
 
-/// Bars next to a line at 1, the ceiling.
+/// Draws bars, and the ceiling as a line at 1.
 pub fn bars(bars: &[Bar]) -> String {
-    // A name stands above its bar, where there is room for all of it.
+    // The name is above its bar, where the whole width is free.
     const ROW: f64 = 44.0;
     const NAMES: f64 = 4.0;
     const VALUES: f64 = 210.0;
@@ -203,12 +203,12 @@ fn open(height: f64) -> String {
     format!("<svg viewBox=\"0 0 {WIDTH} {height}\" role=\"img\">\n")
 }
 
-/// Adds to a text, which cannot fail.
+/// Appends to a string, which cannot fail.
 fn draw(text: &mut String, what: std::fmt::Arguments<'_>) {
     text.write_fmt(what).expect("a string takes all");
 }
 
-/// Text as HTML and SVG hold it.
+/// Escapes text for HTML and SVG.
 pub fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
@@ -228,7 +228,7 @@ mod tests {
         for (value, place) in [(0.001, 0.0), (0.1, 0.5), (10.0, 1.0), (0.0, 0.0), (99.0, 1.0)] {
             assert!((log.place(value) - place).abs() < 1e-9, "{value}");
         }
-        // One value, and a power of ten at that.
+        // A single value that is a power of ten.
         assert!(matches!(Scale::log([1.0].into_iter()), Scale::Log { min, max } if min < max));
     }
 
@@ -244,8 +244,8 @@ mod tests {
 
     #[test]
     fn chart_keeps_long_names_and_single_points() {
-        let name = "16 threads, 2 MiB pages, acknowledged as durable, direct log: store beside the raw loop"
-            .to_owned();
+        let name =
+            "16 threads, 2 MiB pages, acknowledged as durable, direct log: store and the raw loop".to_owned();
         let svg = bars(&[Bar { name: name.clone(), share: 0.5, value: "1".to_owned() }]);
         let text = svg.split("<text ").find(|text| text.contains(&name)).unwrap();
         let (attributes, _) = text.split_once('>').unwrap();
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_text_whatever_is_in_them() {
+    fn names_are_escaped() {
         let bar = Bar { name: "<a & \"b\">".to_owned(), share: 0.5, value: "1 < 2".to_owned() };
         let svg = bars(&[bar]);
         assert!(svg.contains("&lt;a &amp; &quot;b&quot;&gt;") && svg.contains("1 &lt; 2"), "{svg}");

@@ -1,4 +1,4 @@
-//! `remanent bench commit`: batches of one delta, compared with the raw group-commit loop.
+//! `remanent bench commit`: commits batches of one delta, compared with a raw group-commit loop.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -17,47 +17,47 @@ use crate::cli::exit::Failure;
 use crate::cli::size::Size;
 
 const EXAMPLES: &str = "\
-Each thread writes deltas to a page of its own, one a batch, and waits for each. The ceiling of durable commits is the \
-faster of two raw loops, which put records into a queue and write and sync the whole queue in one piece: one by pwrite \
-and fdatasync, one by O_DIRECT and O_DSYNC. The ceiling of logged or applied commits is a copy with a checksum under a \
-lock. A figure with one thread shows the cost of one commit alone.
+Each thread writes deltas to its own page, one per batch, and waits for each. The ceiling of durable commits is the \
+faster of two raw loops, which queue records and then write and sync the whole queue at once: one with pwrite and \
+fdatasync, one with O_DIRECT and O_DSYNC. The ceiling of logged or applied commits is a copy with a checksum under a \
+lock. Figures with one thread show the cost of a single commit.
 
 Examples:
   remanent bench commit /mnt/fast
   remanent bench commit /mnt/fast --threads 8 --len 4KiB,64KiB --ack durable --log-io direct,buffered,mapped
   remanent bench commit /dev/shm --threads 1 --len 256 --ack logged --seconds 2";
 
-/// Commits a second, and how long each takes
+/// Commits per second, and the latency of each
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct CommitBench {
     #[command(flatten)]
     common: Common,
-    /// How many threads commit at once; a list
+    /// Numbers of threads that commit at once; a list
     #[arg(long, value_name = "N", value_delimiter = ',', default_value = "1,8")]
     threads: Vec<usize>,
-    /// Bytes of a delta; a list
+    /// Bytes per delta; a list
     #[arg(long, value_name = "BYTES", value_delimiter = ',', default_value = "256,4KiB,64KiB")]
     len: Vec<Size>,
-    /// The acknowledgement that each commit waits for; a list
+    /// Acknowledgements to wait for; a list
     #[arg(long, value_enum, value_delimiter = ',', default_value = "durable,logged")]
     ack: Vec<Level>,
-    /// How the log is written; a list [default: as a store chooses]
+    /// How to write the log; a list [default: the store's choice]
     #[arg(long, value_enum, value_delimiter = ',')]
     log_io: Vec<Io>,
-    /// How long each figure of a round is measured
+    /// Duration of each measurement in a round, in seconds
     #[arg(long, value_name = "S", default_value_t = 0.2)]
     seconds: f64,
 }
 
-/// An acknowledgement that can be waited for.
+/// The acknowledgement to wait for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Level {
     /// Later reads see the batch
     Applied,
-    /// It survives the death of the process
+    /// The batch survives the death of the process
     Logged,
-    /// It survives a power cut
+    /// The batch survives a power cut
     Durable,
 }
 
@@ -82,11 +82,11 @@ impl Level {
 /// A way to write the log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Io {
-    /// Into a shared mapping
+    /// Through a shared mapping
     Mapped,
     /// By write and fdatasync
     Buffered,
-    /// By one write a group past the page cache
+    /// By one write per group past the page cache
     Direct,
 }
 
@@ -100,13 +100,13 @@ impl From<Io> for LogIo {
     }
 }
 
-/// The least that pages take which are written to, in bytes.
+/// The minimum length of pages that are written to, in bytes.
 const PAGE_LEN_MIN: u64 = 1 << 20;
-/// Log of a store that grows beyond this is given up between two rounds, in bytes.
+/// A store whose log exceeds this length, in bytes, takes a snapshot between two rounds.
 const LOG_BYTES_MAX: u64 = 64 << 20;
-/// Values of the course of one round.
+/// Number of values in the time series of one round.
 const COURSE_STEPS: u32 = 20;
-/// More than any machine logs a second; it bounds the bytes that a round may write.
+/// An upper bound on what any machine logs per second; it limits the bytes that a round may write.
 const LOG_BYTES_PER_SECOND: f64 = 1e9;
 
 impl Measure for CommitBench {
@@ -119,10 +119,12 @@ impl Measure for CommitBench {
         check_seconds("--seconds", self.seconds)?;
         check_threads(&self.threads)?;
         if self.len.iter().any(|len| !(1..=1 << 20).contains(&len.0)) {
-            return refuse("--len lies between 1 and 1MiB: a delta is a part of a page");
+            return refuse("--len must be between 1 and 1MiB: a delta is part of a page");
         }
         if self.longest() * self.most_threads() as u64 > raw::FILE_LEN_MAX {
-            return refuse("that many threads with such deltas fill the raw loop's file at once");
+            return refuse(
+                "one group of all --threads with the longest --len does not fit into the raw loop's file",
+            );
         }
         Ok(())
     }
@@ -133,7 +135,7 @@ impl Measure for CommitBench {
     }
 
     fn steps(&self) -> u64 {
-        // Stores and raw loops take their turns together.
+        // All stores and raw loops of a group are measured in one step.
         u64::from(self.common.rounds) * (self.threads.len() * self.len.len() * self.ack.len()) as u64
     }
 
@@ -187,12 +189,12 @@ impl CommitBench {
                 group_len_max,
             )?));
         } else {
-            left_out.push("the raw loop past the page cache: this file system knows no O_DIRECT".to_owned());
+            left_out.push("the raw loop with O_DIRECT: this file system does not support it".to_owned());
         }
         Ok(loops)
     }
 
-    /// One store for each acknowledgement and way to write the log, with a page for each thread.
+    /// Creates one store for each acknowledgement and way to write the log, with a page for each thread.
     fn stores(&self, room: &Room) -> Result<Vec<(Level, CommitSubject)>, BenchStop> {
         let ways: Vec<Option<Io>> = match &self.log_io[..] {
             [] => vec![None],
@@ -224,7 +226,7 @@ impl CommitBench {
         Ok(stores)
     }
 
-    /// All subjects in turn, as often as there are rounds.
+    /// Measures all subjects in turn, once per round.
     fn group(
         &self,
         room: &Room,
@@ -264,7 +266,7 @@ impl CommitBench {
     }
 }
 
-/// Something that takes records.
+/// A store or a ceiling that takes records.
 enum CommitSubject {
     Raw(RawLog),
     Memory(RawMemory),
@@ -275,7 +277,7 @@ enum CommitSubject {
 struct RecordStore {
     name: String,
     store: Store,
-    /// One a thread.
+    /// One page per thread.
     pages: Vec<PageId>,
     page_len: u64,
 }
@@ -294,7 +296,7 @@ impl CommitSubject {
         !matches!(self, CommitSubject::Store(_))
     }
 
-    /// Commit number `count` of a thread.
+    /// Makes commit number `count` of a thread.
     fn commit(&self, thread: usize, count: u64, record: &[u8]) -> Result<(), BenchStop> {
         match self {
             CommitSubject::Raw(raw) => Ok(raw.commit(record)?),
@@ -313,7 +315,7 @@ impl CommitSubject {
         }
     }
 
-    /// Leaves no work over that the next one's time would have to pay for.
+    /// Finishes background work, so that the next measurement does not pay for it.
     fn settle(&self) -> Result<(), BenchStop> {
         if let CommitSubject::Store(committing) = self {
             let store = &committing.store;
@@ -327,7 +329,7 @@ impl CommitSubject {
     }
 }
 
-/// One subject's turn.
+/// Measures one subject for one round.
 fn round(
     room: &Room,
     subject: &CommitSubject,

@@ -1,4 +1,4 @@
-//! `remanent bench create`: new pages in bulk, compared with a file written and synced as often.
+//! `remanent bench create`: creates pages in bulk, compared with writing and syncing one file.
 
 use std::fs::File;
 use std::io::Write;
@@ -16,19 +16,19 @@ use crate::cli::exit::Failure;
 use crate::cli::size::Size;
 
 const EXAMPLES: &str = "\
-Pages of random bytes are created, --batch bytes to a batch, and each batch is waited for until it is durable. The \
-ceiling is a file that takes the same bytes by one thread, synced as often. A long batch's bytes go to an image file \
-once, and the log and the next snapshot only name them. All bytes written, a snapshot included, are shown as a \
-multiple of the pages' bytes.
+Creates pages of random bytes, --batch bytes per batch, and waits until each batch is durable. The ceiling is a file to \
+which one thread writes the same bytes, synced as often. A long batch's bytes are written to an image file once; the log \
+and the next snapshot only refer to it. All bytes written, including a snapshot, are shown as a multiple of the pages' \
+bytes.
 
-Commits to another page wait for Applied, one after the other: first alone, then while a long page is created and \
-deleted again and again, then while one batch creates many pages, which another thread lists.
+A second part commits to another page, waiting for Applied each time: first alone, then while a long page is repeatedly \
+created and deleted, then while one batch creates many pages and another thread lists them.
 
 Examples:
   remanent bench create /mnt/fast
   remanent bench create /mnt/fast --bytes 4GiB --batch 256MiB --page-len 8MiB";
 
-/// New pages in bulk, as an import makes them
+/// Bulk creation of pages, as in an import
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct CreateBench {
@@ -37,16 +37,16 @@ pub struct CreateBench {
     /// Bytes of all pages together
     #[arg(long, default_value = "256MiB")]
     bytes: Size,
-    /// Bytes of the pages of one batch
+    /// Bytes of the pages in one batch
     #[arg(long, value_name = "BYTES", default_value = "64MiB")]
     batch: Size,
-    /// Bytes of a page
+    /// Bytes per page
     #[arg(long, value_name = "BYTES", default_value = "8MiB")]
     page_len: Size,
-    /// Bytes of a page that is created beside commits to another one
+    /// Bytes of a page that is created during commits to another one
     #[arg(long, value_name = "BYTES", default_value = "1GiB")]
     long_len: Size,
-    /// Pages that one batch creates beside commits to another one
+    /// Number of pages that one batch creates during commits to another page
     #[arg(long, value_name = "N", default_value_t = 100_000)]
     many: u64,
 }
@@ -59,14 +59,14 @@ impl Measure for CreateBench {
     fn check(&self) -> Result<(), Failure> {
         if self.page_len.0 == 0 || self.page_len > self.batch || self.batch > self.bytes {
             let text =
-                "--page-len is at least 1, --batch no less than that, and --bytes no less than --batch";
+                "--page-len must be at least 1, --batch at least --page-len, and --bytes at least --batch";
             return Err(Failure::Environment(text.to_owned()));
         }
         Ok(())
     }
 
     fn bytes_needed(&self) -> u64 {
-        // As many as are written where no batch is large enough for an image file.
+        // The bytes written if no batch is large enough for an image file.
         self.bytes.0.saturating_mul(3)
     }
 
@@ -76,10 +76,10 @@ impl Measure for CreateBench {
 
     fn measure(&self, room: &Room) -> Result<Findings, BenchStop> {
         let (page_len, batch) = (size(self.page_len.0), size(self.batch.0));
-        let title = format!("{} in pages of {page_len}, {batch} a batch", size(self.bytes.0));
+        let title = format!("{} in pages of {page_len}, {batch} per batch", size(self.bytes.0));
         let mut raw = Figure::new("raw, one file, write + fdatasync", Unit::BytesPerSecond);
         let mut store = Figure::new("create, durable", Unit::BytesPerSecond).under(&raw.name);
-        let mut written = Figure::new("written, of the pages' bytes", Unit::Share);
+        let mut written = Figure::new("written, relative to the pages' bytes", Unit::Share);
         let content = transfer::random(self.page_len.0 as usize);
         let per_batch = self.batch.0 / self.page_len.0;
         let batches = self.bytes.0 / (per_batch * self.page_len.0);
@@ -117,7 +117,7 @@ impl Measure for CreateBench {
         }
         let mut beside = ConcurrentCommitter::new(self.long_len.0, self.many);
         for _ in 0..self.common.rounds {
-            room.step("commits beside creates")?;
+            room.step("commits during creates")?;
             beside.round(room)?;
         }
         let mut settings = room.settings(&self.common);
@@ -127,14 +127,14 @@ impl Measure for CreateBench {
     }
 }
 
-/// How long commits are measured alone.
+/// How long commits are measured without creates.
 const ALONE: Duration = Duration::from_millis(300);
 /// How often the long page is created in a round.
 const LONG_CREATES: usize = 20;
 /// Bytes of each of the many pages.
 const MANY_LEN: u64 = 64;
 
-/// A thread that commits to a page of its own while others create pages.
+/// A thread that commits to its own page while others create pages.
 struct ConcurrentCommitter {
     long_len: u64,
     many: u64,
@@ -153,8 +153,8 @@ impl ConcurrentCommitter {
             long_len,
             many,
             alone: figure("no creates".to_owned()),
-            beside_long: figure(format!("beside creates of {}", size(long_len))),
-            beside_many: figure(format!("beside a batch of {many} creates")),
+            beside_long: figure(format!("during creates of {}", size(long_len))),
+            beside_many: figure(format!("during a batch of {many} creates")),
         }
     }
 
@@ -204,7 +204,7 @@ impl ConcurrentCommitter {
     }
 }
 
-/// Commits to a page for as long as another thread's work takes. The work may say earlier that it is over.
+/// Commits to a page while another thread works. The work may set the flag to end this earlier.
 fn while_working(
     store: &Store,
     page: PageId,

@@ -1,6 +1,6 @@
-//! The results of a run: figures in groups, each with the ceiling that was taken in turn with it.
+//! The results of a run: figures in groups, each with the ceiling that was measured in turn with it.
 //!
-//! The table for people, `--json` and the report are three views of this.
+//! The table for people, `--json` and the HTML report are three views of these results.
 
 use std::time::Duration;
 
@@ -12,14 +12,14 @@ use crate::cli::json::object;
 use crate::cli::output::Output;
 use crate::cli::table;
 
-/// The sign after a multiple if a higher one is better, as of a rate.
+/// The sign after a ratio if higher is better, for example of a rate.
 pub const HIGHER: &str = "\u{2191}";
-/// The sign after a multiple if a lower one is better, as of a time.
+/// The sign after a ratio if lower is better, for example of a time.
 pub const LOWER: &str = "\u{2193}";
-/// The meaning of the two signs.
+/// The legend of the two signs.
 pub const BETTER: &str = "\u{2191} higher is better, \u{2193} lower is better";
 
-/// Things a second; none where there was no time.
+/// Returns operations per second; 0 if no time passed.
 pub fn rate(of: u64, took: Duration) -> f64 {
     if took.is_zero() { 0.0 } else { of as f64 / took.as_secs_f64() }
 }
@@ -35,55 +35,55 @@ pub struct Findings {
     pub left_out: Vec<String>,
 }
 
-/// Figures that took turns.
+/// Figures that were measured in turn.
 pub struct Group {
     /// The common title of the figures.
     pub title: String,
     pub figures: Vec<Figure>,
 }
 
-/// One measurement, taken once a round.
+/// One measurement, repeated in each round.
 pub struct Figure {
-    /// Unlike all others of its group.
+    /// The name, unique in its group.
     pub name: String,
     pub unit: Unit,
-    /// One value a round, in the base of the unit.
+    /// One value per round, in the base unit.
     pub rounds: Vec<f64>,
-    /// The latencies of single operations, over all rounds.
+    /// The latencies of single operations over all rounds.
     pub latency: Option<Latency>,
     pub course: Option<TimeSeries>,
-    /// The figure of the same group, and of the same unit, that no store can beat.
+    /// The figure of the same group and unit that no store can beat.
     pub ceiling: Option<String>,
 }
 
-/// How something went over time.
+/// A value over time.
 pub struct TimeSeries {
     pub unit: Unit,
-    /// Time from one value to the next.
+    /// The time between two values.
     pub step: Duration,
     pub values: Vec<f64>,
-    /// Moments, with the name of the event that began then.
+    /// Events: when each began, and its name.
     pub marks: Vec<(Duration, &'static str)>,
 }
 
 /// The unit of a figure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unit {
-    /// Operations of this name a second.
+    /// Operations of this name per second.
     PerSecond(&'static str),
     BytesPerSecond,
     Bytes,
     Seconds,
-    /// A share of something, 1 for all of it.
+    /// A share, 1 for all.
     Share,
-    /// A share of which more is better.
+    /// A share for which more is better.
     Hits,
     /// A number of things of this name.
     Count(&'static str),
 }
 
 impl Unit {
-    /// How `--json` calls it.
+    /// Returns the name in `--json`.
     pub fn name(self) -> String {
         match self {
             Unit::PerSecond(what) => format!("{what}/s"),
@@ -95,17 +95,17 @@ impl Unit {
         }
     }
 
-    /// Whether more is better, and a ceiling the most there can be.
+    /// Returns whether more is better, so that a ceiling is a maximum.
     pub fn is_rate(self) -> bool {
         matches!(self, Unit::PerSecond(_) | Unit::BytesPerSecond | Unit::Hits)
     }
 
-    /// The better direction, as a sign after a multiple of a ceiling.
+    /// Returns the better direction, as a sign after a ratio to the ceiling.
     pub fn better(self) -> &'static str {
         if self.is_rate() { HIGHER } else { LOWER }
     }
 
-    /// A value for a person.
+    /// Formats a value for people.
     pub fn show(self, value: f64) -> String {
         match self {
             Unit::PerSecond(what) => format!("{} {what}/s", grouped(value)),
@@ -124,7 +124,7 @@ impl Unit {
     }
 }
 
-/// A whole number with its thousands apart; small ones with a digit after the point.
+/// Formats a number with thousands separators; small ones with one decimal.
 fn grouped(value: f64) -> String {
     if value.abs() < 100.0 && value.fract() != 0.0 {
         return format!("{value:.1}");
@@ -141,49 +141,49 @@ fn grouped(value: f64) -> String {
 }
 
 impl Figure {
-    /// A figure without a value yet.
+    /// Creates a figure without values.
     pub fn new(name: impl Into<String>, unit: Unit) -> Self {
         Self { name: name.into(), unit, rounds: Vec::new(), latency: None, course: None, ceiling: None }
     }
 
-    /// The figure, under this ceiling.
+    /// Sets the figure's ceiling.
     #[must_use]
     pub fn under(mut self, ceiling: impl Into<String>) -> Self {
         self.ceiling = Some(ceiling.into());
         self
     }
 
-    /// One more round.
+    /// Adds the value of one more round.
     pub fn push(&mut self, value: f64) {
         self.rounds.push(value);
     }
 
-    /// The value of the middle round.
+    /// Returns the median over the rounds.
     pub fn median(&self) -> f64 {
         median(self.rounds.clone())
     }
 }
 
-/// The middle of some values; of an even number of them the upper one of the two.
+/// Returns the median; for an even number of values, the upper one of the middle two.
 pub fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
 impl Group {
-    /// A group without figures yet.
+    /// Creates a group without figures.
     pub fn new(title: impl Into<String>) -> Self {
         Self { title: title.into(), figures: Vec::new() }
     }
 
-    /// The ceiling of a figure of this group.
+    /// Returns the ceiling of a figure of this group.
     pub fn ceiling(&self, figure: &Figure) -> Option<&Figure> {
         let name = figure.ceiling.as_ref()?;
         self.figures.iter().find(|other| other.name == *name)
     }
 
-    /// A figure as a multiple of its ceiling: the median over the rounds, each with its own ceiling, because
-    /// a machine that slows down slows both down.
+    /// Returns a figure as a multiple of its ceiling: the median over the rounds of each round's own ratio,
+    /// because a machine that slows down slows both down.
     pub fn ratio(&self, figure: &Figure) -> Option<f64> {
         let ceiling = self.ceiling(figure)?;
         if figure.rounds.is_empty() || ceiling.rounds.len() != figure.rounds.len() {
@@ -193,7 +193,7 @@ impl Group {
         Some(median(rounds.map(|(value, ceiling)| value / ceiling).collect()))
     }
 
-    /// The median latency of a figure as a multiple of its ceiling's.
+    /// Returns the median latency of a figure as a multiple of its ceiling's.
     pub fn latency_ratio(&self, figure: &Figure) -> Option<f64> {
         let ceiling = self.ceiling(figure)?.latency.as_ref()?;
         Some(figure.latency.as_ref()?.quantile(0.5) / ceiling.quantile(0.5))
@@ -232,7 +232,7 @@ impl Findings {
             out.line(table.trim_fmt())?;
         }
         for what in &self.left_out {
-            out.line(format_args!("\nleft out: {what}"))?;
+            out.line(format_args!("\nnot measured: {what}"))?;
         }
         let is_compared = |group: &Group| group.figures.iter().any(|figure| figure.ceiling.is_some());
         match self.groups.iter().any(is_compared) {
@@ -241,7 +241,7 @@ impl Findings {
         }
     }
 
-    /// One object a figure, and one of the run at the end.
+    /// Prints one object per figure, and one for the run at the end.
     pub fn print_json(&self, out: &mut Output) -> Result<(), Failure> {
         for group in &self.groups {
             for figure in &group.figures {
@@ -293,7 +293,7 @@ mod tests {
 
     #[test]
     fn ratio_is_of_paired_rounds() {
-        // The machine was slow in the first round: of the medians it would be 1.
+        // The machine was slow in the first round: the ratio of the medians would be 1.
         let raw = figure("raw", &[1.0, 10.0, 8.0]);
         let store = figure("store", &[0.9, 8.0, 20.0]).under("raw");
         let group = Group { title: String::new(), figures: vec![raw, store] };

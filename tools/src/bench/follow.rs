@@ -1,4 +1,4 @@
-//! `remanent bench follow`: how late batches come to a follower.
+//! `remanent bench follow`: measures the delay until a follower receives a batch.
 
 use std::collections::HashMap;
 use std::sync::mpsc;
@@ -16,37 +16,37 @@ use super::{Common, Measure, check_seconds};
 use crate::cli::exit::Failure;
 
 const EXAMPLES: &str = "\
-One thread commits deltas of 256 bytes, one a batch; a follower in another thread takes them in. A batch is late by the \
-time from the return of its commit until the follower has it, and not at all if it has it before. A log in a mapping is \
-polled; a log that is written by system calls wakes the waiting follower. The last figure is the cost of waiting for \
-nothing.
+One thread commits deltas of 256 bytes, one per batch, and a follower in another thread receives them. The delay of a \
+batch is the time from the return of its commit until the follower has it, or zero if the follower was faster. A mapped \
+log is polled; a log written by system calls wakes the waiting follower. The last figure is the CPU share of a follower \
+that waits while nothing is committed.
 
 Examples:
   remanent bench follow /mnt/fast
   remanent bench follow /mnt/fast --batches 5000 --idle 10";
 
-/// How late batches come to a follower, and its cost while nothing comes
+/// Delay of batches at a follower, and its cost while idle
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct FollowBench {
     #[command(flatten)]
     common: Common,
-    /// Batches a round
+    /// Number of batches per round
     #[arg(long, value_name = "N", default_value_t = 500, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
     batches: u64,
-    /// How long the follower waits for nothing
+    /// How long the idle follower is measured, in seconds
     #[arg(long, value_name = "S", default_value_t = 1.0)]
     idle: f64,
 }
 
-/// Between two batches where they do not come one after the other.
+/// The pause between two batches in the second figure.
 const GAP: Duration = Duration::from_millis(2);
 /// Longer than any batch takes.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Bytes of the page, and of a delta.
 const PAGE_LEN: u64 = 64 << 10;
 const DELTA_LEN: u64 = 256;
-/// The way the log is written, and the acknowledgement that a commit waits for.
+/// The name, the way the log is written, and the acknowledgement that a commit waits for.
 const WAYS: [(&str, LogIo, Ack); 2] =
     [("logged, mapped", LogIo::Mapped, Ack::Logged), ("durable, buffered", LogIo::Buffered, Ack::Durable)];
 
@@ -60,7 +60,7 @@ impl Measure for FollowBench {
     }
 
     fn bytes_needed(&self) -> u64 {
-        // Each durable batch alone takes a padded group and perhaps a seal.
+        // A single durable batch takes a padded group and possibly a seal.
         u64::from(self.common.rounds) * self.batches * 4 * 8192 + (256 << 20)
     }
 
@@ -86,11 +86,12 @@ impl FollowBench {
         let mut follower = Follower::open(room.path(&folder), FollowFrom::Beginning)?;
         let gaps = [Duration::ZERO, GAP];
         let mut figures = gaps.map(|gap| {
-            let mut figure = Figure::new(format!("late, {} ms between", gap.as_millis()), Unit::Seconds);
+            let mut figure =
+                Figure::new(format!("delay, {} ms between commits", gap.as_millis()), Unit::Seconds);
             figure.latency = Some(Latency::new());
             figure
         });
-        let mut idle = Figure::new("waiting for nothing, of a processor", Unit::Share);
+        let mut idle = Figure::new("idle, share of a CPU", Unit::Share);
         for _ in 0..self.common.rounds {
             room.step(name)?;
             for (gap, figure) in gaps.into_iter().zip(&mut figures) {
@@ -102,7 +103,7 @@ impl FollowBench {
             }
             let before = processor_time();
             let started = Instant::now();
-            // Seals of the batches before may still come; they are no batches.
+            // Seals of earlier batches may still arrive; they are not batches.
             follower.next(Duration::from_secs_f64(self.idle))?;
             let waited = started.elapsed();
             idle.push((processor_time() - before).as_secs_f64() / waited.as_secs_f64());
@@ -112,7 +113,7 @@ impl FollowBench {
         Ok(Group { title: name.to_owned(), figures: vec![close, apart, idle] })
     }
 
-    /// How late the batches of a round come.
+    /// Measures the delay of each batch of a round.
     fn round(
         &self,
         store: &Store,
@@ -123,7 +124,7 @@ impl FollowBench {
         let until = Lsn(store.lsn().0 + self.batches);
         let (committed, received) = std::thread::scope(|scope| -> Result<_, BenchStop> {
             let reader = scope.spawn(|| arrivals(follower, until));
-            // Nothing is ever sent: waiting for it is how a writer is idle.
+            // Nothing is ever sent: the receive timeout makes the writer idle.
             let (_silent, silence) = mpsc::channel::<()>();
             let mut committed = Vec::new();
             for index in 0..self.batches {
@@ -145,14 +146,14 @@ impl FollowBench {
     }
 }
 
-/// When each batch up to `until` came.
+/// Returns when each batch up to `until` arrived.
 fn arrivals(follower: &mut Follower, until: Lsn) -> Result<HashMap<Lsn, Instant>, BenchStop> {
     let mut received = HashMap::new();
     while follower.position().lsn < until {
         match follower.next(PATIENCE)? {
             Some(batch) => drop(received.insert(batch.lsn(), Instant::now())),
             None => {
-                let text = "a follower waited for a batch in vain".to_owned();
+                let text = "the follower received no batch within 10 s".to_owned();
                 return Err(Failure::Environment(text).into());
             }
         }
@@ -160,7 +161,7 @@ fn arrivals(follower: &mut Follower, until: Lsn) -> Result<HashMap<Lsn, Instant>
     Ok(received)
 }
 
-/// Processor time of this process.
+/// Returns the CPU time of this process.
 fn processor_time() -> Duration {
     let time = clock_gettime(ClockId::ProcessCPUTime);
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)

@@ -1,4 +1,4 @@
-//! `remanent bench growth`: the cost of a store as its pages become many.
+//! `remanent bench growth`: measures the cost of a store as its number of pages grows.
 
 use std::hint::black_box;
 use std::path::Path;
@@ -14,48 +14,47 @@ use crate::cli::size::Size;
 use crate::replay::simulate::SplitMix64;
 
 const EXAMPLES: &str = "\
-Stores of more and more short pages take turns: commits of 8 bytes to pages drawn at random, a snapshot after one page \
-changed, a snapshot after one in a hundred did, and an open in a process of its own, whose host memory beyond the \
-pages' bytes, which lie there too, is shown a page. Unchanged pages should cost nothing: the first two should not \
-depend on the number of pages, except for the time that the processor takes to find one byte among that many. That \
-time is shown with them.
+Measures stores with increasing numbers of short pages in turn: commits of 8 bytes to random pages, a snapshot after one \
+page changed, a snapshot after one page in a hundred changed, and an open in a separate process, with its host memory \
+per page beyond the page's own bytes. Unchanged pages should cost nothing: the first two figures should not depend on \
+the number of pages, except for the time that the processor takes to load one byte among that many, which is shown too.
 
 Examples:
   remanent bench growth /mnt/fast
   remanent bench growth /mnt/fast --keys
   remanent bench growth /mnt/fast --pages 1000,10000,100000,1000000,10000000 --json";
 
-/// Pages that are created in one batch.
+/// Number of pages that are created in one batch.
 const BATCH_PAGES: u64 = 10_000;
-/// Number of idle snapshots in a row that show that nothing is left to be written: one more than are kept.
+/// Number of consecutive idle snapshots after which no background writes are left: one more than are kept.
 const IDLE_SNAPSHOTS: u32 = 3;
 /// Bytes that a commit writes.
 const WRITTEN: usize = 8;
-/// Bytes that a page takes on disk beyond its own: headers of images, entries of manifests, the log until it
-/// is recycled.
+/// Bytes that a page takes on disk beyond its own: image headers, manifest entries, the log until it is
+/// recycled.
 const DISK_BYTES_BESIDE: u64 = 1024;
 
-/// The cost of a store as its pages become many
+/// Cost of a store as its number of pages grows
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct GrowthBench {
     #[command(flatten)]
     common: Common,
-    /// How many pages; a list
+    /// Numbers of pages; a list
     #[arg(long, value_name = "N", value_delimiter = ',', default_value = "1000,30000,1000000")]
     pages: Vec<u64>,
-    /// Bytes of a page
+    /// Bytes per page
     #[arg(long, value_name = "BYTES", default_value = "64")]
     page_len: Size,
     /// Give each page a key
     #[arg(long)]
     keys: bool,
-    /// Commits of a round
+    /// Number of commits per round
     #[arg(long, value_name = "N", default_value_t = 100_000, value_parser = clap::value_parser!(u64).range(1..))]
     commits: u64,
 }
 
-/// A store, and its measurements.
+/// A store and its measurements.
 struct GrownStore {
     name: String,
     pages: Vec<PageId>,
@@ -91,12 +90,12 @@ impl GrowthBench {
             name,
             pages,
             random: SplitMix64::new(count),
-            commit: Figure::new("a commit", Unit::Seconds),
-            touch: Figure::new("a byte of any page, without a store", Unit::Seconds),
-            one: Figure::new("a snapshot, one page changed", Unit::Seconds),
-            hundredth: Figure::new("a snapshot, one in a hundred changed", Unit::Seconds),
-            open: Figure::new("open, a page", Unit::Seconds),
-            memory: Figure::new("host memory beyond its bytes, a page", Unit::Bytes),
+            commit: Figure::new("commit", Unit::Seconds),
+            touch: Figure::new("access to one byte of any page, without a store", Unit::Seconds),
+            one: Figure::new("snapshot, one page changed", Unit::Seconds),
+            hundredth: Figure::new("snapshot, 1 % of the pages changed", Unit::Seconds),
+            open: Figure::new("open, per page", Unit::Seconds),
+            memory: Figure::new("host memory beyond its bytes, per page", Unit::Bytes),
         })
     }
 }
@@ -115,8 +114,8 @@ impl GrownStore {
         Ok(took)
     }
 
-    /// Finds and changes a byte as often, in the same number of pages, without a store. Which page is next is
-    /// known only when the one before is there.
+    /// Finds and changes one byte `count` times among the same number of pages, without a store. The next
+    /// page is known only once the previous byte was loaded.
     fn touch(&mut self, page_len: usize, count: u64) -> Duration {
         const CONTENT: u8 = 7;
         let mut bytes = vec![CONTENT; page_len * self.pages.len()];
@@ -130,7 +129,7 @@ impl GrownStore {
         started.elapsed()
     }
 
-    /// Changes that many pages, and takes a snapshot.
+    /// Changes `changed` pages and takes a snapshot.
     fn snapshot(&mut self, store: &Store, changed: u64) -> Result<Duration, BenchStop> {
         self.commit(store, changed)?;
         let started = Instant::now();
@@ -144,8 +143,8 @@ impl GrownStore {
         let store = room.open(&self.name, room::options())?;
         let took = self.commit(&store, commits)?;
         self.commit.push(took.as_secs_f64() / commits as f64);
-        // The measurement leaves out changes of the commits, the last look at them, and files that are
-        // written again once the snapshots are gone that name more of them.
+        // Takes snapshots until none writes anything, so that the measurements below exclude the changes of
+        // the commits and files that are rewritten once older snapshots are gone.
         let mut idle = 0;
         while idle < IDLE_SNAPSHOTS {
             idle = if store.snapshot()?.bytes_written > 0 { 0 } else { idle + 1 };
@@ -159,7 +158,8 @@ impl GrownStore {
     }
 
     fn measure_open(&mut self, path: &Path, page_len: u64) -> Result<(), BenchStop> {
-        // Also if pages live on a GPU, this measures the memory that the store itself takes.
+        // Opened on the host device even if pages are on a GPU, to measure the memory that the store itself
+        // takes.
         let opened = opener::open(path, DeviceChoice::Host, false)?;
         let count = self.pages.len() as f64;
         self.open.push(opened.seconds / count);
@@ -175,7 +175,7 @@ impl Measure for GrowthBench {
 
     fn check(&self) -> Result<(), Failure> {
         if self.page_len.0 < WRITTEN as u64 || self.pages.contains(&0) {
-            let text = format!("--page-len is at least {WRITTEN}, and no number of --pages is 0");
+            let text = format!("--page-len must be at least {WRITTEN}, and --pages must not contain 0");
             return Err(Failure::Environment(text));
         }
         Ok(())
@@ -209,7 +209,7 @@ impl Measure for GrowthBench {
             figures: vec![grown.commit, grown.touch, grown.one, grown.hundredth, grown.open, grown.memory],
         };
         let mut settings = room.settings(&self.common);
-        settings.push(("commits a round", self.commits.to_string()));
+        settings.push(("commits per round", self.commits.to_string()));
         settings.push(("rounds", self.common.rounds.to_string()));
         let groups = stores.into_iter().map(group).collect();
         Ok(Findings { bench: "growth", settings, groups, left_out: Vec::new() })

@@ -1,15 +1,15 @@
-//! How long single operations took, all of them, to three digits.
+//! The latencies of single operations, all of them, with three significant digits.
 
 use std::time::Duration;
 
 use hdrhistogram::Histogram;
 
-/// Times of one kind of operation.
+/// A histogram of the times of one kind of operation.
 #[derive(Clone, Debug)]
 pub struct Latency(Histogram<u64>);
 
 impl Latency {
-    /// An empty histogram.
+    /// Creates an empty histogram.
     pub fn new() -> Self {
         Self(Histogram::new_with_bounds(1, 1 << 40, 3).expect("one nanosecond to a quarter of an hour"))
     }
@@ -24,22 +24,22 @@ impl Latency {
         self.0.add(&other.0).expect("both have the same bounds");
     }
 
-    /// How many there are.
+    /// Returns the number of operations.
     pub fn count(&self) -> u64 {
         self.0.len()
     }
 
-    /// The time in seconds that this share of the operations, of 0 to 1, did not exceed.
+    /// Returns the time in seconds that this share of the operations, from 0 to 1, did not exceed.
     pub fn quantile(&self, quantile: f64) -> f64 {
         self.0.value_at_quantile(quantile) as f64 / 1e9
     }
 
-    /// The longest in seconds.
+    /// Returns the longest time in seconds.
     pub fn worst(&self) -> f64 {
         self.0.max() as f64 / 1e9
     }
 
-    /// Points of the distribution: a time in seconds, and the share of operations that took longer.
+    /// Returns points of the distribution: a time in seconds, and the share of operations that took longer.
     pub fn curve(&self) -> Vec<(f64, f64)> {
         let count = self.count() as f64;
         let mut within = 0;
@@ -74,7 +74,7 @@ mod tests {
         near(half, 500e-6);
         assert!((above - 0.5).abs() < 2e-3);
         assert_eq!(curve.last().map(|(_, above)| *above), Some(0.0));
-        // A time that the histogram has no room for is recorded as the longest that it has.
+        // A time beyond the histogram's range is recorded as its maximum.
         latency.record(Duration::MAX);
         assert!(latency.worst() > 1000.0);
     }

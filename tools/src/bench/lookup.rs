@@ -1,4 +1,4 @@
-//! `remanent bench lookup`: pages looked up and read by several threads, alone and during durable commits.
+//! `remanent bench lookup`: looks up and reads pages in several threads, alone and during durable commits.
 
 use std::collections::HashMap;
 use std::hint::black_box;
@@ -14,38 +14,38 @@ use super::{Common, Measure, check_seconds, check_threads};
 use crate::cli::exit::Failure;
 
 const EXAMPLES: &str = "\
-Threads look up pages at random, by id and by key, and the root, and read a part of a page. The ceiling of a lookup is \
-one in a map of the standard library that no thread changes. One lookup in 64 is timed. Meanwhile two threads commit \
-deltas of 256 bytes to the same pages, each waiting until its batch is durable; in a second part, none does.
+Threads look up random pages by id and by key, look up the root, and read 256 bytes of a page. The ceiling of a lookup \
+is one in an unchanging map of the standard library. One lookup in 64 is timed. Meanwhile two threads commit deltas of \
+256 bytes to the same pages and wait until each batch is durable; a second part measures without them.
 
 Examples:
   remanent bench lookup /mnt/fast
   remanent bench lookup /mnt/fast --threads 1,8,16 --pages 1000000";
 
-/// Lookups a second, and how long each takes
+/// Lookups per second, and the latency of each
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct LookupBench {
     #[command(flatten)]
     common: Common,
-    /// How many threads look up at once; a list
+    /// Numbers of threads that look up at once; a list
     #[arg(long, value_name = "N", value_delimiter = ',', default_value = "1,8")]
     threads: Vec<usize>,
-    /// Pages of the store
+    /// Number of pages in the store
     #[arg(long, value_name = "N", default_value_t = 100_000, value_parser = clap::value_parser!(u64).range(1..=10_000_000))]
     pages: u64,
-    /// How long each figure of a round is measured
+    /// Duration of each measurement in a round, in seconds
     #[arg(long, value_name = "S", default_value_t = 0.2)]
     seconds: f64,
 }
 
 /// Bytes of a page, of a delta and of a read.
 const PAGE_LEN: u64 = 256;
-/// Threads that commit.
+/// Number of threads that commit.
 const WRITERS: usize = 2;
-/// One lookup of this many is timed.
+/// One lookup in this many is timed.
 const TIMED: u64 = 64;
-/// Pages of one batch.
+/// Maximum number of pages created in one batch.
 const CREATED_MAX: u64 = 10_000;
 
 /// The operation that a thread repeats.
@@ -59,7 +59,7 @@ enum Work {
 }
 
 const WORKS: [(Work, &str); 5] = [
-    (Work::Map, "a map that no thread changes"),
+    (Work::Map, "unchanging map"),
     (Work::Page, "page"),
     (Work::Key, "page_by_key"),
     (Work::Root, "root"),
@@ -134,7 +134,7 @@ impl LookupBench {
         writers: usize,
     ) -> Result<Group, BenchStop> {
         let plural = if threads == 1 { "" } else { "s" };
-        let beside = if writers == 0 { "alone" } else { "beside 2 durable writers" };
+        let beside = if writers == 0 { "alone" } else { "with 2 durable writers" };
         let title = format!("{threads} thread{plural}, {beside}");
         let mut figures = WORKS.map(|(_, name)| {
             let mut figure = Figure::new(name.to_owned(), Unit::PerSecond("lookups"));
@@ -180,7 +180,7 @@ impl LookupBench {
         let started = Instant::now();
         let look_up = |thread: usize| -> Result<(u64, Latency), BenchStop> {
             let (mut latency, mut random, mut count) = (Latency::new(), Random(1000 + thread as u64), 0);
-            // Once at least: on a busy machine a thread may begin when the time is over.
+            // Runs at least once: on a busy machine a thread may start after the time is over.
             loop {
                 for _ in 1..TIMED {
                     subject.once(work, &mut random)?;
@@ -237,7 +237,7 @@ impl LookupSubject {
     }
 }
 
-/// Numbers that a seed leads to.
+/// A pseudorandom generator.
 struct Random(u64);
 
 impl Random {

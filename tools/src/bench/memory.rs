@@ -1,18 +1,18 @@
-//! The ceiling of a store whose records need not survive more than the process.
+//! The ceiling of a store whose records need not survive more than the death of the process.
 
 use std::sync::{Mutex, PoisonError};
 
-/// The least work that makes records survive the process in order, if it had shared memory to put them into:
-/// each record is summed by its own thread, and copied after the last one under a lock.
+/// The minimum work that would make records survive the process, in order, if they were in shared memory:
+/// each thread computes its record's checksum, and appends the record under a lock.
 pub struct RawMemory(Mutex<(Vec<u8>, usize)>);
 
 impl RawMemory {
-    /// A ring that is in the processor's reach no more than a log is.
+    /// Creates a ring buffer that, like a log, does not fit into the processor's caches.
     pub fn new() -> Self {
         Self(Mutex::new((vec![1; 64 << 20], 0)))
     }
 
-    /// Returns when the record is copied.
+    /// Appends a record and returns once it is copied.
     pub fn commit(&self, record: &[u8]) {
         let sum = crc32fast::hash(record).to_le_bytes();
         let mut ring = self.0.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,9 +1,9 @@
-//! `remanent bench`: the cost of a store on this machine, each figure compared with the machine's speed
-//! without one.
+//! `remanent bench`: measures a store on this machine, each figure compared with the machine's speed without
+//! one.
 //!
-//! Read first `figures.rs` (the results of a run), `room.rs` (the place of a run), `raw.rs`, `memory.rs` and
-//! `transfer.rs` (the ceilings), then one file a benchmark. Measurements that are compared take turns, round
-//! by round.
+//! Read these files first: `figures.rs` (the results of a run), `room.rs` (where a run takes place), and
+//! `raw.rs`, `memory.rs` and `transfer.rs` (the ceilings). Each benchmark has one more file. Measurements
+//! that are compared take turns, round by round.
 
 mod latency;
 mod figures;
@@ -49,17 +49,17 @@ use crate::cli::interrupt::Interrupt;
 use crate::cli::output::Output;
 
 const EXAMPLES: &str = "\
-All files are made in a temporary directory inside DIR, and removed at the end, also on Ctrl-C: the file system and \
-disk of DIR are measured. Each figure has a ceiling: the speed of a loop on the same disk that makes bytes survive and \
-does nothing else. Both take turns, and the ratio is the median over the rounds, so that a machine that slows down \
-slows both down. Absolute figures of two runs compare two moments of the machine.
+Measures the file system and disk of DIR: all files are created in a temporary directory inside DIR and removed at the \
+end, also after Ctrl-C. Most figures have a ceiling, the speed of a loop on the same machine that does only the \
+necessary work. Both are measured in turn, and the ratio is the median over the rounds, so a machine that slows down \
+slows both down. Compare ratios rather than absolute figures between runs.
 
 Examples:
   remanent bench commit /mnt/fast
   remanent bench snapshot /mnt/fast --report snapshot.html
   remanent bench ceilings /mnt/fast --device cuda:0";
 
-/// Measure the cost of a store here, compared with the speed that the machine could reach
+/// Measure a store, compared with the speed that the machine could reach
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Bench {
@@ -86,41 +86,41 @@ enum BenchKind {
     Open(opener::Opener),
 }
 
-/// The options that all benchmarks share.
+/// The options common to all benchmarks.
 #[derive(clap::Args)]
 pub struct Common {
-    /// The directory whose disk is measured; it must exist
+    /// Directory whose disk is measured; it must exist
     dir: PathBuf,
     /// Where pages live: `auto` (a GPU if there is one), `host`, `cuda:0`, `cuda:1`, …
     #[arg(long, value_name = "DEVICE", default_value_t)]
     device: DeviceChoice,
-    /// How often everything takes its turn
+    /// Number of rounds
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     rounds: u32,
-    /// One JSON object a figure, one more for the run
+    /// Print one JSON object per figure, then one for the run
     #[arg(long)]
     json: bool,
-    /// Write a page with charts, too; it needs no network
+    /// Also write a self-contained HTML page with charts
     #[arg(long, value_name = "FILE.html")]
     report: Option<PathBuf>,
 }
 
-/// One benchmark of the command.
+/// A benchmark of the command.
 trait Measure {
-    /// The shared options that it was given.
+    /// Returns the common options.
     fn common(&self) -> &Common;
-    /// Bytes of disk that it takes at most.
+    /// Returns the maximum number of bytes that it writes to disk.
     fn bytes_needed(&self) -> u64;
-    /// How often it calls [`Room::step`].
+    /// Returns how often it calls [`Room::step`].
     fn steps(&self) -> u64;
-    /// Refuses options that make no sense, before any file is made.
+    /// Rejects invalid options, before any file is created.
     fn check(&self) -> Result<(), Failure>;
     /// Runs the measurement in a room.
     fn measure(&self, room: &Room) -> Result<Findings, BenchStop>;
 }
 
 impl Bench {
-    /// Runs the benchmark and shows its results.
+    /// Runs `remanent bench`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         match &self.what {
             BenchKind::Commit(what) => run(what, out),
@@ -141,20 +141,20 @@ impl Bench {
     }
 }
 
-/// Refuses a time that is too short to measure or too long to wait for.
+/// Rejects a duration that is too short to measure or too long to wait for.
 fn check_seconds(flag: &str, seconds: f64) -> Result<(), Failure> {
     if (0.001..=3600.0).contains(&seconds) {
         return Ok(());
     }
-    Err(Failure::Environment(format!("{flag} lies between 0.001 and 3600")))
+    Err(Failure::Environment(format!("{flag} must be between 0.001 and 3600")))
 }
 
-/// Refuses numbers of threads that no machine runs.
+/// Rejects numbers of threads that no machine can run.
 fn check_threads(threads: &[usize]) -> Result<(), Failure> {
     if threads.iter().all(|threads| (1..=1024).contains(threads)) {
         return Ok(());
     }
-    Err(Failure::Environment("--threads lie between 1 and 1024".to_owned()))
+    Err(Failure::Environment("--threads must be between 1 and 1024".to_owned()))
 }
 
 fn run(what: &impl Measure, out: &mut Output) -> Outcome {

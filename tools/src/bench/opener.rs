@@ -1,5 +1,5 @@
-//! A process of its own that opens one store, and reports the cost. A process that has done other work before
-//! uses the memory of that work once more, and the open seems to take none.
+//! A child process that opens one store and reports the cost. A process that has done other work reuses the
+//! memory of that work, so its opens would seem to need none.
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -18,41 +18,40 @@ use crate::cli::exit::{Ending, Failure, Outcome};
 use crate::cli::output::Output;
 use crate::cli::program;
 
-/// Open the store that DIR is, and report the cost
+/// Open the store in DIR and report the cost
 #[derive(clap::Args)]
 pub struct Opener {
     dir: PathBuf,
     #[arg(long)]
     device: DeviceChoice,
-    /// Watch how much memory there is at most: a look takes time from the open
+    /// Sample the peak memory, which slows the open down
     #[arg(long)]
     watched: bool,
 }
 
-/// The cost of an open, beyond the memory that the device had taken before.
+/// The cost of an open, beyond the memory that the device already used.
 #[derive(Serialize, Deserialize)]
 pub struct OpenCost {
     pub seconds: f64,
-    /// Bytes of host memory in use after it.
+    /// Bytes of host memory in use afterwards.
     pub resident: u64,
     pub most: Option<PeakMemory>,
 }
 
-/// The most host memory that there was meanwhile, in bytes.
+/// The peak use of host memory during an open, in bytes.
 #[derive(Serialize, Deserialize)]
 pub struct PeakMemory {
     pub all: u64,
-    /// Without mappings of the log: their memory is the page cache's, and the system takes it back when it is
-    /// short.
+    /// Without mappings of the log: these are part of the page cache, which the system reclaims under memory
+    /// pressure.
     pub own: u64,
     pub windows: u64,
 }
 
 impl Opener {
-    /// Opens the store, and prints [`OpenCost`].
+    /// Opens the store and prints an [`OpenCost`].
     pub fn run(&self, out: &mut Output) -> Outcome {
-        let unknown =
-            |error| Failure::Environment(format!("how much memory is in use is not known: {error}"));
+        let unknown = |error| Failure::Environment(format!("cannot determine the memory in use: {error}"));
         let (device, _) = room::open_device(self.device)?;
         peak::forget().map_err(unknown)?;
         let before = peak::resident_bytes().map_err(unknown)?;
@@ -75,7 +74,7 @@ impl Opener {
     }
 }
 
-/// Has a process open the store in `dir`.
+/// Opens the store in `dir` in a child process.
 pub fn open(dir: &Path, device: DeviceChoice, watched: bool) -> Result<OpenCost, BenchStop> {
     let mut opener = program::again()?;
     opener.args(["bench", "open", "--device", &device.to_string()]).args(watched.then_some("--watched"));

@@ -1,4 +1,4 @@
-//! How much host memory this process has in use, and had at most.
+//! The host memory that this process uses, and its peak.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -7,21 +7,21 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-/// The interval of a watch. A look takes some milliseconds of one core; a thread that maps memory meanwhile
-/// may wait for it.
+/// The interval of a [`Watch`]. A sample takes some milliseconds of one core, and may delay a thread that
+/// maps memory meanwhile.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
-/// Bytes of host memory that the process has in use.
+/// Returns the bytes of host memory that the process uses.
 pub fn resident_bytes() -> io::Result<u64> {
     status_bytes("VmRSS:")
 }
 
-/// The most that the process had in use since [`forget`].
+/// Returns the maximum that the process used since [`forget`].
 pub fn peak_bytes() -> io::Result<u64> {
     status_bytes("VmHWM:")
 }
 
-/// Lets the peak begin anew.
+/// Resets the peak.
 pub fn forget() -> io::Result<()> {
     std::fs::write("/proc/self/clear_refs", "5")
 }
@@ -30,13 +30,13 @@ fn status_bytes(what: &str) -> io::Result<u64> {
     let status = std::fs::read_to_string("/proc/self/status")?;
     let line = status.lines().find_map(|line| line.strip_prefix(what));
     let kib = line.and_then(|line| line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
-    kib.map(|kib| kib << 10).ok_or_else(|| io::Error::other(format!("the system does not tell {what}")))
+    kib.map(|kib| kib << 10).ok_or_else(|| io::Error::other(format!("/proc/self/status has no {what}")))
 }
 
-/// Bytes of host memory in use, by their content.
+/// Bytes of host memory in use, by content.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Split {
-    /// Files of one folder that are mapped.
+    /// Mapped files of one folder.
     pub mapped: u64,
     /// All other memory.
     pub other: u64,
@@ -47,7 +47,7 @@ impl Split {
         Ok(Self::of(&std::fs::read_to_string("/proc/self/smaps")?, folder))
     }
 
-    /// Reads the system's list of the process's mappings: for each a line that ends with its file, and more
+    /// Parses the system's list of the process's mappings: for each a line that ends with its file, then more
     /// lines.
     fn of(smaps: &str, folder: &Path) -> Self {
         let mut split = Self::default();
@@ -68,8 +68,7 @@ impl Split {
     }
 }
 
-/// Looks again and again at how much memory is in use, by content, until it is told to end: the system keeps
-/// a peak of the sum alone.
+/// Samples the memory in use, by content, until it is ended: the system records a peak of the sum only.
 pub struct Watch {
     sample: Arc<MemorySample>,
     start: Split,
@@ -79,7 +78,7 @@ pub struct Watch {
 
 struct MemorySample {
     folder: PathBuf,
-    /// The most of each that was seen.
+    /// The maximum of each kind so far.
     most: Mutex<Split>,
 }
 
@@ -93,7 +92,7 @@ impl MemorySample {
 }
 
 impl Watch {
-    /// Begins. Mapped files of `folder`, which exists, are told apart.
+    /// Starts sampling. Mapped files of `folder`, which must exist, are counted separately.
     pub fn begin(folder: &Path) -> io::Result<Self> {
         let sample = Arc::new(MemorySample { folder: folder.canonicalize()?, most: Mutex::default() });
         let start = sample.again()?;
@@ -110,11 +109,11 @@ impl Watch {
         Ok(Self { sample, start, end, thread })
     }
 
-    /// The peak of each kind above its use in the beginning.
+    /// Returns the peak of each kind above its use at the start.
     pub fn end(self) -> io::Result<Split> {
         let most = self.sample.again()?;
         drop(self.end);
-        self.thread.join().map_err(|_| io::Error::other("the thread that looks panicked"))??;
+        self.thread.join().map_err(|_| io::Error::other("the sampling thread panicked"))??;
         Ok(Split { mapped: most.mapped - self.start.mapped, other: most.other - self.start.other })
     }
 }
@@ -125,10 +124,10 @@ mod tests {
 
     use remanent::{Options, Place, Store};
 
-    /// Long enough that the memory of other tests does not count.
+    /// Long enough that the memory of other tests does not matter.
     const LEN: usize = 256 << 20;
 
-    /// A lock for tests that take that much memory.
+    /// Locks out other tests that use this much memory.
     fn alone() -> impl Drop {
         static ALONE: Mutex<()> = Mutex::new(());
         ALONE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -152,7 +151,7 @@ Rss:                 100 kB
 ";
 
     #[test]
-    fn mappings_of_one_folder_are_told_apart() {
+    fn mappings_of_the_folder_are_separated() {
         let split = |folder: &str| Split::of(SMAPS, Path::new(folder));
         assert_eq!(split("/mnt/a b/store/log"), Split { mapped: 520 << 10, other: 144 << 10 });
         assert_eq!(split("/nowhere"), Split { mapped: 0, other: 664 << 10 });
@@ -170,7 +169,7 @@ Rss:                 100 kB
         batch.create(PAGE_LEN as u64, Place::Host);
         let page = store.commit(batch).unwrap().pages[0];
         let watch = Watch::begin(&dir.path().join("log")).unwrap();
-        // Segments that are full may be unmapped at any time. The current one stays, and a new log's segments
+        // Full segments may be unmapped at any time, but the current one is not. The segments of a new log
         // grow until one has room for this much.
         let (mut segment, mut logged, mut before_segment) = (store.stats().segment, 0, 0);
         while logged - before_segment < MAPPED {
@@ -183,13 +182,13 @@ Rss:                 100 kB
             }
         }
         let split = watch.end().unwrap();
-        // A busy log has memory brought in ahead, no further than into its next segment.
+        // A busy log prefaults memory in advance, but not beyond its next segment.
         let brought_in = MAPPED / 2..=logged + 2 * SEGMENT_LEN;
         assert!(brought_in.contains(&split.mapped), "{split:?} of {logged} bytes of log");
     }
 
     #[test]
-    fn watch_sees_events_since_return() {
+    fn watch_records_memory_freed_meanwhile() {
         let _alone = alone();
         let dir = tempfile::tempdir().unwrap();
         let watch = Watch::begin(dir.path()).unwrap();

@@ -1,4 +1,4 @@
-//! Eviction policies, and what one does alone: the blocks of a trace in a list, without a store.
+//! Eviction policies, and their hits over a trace without a store.
 
 use std::collections::HashSet;
 
@@ -6,18 +6,18 @@ use clap::ValueEnum;
 use remanent::PageId;
 use remanent::tiers::{EvictionPolicy, Lru, S3Fifo, Tiers};
 
-/// A policy of the engine's.
+/// An eviction policy of the engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Policy {
-    /// The block that was not used for longest leaves first
+    /// The least recently used block leaves first
     Lru,
-    /// Blocks that are used once leave before those that are used again
+    /// Blocks used once leave before blocks used again
     #[value(name = "s3-fifo")]
     S3Fifo,
 }
 
 impl Policy {
-    /// The name on the command line.
+    /// Returns the name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Policy::Lru => "lru",
@@ -25,7 +25,7 @@ impl Policy {
         }
     }
 
-    /// Tiers from which pages leave by it.
+    /// Sets the policy of `tiers`.
     pub fn of(self, tiers: Tiers) -> Tiers {
         match self {
             Policy::Lru => tiers.lru(),
@@ -33,7 +33,7 @@ impl Policy {
         }
     }
 
-    /// The share of blocks found in a list of `room` blocks, of those that had been asked for before.
+    /// Returns the share of repeated requests for a block that find it in a list of `room` blocks.
     pub fn list_hit_share(self, room: usize, requests: &[Vec<u64>]) -> f64 {
         let mut policy: Box<dyn EvictionPolicy> = match self {
             Policy::Lru => Box::<Lru>::default(),
@@ -60,7 +60,7 @@ impl Policy {
     }
 }
 
-/// A share of a number; of none it is 0.
+/// Returns `of / all`, or 0 if `all` is 0.
 pub fn share(of: u64, all: u64) -> f64 {
     if all == 0 { 0.0 } else { of as f64 / all as f64 }
 }
@@ -76,10 +76,10 @@ mod tests {
             assert_eq!(policy.list_hit_share(5, &requests), 1.0);
             assert_eq!(policy.list_hit_share(5, &[]), 0.0);
         }
-        // 1 2 3, then 1 for 2, 2 for 3, 4 for 1, and so on: each one left just before.
+        // The trace 1 2 3 1 2 3: each block left just before it is requested again.
         assert_eq!(Policy::Lru.list_hit_share(2, &[vec![1, 2, 3], vec![1, 2, 3]]), 0.0);
         assert_eq!(Policy::Lru.list_hit_share(2, &requests[..2]), 0.0);
-        // 1 and 2 are found; the third time 1 was the one that had left, for 5.
+        // The second 1 and 2 are found; the third 1 is not, because it was evicted for 5.
         assert_eq!(Policy::Lru.list_hit_share(3, &requests), 2.0 / 3.0);
     }
 }

@@ -1,16 +1,16 @@
-//! The ceiling of every store: the least work that makes records survive.
+//! The ceiling of every store: the minimum work that makes records durable.
 //!
 //! # The raw group-commit loop
 //!
-//! One file, wholly written and synced beforehand, as a log segment is, and used in a circle. A thread puts
-//! its record into a queue. The first thread that finds no leader leads: it takes the whole queue, writes it
-//! in one piece to the next multiple of 4096 bytes, filled up to such a multiple, and syncs once. Then it
-//! wakes all others, and the next thread leads. There is no checksum, no header, and no order beyond the
-//! queue's. There are two ways to write: `pwrite` and `fdatasync`, or one `pwrite` to a file opened with
-//! `O_DIRECT` and `O_DSYNC`. `tools/README.md` compares it with fio.
+//! One file, completely written and synced in advance as a log segment is, and used as a ring. A thread puts
+//! its record into a queue. The first thread that finds no leader becomes the leader: it takes the whole
+//! queue, writes it in one piece at the next multiple of 4096 bytes, padded to such a multiple, and syncs
+//! once. Then it wakes all others, and the next thread leads. There is no checksum, no header, and no order
+//! beyond the queue's. There are two ways to write: `pwrite` and `fdatasync`, or one `pwrite` to a file
+//! opened with `O_DIRECT` and `O_DSYNC`. `tools/README.md` compares the loop with fio.
 //!
-//! A store whose log goes into segments that were used before writes no more than that. A store that has none
-//! of them yet writes each byte twice, the first time as a zero.
+//! A store whose log uses recycled segments writes no more than this. A store without recycled segments
+//! writes each byte twice, the first time as a zero.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -22,19 +22,19 @@ use rustix::fs::OFlags;
 
 use crate::cli::aligned_buf::{ALIGN, Aligned};
 
-/// Length of the file at most, in bytes.
+/// The maximum length of the file, in bytes.
 pub const FILE_LEN_MAX: u64 = 128 << 20;
-/// And at least.
+/// The minimum length of the file, in bytes.
 const FILE_LEN_MIN: u64 = 16 << 20;
-/// Groups of the greatest length that fit, if that is between the two.
+/// The number of groups of maximum length that fit into the file, within these limits.
 const GROUPS: u64 = 64;
 
-/// How a group gets to the disk.
+/// How a group is written to the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WriteMethod {
     /// Into the page cache, then `fdatasync`.
     Synced,
-    /// Past the page cache, durable when the write returns.
+    /// Past the page cache; durable when the write returns.
     Direct,
 }
 
@@ -51,9 +51,9 @@ struct RawLogState {
     queue: Aligned,
     /// Bytes in the queue.
     filled: usize,
-    /// The buffer that the last leader wrote from, for the next one to swap in.
+    /// The buffer that the last leader wrote from, which the next one swaps in.
     spare: Option<Aligned>,
-    /// Records queued and records durable since the beginning.
+    /// The numbers of records queued and durable so far.
     queued: u64,
     durable: u64,
     offset: u64,
@@ -62,8 +62,8 @@ struct RawLogState {
 }
 
 impl RawLog {
-    /// A loop over a new file. At most `group_len_max` bytes are ever queued at once, [`FILE_LEN_MAX`] or
-    /// less.
+    /// Creates a loop over a new file. At most `group_len_max` bytes may be queued at once, up to
+    /// [`FILE_LEN_MAX`].
     pub fn new(path: &Path, way: WriteMethod, group_len_max: usize) -> io::Result<Self> {
         let mut file = OpenOptions::new().write(true).create_new(true).open(path)?;
         let file_len = (GROUPS * group_len_max as u64).clamp(FILE_LEN_MIN, FILE_LEN_MAX);
@@ -89,7 +89,7 @@ impl RawLog {
         Ok(Self { file, file_len, way, state: Mutex::new(state), progress: Condvar::new() })
     }
 
-    /// Returns when the record is durable.
+    /// Appends a record and returns when it is durable.
     pub fn commit(&self, record: &[u8]) -> io::Result<()> {
         let mut state = self.lock();
         let (at, end) = (state.filled, state.filled + record.len());
@@ -110,7 +110,7 @@ impl RawLog {
         Ok(())
     }
 
-    /// Makes all that is queued durable.
+    /// Makes all queued records durable.
     fn lead<'a>(&'a self, mut state: MutexGuard<'a, RawLogState>) -> io::Result<MutexGuard<'a, RawLogState>> {
         state.is_led = true;
         let spare = state.spare.take().expect("only the leader takes it");
@@ -139,7 +139,7 @@ impl RawLog {
     }
 
     fn lock(&self) -> MutexGuard<'_, RawLogState> {
-        // A thread that panicked ends the benchmark anyway.
+        // A panic in another thread ends the benchmark anyway.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,4 +1,4 @@
-//! `remanent bench replay`: opening a store whose log holds all of it, compared with reading that log.
+//! `remanent bench replay`: opens a store that is all log, compared with reading that log.
 
 use std::time::Instant;
 
@@ -11,15 +11,15 @@ use crate::cli::size::Size;
 use crate::replay::simulate::SplitMix64;
 
 const EXAMPLES: &str = "\
-A store without a snapshot is opened, so that all of its log is replayed: deltas of one length, a fixed number to a \
-batch, to pages drawn at random. Cold: its files were dropped from the page cache, and the ceiling is reading them past \
-it by 4 threads. Warm: all are in the cache, and the ceiling is reading them through it. Only the deltas' bytes count.
+Opens a store without a snapshot, so that all of its log is replayed: deltas of one length, a fixed number per batch, to \
+random pages. Cold: the files were dropped from the page cache, and the ceiling is reading them past it with 4 threads. \
+Warm: all files are in the cache, and the ceiling is reading them through it. Rates count the bytes of the deltas only.
 
 Examples:
   remanent bench replay /mnt/fast
   remanent bench replay /mnt/fast --bytes 1GiB --deltas 256x64,256x1,64KiBx32";
 
-/// Replaying the log
+/// Replay of the log
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct ReplayBench {
@@ -28,7 +28,7 @@ pub struct ReplayBench {
     /// Bytes of all deltas together
     #[arg(long, default_value = "64MiB")]
     bytes: Size,
-    /// Bytes of a delta, and how many a batch has; a list
+    /// Bytes per delta, and deltas per batch; a list
     #[arg(long, value_name = "BYTESxN", value_delimiter = ',', default_value = "256x1,256x64,64KiBx32")]
     deltas: Vec<Deltas>,
     /// Bytes of all pages together
@@ -47,13 +47,13 @@ impl std::str::FromStr for Deltas {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let (len, count) = text.rsplit_once('x').ok_or("a length, `x` and a number: 256x64")?;
-        let count = count.parse().map_err(|_| format!("`{count}` is no number of deltas"))?;
+        let (len, count) = text.rsplit_once('x').ok_or("expected BYTESxN, for example 256x64")?;
+        let count = count.parse().map_err(|_| format!("expected a number of deltas, found `{count}`"))?;
         Ok(Self { len: len.parse()?, count })
     }
 }
 
-/// Bytes of a page.
+/// Bytes per page.
 const PAGE_LEN: u64 = 64 << 10;
 
 impl Measure for ReplayBench {
@@ -64,15 +64,15 @@ impl Measure for ReplayBench {
     fn check(&self) -> Result<(), Failure> {
         let refuse = |what: &str| Err(Failure::Environment(what.to_owned()));
         if self.deltas.iter().any(|deltas| !(1..=PAGE_LEN).contains(&deltas.len.0)) {
-            return refuse("a delta has between 1 byte and 64KiB");
+            return refuse("a delta must have between 1 byte and 64KiB");
         }
         if self.deltas.iter().any(|deltas| {
             deltas.count == 0 || deltas.count.checked_mul(deltas.len.0).is_none_or(|bytes| bytes > 4 << 20)
         }) {
-            return refuse("a batch has at least one delta, and at most 4MiB of them");
+            return refuse("a batch must have at least one delta, and at most 4MiB of deltas");
         }
         if self.pages.0 < PAGE_LEN {
-            return refuse("--pages is at least 64KiB");
+            return refuse("--pages must be at least 64KiB");
         }
         Ok(())
     }
@@ -101,7 +101,7 @@ impl Measure for ReplayBench {
 impl ReplayBench {
     fn log_of(&self, room: &Room, deltas: Deltas) -> Result<Group, BenchStop> {
         let Deltas { len, count } = deltas;
-        let title = format!("{} of deltas of {len}, {count} a batch", self.bytes);
+        let title = format!("{} of deltas of {len}, {count} per batch", self.bytes);
         room.step(&title)?;
         let name = format!("log-{}-{count}", len.0);
         let dir = room.path(&name);
@@ -116,7 +116,7 @@ impl ReplayBench {
         for _ in 0..self.common.rounds {
             room.step(&title)?;
             for (cache, raw, replay, each) in &mut figures {
-                // Opening writes a little, so that the files are listed anew.
+                // Each open writes a little, so the files are listed again.
                 let files = room::files(&dir, &["log"])?;
                 let all: u64 = files.iter().map(|(_, len)| len).sum();
                 match cache {
@@ -131,7 +131,7 @@ impl ReplayBench {
                 let store = room.open(&name, room::options())?;
                 let took = started.elapsed().as_secs_f64();
                 if store.recovered().replayed_bytes < written * len.0 {
-                    return Err(Failure::Damage("not all of the log was replayed".to_owned()).into());
+                    return Err(Failure::Damage("the open replayed only part of the log".to_owned()).into());
                 }
                 replay.push((written * len.0) as f64 / took);
                 each.push(written as f64 / took);
@@ -143,7 +143,7 @@ impl ReplayBench {
         Ok(Group { title, figures })
     }
 
-    /// Writes the log, and returns how many deltas it has.
+    /// Writes the log and returns its number of deltas.
     fn write_log(&self, room: &Room, name: &str, deltas: Deltas) -> Result<u64, BenchStop> {
         let store = room.open(name, room::options())?;
         let mut batch = store.batch();

@@ -1,4 +1,4 @@
-//! `--report`: the findings as one page that needs no network.
+//! `--report`: the results as a self-contained HTML page.
 
 use std::fmt::Write as _;
 use std::io::Write as _;
@@ -10,14 +10,14 @@ use super::latency::Latency;
 use crate::cli::exit::Failure;
 use crate::cli::replacement::Replacement;
 
-/// The target of the HTML page. It is there whole or not at all.
+/// The HTML page, which appears as a whole or not at all.
 pub struct HtmlReport {
     path: PathBuf,
     file: Replacement,
 }
 
 impl HtmlReport {
-    /// Refuses a place where no file can be made, before anything is measured.
+    /// Creates the file, so that an unusable path is rejected before anything is measured.
     pub fn begin(path: &Path) -> Result<Self, Failure> {
         let file = Replacement::begin(path).map_err(|error| cannot(path, &error))?;
         Ok(Self { path: path.to_owned(), file })
@@ -34,7 +34,7 @@ fn cannot(path: &Path, error: &std::io::Error) -> Failure {
     Failure::Environment(format!("cannot write the report {}: {error}", path.display()))
 }
 
-/// The whole page.
+/// Returns the whole page.
 fn page(findings: &Findings) -> String {
     let title = format!("remanent bench {}", findings.bench);
     let mut html = format!(
@@ -53,12 +53,12 @@ fn page(findings: &Findings) -> String {
         html += &section(group);
     }
     for what in &findings.left_out {
-        html += &format!("<p class=\"quiet\">Left out: {}.</p>\n", escape(what));
+        html += &format!("<p class=\"quiet\">Not measured: {}.</p>\n", escape(what));
     }
     html + "</body>\n</html>\n"
 }
 
-/// All figures under a ceiling, in one chart.
+/// Draws all figures that have a ceiling in one chart.
 fn shares(findings: &Findings) -> String {
     let mut bars = Vec::new();
     for group in &findings.groups {
@@ -73,9 +73,9 @@ fn shares(findings: &Findings) -> String {
         return String::new();
     }
     format!(
-        "<h2>Share of the ceiling</h2>\n<p class=\"quiet\">A ceiling is what a loop reaches on the same machine that \
-         does the least there is to do. It took turns with what stands under it, round by round; shares are medians \
-         of those of the rounds; higher is better.</p>\n<div class=\"scroll\">{}</div>",
+        "<h2>Share of the ceiling</h2>\n<p class=\"quiet\">A ceiling is the speed of a loop on the same machine that \
+         does only the necessary work. It is measured in turn with the figures below it, round by round. A share is \
+         the median over the rounds; higher is better.</p>\n<div class=\"scroll\">{}</div>",
         chart::bars(&bars)
     )
 }
@@ -129,14 +129,14 @@ fn table(group: &Group) -> String {
     html + "</table></div>\n" + &better
 }
 
-/// The class of a group's figure: a colour of its own, unless it is a ceiling.
+/// Returns the CSS class of a group's figure: a color by index, or `ceiling`.
 fn class(group: &Group, index: usize) -> String {
     let is_ceiling =
         group.figures.iter().any(|other| other.ceiling.as_ref() == Some(&group.figures[index].name));
     if is_ceiling { "ceiling".to_owned() } else { format!("s{}", index % 6) }
 }
 
-/// A chart with a heading, and a key to its lines.
+/// Returns a chart with a heading and a legend.
 fn charted(heading: &str, lines: &[ChartLine], svg: &str) -> String {
     let mut html = format!("<h3>{heading}</h3>\n<div class=\"scroll\">{svg}</div><ul class=\"key\">");
     for ChartLine { class, name, points } in lines {
@@ -148,12 +148,12 @@ fn charted(heading: &str, lines: &[ChartLine], svg: &str) -> String {
     html + "</ul>\n"
 }
 
-/// How many operations took longer than a time.
+/// Draws the share of operations that took longer than a time.
 fn latencies(group: &Group) -> String {
     let mut lines = Vec::new();
     for (index, figure) in group.figures.iter().enumerate() {
         let Some(latency) = figure.latency.as_ref().filter(|latency| latency.count() > 0) else { continue };
-        // The last point is at no share at all, which a logarithm has no place for.
+        // The last point has a share of 0, which a logarithmic scale cannot show.
         let points: Vec<(f64, f64)> = latency.curve().into_iter().filter(|(_, above)| *above > 0.0).collect();
         lines.push(ChartLine { class: class(group, index), name: figure.name.clone(), points });
     }
@@ -164,15 +164,15 @@ fn latencies(group: &Group) -> String {
         show: Box::new(show_time),
     };
     let y = Axis {
-        label: "took longer",
+        label: "share that took longer",
         scale: Scale::log(all().map(|(_, above)| *above).chain([1.0])),
         show: Box::new(|share| format!("{} %", rounded(share * 100.0))),
     };
     let svg = chart::lines(&x, &y, &lines, &[]);
-    charted("Latency: how many took longer (lower is better)", &lines, &svg)
+    charted("Latency: share of operations that took longer (lower is better)", &lines, &svg)
 }
 
-/// Figures of one unit over time.
+/// Draws figures of one unit over time.
 fn courses(group: &Group, unit: Unit) -> String {
     let mut lines = Vec::new();
     let mut marks = Vec::new();
@@ -189,20 +189,18 @@ fn courses(group: &Group, unit: Unit) -> String {
         Axis { label: "time", scale: Scale::linear(all().map(|(time, _)| *time)), show: Box::new(show_time) };
     let values = all().map(|(_, value)| *value);
     let (heading, label, scale) = match unit {
-        Unit::Bytes => ("Bytes over time, all rounds in a row", "bytes", Scale::linear(values)),
-        _ if unit.is_rate() => (
-            "Throughput over time, all rounds in a row (higher is better)",
-            "throughput",
-            Scale::linear(values),
-        ),
-        _ => ("Latency over time: the longest of each step (lower is better)", "latency", Scale::log(values)),
+        Unit::Bytes => ("Bytes over time, all rounds", "bytes", Scale::linear(values)),
+        _ if unit.is_rate() => {
+            ("Throughput over time, all rounds (higher is better)", "throughput", Scale::linear(values))
+        }
+        _ => ("Latency over time: maximum of each step (lower is better)", "latency", Scale::log(values)),
     };
     let y = Axis { label, scale, show: Box::new(move |value| show_tick(unit, value)) };
     let svg = chart::lines(&x, &y, &lines, &marks);
     charted(heading, &lines, &svg)
 }
 
-/// A time as a tick names it.
+/// Formats a time as a tick label.
 fn show_time(seconds: f64) -> String {
     let (value, unit) = match seconds {
         0.0 => return "0".to_owned(),
@@ -226,7 +224,7 @@ fn show_tick(unit: Unit, value: f64) -> String {
     }
 }
 
-/// A tick's number without the noise of binary fractions.
+/// Formats a number without the noise of binary fractions.
 fn rounded(value: f64) -> String {
     let text = format!("{value:.9}");
     text.trim_end_matches('0').trim_end_matches('.').to_owned()
@@ -263,7 +261,7 @@ mod tests {
             "store &lt;1&gt;",
             "9,000 commits/s",
             "0.900",
-            "Latency: how many took longer",
+            "Latency: share of operations that took longer",
             "Throughput over time",
             "a GPU: there is none",
             "higher is better",

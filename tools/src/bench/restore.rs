@@ -1,4 +1,4 @@
-//! `remanent bench restore`: opening a store, compared with reading its files.
+//! `remanent bench restore`: opens a store, compared with reading its files.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -14,19 +14,19 @@ use super::{Common, Measure, opener};
 use crate::cli::exit::Failure;
 
 const EXAMPLES: &str = "\
-A store of random pages is closed after a snapshot, and opened: cold, with its files dropped from the page cache, and \
-warm, with all of them in it. Opening proves every byte. The ceiling of a cold open is reading the same files past the \
-page cache by 4 threads, the ceiling of a warm one reading them through it. The first page counts from the beginning of \
-the open until it was read; the device is there already, and `bench ceilings` has its cost. On demand, the store is in \
-use before its pages are loaded, and the page that is read is the last one that would be loaded. With a GPU, a process \
-of its own opens the store once more, and its peak of host memory beyond the driver's is shown, split into mapped log \
-and all other memory, as seen every ten milliseconds.
+Closes a store of random pages after a snapshot and opens it cold, with its files dropped from the page cache, and warm, \
+with all of them in it. An open verifies every byte. The ceiling of a cold open is reading the same files past the page \
+cache with 4 threads, and that of a warm open is reading them through it. The time to the first page runs from the start \
+of the open until the page was read. It excludes the set-up of the device, which `bench ceilings` reports. With pages \
+loaded on demand, the store is usable before they are loaded, and the page read is the last one in the loading order. \
+With a GPU, a separate process opens the store again to measure its peak host memory beyond the driver's, split into \
+mapped log and all other memory, sampled every ten milliseconds.
 
 Examples:
   remanent bench restore /mnt/fast
   remanent bench restore /mnt/fast --bytes 16GiB --page-len 2MiB,16KiB --device cuda:0 --rounds 3";
 
-/// Opening a store, cold and warm, and the time to the first page
+/// Opens of a store, cold and warm, and the time to the first page
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct RestoreBench {
@@ -58,7 +58,7 @@ impl Measure for RestoreBench {
     }
 }
 
-/// One state of the page cache.
+/// The figures for one state of the page cache.
 struct Temperature {
     cache: Cache,
     raw: Figure,
@@ -68,7 +68,7 @@ struct Temperature {
     first_on_demand: Figure,
 }
 
-/// Host memory that an open takes whose files are in the page cache.
+/// The host memory that an open uses while its files are in the page cache.
 struct OpenMemory {
     all: Figure,
     own: Figure,
@@ -77,11 +77,11 @@ struct OpenMemory {
 
 impl OpenMemory {
     fn new() -> Self {
-        let above = "host memory above the device's, at most";
+        let above = "peak host memory above the device's";
         Self {
             all: Figure::new(above, Unit::Bytes),
-            own: Figure::new(format!("{above}, log windows apart"), Unit::Bytes),
-            windows: Figure::new("log windows, at most", Unit::Bytes),
+            own: Figure::new(format!("{above}, without mapped log"), Unit::Bytes),
+            windows: Figure::new("peak of mapped log", Unit::Bytes),
         }
     }
 
@@ -120,7 +120,7 @@ impl RestoreBench {
         room.step(&title)?;
         let name = format!("pages-{page_len}");
         let (store, pages) = self.sizes.store(room, &name, page_len, room::options())?;
-        // One only: opening reads the images of one.
+        // A single snapshot, because an open reads the images of one only.
         store.snapshot()?;
         store.close()?;
         let of_pages = ClosedStore {
@@ -131,7 +131,7 @@ impl RestoreBench {
             page_len,
         };
         let mut temperatures = [Cache::Past, Cache::Through].map(Temperature::new);
-        // Only if pages lie elsewhere: otherwise their own bytes are most of it, and the rest is noise.
+        // Measured only if pages are elsewhere: otherwise their own bytes dominate and hide the rest.
         let mut memory = room.is_gpu().then(OpenMemory::new);
         for _ in 0..self.common.rounds {
             for temperature in &mut temperatures {
@@ -154,7 +154,7 @@ impl RestoreBench {
     }
 }
 
-/// A store that is closed.
+/// A closed store.
 struct ClosedStore<'a> {
     name: &'a str,
     dir: PathBuf,
@@ -164,15 +164,15 @@ struct ClosedStore<'a> {
 }
 
 impl ClosedStore<'_> {
-    /// Reads the files, and opens the store.
+    /// Reads the files, then opens the store.
     fn open(&self, room: &Room, temperature: &mut Temperature) -> Result<(), BenchStop> {
         let bytes = self.count as u64 * self.page_len;
-        // Its log is empty after the snapshot.
+        // The log is empty after the snapshot.
         let files = room::files(&self.dir, &["pages", "snapshots"])?;
         let all: u64 = files.iter().map(|(_, len)| len).sum();
         match temperature.cache {
             Cache::Past => transfer::forget(&files)?,
-            // The first one brings them there.
+            // The first read fills the cache.
             Cache::Through => transfer::read(&files, Cache::Through).map(drop)?,
         }
         let took = transfer::read(&files, temperature.cache)?;
@@ -188,9 +188,7 @@ impl ClosedStore<'_> {
         store.read(self.last, 0, &mut found)?;
         let first: Duration = started.elapsed();
         if store.pages()?.len() != self.count {
-            return Err(
-                Failure::Damage("the store that was opened has not all of its pages".to_owned()).into()
-            );
+            return Err(Failure::Damage("the opened store lacks some of its pages".to_owned()).into());
         }
         temperature.open.push(bytes as f64 / opened.as_secs_f64());
         temperature.first.push(first.as_secs_f64());

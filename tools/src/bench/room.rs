@@ -1,5 +1,4 @@
-//! The place where a benchmark runs: a temporary directory in the one that the user named, a device, and
-//! Ctrl-C.
+//! The environment of a benchmark: a temporary directory in the given one, a device, and Ctrl-C.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -23,10 +22,10 @@ use crate::cli::interrupt::Interrupt;
 use crate::cli::progress;
 use crate::cli::size::Size;
 
-/// Bytes left free beyond a benchmark's own: a disk that is full to the brim is measured as such.
+/// Bytes that must stay free beyond the benchmark's own, because a nearly full disk is slower.
 const SPARE_BYTES: u64 = 256 << 20;
 
-/// A benchmark is over before its end.
+/// The reason why a benchmark stopped early.
 pub enum BenchStop {
     /// Ctrl-C was pressed.
     Interrupted,
@@ -47,27 +46,25 @@ impl From<Error> for BenchStop {
 
 impl From<std::io::Error> for BenchStop {
     fn from(error: std::io::Error) -> Self {
-        BenchStop::Failed(Failure::Environment(format!(
-            "the directory does not allow to measure in it: {error}"
-        )))
+        BenchStop::Failed(Failure::Environment(format!("cannot measure in the directory: {error}")))
     }
 }
 
-/// The place where a benchmark runs. Its files are removed with it.
+/// The environment of a benchmark. Its files are removed when it is dropped.
 pub struct Room {
     dir: TempDir,
     pub device: Arc<dyn Device>,
     /// The place of pages.
     pub place: Place,
-    /// How long the device took to be there: on a GPU its context and the kernels.
+    /// How long opening the device took; on a GPU that includes its context and the kernels.
     pub device_took: Duration,
     interrupt: Interrupt,
     bar: ProgressBar,
 }
 
 impl Room {
-    /// A place to measure in, if the directory has that space. `steps` is how often [`Room::step`] will be
-    /// called.
+    /// Creates the temporary directory and opens the device. Fails if the disk has less than `bytes` of free
+    /// space. `steps` is the number of calls of [`Room::step`] to come.
     pub fn new(common: &Common, interrupt: Interrupt, bytes: u64, steps: u64) -> Result<Self, Failure> {
         let Common { dir, device, .. } = common;
         let shown = dir.display();
@@ -77,7 +74,7 @@ impl Room {
         let needed = bytes.saturating_add(SPARE_BYTES);
         if free < needed {
             return Err(Failure::Environment(format!(
-                "{shown} has {} MiB free, and the benchmark may take {} MiB: give it less to do, or another \
+                "{shown} has {} MiB free, but the benchmark needs up to {} MiB; use smaller options or another \
                  directory",
                 free >> 20,
                 needed >> 20
@@ -86,41 +83,40 @@ impl Room {
         let started = Instant::now();
         let (device, place) = open_device(*device)?;
         let device_took = started.elapsed();
-        let dir = tempfile::Builder::new()
-            .prefix("remanent-bench-")
-            .tempdir_in(dir)
-            .map_err(|error| Failure::Environment(format!("cannot make a directory in {shown}: {error}")))?;
+        let dir = tempfile::Builder::new().prefix("remanent-bench-").tempdir_in(dir).map_err(|error| {
+            Failure::Environment(format!("cannot create a directory in {shown}: {error}"))
+        })?;
         let bar = progress::bar(steps, "measuring");
         bar.enable_steady_tick(Duration::from_millis(200));
         Ok(Self { dir, device, place, device_took, interrupt, bar })
     }
 
-    /// A path in it.
+    /// Returns a path in the directory.
     pub fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
 
-    /// Opens the store of this name, on the device that is there already.
+    /// Opens the store `name` on the device of this room.
     pub fn open(&self, name: &str, options: Options) -> Result<Store, BenchStop> {
         Ok(Store::open_on(Arc::new(DirDisk::new(self.path(name))), self.device.clone(), options)?)
     }
 
-    /// Whether pages live on a GPU.
+    /// Returns whether pages live on a GPU.
     pub fn is_gpu(&self) -> bool {
         matches!(self.place, Place::Device(_))
     }
 
-    /// Whether Ctrl-C was pressed.
+    /// Returns whether Ctrl-C was pressed.
     pub fn interrupted(&self) -> bool {
         self.interrupt.noted()
     }
 
-    /// Ends here if Ctrl-C was pressed.
+    /// Fails if Ctrl-C was pressed.
     pub fn check(&self) -> Result<(), BenchStop> {
         if self.interrupted() { Err(BenchStop::Interrupted) } else { Ok(()) }
     }
 
-    /// The next thing begins, unless Ctrl-C was pressed.
+    /// Starts the next step, named `what`. Fails if Ctrl-C was pressed.
     pub fn step(&self, what: &str) -> Result<(), BenchStop> {
         self.check()?;
         self.bar.set_message(what.to_owned());
@@ -128,7 +124,7 @@ impl Room {
         Ok(())
     }
 
-    /// The settings that a reader of the figures asks first.
+    /// Returns the settings that describe the machine and the run.
     pub fn settings(&self, common: &Common) -> Vec<(&'static str, String)> {
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         vec![
@@ -150,7 +146,7 @@ impl Drop for Room {
     }
 }
 
-/// Options of a store that does nothing on its own, and whose images are as long as its pages.
+/// Returns the options of a store without background work, whose images are as long as its pages.
 pub fn options() -> Options {
     Options::default()
         .snapshot_log_bytes(None)
@@ -159,7 +155,7 @@ pub fn options() -> Options {
         .compression(Compression::Off)
 }
 
-/// The device, and the place of its pages.
+/// Opens the device, and returns it with the place of its pages.
 pub fn open_device(choice: DeviceChoice) -> Result<(Arc<dyn Device>, Place), Failure> {
     let gpu =
         |ordinal| CudaDevice::open(ordinal).map(|gpu| (Arc::new(gpu) as Arc<dyn Device>, Place::Device(0)));
@@ -174,17 +170,17 @@ pub fn open_device(choice: DeviceChoice) -> Result<(Arc<dyn Device>, Place), Fai
     }
 }
 
-/// The kernel's name and version.
+/// Returns the kernel's name and version.
 fn kernel() -> String {
     let uname = rustix::system::uname();
     format!("{} {}", uname.sysname().to_string_lossy(), uname.release().to_string_lossy())
 }
 
-/// A moment as a date and a time of day.
+/// Formats a time as date and time of day.
 fn utc(time: SystemTime) -> String {
     let seconds = time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
     let (days, second) = (seconds / 86_400, seconds % 86_400);
-    // Eras of 400 years that begin on the first of March: Hinnant, chrono-compatible low-level date
+    // Uses eras of 400 years that begin on the first of March: Hinnant, chrono-compatible low-level date
     // algorithms.
     let shifted = days + 719_468;
     let (era, day_of_era) = (shifted / 146_097, shifted % 146_097);
@@ -197,14 +193,14 @@ fn utc(time: SystemTime) -> String {
     format!("{year}-{month:02}-{day:02} {:02}:{:02} UTC", second / 3600, second / 60 % 60)
 }
 
-/// The processor's model name.
+/// Returns the processor's model name.
 fn cpu_model() -> String {
     let text = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let line = text.lines().find_map(|line| line.strip_prefix("model name"));
-    line.and_then(|line| line.split_once(':')).map_or("of no name", |(_, name)| name.trim()).to_owned()
+    line.and_then(|line| line.split_once(':')).map_or("unknown model", |(_, name)| name.trim()).to_owned()
 }
 
-/// Every file in these folders of a store, with its length.
+/// Returns every file in these folders of a store, with its length.
 pub fn files(store: &Path, folders: &[&str]) -> std::io::Result<Vec<(PathBuf, u64)>> {
     let mut files = Vec::new();
     for folder in folders {
@@ -217,7 +213,7 @@ pub fn files(store: &Path, folders: &[&str]) -> std::io::Result<Vec<(PathBuf, u6
     Ok(files)
 }
 
-/// A number of bytes, for a title.
+/// Formats a number of bytes for a title.
 pub fn size(bytes: u64) -> String {
     Size(bytes).to_string()
 }

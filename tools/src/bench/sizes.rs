@@ -1,5 +1,5 @@
-//! Stores of random pages: the number of bytes, and the lengths of pages, for the benchmarks that measure
-//! whole stores.
+//! Stores of random pages, for benchmarks that measure whole stores: the number of bytes, and the lengths of
+//! pages.
 
 use remanent::{Options, PageId, Store};
 
@@ -10,51 +10,51 @@ use crate::cli::exit::Failure;
 use crate::cli::size::Size;
 use crate::replay::simulate::SplitMix64;
 
-/// Bytes of a hot page's delta: no page is shorter.
+/// Bytes of a hot page's delta; no page is shorter.
 pub const DELTA_LEN: usize = 256;
 /// Bytes of pages that are created in one batch.
 const BATCH_BYTES: u64 = 64 << 20;
 
-/// The sizes asked for.
+/// The given sizes.
 #[derive(clap::Args)]
 pub struct Sizes {
     /// Bytes of all pages together
     #[arg(long, default_value = "256MiB")]
     bytes: Size,
-    /// Bytes of a page; a list
+    /// Bytes per page; a list
     #[arg(long, value_name = "BYTES", value_delimiter = ',', default_value = "2MiB,16KiB")]
     page_len: Vec<Size>,
 }
 
 impl Sizes {
-    /// Bytes of all pages of one store.
+    /// Returns the bytes of all pages of one store.
     pub fn bytes(&self) -> u64 {
         self.bytes.0
     }
 
-    /// Steps of all stores, if each takes `of_each`.
+    /// Returns the steps of all stores, if each has `of_each`.
     pub fn steps(&self, of_each: u64) -> u64 {
         of_each * self.page_len.len() as u64
     }
 
-    /// Refuses pages that cannot be.
+    /// Rejects invalid page lengths.
     pub fn check(&self) -> Result<(), Failure> {
         let good =
             |len: &&Size| len.0 >= DELTA_LEN as u64 && len.0.is_multiple_of(8) && len.0 <= self.bytes.0;
         match self.page_len.iter().find(|len| !good(len)) {
             Some(len) => Err(Failure::Environment(format!(
-                "--page-len {len} is no multiple of 8 between {DELTA_LEN} and --bytes"
+                "--page-len {len} is not a multiple of 8 between {DELTA_LEN} and --bytes"
             ))),
             None => Ok(()),
         }
     }
 
-    /// The results of `measure` with pages of each length, in their order.
+    /// Calls `measure` for each page length, in order, and returns the results.
     pub fn each<T>(&self, measure: impl FnMut(u64) -> Result<T, BenchStop>) -> Result<Vec<T>, BenchStop> {
         self.page_len.iter().map(|len| len.0).map(measure).collect()
     }
 
-    /// The findings of a benchmark that measures pages of each length in its rounds.
+    /// Runs a benchmark for each page length and returns its findings.
     pub fn findings(
         &self,
         bench: &'static str,
@@ -68,12 +68,12 @@ impl Sizes {
         Ok(Findings { bench, settings, groups, left_out: Vec::new() })
     }
 
-    /// The title of a store with pages of this length.
+    /// Returns the title of a store with pages of this length.
     pub fn title(&self, page_len: u64) -> String {
         format!("{} in pages of {}", size(self.bytes.0), size(page_len))
     }
 
-    /// A store whose pages of this length hold random bytes, and its pages.
+    /// Creates a store with pages of this length that hold random bytes, and returns it with its pages.
     pub fn store(
         &self,
         room: &Room,

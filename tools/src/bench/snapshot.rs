@@ -1,5 +1,5 @@
-//! `remanent bench snapshot`: full and incremental snapshots compared with plain writing, and their effect on
-//! a hot page's commits.
+//! `remanent bench snapshot`: takes full and incremental snapshots, compared with plain writing, and measures
+//! their effect on a hot page's commits.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -18,19 +18,19 @@ use super::{Common, Measure, peak, transfer};
 use crate::cli::exit::Failure;
 
 const EXAMPLES: &str = "\
-All pages hold random bytes, so that nothing can be compressed, and each was changed since the snapshot before, so \
-that all are written. The ceiling is the same number of bytes, written to new files by 4 threads past the page cache, \
-and synced. A snapshot is durable when it is published; reading it back and removing older ones come after that.
+All pages hold random bytes, so that nothing can be compressed, and each is changed before a full snapshot, so that all \
+are written. The ceiling is the same number of bytes, written to new files by 4 threads past the page cache and synced. \
+A snapshot is durable when it is published; it is read back, and older ones are removed, after that.
 
-A snapshot after one page in a hundred changed is shown as a share of the full one of its round. After some full \
-snapshots the next one writes over files that they have freed (files of 1 MiB and more). Commits to a hot page \
-wait for Applied, one after the other, first alone, then during a full snapshot.
+A snapshot after one page in a hundred changed is shown as a share of the full one in its round. After some full \
+snapshots the next one reuses files that they have freed (files of 1 MiB and more). Commits to a hot page wait for \
+Applied each time, first without a snapshot, then during a full one.
 
 Examples:
   remanent bench snapshot /mnt/fast --image-io buffered,direct,mapped
   remanent bench snapshot /mnt/fast --bytes 16GiB --page-len 2MiB,64KiB,16KiB --device cuda:0 --rounds 3";
 
-/// Snapshots: their rate, the cost of an incremental one, and their effect on commits
+/// Rate of snapshots, cost of incremental ones, and their effect on commits
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct SnapshotBench {
@@ -38,7 +38,7 @@ pub struct SnapshotBench {
     common: Common,
     #[command(flatten)]
     sizes: Sizes,
-    /// How images are written; a list [default: as a store chooses]
+    /// How to write images; a list [default: the store's choice]
     #[arg(long, value_enum, value_delimiter = ',')]
     image_io: Vec<ImageWriter>,
 }
@@ -46,7 +46,7 @@ pub struct SnapshotBench {
 /// A way to write images.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum ImageWriter {
-    /// Into a shared mapping
+    /// Through a shared mapping
     Mapped,
     /// By write and fdatasync
     Buffered,
@@ -64,13 +64,14 @@ impl From<ImageWriter> for ImageIo {
     }
 }
 
-/// Bytes that are written to a page to make it differ.
+/// Bytes that are written to a page to make it differ from its image.
 const TOUCH_LEN: usize = 64;
-/// Full snapshots after which one finds files that were freed: two are kept, and their files are not free.
+/// Number of full snapshots after which one reuses freed files: the files of the two kept snapshots are not
+/// free.
 const SNAPSHOTS_UNTIL_REUSE: usize = 5;
-/// How often a snapshot is asked how far it has come.
+/// The interval at which the progress of a snapshot is sampled.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
-/// Values of the course of a hot page's commits, and of the first snapshot.
+/// Number of values in the time series of a hot page's commits, and of the first snapshot.
 const COURSE_STEPS: u32 = 200;
 const ROUND_STEPS: u32 = 40;
 
@@ -84,8 +85,7 @@ impl Measure for SnapshotBench {
     }
 
     fn bytes_needed(&self) -> u64 {
-        // Two snapshots of each store that are kept, and one being written; or the ceiling's files in its
-        // place.
+        // Each store's two kept snapshots and the one being written, or the ceiling's files in its place.
         self.sizes.bytes().saturating_mul(1 + 2 * self.ways())
     }
 
@@ -98,20 +98,20 @@ impl Measure for SnapshotBench {
     }
 }
 
-/// A snapshot as it was seen from outside.
+/// The measurements of one snapshot.
 struct SnapshotTrace {
     info: SnapshotInfo,
-    /// Until it was published.
+    /// The time until it was published.
     durable: Duration,
-    /// Until it was read back.
+    /// The time until it was read back.
     verified: Duration,
-    /// Bytes gathered, at these times.
+    /// The bytes gathered at these times.
     gathered: Vec<(Duration, u64)>,
     started: Instant,
 }
 
 impl SnapshotBench {
-    /// How many ways to write images are measured.
+    /// Returns how many ways to write images are measured.
     fn ways(&self) -> u64 {
         self.image_io.len().max(1) as u64
     }
@@ -141,7 +141,7 @@ impl SnapshotBench {
             let (files, took) = transfer::write(&room.path("raw"), bytes)?;
             raw.push(bytes as f64 / took.as_secs_f64());
             transfer::remove(&files)?;
-            // Ways to write take their turns in each round.
+            // Ways to write are measured in turn within each round.
             for (_, store, pages, figures) in &mut stores {
                 room.step(&title)?;
                 full(store, pages, round, figures)?;
@@ -164,7 +164,7 @@ impl SnapshotBench {
     }
 }
 
-/// The figures of pages of one length, written in one way.
+/// The figures for pages of one length, written in one way.
 struct Figures {
     full: Figure,
     verified: Figure,
@@ -180,16 +180,16 @@ struct Figures {
 impl Figures {
     fn new(suffix: &str, raw: &str) -> Self {
         let named = |name: &str| format!("{name}{suffix}");
-        let alone = named("hot page, Applied, no snapshot");
+        let alone = named("hot page, Applied, without a snapshot");
         Self {
             full: Figure::new(named("full, durable"), Unit::BytesPerSecond).under(raw),
             verified: Figure::new(named("full, read back too"), Unit::BytesPerSecond),
             again: Figure::new(named("full, durable, over freed files"), Unit::BytesPerSecond).under(raw),
-            part_time: Figure::new(named("1 % changed: time, of a full one's"), Unit::Share),
-            part_bytes: Figure::new(named("1 % changed: bytes, of a full one's"), Unit::Share),
+            part_time: Figure::new(named("1 % changed: time, relative to full"), Unit::Share),
+            part_bytes: Figure::new(named("1 % changed: bytes, relative to full"), Unit::Share),
             part: Figure::new(named("1 % changed: durable after"), Unit::Seconds),
-            memory: Figure::new(named("host memory above the start, at most"), Unit::Bytes),
-            beside: hot(named("hot page, Applied, beside a snapshot")).under(alone.clone()),
+            memory: Figure::new(named("peak host memory above the start"), Unit::Bytes),
+            beside: hot(named("hot page, Applied, during a snapshot")).under(alone.clone()),
             alone: hot(alone),
         }
     }
@@ -214,7 +214,7 @@ fn touch(store: &Store, pages: impl Iterator<Item = PageId>, round: usize) -> Re
     Ok(store.wait_durable(store.lsn())?)
 }
 
-/// A snapshot of all pages.
+/// Measures a snapshot of all pages.
 fn full(store: &Store, pages: &[PageId], round: usize, figures: &mut Figures) -> Result<(), BenchStop> {
     touch(store, pages.iter().copied(), round)?;
     peak::forget()?;
@@ -231,7 +231,7 @@ fn full(store: &Store, pages: &[PageId], round: usize, figures: &mut Figures) ->
     Ok(())
 }
 
-/// Snapshots of all pages, until one writes over the files that an earlier one has freed.
+/// Takes snapshots of all pages until one reuses files that an earlier one has freed.
 fn again(store: &Store, pages: &[PageId], round: usize, figures: &mut Figures) -> Result<(), BenchStop> {
     for number in 0..SNAPSHOTS_UNTIL_REUSE {
         touch(store, pages.iter().copied(), round + 64 * number)?;
@@ -245,12 +245,12 @@ fn again(store: &Store, pages: &[PageId], round: usize, figures: &mut Figures) -
     Ok(())
 }
 
-/// A snapshot of one page in a hundred, after the full one of this round.
+/// Measures a snapshot of one page in a hundred, after the full one of this round.
 fn part(store: &Store, pages: &[PageId], round: usize, figures: &mut Figures) -> Result<(), BenchStop> {
     let full = |figure: &Figure| figure.rounds.last().copied().unwrap_or(f64::NAN);
     let all_bytes = store.snapshots().last().map_or(f64::NAN, |info| info.bytes as f64);
     let all_time = all_bytes / full(&figures.full);
-    // The first one after a full one also removes the images of the full one before.
+    // The first snapshot after a full one also removes the images of the previous full one.
     for is_measured in [false, true] {
         touch(store, pages.iter().copied().skip(round % 100).step_by(100), round)?;
         let taken = watch(store)?;
@@ -264,7 +264,8 @@ fn part(store: &Store, pages: &[PageId], round: usize, figures: &mut Figures) ->
     Ok(())
 }
 
-/// Commits to one page, for as long as a snapshot of all of them takes: first without it, then during it.
+/// Commits to one page for as long as a snapshot of all pages takes: first without a snapshot, then during
+/// one.
 fn beside(store: &Store, pages: &[PageId], round: usize, figures: &mut Figures) -> Result<(), BenchStop> {
     let full_seconds = figures
         .verified
@@ -296,7 +297,8 @@ fn beside(store: &Store, pages: &[PageId], round: usize, figures: &mut Figures) 
     })
 }
 
-/// Commits to a page until told to end. The time series is the first round's: the longest time of each step.
+/// Commits to a page until `enough` returns true. The time series is that of the first round, with the
+/// longest time of each step.
 pub(super) fn commit_until_stopped(
     store: &Store,
     page: PageId,
@@ -335,7 +337,7 @@ pub(super) fn commit_until_stopped(
     Ok(())
 }
 
-/// Takes a snapshot, and looks at how far it is until it is published; then waits until it is read back.
+/// Takes a snapshot, samples its progress until it is published, and waits until it is read back.
 fn watch(store: &Store) -> Result<SnapshotTrace, BenchStop> {
     let started = Instant::now();
     let mut gathered = Vec::new();
@@ -360,7 +362,7 @@ fn watch(store: &Store) -> Result<SnapshotTrace, BenchStop> {
     Ok(SnapshotTrace { info, durable, verified: started.elapsed(), gathered, started })
 }
 
-/// Bytes gathered a second.
+/// Returns the bytes gathered per second as a time series.
 fn course(taken: &SnapshotTrace, step: Duration) -> TimeSeries {
     let steps = taken.durable.as_nanos() / step.as_nanos() + 1;
     let mut values = vec![0.0; steps as usize];
@@ -374,7 +376,7 @@ fn course(taken: &SnapshotTrace, step: Duration) -> TimeSeries {
     TimeSeries { unit: Unit::BytesPerSecond, step, values, marks: Vec::new() }
 }
 
-/// Appends another round to the series shown.
+/// Appends another round to a time series.
 fn append(shown: &mut TimeSeries, taken: &SnapshotTrace) {
     let end = shown.step * shown.values.len() as u32;
     shown.marks.push((end, "next round"));

@@ -1,4 +1,5 @@
-//! `remanent bench steady`: a cache of blocks that runs for long, and whether it stays as it is.
+//! `remanent bench steady`: runs a full cache of blocks for a long time and checks that its cost stays
+//! constant.
 
 use std::collections::VecDeque;
 use std::path::Path;
@@ -16,34 +17,34 @@ use crate::cli::size::Size;
 use crate::replay::simulate::SplitMix64;
 
 const EXAMPLES: &str = "\
-Each thread keeps a window of blocks: a commit creates one, written whole, and deletes the oldest, as a full cache \
-does. Lengths take turns. The store runs with its default options, so that it takes snapshots and gives space back \
-on its own. After each round its directory, its memory and the time that another process takes to open it are measured: \
-the cost of a store should follow from its content, not from how long it has run.
+Each thread keeps a window of blocks: a commit creates one, written whole, and deletes the oldest, as in a full cache. \
+The lengths of --len alternate. The store runs with default options, so it takes snapshots and frees space \
+automatically. Each round measures the directory, the memory, and the time that another process takes to open the \
+store. The cost of a store should depend on its content, not on how long it has run.
 
 Examples:
   remanent bench steady /mnt/fast
   remanent bench steady /mnt/fast --rounds 30 --seconds 60 --report steady.html";
 
-/// Files besides blocks: segments, manifests, chunks that are half full.
+/// Bytes of files other than blocks: segments, manifests, partly filled chunks.
 const BYTES_BESIDE: u64 = 1 << 30;
 
-/// Disk, memory, open time and commits of a cache at a steady state
+/// Disk, memory, open time and commits of a full cache over time
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct SteadyBench {
     #[command(flatten)]
     common: Common,
-    /// How many threads commit at once
+    /// Number of threads that commit at once
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: u16,
-    /// Bytes of a block; a list
+    /// Bytes per block; a list
     #[arg(long, value_name = "BYTES", value_delimiter = ',', default_value = "2MiB,64KiB")]
     len: Vec<Size>,
     /// Bytes of all blocks together
     #[arg(long, value_name = "BYTES", default_value = "256MiB")]
     bytes: Size,
-    /// How long each round lasts
+    /// Duration of each round, in seconds
     #[arg(long, value_name = "S", default_value_t = 1.0)]
     seconds: f64,
 }
@@ -51,19 +52,19 @@ pub struct SteadyBench {
 /// The blocks of one thread, oldest first.
 struct Window {
     blocks: VecDeque<PageId>,
-    /// How many it holds.
+    /// The maximum number of blocks.
     len: usize,
-    /// Blocks created so far: their lengths take turns.
+    /// The number of blocks created so far, which selects the length of the next one.
     created: usize,
     contents: Vec<Vec<u8>>,
 }
 
 impl Window {
-    /// Creates the next block and deletes the oldest, if the window is full.
+    /// Creates the next block, and deletes the oldest if the window is full.
     fn turn(&mut self, store: &Store, place: Place) -> Result<(), BenchStop> {
         let turn = self.created % self.contents.len();
         let content = &mut self.contents[turn];
-        // No two blocks are equal, and none compresses to nothing.
+        // Makes all blocks distinct and incompressible.
         content[..8].copy_from_slice(&(self.created as u64).to_le_bytes());
         let mut batch = store.batch();
         batch.create_from(content.clone(), place);
@@ -78,7 +79,7 @@ impl Window {
 }
 
 impl SteadyBench {
-    /// Blocks of each thread.
+    /// Returns the number of blocks per thread.
     fn blocks(&self) -> usize {
         let lens: u64 = self.len.iter().map(|len| len.0).sum();
         let mean = lens / self.len.len() as u64;
@@ -100,7 +101,7 @@ impl SteadyBench {
         (0..self.threads).map(window).collect()
     }
 
-    /// All threads turn their windows for one round; returns the latencies of their commits.
+    /// Runs one round in all threads. Returns the latencies of their commits, and the duration in seconds.
     fn round(&self, room: &Room, store: &Store, windows: &mut [Window]) -> Result<(Latency, f64), BenchStop> {
         let (over, time) = (AtomicBool::new(false), Duration::from_secs_f64(self.seconds));
         let started = Instant::now();
@@ -140,7 +141,7 @@ impl Measure for SteadyBench {
         let refuse = |what: &str| Err(Failure::Environment(what.to_owned()));
         check_seconds("--seconds", self.seconds)?;
         if self.len.iter().any(|len| !(8..=1 << 30).contains(&len.0)) {
-            return refuse("--len lies between 8 and 1GiB");
+            return refuse("--len must be between 8 and 1GiB");
         }
         Ok(())
     }
@@ -160,14 +161,13 @@ impl Measure for SteadyBench {
             Figure { course: Some(course), ..Figure::new(name, unit) }
         };
         let mut commits = figure("commits", Unit::PerSecond("commits"));
-        let mut tail = figure("a commit, 99 of 100", Unit::Seconds);
+        let mut tail = figure("commit, p99", Unit::Seconds);
         let mut disk = figure("disk", Unit::Bytes);
         let mut memory = figure("host memory", Unit::Bytes);
         let mut open = figure("open", Unit::Seconds);
 
         let mut windows = self.windows();
-        let unknown =
-            |error| Failure::Environment(format!("how much memory is in use is not known: {error}"));
+        let unknown = |error| Failure::Environment(format!("cannot determine the memory in use: {error}"));
         room.step("filling the windows")?;
         let mut store = room.open("steady", Options::default())?;
         for window in &mut windows {
@@ -177,7 +177,7 @@ impl Measure for SteadyBench {
             }
         }
         for _ in 0..self.common.rounds {
-            room.step("turning the windows")?;
+            room.step("replacing blocks")?;
             let (latency, seconds) = self.round(room, &store, &mut windows)?;
             add(&mut commits, latency.count() as f64 / seconds);
             add(&mut tail, latency.quantile(0.99));
@@ -196,16 +196,16 @@ impl Measure for SteadyBench {
         settings.push(("rounds", format!("{} of {} s", self.common.rounds, self.seconds)));
         let groups = vec![
             group("commits", commits),
-            group("how long one takes", tail),
-            group("the directory", disk),
-            group("the process", memory),
-            group("an open by another process", open),
+            group("commit latency", tail),
+            group("directory", disk),
+            group("process", memory),
+            group("open by another process", open),
         ];
         Ok(Findings { bench: "steady", settings, groups, left_out: Vec::new() })
     }
 }
 
-/// One more round of a figure, which its course shows, too.
+/// Adds the value of one more round, also to the figure's time series.
 fn add(figure: &mut Figure, value: f64) {
     figure.push(value);
     if let Some(course) = &mut figure.course {
@@ -213,13 +213,13 @@ fn add(figure: &mut Figure, value: f64) {
     }
 }
 
-/// The bytes that the files of a directory take on disk.
+/// Returns the bytes that the files of a directory take on disk.
 fn disk_bytes(directory: &Path) -> std::io::Result<u64> {
     use std::os::unix::fs::MetadataExt;
     let mut sum = 0;
     for entry in std::fs::read_dir(directory)? {
         let entry = entry?;
-        // A spare segment may go while this looks.
+        // A spare segment may be removed meanwhile.
         let Ok(metadata) = entry.metadata() else { continue };
         sum += if metadata.is_dir() { disk_bytes(&entry.path())? } else { metadata.blocks() * 512 };
     }

@@ -10,18 +10,18 @@ use super::figures::median;
 use super::room::{BenchStop, Room};
 use super::transfer::{self, Cache};
 
-/// Bytes of a round's ceilings, at most.
+/// The maximum number of bytes for a round's ceilings.
 const CEILING_BYTES: u64 = 64 << 20;
-/// Bytes of a copy.
+/// Bytes per copy.
 const COPY_LEN: usize = 8 << 20;
-/// The speed of disk and memory.
+/// The names of the ceilings.
 const WRITE: &str = "raw, 4 threads write past the cache, synced";
 const READ: &str = "raw, 4 threads read through the cache";
 const COPY: &str = "raw, a copy in host memory";
 const UP: &str = "raw, pinned host to device";
 const DOWN: &str = "raw, device to pinned host";
 
-/// The ceiling of moves from one place to another.
+/// Returns the ceiling of moves from one place to another.
 pub fn of(from: Place, to: Place) -> &'static str {
     match (from, to) {
         (_, Place::Disk) => WRITE,
@@ -33,19 +33,19 @@ pub fn of(from: Place, to: Place) -> &'static str {
     }
 }
 
-/// The same, where [`rates`] measured it: without a GPU there is no bus.
+/// Does the same, but returns only a ceiling that [`rates`] measures: without a GPU there is no bus.
 pub fn in_room(room: &Room, from: Place, to: Place) -> &'static str {
     let ceiling = of(from, to);
     if !room.is_gpu() && [UP, DOWN].contains(&ceiling) { COPY } else { ceiling }
 }
 
-/// The speed of the machine without a store, in bytes a second, measured with up to `bytes` bytes.
+/// Returns the speed of the machine without a store, in bytes per second, measured with up to `bytes` bytes.
 pub fn rates(room: &Room, bytes: u64) -> Result<Vec<(&'static str, f64)>, BenchStop> {
     let bytes = bytes.min(CEILING_BYTES);
     let of = |took: Duration| bytes as f64 / took.as_secs_f64();
     let (files, took) = transfer::write(&room.path("raw"), bytes)?;
     let mut rates = vec![(WRITE, of(took))];
-    // The first one brings them there.
+    // The first read fills the cache.
     transfer::read(&files, Cache::Through)?;
     rates.push((READ, of(transfer::read(&files, Cache::Through)?)));
     transfer::remove(&files)?;
@@ -65,7 +65,7 @@ pub fn rates(room: &Room, bytes: u64) -> Result<Vec<(&'static str, f64)>, BenchS
     Ok(rates)
 }
 
-/// The speed of copies to the device and back.
+/// Returns the speed of copies to the device and back.
 fn bus_rates(room: &Room) -> Result<Vec<(&'static str, f64)>, BenchStop> {
     let memory = room.device.allocate(room.place, CEILING_BYTES)?;
     let staged = |at: usize| StagingSpan { index: 0, offset: at, len: COPY_LEN };

@@ -1,8 +1,8 @@
-//! Pages that move between two places, with nothing else under way: by one call, until the bytes are there.
+//! Moves of pages between two places with no other load: by one call, until the bytes are there.
 //!
-//! `bench tiers` plays a trace, in which moves are of some blocks and stand among commits and reads. Here the
-//! pages of one length are all moved at once, and the rate is held against the bus, or the disk, of the same
-//! round.
+//! `bench tiers` replays a trace, in which moves concern some blocks and mix with commits and reads. Here all
+//! pages of one length are moved at once, and the rate is compared with that of the bus or the disk in the
+//! same round.
 
 use std::time::{Duration, Instant};
 
@@ -14,12 +14,12 @@ use super::room::{BenchStop, Room};
 use super::tier_ceilings;
 use crate::cli::size::Size;
 
-/// The lengths of the pages.
+/// The page lengths.
 const PAGE_LENS: [u64; 2] = [2 << 20, 16 << 10];
-/// Bytes that are written to each page, so that none has an image that holds it.
+/// Bytes that are written to each page so that no existing image holds its content.
 const TOUCHED: [u8; 8] = [9; 8];
 
-/// The figures of one length.
+/// The figures of one page length.
 pub struct Moves {
     page_len: u64,
     bytes: u64,
@@ -27,19 +27,19 @@ pub struct Moves {
 }
 
 impl Moves {
-    /// The groups of all lengths, each of up to `bytes` bytes of pages; one page at least.
+    /// Returns the groups of all lengths, each with up to `bytes` bytes of pages, but at least one page.
     pub fn all(bytes: u64) -> Vec<Self> {
         let of_len = |page_len: u64| {
             let count = (bytes / page_len).max(1);
-            let title = format!("{count} pages of {} moved by one call", Size(page_len));
+            let title = format!("{count} pages of {}, moved by one call", Size(page_len));
             Self { page_len, bytes: count * page_len, group: Group::new(title) }
         };
         PAGE_LENS.map(of_len).into()
     }
 
-    /// Bytes of memory and of disk that a round of all lengths takes at most.
+    /// Returns the maximum bytes of memory and disk that a round of all lengths takes.
     pub fn bytes_needed(bytes: u64) -> u64 {
-        // Each way to disk writes an image of each page, and snapshots may do so again.
+        // Each move to disk writes an image of each page, and snapshots may do so again.
         bytes.max(PAGE_LENS[0]).saturating_mul(8)
     }
 
@@ -62,7 +62,8 @@ impl Moves {
             batch.create(self.page_len, Place::Pinned);
         }
         let pages = store.commit(batch)?.pages;
-        // The first way round makes the memory, and is not counted; two of the ways come twice.
+        // The first pass allocates memory and is not counted. Two of the moves occur twice, and are counted
+        // once.
         for is_counted in [false, true] {
             let mut place = Place::Pinned;
             for (to, is_new) in [
@@ -106,23 +107,24 @@ impl Moves {
     }
 }
 
-/// Moves pages to a place, and returns how long that took: until the last of them can be read there, which on
-/// a device is when its copies are done.
+/// Moves pages to a place, and returns the time until the last of them can be read there. On a device that is
+/// when its copies are done.
 fn move_all(store: &Store, pages: &[PageId], to: Place) -> Result<Duration, BenchStop> {
     if to == Place::Disk {
-        // So that each page has an image written: one that has its bytes would be taken as it is.
+        // Makes each page differ from its image: otherwise the existing image would be kept and nothing
+        // written.
         let mut batch = store.batch();
         pages.iter().for_each(|page| _ = batch.write(*page, 0, &TOUCHED));
         store.commit(batch)?;
     }
     let last = *pages.last().expect("one page at least");
     let mut bytes = [0; TOUCHED.len()];
-    // Nothing is under way before.
+    // Waits until no earlier work is in flight.
     store.read(last, 0, &mut bytes)?;
     let started = Instant::now();
     store.ensure(pages, to)?;
     if to != Place::Disk {
-        // Lists are done in their order, and this is the last page of the last one.
+        // Command lists are done in order, and this is the last page of the last one.
         store.read(last, 0, &mut bytes)?;
     }
     Ok(started.elapsed())

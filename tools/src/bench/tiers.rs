@@ -1,7 +1,7 @@
-//! `remanent bench tiers`: a cache of blocks of which the fast place holds a part, over a trace.
+//! `remanent bench tiers`: replays a trace over a cache of blocks whose fast place holds only part of them.
 //!
-//! `block_cache.rs` serves the requests; this file measures it under each budget and policy. Every run has a
-//! new store, which sees the same requests.
+//! `block_cache.rs` serves the requests; this file measures it for each budget and policy. Every run has a
+//! new store, which gets the same requests.
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::OnceLock;
@@ -25,20 +25,19 @@ use crate::cli::size::Size;
 use crate::replay::trace::{self, Trace};
 
 const EXAMPLES: &str = "\
-Each request of the trace names blocks. Those that the store has are brought to the fast place by one call, and some \
-bytes of each are compared; those that it has not are made there by one batch. The fast place is the GPU's memory, and \
-where there is none the host's; pages that are not used go down, to pinned and ordinary memory of the host, each with \
-twice the room of the place before, and at last to the disk. A request with more than half of the blocks that the fast \
-place holds is served in pieces. Commits and moves wait until they are applied (they survive a kill); snapshots are \
-taken as by default.
+Each request of the trace names blocks. Existing blocks are moved to the fast place by one call, and some bytes of each \
+are compared; missing blocks are created there in one batch. The fast place is the memory of the GPU, or of the host if \
+there is no GPU. With a GPU, unused pages are demoted to pinned and then to ordinary host memory, each with twice the \
+room of the tier above, and finally to the disk. A request for more than half of the blocks that the fast place holds is \
+served in parts. Commits and moves wait for Applied, which survives a kill; snapshots are taken as by default.
 
-Hits are the blocks found in the fast place, of those that were asked for before; their ceiling is the same policy \
-alone, over a list. The share of the blocks' bytes written to the disk is what the kernel counted for the process. \
-Bytes moved from place to place have the disk's or the memory's own rate as their ceiling. The restart closes and opens \
-the store after half of the requests, with the budget in the middle of the list: hits of up to 100 requests before \
-and after, beside those of a run that goes straight on. At last pages of 2 MiB and of 16 KiB are moved \
-between the GPU, pinned memory and the disk, all by one call and with nothing else under way, until the last of them \
-can be read where it went; on the way to the disk each has an image written. On an idle machine the defaults take up to two minutes.
+Hits are the blocks found in the fast place, as a share of the blocks that were requested before; their ceiling is the \
+same policy without a store. Bytes written to the disk are those that the kernel counted for the process. The ceiling of \
+moves between places is the rate of the disk, the memory or the bus. One run with the middle budget of the list closes \
+and opens the store after half of the requests, and compares the hits of up to 100 requests before and after with those \
+of a run without a restart. Finally, pages of 2 MiB and of 16 KiB are moved between the GPU, pinned memory and the disk, \
+each time all by one call without other load, until the last of them can be read at its new place; a move to the disk \
+writes an image of each. On an idle machine the defaults take up to two minutes.
 
 Examples:
   remanent bench tiers /mnt/fast
@@ -52,32 +51,32 @@ Examples:
 pub struct TiersBench {
     #[command(flatten)]
     common: Common,
-    /// The trace: one JSON object with `hash_ids` a line, plain or compressed with zstd [default: one hour of
-    /// a chat service that comes with the tool]
+    /// Trace: one JSON object with `hash_ids` per line, plain or compressed with zstd [default: one hour of a
+    /// chat service, included in the tool]
     #[arg(long, value_name = "FILE")]
     trace: Option<std::path::PathBuf>,
-    /// Requests that the store sees: the first ones
+    /// Number of requests of the trace to use
     #[arg(long, value_name = "N", default_value_t = 300, value_parser = RangedU64ValueParser::<usize>::new().range(2..))]
     requests: usize,
-    /// Bytes of a block
+    /// Bytes per block
     #[arg(long, value_name = "BYTES", default_value = "64KiB")]
     len: Size,
-    /// Percent of the different blocks that the fast place holds; a list
+    /// Sizes of the fast place, in percent of the distinct blocks; a list
     #[arg(long, value_name = "N", value_delimiter = ',', default_value = "1,3,10,30,100")]
     budgets: Vec<u64>,
-    /// Which block leaves the fast place; a list
+    /// Eviction policies of the fast place; a list
     #[arg(long, value_enum, value_name = "POLICY", value_delimiter = ',', default_value = "lru,s3-fifo")]
     policies: Vec<Policy>,
-    /// Also with the blocks of the next N requests on their way while one is served
+    /// Also measure with the blocks of the next N requests prefetched
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = RangedU64ValueParser::<usize>::new().range(..=1000))]
     prefetch: usize,
-    /// Also with the blocks of as many requests on their way as the store finds worth while
+    /// Also measure with as many requests prefetched as the store's read-ahead decides
     #[arg(long)]
     read_ahead: bool,
-    /// Milliseconds that a request is served once its blocks are there, with nothing done
+    /// Milliseconds to stay idle after the blocks of a request are in place
     #[arg(long, value_name = "MS", default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=10_000))]
     service_ms: u64,
-    /// Bytes of the pages that are moved with nothing else under way; 0 for none
+    /// Bytes of the pages for moves without other load; 0 skips this part
     #[arg(long, value_name = "BYTES", default_value = "64MiB")]
     move_bytes: Size,
     #[arg(skip)]
@@ -86,20 +85,20 @@ pub struct TiersBench {
 
 /// The blocks of a trace.
 struct Requested {
-    /// Of each request, every block once.
+    /// For each request, every block once.
     all: Vec<Vec<u64>>,
-    /// Requests that the store sees, and the different blocks that they name.
+    /// The number of requests that are used, and the distinct blocks that they name.
     seen: usize,
     blocks: HashSet<u64>,
-    /// Different blocks of the whole trace.
+    /// The number of distinct blocks of the whole trace.
     blocks_of_all: usize,
 }
 
-/// The shortest block.
+/// The minimum block length.
 const LEN_MIN: u64 = 64;
-/// One part in this number of a place's budget is kept free.
+/// The reciprocal of the part of a place's budget that is kept free.
 const FREE_PART: u64 = 16;
-/// Requests that are looked at before and after a restart.
+/// The maximum number of requests measured before and after a restart.
 const AROUND_RESTART: usize = 100;
 impl Requested {
     fn read(path: &std::path::Path, seen: usize) -> Result<Self, Failure> {
@@ -117,23 +116,23 @@ impl Requested {
         }
         if all.len() < seen {
             return Err(Failure::Environment(format!(
-                "the trace has {} requests, and --requests asks for {seen}",
+                "the trace has {} requests, fewer than the {seen} of --requests",
                 all.len()
             )));
         }
         if blocks.is_empty() {
-            return Err(Failure::Environment("these requests name no blocks".to_owned()));
+            return Err(Failure::Environment("the requests of the trace name no blocks".to_owned()));
         }
         Ok(Self { all, seen, blocks, blocks_of_all: blocks_of_all.len() })
     }
 
-    /// The requests that the store sees.
+    /// Returns the requests that are used.
     fn seen(&self) -> &[Vec<u64>] {
         &self.all[..self.seen]
     }
 }
 
-/// The number of blocks that a place holds.
+/// Returns the number of blocks that a place holds.
 fn part(blocks: usize, percent: u64) -> usize {
     (blocks as u128 * u128::from(percent) / 100).max(1) as usize
 }
@@ -146,21 +145,22 @@ impl Measure for TiersBench {
     fn check(&self) -> Result<(), Failure> {
         let refuse = |text: String| Err(Failure::Environment(text));
         if self.len.0 < LEN_MIN || !self.len.0.is_multiple_of(8) || self.len.0 > 1 << 30 {
-            return refuse(format!("--len is a multiple of 8 between {LEN_MIN} and 1GiB"));
+            return refuse(format!("--len must be a multiple of 8 between {LEN_MIN} and 1GiB"));
         }
         if !self.budgets.iter().all(|percent| (1..=100).contains(percent)) {
-            return refuse("--budgets lie between 1 and 100".to_owned());
+            return refuse("--budgets must be between 1 and 100".to_owned());
         }
         let repeats = |at: usize| self.policies[..at].contains(&self.policies[at]);
         let is_twice = |at: usize| self.budgets[..at].contains(&self.budgets[at]);
         if (0..self.policies.len()).any(repeats) || (0..self.budgets.len()).any(is_twice) {
-            return refuse("--policies and --budgets name nothing twice".to_owned());
+            return refuse("--policies and --budgets must not contain a value twice".to_owned());
         }
         let requested = match &self.trace {
             Some(path) => Requested::read(path, self.requests)?,
             None => {
-                let folder = tempfile::tempdir()
-                    .map_err(|error| Failure::Environment(format!("no temporary directory: {error}")))?;
+                let folder = tempfile::tempdir().map_err(|error| {
+                    Failure::Environment(format!("cannot create a temporary directory: {error}"))
+                })?;
                 Requested::read(&trace::bundled(folder.path())?, self.requests)?
             }
         };
@@ -169,7 +169,7 @@ impl Measure for TiersBench {
     }
 
     fn bytes_needed(&self) -> u64 {
-        // The log, images of what left, and images of snapshots.
+        // The log, images of demoted pages, and images of snapshots.
         let of_trace = self.working_set().saturating_mul(4).saturating_add(1 << 30);
         of_trace.max(Moves::bytes_needed(self.move_bytes.0))
     }
@@ -210,14 +210,12 @@ impl Measure for TiersBench {
                 .map_or_else(|| "one hour of a chat service".to_owned(), |path| path.display().to_string()),
         ));
         let asked: usize = requested.seen().iter().map(Vec::len).sum();
-        settings.push((
-            "requests",
-            format!("{} of {}, which ask {asked} times for blocks", requested.seen, requested.all.len()),
-        ));
+        settings
+            .push(("requests", format!("{} of {}, for {asked} blocks", requested.seen, requested.all.len())));
         settings.push((
             "blocks",
             format!(
-                "{} different ones of {}, {} together",
+                "{} distinct ones of {}, {} in total",
                 requested.blocks.len(),
                 self.len,
                 Unit::Bytes.show(self.working_set() as f64)
@@ -233,7 +231,7 @@ impl Measure for TiersBench {
     }
 }
 
-/// The tiers of a device, the fastest first.
+/// Returns the tiers of a device, the fastest first.
 fn places(room: &Room) -> Vec<Place> {
     if room.is_gpu() {
         vec![room.place, Place::Pinned, Place::Host, Place::Disk]
@@ -247,17 +245,17 @@ impl TiersBench {
         self.requested.get().expect("options are checked first")
     }
 
-    /// Moves with nothing else under way, by the pages' length.
+    /// Returns the moves without other load, by page length.
     fn moves(&self) -> Vec<Moves> {
         if self.move_bytes.0 == 0 { Vec::new() } else { Moves::all(self.move_bytes.0) }
     }
 
-    /// Bytes of all different blocks.
+    /// Returns the bytes of all distinct blocks.
     fn working_set(&self) -> u64 {
         self.requested().blocks.len() as u64 * self.len.0
     }
 
-    /// Policies, each with how far blocks come ahead.
+    /// Returns the policies, each with its kinds of prefetch.
     fn variants(&self) -> Vec<(Policy, Ahead)> {
         let mut ahead = vec![Ahead::NONE];
         ahead.extend((self.prefetch > 0).then_some(Ahead::Requests(self.prefetch)));
@@ -265,7 +263,8 @@ impl TiersBench {
         self.policies.iter().flat_map(|policy| ahead.iter().map(|ahead| (*policy, *ahead))).collect()
     }
 
-    /// The policies without a store, over the whole trace. They have no rounds: each time they do the same.
+    /// Returns the hits of the policies without a store, over the whole trace. They are the same in each
+    /// round.
     fn alone(&self) -> Group {
         let Requested { all, blocks_of_all, .. } = self.requested();
         let mut group =
@@ -282,7 +281,7 @@ impl TiersBench {
         group
     }
 
-    /// Opens a store whose fast place holds this number of blocks.
+    /// Opens a store whose fast place holds `held` blocks.
     fn open<'b>(
         &self,
         room: &'b Room,
@@ -315,7 +314,7 @@ impl TiersBench {
     }
 }
 
-/// Bytes that the kernel counted as written by this process; `None` where it does not count.
+/// Returns the bytes that the kernel counted as written by this process, or `None` if it does not count.
 fn bytes_written() -> Option<u64> {
     let counts = std::fs::read_to_string("/proc/self/io").ok()?;
     counts.lines().find_map(|line| line.strip_prefix("write_bytes: "))?.trim().parse().ok()
@@ -330,7 +329,7 @@ struct BudgetRuns {
     variants: Vec<Variant>,
 }
 
-/// The figures of one policy under one budget.
+/// The figures of one policy with one budget.
 struct Variant {
     policy: Policy,
     ahead: Ahead,
@@ -343,11 +342,11 @@ struct Variant {
     making: Figure,
     all: Figure,
     written: Option<Figure>,
-    /// Numbers, in the order in which they are shown.
+    /// Counts, in the order in which they are shown.
     counts: Vec<Figure>,
-    /// Bytes and rates by the places from which and to which pages moved.
+    /// Bytes and rates, by the places between which pages moved.
     moves: BTreeMap<(Place, Place), (Figure, Figure)>,
-    /// Hits of each round right after half of the requests, where a restart is in another run.
+    /// Hits of each round right after half of the requests, where another run has a restart.
     after_half: Vec<f64>,
 }
 
@@ -384,7 +383,7 @@ impl BudgetRuns {
         Ok(())
     }
 
-    /// Hits of each policy right after half of the requests, without blocks that come ahead.
+    /// Returns the hits of each policy right after half of the requests, without prefetch.
     fn straight(&self) -> impl Iterator<Item = (Policy, Vec<f64>)> {
         let variants = self.variants.iter().filter(|variant| variant.ahead == Ahead::NONE);
         variants.map(|variant| (variant.policy, variant.after_half.clone()))
@@ -412,19 +411,19 @@ impl Variant {
         let mut list = Figure::new(format!("{name}: hits of the policy alone"), Unit::Hits);
         list.rounds = vec![alone; bench.common.rounds as usize];
         let mut hits = Figure::new(format!("{name}: hits"), Unit::Hits);
-        // With blocks that come ahead there may be more hits than by the policy.
+        // With prefetch there may be more hits than by the policy alone.
         if alone > 0.0 && ahead == Ahead::NONE {
             hits = hits.under(&list.name);
         }
-        let written = format!("{name}: written to the disk, of the blocks' bytes");
+        let written = format!("{name}: written to the disk, relative to the blocks' bytes");
         Self {
             policy,
             ahead,
             alone: list,
             hits,
-            ready: timed("known blocks there, requests", Unit::PerSecond("requests")),
-            ready_block: timed("known blocks there, blocks", Unit::PerSecond("blocks")),
-            brought: timed("requests of which a block had to come", Unit::PerSecond("requests")),
+            ready: timed("existing blocks in place, requests", Unit::PerSecond("requests")),
+            ready_block: timed("existing blocks in place, blocks", Unit::PerSecond("blocks")),
+            brought: timed("requests that moved blocks", Unit::PerSecond("requests")),
             making: timed("new blocks", Unit::PerSecond("blocks")),
             all: Figure::new(format!("{name}: all blocks"), Unit::PerSecond("blocks")),
             written: bytes_written().map(|_| Figure::new(written, Unit::Share)),
@@ -466,7 +465,7 @@ impl Variant {
         let of = |count: fn(&TierStats) -> u64| tier.map_or(0, count);
         let blocks = Unit::Count("blocks");
         let mut numbers = vec![
-            ("asked for again".to_owned(), blocks, known as f64),
+            ("requested again".to_owned(), blocks, known as f64),
             ("new".to_owned(), blocks, played.made as f64),
         ];
         for place in places(room) {
@@ -483,10 +482,10 @@ impl Variant {
             numbers.push((name.to_owned(), unit, count as f64));
         }
         let waited = tier.map_or(Duration::ZERO, |tier| tier.waited);
-        numbers.push(("waited for room".to_owned(), Unit::Seconds, waited.as_secs_f64()));
+        numbers.push(("time waited for room".to_owned(), Unit::Seconds, waited.as_secs_f64()));
         if self.ahead != Ahead::NONE {
             let refused = played.refused_ahead as f64;
-            numbers.push(("calls ahead that found no room".to_owned(), Unit::Count("calls"), refused));
+            numbers.push(("prefetches without room".to_owned(), Unit::Count("calls"), refused));
         }
         self.count(numbers);
         self.moved(&stats.moves);
@@ -494,7 +493,7 @@ impl Variant {
         Ok(std::fs::remove_dir_all(room.path("store"))?)
     }
 
-    /// Notes the numbers of a round, which are the same ones each time.
+    /// Adds the counts of a round, which have the same names each time.
     fn count(&mut self, numbers: Vec<(String, Unit, f64)>) {
         if self.counts.is_empty() {
             let figure =
@@ -504,7 +503,7 @@ impl Variant {
         self.counts.iter_mut().zip(numbers).for_each(|(figure, (.., number))| figure.push(number));
     }
 
-    /// Notes what a round moved. A pair of places between which nothing moved before moved nothing then.
+    /// Adds the moves of a round. Places between which nothing moved in earlier rounds get zeros for them.
     fn moved(&mut self, moves: &[MoveStats]) {
         let rounds = self.hits.rounds.len();
         for pair in moves {
@@ -532,7 +531,7 @@ impl Variant {
         figures.extend(self.written);
         figures.extend(self.counts);
         figures.extend(self.moves.into_values().flat_map(|(moved, rate)| [moved, rate]));
-        // Where nothing is asked for twice, nothing was timed.
+        // If no block is requested twice, some figures have no timed operation.
         figures.retain(|figure| figure.latency.as_ref().is_none_or(|latency| latency.count() > 0));
         figures
     }
@@ -543,11 +542,11 @@ struct Restarts {
     percent: u64,
     policies: Vec<PolicyRestart>,
     title: String,
-    /// Requests that are looked at before, and after.
+    /// The number of requests measured before and after the restart.
     around: usize,
 }
 
-/// The restarts under one policy.
+/// The restarts with one policy.
 struct PolicyRestart {
     policy: Policy,
     before: Vec<f64>,
@@ -598,7 +597,7 @@ impl Restarts {
         Ok(())
     }
 
-    /// The figures, with the hits of runs that went straight on.
+    /// Returns the figures, with the hits of runs without a restart.
     fn group(self, straight: Vec<(Policy, Vec<f64>)>) -> Group {
         let mut group = Group::new(self.title);
         for PolicyRestart { policy, before, after, close, open } in self.policies {
@@ -626,13 +625,13 @@ impl Restarts {
     }
 }
 
-/// The requests right after a restart.
+/// Returns the requests right after a restart.
 fn after_restart(played: &CacheTotals, at: usize) -> &[(u64, u64)] {
     let after = &played.of_each[at..];
     &after[..after.len().min(AROUND_RESTART)]
 }
 
-/// The share of blocks found in the fast place, over some requests.
+/// Returns the share of blocks found in the fast place, over some requests.
 fn hits(of_each: &[(u64, u64)]) -> f64 {
     share(of_each.iter().map(|(fast, _)| fast).sum(), of_each.iter().map(|(_, known)| known).sum())
 }

@@ -1,4 +1,4 @@
-//! The speed of the disk for threads that only write and read in pieces, past the page cache if possible.
+//! The speed of a disk when several threads only write or read in pieces, past the page cache if possible.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -12,19 +12,19 @@ use rustix::io::Errno;
 use crate::cli::aligned_buf::{ALIGN, Aligned};
 use crate::replay::simulate::SplitMix64;
 
-/// Threads that write, and that read.
+/// Number of threads that write or read.
 pub const THREADS: usize = 4;
-/// Bytes of a piece.
+/// Bytes per piece.
 const PIECE_LEN: usize = 4 << 20;
 
-/// Whether reads go past the page cache.
+/// Whether reads bypass the page cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cache {
     Past,
     Through,
 }
 
-/// Opens past the page cache, or through it where the file system knows no other way.
+/// Opens a file with direct I/O, or through the page cache if the file system does not support it.
 fn open_past(options: &mut OpenOptions, path: &Path) -> io::Result<File> {
     match options.custom_flags(OFlags::DIRECT.bits() as i32).open(path) {
         Err(error) if error.raw_os_error() == Some(Errno::INVAL.raw_os_error()) => {
@@ -34,14 +34,14 @@ fn open_past(options: &mut OpenOptions, path: &Path) -> io::Result<File> {
     }
 }
 
-/// Whether the directory's file system has a way past its page cache.
+/// Returns whether the directory's file system supports direct I/O.
 pub fn knows_direct(dir: &Path) -> io::Result<bool> {
     let file = tempfile::NamedTempFile::new_in(dir)?;
     let past = OpenOptions::new().write(true).custom_flags(OFlags::DIRECT.bits() as i32).open(file.path());
     Ok(past.is_ok())
 }
 
-/// Bytes that no disk makes fewer.
+/// Returns incompressible bytes.
 pub fn random(len: usize) -> Aligned {
     let mut bytes = Aligned::new(len);
     let mut random = SplitMix64::new(len as u64);
@@ -51,8 +51,7 @@ pub fn random(len: usize) -> Aligned {
     bytes
 }
 
-/// Writes `bytes` random bytes to new files, one a thread, and syncs them. Returns the files, and how long it
-/// took.
+/// Writes `bytes` random bytes to new files, one per thread, and syncs them. Returns the files and the time.
 pub fn write(dir: &Path, bytes: u64) -> io::Result<(Vec<(PathBuf, u64)>, Duration)> {
     std::fs::create_dir_all(dir)?;
     let len = (bytes / THREADS as u64).next_multiple_of(ALIGN as u64);
@@ -73,7 +72,7 @@ pub fn write(dir: &Path, bytes: u64) -> io::Result<(Vec<(PathBuf, u64)>, Duratio
 fn write_file(path: &Path, len: u64, piece: &[u8]) -> io::Result<()> {
     let file = open_past(OpenOptions::new().write(true).create(true).truncate(true), path)?;
     match fallocate(&file, FallocateFlags::empty(), 0, len) {
-        // Space is made ahead where that can be.
+        // Space is allocated in advance if possible.
         Ok(()) | Err(Errno::OPNOTSUPP) => {}
         Err(error) => return Err(error.into()),
     }
@@ -84,7 +83,7 @@ fn write_file(path: &Path, len: u64, piece: &[u8]) -> io::Result<()> {
     file.sync_all()
 }
 
-/// Reads files from the first to the last byte, each thread every fourth piece of each.
+/// Reads files completely; each thread reads every fourth piece. Returns the time.
 pub fn read(files: &[(PathBuf, u64)], cache: Cache) -> io::Result<Duration> {
     let open = |path: &PathBuf| match cache {
         Cache::Past => open_past(OpenOptions::new().read(true), path),
@@ -109,7 +108,7 @@ pub fn read(files: &[(PathBuf, u64)], cache: Cache) -> io::Result<Duration> {
 }
 
 fn read_pieces(files: &[(File, u64)], thread: usize, mut piece: Aligned) -> io::Result<()> {
-    // Files differ in length, so that they are dealt out as one row of pieces.
+    // Files differ in length, so the pieces of all files are distributed as one sequence.
     let mut assigned = 0;
     for (file, len) in files {
         for at in (0..*len).step_by(PIECE_LEN) {
@@ -122,7 +121,7 @@ fn read_pieces(files: &[(File, u64)], thread: usize, mut piece: Aligned) -> io::
     Ok(())
 }
 
-/// Asks the kernel to drop its cache of files, which are synced first.
+/// Syncs files, and asks the kernel to drop them from its page cache.
 pub fn forget(files: &[(PathBuf, u64)]) -> io::Result<()> {
     for (path, _) in files {
         let file = File::open(path)?;

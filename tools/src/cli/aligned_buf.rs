@@ -1,11 +1,11 @@
-//! Memory that input and output past the page cache accepts.
+//! Memory that direct I/O accepts.
 
 use std::ops::{Deref, DerefMut};
 
-/// Alignment that every medium accepts, of memory, offsets and lengths.
+/// Alignment of memory, offsets and lengths that every medium accepts.
 pub const ALIGN: usize = 4096;
 
-/// Bytes that begin at a multiple of [`ALIGN`]; zeros at first.
+/// A byte buffer that begins at a multiple of [`ALIGN`] and initially holds zeros.
 pub struct Aligned {
     room: Vec<u8>,
     start: usize,
@@ -13,7 +13,7 @@ pub struct Aligned {
 }
 
 impl Aligned {
-    /// A buffer of `len` bytes.
+    /// Creates a buffer of `len` bytes.
     pub fn new(len: usize) -> Self {
         let room = vec![0; len + ALIGN];
         let start = room.as_ptr().align_offset(ALIGN);

@@ -1,4 +1,4 @@
-//! `remanent completions`: the script that a shell needs to complete the command.
+//! `remanent completions`: prints a shell's completion script.
 
 use clap_complete::Shell;
 
@@ -11,16 +11,16 @@ Examples:
   remanent completions zsh > ~/.zfunc/_remanent
   remanent completions fish > ~/.config/fish/completions/remanent.fish";
 
-/// Print the completions for a shell
+/// Print a shell's completion script
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Completions {
-    /// The shell to complete for
+    /// Shell to print the script for
     shell: Shell,
 }
 
 impl Completions {
-    /// Prints them for a command.
+    /// Prints the completion script of `command`.
     pub fn run(&self, mut command: clap::Command, out: &mut Output) -> Outcome {
         let mut script = Vec::new();
         clap_complete::generate(self.shell, &mut command, "remanent", &mut script);

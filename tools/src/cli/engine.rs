@@ -1,4 +1,5 @@
-//! How commands open a store with the engine, ask it about one that is only read, and map its errors.
+//! Opening stores with the engine, asking it about a store that is only read, and mapping its errors to
+//! failures.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -9,21 +10,21 @@ use remanent::{Error, Options, Retention, Store};
 
 use crate::cli::exit::Failure;
 
-/// Opens a store to bring history into it, or to change it. All snapshots and all of the log are kept, so
-/// that every batch can be returned to.
+/// Opens a store to import into it or to change it. All snapshots and the whole log are kept, so that every
+/// batch can be restored.
 pub fn open(dir: &Path, create: Create) -> Result<Store, Failure> {
     let options = Options::default().create(create).snapshots_kept(usize::MAX).log_kept(u64::MAX);
     Store::open(dir, options).map_err(engine_failure)
 }
 
-/// The files that nothing needs any more, which an open or a prune removes. There are none if the engine
-/// refuses the store: all of its files are evidence then.
+/// Returns the files that an open or a prune would remove because nothing needs them. The set is empty if the
+/// engine refuses the store: all of its files are evidence then.
 pub fn unneeded(dir: &Path) -> BTreeSet<FileName> {
     let pruned = Store::would_prune_at(dir, &Retention::default().names_only(true));
     pruned.map(|pruned| pruned.files.into_iter().map(|(file, _)| file).collect()).unwrap_or_default()
 }
 
-/// The failure of the command for an error of the engine.
+/// Maps an error of the engine to the failure of the command.
 pub fn engine_failure(error: Error) -> Failure {
     match &error {
         Error::Locked { .. } => Failure::Locked(error.to_string()),

@@ -2,34 +2,34 @@
 //!
 //! | code | meaning |
 //! |---|---|
-//! | 0 | fine; also when the reader of standard output went away, as `head` does |
+//! | 0 | success; also if the reader of standard output closed it early, as `head` does |
 //! | 1 | the store is damaged, or differs from its expected content |
-//! | 2 | the call or its surroundings are wrong: options, files, space, permissions |
+//! | 2 | usage or environment error: options, files, space, permissions |
 //! | 3 | another process has the store open |
 //! | 130 | Ctrl-C |
 
 use std::io::Write;
 use std::process::ExitCode;
 
-/// A command that ran to its end, with all it has to say already said.
+/// The ending of a command that ran to completion and has printed its results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ending {
     /// Nothing is wrong.
     Fine,
     /// Damage or a difference was found and listed.
     Difference,
-    /// Ctrl-C; the step under way was finished.
+    /// Ctrl-C was pressed; the current step was finished.
     Interrupted,
 }
 
-/// A command that stopped, and why.
+/// The reason why a command stopped early.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Failure {
-    /// The reader of standard output has gone away. That is no fault.
+    /// The reader of standard output closed it. This is not an error.
     ClosedPipe,
     /// The store's bytes are damaged.
     Damage(String),
-    /// The call, or the world around it, does not allow the command.
+    /// The arguments or the environment do not allow the command.
     Environment(String),
     /// Another process has the store open.
     Locked(String),
@@ -38,15 +38,15 @@ pub enum Failure {
 /// The result of a command.
 pub type Outcome = Result<Ending, Failure>;
 
-/// The exit code of Ctrl-C: 128 and the number of SIGINT.
+/// The exit code after Ctrl-C: 128 plus the number of SIGINT.
 pub const INTERRUPTED: u8 = 130;
 
-/// Reports a failure on standard error and gives the exit code.
+/// Reports a failure on standard error and returns the exit code.
 pub fn code(outcome: Outcome) -> ExitCode {
     ExitCode::from(number(outcome))
 }
 
-/// Reports a failure on standard error and gives the exit code's number.
+/// Reports a failure on standard error and returns the exit code as a number.
 pub fn number(outcome: Outcome) -> u8 {
     let (code, message) = match outcome {
         Ok(Ending::Fine) | Err(Failure::ClosedPipe) => (0, None),

@@ -1,4 +1,4 @@
-//! Ctrl-C: commands that only read end at once, and commands that drive a store finish the step under way.
+//! Ctrl-C: ends commands that only read at once; commands that change a store finish the current step.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -12,22 +12,22 @@ use signal_hook::{SigId, flag, low_level};
 
 use crate::cli::exit::{Failure, INTERRUPTED};
 
-/// Makes Ctrl-C end the process with the code for it.
+/// Makes Ctrl-C end the process with exit code [`INTERRUPTED`].
 pub fn end_at_once() -> Result<(), Failure> {
     flag::register_conditional_shutdown(SIGINT, INTERRUPTED.into(), Arc::new(AtomicBool::new(true)))
         .map(drop)
         .map_err(cannot_listen)
 }
 
-/// A Ctrl-C that waits to be noticed.
+/// A record of whether Ctrl-C was pressed, polled by the command.
 #[derive(Clone, Debug)]
 pub struct Interrupt(Arc<InterruptGuard>);
 
-/// The handling of Ctrl-C until this is dropped.
+/// The signal handlers of an [`Interrupt`]; dropping it unregisters them.
 #[derive(Debug)]
 struct InterruptGuard {
     noted: Arc<AtomicBool>,
-    /// Has something to read from when Ctrl-C was pressed.
+    /// Becomes readable when Ctrl-C is pressed.
     pressed: UnixStream,
     registered: [SigId; 2],
 }
@@ -41,22 +41,22 @@ impl Drop for InterruptGuard {
 }
 
 impl Interrupt {
-    /// From now on Ctrl-C is noted here and does nothing else.
+    /// Starts recording Ctrl-C, which then has no other effect.
     pub fn listen() -> Result<Self, Failure> {
         let (pressed, told) = UnixStream::pair().map_err(cannot_listen)?;
         let noted = Arc::new(AtomicBool::new(false));
         let first = flag::register(SIGINT, noted.clone()).map_err(cannot_listen)?;
-        // The handler registered second runs after the first one has noted the signal.
+        // Handlers run in the order of registration, so the pipe becomes readable after the flag is set.
         let second = low_level::pipe::register(SIGINT, told).map_err(cannot_listen)?;
         Ok(Self(Arc::new(InterruptGuard { noted, pressed, registered: [first, second] })))
     }
 
-    /// Whether Ctrl-C was pressed.
+    /// Returns whether Ctrl-C was pressed.
     pub fn noted(&self) -> bool {
         self.0.noted.load(Ordering::Relaxed)
     }
 
-    /// Waits until there is something to read from `event`, or Ctrl-C was pressed.
+    /// Waits until `event` is readable or Ctrl-C is pressed.
     pub fn wait_with(&self, event: BorrowedFd<'_>) -> io::Result<()> {
         loop {
             let pressed = PollFd::from_borrowed_fd(self.0.pressed.as_fd(), PollFlags::IN);

@@ -1,8 +1,8 @@
-//! How values become JSON, the same in every command.
+//! The JSON form of values, shared by all commands.
 //!
-//! One object a line, each beginning with `"schema": 1`. Integers of 64 bits are numbers; bytes are
-//! `{"$bytes": base64}`, keys that are not UTF-8 likewise; floats that JSON cannot hold are the strings
-//! `"NaN"`, `"Infinity"` and `"-Infinity"`; a place is its name, `"host"` or `"device:0"`.
+//! A command prints one object per line, each beginning with `"schema": 1`. 64-bit integers are numbers.
+//! Bytes, and keys that are not UTF-8, are `{"$bytes": base64}`. Floats that JSON cannot represent are the
+//! strings `"NaN"`, `"Infinity"` and `"-Infinity"`. A place is its name, `"host"` or `"device:0"`.
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -10,10 +10,10 @@ use remanent_format::Key;
 use remanent_format::value::{Metadata, Value};
 use serde_json::{Map, json};
 
-/// The version of all the shapes that `--json` prints. Fields may be added under the same number.
+/// The version of all objects that `--json` prints. Fields may be added without changing it.
 pub const SCHEMA: u32 = 1;
 
-/// An object of the current schema with these fields, in this order.
+/// Builds an object of the current schema with these fields, in this order.
 macro_rules! object {
     ($($name:literal: $value:expr),* $(,)?) => {
         serde_json::json!({ "schema": $crate::cli::json::SCHEMA, $($name: $value),* })
@@ -21,17 +21,17 @@ macro_rules! object {
 }
 pub(crate) use object;
 
-/// Bytes that may be no text.
+/// Returns the JSON form of bytes that may not be text.
 pub fn bytes(bytes: &[u8]) -> serde_json::Value {
     json!({ "$bytes": STANDARD.encode(bytes) })
 }
 
-/// A page's key: text, bytes, or null.
+/// Returns a page's key as text, as bytes, or as null.
 pub fn key(key: Option<&Key>) -> serde_json::Value {
     key.map_or(serde_json::Value::Null, |key| key.as_str().map_or_else(|| bytes(key.as_bytes()), Into::into))
 }
 
-/// A float, if need be as a string.
+/// Returns a float as a number, or as a string if JSON cannot represent it.
 pub fn float(value: f64) -> serde_json::Value {
     if value.is_finite() {
         value.into()
@@ -44,7 +44,7 @@ pub fn float(value: f64) -> serde_json::Value {
     }
 }
 
-/// One value of metadata or root.
+/// Returns one value of metadata or root as JSON.
 pub fn value(of: &Value) -> serde_json::Value {
     match of {
         Value::Null => serde_json::Value::Null,
@@ -59,7 +59,7 @@ pub fn value(of: &Value) -> serde_json::Value {
     }
 }
 
-/// A page's metadata, or the root.
+/// Returns a page's metadata, or the root, as JSON.
 pub fn metadata(of: &Metadata) -> serde_json::Value {
     of.iter().map(|(name, of)| (name.clone(), value(of))).collect::<Map<_, _>>().into()
 }

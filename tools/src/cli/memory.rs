@@ -1,30 +1,33 @@
-//! How much memory an inspecting command may take. A page's length on disk may be anything up to a TiB while
-//! its zeros take no space there, so where pages are put together no length is believed before it was held
-//! against this. Commands that read pages window by window need no limit, and keep to one that is given.
+//! The memory that an inspecting command may use.
+//!
+//! A page may be up to a TiB long while its zeros take no space on disk. Commands that assemble whole pages
+//! therefore check lengths against this limit before they allocate. Commands that read pages window by window
+//! need no limit, but observe one that is given.
 
 use std::fs;
 
-/// The memory that pages may take.
+/// The limit on the memory of pages.
 #[derive(Clone, Copy, Debug, clap::Args)]
 pub struct MemoryLimit {
-    /// Bytes that the pages looked at may take together
+    /// Maximum total size of the pages read, in bytes
     #[arg(long, value_name = "BYTES")]
     memory_max: Option<u64>,
 }
 
 impl MemoryLimit {
-    /// The limit that was given, in bytes: for a command that takes no more memory for longer pages.
+    /// Returns the given limit in bytes, or no limit: for commands whose memory use does not depend on page
+    /// lengths.
     pub fn given(self) -> u64 {
         self.memory_max.unwrap_or(u64::MAX)
     }
 
-    /// The limit in bytes; what is available, if none was given.
+    /// Returns the limit in bytes: the given one, or else the available memory.
     pub fn limit(self) -> u64 {
         self.memory_max.unwrap_or_else(available)
     }
 }
 
-/// The memory that programs may still take without swapping, as the kernel estimates it.
+/// Returns the memory that programs can still use without swapping, as the kernel estimates it.
 pub fn available() -> u64 {
     fs::read_to_string("/proc/meminfo").ok().and_then(|text| parse(&text)).unwrap_or(u64::MAX)
 }

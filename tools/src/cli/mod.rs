@@ -1,4 +1,4 @@
-//! The tools of every command: its end, its output, its interruption, opening a store.
+//! Parts common to all commands: exit codes, output, interruption, opening a store.
 
 pub(crate) mod exit;
 pub(crate) mod output;

@@ -1,21 +1,21 @@
-//! Standard output, or another writer in its place: buffered lines. A reader that goes away ends the command
-//! quietly.
+//! Buffered output to standard output or another writer. A reader that closes the pipe ends the command
+//! without an error.
 
 use std::fmt;
 use std::io::{self, BufWriter, ErrorKind, Write};
 
 use crate::cli::exit::Failure;
 
-/// The target of a command's results. Messages and progress go to standard error instead.
+/// The writer of a command's results. Messages and progress go to standard error instead.
 pub struct Output<'a>(BufWriter<Box<dyn Write + 'a>>);
 
 impl<'a> Output<'a> {
-    /// The process's standard output.
+    /// Returns the process's standard output.
     pub fn stdout() -> Self {
         Self::new(io::stdout())
     }
 
-    /// Whatever takes bytes.
+    /// Wraps any writer.
     pub fn new(writer: impl Write + 'a) -> Self {
         Self(BufWriter::new(Box::new(writer)))
     }
@@ -25,18 +25,18 @@ impl<'a> Output<'a> {
         writeln!(self.0, "{line}").map_err(lost)
     }
 
-    /// Writes bytes as they are.
+    /// Writes bytes unchanged.
     pub fn bytes(&mut self, bytes: &[u8]) -> Result<(), Failure> {
         self.0.write_all(bytes).map_err(lost)
     }
 
-    /// Hands everything written so far to the reader.
+    /// Flushes everything written so far.
     pub fn flush(&mut self) -> Result<(), Failure> {
         self.0.flush().map_err(lost)
     }
 }
 
-/// The meaning of a failed write to standard output.
+/// Maps a failed write to standard output to a failure.
 fn lost(error: io::Error) -> Failure {
     match error.kind() {
         ErrorKind::BrokenPipe => Failure::ClosedPipe,

@@ -1,4 +1,5 @@
-//! The program that this process is: commands that kill a store, or weigh an open, start it anew as a child.
+//! The command line of this program: commands that kill a store or measure an open start it again as a child
+//! process.
 
 use std::ffi::OsString;
 use std::io;
@@ -7,13 +8,13 @@ use std::sync::OnceLock;
 
 static PROGRAM: OnceLock<Vec<OsString>> = OnceLock::new();
 
-/// Says how the command is started where it is not this process's own executable: the program, then its
-/// arguments before those of the command. The first call counts.
+/// Sets the command line that starts the command if it is not this process's own executable: the program,
+/// then its leading arguments. Only the first call has an effect.
 pub fn set(program: Vec<OsString>) {
     let _ = PROGRAM.set(program);
 }
 
-/// The command once more, as a process that is yet to be started.
+/// Returns the command, ready to be started as a child process.
 pub fn again() -> io::Result<Command> {
     let Some([program, arguments @ ..]) = PROGRAM.get().map(Vec::as_slice) else {
         return Ok(Command::new(std::env::current_exe()?));

@@ -1,18 +1,18 @@
-//! Progress on a terminal's standard error; nothing anywhere else.
+//! Progress bars on standard error if it is a terminal.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-/// Whether no bar is drawn, even on a terminal.
+/// Whether bars are hidden even on a terminal.
 static QUIET: AtomicBool = AtomicBool::new(false);
 
-/// From now on draws no bars.
+/// Hides all bars created from now on.
 pub fn be_quiet() {
     QUIET.store(true, Ordering::Relaxed);
 }
 
-/// A bar that counts to `total` of `what`. It draws only if standard error is a terminal.
+/// Creates a bar that counts to `total`, labeled `what`. It is drawn only if standard error is a terminal.
 pub fn bar(total: u64, what: &str) -> ProgressBar {
     let style = ProgressStyle::with_template("{msg:28} [{bar:32}] {human_pos}/{human_len} {elapsed}")
         .expect("the template is a constant")
@@ -24,7 +24,7 @@ pub fn bar(total: u64, what: &str) -> ProgressBar {
     bar
 }
 
-/// A bar that counts to `total` bytes.
+/// Creates a bar that counts to `total` bytes.
 pub fn bytes(total: u64, what: &str) -> ProgressBar {
     let style =
         ProgressStyle::with_template("{msg:28} [{bar:32}] {binary_bytes}/{binary_total_bytes} {elapsed}")

@@ -1,4 +1,4 @@
-//! A file that a command writes for the user: there whole or not at all, in the place of an older one.
+//! A file written for the user: it appears as a whole or not at all, and may replace an older one.
 
 use std::fs::{self, File, Metadata, Permissions};
 use std::io;
@@ -7,27 +7,27 @@ use std::path::{Path, PathBuf};
 
 use tempfile::{Builder, NamedTempFile};
 
-/// The permissions of a new file, less those of the umask.
+/// The permissions of a new file, before the umask.
 const NEW_MODE: u32 = 0o666;
 
-/// A file that is written beside its target and takes its place at the end. Dropped before that, it is
-/// removed.
+/// A file that is written next to its target and renamed over it at the end. Dropping it before that removes
+/// it.
 pub(crate) struct Replacement {
     target: PathBuf,
-    /// The file that is replaced, if there is one.
+    /// The metadata of the file that is replaced, if it exists.
     old: Option<Metadata>,
     file: NamedTempFile,
 }
 
 impl Replacement {
-    /// Makes the file. A symbolic link stays one, and the file that it leads to is replaced.
+    /// Creates the file. A symbolic link is preserved: the file that it points to is replaced.
     ///
     /// # Errors
-    /// `InvalidInput` if the path leads to something other than a regular file; what the system says.
+    /// `InvalidInput` if the path leads to something other than a regular file; errors of the system.
     pub fn begin(path: &Path) -> io::Result<Self> {
         let target = match fs::canonicalize(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound && path.is_symlink() => {
-                let message = "it is a symbolic link to a file that does not exist; remove the link first";
+                let message = "symbolic link to a file that does not exist; remove the link first";
                 return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
             }
             Err(error) if error.kind() == io::ErrorKind::NotFound => path.to_owned(),
@@ -35,12 +35,12 @@ impl Replacement {
         };
         let old = target.exists().then(|| target.metadata()).transpose()?;
         if old.as_ref().is_some_and(|old| !old.is_file()) {
-            let message = "it is not a regular file; give another path";
+            let message = "not a regular file; use another path";
             return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
         }
         let mut builder = Builder::new();
         builder.prefix(".remanent-");
-        // A file that takes the place of another one is readable by its owner alone until it gets the other's
+        // A file that replaces another one is readable by its owner alone until it gets the other's
         // permissions.
         if old.is_none() {
             builder.permissions(Permissions::from_mode(NEW_MODE));
@@ -49,20 +49,21 @@ impl Replacement {
         Ok(Self { target, old, file })
     }
 
-    /// The file to write to.
+    /// Returns the file to write to.
     pub fn file(&self) -> &File {
         self.file.as_file()
     }
 
-    /// Puts the file in its place, durably, with owner, group and permissions of the file that it replaces.
+    /// Renames the file over its target, durably, with owner, group and permissions of the file that it
+    /// replaces.
     ///
     /// # Errors
-    /// What the system says. The older file is still there then.
+    /// Errors of the system. The older file is unchanged then.
     pub fn put(self) -> io::Result<()> {
         if let Some(old) = &self.old {
             let mut mode = old.mode() & 0o7777;
             if fchown(self.file(), Some(old.uid()), Some(old.gid())).is_err() {
-                // It belongs to another group now, which may do what everybody may.
+                // The new file belongs to another group, which gets only the permissions that others have.
                 mode = mode & 0o707 | mode << 3 & 0o070;
             }
             self.file().set_permissions(Permissions::from_mode(mode))?;
@@ -70,12 +71,12 @@ impl Replacement {
         self.file().sync_all()?;
         let folder = File::open(folder_of(&self.target))?;
         self.file.persist(&self.target).map_err(|error| error.error)?;
-        // The new name survives a power cut only with its folder.
+        // The rename survives a power cut only once the folder is synced.
         folder.sync_all()
     }
 }
 
-/// The folder of a file.
+/// Returns the folder of a file.
 fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
@@ -107,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn a_replaced_file_keeps_its_permissions_and_links() {
+    fn replaced_file_keeps_permissions_and_links() {
         let folder = tempfile::tempdir().unwrap();
         let (file, link) = (folder.path().join("file"), folder.path().join("link"));
         for kept in [0o600, 0o640, 0o444, 0o664] {

@@ -1,4 +1,4 @@
-//! Lengths in bytes, as people write them: `4096`, `64KiB`, `1GiB`.
+//! Sizes in bytes with units: `4096`, `64KiB`, `1GiB`.
 
 use std::fmt;
 use std::str::FromStr;
@@ -18,7 +18,7 @@ impl FromStr for Size {
             .find_map(|(unit, shift)| Some((text.strip_suffix(unit)?.trim_end(), *shift)))
             .unwrap_or((text, 0));
         let bytes = number.parse::<u64>().ok().and_then(|number| number.checked_mul(1 << shift));
-        bytes.map(Size).ok_or_else(|| format!("`{text}` is no size like 4096, 64KiB, 32MiB or 1GiB"))
+        bytes.map(Size).ok_or_else(|| format!("expected a size such as 4096, 64KiB or 1GiB, found `{text}`"))
     }
 }
 
@@ -36,7 +36,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_read_as_they_are_written() {
+    fn sizes_are_parsed_and_shown_with_units() {
         for (text, bytes, shown) in
             [("0", 0, "0 B"), ("4096", 4096, "4 KiB"), ("1000", 1000, "1000 B"), ("3GiB", 3 << 30, "3 GiB")]
         {

@@ -1,5 +1,5 @@
-//! The level of messages on standard error besides a command's failure. Nothing here or elsewhere is ever
-//! coloured, so `NO_COLOR` has nothing to turn off.
+//! The level of messages on standard error other than a command's failure. No output is ever colored, so
+//! `NO_COLOR` has no effect.
 
 use std::io;
 
@@ -7,19 +7,20 @@ use tracing_subscriber::filter::LevelFilter;
 
 use crate::cli::progress;
 
-/// How much is said.
+/// The `--quiet` and `--verbose` flags.
 #[derive(Clone, Copy, Debug, clap::Args)]
 pub struct Verbosity {
-    /// Say nothing but why a command failed: no progress, no warnings
+    /// Print nothing on standard error except the reason of a failure
     #[arg(short, long, global = true, conflicts_with = "verbose")]
     quiet: bool,
-    /// Say what the engine does; twice for every detail
+    /// Print what the engine does; give twice for full detail
     #[arg(short, long, global = true, action = clap::ArgAction::Count)]
     verbose: u8,
 }
 
 impl Verbosity {
-    /// Sets the level from now on. If the command is after warnings, they are no news.
+    /// Sets the level of messages. `expects_warnings` hides warnings, for commands that cause them on
+    /// purpose.
     pub fn begin(self, expects_warnings: bool) {
         if self.quiet {
             progress::be_quiet();

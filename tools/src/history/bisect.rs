@@ -1,4 +1,4 @@
-//! `remanent bisect`: the first version at which a command fails, found by halving.
+//! `remanent bisect`: finds the first version at which a command fails, by binary search.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -25,9 +25,9 @@ use crate::read::store_dir::StoreDir;
 use crate::weights::export::ExportVersion;
 
 const EXAMPLES: &str = "\
-Each version that is tried is exported to a temporary file. CMD is run by the shell with the file's path in the \
-place of {}, or after it; its output goes to standard error. Its exit code is the verdict: 0 is good, 125 \
-cannot be told, 1 to 127 else is bad; above that, or killed by a signal, the search stops.
+Exports each version under test to a temporary file and runs CMD in the shell, with the file's path in place of {}, or \
+as the last argument if CMD has no {}. The output of CMD goes to standard error. Its exit code is the verdict: 0 is \
+good, 125 skips the version, and any other code up to 127 is bad. A higher code or a signal stops the search.
 
 Examples:
   remanent bisect store --good lsn:1 --bad lsn:40 --run ./has-no-nan.py
@@ -37,18 +37,18 @@ Examples:
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Bisect {
-    /// The store's directory; it is only read
+    /// Store directory; never modified
     dir: PathBuf,
-    /// A state known to be good: lsn:N, snapshot:N, or the name of a snapshot
+    /// State known to be good: lsn:N, snapshot:N, or the name of a snapshot
     #[arg(long)]
     good: StatePoint,
-    /// A later state known to be bad
+    /// Later state known to be bad
     #[arg(long)]
     bad: StatePoint,
-    /// The command that tells
+    /// Command that tests a version
     #[arg(long, value_name = "CMD")]
     run: String,
-    /// One JSON object
+    /// Print the result as one JSON object
     #[arg(long)]
     json: bool,
     #[command(flatten)]
@@ -69,12 +69,12 @@ impl Bisect {
         let (good, bad) = (bound(&self.good)?, bound(&self.bad)?);
         let mut search = Bisection::new(good, bad).ok_or_else(|| {
             Failure::Environment(format!(
-                "the good state must be older than the bad one, but lsn {good} is not older than lsn {bad}"
+                "the good state must be older than the bad one, but is lsn {good} and the bad one lsn {bad}"
             ))
         })?;
-        // Whatever ends this function removes it.
+        // Removed however this function ends.
         let scratch = tempfile::tempdir()
-            .map_err(|error| Failure::Environment(format!("cannot make a temporary directory: {error}")))?;
+            .map_err(|error| Failure::Environment(format!("cannot create a temporary directory: {error}")))?;
         let file = scratch.path().join("model.safetensors");
         while let Some(lsn) = search.next() {
             let version = KeptStates::with_retry(&dir, |past| {
@@ -98,7 +98,7 @@ impl Bisect {
         }
         if search.bad().0 - search.good().0 > 1 {
             return Err(Failure::Environment(format!(
-                "the first bad version is one of lsn {} to {}; all others in between were skipped",
+                "the first bad version is one of lsn {} to {}; every version before the last of these was skipped",
                 search.good().next(),
                 search.bad()
             )));
@@ -122,23 +122,23 @@ impl Bisect {
         note.map_or(Ok(()), |note| out.line(format_args!("note  {}", note.escape_debug())))
     }
 
-    /// Runs the command on a file; `None` if Ctrl-C was pressed meanwhile.
+    /// Runs the command on a file. Returns `None` if Ctrl-C was pressed meanwhile.
     fn verdict(&self, file: &Path, interrupt: &Interrupt) -> Result<Option<BisectVerdict>, Failure> {
         let cannot = |error: io::Error| Failure::Environment(format!("cannot run {:?}: {error}", self.run));
-        // As an argument of the shell, the path needs no quoting, whatever its characters.
+        // The shell gets the path as an argument, so its characters need no quoting.
         let script = if self.run.contains("{}") {
             self.run.replace("{}", "\"$1\"")
         } else {
             format!("{} \"$1\"", self.run)
         };
-        // Standard output is for the result of the search.
+        // Standard output is reserved for the result of the search.
         let stdout = io::stderr().as_fd().try_clone_to_owned().map_err(cannot)?;
         let mut child = Command::new("sh")
             .args(["-c", &script, "sh"])
             .arg(file)
             .stdin(Stdio::null())
             .stdout(Stdio::from(stdout))
-            // A group of its own, so that Ctrl-C ends all that the command started, once.
+            // A process group of its own, so that Ctrl-C can end everything the command started.
             .process_group(0)
             .spawn()
             .map_err(cannot)?;
@@ -147,7 +147,7 @@ impl Bisect {
             Some(0) => Ok(Some(BisectVerdict::Good)),
             Some(125) => Ok(Some(BisectVerdict::Skip)),
             Some(1..=127) => Ok(Some(BisectVerdict::Bad)),
-            Some(code) => Err(Failure::Environment(format!("{:?} ended with {code}", self.run))),
+            Some(code) => Err(Failure::Environment(format!("{:?} exited with code {code}", self.run))),
             None => {
                 let signal = status.signal().unwrap_or_default();
                 Err(Failure::Environment(format!("{:?} was killed by signal {signal}", self.run)))
@@ -156,20 +156,20 @@ impl Bisect {
     }
 }
 
-/// Waits for a child, or ends it and all that it started when Ctrl-C is pressed; then `None`.
+/// Waits for a child. If Ctrl-C is pressed, kills the child's process group and returns `None`.
 fn wait(child: &mut Child, interrupt: &Interrupt) -> io::Result<Option<ExitStatus>> {
     let group = Pid::from_child(child);
     let ended = pidfd_open(group, PidfdFlags::empty())?;
     interrupt.wait_with(ended.as_fd())?;
     if interrupt.noted() {
-        // It was not waited for yet, so the number is still its own.
+        // The child has not been waited for, so its process id cannot have been reused.
         kill_process_group(group, Signal::KILL)?;
     }
     let status = child.wait()?;
     Ok((!interrupt.noted()).then_some(status))
 }
 
-/// The note of a batch.
+/// Returns the note of a batch.
 fn note_of(past: &KeptStates<'_>, lsn: Lsn) -> Result<Option<String>, Failure> {
     let survey = &past.survey;
     let bases =

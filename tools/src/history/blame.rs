@@ -1,4 +1,4 @@
-//! `remanent blame`: the batches that gave an element its value.
+//! `remanent blame`: lists the batches that changed an element.
 
 use std::path::PathBuf;
 
@@ -18,9 +18,9 @@ use crate::read::store_dir::StoreDir;
 use crate::weights::element::{Element, ElementName};
 
 const EXAMPLES: &str = "\
-KEY is a page's number, its key, or its tensor's full name; key:KEY and page:N are unambiguous. INDEX has a number for each dimension, or is one number \
-that counts all elements from 0. Only batches that changed the value are listed. The history goes back as far as \
-the log is kept, and by the kept snapshots before that.
+KEY is a page's number, its key, or its tensor's full name; key:KEY and page:N are unambiguous. INDEX is one number for \
+each dimension, or one number that counts all elements from 0. Only batches that changed the value are listed. Where \
+the log is no longer kept, the values in the kept snapshots are listed instead.
 
 Examples:
   remanent blame store 'encoder.layer.0.output.dense.weight[12,7]'
@@ -30,15 +30,15 @@ Examples:
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Blame {
-    /// The store's directory; it is only read
+    /// Store directory; never modified
     dir: PathBuf,
-    /// The element to look for
+    /// Element to trace
     #[arg(value_name = "KEY[INDEX]")]
     element: ElementName,
-    /// The last state that is looked at: lsn:N, snapshot:N, or the name of a snapshot [default: the newest]
+    /// Last state to consider: lsn:N, snapshot:N, or the name of a snapshot [default: newest]
     #[arg(long)]
     at: Option<StatePoint>,
-    /// One JSON object a line
+    /// Print one JSON object per line
     #[arg(long)]
     json: bool,
     #[command(flatten)]
@@ -54,7 +54,7 @@ impl Blame {
             let table = past.table(until)?;
             let info = self.element.page.find(table.pages()).map_err(Failure::Environment)?;
             let element = self.element.find(&info).map_err(Failure::Environment)?;
-            // However long the page is on its way, nothing but the element is needed.
+            // However long the page was at earlier states, only the element is held in memory.
             let needed = element.width as u64;
             if needed > self.memory.given() {
                 let defect = Defect::Memory { needed };
@@ -100,8 +100,8 @@ fn change_table(element: &Element, changes: &[ValueChange]) -> Table {
         let root: Vec<String> = root.map(|(name, value)| format!("{name}={}", json::value(value))).collect();
         let note = match change.cause {
             ChangeCause::Batch => change.note.clone().unwrap_or_default(),
-            ChangeCause::Restore => "(an older state was restored)".to_owned(),
-            ChangeCause::Snapshot => "(so in a snapshot; the log before is not kept)".to_owned(),
+            ChangeCause::Restore => "(restored from an earlier state)".to_owned(),
+            ChangeCause::Snapshot => "(value in a snapshot; the log before it is not kept)".to_owned(),
         };
         table.add_row([
             change.lsn.to_string(),

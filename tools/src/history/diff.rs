@@ -1,4 +1,4 @@
-//! `remanent diff`: the changes between two kept states, page by page.
+//! `remanent diff`: lists the changes between two kept states, page by page.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -23,10 +23,11 @@ use crate::weights::versions::SAVED_AT;
 use crate::weights::{dtype_of, label};
 
 const EXAMPLES: &str = "\
-Elements are compared bit by bit, by the dtype in a page's metadata; without one, bytes are compared. The largest \
-change is the largest difference of values, for floats; it is NaN if a value that differs was or became NaN, and \
-NANS is their number. Ends with 0 if both states are the \
-same, with 1 if they differ.
+Compares elements bit by bit, of the dtype in a page's metadata, or bytes if there is none. For floats, LARGEST is the \
+largest difference between an old and a new value; it is NaN if a value that differs was or became NaN, and NANS is \
+the number of these values. \
+Exits with 0 if the states are equal and with 1 if they \
+differ.
 
 Examples:
   remanent diff store --from lsn:7
@@ -36,15 +37,15 @@ Examples:
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Diff {
-    /// The store's directory; it is only read
+    /// Store directory; never modified
     dir: PathBuf,
-    /// The state before: lsn:N, snapshot:N, or the name of a snapshot
+    /// Earlier state: lsn:N, snapshot:N, or the name of a snapshot
     #[arg(long)]
     from: StatePoint,
-    /// The state after [default: the newest]
+    /// Later state [default: newest]
     #[arg(long)]
     to: Option<StatePoint>,
-    /// One JSON object a line: the pages and root entries that differ
+    /// Print one JSON object per line: each page and root entry that differs
     #[arg(long)]
     json: bool,
     #[command(flatten)]
@@ -58,16 +59,16 @@ enum Change {
     Content(ContentDiff),
 }
 
-/// How a page's content differs.
+/// The differences in a page's content.
 struct ContentDiff {
-    /// The length before, where it is another one.
+    /// The earlier length, if it differs.
     len_before: Option<u64>,
     metadata: bool,
-    /// Elements that both have.
+    /// Number of elements that both states have.
     elements: u64,
-    /// Number of elements that differ.
+    /// Number of these that differ.
     changed: u64,
-    /// The largest change of a value, for floats; NaN if any value is NaN before or after.
+    /// The largest change of a value, for floats; NaN if any changed value is NaN before or after.
     largest: Option<f64>,
     /// Number of elements that differ and are NaN before or after, for floats.
     nans: Option<u64>,
@@ -112,7 +113,7 @@ impl Diff {
     fn compare(&self, past: &KeptStates<'_>) -> Result<(Vec<DiffLine>, Vec<RootLine>), Failure> {
         let (from, to) = (past.lsn(Some(&self.from))?, past.lsn(self.to.as_ref())?);
         let (old, new) = (past.table(from)?, past.table(to)?);
-        // A page's epoch rises with its content and is never given twice: only other epochs are worth a look.
+        // An epoch is never reused, so a page with the same epoch in both states is unchanged.
         let differs = |left: &PageTable, page: PageId, info: &PageInfo| {
             left.get(page).is_some_and(|other| other.epoch != info.epoch)
         };
@@ -135,7 +136,7 @@ impl Diff {
                     Change::Content(content(&old, &before, &info, &after).map_err(damaged)?)
                 }
             };
-            // A page that was changed and changed back differs in nothing but its epoch.
+            // A page that was changed and changed back differs only in its epoch.
             if !matches!(&change, Change::Content(content) if content.is_same()) {
                 lines.push(DiffLine { info, change });
             }
@@ -152,18 +153,18 @@ impl ContentDiff {
     }
 }
 
-/// Compares the bytes of a page, window by window.
+/// Compares a page's bytes in both states, window by window.
 fn content(
     old: &PageInfo,
     before: &PageBytes<'_>,
     new: &PageInfo,
     after: &PageBytes<'_>,
 ) -> Result<ContentDiff, Damage> {
-    // Elements are comparable as values only where both states say the same of them.
+    // Elements are compared as values only if both states give the page the same dtype.
     let dtype = dtype_of(new).filter(|dtype| dtype_of(old) == Some(*dtype));
     let width = dtype.map_or(1, |dtype| dtype::width(dtype).bytes());
     let (mut elements, mut changed, mut largest, mut nans) = (0, 0, None, None);
-    // A window is a whole number of elements, but for the last one.
+    // Every window but the last is a whole number of elements.
     for window in windows(old.len.min(new.len)) {
         let (left, right) = (before.window(new.page, &window)?, after.window(new.page, &window)?);
         if left == right {
@@ -176,7 +177,7 @@ fn content(
                 changed += 1;
                 if let Some(change) = dtype.and_then(|dtype| value_change(dtype, left, right)) {
                     *nans.get_or_insert(0) += u64::from(change.is_nan());
-                    // Nothing is larger than NaN.
+                    // NaN counts as the largest change.
                     let beaten = largest.is_none_or(|largest: f64| {
                         !largest.is_nan() && (change.is_nan() || change > largest)
                     });
@@ -195,7 +196,7 @@ fn content(
     })
 }
 
-/// How far a float moved; `None` for other elements.
+/// Returns the distance between two floats, or `None` for elements of other dtypes.
 fn value_change(dtype: Dtype, before: &[u8], after: &[u8]) -> Option<f64> {
     Some((dtype::float(dtype, after)? - dtype::float(dtype, before)?).abs())
 }
@@ -207,7 +208,7 @@ fn root_lines(old: &Metadata, new: &Metadata) -> Vec<RootLine> {
 }
 
 impl Change {
-    /// In one word.
+    /// Returns the change as one word.
     fn word(&self) -> &'static str {
         match self {
             Change::Created => "created",
@@ -226,7 +227,7 @@ impl Change {
     }
 }
 
-/// The share of the elements that changed, from 0 to 1.
+/// Returns the share of elements that changed, from 0 to 1.
 fn share(content: &ContentDiff) -> f64 {
     if content.elements == 0 { 0.0 } else { content.changed as f64 / content.elements as f64 }
 }

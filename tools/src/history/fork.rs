@@ -1,4 +1,4 @@
-//! `remanent fork`: a new store that begins at a state of another.
+//! `remanent fork`: creates a store that begins at a state of another one.
 
 use std::path::PathBuf;
 
@@ -11,26 +11,25 @@ use crate::cli::json::object;
 use crate::cli::output::Output;
 
 const EXAMPLES: &str = "\
-The new store has an identity of its own; batches and epochs go on from the state's. Files of images are shared by \
-hard links where both directories lie on one file system. The store that it comes from is only read, and may be \
-open meanwhile.
+The new store gets its own identity; its batch numbers and epochs continue from the state. Image files are shared by \
+hard links if both directories are on the same file system. The original store may be open meanwhile.
 
 Examples:
   remanent fork store trial
   remanent fork store trial --at lsn:7";
 
-/// Make a new store that begins at a state of this one
+/// Create a store that begins at a state of this one
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Fork {
-    /// The store's directory; it is only read
+    /// Store directory; never modified
     dir: PathBuf,
-    /// The new store's directory, missing or empty
+    /// New store's directory, missing or empty
     new: PathBuf,
-    /// The state: lsn:N, snapshot:N, or the name of a snapshot [default: the newest]
+    /// State to begin with: lsn:N, snapshot:N, or the name of a snapshot [default: newest]
     #[arg(long)]
     at: Option<StatePoint>,
-    /// One JSON object
+    /// Print the result as one JSON object
     #[arg(long)]
     json: bool,
 }
@@ -38,7 +37,7 @@ pub struct Fork {
 impl Fork {
     /// Runs `remanent fork`.
     pub fn run(&self, out: &mut Output) -> Outcome {
-        // A fork that has begun is finished, so that no half of it stays.
+        // A fork that has begun is finished, so that no partial store remains.
         let interrupt = Interrupt::listen()?;
         let state = match &self.at {
             Some(at) => Store::open_at(&self.dir, at),

@@ -1,4 +1,4 @@
-//! The commands that compare, name, go back to and branch from kept states.
+//! Commands that compare, name, restore and fork kept states.
 
 pub(crate) mod snapshot;
 pub(crate) mod restore;

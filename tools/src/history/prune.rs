@@ -21,48 +21,48 @@ use crate::read::partial_view::PartialView;
 use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
-A snapshot is kept if one of the rules keeps it, and with it the log from it to now. At least one rule is required: \
-those of the application that writes the store, such as snapshots_kept and log_kept, are not recorded in it. Named snapshots are kept until their names are given up: --name alone gives \
-up the snapshots of these names, and no other. The newest snapshot is always kept. Without --yes the store is only \
-read, and may be open elsewhere.
+A snapshot that any rule keeps stays, together with the log after it. At least one rule is required, because a store \
+does not record the rules of the application that writes it, such as snapshots_kept and log_kept. Named snapshots are \
+kept until their names are given up; --name alone removes only the snapshots with these names. The newest snapshot is \
+always kept. Without --yes the store is never modified and may be open in another process.
 
 Examples:
-  remanent prune store --snapshots 2                         what would go if two snapshots stay
-  remanent prune store --snapshots 5 --age 7d --yes          five, and all of the last week
-  remanent prune store --log-bytes 1000000000                and that much log to go back in
-  remanent prune store --name before-tuning --yes            a name that keeps its snapshot no longer";
+  remanent prune store --snapshots 2                   print what would be removed if two snapshots stay
+  remanent prune store --snapshots 5 --age 7d --yes    keep five snapshots and all of the last week
+  remanent prune store --log-bytes 1000000000          also keep this much log for restores
+  remanent prune store --name before-tuning --yes      give up a name and remove its snapshot";
 
-const NO_RULE: &str = "no rule says what to keep, and the store does not record the rules of the application that writes \
-it: give those as --snapshots, --age and --log-bytes, or --name to give up one name";
+const NO_RULE: &str = "no rule given, and the store does not record those of the application that writes it; \
+use --snapshots, --age or --log-bytes to say what to keep, or --name to give up a name";
 
-/// Remove old snapshots and log, or say what would go
+/// Remove old snapshots and log, or print what would be removed
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Prune {
-    /// The store's directory
+    /// Directory of the store
     dir: PathBuf,
-    /// Keep this number of the newest snapshots [default: 2, or all with --name alone]
+    /// Keep the N newest snapshots [default: 2, or all if only --name is given]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     snapshots: Option<u32>,
-    /// Keep snapshots that are younger: a number and s, m, h or d
+    /// Keep snapshots younger than AGE, for example 7d or 12h
     #[arg(long, value_name = "AGE", value_parser = parse_age)]
     age: Option<Duration>,
-    /// Keep this number of bytes of log
+    /// Keep this many bytes of log
     #[arg(long, value_name = "BYTES")]
     log_bytes: Option<u64>,
-    /// Give this name up, and the snapshot that has it
+    /// Give up this name and the snapshot that has it
     #[arg(long, value_name = "NAME")]
     name: Vec<String>,
-    /// Remove; without this, only say what would go
+    /// Delete. Without this flag, only print what would be deleted
     #[arg(long)]
     yes: bool,
-    /// One JSON object
+    /// Print the result as one JSON object
     #[arg(long)]
     json: bool,
 }
 
 fn parse_age(text: &str) -> Result<Duration, String> {
-    let wrong = || "not a number and s, m, h or d".to_owned();
+    let wrong = || "expected a number and a unit s, m, h or d, for example 7d".to_owned();
     let unit = text.chars().next_back().ok_or_else(wrong)?;
     let seconds = match unit {
         's' => 1_u64,
@@ -76,13 +76,13 @@ fn parse_age(text: &str) -> Result<Duration, String> {
 }
 
 impl Prune {
-    /// Removes, or says.
+    /// Runs `remanent prune`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         if !self.is_ruled() && self.name.is_empty() {
             return Err(Failure::Environment(NO_RULE.to_owned()));
         }
         let rules = self.rules();
-        // The snapshots of the names that are given up.
+        // The snapshots whose names are given up.
         let mut given_up = Vec::new();
         let pruned = if self.yes {
             let interrupt = Interrupt::listen()?;
@@ -111,8 +111,8 @@ impl Prune {
         Ok(Ending::Fine)
     }
 
-    /// The snapshots of the names that are given up. A name that none has is a mistake: the one that was
-    /// meant would stay.
+    /// Returns the snapshots whose names are given up. A name that no snapshot has is an error, because the
+    /// snapshot that was meant would stay.
     fn holders(&self, named: impl Iterator<Item = (String, SnapshotId)>) -> Result<Vec<SnapshotId>, Failure> {
         let named: BTreeMap<String, SnapshotId> = named.collect();
         let none = |name: &String| Failure::Environment(format!("there is no snapshot named {name:?}"));
@@ -139,7 +139,7 @@ impl Prune {
             .log_kept(self.log_bytes.unwrap_or_default())
     }
 
-    /// `kept` have names that are given up, and stay.
+    /// Prints the result. `kept` are snapshots whose names are given up but that other rules keep.
     fn report(&self, pruned: &PruneReport, kept: &[SnapshotId], out: &mut Output) -> Result<(), Failure> {
         if self.json {
             let file = |(file, bytes): &(FileName, u64)| json!({ "file": file.to_string(), "bytes": bytes });
@@ -157,14 +157,14 @@ impl Prune {
             out.line(format_args!("snapshot {}: lsn {}{name}", info.id, info.end))?;
         }
         for id in &pruned.held {
-            out.line(format_args!("snapshot {id} stays: a reader holds it"))?;
+            out.line(format_args!("snapshot {id} is kept: a reader holds it"))?;
         }
         for id in kept {
             let why = match self.is_of_names_alone() {
-                true => "it is the newest one, until there is a newer",
-                false => "it counts among those that are kept",
+                true => "it is the newest one until another is taken",
+                false => "another rule keeps it",
             };
-            out.line(format_args!("snapshot {id} stays: {why}"))?;
+            out.line(format_args!("snapshot {id} is kept: {why}"))?;
         }
         for (file, bytes) in &pruned.files {
             out.line(format_args!("{file}  {bytes}"))?;
@@ -172,7 +172,8 @@ impl Prune {
         let (files, bytes) = (pruned.files.len(), pruned.bytes());
         match self.yes {
             true => out.line(format_args!("removed {files} files of {bytes} bytes")),
-            false => out.line(format_args!("would remove {files} files of {bytes} bytes; --yes does it")),
+            false => out
+                .line(format_args!("would remove {files} files of {bytes} bytes; use --yes to remove them")),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! `remanent restore`: takes a store back to an earlier state, going forward.
+//! `remanent restore`: returns a store to an earlier state by one more batch.
 
 use std::path::PathBuf;
 
@@ -15,23 +15,23 @@ use crate::read::states::KeptStates;
 use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
-This is one more batch: later batches stay in the log, and can be returned to in the same way. \
-Pages that change get an epoch that was never given before.
+Commits one more batch that makes the state an earlier one. The batches in between stay in the log and can be restored \
+in the same way. Pages that change get an epoch that was never used before.
 
 Examples:
   remanent restore store --at lsn:7
   remanent restore store --at before-tuning";
 
-/// Take a store back to an earlier state
+/// Return a store to an earlier state
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Restore {
-    /// The store's directory
+    /// Directory of the store
     dir: PathBuf,
-    /// The state: lsn:N, snapshot:N, or the name of a snapshot
+    /// State to restore: lsn:N, snapshot:N, or the name of a snapshot
     #[arg(long)]
     at: StatePoint,
-    /// One JSON object
+    /// Print the result as one JSON object
     #[arg(long)]
     json: bool,
 }
@@ -41,7 +41,7 @@ impl Restore {
     pub fn run(&self, out: &mut Output) -> Outcome {
         let interrupt = Interrupt::listen()?;
         let dir = StoreDir::open(&self.dir)?;
-        // An open takes a store's files further: whether there is such a state is asked before.
+        // A writable open changes the store's files, so the state is checked first.
         let restored = KeptStates::with_retry(&dir, |past| Ok(past.table(past.lsn(Some(&self.at))?)?.lsn()))?;
         let store = engine::open(&self.dir, Create::Never)?;
         if interrupt.noted() {
@@ -53,7 +53,7 @@ impl Restore {
         if self.json {
             out.line(object! { "lsn": lsn.0, "restored": restored.0 })?;
         } else {
-            out.line(format_args!("lsn {lsn}: the state after lsn {restored} again"))?;
+            out.line(format_args!("lsn {lsn}: restored the state after lsn {restored}"))?;
         }
         Ok(Ending::Fine)
     }

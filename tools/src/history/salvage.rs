@@ -1,15 +1,15 @@
-//! `remanent salvage`: the pages that a damaged store still proves, in a new store.
+//! `remanent salvage`: copies the pages that a damaged store still proves into a new store.
 //!
-//! The format crate says which pages are proven, and how. The engine only writes the new store, as it makes a
-//! fork. So pages keep their ids, epochs and Lsns, and a user of the old store finds them in the new
-//! one. The new store has an identity of its own, because it may lack pages of the old one.
+//! The format crate decides which pages are proven. The engine only writes the new store, in the same way as
+//! a fork. Pages keep their ids, epochs and Lsns, so a user of the old store finds them in the new one. The
+//! new store has its own identity, because it may lack pages of the old one.
 //!
-//! Each page is proven twice: once to say what is left of it, before anything is written, and once more as
-//! its bytes are written, piece by piece. So a medium that gets worse meanwhile ends the command instead of
-//! the page, and memory does not grow with a page's length.
+//! Each page is proven twice: once to report what is left of it, before anything is written, and again when
+//! its bytes are written, piece by piece. If the medium deteriorates in between, the command fails instead of
+//! writing a wrong page. Memory use does not grow with a page's length.
 //!
-//! A page with only an earlier version left is not carried over unless it is asked for: among pages of one
-//! moment it would be a wrong answer that nothing marks.
+//! A page of which only an earlier version is left is copied only if `--older` asks for it: nothing in the
+//! new store would mark it as older than the other pages.
 
 use std::path::{Path, PathBuf};
 
@@ -36,38 +36,37 @@ use crate::read::states::damaged;
 use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
-For a store that does not open any more: first `remanent verify`, which says why. Salvage finds the newest state \
-whose table of pages can be known, and each of its pages on its own, wherever an image of it and the batches since \
-are left. A page is
+Use this if a store cannot be opened any more; `remanent verify` reports why. Salvage finds the newest state whose page \
+table is known, then recovers each page separately from any image of it that is left and the batches since. A page is
 
-  exact  if checksums and epochs prove that it is as it was in that state;
-  older  if only an earlier version is proven; it is carried over with --older only;
+  exact  if checksums and epochs prove that it is as it was in that state,
+  older  if only an earlier version is proven; it is copied only with --older,
   lost   if nothing is proven.
 
-Pages that are not exact are listed, and batches that are lost after the state. Without --to nothing is written. \
-The new store keeps page ids, epochs, keys and metadata, and has an identity of its own. The damaged store is only \
-read. A salvage that is cut short leaves no store in NEWDIR, and may be run again.
+Lists the pages that are not exact and the batches that are lost after the state. Without --to nothing is written. The \
+new store keeps page ids, epochs, keys and metadata, and gets its own identity. An interrupted salvage leaves no store \
+in NEWDIR and can be run again.
 
-Ends with 0 if all is exact, with 1 if anything is older or lost.
+Exits with 0 if everything is exact and with 1 if anything is older or lost.
 
 Examples:
   remanent salvage store
   remanent salvage store --to rescued
   remanent salvage store --to rescued --older --json > report";
 
-/// Carry pages that a damaged store still proves over into a new one
+/// Copy the pages that a damaged store still proves into a new store
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Salvage {
-    /// The damaged store's directory; it is only read
+    /// Damaged store's directory; never modified
     dir: PathBuf,
-    /// The new store's directory, missing or empty [default: only say what is left]
+    /// New store's directory, missing or empty [default: only report what is left]
     #[arg(long, value_name = "NEWDIR")]
     to: Option<PathBuf>,
-    /// Carry over pages with only an earlier version left, too
+    /// Also copy pages of which only an earlier version is left
     #[arg(long)]
     older: bool,
-    /// One JSON object a line: the pages that are not exact, then a summary
+    /// Print one JSON object per line: each page that is not exact, then a summary
     #[arg(long)]
     json: bool,
     #[command(flatten)]
@@ -76,21 +75,21 @@ pub struct Salvage {
 
 /// A page that is not exact.
 struct InexactPage {
-    /// As it should be.
+    /// The page as the state's table describes it.
     info: PageInfo,
     /// The version that is left.
     left: Option<PageInfo>,
     why: Damage,
 }
 
-/// The remains of all pages.
+/// The pages of the state, by what is left of them.
 #[derive(Default)]
 struct Remains {
     exact: Vec<PageInfo>,
     damaged_pages: Vec<InexactPage>,
 }
 
-/// Why no new store was made.
+/// The reason why no new store was made.
 enum SalvageStop {
     Interrupted,
     Failed(Failure),
@@ -116,7 +115,7 @@ impl Salvage {
         let dir = StoreDir::open(&self.dir)?;
         if let Some(process) = dir.holder() {
             return Err(Failure::Locked(format!(
-                "process {process} has the store open; what it writes meanwhile would look damaged"
+                "process {process} has the store open, and files that it is writing would look damaged; close the store first"
             )));
         }
         if let Some(new) = &self.to {
@@ -151,14 +150,14 @@ impl Salvage {
         Ok(if report.is_all() { Ending::Fine } else { Ending::Difference })
     }
 
-    /// Whether a page that is not exact goes into the new store.
+    /// Returns whether a page that is not exact is copied into the new store.
     fn carries(&self, damaged_page: &InexactPage) -> bool {
         self.older && damaged_page.left.is_some()
     }
 
     fn report(&self, damaged_page: &InexactPage, out: &mut Output) -> Result<(), Failure> {
         if !self.json {
-            // The table needs all of them.
+            // The table is printed once all of them are known.
             return Ok(());
         }
         let InexactPage { info, left, why } = damaged_page;
@@ -229,7 +228,7 @@ impl Salvage {
     }
 }
 
-/// Proves every page of the state; `None` if Ctrl-C was pressed meanwhile.
+/// Proves every page of the state. Returns `None` if Ctrl-C was pressed meanwhile.
 fn find_remains(search: &Search<'_>, interrupt: &Interrupt) -> Option<Remains> {
     let table = &search.state().table;
     let bar = progress::bytes(table.pages().map(|info| info.len).fold(0, u64::saturating_add), "proving");
@@ -252,7 +251,7 @@ fn find_remains(search: &Search<'_>, interrupt: &Interrupt) -> Option<Remains> {
     Some(remains)
 }
 
-/// The bytes of a page that was found before.
+/// Proves again a page that was found before, and returns its bytes.
 fn find_again(search: &Search<'_>, info: &PageInfo, bar: &ProgressBar) -> Result<FoundBytes, SalvageStop> {
     let wanted = search.state().table.get(info.page).expect("it was found there");
     let (left, bytes) = match search.find(&wanted) {
@@ -262,7 +261,7 @@ fn find_again(search: &Search<'_>, info: &PageInfo, bar: &ProgressBar) -> Result
     };
     if (left.epoch, left.lsn) != (info.epoch, info.lsn) {
         let message =
-            format!("page {} cannot be read any more as it was a moment ago: run this again", info.page);
+            format!("page {} no longer reads as it did a moment ago; run this command again", info.page);
         return Err(SalvageStop::Failed(Failure::Damage(message)));
     }
     bar.inc(info.len);
@@ -273,7 +272,7 @@ fn find_again(search: &Search<'_>, info: &PageInfo, bar: &ProgressBar) -> Result
 struct SalvageReport<'a> {
     search: &'a Search<'a>,
     remains: &'a Remains,
-    /// The damage to STORE.
+    /// The damage to the file STORE.
     unnamed: Option<&'a Damage>,
     new: Option<SalvagedStore>,
 }
@@ -283,13 +282,13 @@ impl SalvageReport<'_> {
         self.search.state().table.lsn()
     }
 
-    /// The first and the last batch that are known to be lost after the state.
+    /// Returns the first and the last batch known to be lost after the state.
     fn lost_batches(&self) -> Option<(u64, u64)> {
         let LogRemainder { durable, seen, .. } = self.search.beyond();
         (durable > self.lsn()).then(|| (self.lsn().0 + 1, durable.max(seen).0))
     }
 
-    /// The batches that a crash cut, and nothing acknowledged as durable among them.
+    /// Returns the batches that a crash cut off, if none of them was acknowledged as durable.
     fn torn_batches(&self) -> Option<(u64, u64)> {
         let LogRemainder { durable, seen, .. } = self.search.beyond();
         (durable <= self.lsn() && seen > self.lsn()).then(|| (self.lsn().0 + 1, seen.0))
@@ -345,25 +344,27 @@ impl SalvageReport<'_> {
                 "the state after lsn {lsn}: {exact} pages exact, {older} older, {lost} lost"
             ))?,
             false => out.line(format_args!(
-                "no state can be known as a whole; {older} pages at some version of theirs, {lost} lost"
+                "no complete state is known; {older} pages at an earlier version, {lost} lost"
             ))?,
         }
         if let Some((first, last)) = self.lost_batches() {
-            out.line(format_args!("lost: batches {first} to {last}, which nothing left leads to"))?;
+            out.line(format_args!("lost: batches {first} to {last}, which cannot be reached any more"))?;
         }
         if let Some(hidden) = &self.search.beyond().hidden {
-            out.line(format_args!("{hidden}: batches in it, if there were any, are lost"))?;
+            out.line(format_args!("{hidden}: any batches in it are lost"))?;
         }
         if let Some((first, last)) = self.torn_batches() {
-            out.line(format_args!("note: batches {first} to {last} are a torn tail, as a crash leaves it"))?;
+            out.line(format_args!("note: batches {first} to {last} are a torn tail, left by a crash"))?;
         }
         match (&self.new, &command.to) {
             (Some(SalvagedStore { store, pages, bytes }), Some(to)) => out.line(format_args!(
-                "carried over: {pages} pages, {bytes} bytes, into {}, store {store}",
+                "copied {pages} pages, {bytes} bytes, to {}, store {store}",
                 to.display()
             )),
-            (_, Some(_)) => out.line("nothing was written: without --older there is nothing to carry over"),
-            (_, None) => out.line("nothing was written: --to NEWDIR makes a store of it"),
+            (_, Some(_)) => out.line(
+                "nothing was written: no complete state is known; use --older to copy earlier versions",
+            ),
+            (_, None) => out.line("nothing was written; use --to NEWDIR to create a store"),
         }
     }
 }

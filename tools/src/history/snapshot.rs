@@ -13,8 +13,9 @@ use crate::cli::json::object;
 use crate::cli::output::Output;
 
 const EXAMPLES: &str = "\
-A program that has the store open takes its own snapshots. Ctrl-C waits until the snapshot is whole. An exact one \
-needs no log to be returned to; one with a name is exact, and stays until `remanent prune` gives the name up.
+The store must not be open: a program that has it open takes its own snapshots. Ctrl-C waits until the snapshot is \
+complete. An exact snapshot can be restored without any log. A named snapshot is exact, and is kept until \
+`remanent prune` gives up its name.
 
 Examples:
   remanent snapshot store
@@ -26,15 +27,15 @@ Examples:
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Snapshot {
-    /// The store's directory
+    /// Directory of the store
     dir: PathBuf,
-    /// Catch all pages at one moment, so that the snapshot needs no log
+    /// Gather all pages as of one batch, so that restoring the snapshot needs no log
     #[arg(long)]
     exact: bool,
-    /// A name, by which it can be returned to
+    /// Name of the snapshot, by which it can be restored; implies --exact
     #[arg(long)]
     name: Option<String>,
-    /// One JSON object
+    /// Print the result as one JSON object
     #[arg(long)]
     json: bool,
 }

@@ -1,4 +1,4 @@
-//! `remanent doctor`: the choices of a store on this machine, in this directory, and their reasons.
+//! `remanent doctor`: reports how a store would work in this directory on this machine, and why.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -22,31 +22,31 @@ use crate::cli::memory::available;
 use crate::cli::output::Output;
 
 const EXAMPLES: &str = "\
-A small store is made in the directory and removed again; so the report on the log and the device is what a \
-store there really chooses. Figures are those of a moment, of one thread.
+Creates a small store in the directory and removes it again, so the log and the device reported are the ones that a \
+store there chooses. Times are measured once, by one thread.
 
 Examples:
   remanent doctor
   remanent doctor /mnt/fast --json";
 
-/// Say what a store would do on this machine, and why
+/// Report how a store would work on this machine, and why
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Doctor {
-    /// The directory for a store; it must exist
+    /// Directory for a store; it must exist
     #[arg(default_value = ".")]
     dir: PathBuf,
-    /// One JSON object
+    /// Print the report as one JSON object
     #[arg(long)]
     json: bool,
 }
 
-/// One finding of the doctor.
+/// One line of the report.
 struct DoctorFinding {
     name: &'static str,
     /// The value, for programs.
     value: Value,
-    /// For a person.
+    /// The value, for people.
     text: String,
 }
 
@@ -57,7 +57,7 @@ fn finding(name: &'static str, value: impl Into<Value>, text: impl Into<String>)
 impl Doctor {
     /// Runs `remanent doctor`.
     pub fn run(&self, out: &mut Output) -> Outcome {
-        // The look is short, and it removes the files that it made.
+        // The probe is short and removes its files, so Ctrl-C waits for it.
         let interrupt = Interrupt::listen()?;
         let findings = self.findings()?;
         if interrupt.noted() {
@@ -81,8 +81,9 @@ impl Doctor {
         let cannot = |what: &str, error: io::Error| {
             Failure::Environment(format!("cannot {what} {}: {error}", dir.display()))
         };
-        let whole = fs::canonicalize(dir).map_err(|error| cannot("find", error))?;
-        let space = rustix::fs::statvfs(dir).map_err(|errno| cannot("ask the space of", errno.into()))?;
+        let whole = fs::canonicalize(dir).map_err(|error| cannot("open", error))?;
+        let space =
+            rustix::fs::statvfs(dir).map_err(|errno| cannot("get the free space of", errno.into()))?;
         let free = space.f_bavail.saturating_mul(space.f_frsize);
         let kind = file_system_of(dir);
 
@@ -102,14 +103,14 @@ impl Doctor {
                 format!("written {}; {}", chosen.images, chosen.other_images),
             ),
             match &direct {
-                Ok(()) => finding("direct_io", true, "works: what is verified is read past the cache"),
+                Ok(()) => finding("direct_io", true, "works; verification reads bypass the page cache"),
                 Err(error) => finding("direct_io", false, format!("does not work: {error}")),
             },
             finding(
                 "sync_us",
                 json!({ "median": micros(sync.median), "longest": micros(sync.longest) }),
                 format!(
-                    "4 KiB in {} us, the longest of {SYNCS} in {} us",
+                    "median {} us for 4 KiB, longest of {SYNCS} {} us",
                     micros(sync.median),
                     micros(sync.longest)
                 ),
@@ -122,16 +123,16 @@ impl Doctor {
     }
 }
 
-/// The ways that a store chose.
+/// The choices that a store made.
 struct Choices {
     log: String,
     images: String,
-    /// Other ways in which images could be written, and those that the file system refuses.
+    /// The other ways to write images, each possible or with the reason of the file system's refusal.
     other_images: String,
     device: String,
 }
 
-/// Makes a store and asks it.
+/// Creates a store and returns its choices.
 fn choices(dir: &Path) -> Result<Choices, Failure> {
     let options = Options::default().segment_len(64 << 10);
     let store = Store::open(dir.join("store"), options).map_err(engine_failure)?;
@@ -155,7 +156,7 @@ fn choices(dir: &Path) -> Result<Choices, Failure> {
     Ok(choices)
 }
 
-/// Writes past the cache and reads back.
+/// Writes a block with direct I/O and reads it back.
 fn direct_works(dir: &Path) -> io::Result<()> {
     let mut options = OpenOptions::new();
     options.read(true).write(true).create(true).truncate(true);
@@ -165,16 +166,16 @@ fn direct_works(dir: &Path) -> io::Result<()> {
     file.read_exact_at(&mut bytes, 0)
 }
 
-/// Syncs that are timed.
+/// Number of syncs that are timed.
 const SYNCS: usize = 20;
 
-/// How long a sync takes.
+/// The duration of a sync.
 struct SyncTimes {
     median: Duration,
     longest: Duration,
 }
 
-/// Overwrites and syncs, over and over, as a log does.
+/// Times syncs of small overwrites, the access pattern of a log.
 fn sync_times(dir: &Path) -> io::Result<SyncTimes> {
     let file = File::create(dir.join("synced"))?;
     file.write_all_at(&[0; ALIGN * SYNCS], 0)?;
@@ -194,7 +195,7 @@ fn micros(time: Duration) -> u64 {
     time.as_micros() as u64
 }
 
-/// The limits of process and machine.
+/// Returns the limits of the process and the machine.
 fn machine() -> Vec<DoctorFinding> {
     let limit = |resource| getrlimit(resource).current;
     let shown = |limit: Option<u64>| limit.map_or("unlimited".to_owned(), |limit| limit.to_string());
@@ -203,18 +204,14 @@ fn machine() -> Vec<DoctorFinding> {
     let (page, memory) = (rustix::param::page_size(), available());
     vec![
         finding("cpus", threads, threads.to_string()),
-        finding(
-            "memory_bytes",
-            memory,
-            format!("{memory} bytes available: host pages, and what commands load"),
-        ),
+        finding("memory_bytes", memory, format!("{memory} bytes available for host pages and for commands")),
         finding("page_size", page, format!("{page} bytes")),
         finding("open_files_max", files, shown(files)),
-        finding("locked_bytes_max", locked, format!("{}: pinned host memory", shown(locked))),
+        finding("locked_bytes_max", locked, format!("{} bytes of pinned host memory", shown(locked))),
     ]
 }
 
-/// The GPU's driver, if one is loaded.
+/// Returns the version of the GPU's driver, if one is loaded.
 fn driver() -> DoctorFinding {
     const VERSION: &str = "/proc/driver/nvidia/version";
     match fs::read_to_string(VERSION) {
@@ -226,18 +223,18 @@ fn driver() -> DoctorFinding {
     }
 }
 
-/// The name of the file system that a directory lies on.
+/// Returns the name of a directory's file system.
 pub fn file_system_of(dir: &Path) -> String {
     let system = match rustix::fs::statfs(dir) {
         Ok(system) => system,
-        Err(errno) => return format!("cannot be asked: {errno}"),
+        Err(errno) => return format!("unknown: {errno}"),
     };
-    // Signed on some platforms; the magic numbers are 32 bits.
+    // The field is signed on some platforms; magic numbers have 32 bits.
     let magic = system.f_type as u64 & 0xffff_ffff;
     file_system(magic).map_or(format!("{magic:#x}"), str::to_owned)
 }
 
-/// The name of a file system by its magic number.
+/// Returns the name of a file system by its magic number.
 fn file_system(magic: u64) -> Option<&'static str> {
     Some(match magic {
         0xef53 => "ext4, ext3 or ext2",

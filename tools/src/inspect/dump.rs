@@ -1,4 +1,4 @@
-//! `remanent dump`: the bytes of one page.
+//! `remanent dump`: writes the bytes of one page.
 
 use std::fs::File;
 use std::io;
@@ -26,11 +26,11 @@ Examples:
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Dump {
-    /// The store's directory; it is only read
+    /// Store directory; never modified
     dir: PathBuf,
-    /// The page: its number, its key as `pages` shows it, or its tensor's name
+    /// Page: its number, its key as shown by `pages`, or its tensor's name
     page: Selector,
-    /// The file to write the bytes to; `-` is standard output
+    /// File to write; `-` is standard output
     #[arg(short, long, value_name = "FILE", default_value = "-")]
     output: PathBuf,
     #[command(flatten)]
@@ -48,7 +48,7 @@ impl Dump {
         let info = match self.page.find(view.pages()) {
             Ok(info) => info,
             Err(missing) => {
-                // In a damaged store the page may have been there; then the damage is the answer.
+                // In a damaged store the page may have existed, so the damage is reported first.
                 view.check_undamaged()?;
                 return Err(Failure::Environment(missing));
             }

@@ -1,4 +1,4 @@
-//! Why each file of a store is kept, and which may go.
+//! The purpose of each file of a store, and whether it may be deleted.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,35 +15,35 @@ use crate::read::store_dir::StoreDir;
 /// A file and its purpose.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reason {
-    /// Path within the store directory.
+    /// Path relative to the store directory.
     pub file: String,
     /// Length in bytes.
     pub bytes: u64,
     /// The file's purpose.
     pub why: String,
-    /// Whether nothing is lost without it. Deleting it by hand is safe only while the store is closed.
+    /// Whether nothing is lost without the file. Deleting it by hand is safe only while the store is closed.
     pub may_go: bool,
 }
 
-/// References to files: from snapshots to images and segments, from restores to tables.
+/// References to files: snapshots refer to images and segments, restores to tables.
 struct References {
-    /// Readable snapshots, and the segment from which each needs the log.
+    /// Readable snapshots, each with the first log segment that it needs.
     log_from: BTreeMap<SnapshotId, u64>,
-    /// Image files, and the snapshots and batches that name them.
+    /// Image files, each with the snapshots and batches that name it.
     images: BTreeMap<u64, BTreeSet<String>>,
-    /// Tables, and the batches that restore them.
+    /// Tables, each with the batch that restores it.
     restores: BTreeMap<u64, Lsn>,
-    /// The highest segment.
+    /// The highest segment number.
     last_segment: Option<u64>,
-    /// The highest segment that holds frames.
+    /// The highest number of a segment with frames.
     last_frames: u64,
-    /// Files that an open removes, or a prune without rules.
+    /// Files that an open, or a prune without rules, removes.
     unneeded: BTreeSet<FileName>,
     /// Whether a process has the store open.
     is_open: bool,
 }
 
-/// The reason of every file, in the order of folders and names.
+/// Returns the purpose of every file, ordered by folder and name.
 pub fn reasons(dir: &StoreDir, view: &PartialView) -> std::io::Result<Vec<Reason>> {
     let files = dir.files()?;
     let names = files.iter().filter_map(|(folder, name, _)| FileName::parse(*folder, name));
@@ -51,8 +51,8 @@ pub fn reasons(dir: &StoreDir, view: &PartialView) -> std::io::Result<Vec<Reason
     let reason = |(folder, name, bytes): (Folder, String, u64)| {
         let (file, (why, may_go)) = match FileName::parse(folder, &name) {
             Some(file) => (file.to_string(), references.why(view, file)),
-            None if folder == Folder::Root => (name, ("no file of a store".to_owned(), false)),
-            None => (format!("{}/{name}", folder.name()), ("no file of a store".to_owned(), false)),
+            None if folder == Folder::Root => (name, ("not a file of a store".to_owned(), false)),
+            None => (format!("{}/{name}", folder.name()), ("not a file of a store".to_owned(), false)),
         };
         Reason { file, bytes, why, may_go }
     };
@@ -82,7 +82,8 @@ impl References {
         let of_state = view.state.iter().flat_map(|state| state.resolved.bases.iter());
         let images: Vec<ImageRef> = of_state.filter_map(|(_, base)| base.image).collect();
         references.name_images(images.into_iter(), "the current state");
-        // Finding the files that the log names takes reading all of it. Mostly no file is left to be found.
+        // Finding the files that the log names requires reading all of it, and usually no file is left to
+        // find.
         let is_open = |file: FileName| match file {
             FileName::Pages(number) => !references.images.contains_key(&number),
             FileName::Table(_) => true,
@@ -100,7 +101,7 @@ impl References {
         }
     }
 
-    /// Finds the files that batches name: tables, and images that were written ahead of them.
+    /// Finds the files that batches name: tables, and images written before their batches.
     fn read_log(&mut self, dir: &StoreDir, view: &PartialView) {
         for frame in Scan::new(dir, view.survey.store.store, &view.survey.log) {
             let payload = frame.payload.unwrap_or_default();
@@ -120,41 +121,41 @@ impl References {
         }
     }
 
-    /// The purpose of a file, and whether it may go.
+    /// Returns the purpose of a file, and whether it may be deleted.
     fn why(&self, view: &PartialView, file: FileName) -> (String, bool) {
-        // An open removes files that its own writer left. A file of a writer at work is not judged.
+        // A temporary file is a leftover unless a writer has the store open.
         let is_leftover = matches!(file, FileName::Temporary(..)) && !self.is_open;
         let is_unneeded = self.unneeded.contains(&file);
         let purpose_of = self.purpose_of(view, file);
-        let why = if is_unneeded { format!("not needed any more: {purpose_of}") } else { purpose_of };
+        let why = if is_unneeded { format!("no longer needed: {purpose_of}") } else { purpose_of };
         (why, is_leftover || is_unneeded)
     }
 
     fn purpose_of(&self, view: &PartialView, file: FileName) -> String {
         match file {
-            FileName::Store => "says which store this is; nothing opens without it".to_owned(),
-            FileName::Lock => "held while a process has the store open".to_owned(),
-            FileName::Readers => "lets readers hold the snapshots that they need".to_owned(),
+            FileName::Store => "identity of the store; required to open it".to_owned(),
+            FileName::Lock => "locked while a process has the store open".to_owned(),
+            FileName::Readers => "locks of readers on the snapshots that they use".to_owned(),
             FileName::Segment(number) => match view.survey.log.segments().get(&number) {
                 Some(found) => self.why_segment(number, found),
-                None => "gone meanwhile".to_owned(),
+                None => "removed meanwhile".to_owned(),
             },
-            FileName::Spare(_) => "space held ready for a segment to come".to_owned(),
-            FileName::ImageSpare(_) => "space held ready for images to come".to_owned(),
+            FileName::Spare(_) => "space reserved for a later segment".to_owned(),
+            FileName::ImageSpare(_) => "space reserved for later images".to_owned(),
             FileName::Pages(number) => match self.images.get(&number) {
                 Some(by) => {
                     let by: Vec<&str> = by.iter().map(String::as_str).collect();
                     format!("images of {}", by.join(", "))
                 }
-                None => "named by no snapshot that can be read, and by no batch in the log".to_owned(),
+                None => "not named by any readable snapshot or any batch in the log".to_owned(),
             },
             FileName::Table(number) => match self.restores.get(&number) {
-                Some(lsn) => format!("the state to which lsn {lsn} restored; replay needs it"),
-                None => "named by no restore in the log".to_owned(),
+                Some(lsn) => format!("state restored by lsn {lsn}; required for replay"),
+                None => "not named by any restore in the log".to_owned(),
             },
             FileName::Manifest(number) => self.why_manifest(view, SnapshotId(number)),
             FileName::Temporary(..) if self.is_open => "being built".to_owned(),
-            FileName::Temporary(..) => "left over: its writer stopped while building it".to_owned(),
+            FileName::Temporary(..) => "left over from a writer that stopped".to_owned(),
         }
     }
 
@@ -164,17 +165,17 @@ impl References {
         let empty = segment.frames.is_none();
         let why = match (newest, oldest) {
             _ if empty && Some(number) == self.last_segment => {
-                "empty, made ahead; shows that no newer segment is missing".to_owned()
+                "empty, created in advance; proves that no newer segment is missing".to_owned()
             }
-            _ if empty && number > self.last_frames => "empty, made ahead".to_owned(),
+            _ if empty && number > self.last_frames => "empty, created in advance".to_owned(),
             (Some((snapshot, from)), _) if number >= *from => {
                 format!("log after snapshot {snapshot}, which recovery replays")
             }
             (_, Some((snapshot, from))) if number >= *from => {
-                format!("log after snapshot {snapshot}, should a newer one be damaged")
+                format!("log after snapshot {snapshot}, needed if a newer one is damaged")
             }
-            (Some(_), _) => "log from before the oldest snapshot".to_owned(),
-            (None, _) => "log since the beginning: there is no snapshot".to_owned(),
+            (Some(_), _) => "log before the oldest snapshot".to_owned(),
+            (None, _) => "log since the beginning; there is no snapshot".to_owned(),
         };
         match &segment.header {
             Ok(_) => why,
@@ -184,14 +185,12 @@ impl References {
 
     fn why_manifest(&self, view: &PartialView, snapshot: SnapshotId) -> String {
         match view.survey.links.get(&snapshot) {
-            Some(Err(damage)) => format!("a snapshot that cannot be read: {}", damage.defect),
+            Some(Err(damage)) => format!("unreadable snapshot: {}", damage.defect),
             _ if view.state.as_ref().and_then(|state| state.base) == Some(snapshot) => {
-                "the snapshot from which recovery starts".to_owned()
+                "snapshot from which recovery starts".to_owned()
             }
-            _ if view.snapshots().all(|kept| kept != snapshot) => {
-                "changes from which the snapshots that follow it are made".to_owned()
-            }
-            _ => "a snapshot to start from should a newer one be damaged".to_owned(),
+            _ if view.snapshots().all(|kept| kept != snapshot) => "link of the snapshots after it".to_owned(),
+            _ => "snapshot to start from if a newer one is damaged".to_owned(),
         }
     }
 }

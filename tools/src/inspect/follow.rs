@@ -1,4 +1,4 @@
-//! `remanent follow`: the batches of a store, one a line, as they are logged.
+//! `remanent follow`: prints a store's batches, one per line, as they are logged.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -15,43 +15,43 @@ use crate::cli::json::object;
 use crate::cli::output::Output;
 
 const EXAMPLES: &str = "\
-Nothing is locked and nothing is written; the store may be open in another process, or in none. A batch is \
-shown once it is logged, so a power cut may still take it: `durable` is the newest one that was known to \
-survive when it was logged. A follower that goes on from a position gets each batch once, also across restarts of \
-the writer. If the log went on without the follower, or a crash took the batch at its position, the command \
-ends with code 1 and says where to start.
+Locks and writes nothing; the store may be open in another process. A batch is printed as soon as it is logged, so a \
+power cut may still lose it: `durable` is the newest batch known to be durable when it was logged. A follower that \
+continues from a position gets each batch once, even if the writer restarts in between. If the batches after the \
+position are no longer kept, or a crash lost the batch at the position, the command exits with code 1 and prints where \
+to start again.
 
 Examples:
-  remanent follow store                      every batch from now on, after those that are kept
-  remanent follow store --from snapshot      those after the newest snapshot
-  remanent follow store --count 1 --json     the next one, with the position to go on from
+  remanent follow store                      all kept batches, then every new one
+  remanent follow store --from snapshot      only batches after the newest snapshot
+  remanent follow store --count 1 --json     one batch, with the position to continue from
   remanent follow store --from 3-0badcafe:17:5eedf00d --timeout 0
-                                             what was logged since, and no waiting";
+                                             batches logged since that position, without waiting";
 
-/// Ctrl-C is noticed at least so often.
+/// Upper bound on the time until Ctrl-C is noticed.
 const SLICE: Duration = Duration::from_millis(100);
 
-/// Show batches as they are logged
+/// Print batches as they are logged
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Follow {
-    /// The store's directory; it is only read
+    /// Store directory; never modified
     dir: PathBuf,
-    /// The position to begin at: `beginning`, `snapshot`, or a position that was shown before
+    /// Where to begin: `beginning`, `snapshot` (after the newest one), or a position printed earlier
     #[arg(long, value_name = "FROM", default_value = "beginning")]
     from: From,
-    /// End after this number of batches
+    /// Exit after this many batches
     #[arg(long, value_name = "N")]
     count: Option<u64>,
-    /// End when no batch came for so long
+    /// Exit if no batch arrives for this many seconds
     #[arg(long, value_name = "SECONDS")]
     timeout: Option<u64>,
-    /// One JSON object a line
+    /// Print one JSON object per line
     #[arg(long)]
     json: bool,
 }
 
-/// The position to begin at, as the user wrote it.
+/// The position to begin at, parsed from the command line.
 #[derive(Clone, Copy)]
 struct From(FollowFrom);
 
@@ -64,7 +64,7 @@ impl FromStr for From {
             "snapshot" => Ok(Self(FollowFrom::Snapshot)),
             position => match position.parse() {
                 Ok(position) => Ok(Self(FollowFrom::Position(position))),
-                Err(error) => Err(format!("neither beginning nor snapshot: {error}")),
+                Err(error) => Err(format!("expected beginning, snapshot or a position: {error}")),
             },
         }
     }
@@ -95,7 +95,7 @@ impl Follow {
         Ok(Ending::Fine)
     }
 
-    /// Shows a batch at once: a reader may wait for it.
+    /// Prints a batch and flushes it, because a reader may wait for it.
     fn show(&self, batch: &FollowedBatch, out: &mut Output) -> Result<(), Failure> {
         if self.json {
             out.line(batch_json(batch))?;
@@ -106,7 +106,7 @@ impl Follow {
     }
 }
 
-/// The failure that ends a following.
+/// Maps an error of the follower to the failure of the command.
 fn failure(error: Error) -> Failure {
     match error {
         Error::Damaged(_) | Error::Overtaken { .. } | Error::Diverged { .. } => {
@@ -116,7 +116,7 @@ fn failure(error: Error) -> Failure {
     }
 }
 
-/// Number of operations by kind; the note is shown itself.
+/// Counts operations by kind. Notes are left out, because they are printed themselves.
 fn kinds(operations: &[Op<'_>]) -> BTreeMap<&'static str, u64> {
     let mut kinds = BTreeMap::new();
     for op in operations.iter().filter(|op| !matches!(op, Op::Note { .. })) {
@@ -125,7 +125,7 @@ fn kinds(operations: &[Op<'_>]) -> BTreeMap<&'static str, u64> {
     kinds
 }
 
-/// The pages concerned, each once, ascending.
+/// Returns the pages that a batch concerns, each once, in ascending order.
 fn pages(batch: &FollowedBatch, operations: &[Op<'_>]) -> Vec<u64> {
     let mut pages: Vec<u64> = match batch.restored() {
         Some(restored) => restored.pages().iter().map(|info| info.page.0).collect(),
@@ -153,7 +153,7 @@ fn batch_line(batch: &FollowedBatch) -> String {
     let operations = batch.operations();
     let mut words: Vec<String> =
         kinds(&operations).into_iter().map(|(kind, count)| format!("{count} {kind}")).collect();
-    words.extend(batch.restored().map(|restored| format!("the state of lsn {}", restored.of())));
+    words.extend(batch.restored().map(|restored| format!("restore of lsn {}", restored.of())));
     words.extend(batch.note().map(|note| format!("note {note:?}")));
     format!("{:>10}  {}  {}", batch.lsn(), batch.position(), words.join(", "))
 }

@@ -1,4 +1,5 @@
-//! `remanent info`: a store's identity, its state, and the purpose of each of its files.
+//! `remanent info`: prints its identity and state, and the purpose of each of its
+//! files.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -20,26 +21,27 @@ use crate::read::partial_view::PartialView;
 use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
-`lsn` is the last batch that recovery would find now, `durable` the last one that is known to survive a \
-power cut. A torn tail is an unfinished end of the log, as a crash leaves it: the next writable open cuts it, \
-and nothing in it was acknowledged as durable. Images are not read; `remanent verify` reads everything.
+Images are not read; `remanent verify` reads everything. `lsn` is \
+the last batch that recovery would find now, and `durable` the last one known to survive a power cut. A torn tail is an \
+incomplete end of the log, left by a crash: the next writable open removes it, and nothing in it was acknowledged as \
+durable.
 
 Examples:
   remanent info store
   remanent info store --json";
 
-/// Show a store's content, and why each of its files is kept
+/// Show what a store contains, and why each of its files is kept
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Info {
-    /// The store's directory; it is only read
+    /// Store directory; never modified
     dir: PathBuf,
-    /// One JSON object
+    /// Print the report as one JSON object
     #[arg(long)]
     json: bool,
 }
 
-/// All parts of the report.
+/// The parts of the report.
 struct InfoReport {
     view: PartialView,
     files: Vec<Reason>,
@@ -67,13 +69,13 @@ impl Info {
 }
 
 impl InfoReport {
-    /// Whether the log records that the snapshot was read back past the cache.
+    /// Returns whether the log records that the snapshot was read back past the page cache.
     fn is_verified(&self, snapshot: SnapshotId) -> bool {
         let verified = self.view.end().map(|end| &end.verified[..]).unwrap_or_default();
         verified.iter().any(|entry| entry.snapshot == snapshot)
     }
 
-    /// The snapshots that can be read, each whole.
+    /// Returns the snapshots that can be read completely.
     fn snapshots(&self) -> impl Iterator<Item = Arc<Manifest>> {
         self.view.snapshots().filter_map(|snapshot| self.view.survey.snapshot(snapshot).ok())
     }
@@ -137,7 +139,7 @@ impl InfoReport {
             out.line(format_args!("incarnation  {incarnation}"))?;
         }
         if let Some(process) = self.holder {
-            out.line(format_args!("open         in process {process}; this is a moment of it"))?;
+            out.line(format_args!("open         in process {process}; the store may change at any time"))?;
         }
         out.line(format_args!("lsn          {}, durable up to {}", view.lsn(), view.durable()))?;
         out.line(format_args!("pages        {}, {} bytes", view.pages().count(), self.page_bytes()))?;
@@ -169,7 +171,7 @@ fn file_json(reason: &Reason) -> serde_json::Value {
 }
 
 fn file_table(files: &[Reason]) -> Table {
-    let mut table = with_header(["FILE", "BYTES", "MAY GO", "WHY IT IS THERE"], [1]);
+    let mut table = with_header(["FILE", "BYTES", "MAY GO", "PURPOSE"], [1]);
     for reason in files {
         let may_go = if reason.may_go { "yes" } else { "no" };
         table.add_row([&reason.file, &reason.bytes.to_string(), may_go, &reason.why]);

@@ -1,4 +1,4 @@
-//! `remanent log`: the frames of the log, one a line.
+//! `remanent log`: lists the frames of the log.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -17,41 +17,41 @@ use crate::read::scan::{Chain, Scan, ScannedFrame};
 use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
-A frame is one committed batch, or a seal, which marks the end of a busy period. `chain` says how it relates \
-to the frame before it: `follows`, or `first` of the kept ones, or `left behind` by a later open, or \
-`broken`. `torn` marks what the next writable open cuts. `durable` is the newest batch that was known to \
-survive a power cut when the frame was written.
+A frame is one committed batch, or a seal at the end of a busy period. CHAIN relates a frame to the one before it: it \
+`follows` it, is the `first` frame kept, was `left behind` by a later open, or the chain is `broken`. TORN marks frames \
+that the next writable open removes. DURABLE is the newest batch known to survive a power cut when the frame was \
+written.
 
 Examples:
-  remanent log store --from 100 --to 120    twenty-one batches
-  remanent log store --page 17              every batch that changed page 17
-  remanent log store | tail -n 1            how the log ends";
+  remanent log store --from 100 --to 120    list 21 batches
+  remanent log store --page 17              list every batch that changed page 17
+  remanent log store | tail -n 1            show how the log ends";
 
 /// List the frames of the log
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Log {
-    /// The store's directory; it is only read
+    /// Store directory; never modified
     dir: PathBuf,
-    /// Begin with this batch
+    /// First batch to list
     #[arg(long, value_name = "LSN")]
     from: Option<u64>,
-    /// End with this batch
+    /// Last batch to list
     #[arg(long, value_name = "LSN")]
     to: Option<u64>,
-    /// Only batches that change this page
+    /// List only batches that change this page
     #[arg(long, value_name = "PAGE")]
     page: Option<u64>,
-    /// One JSON object a line
+    /// Print one JSON object per line
     #[arg(long)]
     json: bool,
 }
 
 /// The content of a frame's payload.
 struct FrameContent {
-    /// Number of operations by kind.
+    /// The number of operations by kind.
     kinds: BTreeMap<&'static str, u64>,
-    /// The pages concerned, each once, ascending.
+    /// The pages that the frame concerns, each once, in ascending order.
     pages: Vec<PageId>,
     note: Option<String>,
 }
@@ -91,7 +91,8 @@ impl Log {
         Ok(if view.damage.is_empty() { Ending::Fine } else { Ending::Difference })
     }
 
-    /// Reports how the log ends. As JSON only an end with defects is reported: every other line is a frame.
+    /// Reports how the log ends. As JSON, only damage and a torn tail are reported: every other line is a
+    /// frame.
     fn report_end(&self, view: &PartialView, end: Option<&LogEnd>, out: &mut Output) -> Result<(), Failure> {
         for damage in &view.damage {
             match self.json {
@@ -127,7 +128,7 @@ fn content(frame: &ScannedFrame) -> Result<FrameContent, Defect> {
     Ok(content)
 }
 
-/// Whether a frame lies in the part that is cut.
+/// Returns whether a frame is in the torn tail.
 fn is_torn(torn: &TornTail, header: &FrameHeader) -> bool {
     (header.segment, header.offset) >= (torn.segment, torn.offset)
 }
@@ -148,7 +149,7 @@ fn chain(chain: &Chain) -> &'static str {
     }
 }
 
-/// The defect of a frame, if there is one.
+/// Returns the defect of a frame, if it has one.
 fn defect<'f>(frame: &'f ScannedFrame, content: &'f Result<FrameContent, Defect>) -> Option<&'f Defect> {
     match &frame.chain {
         Chain::Broken(defect) => Some(defect),
@@ -191,7 +192,7 @@ fn frame_line(frame: &ScannedFrame, content: &Result<FrameContent, Defect>, torn
         words.push("seal".to_owned());
     }
     if let Ok(content) = content {
-        // A note is shown as such.
+        // A note is printed with its text instead.
         let kinds = content.kinds.iter().filter(|(kind, _)| **kind != "note");
         words.extend(kinds.map(|(kind, count)| format!("{count} {kind}")));
         words.extend(content.note.iter().map(|note| format!("note {note:?}")));
@@ -211,7 +212,7 @@ fn frame_line(frame: &ScannedFrame, content: &Result<FrameContent, Defect>, torn
     )
 }
 
-/// The place of the torn tail, as JSON; null if there is none.
+/// Returns the position of the torn tail as JSON, or null.
 pub fn torn_json(torn: Option<&TornTail>) -> serde_json::Value {
     torn.map_or(serde_json::Value::Null, |torn| {
         json!({
@@ -224,7 +225,7 @@ pub fn torn_json(torn: Option<&TornTail>) -> serde_json::Value {
     })
 }
 
-/// The place of the torn tail, for people.
+/// Returns the position of the torn tail as a line of text.
 pub fn torn_line(torn: &TornTail) -> String {
     let batches = match (torn.first, torn.last) {
         (first, last) if first == last => format!("lsn {first}"),
@@ -243,7 +244,7 @@ fn end_line(end: &LogEnd) -> String {
     format!("The log ends with lsn {}, durable up to lsn {}{torn}.", end.accepted.lsn, end.proven.lsn)
 }
 
-/// Damage as JSON.
+/// Returns damage as JSON.
 pub fn damage_json(damage: &Damage) -> serde_json::Value {
     object! {
         "kind": "damage",

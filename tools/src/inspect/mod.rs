@@ -1,4 +1,4 @@
-//! The commands that show the content of a store. They read without the engine, and so open stores that it
+//! Commands that show the content of a store. They read without the engine, so they can open stores that it
 //! refuses.
 
 pub(crate) mod file_purposes;

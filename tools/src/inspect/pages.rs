@@ -1,4 +1,4 @@
-//! `remanent pages`: every page, as a writable open would find it.
+//! `remanent pages`: lists every page that a writable open would find.
 
 use std::path::PathBuf;
 
@@ -17,9 +17,9 @@ use crate::read::states::damaged_since;
 use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
-The pages are those that recovery would find now: the newest snapshot and the log after it, except for a torn \
-tail. `crc32` is computed from a page's bytes. Damage is reported on standard error; the pages that can \
-be made out are listed all the same, with null for the checksum of bytes that are lost or find no memory.
+Lists the pages that recovery would find now, from the newest snapshot and the log after it, without a torn tail. CRC32 \
+is computed from a page's bytes. Damage is reported on standard error. The readable pages are listed nevertheless; a \
+page whose bytes are lost or exceed --memory-max has no checksum.
 
 Examples:
   remanent pages store
@@ -29,9 +29,9 @@ Examples:
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Pages {
-    /// The store's directory; it is only read
+    /// Store directory; never modified
     dir: PathBuf,
-    /// One JSON object a line
+    /// Print one JSON object per line
     #[arg(long)]
     json: bool,
     #[command(flatten)]
@@ -57,7 +57,7 @@ impl Pages {
     }
 }
 
-/// The checksum of a page's bytes, if they are not lost and find memory.
+/// Returns the checksum of a page's bytes, or `None` if they are lost or do not fit in memory.
 fn crc32(bytes: Option<&PageBytes<'_>>, info: &PageInfo) -> Result<Option<u32>, Failure> {
     let Some(proven) = bytes.filter(|bytes| bytes.check(info.page).is_ok()) else { return Ok(None) };
     match proven.crc32(info) {

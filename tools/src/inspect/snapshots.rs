@@ -1,4 +1,4 @@
-//! `remanent snapshots`: the snapshots that are kept.
+//! `remanent snapshots`: lists the kept snapshots.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -17,9 +17,9 @@ use crate::read::partial_view::PartialView;
 use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
-A snapshot stands for the state after its last batch. `links` counts the files it consists of: a base, and the \
-changes since, step by step. `bytes` counts all images it names, which others may name too. It is \
-`verified` if the log records that it was read back past the cache.
+A snapshot restores the state after its batch END. LINKS is the number of files that it consists of: a base, then one \
+for each later set of changes. BYTES is the length of all images that it names; snapshots can share images. A snapshot \
+is VERIFIED if the log records that it was read back past the page cache.
 
 Examples:
   remanent snapshots store
@@ -29,18 +29,18 @@ Examples:
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Snapshots {
-    /// The store's directory; it is only read
+    /// Store directory; never modified
     dir: PathBuf,
-    /// One JSON object a line
+    /// Print one JSON object per line
     #[arg(long)]
     json: bool,
 }
 
-/// A snapshot that is on disk.
+/// A snapshot on disk.
 struct SnapshotLine {
     snapshot: SnapshotId,
     is_verified: bool,
-    /// The snapshot, or the damage that keeps it from being read.
+    /// The snapshot and the number of its links, or the damage that makes it unreadable.
     content: Result<(Arc<Manifest>, usize), Damage>,
 }
 
@@ -65,7 +65,7 @@ impl Snapshots {
     }
 }
 
-/// The snapshots, oldest first.
+/// Returns the snapshots, oldest first.
 fn lines(view: &PartialView) -> Vec<SnapshotLine> {
     let survey = &view.survey;
     let verified = view.end().map(|end| &end.verified[..]).unwrap_or_default();
@@ -94,13 +94,13 @@ impl SnapshotLine {
     }
 }
 
-/// Bytes of all images that a snapshot names.
+/// Returns the total length of all images that a snapshot names, in bytes.
 pub fn image_bytes(manifest: &Manifest) -> u64 {
     let images = manifest.entries.iter().filter_map(|entry| entry.image);
     images.flat_map(|image| image.files()).map(|(_, stored_len)| stored_len).sum()
 }
 
-/// How long ago something was written.
+/// Returns how long ago something was written.
 fn age(unix_ms: u64) -> String {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     format!("{} ago", HumanDuration(now.saturating_sub(Duration::from_millis(unix_ms))))

@@ -1,4 +1,4 @@
-//! `remanent verify`: reads everything that the store needs, and says the cost of each defect.
+//! `remanent verify`: reads everything that a store needs, and reports each defect with its cost.
 
 use std::path::PathBuf;
 
@@ -17,30 +17,30 @@ use crate::read::stable;
 use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
-Checks STORE, both copies of every manifest, and everything that a kept state needs: each snapshot that the log \
-records as kept, the log from the oldest of them to its end, and all images and tables that these name. A torn \
-tail is left by a crash and is no damage. Each finding states its cost: nothing, time (recovery takes an older \
-snapshot), the way back to a snapshot or to a batch, a page on disk, or the store. While a process writes to the \
-store, damage is read again before it is reported.
+Checks the file STORE, both copies of every manifest, and everything that a kept state needs: each snapshot that the \
+log records as kept, the log from the oldest of them to its end, and all images and tables that these name. A torn tail \
+is left by a crash and is not damage. Each finding states its cost: nothing, time (recovery uses an older snapshot), \
+a snapshot or batch that is no longer available, a page on disk, or the store. While a process writes to the store, damage is read \
+again before it is reported.
 
 Examples:
-  remanent verify store && echo sound
+  remanent verify store && echo clean
   remanent verify store --json";
 
-/// Check every byte that the store needs
+/// Check every byte that a store needs
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Verify {
-    /// The store's directory; it is only read
+    /// Store directory; never modified
     dir: PathBuf,
-    /// One JSON object a line: the findings, then a summary
+    /// Print one JSON object per line: each finding, then a summary
     #[arg(long)]
     json: bool,
     #[command(flatten)]
     memory: MemoryLimit,
 }
 
-/// A defect, and its cost.
+/// A defect and its cost.
 struct VerifyFinding {
     damage: Damage,
     cost: String,
@@ -55,8 +55,7 @@ impl Verify {
         if let Some(Err(damage)) =
             view.state.as_ref().map(|state| state.check_page_bytes(self.memory.limit()))
         {
-            let cost =
-                "nothing if there is memory for it elsewhere: `--memory-max` raises the limit".to_owned();
+            let cost = "nothing on a machine with enough memory; `--memory-max` raises the limit".to_owned();
             findings.push(VerifyFinding { damage, cost });
         }
         for finding in &findings {
@@ -70,7 +69,7 @@ impl Verify {
     fn report(&self, finding: &VerifyFinding, out: &mut Output) -> Result<(), Failure> {
         let VerifyFinding { damage, cost } = finding;
         if !self.json {
-            return out.line(format_args!("{damage}\n    costs {cost}"));
+            return out.line(format_args!("{damage}\n    cost: {cost}"));
         }
         out.line(object! {
             "kind": "finding",
@@ -110,7 +109,7 @@ impl Verify {
         }
         if let Some(process) = holder {
             out.line(format_args!(
-                "note: process {process} has the store open; what it writes meanwhile may look damaged"
+                "note: process {process} has the store open, and files that it is writing may look damaged"
             ))?;
         }
         if let Some(torn) = torn {
@@ -133,14 +132,14 @@ impl Verify {
     }
 }
 
-/// The result of a look at a store.
+/// The result of a verification.
 struct VerifyReport {
     view: PartialView,
     verdict: Verdict,
     findings: Vec<VerifyFinding>,
 }
 
-/// Looks at a store, again where what is found may come of a process that writes.
+/// Verifies a store, and repeats it while a finding may be caused by a process that writes.
 fn read_report(dir: &StoreDir, images: &mut ImageProofs<'_>) -> Result<VerifyReport, Failure> {
     let read_once = |before: Option<&[Damage]>| {
         images.forget_damaged();
@@ -150,7 +149,7 @@ fn read_report(dir: &StoreDir, images: &mut ImageProofs<'_>) -> Result<VerifyRep
     stable::read_until_stable(dir, read_once, damage).map(|(report, _)| report)
 }
 
-/// One look, which leaves out what is not in `before`, if given.
+/// Verifies a store once. Findings that are not in `before`, if given, are left out.
 fn read_once(
     dir: &StoreDir,
     images: &mut ImageProofs<'_>,
@@ -171,7 +170,7 @@ fn read_once(
         let is_open = |start: &Start| start.blocked_by.is_empty();
         verdict.opens_from = verdict.opens_from.or_else(|| verdict.starts.iter().position(is_open));
     }
-    // Nothing opens without its identity.
+    // No store opens without its identity.
     let identity = view.damage.iter().find(|damage| damage.file == FileName::Store).cloned();
     if identity.is_some() {
         verdict.opens_from = None;
@@ -187,7 +186,7 @@ fn start_name(snapshot: Option<SnapshotId>) -> String {
     snapshot.map_or("the log's beginning".to_owned(), |snapshot| format!("snapshot {snapshot}"))
 }
 
-/// All findings, each place once, with the gravest of its costs.
+/// Returns all findings: each place once, with the first and most severe of its costs.
 fn findings(
     dir: &StoreDir,
     view: &PartialView,
@@ -205,17 +204,17 @@ fn findings(
         }
     };
     if let Some(damage) = identity {
-        find(damage, "the store: nothing opens without its identity".to_owned());
+        find(damage, "the store: it cannot be opened without its identity".to_owned());
     }
     for (index, start) in verdict.starts.iter().enumerate() {
         let cost = match verdict.opens_from {
             Some(opens) => {
                 let instead = start_name(verdict.starts[opens].snapshot);
-                format!("time, not data: recovery starts from {instead} instead")
+                format!("time, but no data: recovery starts from {instead} instead")
             }
             None => "the store: it cannot be opened".to_owned(),
         };
-        // A link alone is no start, also where it is whole. If nothing opens, all of it is looked for.
+        // A link alone is no start, even if it is sound. If nothing opens, its damage is reported too.
         if start.role != Role::Link || verdict.state.is_none() {
             for damage in &start.blocked_by {
                 find(damage.clone(), cost.clone());
@@ -225,42 +224,44 @@ fn findings(
             for (damage, pages) in by_image(&start.damaged_pages) {
                 find(
                     damage.clone(),
-                    format!("{pages}: no read of its image succeeds until it is written whole or deleted"),
+                    format!("{pages}: reads of its image fail until it is written whole or deleted"),
                 );
             }
         }
     }
     for start in &verdict.starts {
         for damage in &start.lost_by {
-            find(damage.clone(), format!("the way back to {}", start_name(start.snapshot)));
+            find(damage.clone(), format!("{} is no longer available", start_name(start.snapshot)));
         }
         for Gap { first, last, damage } in &start.gaps {
-            let to =
-                if first == last { format!("lsn {first}") } else { format!("lsn {first} to lsn {last}") };
-            find(damage.clone(), format!("the way back to {to}"));
+            let states = match first == last {
+                true => format!("the state after lsn {first} is"),
+                false => format!("the states after lsn {first} to lsn {last} are"),
+            };
+            find(damage.clone(), format!("{states} no longer available"));
         }
     }
     for damage in &verdict.lost {
-        find(damage.clone(), "the way back to a snapshot that is kept".to_owned());
+        find(damage.clone(), "a kept snapshot is no longer available".to_owned());
     }
     if let Some(damage) = &verdict.lost_beginning {
-        find(damage.clone(), "the way back to the log's beginning".to_owned());
+        find(damage.clone(), "the log's beginning is no longer available".to_owned());
     }
     if verdict.starts.is_empty() {
         let damage = Defect::Missing.at_lsn(FileName::Segment(1), 0, Lsn(1));
         find(damage, "the store: there is neither a snapshot nor the log's beginning".to_owned());
     }
     for damage in second_copies(dir, view) {
-        find(damage, "nothing: the manifest's other copy is whole".to_owned());
+        find(damage, "nothing: the manifest's other copy is intact".to_owned());
     }
     for damage in view.survey.links.values().filter_map(|link| link.as_ref().err()) {
-        find(damage.clone(), "nothing: no snapshot that is kept needs it".to_owned());
+        find(damage.clone(), "nothing: no kept snapshot needs it".to_owned());
     }
     for damage in view.end().iter().flat_map(|end| &end.harmless) {
         find(damage.clone(), "nothing: the segment is empty".to_owned());
     }
     for damage in images.files().filter_map(|file| image_file_damage(dir, view, file)) {
-        find(damage, "nothing: the snapshots say where the images lie".to_owned());
+        find(damage, "nothing: the snapshots give the offsets of its images".to_owned());
     }
     for (number, segment) in view.survey.log.segments() {
         if let Err(defect) = &segment.header {
@@ -273,7 +274,7 @@ fn findings(
     findings
 }
 
-/// Damage to images, each once, with the names of all pages that are made from it.
+/// Groups damage by image, and lists the pages that are made from each.
 fn by_image(damaged: &[(PageId, Damage)]) -> Vec<(&Damage, String)> {
     let mut found: Vec<(&Damage, String)> = Vec::new();
     for (page, damage) in damaged {
@@ -285,7 +286,7 @@ fn by_image(damaged: &[(PageId, Damage)]) -> Vec<(&Damage, String)> {
     found
 }
 
-/// Damaged copies of manifests whose other copy is whole.
+/// Returns damaged copies of manifests whose other copy is sound.
 fn second_copies(dir: &StoreDir, view: &PartialView) -> Vec<Damage> {
     let mut found = Vec::new();
     for (snapshot, read) in &view.survey.links {
@@ -299,7 +300,7 @@ fn second_copies(dir: &StoreDir, view: &PartialView) -> Vec<Damage> {
     found
 }
 
-/// The damage to the header of an image file, if the file is there.
+/// Returns the damage to the header of an image file, if the file exists.
 fn image_file_damage(dir: &StoreDir, view: &PartialView, number: u64) -> Option<Damage> {
     let file = FileName::Pages(number);
     let mut bytes = [0; ImageFileHeaderRaw::LEN];

@@ -281,9 +281,9 @@ mod tests {
     }
 
     #[test]
-    fn out_of_order_frame_is_shown_as_broken() {
+    fn frame_with_wrong_chain_hash_is_broken() {
         let [first, mut second] = two_incarnations();
-        // The opening names a chain hash that no frame has.
+        // No frame has the chain hash that the opening names.
         let header = SegmentHeader::decode(&second[..128]).unwrap();
         let mut opening = header.opening.unwrap();
         opening.predecessor.chain ^= 1;

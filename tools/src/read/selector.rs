@@ -120,7 +120,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pages_are_found_by_number_key_and_name() {
+    fn page_is_found_by_number_key_or_name() {
         let page = |number, key: &[u8], name: Option<&str>| {
             let mut info = PageInfo::new(PageId(number), 0, Place::Host);
             info.key = Some(Key::new(key).unwrap());

@@ -63,7 +63,7 @@ pub fn read_until_stable<T, D: PartialEq>(
         lasting = Some(found);
     }
     Err(Failure::Environment(format!(
-        "{} changes faster than it can be read: try again, or have the store make a fork to look at",
+        "{} changes faster than it can be read; try again, or fork the store and inspect the fork",
         dir.path().display()
     )))
 }
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn one_look_is_enough_where_nothing_changes() {
+    fn one_look_suffices_if_nothing_changes() {
         let folder = tempfile::tempdir().unwrap();
         fs::create_dir(folder.path().join("log")).unwrap();
         let dir = StoreDir::open(folder.path()).unwrap();

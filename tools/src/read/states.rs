@@ -71,7 +71,7 @@ impl<'d> KeptStates<'d> {
                 let none = || refused(&no_snapshot_named(name, names()));
                 named.map(|manifest| Some(manifest.end)).ok_or_else(none)
             }
-            Some(other) => Err(Failure::Environment(format!("this version knows no state {other}"))),
+            Some(other) => Err(Failure::Environment(format!("unsupported state {other}"))),
         }
     }
 
@@ -124,7 +124,7 @@ impl<'d> KeptStates<'d> {
                 Ok(resolution) if until.is_some_and(|until| reached(&resolution) < until) => {
                     let last = reached(&resolution);
                     return Err(Failure::Environment(format!(
-                        "there is no such batch: the last is lsn {last}"
+                        "the batch does not exist; the last is lsn {last}"
                     )));
                 }
                 Ok(resolution) => match finish(resolution, op_locations) {
@@ -175,7 +175,7 @@ pub fn damaged(damage: Damage) -> Failure {
 pub fn damaged_since(damage: Damage) -> Failure {
     match damage.defect {
         Defect::Missing => Failure::Environment(format!(
-            "{} went while it was read: a process writes to the store; try again",
+            "{} was removed while it was read, because a process is writing to the store; try again",
             damage.file
         )),
         _ => damaged(damage),
@@ -191,7 +191,7 @@ mod tests {
         let damage = |defect: Defect| defect.at(FileName::Pages(3), 0);
         let gone = damaged_since(damage(Defect::Missing));
         assert!(
-            matches!(gone, Failure::Environment(text) if text.starts_with("pages/0000000000000003.pages went"))
+            matches!(gone, Failure::Environment(text) if text.starts_with("pages/0000000000000003.pages was removed"))
         );
         assert!(matches!(damaged_since(damage(Defect::Foreign)), Failure::Damage(_)));
     }

@@ -48,9 +48,9 @@ impl StoreDir {
         stores.sort_by_key(|path| (path.as_os_str().len(), path.clone()));
         Failure::Environment(match &stores[..] {
             [] => format!("there is no store in {here}"),
-            [only] => format!("there is no store in {here}, but in {}", only.display()),
+            [only] => format!("there is no store in {here}, but there is one in {}", only.display()),
             [first, .., last] => format!(
-                "there is no store in {here}, but in {} of its folders, {} to {}: name one of them",
+                "there is no store in {here}, but there are {} in its folders, {} to {}; use one of them",
                 stores.len(),
                 first.display(),
                 last.display()
@@ -138,9 +138,10 @@ impl StoreDir {
         };
         let target = fs::canonicalize(file).or_else(|_| fs::canonicalize(folder));
         match (target, fs::canonicalize(&self.path)) {
-            (Ok(target), Ok(store)) if target.starts_with(&store) => {
-                Err(Failure::Environment(format!("{} lies in the store", file.display())))
-            }
+            (Ok(target), Ok(store)) if target.starts_with(&store) => Err(Failure::Environment(format!(
+                "{} is inside the store; use a path outside of it",
+                file.display()
+            ))),
             _ => Ok(()),
         }
     }
@@ -166,9 +167,9 @@ impl ReadAt for StoreDir {
     fn len(&self, file: FileName) -> io::Result<Option<u64>> {
         match fs::metadata(self.file(file)) {
             // These files are read as a whole, and a sparse file may claim any length.
-            Ok(metadata) if metadata.is_file() && is_whole(file) && metadata.len() > self.whole_max => Err(
-                io::Error::new(ErrorKind::OutOfMemory, "the file is longer than the memory that is there"),
-            ),
+            Ok(metadata) if metadata.is_file() && is_whole(file) && metadata.len() > self.whole_max => {
+                Err(io::Error::new(ErrorKind::OutOfMemory, "the file is longer than the available memory"))
+            }
             Ok(metadata) if metadata.is_file() => Ok(Some(metadata.len())),
             // Opening a named pipe would wait for a writer.
             Ok(_) => Err(io::Error::new(ErrorKind::InvalidData, "not a regular file")),

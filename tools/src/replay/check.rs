@@ -1,4 +1,4 @@
-//! Compares a store with the state that the trace gives: the exact set of pages, epochs and bytes.
+//! Compares a store with the state that a trace produces: the exact set of pages, epochs and bytes.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -14,17 +14,17 @@ use crate::read::store_dir::StoreDir;
 use crate::replay::simulate::{Expected, Rule, Simulation};
 use crate::replay::trace::Trace;
 
-/// The root's entry that names the last request.
+/// The root entry that names the last request.
 pub const REQUEST: &str = "request";
 
-/// A page as a store holds it.
+/// A page found in a store.
 #[derive(Clone, Copy, Debug)]
 struct FoundPage<'a> {
     /// The page's number.
     page: PageId,
-    /// Its key: a hash id in decimal, if `replay` made it.
+    /// The page's key, which is a hash id in decimal if `replay` created the page.
     key: Option<&'a Key>,
-    /// The page's version.
+    /// The page's epoch.
     epoch: Epoch,
     /// The page's bytes.
     bytes: &'a [u8],
@@ -33,40 +33,40 @@ struct FoundPage<'a> {
 /// A difference between a store and its expected state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Difference {
-    /// The root names another request.
+    /// The root names a different request.
     Root {
-        /// The request that it should name.
+        /// The request that the root should name.
         expected: Option<u64>,
         /// The request that the root names.
         found: Option<Value>,
     },
     /// A page is missing.
     Missing(u64),
-    /// A page is there that should not be.
+    /// A page exists that should not.
     Unexpected(PageId, Option<Key>),
     /// A page has the wrong epoch.
     Epoch {
         /// The page's hash id.
         hash_id: u64,
-        /// The epoch that it should have.
+        /// The epoch that the page should have.
         expected: u64,
-        /// The epoch that it has.
+        /// The epoch that the page has.
         found: Epoch,
     },
     /// A page has the wrong length.
     Len {
         /// The page's hash id.
         hash_id: u64,
-        /// The length that it should have, in bytes.
+        /// The length that the page should have, in bytes.
         expected: usize,
-        /// The length that it has, in bytes.
+        /// The length that the page has, in bytes.
         found: usize,
     },
     /// A page has the wrong bytes.
     Bytes {
         /// The page's hash id.
         hash_id: u64,
-        /// The first wrong byte.
+        /// The offset of the first wrong byte.
         offset: usize,
     },
 }
@@ -99,41 +99,41 @@ impl fmt::Display for Difference {
 /// How epochs are compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Epochs {
-    /// They must be equal.
+    /// Epochs must be equal.
     Exact,
-    /// They may be higher: the store went back to a snapshot just before.
+    /// Epochs may be higher, because the store was just restored to a snapshot.
     AtLeast,
 }
 
-/// The request that a root names: `None` before the first, an error if the entry is no number.
+/// Returns the request that a root names: `None` before the first, an error if the entry is not a number.
 pub fn last_request(root: &Metadata) -> Result<Option<u64>, String> {
     match root.get(REQUEST) {
         None => Ok(None),
         Some(Value::U64(request)) => Ok(Some(*request)),
-        Some(other) => Err(format!("the root's entry {REQUEST} is {other:?}, which no replay wrote")),
+        Some(other) => Err(format!("root entry {REQUEST} is {other:?}, which was not written by a replay")),
     }
 }
 
-/// The hash id that a key stands for.
+/// Returns the hash id that a key represents.
 pub fn hash_id(key: &Key) -> Option<u64> {
     let hash_id = key.as_str()?.parse().ok()?;
-    // Exactly one spelling: no sign, no leading zeros.
+    // A hash id has exactly one spelling: no sign, no leading zeros.
     (key_of(hash_id) == *key).then_some(hash_id)
 }
 
-/// The key of a hash id.
+/// Returns the key of a hash id.
 pub fn key_of(hash_id: u64) -> Key {
     Key::new(hash_id.to_string()).expect("a number has 1 to 20 digits")
 }
 
-/// The simulation of a trace up to the request that a store's root names.
+/// Simulates a trace up to the request that a store's root names.
 pub fn simulate(rule: Rule, trace: &mut Trace, last: Option<u64>) -> Result<Simulation, Failure> {
     let mut simulation = Simulation::new(rule);
     while simulation.last_request() < last {
         let Some(hash_ids) = trace.next() else {
             let (found, has) = (last.unwrap_or_default(), simulation.next_request());
             return Err(Failure::Environment(format!(
-                "the store holds the trace up to request {found}, which is past the {has} requests given here"
+                "the store contains the trace up to request {found}, but only {has} requests were given"
             )));
         };
         simulation.request(&hash_ids?);
@@ -141,7 +141,7 @@ pub fn simulate(rule: Rule, trace: &mut Trace, last: Option<u64>) -> Result<Simu
     Ok(simulation)
 }
 
-/// The state that recovery would find in a directory, computed without the engine.
+/// Returns the state that recovery would find in a directory, computed without the engine.
 pub fn recovered(dir: &Path) -> Result<RebuiltStore, Failure> {
     let options = RebuildOptions { page_bytes_max: available(), ..RebuildOptions::default() };
     let dir = StoreDir::open(dir)?;
@@ -151,7 +151,7 @@ pub fn recovered(dir: &Path) -> Result<RebuiltStore, Failure> {
     })
 }
 
-/// All differences between a rebuilt store and the simulation.
+/// Returns all differences between a rebuilt store and the simulation.
 pub fn compare(simulation: &Simulation, epochs: Epochs, rebuilt: &RebuiltStore) -> Vec<Difference> {
     let infos: Vec<PageInfo> = rebuilt.table.pages().collect();
     let found = infos.iter().map(|info| FoundPage {
@@ -163,7 +163,7 @@ pub fn compare(simulation: &Simulation, epochs: Epochs, rebuilt: &RebuiltStore) 
     differences(simulation, epochs, rebuilt.table.root(), found)
 }
 
-/// All differences between an open store and the simulation.
+/// Returns all differences between an open store and the simulation.
 pub fn compare_open(simulation: &Simulation, store: &Store) -> Result<Vec<Difference>, Error> {
     let pages: Vec<PageInfo> = store.pages()?.collect();
     let read = |info: &PageInfo| {
@@ -180,7 +180,8 @@ pub fn compare_open(simulation: &Simulation, store: &Store) -> Result<Vec<Differ
     Ok(differences(simulation, Epochs::Exact, &*store.root()?, found))
 }
 
-/// All differences between a store and the simulation, in the order of the hash ids.
+/// Returns all differences between a store and the simulation: root and unexpected pages first, then by hash
+/// id.
 fn differences<'a>(
     simulation: &Simulation,
     epochs: Epochs,
@@ -212,7 +213,7 @@ fn differences<'a>(
     differences
 }
 
-/// The differences of one page: its epoch, and its length or its bytes.
+/// Returns the differences of one page: its epoch, and its length or its bytes.
 fn page_differences(
     page_len: usize,
     epochs: Epochs,
@@ -240,7 +241,7 @@ fn page_differences(
 mod tests {
     use super::*;
 
-    /// A store's pages: number, key, epoch, bytes.
+    /// The pages of a store: number, key, epoch, bytes.
     type Pages = Vec<(PageId, Option<Key>, Epoch, Vec<u8>)>;
 
     fn simulation() -> Simulation {
@@ -325,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn a_second_page_of_the_same_key_is_unexpected() {
+    fn second_page_with_the_same_key_is_unexpected() {
         let twice = check(Epochs::Exact, |_, pages| {
             let copy = pages[0].clone();
             pages.push((PageId(9), copy.1, copy.2, copy.3));

@@ -1,5 +1,4 @@
-//! A `remanent replay` in a process of its own: started, watched through its
-//! acknowledgements, and killed.
+//! A `remanent replay` in a child process, which is observed through its acknowledgements and killed.
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::PathBuf;
@@ -14,32 +13,32 @@ use crate::cli::exit::Failure;
 use crate::cli::program;
 use crate::replay::simulate::Rule;
 
-/// How long Ctrl-C may go unnoticed while a replay acknowledges nothing.
+/// Upper bound on the time until Ctrl-C is noticed while a replay acknowledges nothing.
 const NOTICE: Duration = Duration::from_millis(10);
 
-/// The parameters that the replays of a course have in common.
+/// The parameters common to all replays of a run.
 #[derive(Clone)]
 pub struct ReplayParams {
-    /// The store's directory.
+    /// The store directory.
     pub store: PathBuf,
-    /// The trace's file.
+    /// The trace file.
     pub trace: PathBuf,
-    /// How long pages are, and how many stay.
+    /// The length of pages, and how many are kept.
     pub rule: Rule,
-    /// Number of requests.
+    /// The number of requests.
     pub limit: u64,
-    /// Requests between snapshots.
+    /// The number of requests between snapshots.
     pub snapshot_every: u64,
     /// The device of the pages.
     pub device: DeviceChoice,
-    /// Whether acknowledged requests survive a power cut.
+    /// Whether requests are acknowledged only when they are durable.
     pub durable: bool,
-    /// How the log is written; as the store would have it, if nothing is said. With [`LogIo::Direct`] every
-    /// acknowledgement is a durable one.
+    /// How the log is written, or `None` to let the store choose. With [`LogIo::Direct`] every
+    /// acknowledgement is durable.
     pub log_io: Option<LogIo>,
 }
 
-/// A replay that is running.
+/// A running replay.
 pub struct Replayer {
     process: Child,
     started: Instant,
@@ -48,19 +47,19 @@ pub struct Replayer {
     first_ack_after: Option<Duration>,
 }
 
-/// Why the watching ended.
+/// The reason why [`Replayer::watch`] returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WatchEnd {
-    /// The moment has come.
+    /// `moment` returned true.
     Reached,
-    /// The process ended by itself.
+    /// The process exited.
     Ended(ExitStatus),
-    /// The caller wanted no more.
+    /// `stop` returned true.
     Interrupted,
 }
 
 impl ReplayParams {
-    /// Starts a replay that goes on from the store's last request.
+    /// Starts a replay that continues after the store's last request.
     pub fn start(&self) -> Result<Replayer, Failure> {
         let mut command = program::again().map_err(|error| cannot("find this program", &error))?;
         let log_io = self.log_io.map(|log_io| ["--log-io".to_owned(), log_io.to_string()]);
@@ -76,7 +75,7 @@ impl ReplayParams {
             .args(["--device", &self.device.to_string()])
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
-            // Not the terminal: the parent shows the progress of the whole.
+            // Not inherited, because the parent reports the progress of all replays.
             .stderr(Stdio::piped())
             .spawn()
             .map_err(|error| cannot("start a replay", &error))?;
@@ -88,10 +87,10 @@ impl ReplayParams {
     }
 }
 
-/// Reads lines `lsn request` to the end, which the process's death brings about, and passes the requests on.
+/// Reads lines `lsn request` until the process exits, and forwards the requests.
 fn forward(stdout: ChildStdout, acks: &Sender<u64>) {
     for line in BufReader::new(stdout).lines().map_while(Result::ok) {
-        // The replay says other things too.
+        // The replay prints other lines too.
         let request = line.split_once(' ').and_then(|(lsn, request)| {
             lsn.parse::<u64>().ok()?;
             request.parse().ok()
@@ -103,8 +102,8 @@ fn forward(stdout: ChildStdout, acks: &Sender<u64>) {
 }
 
 impl Replayer {
-    /// Waits until `moment` says so, the process ends, or `stop` says so. `moment` gets the last request
-    /// acknowledged, and the time since the start.
+    /// Waits until `moment` returns true, the process exits, or `stop` returns true. `moment` gets the last
+    /// acknowledged request and the time since the start.
     pub fn watch(
         &mut self,
         stop: impl Fn() -> bool,
@@ -112,7 +111,7 @@ impl Replayer {
     ) -> Result<WatchEnd, Failure> {
         loop {
             let ended = !self.listen(NOTICE);
-            // Ctrl-C reaches the replay as well: that it ended is then no news.
+            // Ctrl-C also ends the replay, so the interruption takes precedence over its exit.
             if stop() {
                 return Ok(WatchEnd::Interrupted);
             }
@@ -126,7 +125,7 @@ impl Replayer {
         }
     }
 
-    /// Lets the process run on for a while.
+    /// Waits while the process continues for `duration`.
     pub fn run_on(&mut self, duration: Duration) {
         let until = Instant::now() + duration;
         while let Some(left) = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) {
@@ -136,7 +135,7 @@ impl Replayer {
         }
     }
 
-    /// Takes in one acknowledgement, if one comes in time. `false` if none will ever come.
+    /// Receives one acknowledgement if it arrives in time. Returns `false` if no more can arrive.
     fn listen(&mut self, patience: Duration) -> bool {
         match self.acks.recv_timeout(patience) {
             Ok(request) => {
@@ -149,7 +148,7 @@ impl Replayer {
         }
     }
 
-    /// Kills the process with SIGKILL, waits until it is gone, and says how long it lived.
+    /// Kills the process with SIGKILL, waits for its exit, and returns how long it ran.
     pub fn kill(&mut self) -> Result<Duration, Failure> {
         self.process.kill().map_err(|error| cannot("kill a replay", &error))?;
         let lived = self.started.elapsed();
@@ -159,26 +158,27 @@ impl Replayer {
         Ok(lived)
     }
 
-    /// How long ago the process was started.
+    /// Returns the time since the process was started.
     pub fn lived(&self) -> Duration {
         self.started.elapsed()
     }
 
-    /// The last request that this process acknowledged.
+    /// Returns the last request that this process acknowledged.
     pub fn last_ack(&self) -> Option<u64> {
         self.last_ack
     }
 
-    /// How long the process took from its start to its first acknowledgement: opening the store included.
+    /// Returns the time from the start of the process to its first acknowledgement, which includes opening
+    /// the store.
     pub fn first_ack_after(&self) -> Option<Duration> {
         self.first_ack_after
     }
 
-    /// Why a process that ended by itself ended badly.
+    /// Returns the failure of a process that exited with an error.
     pub fn failure(&mut self, status: ExitStatus) -> Failure {
         let mut said = String::new();
         if let Some(stderr) = &mut self.process.stderr {
-            // Unreadable output is not missed: the exit code says the essential.
+            // If the output cannot be read, the exit code is still reported.
             let _ = stderr.read_to_string(&mut said);
         }
         let message = format!("the replay stopped ({status}): {}", said.trim_end());
@@ -191,7 +191,7 @@ impl Replayer {
 }
 
 impl Drop for Replayer {
-    /// No replay outlives its parent. Errors mean that it is gone already.
+    /// Kills the process, so that no replay outlives its parent. An error means that it has already exited.
     fn drop(&mut self) {
         let _ = self.process.kill();
         let _ = self.process.wait();

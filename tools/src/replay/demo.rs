@@ -1,6 +1,6 @@
-//! `remanent demo`: a replay is killed at random moments, and every byte that is left is checked.
+//! `remanent demo`: kills a replay at random moments and checks every byte that is left.
 //!
-//! `kill_run.rs` runs, kills and checks; this file reports it.
+//! `kill_run.rs` runs, kills and checks; this file prints the results.
 
 use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
@@ -22,39 +22,39 @@ use crate::replay::simulate::SplitMix64;
 use crate::replay::trace;
 
 const EXAMPLES: &str = "\
-The demo replays a real cache trace into a store, kills the process with SIGKILL again and again, and \
-after each kill checks that exactly the acknowledged requests are there: every page, every epoch, every byte. \
-Then it goes back to an earlier snapshot and forward again.
+Replays a real cache trace into a store in a child process, kills the process repeatedly with SIGKILL, and checks after \
+each kill that the store holds all acknowledged requests, at most one more, and nothing else: every page, every epoch, \
+every byte. Then it restores an earlier snapshot and continues from there.
 
 Examples:
-  remanent demo                        in a directory of its own, removed at the end
-  remanent demo store --kills 3        in `store`, kept for a look with the other commands
-  remanent demo --seed 42              the same moments of death again, as far as a scheduler repeats itself";
+  remanent demo                        use a temporary directory
+  remanent demo store --kills 3        use the directory `store` and keep it
+  remanent demo --seed 42              kill at the same moments again, as far as scheduling allows";
 
-/// Kill a store at random moments, and get everything back
+/// Kill a store at random moments, and recover everything
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Demo {
-    /// The directory in which the store is made, and kept; without it a temporary one is used, and removed
+    /// Directory to create the store in and keep it; by default a temporary one that is removed
     dir: Option<PathBuf>,
-    /// How often to kill
+    /// Number of kills
     #[arg(long, value_name = "N", default_value_t = 12)]
     kills: u64,
-    /// How many requests of the trace to replay
+    /// Number of requests of the trace to replay
     #[arg(long, value_name = "N", default_value_t = 4000)]
     requests: u64,
-    /// Requests between snapshots
+    /// Number of requests between snapshots
     #[arg(long, value_name = "N", default_value = "250")]
     snapshot_every: NonZeroU64,
-    /// Where the store's pages live: `auto` (a GPU if there is one), `host`, `cuda:0`, `cuda:1`, …
+    /// Where pages live: `auto` (a GPU if there is one), `host`, `cuda:0`, `cuda:1`, …
     #[arg(long, value_name = "DEVICE", default_value_t)]
     device: DeviceChoice,
-    /// The seed of the random moments [default: drawn from the clock]
+    /// Seed of the random moments [default: derived from the clock]
     #[arg(long)]
     seed: Option<u64>,
 }
 
-/// A demo under way.
+/// A running demo.
 struct DemoRun<'o, 'w> {
     course: KillRun,
     bar: ProgressBar,
@@ -68,7 +68,7 @@ impl Demo {
         let scratch = tempfile::Builder::new()
             .prefix("remanent-demo-")
             .tempdir()
-            .map_err(|error| Failure::Environment(format!("cannot make a temporary directory: {error}")))?;
+            .map_err(|error| Failure::Environment(format!("cannot create a temporary directory: {error}")))?;
         let seed = self.seed.unwrap_or_else(seed_from_clock);
         let mut show = self.prepare(scratch.path(), seed, interrupt, out)?;
         let outcome = self.show(&mut show);
@@ -81,9 +81,9 @@ impl Demo {
                 for difference in differences {
                     out.line(difference)?;
                 }
-                // The evidence stays.
+                // The store is kept as evidence.
                 let kept = self.dir.clone().unwrap_or_else(|| scratch.keep().join("store"));
-                out.line(format_args!("the store is left in {}; the seed was {seed}", kept.display()))?;
+                out.line(format_args!("the store is kept in {}; the seed was {seed}", kept.display()))?;
                 Ok(Ending::Difference)
             }
         }
@@ -98,7 +98,10 @@ impl Demo {
     ) -> Result<DemoRun<'o, 'w>, Failure> {
         let store = self.dir.clone().unwrap_or_else(|| scratch.join("store"));
         if std::fs::read_dir(&store).is_ok_and(|mut entries| entries.next().is_some()) {
-            return Err(Failure::Environment(format!("{} is not empty", store.display())));
+            return Err(Failure::Environment(format!(
+                "{} is not empty; use a new or empty directory",
+                store.display()
+            )));
         }
         let trace = trace::bundled(scratch)?;
         let bar = progress::bar(self.requests, "replaying");
@@ -117,7 +120,7 @@ impl Demo {
         bar.set_length(limit);
         out.line(format_args!("Replaying {limit} requests of a chat service's cache trace into a store,"))?;
         out.line(format_args!(
-            "a snapshot every {}, {} kills at random moments (--seed {seed}).",
+            "with a snapshot every {} requests and {} kills at random moments (--seed {seed}).",
             self.snapshot_every, self.kills
         ))?;
         out.line("")?;
@@ -125,7 +128,7 @@ impl Demo {
         Ok(DemoRun { course, bar, out })
     }
 
-    /// The acts, in order.
+    /// Runs the parts of the demo in order.
     fn show(&self, show: &mut DemoRun<'_, '_>) -> Result<(), KillRunStop> {
         show.heading()?;
         for kill in 1..=self.kills {
@@ -151,7 +154,7 @@ impl DemoRun<'_, '_> {
         self.print_line(line)
     }
 
-    /// Lets a replay run and kills it. `false` if it reached its end first.
+    /// Runs a replay and kills it. Returns `false` if it ended first.
     fn run_and_kill(&mut self, kill: u64, kills: u64) -> Result<bool, KillRunStop> {
         let Some(checked) = self.course.run_and_kill(kill, kills)? else { return Ok(false) };
         self.report(&format!("kill {kill} of {kills}"), &checked)?;
@@ -160,18 +163,19 @@ impl DemoRun<'_, '_> {
 
     fn run_to_end(&mut self) -> Result<(), KillRunStop> {
         let checked = self.course.run_to_end()?;
-        self.report("then, left alone", &checked)
+        self.report("without a kill", &checked)
     }
 
-    /// Takes the store back to its oldest snapshot, and the simulation with it.
+    /// Restores the store's oldest snapshot, and sets the simulation back with it.
     fn go_back(&mut self) -> Result<(), KillRunStop> {
         let started = Instant::now();
         let options = Options::default().create(Create::Never).device(self.course.errand.device);
         let store = Store::open(&self.course.errand.store, options).map_err(engine_failure)?;
         let Some(oldest) = store.snapshots().into_iter().min_by_key(|snapshot| snapshot.id) else {
             store.close().map_err(engine_failure)?;
-            return self
-                .print_line("There is no snapshot to go back to: too few requests for one.".to_owned());
+            return self.print_line(
+                "There is no snapshot to restore, because there were too few requests.".to_owned(),
+            );
         };
         store.restore(&StatePoint::Snapshot(oldest.id)).map_err(engine_failure)?;
         store.close().map_err(engine_failure)?;
@@ -179,8 +183,8 @@ impl DemoRun<'_, '_> {
 
         let CheckReport { found, .. } = self.course.gone_back()?;
         self.print_line(format!(
-            "\nBack to snapshot {} in {took:.0?}: the {} pages after request {} again, every byte of them. \
-             Now forward.\n",
+            "\nRestored snapshot {} in {took:.0?}: all {} pages are as they were after request {}. Continuing \
+             from there.\n",
             oldest.id,
             self.course.simulation().pages().len(),
             found.unwrap_or_default()
@@ -190,7 +194,7 @@ impl DemoRun<'_, '_> {
     fn report(&mut self, what: &str, checked: &CheckReport) -> Result<(), KillRunStop> {
         let request = |request: Option<u64>| request.map_or("-".to_owned(), |request| request.to_string());
         let (from, seen) = match &checked.rebuilt {
-            None => ("no store yet".to_owned(), "nothing is there".to_owned()),
+            None => ("no store yet".to_owned(), "no store yet".to_owned()),
             Some(rebuilt) => {
                 let base = rebuilt.base.map_or("the beginning".to_owned(), |base| format!("snapshot {base}"));
                 (format!("{base} + {} batches", rebuilt.batches), format!("{} pages", rebuilt.contents.len()))
@@ -211,23 +215,23 @@ impl DemoRun<'_, '_> {
         let rate = replayed as f64 / replaying.as_secs_f64();
         self.print_line(format!(
             "\nEvery acknowledged request was found after every kill, with all its bytes.\n\
-             {replayed} requests in {:.1} s, starts and kills included: {rate:.0} requests/s. A new process had \
-             its first request\nacknowledged {median:.0?} after its start, the median of {}.",
+             {replayed} requests in {:.1} s, including starts and kills: {rate:.0} requests/s. A new process took \
+             {median:.0?} from\nits start to its first acknowledgement (median of {}).",
             replaying.as_secs_f64(),
             back_after.len(),
         ))
     }
 
-    /// Prints a line of the report, above the bar.
+    /// Prints a line of the report above the progress bar.
     fn print_line(&mut self, line: String) -> Result<(), KillRunStop> {
         let out = &mut *self.out;
         self.bar.suspend(|| out.line(line).and_then(|()| out.flush())).map_err(KillRunStop::Failed)
     }
 }
 
-/// A seed from the clock, for runs without a chosen one.
+/// Returns a seed from the clock, for runs without a given seed.
 pub fn seed_from_clock() -> u64 {
     let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    // Short enough to be typed again.
+    // Short enough to be typed.
     SplitMix64::new(since_epoch.as_nanos() as u64).below(1_000_000)
 }

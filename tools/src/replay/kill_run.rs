@@ -1,8 +1,8 @@
-//! A replay that is killed again and again, and the simulation that its store is compared with: `demo` shows
-//! it and `torture` counts it.
+//! A replay that is killed repeatedly, and the simulation that its store is compared with. `demo` prints its
+//! results and `torture` counts them.
 //!
-//! The work is done by `remanent replay` in processes of their own, which a user could run too. Between them
-//! the directory is only read, without the engine.
+//! The work is done by `remanent replay` in child processes, which a user could run too. Between them the
+//! directory is only read, without the engine.
 
 use std::path::Path;
 use std::time::Duration;
@@ -23,41 +23,41 @@ use crate::replay::trace::Trace;
 pub struct KillRun {
     /// The parameters of every replay.
     pub errand: ReplayParams,
-    /// Moments of death are drawn from here.
+    /// The source of the random moments of the kills.
     pub random: SplitMix64,
     requests: Vec<Vec<u64>>,
-    /// The expected content of the store, at the last request that was checked.
+    /// The expected content of the store at the last request that was checked.
     simulation: Simulation,
     interrupt: Interrupt,
     bar: ProgressBar,
     totals: KillRunTotals,
 }
 
-/// The counts of a course's replays.
+/// The totals of a run's replays.
 #[derive(Clone, Debug, Default)]
 pub struct KillRunTotals {
-    /// Time that replays ran.
+    /// The time that replays ran.
     pub replaying: Duration,
-    /// Requests that they replayed.
+    /// The number of requests that they replayed.
     pub replayed: u64,
-    /// From the start of each process to its first acknowledgement.
+    /// For each process, the time from its start to its first acknowledgement.
     pub back_after: Vec<Duration>,
 }
 
-/// The result of a check that found everything right.
+/// The result of a check that found no difference.
 #[derive(Debug)]
 pub struct CheckReport {
-    /// How long the replay lived.
+    /// How long the replay ran.
     pub lived: Duration,
     /// The last request that it acknowledged.
     pub acknowledged: Option<u64>,
-    /// The last request that the store holds.
+    /// The last request in the store.
     pub found: Option<u64>,
-    /// The store; `None` if the replay died before there was one.
+    /// The store, or `None` if the replay was killed before it was created.
     pub rebuilt: Option<RebuiltStore>,
 }
 
-/// A course is over before its end.
+/// The reason why a run stopped early.
 #[derive(Debug)]
 pub enum KillRunStop {
     /// Ctrl-C was pressed.
@@ -75,7 +75,7 @@ impl From<Failure> for KillRunStop {
 }
 
 impl KillRun {
-    /// A course whose store does not exist yet. The bar counts requests.
+    /// Creates a run whose store does not exist yet. `bar` counts requests.
     pub fn new(
         errand: ReplayParams,
         random: SplitMix64,
@@ -95,25 +95,25 @@ impl KillRun {
         })
     }
 
-    /// The content of the store, as far as it was checked.
+    /// Returns the content of the store at the last check.
     pub fn simulation(&self) -> &Simulation {
         &self.simulation
     }
 
-    /// The counts so far.
+    /// Returns the totals so far.
     pub fn totals(&self) -> &KillRunTotals {
         &self.totals
     }
 
-    /// Lets a replay run and kills it, the `kill`-th time of `kills`. `None` if it reached its end first; the
-    /// store is checked then, too.
+    /// Runs a replay and kills it, for the `kill`-th time of `kills`. Returns `None` if it ended first; the
+    /// store is checked in either case.
     pub fn run_and_kill(&mut self, kill: u64, kills: u64) -> Result<Option<CheckReport>, KillRunStop> {
         let done = self.run_until_then_kill(kill, kills, |_| Ok(()))?;
         Ok(done.map(|((), checked)| checked))
     }
 
-    /// The same, and calls `at_the_moment` at the moment before the kill, with the last request acknowledged
-    /// by then.
+    /// Does the same, and calls `at_the_moment` just before the kill with the last request acknowledged by
+    /// then.
     pub fn run_until_then_kill<T>(
         &mut self,
         kill: u64,
@@ -122,8 +122,8 @@ impl KillRun {
     ) -> Result<Option<(T, CheckReport)>, KillRunStop> {
         let from = self.simulation.next_request();
         let left = self.errand.limit - from;
-        // On average the kills share the rest of the trace evenly. One in four strikes at a moment counted
-        // from the start instead, while the process opens the store.
+        // On average the kills divide the rest of the trace evenly. One in four instead comes a short time
+        // after the start, while the process opens the store.
         let target = from + self.random.below(2 * left / (kills - kill + 2) + 1);
         let early = (self.random.below(4) == 0).then(|| Duration::from_micros(self.random.below(60_000)));
         let late = Duration::from_micros(self.random.below(3_000));
@@ -143,7 +143,7 @@ impl KillRun {
         Ok(Some((done, self.check(lived, &replayer)?)))
     }
 
-    /// Lets a replay run to the end of the trace.
+    /// Runs a replay to the end of the trace.
     pub fn run_to_end(&mut self) -> Result<CheckReport, KillRunStop> {
         let mut replayer = self.errand.start()?;
         self.watch(&mut replayer, |_, _| false)?;
@@ -155,7 +155,8 @@ impl KillRun {
         Ok(checked)
     }
 
-    /// Watches a replay, and shows its progress, until the moment comes or it ends well.
+    /// Watches a replay and shows its progress until `moment` returns true or the replay ends without an
+    /// error.
     pub fn watch(
         &self,
         replayer: &mut Replayer,
@@ -178,13 +179,13 @@ impl KillRun {
         }
     }
 
-    /// Reads the directory and compares it with the simulation: it must hold all acknowledged requests, at
+    /// Reads the directory and compares it with the simulation. It must hold all acknowledged requests, at
     /// most the one request in flight, and nothing else.
     fn check(&mut self, lived: Duration, replayer: &Replayer) -> Result<CheckReport, KillRunStop> {
         let before = self.simulation.next_request();
         let acknowledged = replayer.last_ack();
         self.totals.back_after.extend(replayer.first_ack_after());
-        // Requests that an earlier check found must still be there, acknowledged or not.
+        // Requests that an earlier check found must still exist, acknowledged or not.
         let certain = acknowledged.max(self.simulation.last_request());
         let in_flight = certain.map_or(0, |request| request + 1);
         let (simulation, rebuilt) = self.check_at(&self.errand.store, certain, Some(in_flight))?;
@@ -194,15 +195,15 @@ impl KillRun {
         Ok(CheckReport { lived, acknowledged, found: self.simulation.last_request(), rebuilt })
     }
 
-    /// Compares the state that recovery finds in a directory with the simulation: it ends between two
-    /// requests, both inclusive, and is right, byte for byte. Returns the simulation there.
+    /// Compares the state that recovery finds in a directory with the simulation, byte for byte. The state
+    /// must end between the requests `certain` and `begun`, inclusive. Returns the simulation of this state.
     pub fn check_at(
         &self,
         store: &Path,
         certain: Option<u64>,
         begun: Option<u64>,
     ) -> Result<(Simulation, Option<RebuiltStore>), KillRunStop> {
-        // Before there is a store, nothing can have been acknowledged.
+        // Nothing can be acknowledged before the store exists.
         let is_there = store.join(FileName::Store.name()).exists();
         let rebuilt = is_there.then(|| check::recovered(store)).transpose()?;
         let root = rebuilt.as_ref().map(|rebuilt| rebuilt.table.root().clone()).unwrap_or_default();
@@ -211,7 +212,7 @@ impl KillRun {
             let number =
                 |request: Option<u64>| request.map_or("none".to_owned(), |number| number.to_string());
             return Err(KillRunStop::Differs(vec![format!(
-                "the last request in {} is {}, but at least {} and at most {} was to be there",
+                "the last request in {} is {}, expected at least {} and at most {}",
                 store.display(),
                 number(found),
                 number(certain),
@@ -225,28 +226,28 @@ impl KillRun {
         Ok((simulation, rebuilt))
     }
 
-    /// The simulation after the request that a store's root names, for any state that the store was in since
-    /// it was made, or went back.
+    /// Returns the simulation after the request that a store's root names. It is valid for any state since
+    /// the store was created or restored.
     pub fn simulation_at(&self, last: Option<u64>) -> Simulation {
-        // The simulation of the last check has the epochs that a restore left.
+        // The simulation of the last check has the epochs that a restore assigned.
         let is_ahead = last >= self.simulation.last_request();
         let mut simulation =
             if is_ahead { self.simulation.clone() } else { Simulation::new(self.simulation.rule()) };
         while simulation.last_request() < last {
-            // A root that names a request of no trace is found to be wrong by the comparison.
+            // A root that names a request outside of the trace is reported by the comparison.
             let Some(request) = self.requests.get(simulation.next_request() as usize) else { break };
             simulation.request(request);
         }
         simulation
     }
 
-    /// Takes the simulation back to where a restore took the store.
+    /// Sets the simulation back to the state that was restored.
     pub fn gone_back(&mut self) -> Result<CheckReport, KillRunStop> {
         let rebuilt = check::recovered(&self.errand.store)?;
         let request = last_request(rebuilt.table.root()).map_err(Failure::Damage)?;
         self.simulation = self.simulation_at(request);
         hold(&self.simulation, Epochs::AtLeast, &rebuilt)?;
-        // Pages that the restore changed have epochs above all that were ever given, and count on from there.
+        // Pages that the restore changed have epochs above all earlier ones, and count from there.
         for info in rebuilt.table.pages() {
             if let Some(hash_id) = info.key.as_ref().and_then(hash_id) {
                 self.simulation.set_epoch(hash_id, info.epoch.0);
@@ -267,5 +268,5 @@ fn hold(simulation: &Simulation, epochs: Epochs, rebuilt: &RebuiltStore) -> Resu
     Err(KillRunStop::Differs(told))
 }
 
-/// How many differences are listed; the rest is counted.
+/// The number of differences listed; the rest are only counted.
 const DIFFERENCES_SHOWN: usize = 20;

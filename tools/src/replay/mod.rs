@@ -1,8 +1,8 @@
-//! `remanent replay`: drives a store with a cache trace, one batch a request.
+//! `remanent replay`: drives a store with a cache trace, one batch per request.
 //!
-//! `simulate.rs` decides the steps of a request; this file does them. The process may be killed at any
-//! instruction. The root's entry `request` names the last request that is in the store, and from that and the
-//! trace everything else follows.
+//! `simulate.rs` decides the steps of a request; this file executes them. The process may be killed at any
+//! instruction. The root entry `request` names the last request in the store, and the rest of the state
+//! follows from that and the trace.
 
 pub(crate) mod check;
 pub(crate) mod child;
@@ -37,58 +37,58 @@ use crate::replay::simulate::{HIT_LEN, Rule, Simulation, Step, stream};
 use crate::replay::trace::Trace;
 
 const EXAMPLES: &str = "\
-Request i of the trace, from 0, is one batch. Each of its hash ids in order: if the page is there, its first \
-64 bytes are written; else it is created, with the id in decimal as its key. Then the least recently used \
-pages are deleted until --pages-max are left, and the root's entry `request` is set to i. All bytes follow \
-from hash id and request, so that --check can prove every one of them.
+Request i of the trace, counted from 0, is one batch. For each of its hash ids in order, the first 64 bytes of an \
+existing page are written, or a new page is created with the id in decimal as its key. Then the least recently used \
+pages are deleted until --pages-max are left, and the root entry `request` is set to i. All bytes are a function of \
+hash id and request, so --check can verify every one of them.
 
 Examples:
-  remanent replay store trace.jsonl.zst --limit 1000           the first 1,000 requests
-  remanent replay store trace.jsonl.zst --limit 2000 --resume  up to 2,000, from wherever the store is
-  remanent replay store trace.jsonl.zst --check                does the store hold what it should?";
+  remanent replay store trace.jsonl.zst --limit 1000           replay the first 1,000 requests
+  remanent replay store trace.jsonl.zst --limit 2000 --resume  continue up to request 2,000
+  remanent replay store trace.jsonl.zst --check                compare the store with the trace";
 
-/// Drive a store with a cache trace, or check the store of a trace
+/// Drive a store with a cache trace, or check a store against a trace
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Replay {
-    /// The store's directory; made if it does not exist
+    /// Store directory; created if it does not exist
     dir: PathBuf,
-    /// The trace: one JSON object with `hash_ids` a line, plain or compressed with zstd
+    /// Trace file: one JSON object with `hash_ids` per line, plain or compressed with zstd
     trace: PathBuf,
-    /// Bytes of a page [default: 4096, or the value that the store was made with]
+    /// Bytes per page [default: 4096, or the value that the store was created with]
     #[arg(long, value_name = "B")]
     page_len: Option<usize>,
-    /// Pages that stay after a request; at least as many as the longest request names [default: 4096, or
-    /// the value that the store was made with]
+    /// Number of pages kept after a request; at least the number that the longest request names [default:
+    /// 4096, or the value that the store was created with]
     #[arg(long, value_name = "N")]
     pages_max: Option<usize>,
-    /// The acknowledgement that each request waits for: `logged` survives a kill, `durable` a power cut
+    /// Acknowledgement to wait for: `logged` survives a kill, `durable` a power cut
     #[arg(long, value_enum, default_value_t = AckLevel::Logged)]
     ack: AckLevel,
-    /// Where the store's pages live: `auto` (a GPU if there is one), `host`, `cuda:0`, `cuda:1`, …
+    /// Where pages live: `auto` (a GPU if there is one), `host`, `cuda:0`, `cuda:1`, …
     #[arg(long, value_name = "DEVICE", default_value_t)]
     device: DeviceChoice,
-    /// How the log is written [default: `mapped` where the file system allows it]
+    /// How to write the log [default: `mapped` if the file system supports it]
     #[arg(long, value_enum, value_name = "HOW")]
     log_io: Option<LogWriter>,
-    /// Take a snapshot after every N-th request of the trace
+    /// Take a snapshot after every N requests
     #[arg(long, value_name = "N")]
     snapshot_every: Option<NonZeroU64>,
     /// Append a line `lsn request` to this file after each acknowledgement; `-` is standard output
     #[arg(long, value_name = "FILE")]
     acks: Option<PathBuf>,
-    /// Take only the first N requests of the trace
+    /// Use only the first N requests of the trace
     #[arg(long, value_name = "N")]
     limit: Option<u64>,
-    /// Go on after the last request that the store holds
+    /// Continue after the last request in the store
     #[arg(long)]
     resume: bool,
-    /// Write nothing: compare the store with the state that the trace gives
+    /// Do not write; compare the store with the state that the trace produces
     #[arg(long)]
     check: bool,
 }
 
-/// An acknowledgement that can be waited for.
+/// The acknowledgement to wait for.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum AckLevel {
     /// The batch survives the death of the process
@@ -109,11 +109,11 @@ impl From<AckLevel> for Ack {
 /// A way to write the log.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum LogWriter {
-    /// Stores into mapped segments
+    /// Writes to mapped segments
     Mapped,
-    /// Writes, and syncs
+    /// Writes through the page cache, then syncs
     Buffered,
-    /// Writes past the page cache; every acknowledgement is a durable one
+    /// Writes past the page cache; every acknowledgement is durable
     Direct,
 }
 
@@ -128,10 +128,10 @@ impl From<LogWriter> for LogIo {
 }
 
 impl Replay {
-    /// Replays, or checks.
+    /// Runs `remanent replay`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let rule = replay_params::choose(&self.dir, self.page_len, self.pages_max)?;
-        // The whole trace is read once before anything is written.
+        // Validates the whole trace before anything is written.
         let survey = Trace::survey(&self.trace, self.limit)?;
         let rule = rule.check(survey.longest).map_err(Failure::Environment)?;
         if self.check {
@@ -151,7 +151,7 @@ impl Replay {
         };
         let store = Store::open(&self.dir, options).map_err(engine_failure)?;
         let mut trace = Trace::open(&self.trace, self.limit)?;
-        // A GPU that was asked for by name is to hold the pages; one that happens to be there need not.
+        // A GPU that was requested by name must hold the pages; an automatically chosen one need not.
         let place = if matches!(self.device, DeviceChoice::Cuda(_)) { Place::Device(0) } else { Place::Host };
         let mut driver = Driver::take_up(store, place, rule, &mut trace, self.resume)?;
         let first = driver.simulation.next_request();
@@ -208,10 +208,10 @@ impl Replay {
     }
 }
 
-/// How many differences are listed; the rest is counted.
+/// The number of differences listed; the rest are only counted.
 const DIFFERENCES_SHOWN: usize = 20;
 
-/// A store, and the simulation that runs along with it.
+/// A store and its simulation.
 struct Driver {
     store: Store,
     /// The place of new pages.
@@ -221,7 +221,7 @@ struct Driver {
     totals: ReplayTotals,
 }
 
-/// The counts of a replay.
+/// The totals of a replay.
 #[derive(Clone, Copy, Default)]
 struct ReplayTotals {
     created: u64,
@@ -231,7 +231,7 @@ struct ReplayTotals {
 }
 
 impl Driver {
-    /// Reads where the store is, and takes the simulation there.
+    /// Determines the last request in the store, and advances the simulation to it.
     fn take_up(
         store: Store,
         place: Place,
@@ -243,13 +243,13 @@ impl Driver {
         let last = last_request(&root).map_err(Failure::Environment)?;
         if let (Some(request), false) = (last, resume) {
             return Err(Failure::Environment(format!(
-                "the store holds the trace up to request {request}; --resume goes on from there"
+                "the store already contains the trace up to request {request}; use --resume to continue"
             )));
         }
         let simulation = check::simulate(rule, trace, last)?;
         let mut pages = HashMap::new();
         for info in store.pages().map_err(engine_failure)? {
-            // Keys are unique, so as many known ones as there are pages expected are exactly those.
+            // Keys are unique, so if all pages are expected and the numbers agree, the sets are equal.
             let known = info.key.as_ref().and_then(hash_id).filter(|id| simulation.pages().contains_key(id));
             pages.insert(known.ok_or_else(differs)?, info.page);
         }
@@ -277,7 +277,7 @@ impl Driver {
                     self.totals.created += 1;
                 }
                 Step::Hit(id) => {
-                    // A page that this very request created has no number yet.
+                    // A page created by this request has no number yet.
                     let page = refs.get(&id).copied().unwrap_or_else(|| self.pages[&id].into());
                     batch.write(page, 0, &stream(id, request, HIT_LEN));
                     self.totals.hits += 1;
@@ -295,11 +295,11 @@ impl Driver {
         Ok(committed.position)
     }
 
-    /// Reports the counts.
+    /// Prints the totals.
     fn report(&self, first: u64, took: Duration, out: &mut Output) -> Result<(), Failure> {
         let ReplayTotals { created, hits, evicted, snapshots } = self.totals;
         let Some(last) = self.simulation.last_request().filter(|last| *last >= first) else {
-            return out.line("nothing to replay: the store holds all of it");
+            return out.line("nothing to replay: the store contains all of these requests");
         };
         let requests = last + 1 - first;
         let page_len = self.simulation.rule().page_len as u64;
@@ -318,7 +318,7 @@ impl Driver {
     }
 }
 
-/// How the store came back.
+/// Returns how the store was recovered, in one line.
 fn recovery_line(recovered: &RecoveryReport) -> String {
     let RecoveryReport { snapshot, replayed_batches, copied_batches, elapsed, .. } = recovered;
     let base = snapshot.map_or("the log's beginning".to_owned(), |snapshot| format!("snapshot {snapshot}"));
@@ -351,7 +351,7 @@ impl AckFile {
         }
     }
 
-    /// Appends a line in one write, so that a reader never sees half of one.
+    /// Appends a line in one write, so that a reader never sees a partial line.
     fn append(&mut self, position: Position, request: u64) -> Result<(), Failure> {
         let line = format!("{} {request}\n", position.lsn);
         self.file
@@ -360,7 +360,7 @@ impl AckFile {
     }
 }
 
-/// The pages are not those that the trace makes.
+/// The failure that the store's pages are not those of the trace.
 fn differs() -> Failure {
-    Failure::Damage("the store's pages differ from those that the trace makes; --check lists them".to_owned())
+    Failure::Damage("the store's pages differ from those of the trace; --check lists them".to_owned())
 }

@@ -1,5 +1,5 @@
-//! The rule with which a store is replayed, written into the store's identity blob: so a store is never
-//! gone on with, or checked, under another rule than its own.
+//! The replay rule of a store, recorded in its identity blob, so that a store is never continued or checked
+//! under a different rule.
 
 use std::path::Path;
 
@@ -10,15 +10,15 @@ use crate::cli::exit::Failure;
 use crate::read::store_dir::StoreDir;
 use crate::replay::simulate::Rule;
 
-/// The rule of a new store, where nothing else is asked for.
+/// The rule of a new store if no other is given.
 const DEFAULT: Rule = Rule { page_len: 4096, pages_max: 4096 };
 
-/// The identity blob of a store that is replayed under a rule.
+/// Returns the identity blob of a store that is replayed under a rule.
 pub fn identity(rule: Rule) -> String {
     format!("remanent replay: page-len {}, pages-max {}", rule.page_len, rule.pages_max)
 }
 
-/// The rule that an identity blob names.
+/// Returns the rule that an identity blob names.
 fn parse(identity: &[u8]) -> Option<Rule> {
     let text = std::str::from_utf8(identity).ok()?;
     let (page_len, pages_max) =
@@ -27,7 +27,8 @@ fn parse(identity: &[u8]) -> Option<Rule> {
     (self::identity(rule) == text).then_some(rule)
 }
 
-/// The parameters to use in a directory: the store's own, if there is a store, else those asked for.
+/// Returns the rule to use in a directory: the store's own if there is a store, or else the given one. Fails
+/// if the two differ.
 pub fn choose(dir: &Path, page_len: Option<usize>, pages_max: Option<usize>) -> Result<Rule, Failure> {
     let own = if dir.exists() { own_rule(&StoreDir::open(dir)?)? } else { None };
     let base = own.unwrap_or(DEFAULT);
@@ -35,7 +36,7 @@ pub fn choose(dir: &Path, page_len: Option<usize>, pages_max: Option<usize>) -> 
         Rule { page_len: page_len.unwrap_or(base.page_len), pages_max: pages_max.unwrap_or(base.pages_max) };
     match own {
         Some(own) if own != rule => Err(Failure::Environment(format!(
-            "{} was made with --page-len {} --pages-max {}",
+            "{} was created with --page-len {} --pages-max {}; use the same values or omit them",
             dir.display(),
             own.page_len,
             own.pages_max
@@ -44,7 +45,7 @@ pub fn choose(dir: &Path, page_len: Option<usize>, pages_max: Option<usize>) -> 
     }
 }
 
-/// The rule that the store in a directory was made with; `None` if there is no store.
+/// Returns the rule of the store in a directory, or `None` if there is no store.
 fn own_rule(dir: &StoreDir) -> Result<Option<Rule>, Failure> {
     let cannot = |reason: String| Failure::Environment(format!("{}/STORE: {reason}", dir.path().display()));
     let Some(bytes) = dir.read_whole(FileName::Store).map_err(|error| cannot(error.to_string()))? else {
@@ -53,7 +54,7 @@ fn own_rule(dir: &StoreDir) -> Result<Option<Rule>, Failure> {
     let file = StoreFile::decode(&bytes).map_err(|defect| Failure::Damage(format!("STORE: {defect}")))?;
     match parse(&file.record.identity) {
         Some(rule) => Ok(Some(rule)),
-        None => Err(cannot("not a replayed trace's store; give a directory of its own".to_owned())),
+        None => Err(cannot("the store was not created by `replay`; use another directory".to_owned())),
     }
 }
 

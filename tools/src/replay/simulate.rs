@@ -1,37 +1,37 @@
 //! The state of a store after a replayed trace, computed without a store.
 //!
-//! Request *i*, from 0, is one batch. It takes each of its hash ids in order. If the page is there, it is a
-//! hit: the page becomes the most recently used, and its first 64 bytes are written. Else the page is
-//! created, as the most recently used. After the last id the least recently used pages go until no more than
-//! `pages_max` are left. A page created in request *i* holds the words of SplitMix64 seeded with `hash_id ^
-//! (i << 32)`; a hit in request *j* overwrites the first eight words with words of the seed `hash_id ^ (j <<
-//! 32)`. So a page's bytes follow from two numbers, and none are kept here.
+//! Request *i*, counted from 0, is one batch. Its hash ids are processed in order. If the page exists, it is
+//! a hit: the page becomes the most recently used one, and its first 64 bytes are written. Otherwise the page
+//! is created as the most recently used one. After the last id the least recently used pages are deleted
+//! until no more than `pages_max` are left. A page created in request *i* holds the words of SplitMix64
+//! seeded with `hash_id ^ (i << 32)`; a hit in request *j* overwrites the first eight words with words of the
+//! seed `hash_id ^ (j << 32)`. A page's bytes therefore follow from two numbers, and none are stored here.
 //!
-//! `replay` drives the store with the steps that this file gives; `replay --check` and the demo compare
-//! a store with the pages that it expects.
+//! `replay` drives the store with the steps from this file; `replay --check` and the demo compare a store
+//! with the pages that it expects.
 
 use std::collections::{BTreeMap, HashMap};
 
 /// Bytes of a page that a hit overwrites.
 pub const HIT_LEN: usize = 64;
 
-/// The two numbers that a replay is parametrized with.
+/// The parameters of a replay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rule {
-    /// Length of every page in bytes.
+    /// The length of every page, in bytes.
     pub page_len: usize,
-    /// Pages that may be left after a request.
+    /// The maximum number of pages after a request.
     pub pages_max: usize,
 }
 
 impl Rule {
-    /// Refuses a rule under which some request could not be replayed.
+    /// Returns the rule, or an error if some request could not be replayed under it.
     pub fn check(self, longest: usize) -> Result<Self, String> {
         if self.page_len < HIT_LEN || !self.page_len.is_multiple_of(8) {
-            return Err(format!("--page-len must be a multiple of 8 of at least {HIT_LEN}"));
+            return Err(format!("--page-len must be a multiple of 8 and at least {HIT_LEN}"));
         }
         if self.pages_max < longest {
-            // Else a request would evict a page of its own.
+            // Otherwise a request would evict one of its own pages.
             return Err(format!(
                 "--pages-max {} is too small: the longest request names {longest} pages",
                 self.pages_max
@@ -41,7 +41,7 @@ impl Rule {
     }
 }
 
-/// The steps of a request on one page, in the order in which they happen.
+/// One step of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
     /// The page is created with all its bytes.
@@ -52,21 +52,21 @@ pub enum Step {
     Evict(u64),
 }
 
-/// A page as it should be.
+/// The expected state of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Expected {
     /// The request that created it.
     pub created: u64,
     /// The last request that hit it.
     pub hit: Option<u64>,
-    /// One for its creation, and one for every later request that hit it.
+    /// 1 for its creation, plus 1 for every later request that hit it.
     pub epoch: u64,
-    /// Its place in the order of use.
+    /// Its position in the order of use.
     used: u64,
 }
 
 impl Expected {
-    /// The page's bytes.
+    /// Returns the page's bytes.
     pub fn bytes(&self, hash_id: u64, page_len: usize) -> Vec<u8> {
         let mut bytes = stream(hash_id, self.created, page_len);
         if let Some(request) = self.hit {
@@ -76,44 +76,45 @@ impl Expected {
     }
 }
 
-/// The pages as they should be after some request.
+/// The expected pages after some request.
 #[derive(Clone, Debug)]
 pub struct Simulation {
     rule: Rule,
     requests: u64,
     pages: HashMap<u64, Expected>,
-    /// Hash ids by the time of their last use.
+    /// Hash ids in the order of their last use.
     by_use: BTreeMap<u64, u64>,
     uses: u64,
 }
 
 impl Simulation {
-    /// The state before the first request. The rule has been checked.
+    /// Returns the state before the first request. The rule must have been checked.
     pub fn new(rule: Rule) -> Self {
         Self { rule, requests: 0, pages: HashMap::new(), by_use: BTreeMap::new(), uses: 0 }
     }
 
-    /// The simulation's own parameters.
+    /// Returns the parameters.
     pub fn rule(&self) -> Rule {
         self.rule
     }
 
-    /// The number of the last request, which is the root's entry `request`; `None` before the first.
+    /// Returns the number of the last request, which is the value of the root entry `request`; `None` before
+    /// the first.
     pub fn last_request(&self) -> Option<u64> {
         self.requests.checked_sub(1)
     }
 
-    /// The number of the next request.
+    /// Returns the number of the next request.
     pub fn next_request(&self) -> u64 {
         self.requests
     }
 
-    /// The pages that are there, by hash id.
+    /// Returns the existing pages by hash id.
     pub fn pages(&self) -> &HashMap<u64, Expected> {
         &self.pages
     }
 
-    /// Takes the next request, and returns its steps.
+    /// Processes the next request and returns its steps.
     pub fn request(&mut self, hash_ids: &[u64]) -> Vec<Step> {
         let request = self.requests;
         self.requests += 1;
@@ -127,7 +128,7 @@ impl Simulation {
         steps
     }
 
-    /// Makes a page the most recently used one, and says whether it was there.
+    /// Makes a page the most recently used one, and returns whether it existed.
     fn touch(&mut self, hash_id: u64, request: u64) -> Step {
         self.uses += 1;
         self.by_use.insert(self.uses, hash_id);
@@ -138,7 +139,7 @@ impl Simulation {
         };
         self.by_use.remove(&page.used);
         page.used = self.uses;
-        // An epoch counts batches, not writes: a second touch in the same request adds nothing.
+        // An epoch counts batches, not writes: a second access in the same request adds nothing.
         if page.hit.unwrap_or(page.created) != request {
             page.epoch += 1;
         }
@@ -146,8 +147,8 @@ impl Simulation {
         Step::Hit(hash_id)
     }
 
-    /// Goes on from another epoch of a page: going back to a snapshot raises the epochs of changed pages
-    /// above all that were ever given.
+    /// Sets the epoch of a page: restoring a snapshot raises the epochs of changed pages above all earlier
+    /// ones.
     pub fn set_epoch(&mut self, hash_id: u64, epoch: u64) {
         if let Some(page) = self.pages.get_mut(&hash_id) {
             page.epoch = epoch;
@@ -155,7 +156,7 @@ impl Simulation {
     }
 }
 
-/// `len` bytes, a multiple of 8, of the stream that a page gets in a request.
+/// Returns `len` bytes, a multiple of 8, of the stream for a page and a request.
 pub fn stream(hash_id: u64, request: u64, len: usize) -> Vec<u8> {
     let mut words = SplitMix64::new(hash_id ^ (request << 32));
     let mut bytes = vec![0; len];
@@ -165,17 +166,17 @@ pub fn stream(hash_id: u64, request: u64, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// Steele, Lea and Flood's generator (OOPSLA 2014): a counter and a mixer.
+/// The generator of Steele, Lea and Flood (OOPSLA 2014): a counter and a mixer.
 #[derive(Clone, Debug)]
 pub struct SplitMix64(u64);
 
 impl SplitMix64 {
-    /// The stream of a seed.
+    /// Creates the stream of a seed.
     pub fn new(seed: u64) -> Self {
         Self(seed)
     }
 
-    /// The next word.
+    /// Returns the next word.
     pub fn next_word(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut word = self.0;
@@ -184,7 +185,7 @@ impl SplitMix64 {
         word ^ (word >> 31)
     }
 
-    /// A number below `bound`, which is not 0. The bias is below `bound / 2^64`.
+    /// Returns a number below `bound`, which must not be 0. The bias is below `bound / 2^64`.
     pub fn below(&mut self, bound: u64) -> u64 {
         ((u128::from(self.next_word()) * u128::from(bound)) >> 64) as u64
     }
@@ -194,7 +195,7 @@ impl SplitMix64 {
 mod tests {
     use super::*;
 
-    /// The rule, word by word: a list from least to most recently used, with all bytes in hand.
+    /// The rule in its simplest form: a list from least to most recently used, with all bytes stored.
     #[derive(Default)]
     struct Naive {
         pages: Vec<(u64, u64, Vec<u8>)>,
@@ -237,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn the_generator_gives_the_published_words() {
+    fn generator_matches_published_values() {
         let mut zero = SplitMix64::new(0);
         assert_eq!(zero.next_word(), 0xe220_a839_7b1d_cdaf);
         assert_eq!(zero.next_word(), 0x6e78_9e6a_a1b9_65f4);
@@ -251,7 +252,8 @@ mod tests {
             let rule = rule(64 + 8 * random.below(4) as usize, 6 + random.below(10) as usize);
             let (mut simulation, mut naive) = (Simulation::new(rule), Naive::default());
             for request in 0..60 {
-                // Few different ids and long requests: repeats within a request, evictions, returns.
+                // Few distinct ids and long requests produce repeats within a request, evictions and
+                // returning pages.
                 let hash_ids: Vec<u64> = (0..random.below(7)).map(|_| random.below(24)).collect();
                 simulation.request(&hash_ids);
                 naive.request(rule, &hash_ids);

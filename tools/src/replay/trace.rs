@@ -1,7 +1,8 @@
-//! A cache trace: one JSON object a line, plain or zstd-compressed, read as a stream.
+//! A cache trace: one JSON object per line, plain or zstd-compressed, read as a stream.
 //!
-//! Only `hash_ids` of each request is used: the blocks of the prompt's cache, in order. A trace is a
-//! stranger's file: lines are bounded in length, and a line that does not parse is named by file and number.
+//! Only the field `hash_ids` of a request is used: the cache blocks of the prompt, in order. A trace is
+//! untrusted input: the length of lines is limited, and a line that cannot be parsed is reported with file
+//! and line number.
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -13,15 +14,15 @@ use serde::de::DeserializeOwned;
 
 use crate::cli::exit::Failure;
 
-/// The longest line that is read, in bytes; the longest of the trace in `data/` has 2,053.
+/// The maximum length of a line, in bytes; the longest in the trace in `data/` has 2,053.
 const LINE_LEN_MAX: u64 = 1 << 20;
 /// The first bytes of a zstd frame.
 const ZSTD_MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
 
-/// One hour of a production chat service; `data/README.md` says where it comes from.
+/// One hour of a production chat service; `data/README.md` names the source.
 const BUNDLED: &[u8] = include_bytes!("../../data/mooncake_conversation_trace.jsonl.zst");
 
-/// Writes the trace that comes with the tool into a folder, and returns where it lies.
+/// Writes the trace that comes with the tool into a folder, and returns its path.
 pub fn bundled(folder: &Path) -> Result<PathBuf, Failure> {
     let path = folder.join("trace.jsonl.zst");
     match std::fs::write(&path, BUNDLED) {
@@ -30,19 +31,19 @@ pub fn bundled(folder: &Path) -> Result<PathBuf, Failure> {
     }
 }
 
-/// One line of a trace. Other fields are not looked at.
+/// One line of a trace. Other fields are ignored.
 #[derive(Deserialize)]
 struct TraceLine {
     hash_ids: Vec<u64>,
 }
 
-/// The requests of a trace, in order, as an iterator over their hash ids.
+/// An iterator over the requests of a trace, in order, each as its hash ids.
 pub struct Trace {
     lines: TraceLines,
     left: u64,
 }
 
-/// The lines of a trace's file, compressed or not, each a JSON value.
+/// The lines of a trace file, compressed or not, each a JSON value.
 pub struct TraceLines {
     name: PathBuf,
     lines: Box<dyn BufRead>,
@@ -52,14 +53,14 @@ pub struct TraceLines {
 /// The counts of one pass over a trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Survey {
-    /// Number of requests.
+    /// The number of requests.
     pub requests: u64,
-    /// Different hash ids in the request that has most of them.
+    /// The largest number of distinct hash ids in one request.
     pub longest: usize,
 }
 
 impl TraceLines {
-    /// Opens a file of lines.
+    /// Opens a trace file.
     pub fn open(path: &Path) -> Result<Self, Failure> {
         let open = || -> io::Result<Box<dyn BufRead>> {
             let mut file = BufReader::new(File::open(path)?);
@@ -74,7 +75,7 @@ impl TraceLines {
         Ok(Self { name: path.to_owned(), lines, number: 0 })
     }
 
-    /// The value of the next line, or its defect; `None` at the end of the file.
+    /// Returns the value of the next line or its defect; `None` at the end of the file.
     pub fn next<Value: DeserializeOwned>(&mut self) -> Option<Result<Value, Failure>> {
         self.number += 1;
         let line = self.line().transpose()?;
@@ -82,12 +83,12 @@ impl TraceLines {
         Some(value.map_err(|reason| self.defect(&reason)))
     }
 
-    /// The defect of the line that was read last.
+    /// Returns a failure that names the line read last.
     pub fn defect(&self, reason: &str) -> Failure {
         Failure::Environment(format!("{}:{}: {reason}", self.name.display(), self.number))
     }
 
-    /// The next line without its end; `None` at the end of the file.
+    /// Returns the next line without its end; `None` at the end of the file.
     fn line(&mut self) -> Result<Option<Vec<u8>>, String> {
         let mut line = Vec::new();
         let read = self.lines.as_mut().take(LINE_LEN_MAX + 1).read_until(b'\n', &mut line);
@@ -110,7 +111,7 @@ impl Trace {
         Ok(Self { lines: TraceLines::open(path)?, left: limit.unwrap_or(u64::MAX) })
     }
 
-    /// Reads the whole trace once, so that a bad line is found before anything is done with a good one.
+    /// Reads the whole trace once, so that a bad line is found before any request is replayed.
     pub fn survey(path: &Path, limit: Option<u64>) -> Result<Survey, Failure> {
         let mut survey = Survey { requests: 0, longest: 0 };
         for request in Self::open(path, limit)? {
@@ -158,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bad_line_is_named_and_ends_the_trace() {
+    fn bad_line_is_reported_and_ends_the_trace() {
         let long = [b"{\"hash_ids\": [", &b" ".repeat(1 << 20)[..], b"]}\n"].concat();
         for bad in [&b"{}\n"[..], b"\n", b"{\"hash_ids\": [-1]}\n", b"{\"hash_ids\": [1", b"\xff\n", &long] {
             let content = [b"{\"hash_ids\": [1]}\n", bad].concat();

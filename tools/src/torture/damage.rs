@@ -1,8 +1,8 @@
-//! Damage: a part of a store's copy is destroyed, and the store is right nevertheless, or is refused.
+//! Damage: part of a copy of a store is destroyed; the store must then be right or be refused.
 //!
-//! There are two victims: a store that was closed, so that a mark covers everything, and one whose process
-//! was killed, so that its last requests may be cut. Each damaged copy is read without the engine. One in
-//! [`ENGINE_EVERY`] is also opened with it, so that its pages reach the device.
+//! There are two kinds of victims: a store that was closed, so that a mark covers everything, and a store
+//! whose process was killed, so that its last requests may be cut off. Each damaged copy is read without the
+//! engine. One in [`ENGINE_EVERY`] is also opened with the engine, so that its pages reach the device.
 
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -25,10 +25,10 @@ use crate::replay::simulate::SplitMix64;
 const ENGINE_EVERY: u64 = 10;
 const SECTOR_LEN: u64 = 512;
 const DRAWS: usize = 64;
-/// Number of kills in the life of a victim.
+/// The number of kills in the life of a victim.
 const KILLS: u64 = 3;
 
-/// A way to destroy something.
+/// A kind of damage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Bit,
@@ -42,42 +42,43 @@ enum Kind {
 
 impl Kind {
     const ALL: [(Kind, &'static str); 7] = [
-        (Kind::Bit, "one bit flipped"),
-        (Kind::ZeroedSector, "a sector zeroed"),
-        (Kind::MisdirectedSector, "a sector written elsewhere"),
-        (Kind::StaleSector, "a sector's write lost"),
-        (Kind::CutEnd, "a file's end cut off"),
-        (Kind::MissingFile, "a file missing"),
-        (Kind::ForeignFile, "a file in another's place"),
+        (Kind::Bit, "bit flipped"),
+        (Kind::ZeroedSector, "sector zeroed"),
+        (Kind::MisdirectedSector, "sector overwritten by another"),
+        (Kind::StaleSector, "sector write lost"),
+        (Kind::CutEnd, "file truncated"),
+        (Kind::MissingFile, "file missing"),
+        (Kind::ForeignFile, "file replaced by another"),
     ];
 }
 
-/// The result of one damage.
+/// The outcome of one damage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum DamageVerdict {
-    /// All is there.
+    /// Nothing is lost.
     Right,
-    /// Nothing is served, and a file is named.
+    /// The store is refused, and the damaged file is named.
     Refused,
-    /// The end is cut, which no mark covers yet.
+    /// The end is cut off, but no mark covers it.
     Cut,
-    /// Requests are gone that a mark covers.
+    /// Requests are lost that a mark covers.
     Lost,
-    /// Bytes are served that were never there, or not together.
+    /// The bytes served never existed, or not at the same time.
     Wrong,
 }
 
-/// A store at rest.
+/// A store that is not open.
 struct Victim<'c> {
     course: &'c KillRun,
     original: PathBuf,
-    /// As it was earlier in its life.
+    /// A copy from earlier in its life.
     earlier: PathBuf,
     /// The copy that is damaged.
     copy: PathBuf,
     files: Vec<(PathBuf, u64)>,
-    /// The last request, and the last batch that a mark covers.
+    /// The last request.
     last: Option<u64>,
+    /// The last batch that a mark covers.
     marked: Lsn,
 }
 
@@ -90,7 +91,7 @@ impl TortureContext<'_> {
             if done >= self.requested.damages {
                 break;
             }
-            // A new life for every thousand, half of them of a closed store.
+            // A new store for every thousand damages; half of them are made after it was closed.
             let wanted = (self.requested.damages - done).min(1000);
             let mut course = self.course(&format!("life-{number}"), None, false)?;
             let earlier = self.folder.join("earlier");
@@ -122,7 +123,7 @@ impl TortureContext<'_> {
         Ok(())
     }
 
-    /// Damages a victim so often.
+    /// Damages a victim `times` times.
     fn damage(
         &mut self,
         victim: &Victim<'_>,
@@ -147,7 +148,7 @@ impl TortureContext<'_> {
             if matches!(verdict, DamageVerdict::Lost | DamageVerdict::Wrong) {
                 let kept = self.folder.join(format!("evidence-{}", wrong.len()));
                 super::copy(&victim.copy, &kept)?;
-                wrong.push(format!("{name}, {place}: {verdict:?}; the store is in {}", kept.display()));
+                wrong.push(format!("{name}, {place}: {verdict:?}; the store is kept in {}", kept.display()));
             }
             victim.repair(file)?;
             self.bar.inc(1);
@@ -163,7 +164,7 @@ impl<'c> Victim<'c> {
         let end = rebuilt.end.as_ref().expect("a rebuild of all of the log has its end");
         let files = StoreDir::open(&original)?.files().map_err(|error| cannot("list", &original, &error))?;
         let files = files.into_iter().filter(|(folder, name, _)| {
-            // The lock has no bytes.
+            // The lock file has no bytes.
             (*folder, name.as_str()) != (Folder::Root, FileName::Lock.name().as_str())
         });
         Ok(Self {
@@ -177,7 +178,7 @@ impl<'c> Victim<'c> {
         })
     }
 
-    /// Destroys something of a file, and says where.
+    /// Damages a file, and returns where.
     fn strike(&self, kind: Kind, file: &Path, random: &mut SplitMix64) -> Result<String, Failure> {
         let path = self.copy.join(file);
         let told = |error: std::io::Error| cannot("damage", &path, &error);
@@ -207,7 +208,7 @@ impl<'c> Victim<'c> {
                 let earlier = self.earlier.join(file);
                 let stale = fs::File::open(earlier).and_then(|file| file.read_exact_at(&mut bytes, sector));
                 if stale.is_err() {
-                    // A file that did not exist then was zeros.
+                    // A file that did not exist then counts as zeros.
                     bytes.fill(0);
                 }
             }
@@ -229,7 +230,7 @@ impl<'c> Victim<'c> {
         Ok(format!("{name} at offset {sector}"))
     }
 
-    /// A written offset, if a few draws find one: most of a log's segment is zeros.
+    /// Returns an offset with written bytes if a few draws find one: most of a log segment is zeros.
     fn written(&self, file: &Path, len: u64, random: &mut SplitMix64) -> Result<u64, Failure> {
         let path = self.original.join(file);
         let told = |error: std::io::Error| cannot("read", &path, &error);
@@ -248,13 +249,13 @@ impl<'c> Victim<'c> {
         Ok(at)
     }
 
-    /// Takes the damage back.
+    /// Repairs the damaged file.
     fn repair(&self, file: &Path) -> Result<(), Failure> {
         let copied = fs::copy(self.original.join(file), self.copy.join(file));
         copied.map(drop).map_err(|error| cannot("copy", file, &error))
     }
 
-    /// The verdict of a reader without the engine.
+    /// Returns the verdict of a reader without the engine.
     fn judge_decoder(&self) -> Result<DamageVerdict, Failure> {
         let options = RebuildOptions { page_bytes_max: available(), ..RebuildOptions::default() };
         let Ok(rebuilt) = rebuild(&StoreDir::open(&self.copy)?, &options) else {
@@ -266,7 +267,8 @@ impl<'c> Victim<'c> {
         Ok(self.judge(found, accepted, is_exact))
     }
 
-    /// The verdict of the engine. It may refuse a copy that the reader takes, never the other way round.
+    /// Returns the verdict of the engine. The engine may refuse a copy that the reader accepts, but must not
+    /// accept a copy that the reader refuses.
     fn judge_engine(
         &self,
         device: remanent::DeviceChoice,
@@ -301,8 +303,8 @@ impl<'c> Victim<'c> {
     }
 }
 
-/// The verdict on an opened store, from the request with which it ends and the one with which it should, from
-/// the batch with which it ends and the last one that a mark covers, and from its pages.
+/// Judges an opened store by the request that it ends with and should end with, by the batch that it ends
+/// with and the last one that a mark covers, and by its pages.
 fn judge(
     (found, last): (Option<u64>, Option<u64>),
     (accepted, marked): (Lsn, Lsn),
@@ -319,7 +321,7 @@ fn judge(
     }
 }
 
-/// Whether the engine says that the store's files are damaged, and not that it could not look.
+/// Returns whether the engine reports damage to the store's files, not an obstacle to reading them.
 fn is_refusal(error: &Error) -> bool {
     matches!(
         error,
@@ -343,7 +345,7 @@ mod tests {
         assert_eq!(judge(Some(7), 8, true), DamageVerdict::Cut);
         assert_eq!(judge(Some(6), 7, true), DamageVerdict::Lost);
         assert_eq!(judge(None, 0, true), DamageVerdict::Lost);
-        // Pages of a state that never was, or is not yet, are all wrong.
+        // Pages of a state that never existed are wrong.
         assert_eq!(judge(Some(9), 10, false), DamageVerdict::Wrong);
         assert_eq!(judge(Some(10), 11, true), DamageVerdict::Wrong);
     }

@@ -1,4 +1,4 @@
-//! Kills: a replay dies at random moments, with each way to write the log.
+//! Kills: a replay is killed at random moments, with each way to write the log.
 
 use remanent::options::LogIo;
 use remanent::{Error, Options, Store};
@@ -8,7 +8,7 @@ use crate::cli::engine::engine_failure;
 use crate::cli::exit::Failure;
 use crate::replay::kill_run::KillRunStop;
 
-/// Number of kills in the life of one store.
+/// The number of kills in the life of one store.
 const KILLS_A_COURSE: u64 = 20;
 /// The three ways to write a log.
 const WAYS: [LogIo; 3] = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct];
@@ -32,7 +32,7 @@ impl TortureContext<'_> {
         Ok(())
     }
 
-    /// Why a log cannot be written in this way here, if it cannot.
+    /// Returns why a log cannot be written in this way here, or `None` if it can.
     fn refusal(&self, way: LogIo) -> Result<Option<String>, Failure> {
         let folder = self.folder.join(format!("asks-{way}"));
         let refusal = match Store::open(&folder, Options::default().log_io(way)) {
@@ -44,7 +44,7 @@ impl TortureContext<'_> {
         Ok(refusal)
     }
 
-    /// Kills so often, in one store after another; each then runs to its end.
+    /// Kills `kills` times, in one store after another; each replay then runs to its end.
     fn kill(&mut self, way: LogIo, kills: u64) -> Result<Vec<u64>, KillRunStop> {
         let (mut killed, mut requests) = (0, 0);
         for number in 0_u64.. {
@@ -54,7 +54,7 @@ impl TortureContext<'_> {
             let mut course = self.course(&format!("killed-{way}-{number}"), Some(way), false)?;
             let wanted = (kills - killed).min(KILLS_A_COURSE);
             for kill in 1..=wanted {
-                // The last requests may be over before the moment comes.
+                // The replay may end before the moment of the kill.
                 if course.run_and_kill(kill, wanted)?.is_none() {
                     break;
                 }
@@ -65,7 +65,7 @@ impl TortureContext<'_> {
             requests += course.totals().replayed;
             super::remove(&course.errand.store)?;
         }
-        // Each of them was held against the simulation, or there would be no row.
+        // Every kill was compared with the simulation; a difference would have returned early.
         Ok(vec![killed, requests, killed])
     }
 }

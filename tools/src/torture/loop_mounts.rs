@@ -1,11 +1,11 @@
-//! Files with file systems in them, mounted on loop devices. The engine's tests use this file, too.
+//! File systems in files, mounted on loop devices. The engine's tests use this file too.
 
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Makes a file with a file system in it. Holes in it take no space, so it uses only the bytes written.
+/// Creates a file that holds a file system. The file is sparse, so it uses only the bytes written.
 pub fn make(path: &Path, len: u64, program: &str, options: &[&str]) -> Result<PathBuf, String> {
     let made = File::create(path).and_then(|file| file.set_len(len));
     made.map_err(|error| format!("cannot make {}: {error}", path.display()))?;
@@ -13,20 +13,20 @@ pub fn make(path: &Path, len: u64, program: &str, options: &[&str]) -> Result<Pa
     Ok(path.to_owned())
 }
 
-/// Mounts; the folder is made if need be.
+/// Mounts `what` on the folder `at`, which is created if necessary.
 pub fn mount(what: &Path, at: &Path, arguments: &[&str]) -> Result<(), String> {
     std::fs::create_dir_all(at).map_err(|error| format!("cannot make {}: {error}", at.display()))?;
     run(Command::new("mount").args(arguments).arg(what).arg(at))
 }
 
-/// Unmounts a file system. One that is still busy, such as under a process that has just been killed, goes as
-/// soon as it is not.
+/// Unmounts a file system. If it is busy, for example with a process that was just killed, it is unmounted as
+/// soon as it is idle.
 pub fn unmount(at: &Path) -> Result<(), String> {
     run(Command::new("umount").arg("--lazy").arg(at))
 }
 
-/// Makes a file with the content of another one at this moment, while that is written to. Both lie on a file
-/// system that can clone files.
+/// Clones a file as it is at this moment, while it may be written to. Both files must be on a file system
+/// that supports clones.
 pub fn clone(source: &Path, target: &Path) -> io::Result<()> {
     let target = OpenOptions::new().write(true).create_new(true).open(target)?;
     Ok(rustix::fs::ioctl_ficlone(&target, File::open(source)?)?)

@@ -1,9 +1,9 @@
-//! `remanent torture`: stores on this disk, with pages on this device, are killed, damaged and cut off from
-//! power, and every byte that is left is checked.
+//! `remanent torture`: kills stores on this disk and device, damages them, cuts their power, and checks every
+//! byte that is left.
 //!
-//! `kills.rs`, `damage.rs` and `power.rs` are the three tortures. `mounts.rs` has the file systems that the
-//! last one needs, and `loop_mounts.rs` mounts them. A simulation computes what a store must hold; that is
-//! never read from the store.
+//! `kills.rs`, `damage.rs` and `power.rs` are the three tortures. `mounts.rs` creates the file systems for
+//! the last one, and `loop_mounts.rs` mounts them. The expected content of a store is computed by a
+//! simulation; it is never read from the store.
 
 mod kills;
 mod damage;
@@ -32,58 +32,60 @@ use crate::replay::trace;
 use crate::replay::trace::Trace;
 
 const EXAMPLES: &str = "\
-Kills: a process that replays a cache trace is killed with SIGKILL, again and again, with each way to write \
-the log that the file system allows. After each kill every acknowledged request must be there, at most one more \
-that was in flight, and every byte must be right.
-Damage: a bit, a sector, an end or a whole file of a store's copy is destroyed. The store must be right \
-nevertheless, or be refused with file and offset; if the log had not reached the disk yet, the end may be cut.
-Power cuts: the store lies on an ext4 of its own, on a loop device over a file here. The device's content at \
-one moment is mounted and must hold every durable request. Needs root, mkfs.ext4 and mkfs.xfs, and is skipped \
-if they are missing. It cuts off the file system, not the disk: whether a disk lies about a sync shows only \
-when its plug is pulled.
+Kills: a process that replays a cache trace is killed repeatedly with SIGKILL, with each way to write the log that the \
+file system supports. After each kill the store must hold every acknowledged request and at most one more that was in \
+flight, and every byte must be right.
 
-Everything happens in a folder of its own in DIR, which is removed at the end; if something is found, it stays.
+Damage: a bit, a sector, the end or the whole of a file in a copy of a store is destroyed. The store must still be \
+right, or be refused with file and offset. The end may be cut off if its part of the log had not been synced yet.
+
+Power cuts: the store is on its own ext4 file system, on a loop device over a file in DIR. The content of the device at \
+one moment is mounted and must hold every durable request. This needs root, mkfs.ext4 and mkfs.xfs, and is skipped \
+without them. It tests the file system, not the disk: only a real power cut shows whether a disk keeps what it has \
+synced.
+
+All files are created in a temporary folder in DIR, which is removed at the end unless a violation was found.
 
 Examples:
-  remanent torture /mnt/nvme                               a minute or two
+  remanent torture /mnt/nvme                               takes one to two minutes
   remanent torture /mnt/nvme --kills 10000 --damages 20000 --power-cuts 500
-  remanent torture /mnt/nvme --device cuda:0 --json        with pages in GPU memory, for a machine to read";
+  remanent torture /mnt/nvme --device cuda:0 --json        with pages in GPU memory, as JSON";
 
-/// Kill, damage and cut off stores on your disk, and check every byte that is left
+/// Kill, damage and cut the power of stores on your disk, and check every byte that is left
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Torture {
-    /// A directory on the disk in question; made if it does not exist
+    /// Directory on the disk to test; created if it does not exist
     dir: PathBuf,
-    /// How often to kill, all ways to write the log together
+    /// Number of kills, over all ways to write the log
     #[arg(long, value_name = "N", default_value_t = 60)]
     kills: u64,
-    /// How often to damage something
+    /// Number of damages
     #[arg(long, value_name = "N", default_value_t = 600)]
     damages: u64,
-    /// How often to cut the power
+    /// Number of power cuts
     #[arg(long, value_name = "N", default_value_t = 12)]
     power_cuts: u64,
-    /// How many requests of the trace make a store's life
+    /// Number of requests of the trace in the life of a store
     #[arg(long, value_name = "N", default_value_t = 1000)]
     requests: u64,
-    /// Where the stores' pages live: `auto` (a GPU if there is one), `host`, `cuda:0`, `cuda:1`, …
+    /// Where pages live: `auto` (a GPU if there is one), `host`, `cuda:0`, `cuda:1`, …
     #[arg(long, value_name = "DEVICE", default_value_t)]
     device: DeviceChoice,
-    /// The seed of everything random [default: drawn from the clock]
+    /// Seed of all random choices [default: derived from the clock]
     #[arg(long)]
     seed: Option<u64>,
-    /// Print one JSON object
+    /// Print the results as one JSON object
     #[arg(long)]
     json: bool,
 }
 
-/// The settings and tools that all tortures share.
+/// The settings and tools common to all tortures.
 struct TortureContext<'t> {
-    /// A folder for the tortures alone.
+    /// A folder used only by this run.
     folder: PathBuf,
     trace: PathBuf,
-    /// Distinct pages that the longest request names.
+    /// The number of distinct pages that the longest request names.
     longest: usize,
     requested: &'t Torture,
     interrupt: Interrupt,
@@ -91,15 +93,15 @@ struct TortureContext<'t> {
     random: SplitMix64,
 }
 
-/// A table of a torture's report: the attempts, and their results.
+/// The results of one torture.
 struct TortureTable {
     name: &'static str,
-    /// The counts of a row, in the order of its columns.
+    /// The names of the counts in a row.
     columns: &'static [&'static str],
     rows: Vec<(String, Vec<u64>)>,
-    /// The attempts that were left out, with the reason.
+    /// Attempts that were skipped, with the reason.
     skipped: Vec<String>,
-    /// Violations, each in a sentence. It is empty if all went well.
+    /// Violations, one sentence each. Empty if there were none.
     wrong: Vec<String>,
 }
 
@@ -110,11 +112,11 @@ impl Torture {
         let cannot = |what: &str, error: std::io::Error| {
             Failure::Environment(format!("cannot {what} {}: {error}", self.dir.display()))
         };
-        std::fs::create_dir_all(&self.dir).map_err(|error| cannot("make", error))?;
+        std::fs::create_dir_all(&self.dir).map_err(|error| cannot("create", error))?;
         let scratch = tempfile::Builder::new()
             .prefix("remanent-torture-")
             .tempdir_in(&self.dir)
-            .map_err(|error| cannot("make a folder in", error))?;
+            .map_err(|error| cannot("create a folder in", error))?;
         let trace = trace::bundled(scratch.path())?;
         let seed = self.seed.unwrap_or_else(seed_from_clock);
         let mut chamber = TortureContext {
@@ -128,8 +130,8 @@ impl Torture {
         };
         let device = chamber.device()?;
         if !self.json {
-            out.line(format_args!("Stores in {}, --seed {seed}.", scratch.path().display()))?;
-            out.line(format_args!("Pages in the memory of {device}."))?;
+            out.line(format_args!("Stores are in {} (--seed {seed}).", scratch.path().display()))?;
+            out.line(format_args!("Pages are in the memory of {device}."))?;
             out.flush()?;
         }
         let mut reports = Vec::new();
@@ -160,9 +162,9 @@ impl Torture {
         if self.json {
             out.line(Self::json(seed, &device, &reports, kept.as_deref()))?;
         } else if let Some(kept) = kept {
-            out.line(format_args!("\nThe evidence is left in {}; the seed was {seed}.", kept.display()))?;
+            out.line(format_args!("\nThe evidence is kept in {}; the seed was {seed}.", kept.display()))?;
         } else {
-            out.line("\nNothing acknowledged was lost, and nothing wrong was served.")?;
+            out.line("\nNo acknowledged request was lost, and no wrong byte was served.")?;
         }
         Ok(if is_right { Ending::Fine } else { Ending::Difference })
     }
@@ -181,7 +183,7 @@ impl Torture {
 }
 
 impl TortureContext<'_> {
-    /// A course of replays in a store of its own, with small or large pages.
+    /// Prepares a run of replays in its own store, with small or large pages.
     fn course(&mut self, name: &str, log_io: Option<LogIo>, durable: bool) -> Result<KillRun, Failure> {
         self.course_in(self.folder.join(name), log_io, durable)
     }
@@ -207,7 +209,7 @@ impl TortureContext<'_> {
         KillRun::new(errand, random, self.interrupt.clone(), ProgressBar::hidden())
     }
 
-    /// The name of the device that the stores' pages lie in.
+    /// Returns the name of the device that the stores' pages are on.
     fn device(&self) -> Result<String, Failure> {
         let folder = self.folder.join("asks");
         let store =
@@ -218,7 +220,7 @@ impl TortureContext<'_> {
         Ok(device)
     }
 
-    /// Nothing more is wanted.
+    /// Returns an error if Ctrl-C was pressed.
     fn check_interrupt(&self) -> Result<(), KillRunStop> {
         if self.interrupt.noted() { Err(KillRunStop::Interrupted) } else { Ok(()) }
     }
@@ -261,17 +263,17 @@ impl TortureTable {
     }
 }
 
-/// The failure of an operation on a file or folder.
+/// Returns the failure of an operation on a file or folder.
 fn cannot(what: &str, path: &Path, error: &std::io::Error) -> Failure {
     Failure::Environment(format!("cannot {what} {}: {error}", path.display()))
 }
 
-/// Makes a folder.
+/// Creates a folder.
 fn make(folder: &Path) -> Result<(), Failure> {
-    std::fs::create_dir_all(folder).map_err(|error| cannot("make", folder, &error))
+    std::fs::create_dir_all(folder).map_err(|error| cannot("create", folder, &error))
 }
 
-/// Removes a folder, if there is one.
+/// Removes a folder, if it exists.
 fn remove(folder: &Path) -> Result<(), Failure> {
     match std::fs::remove_dir_all(folder) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(cannot("remove", folder, &error)),
@@ -284,7 +286,7 @@ fn remove_file(file: &Path) -> Result<(), Failure> {
     std::fs::remove_file(file).map_err(|error| cannot("remove", file, &error))
 }
 
-/// Copies a folder and all in it, in place of any earlier copy.
+/// Copies a folder recursively, replacing any earlier copy.
 fn copy(from: &Path, to: &Path) -> Result<(), Failure> {
     remove(to)?;
     make(to)?;

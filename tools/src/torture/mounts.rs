@@ -1,7 +1,8 @@
-//! A file system of our own on a loop device, and the content of its device at one moment.
+//! A temporary file system on a loop device, and the content of its device at one moment.
 //!
-//! The device's file lies on an XFS, which can clone files. A clone is one moment of the device, taken while
-//! it is written to. Both stay mounted for as long as this value lives, also when Ctrl-C ends the command.
+//! The device's file is on an XFS file system, which can clone files. A clone captures one moment of the
+//! device while it is written to. Both file systems stay mounted until this value is dropped, which happens
+//! also after Ctrl-C.
 
 use std::path::{Path, PathBuf};
 
@@ -14,21 +15,21 @@ const INNER_LEN: u64 = 4 << 30;
 /// One mounted file system.
 struct Mount(PathBuf);
 
-/// An ext4 whose moments can be kept. Fields in the order in which they must go.
+/// An ext4 file system whose device can be cloned. Fields are in the order in which they must be dropped.
 pub struct Medium {
     inner: Mount,
     clones: u64,
     outer: Mount,
 }
 
-/// One moment of it.
+/// A clone of the device at one moment.
 pub struct PowerCut {
     image: PathBuf,
     at: PathBuf,
 }
 
 impl Medium {
-    /// Makes one in a folder.
+    /// Creates the file systems in a folder.
     pub fn new(folder: &Path) -> Result<Self, String> {
         let outer = make(&folder.join("outer"), OUTER_LEN, "mkfs.xfs", &["-q", "-f"])?;
         let outer = Mount::new(&outer, folder.join("clones"))?;
@@ -37,12 +38,12 @@ impl Medium {
         Ok(Self { inner, clones: 0, outer })
     }
 
-    /// The folder where it is mounted.
+    /// Returns the folder where the ext4 file system is mounted.
     pub fn path(&self) -> &Path {
         &self.inner.0
     }
 
-    /// Takes the content of the device at this moment.
+    /// Clones the device at this moment.
     pub fn cut(&mut self) -> Result<PowerCut, Failure> {
         self.clones += 1;
         let image = self.outer.0.join(format!("clone-{}", self.clones));
@@ -54,7 +55,7 @@ impl Medium {
 }
 
 impl PowerCut {
-    /// Mounts it, for the time of a look.
+    /// Mounts the clone while `look` runs.
     pub fn with_mount<T>(self, inspect: impl FnOnce(&Path) -> T) -> Result<T, Failure> {
         let mount = Mount::new(&self.image, self.at).map_err(Failure::Environment)?;
         let seen = inspect(&mount.0);
@@ -73,7 +74,7 @@ impl Mount {
 
 impl Drop for Mount {
     fn drop(&mut self) {
-        // A drop cannot report a failure; the caller that removes the folder meets it.
+        // A drop cannot report a failure; removing the folder fails for the caller then.
         let _ = unmount(&self.0);
     }
 }

@@ -1,15 +1,15 @@
-//! Power cuts: the content of a device at one moment of a store's life, file system included.
+//! Power cuts: the content of a device, file system included, at one moment of a store's life.
 
 use super::mounts::Medium;
 use super::{TortureContext, TortureTable};
 use crate::replay::kill_run::{KillRun, KillRunStop};
 
-/// Number of power cuts in the life of one store.
+/// The number of power cuts in the life of one store.
 const CUTS_A_COURSE: u64 = 12;
 
 impl TortureContext<'_> {
     pub(super) fn power_cuts(&mut self, report: &mut TortureTable) -> Result<(), KillRunStop> {
-        report.columns = &["cuts", "gone", "right"];
+        report.columns = &["cuts", "lost", "right"];
         if self.requested.power_cuts == 0 {
             return Ok(());
         }
@@ -30,7 +30,8 @@ impl TortureContext<'_> {
             let store = medium.path().join(format!("store-{number}"));
             let mut course = self.course_in(store, None, true)?;
             let wanted = (self.requested.power_cuts - cuts).min(CUTS_A_COURSE);
-            // A request that is merely in the page cache when its process dies may go with the next cut.
+            // A request that is only in the page cache when its process is killed may be lost in the next
+            // cut.
             let mut durable = None;
             for cut in 1..=wanted {
                 self.check_interrupt()?;
@@ -48,8 +49,8 @@ impl TortureContext<'_> {
     }
 }
 
-/// Cuts the power of a running replay, and kills it then. Returns the number of requests that had reached the
-/// page cache and that the cut took, or `None` if the replay had ended before.
+/// Cuts the power of a running replay, then kills it. Returns the number of requests that had reached the
+/// page cache and were lost in the cut, or `None` if the replay had ended before.
 fn cut_power(
     course: &mut KillRun,
     medium: &mut Medium,
@@ -61,7 +62,7 @@ fn cut_power(
     let done = course.run_until_then_kill(cut, of, |acknowledged| Ok((acknowledged, medium.cut()?)))?;
     let Some(((acknowledged, moment), checked)) = done else { return Ok(None) };
     *durable = acknowledged.max(*durable);
-    // Nothing had begun at the moment that was not found after the kill, which came later.
+    // The kill came after the cut, so no request had begun by the cut that was not found after the kill.
     let seen = moment.with_mount(|mounted| course.check_at(&mounted.join(name), *durable, checked.found))?;
     let (found, _) = seen?;
     *durable = checked.acknowledged.max(*durable);

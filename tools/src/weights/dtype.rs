@@ -4,12 +4,13 @@ use remanent_format::Width;
 use safetensors::Dtype;
 use serde_json::Value;
 
-/// The dtype of a name, as safetensors spells it.
+/// Returns the dtype of a name as safetensors spells it.
 pub fn parse(name: &str) -> Option<Dtype> {
     serde_json::from_value(Value::from(name)).ok()
 }
 
-/// The width by which elements are compared and logged. Several elements of fewer than 8 bits share a byte.
+/// Returns the width by which elements are compared and logged. Several elements of fewer than 8 bits share a
+/// byte.
 pub fn width(dtype: Dtype) -> Width {
     match dtype.bitsize() {
         64 => Width::W8,
@@ -19,7 +20,7 @@ pub fn width(dtype: Dtype) -> Width {
     }
 }
 
-/// How a small float divides its bits.
+/// The bit layout of a small float.
 struct SmallFloat {
     exponent_bits: u32,
     mantissa_bits: u32,
@@ -27,14 +28,14 @@ struct SmallFloat {
     specials: Specials,
 }
 
-/// Which bits are no number.
+/// The bit patterns that are not finite numbers.
 #[derive(PartialEq)]
 enum Specials {
-    /// The highest exponent: infinity, or NaN where the mantissa is not zero.
+    /// The highest exponent is infinity, or NaN if the mantissa is not zero.
     Ieee,
-    /// Only all ones, NaN.
+    /// Only all ones is NaN.
     AllOnes,
-    /// Only the negative zero, NaN.
+    /// Only the negative zero is NaN.
     NegativeZero,
 }
 
@@ -55,7 +56,7 @@ impl SmallFloat {
             Specials::AllOnes if exponent == exponent_max && mantissa == (1 << mantissa_bits) - 1 => f64::NAN,
             Specials::NegativeZero if sign == 1 && exponent == 0 && mantissa == 0 => f64::NAN,
             _ => {
-                // Without the leading one below the smallest exponent.
+                // Subnormal numbers have no leading one.
                 let leading = if exponent == 0 { 0 } else { 1 << mantissa_bits };
                 let power = exponent.max(1) as i32 - bias - mantissa_bits as i32;
                 f64::from(leading + mantissa) * f64::from(power).exp2()
@@ -65,7 +66,7 @@ impl SmallFloat {
     }
 }
 
-/// The value of a float of one of the kinds that have one part; `None` for all other dtypes.
+/// Returns the value of a real float; `None` for all other dtypes.
 ///
 /// # Panics
 /// If `bytes` is not one element.
@@ -80,7 +81,7 @@ pub fn float(dtype: Dtype, bytes: &[u8]) -> Option<f64> {
         Dtype::F8_E4M3 => small_of(small(4, 3, 7, Specials::AllOnes)),
         Dtype::F8_E5M2FNUZ => small_of(small(5, 2, 16, Specials::NegativeZero)),
         Dtype::F8_E4M3FNUZ => small_of(small(4, 3, 8, Specials::NegativeZero)),
-        // A power of two and nothing else.
+        // A power of two.
         Dtype::F8_E8M0 => {
             Some(if bytes[0] == 0xff { f64::NAN } else { (f64::from(bytes[0]) - 127.0).exp2() })
         }
@@ -88,7 +89,7 @@ pub fn float(dtype: Dtype, bytes: &[u8]) -> Option<f64> {
     }
 }
 
-/// One element as text.
+/// Returns one element as text.
 ///
 /// # Panics
 /// If `bytes` is not one element.
@@ -102,12 +103,12 @@ pub fn text(dtype: Dtype, bytes: &[u8]) -> String {
             let (real, imaginary) = bytes.split_at(4);
             format!("({}, {})", text(Dtype::F32, real), text(Dtype::F32, imaginary))
         }
-        // All floats up to 32 bits are numbers of 32 bits, whose shortest spelling is the familiar one.
+        // All floats up to 32 bits are shown as `f32`, whose shortest representation is the familiar one.
         _ => float(dtype, bytes).map_or_else(|| hex(bytes), |value| (value as f32).to_string()),
     }
 }
 
-/// One element as JSON: a number where it is one, else text.
+/// Returns one element as JSON: a number if possible, else text.
 ///
 /// # Panics
 /// If `bytes` is not one element.
@@ -120,7 +121,7 @@ pub fn json(dtype: Dtype, bytes: &[u8]) -> Value {
     }
 }
 
-/// Bytes in hexadecimal, the most significant first.
+/// Returns bytes in hexadecimal, the most significant first.
 fn hex(bytes: &[u8]) -> String {
     let digits: String = bytes.iter().rev().map(|byte| format!("{byte:02x}")).collect();
     format!("0x{digits}")
@@ -140,7 +141,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn floats_of_every_kind_have_their_values() {
+    fn floats_of_every_dtype_are_decoded() {
         for (dtype, bytes, expected) in [
             (Dtype::F64, &(-0.1f64).to_le_bytes()[..], -0.1),
             (Dtype::F32, &1.5f32.to_le_bytes(), 1.5),
@@ -191,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn every_dtype_is_found_by_its_name_and_has_its_width() {
+    fn dtypes_have_names_and_widths() {
         for (name, expected) in
             [("F4", 1), ("BOOL", 1), ("F8_E4M3", 1), ("BF16", 2), ("I32", 4), ("C64", 8), ("U64", 8)]
         {

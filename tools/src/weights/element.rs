@@ -1,4 +1,4 @@
-//! How one element of a page is named on the command line, and where it lies.
+//! One element of a page: its name on the command line, and its offset.
 
 use std::ops::Range;
 use std::str::FromStr;
@@ -10,10 +10,10 @@ use crate::read::selector::Selector;
 use crate::weights::dtype;
 use crate::weights::{dtype_of, label, shape_of};
 
-/// `KEY[INDEX]`, as it was typed.
+/// `KEY[INDEX]`, parsed from the command line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ElementName {
-    /// The page that holds it.
+    /// The page that contains the element.
     pub page: Selector,
     /// One number for each dimension, or one number that counts all elements.
     pub index: Vec<u64>,
@@ -23,8 +23,8 @@ impl FromStr for ElementName {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let wrong = || "not KEY[INDEX], such as layer.weight[3,7] or layer.weight[1543]".to_owned();
-        // A name may have brackets of its own: the last ones count.
+        let wrong = || "expected KEY[INDEX], for example layer.weight[3,7] or layer.weight[1543]".to_owned();
+        // A name may contain brackets, so the last ones are used.
         let (page, index) =
             text.strip_suffix(']').and_then(|text| text.rsplit_once('[')).ok_or_else(wrong)?;
         let number = |text: &str| text.trim().parse().map_err(|_| wrong());
@@ -33,28 +33,28 @@ impl FromStr for ElementName {
     }
 }
 
-/// An element of a page that exists.
+/// An element of an existing page.
 #[derive(Clone, Debug)]
 pub struct Element {
     /// The element's page.
     pub info: PageInfo,
-    /// Its dtype; none where the page says none, and elements are bytes.
+    /// Its dtype; `None` if the page states none, in which case elements are bytes.
     pub dtype: Option<Dtype>,
-    /// Its offset, in bytes from the page's start.
+    /// Its offset in bytes from the page's start.
     pub offset: u64,
     /// Its width in bytes.
     pub width: usize,
 }
 
 impl ElementName {
-    /// The element in its page.
+    /// Returns the element of the page `info`.
     pub fn find(&self, info: &PageInfo) -> Result<Element, String> {
         let dtype = dtype_of(info);
         let width = dtype.map_or(1, |dtype| dtype::width(dtype).bytes());
         let shape = shape_of(info).filter(|shape| shape.len() == self.index.len());
         let outside = || format!("there is no element {:?} in {}", self.index, label(info));
         let flat = match (&self.index[..], shape) {
-            // Row by row: the last dimension counts fastest.
+            // Row-major order: the last dimension varies fastest.
             (index, Some(shape)) => {
                 let within = index.iter().zip(&shape).all(|(index, dimension)| index < dimension);
                 let flat = index.iter().zip(&shape).try_fold(0_u64, |flat, (index, dimension)| {
@@ -77,17 +77,17 @@ impl ElementName {
 }
 
 impl Element {
-    /// The element's place in its page, in bytes from the page's start.
+    /// Returns the element's byte range in its page.
     pub fn range(&self) -> Range<u64> {
         self.offset..self.offset + self.width as u64
     }
 
-    /// Its value as text.
+    /// Returns its value as text.
     pub fn text(&self, bytes: &[u8]) -> String {
         self.dtype.map_or_else(|| bytes[0].to_string(), |dtype| dtype::text(dtype, bytes))
     }
 
-    /// Its value as JSON.
+    /// Returns its value as JSON.
     pub fn json(&self, bytes: &[u8]) -> serde_json::Value {
         self.dtype.map_or_else(|| bytes[0].into(), |dtype| dtype::json(dtype, bytes))
     }
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn an_element_is_found_by_all_its_indices_or_by_one_that_counts() {
+    fn element_is_found_by_indices_or_by_flat_index() {
         let info = page("F32", &[2, 3, 4], 96);
         for (text, expected) in [
             ("w[0][0,0,0]", Some(0)),

@@ -1,4 +1,4 @@
-//! `remanent export`: a version of the weights as the file that it was imported from.
+//! `remanent export`: writes a version of the weights as a safetensors file.
 
 use std::collections::BTreeMap;
 use std::io::{BufWriter, Write};
@@ -20,8 +20,8 @@ use crate::read::store_dir::StoreDir;
 use crate::weights::{Header, foreign_dtype, is_header, name_of};
 
 const EXAMPLES: &str = "\
-The file is the imported one, byte for byte, with the changes that programs have made to its tensors since. It is written \
-beside its final place, synced and renamed: there is all of it or nothing.
+Writes the imported file, byte for byte, with the changes that programs have made to its tensors since. The file is \
+written under a temporary name, synced and renamed, so it is never incomplete.
 
 Examples:
   remanent export store model.safetensors
@@ -32,14 +32,14 @@ Examples:
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Export {
-    /// The store's directory; it is only read
+    /// Store directory; never modified
     dir: PathBuf,
-    /// The file to write the weights to; replaced if it is there
+    /// File to write; an existing file is replaced
     file: PathBuf,
-    /// The version: lsn:N, snapshot:N, or the name of a snapshot [default: the newest]
+    /// Version to write: lsn:N, snapshot:N, or the name of a snapshot [default: newest]
     #[arg(long)]
     at: Option<StatePoint>,
-    /// One JSON object
+    /// Print the result as one JSON object
     #[arg(long)]
     json: bool,
     #[command(flatten)]
@@ -69,7 +69,7 @@ impl Export {
     }
 }
 
-/// A version of the weights, all of it proven.
+/// A version of the weights, completely proven.
 pub struct ExportVersion<'d> {
     header: Header,
     bytes: PageBytes<'d>,
@@ -78,7 +78,7 @@ pub struct ExportVersion<'d> {
 }
 
 impl<'d> ExportVersion<'d> {
-    /// Takes the version after a batch from what is kept.
+    /// Returns the version after a batch.
     pub fn take(past: &KeptStates<'d>, until: Option<Lsn>, page_bytes_max: u64) -> Result<Self, Failure> {
         let bytes = past.bytes(until, page_bytes_max, |info| is_header(info) || name_of(info).is_some())?;
         let infos: Vec<PageInfo> = bytes.table().pages().collect();
@@ -86,15 +86,15 @@ impl<'d> ExportVersion<'d> {
             let lsn = bytes.table().lsn();
             Failure::Environment(match infos.iter().find_map(foreign_dtype) {
                 Some((tensor, dtype)) => format!(
-                    "lsn {lsn} cannot be exported: tensor {tensor:?} has dtype {dtype}, which safetensors lacks; \
-                     save the tensor as one of another dtype, such as a view of it"
+                    "lsn {lsn} cannot be exported: tensor {tensor:?} has dtype {dtype}, which safetensors does not \
+                     support; save the tensor with another dtype, for example as a view"
                 ),
-                None => format!("no weights were imported up to lsn {lsn}"),
+                None => format!("there are no weights up to lsn {lsn}; import a safetensors file first"),
             })
         };
         let header_page = infos.iter().find(|info| is_header(info)).ok_or_else(none)?;
         let changed = |what: String| {
-            Failure::Environment(format!("lsn {} is no file of weights: {what}", bytes.table().lsn()))
+            Failure::Environment(format!("lsn {} cannot be exported: {what}", bytes.table().lsn()))
         };
         let header = bytes.window(header_page.page, &(0..header_page.len)).map_err(damaged)?;
         let header = Header::parse(header).map_err(changed)?;
@@ -107,7 +107,7 @@ impl<'d> ExportVersion<'d> {
                 None => return Err(changed(format!("tensor {name:?} is missing"))),
                 Some(info) if info.len != tensor.len => {
                     let (found, expected) = (info.len, tensor.len);
-                    return Err(changed(format!("tensor {name:?} is {found} bytes long, not {expected}")));
+                    return Err(changed(format!("tensor {name:?} has {found} bytes, expected {expected}")));
                 }
                 Some(info) => pages.push((*info).clone()),
             }
@@ -115,12 +115,12 @@ impl<'d> ExportVersion<'d> {
         Ok(Self { header, bytes, pages })
     }
 
-    /// The batch after which the version stood.
+    /// Returns the batch whose state the version is.
     pub fn lsn(&self) -> Lsn {
         self.bytes.table().lsn()
     }
 
-    /// Writes the file: all of it, or nothing and `false` if Ctrl-C was pressed meanwhile.
+    /// Writes the file. Returns `false`, without writing it, if Ctrl-C was pressed meanwhile.
     pub fn write_file(&self, path: &Path, interrupt: &Interrupt) -> Result<bool, Failure> {
         let cannot =
             |error: std::io::Error| Failure::Environment(format!("cannot write {}: {error}", path.display()));

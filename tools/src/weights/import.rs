@@ -1,9 +1,8 @@
-//! `remanent import`: a file of weights becomes the newest version in a store, in one batch.
+//! `remanent import`: makes a safetensors file the newest version in a store, in one batch.
 //!
 //! The command is the store's only writer while it runs, so the bytes that it compared are the bytes that it
-//! replaces. All of a version is one batch: a reader of the store sees the version before or this one, and a
-//! kill at any instruction leaves one of the two. Importing again then finds what is missing, be it
-//! everything or nothing.
+//! replaces. A version is one batch: a reader of the store sees either the version before or this one, and so
+//! does recovery after a kill at any instruction. Importing the file again then adds whatever is missing.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -26,48 +25,49 @@ use crate::weights::dtype;
 use crate::weights::{HEADER_KEY, Header, Tensor, WeightsFile, is_header, key_of, name_of};
 
 const EXAMPLES: &str = "\
-Each tensor is a page: its name is the page's key, or lies in the page's metadata if it is longer than 64 \
-bytes; dtype and shape lie there too. One more page keeps the file's header, so that `remanent export` gives \
-the file back byte for byte. Imported again, only the elements that changed are logged; tensors that came, \
-went or have another length are created, deleted and resized. All of it is one batch: a version is there \
-whole or not at all, whenever the import is killed. A file that holds what the store holds commits nothing.
+Each tensor is stored as a page. The page's key is the tensor's name, or a shortened form if that is longer than 64 \
+bytes or already used; full name, dtype and shape are in the page's metadata. One more page stores the file's header, so that \
+`remanent export` restores the file byte for byte. When a file is imported again, only the elements that changed are \
+logged; tensors that were added, removed or resized are created, deleted and resized. A version is one batch, so a \
+killed import never leaves a partial one. A file that equals the newest version commits nothing.
 
 Examples:
   remanent import store model.safetensors --note 'before training'
   remanent import store model.safetensors --root step=120 --root lr=3e-4
   remanent import store model.safetensors --place device:0";
 
-/// Bring a safetensors file into a store as its newest version
+/// Import a safetensors file into a store as its newest version
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Import {
-    /// The store's directory; made if it does not exist
+    /// Store directory; created if it does not exist
     dir: PathBuf,
-    /// The file of weights
+    /// Safetensors file to import
     file: PathBuf,
     #[command(flatten)]
     along: ImportExtras,
-    /// One JSON object
+    /// Print the result as one JSON object
     #[arg(long)]
     json: bool,
 }
 
-/// The entries that a version brings along.
+/// Entries that are stored with a version.
 #[derive(clap::Args)]
 struct ImportExtras {
-    /// A remark that stays with the version in the log
+    /// Note to store with the version in the log
     #[arg(long, value_name = "TEXT")]
     note: Option<String>,
-    /// An entry of the store's root, set in the same batch; a number or a bool if it reads as one, else text
+    /// Entry to set in the store's root in the same batch. VALUE is a number or a bool if it parses as one,
+    /// else text
     #[arg(long, value_name = "NAME=VALUE", value_parser = parse_root)]
     root: Vec<(String, Value)>,
-    /// The place of new tensors: host, pinned, disk, or device:N; others stay where they are
+    /// Place of new tensors: host, pinned, disk, or device:N. Existing tensors stay where they are
     #[arg(long, value_name = "PLACE", default_value_t = Place::Host)]
     place: Place,
 }
 
 fn parse_root(text: &str) -> Result<(String, Value), String> {
-    let (name, value) = text.split_once('=').ok_or("not NAME=VALUE")?;
+    let (name, value) = text.split_once('=').ok_or("expected NAME=VALUE")?;
     let value = None
         .or_else(|| value.parse().ok().map(Value::U64))
         .or_else(|| value.parse().ok().map(Value::I64))
@@ -79,20 +79,19 @@ fn parse_root(text: &str) -> Result<(String, Value), String> {
 
 /// Bytes that are compared at a time; a multiple of every element width.
 const PIECE_LEN: usize = 1 << 20;
-/// A page is written whole where its changes cost more than this share of it, in eighths.
+/// A page is written whole if its changes cost more than this share of its length, in eighths.
 const WHOLE_FROM_EIGHTHS: u64 = 7;
-/// Of a page up to this length in bytes the changes are always held: it is not worth a file.
+/// Pages up to this length, in bytes, keep their changes in memory: they are not worth an image file.
 const SHORT_LEN_MAX: u64 = 64 << 10;
-/// The cost, in bytes, of the changes that a version holds in memory until it is committed. In memory a
-/// change takes up to two and a half times its cost. Where there are more, pages are written whole, from the
-/// file.
+/// The cost, in bytes, of the changes that a version holds in memory until the commit. A change takes up to
+/// two and a half times its cost in memory. Beyond this limit, pages are written whole from the file.
 const HELD_COST_MAX: u64 = 32 << 20;
-/// Bytes that are compared before the cost of a page's changes is looked at: that ends a range.
+/// Bytes that are compared before the cost of a page's changes is evaluated, which ends a range.
 const LOOKED_AT_LEN: u64 = 16 << 20;
 
 /// The result of an import.
 struct ImportReport {
-    /// Whether the store did not hold the version yet.
+    /// Whether the store did not contain the version yet.
     is_new: bool,
     totals: ImportTotals,
 }
@@ -110,7 +109,7 @@ impl Import {
     /// Runs `remanent import`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let interrupt = Interrupt::listen()?;
-        // A file that cannot be imported leaves no store.
+        // A file that cannot be imported must not create a store.
         let file = WeightsFile::open(&self.file)?;
         let was_there = self.dir.exists();
         let store = engine::open(&self.dir, Create::IfEmpty)?;
@@ -154,7 +153,9 @@ impl Import {
             });
         }
         if !imported.is_new {
-            return out.line(format_args!("nothing to import: the store holds this at lsn {lsn}"));
+            return out.line(format_args!(
+                "nothing to import: the store already contains this version at lsn {lsn}"
+            ));
         }
         out.line(format_args!(
             "lsn {lsn}: {tensors} tensors of {bytes} bytes; {created} created, {deleted} deleted, {resized} resized, \
@@ -163,8 +164,8 @@ impl Import {
     }
 }
 
-/// Removes a store that was made just now and is empty: only a store's own files, and the folders that are
-/// empty then. Files that cannot be removed stay, because the caller reports why the import failed.
+/// Removes a store that was just created and is empty: only the store's own files, and folders that are empty
+/// then. Files that cannot be removed stay, because the caller reports why the import failed.
 fn remove_empty_store(dir: &Path, was_there: bool) {
     for folder in Folder::INNER.into_iter().chain([Folder::Root]) {
         let path = dir.join(folder.name());
@@ -180,13 +181,13 @@ fn remove_empty_store(dir: &Path, was_there: bool) {
     }
 }
 
-/// Brings a file of weights into an open store, as the command does. Returns whether that made a new version:
-/// it did not if the store had this one already, or Ctrl-C was pressed meanwhile.
+/// Imports a safetensors file into an open store, as the command does. Returns whether this created a new
+/// version: `false` if the store already contained it, or if Ctrl-C was pressed meanwhile.
 ///
 /// # Errors
 ///
-/// [`Failure::Environment`] for a file that is none of weights or cannot be read, and for a store that
-/// refuses; [`Failure::Damage`] for a store in which an earlier file is not whole.
+/// [`Failure::Environment`] for a file that is not a safetensors file or cannot be read, and for a store that
+/// refuses the batch; [`Failure::Damage`] if the page with the header of an earlier file is damaged.
 pub fn import(store: &Store, file: &Path) -> Result<bool, Failure> {
     let interrupt = Interrupt::listen()?;
     let along = ImportExtras { note: None, root: Vec::new(), place: Place::Host };
@@ -194,7 +195,7 @@ pub fn import(store: &Store, file: &Path) -> Result<bool, Failure> {
     Ok(imported.is_some_and(|imported| imported.is_new))
 }
 
-/// Makes a file the store's newest version, durably; `None` if Ctrl-C was pressed meanwhile.
+/// Makes a file the store's newest version, durably. Returns `None` if Ctrl-C was pressed meanwhile.
 fn import_file(
     store: &Store,
     file: &WeightsFile,
@@ -238,13 +239,13 @@ struct ImportVersion<'a> {
     held_cost: u64,
     is_new: bool,
     totals: ImportTotals,
-    /// Room for a piece of both versions.
+    /// Buffers for a piece of both versions.
     before: Vec<u8>,
     after: Vec<u8>,
 }
 
 impl<'a> ImportVersion<'a> {
-    /// Compares the file with the store; `None` if Ctrl-C was pressed meanwhile.
+    /// Compares the file with the store. Returns `None` if Ctrl-C was pressed meanwhile.
     fn prepare(
         store: &'a Store,
         file: &'a WeightsFile,
@@ -261,7 +262,7 @@ impl<'a> ImportVersion<'a> {
         let mut old = version.tensors_before(&pages, header)?;
         let mut keys: BTreeSet<Key> = pages.iter().filter_map(|info| info.key.clone()).collect();
 
-        // Deleted tensors come first, so that their keys are free.
+        // Deletes come first, so that their keys are free.
         let stays: BTreeSet<&str> = file.header.tensors.iter().map(|tensor| &tensor.name[..]).collect();
         for info in old.iter().filter(|(name, _)| !stays.contains(*name)).map(|(_, info)| info) {
             version.batch.delete(info.page);
@@ -290,8 +291,8 @@ impl<'a> ImportVersion<'a> {
         Ok(Some(version))
     }
 
-    /// The pages of the version that the store holds, by their tensors' names. Other pages are not
-    /// touched, whatever their keys.
+    /// Returns the pages of the version in the store, by tensor name. Other pages are never changed, whatever
+    /// their keys.
     fn tensors_before<'p>(
         &self,
         pages: &'p [PageInfo],
@@ -301,7 +302,7 @@ impl<'a> ImportVersion<'a> {
         let mut bytes = vec![0; header.len as usize];
         self.store.read(header.page, 0, &mut bytes).map_err(engine_failure)?;
         let refuse =
-            |reason| Failure::Damage(format!("page {} is no file of weights: {reason}", header.page));
+            |reason| Failure::Damage(format!("page {} is not a safetensors header: {reason}", header.page));
         let header = Header::parse(bytes).map_err(refuse)?;
         let names: BTreeSet<String> = header.tensors.into_iter().map(|tensor| tensor.name).collect();
         let named = pages.iter().filter_map(|info| Some((name_of(info)?, info)));
@@ -312,7 +313,7 @@ impl<'a> ImportVersion<'a> {
         self.is_new = true;
         self.totals.created += 1;
         let created = if self.is_zeros(tensor)? {
-            // The page is that already.
+            // A new page is all zeros.
             self.batch.create(tensor.len, self.place)
         } else {
             let source = self.file.source(tensor, self.interrupt);
@@ -322,7 +323,7 @@ impl<'a> ImportVersion<'a> {
         Ok(())
     }
 
-    /// Whether all bytes of a tensor are zeros.
+    /// Returns whether all bytes of a tensor are zeros.
     fn is_zeros(&mut self, tensor: &Tensor) -> Result<bool, Failure> {
         for at in (0..tensor.len).step_by(PIECE_LEN) {
             let piece = &mut self.after[..(tensor.len - at).min(PIECE_LEN as u64) as usize];
@@ -366,16 +367,16 @@ impl<'a> ImportVersion<'a> {
     }
 
     /// Compares a tensor with its page. Returns the number of changed elements, and the changes unless the
-    /// page is to be written whole.
+    /// page must be written whole.
     fn compare(&mut self, info: &PageInfo, tensor: &Tensor) -> Result<(u64, Option<PageChanges>), Failure> {
         let width = dtype::width(tensor.dtype);
         let mut changes = Some(PageChanges::new(width));
-        // The changed elements of a page that is written whole.
+        // The number of changed elements of a page that is written whole.
         let mut counted = 0;
         for at in (0..tensor.len).step_by(PIECE_LEN) {
             let len = (tensor.len - at).min(PIECE_LEN as u64) as usize;
             self.file.read_at(tensor.offset + at, &mut self.after[..len])?;
-            // Bytes of the new version beyond the page are zeros so far.
+            // A page that grows reads as zeros beyond its end.
             let there = info.len.saturating_sub(at).min(len as u64) as usize;
             self.before[there..len].fill(0);
             if there > 0 {
@@ -400,14 +401,14 @@ impl<'a> ImportVersion<'a> {
         Ok((count, changes))
     }
 
-    /// Whether a page is written whole that has these changes, or more.
+    /// Returns whether a page with at least these changes is written whole.
     fn is_written_whole(&self, changes: &mut PageChanges, tensor: &Tensor) -> bool {
         let cost = changes.cost();
         let is_most = tensor.len > SHORT_LEN_MAX && cost * 8 > tensor.len * WHOLE_FROM_EIGHTHS;
         is_most || self.held_cost + cost > HELD_COST_MAX
     }
 
-    /// The header's page, which makes the tensors a file.
+    /// Updates the page with the header, which makes the tensors a file.
     fn update_header(&mut self, info: Option<&PageInfo>) -> Result<(), Failure> {
         let bytes = &self.file.header.bytes;
         let Some(info) = info else {

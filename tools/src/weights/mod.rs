@@ -1,9 +1,9 @@
-//! Common to files of weights and a store: tensors, their names and keys, the file's header.
+//! The safetensors files of a store: tensors, their names and keys, and the file's header.
 //!
-//! A safetensors file is 8 bytes with the length of a JSON header, the header, and the tensors' bytes back to
-//! back. In a store each tensor is a page, with `dtype` and `shape` in its metadata. One more page holds the
-//! header with its 8 bytes, exactly as they were. So the file comes back byte for byte, whatever order,
-//! spaces or metadata its header has, and a version's header is kept like a version of any page.
+//! A safetensors file consists of 8 bytes with the length of a JSON header, the header, and the tensors'
+//! bytes back to back. In a store each tensor is a page, with `dtype` and `shape` in its metadata. One more
+//! page holds the header with its 8 bytes, unchanged. The file can therefore be restored byte for byte,
+//! whatever order, spaces or metadata its header has, and headers have versions as any other page.
 
 pub(crate) mod dtype;
 pub(crate) mod element;
@@ -26,38 +26,38 @@ use safetensors::Dtype;
 use crate::cli::exit::Failure;
 use crate::cli::interrupt::Interrupt;
 
-/// The key of the page that holds the header of the file. No tensor gets it, whatever its name.
+/// The key of the page that holds the file's header. No tensor gets this key, whatever its name.
 pub const HEADER_KEY: &str = "safetensors header";
 
-/// The longest header, in bytes: the limit of the safetensors library.
+/// The maximum length of a header, in bytes: the limit of the safetensors library.
 const HEADER_LEN_MAX: u64 = 100_000_000;
-/// The length of a header's length.
+/// The length of the header's length field.
 const LEN_LEN: u64 = 8;
 
-/// The page's metadata that says how its elements are to be read.
+/// The metadata entry of a tensor's dtype.
 const DTYPE: &str = "dtype";
 /// The metadata entry of a tensor's shape.
 const SHAPE: &str = "shape";
-/// The tensor's full name, which is the page's key too where it can be one.
+/// The metadata entry of a tensor's full name, which is also the page's key if it can be one.
 const NAME: &str = "name";
 
 /// One tensor of a file.
 #[derive(Clone, Debug)]
 pub struct Tensor {
-    /// Its full name.
+    /// The full name.
     pub name: String,
-    /// The kind of its elements.
+    /// The dtype of the elements.
     pub dtype: Dtype,
     /// The tensor's shape.
     pub shape: Vec<u64>,
-    /// The offset of its bytes, from the file's start.
+    /// The offset of its bytes from the file's start.
     pub offset: u64,
     /// The number of its bytes.
     pub len: u64,
 }
 
 impl Tensor {
-    /// The metadata of a tensor's page.
+    /// Returns the metadata of the tensor's page.
     pub fn metadata(&self) -> Metadata {
         let shape = self.shape.iter().map(|dimension| Value::U64(*dimension)).collect();
         Metadata::from([
@@ -68,25 +68,25 @@ impl Tensor {
     }
 }
 
-/// The header of a file, with all that it says.
+/// The header of a file, parsed.
 #[derive(Clone, Debug)]
 pub struct Header {
-    /// The header as it lies in the file, its length in front.
+    /// The header as it is in the file, preceded by its length.
     pub bytes: Vec<u8>,
     /// The tensors, in the order of their bytes.
     pub tensors: Vec<Tensor>,
 }
 
 impl Header {
-    /// Reads a header. When this returns, its parts are known to agree: the tensors cover the bytes after the
-    /// header without gaps or overlaps, and each is as long as shape and dtype say.
+    /// Parses and checks a header: the tensors cover the bytes after the header without gaps or overlaps, and
+    /// each has the length that shape and dtype give.
     pub fn parse(bytes: Vec<u8>) -> Result<Self, String> {
-        let json = bytes.get(LEN_LEN as usize..).ok_or("its header is cut short")?;
+        let json = bytes.get(LEN_LEN as usize..).ok_or("header is truncated")?;
         let metadata: safetensors::tensor::Metadata =
-            serde_json::from_slice(json).map_err(|error| format!("its header cannot be read: {error}"))?;
+            serde_json::from_slice(json).map_err(|error| format!("header cannot be parsed: {error}"))?;
         let mut infos: Vec<_> = metadata.tensors().into_iter().collect();
-        // Empty tensors stand between their neighbours; among themselves any order is right, as long as it
-        // is the same every time.
+        // Empty tensors share an offset with a neighbor; any order among them is valid, as long as it is
+        // always the same.
         infos.sort_by(|(left_name, left), (right_name, right)| {
             (left.data_offsets, left_name).cmp(&(right.data_offsets, right_name))
         });
@@ -100,15 +100,15 @@ impl Header {
         Ok(Self { tensors: infos.into_iter().map(tensor).collect(), bytes })
     }
 
-    /// The length of the whole file.
+    /// Returns the length of the whole file.
     pub fn file_len(&self) -> u64 {
         self.tensors.last().map_or(self.bytes.len() as u64, |tensor| tensor.offset + tensor.len)
     }
 }
 
-/// A file of weights, open for reading.
+/// A safetensors file, open for reading.
 pub struct WeightsFile {
-    /// The header, read and checked.
+    /// The header, parsed and checked.
     pub header: Header,
     file: Arc<File>,
     path: PathBuf,
@@ -118,23 +118,23 @@ impl WeightsFile {
     /// Opens a file and reads its header.
     pub fn open(path: &Path) -> Result<Self, Failure> {
         let refuse = |reason: String| Failure::Environment(format!("{}: {reason}", path.display()));
-        let cannot = |error: std::io::Error| refuse(format!("cannot be read: {error}"));
+        let cannot = |error: std::io::Error| refuse(format!("cannot read: {error}"));
         let file = File::open(path).map_err(cannot)?;
         let metadata = file.metadata().map_err(cannot)?;
         if !metadata.is_file() {
-            return Err(refuse("no regular file".to_owned()));
+            return Err(refuse("not a regular file".to_owned()));
         }
         let file_len = metadata.len();
         let mut len = [0; LEN_LEN as usize];
         if file_len < LEN_LEN {
-            return Err(refuse(format!("{file_len} bytes are no safetensors file")));
+            return Err(refuse(format!("not a safetensors file: only {file_len} bytes long")));
         }
         file.read_exact_at(&mut len, 0).map_err(cannot)?;
         let header_len = u64::from_le_bytes(len);
-        // Nothing is believed of a length before it was held against the file and the limit.
+        // No length is trusted before it was compared with the file's length and the limit.
         if header_len > HEADER_LEN_MAX || header_len > file_len - LEN_LEN {
             return Err(refuse(format!(
-                "no safetensors file: a header of {header_len} bytes is not in a file of {file_len}"
+                "not a safetensors file: header of {header_len} bytes in a file of {file_len} bytes"
             )));
         }
         let mut bytes = vec![0; (LEN_LEN + header_len) as usize];
@@ -142,24 +142,25 @@ impl WeightsFile {
         let header = Header::parse(bytes).map_err(&refuse)?;
         if header.file_len() != file_len {
             return Err(refuse(format!(
-                "its header describes {} bytes, but it is {file_len} bytes long",
+                "header describes a file of {} bytes, but the file has {file_len} bytes",
                 header.file_len()
             )));
         }
         Ok(Self { header, file: Arc::new(file), path: path.to_owned() })
     }
 
-    /// Reads from the file's start.
+    /// Reads bytes at an offset from the file's start.
     pub fn read_at(&self, offset: u64, out: &mut [u8]) -> Result<(), Failure> {
         self.file.read_exact_at(out, offset).map_err(|error| self.cannot_read(&error))
     }
 
-    /// The file does not give its bytes.
+    /// Returns the failure of a read of the file.
     pub fn cannot_read(&self, error: &io::Error) -> Failure {
-        Failure::Environment(format!("{}: cannot be read: {error}", self.path.display()))
+        Failure::Environment(format!("{}: cannot read: {error}", self.path.display()))
     }
 
-    /// The bytes of a tensor, to be read when a batch is committed. Ctrl-C ends that.
+    /// Returns a source of a tensor's bytes, which is read when a batch is committed. After Ctrl-C its reads
+    /// fail.
     pub fn source(&self, tensor: &Tensor, interrupt: &Interrupt) -> Arc<dyn ByteSource> {
         let (file, interrupt) = (self.file.clone(), interrupt.clone());
         Arc::new(TensorSource { file, start: tensor.offset, interrupt })
@@ -170,7 +171,7 @@ impl WeightsFile {
 #[derive(Debug)]
 struct TensorSource {
     file: Arc<File>,
-    /// The offset of the tensor, from the file's start.
+    /// The offset of the tensor from the file's start.
     start: u64,
     interrupt: Interrupt,
 }
@@ -184,8 +185,8 @@ impl ByteSource for TensorSource {
     }
 }
 
-/// The key of a tensor's page: the name where it can be one, else its beginning and a checksum. `taken` says
-/// of a key whether it is another page's.
+/// Returns the key of a tensor's page: the name if it can be a key, else its beginning and a checksum.
+/// `taken` returns whether another page has a key.
 pub fn key_of(name: &str, taken: impl Fn(&Key) -> bool) -> Key {
     if name != HEADER_KEY
         && let Ok(key) = Key::new(name)
@@ -208,7 +209,7 @@ pub fn key_of(name: &str, taken: impl Fn(&Key) -> bool) -> Key {
     }
 }
 
-/// The full name of the tensor in a page; `None` if the page holds none.
+/// Returns the full name of the tensor in a page; `None` if the page holds none.
 pub fn name_of(info: &PageInfo) -> Option<&str> {
     match info.metadata.get(NAME) {
         Some(Value::String(name)) => Some(name),
@@ -216,7 +217,7 @@ pub fn name_of(info: &PageInfo) -> Option<&str> {
     }
 }
 
-/// The dtype of a page's elements, if its metadata says one.
+/// Returns the dtype of a page's elements, if its metadata states one.
 pub fn dtype_of(info: &PageInfo) -> Option<Dtype> {
     match info.metadata.get(DTYPE) {
         Some(Value::String(name)) => dtype::parse(name),
@@ -224,7 +225,7 @@ pub fn dtype_of(info: &PageInfo) -> Option<Dtype> {
     }
 }
 
-/// The name and the dtype of a tensor that no safetensors file can hold, if the page has one.
+/// Returns the name and the dtype of the tensor in a page, if no safetensors file can hold it.
 pub fn foreign_dtype(info: &PageInfo) -> Option<(&str, &str)> {
     match (name_of(info), info.metadata.get(DTYPE)) {
         (Some(name), Some(Value::String(dtype))) if dtype::parse(dtype).is_none() => Some((name, dtype)),
@@ -232,7 +233,7 @@ pub fn foreign_dtype(info: &PageInfo) -> Option<(&str, &str)> {
     }
 }
 
-/// The shape of a page, if its metadata says one.
+/// Returns the shape of a page, if its metadata states one.
 pub fn shape_of(info: &PageInfo) -> Option<Vec<u64>> {
     let Some(Value::List(dimensions)) = info.metadata.get(SHAPE) else { return None };
     let number = |dimension: &Value| match dimension {
@@ -242,12 +243,12 @@ pub fn shape_of(info: &PageInfo) -> Option<Vec<u64>> {
     dimensions.iter().map(number).collect()
 }
 
-/// Whether a page holds the header of the file.
+/// Returns whether a page holds the file's header.
 pub fn is_header(info: &PageInfo) -> bool {
     info.key.as_ref().is_some_and(|key| key.as_bytes() == HEADER_KEY.as_bytes())
 }
 
-/// How a page is named to a person: its tensor's full name, else its key, else its number.
+/// Returns the name of a page for people: its tensor's full name, else its key, else its number.
 pub fn label(info: &PageInfo) -> String {
     match (name_of(info), &info.key) {
         (Some(name), _) => name.escape_debug().to_string(),
@@ -275,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn duplicate_key_is_refused() {
+    fn taken_key_is_not_used_again() {
         let mut keys: Vec<Key> = Vec::new();
         for _ in 0..12 {
             let key = key_of("w", |key| keys.contains(key));

@@ -1,5 +1,5 @@
-//! The versions of a run of several ranks. Each is a small file of JSON in `points/`, which names a snapshot
-//! in the store of every rank; the first line holds a checksum of the rest.
+//! The versions of a run of several ranks. Each is a small JSON file in `points/` that names a snapshot in
+//! the store of every rank; its first line holds a checksum of the rest.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -11,7 +11,7 @@ use serde::Deserialize;
 
 use crate::cli::exit::Failure;
 
-/// The longest file of a version that is read, in bytes: far beyond that of a run of 100,000 ranks.
+/// The maximum length of a version's file, in bytes: far beyond that of a run of 100,000 ranks.
 const POINT_LEN_MAX: u64 = 64 << 20;
 
 /// A version of all ranks.
@@ -23,17 +23,18 @@ pub struct Point {
     pub name: Option<String>,
     /// When it was saved, in seconds since 1970.
     pub created: f64,
-    /// By rank: the identity of its store, the snapshot's name, and the batch that it ends with.
+    /// For each rank: the identity of its store, the snapshot's name, and the batch that the snapshot ends
+    /// with.
     pub parts: Vec<(String, String, u64)>,
 }
 
-/// The folder of versions in the directory of a run of ranks, if it is one.
+/// Returns the folder of versions, if the directory is that of a run of ranks.
 pub fn folder(run: &Path) -> Option<PathBuf> {
     let folder = run.join("points");
     folder.is_dir().then_some(folder)
 }
 
-/// Reads the versions, the oldest first, and what is damaged among them.
+/// Reads the versions, oldest first, and reports the damaged ones.
 pub fn read(folder: &Path) -> Result<(Vec<Point>, Vec<String>), Failure> {
     let cannot = |error| Failure::Environment(format!("cannot read {}: {error}", folder.display()));
     let mut numbered: Vec<(u64, PathBuf)> = Vec::new();
@@ -47,9 +48,9 @@ pub fn read(folder: &Path) -> Result<(Vec<Point>, Vec<String>), Failure> {
     let (mut points, mut damage) = (Vec::new(), Vec::new());
     for (_, path) in numbered {
         let point = match fs::metadata(&path) {
-            Ok(found) if found.len() > POINT_LEN_MAX => Err(format!("it has {} bytes", found.len())),
+            Ok(found) if found.len() > POINT_LEN_MAX => Err(format!("too long with {} bytes", found.len())),
             Ok(_) => fs::read(&path).map_err(|error| error.to_string()).and_then(|bytes| parse(&bytes)),
-            // The run has given it up since the folder was listed.
+            // The run has given the version up since the folder was listed.
             Err(error) if error.kind() == ErrorKind::NotFound => continue,
             Err(error) => Err(error.to_string()),
         };
@@ -62,12 +63,12 @@ pub fn read(folder: &Path) -> Result<(Vec<Point>, Vec<String>), Failure> {
 }
 
 fn parse(bytes: &[u8]) -> Result<Point, String> {
-    let end = bytes.iter().position(|byte| *byte == b'\n').ok_or("its first line has no end")?;
+    let end = bytes.iter().position(|byte| *byte == b'\n').ok_or("first line is not terminated")?;
     let (first, body) = (&bytes[..end], &bytes[end + 1..]);
     let sum: String = Blake2b::<U16>::digest(body).iter().map(|byte| format!("{byte:02x}")).collect();
     let expected = format!("{{\"remanent version\": 1, \"blake2b\": \"{sum}\"}}");
     if first != expected.as_bytes() {
-        return Err("its bytes are not what was written, or a newer program wrote it".to_owned());
+        return Err("checksum mismatch, or written by a newer version of the program".to_owned());
     }
-    serde_json::from_slice(body).map_err(|error| format!("it cannot be read: {error}"))
+    serde_json::from_slice(body).map_err(|error| format!("cannot be parsed: {error}"))
 }

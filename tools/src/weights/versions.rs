@@ -1,7 +1,7 @@
-//! `remanent versions`: the versions that can be loaded, the oldest first.
+//! `remanent versions`: lists the versions that can be loaded, oldest first.
 //!
 //! A version is the state after a batch from which on the log is kept, or the end of a kept snapshot before
-//! that. A save that takes several batches marks its root while it is under way: the states in between are no
+//! that. A save of several batches marks its root while it is in progress; the states in between are not
 //! versions.
 
 use std::collections::BTreeMap;
@@ -27,31 +27,31 @@ use crate::read::store_dir::StoreDir;
 use crate::weights::points;
 
 const EXAMPLES: &str = "\
-Lists what `remanent.torch.save_file`, `remanent.torch.Checkpointer` and `remanent import` have saved, and every other \
-batch whose state can be read. Of a run of several ranks, give the directory that holds `points` and `rank-0`. `bytes` \
-are those that the version's batch wrote: its frame in the log, and the images that it names.
+Lists everything that `remanent.torch.save_file`, `remanent.torch.Checkpointer` and `remanent import` have saved, and \
+every other batch whose state can be read. For a run of several ranks, use the directory that contains `points` and \
+`rank-0`. BYTES counts what the version's batch wrote: its frame in the log, and the images that it names.
 
 Examples:
   remanent versions weights
   remanent versions weights --json | jq .lsn
   remanent export weights then.safetensors --at lsn:7";
 
-/// The entry of the root that stands while a save has written a part of its version.
+/// The root entry that exists while a save has written only part of its version.
 const SAVING: &str = "saving";
-/// The entry of the root with the step of a run.
+/// The root entry with the step of a run.
 const STEP: &str = "step";
-/// The entry of the root with the time of a version, in seconds since 1970. It is no part of what was saved.
+/// The root entry with the time of a version, in seconds since 1970. It is not part of the saved state.
 pub(crate) const SAVED_AT: &str = "saved at";
-/// The beginning of names that a run gives to snapshots by itself.
+/// The prefix of names that a run gives to snapshots automatically.
 const OWN_NAME: &str = "step ";
 
 /// List the versions that can be loaded
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Versions {
-    /// The store's directory, or that of a run of several ranks; it is only read
+    /// Directory of a store, or of a run of several ranks; never modified
     dir: PathBuf,
-    /// One JSON object a line
+    /// Print one JSON object per line
     #[arg(long)]
     json: bool,
 }
@@ -59,19 +59,19 @@ pub struct Versions {
 /// A version that can be loaded.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Version {
-    /// The batch after which it is the state; of a run of several ranks, that of the first one.
+    /// The batch whose state it is; for a run of several ranks, that of the first rank.
     pub lsn: u64,
-    /// The step, if it is of a run.
+    /// The step, if it belongs to a run.
     pub step: Option<u64>,
     /// The name that keeps it.
     pub name: Option<String>,
-    /// The remark that was saved with it, if its batch is still in the log.
+    /// The note that was saved with it, if its batch is still in the log.
     pub note: Option<String>,
-    /// When it was saved, in milliseconds since 1970, where that is known.
+    /// When it was saved, in milliseconds since 1970, if known.
     pub created_unix_ms: Option<u64>,
-    /// Bytes that its batch wrote, if that is still in the log.
+    /// Bytes that its batch wrote, if the batch is still in the log.
     pub bytes: Option<u64>,
-    /// Of a run of several ranks: the batch of each rank's store.
+    /// For a run of several ranks: the batch of each rank's store.
     pub ranks: Vec<u64>,
 }
 
@@ -93,7 +93,7 @@ impl Versions {
     }
 }
 
-/// Lists the versions in the directory of a store, or of a run of several ranks, the oldest first.
+/// Returns the versions in the directory of a store, or of a run of several ranks, oldest first.
 ///
 /// # Errors
 ///
@@ -127,8 +127,8 @@ fn of_ranks(point: points::Point) -> Version {
     }
 }
 
-/// The versions of a store: the ends of kept snapshots, and each batch from the oldest state on that the log
-/// leads on from.
+/// Returns the versions of a store: the ends of kept snapshots, and each batch after the oldest state from
+/// which the log continues.
 fn of_store(dir: &StoreDir, view: &PartialView) -> Result<Vec<Version>, Failure> {
     let Some(end) = view.end() else { return Ok(Vec::new()) };
     let reach = Reach::of(&view.survey, &end.verified);
@@ -189,19 +189,19 @@ fn of_snapshot(manifest: &Manifest) -> Version {
     }
 }
 
-/// The parts of a batch that tell of its version.
+/// The parts of a batch that describe its version.
 struct Batch {
     note: Option<String>,
     bytes: u64,
     saved_at: Option<u64>,
-    /// Entries of the root that it sets, or removes.
+    /// Root entries that the batch sets or removes.
     root: Vec<(String, Option<Value>)>,
     /// The state that it restores.
     restored: Option<Lsn>,
 }
 
 impl Batch {
-    /// `None` if the payload cannot be read.
+    /// Decodes a frame. Returns `None` if the payload cannot be decoded.
     fn of(frame: &ScannedFrame) -> Option<Self> {
         let payload = frame.payload.as_ref().ok()?;
         let mut batch = Self {
@@ -232,7 +232,7 @@ impl Batch {
         Some(batch)
     }
 
-    /// Makes `root` what it is after this batch; `roots` are those of states before.
+    /// Applies this batch to `root`; `roots` are the roots of earlier states.
     fn apply(&self, root: &mut Metadata, roots: &BTreeMap<Lsn, Metadata>) {
         if let Some(restored) = self.restored {
             *root = roots.get(&restored).cloned().unwrap_or_default();
@@ -262,7 +262,7 @@ fn milliseconds(value: &Value) -> Option<u64> {
     if let Value::F64(seconds) = value { unix_ms(*seconds) } else { None }
 }
 
-/// Seconds since 1970 as milliseconds; `None` for what is no time.
+/// Converts seconds since 1970 to milliseconds; `None` for a value that is not a time.
 fn unix_ms(seconds: f64) -> Option<u64> {
     Duration::try_from_secs_f64(seconds).ok().and_then(|time| u64::try_from(time.as_millis()).ok())
 }

@@ -1,4 +1,4 @@
-//! `remanent bench`: its output, and that it leaves no file.
+//! `remanent bench`: its output, and that it leaves no files.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read};
@@ -8,7 +8,7 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::command::{command, run};
 
-/// Each benchmark, so small that it takes no time.
+/// Every benchmark, with options so small that it takes no time.
 const SMALL: &[(&str, &[&str])] = &[
     (
         "commit",
@@ -70,8 +70,8 @@ fn each_figure_appears_once_per_round_with_ceiling_no_leftovers() {
             for figure in figures {
                 let rounds = figure["rounds"].as_array().unwrap();
                 assert_eq!(rounds.len(), 2, "{figure}");
-                // Memory may not grow, an allocator may hold just what is live, a follower may have a batch
-                // before its commit returns, and no block need wait or leave.
+                // These may be zero: memory may not grow, an allocator may hold only what is live, a follower
+                // may have a batch before its commit returns, and blocks may neither wait nor leave.
                 let may_be_none =
                     figure["unit"] == "bytes" || ["allocations", "follow", "tiers"].contains(what);
                 let least = if may_be_none { 0.0 } else { f64::MIN_POSITIVE };
@@ -104,7 +104,7 @@ fn report_has_table_and_html_page() {
         let (disk, page) = (path("disk"), path(&format!("{what}.html")));
         let text = run(&[&small(what, &disk, own)[..], &["--report", &page]].concat()).expect(0).out;
         assert!(
-            text.contains("MEDIAN") && text.contains("left out: ") == NEED_A_GPU.contains(what),
+            text.contains("MEDIAN") && text.contains("not measured: ") == NEED_A_GPU.contains(what),
             "{text}"
         );
         let html = std::fs::read_to_string(page).unwrap();
@@ -126,7 +126,7 @@ fn unmeasurable_benchmark_is_refused_before_setup() {
         (&["commit", path, "--seconds", "nan"], "--seconds"),
         (&["commit", path, "--threads", "0"], "--threads"),
         (&["commit", path, "--len", "0"], "--len"),
-        (&["commit", path, "--len", "1MiB", "--threads", "1000"], "fill the raw loop's file"),
+        (&["commit", path, "--len", "1MiB", "--threads", "1000"], "does not fit into the raw loop's file"),
         (&["commit", path, "--rounds", "0"], "--rounds"),
         (&["replay", path, "--deltas", "256"], "256x64"),
         (&["replay", path, "--deltas", "64KiBx1000"], "a batch"),
@@ -147,18 +147,18 @@ fn unmeasurable_benchmark_is_refused_before_setup() {
         (&["allocations", path, "--requests", "20000"], "12031 requests"),
         (&["allocations", path, "--trace", &missing], "cannot read"),
         (&["allocations", path, "--kv", &missing], "cannot read"),
-        (&["allocations", path, "--trace", "/dev/null"], "allocates nothing"),
-        (&["ceilings", path, "--bytes", "ten"], "no size"),
+        (&["allocations", path, "--trace", "/dev/null"], "contains no allocations"),
+        (&["ceilings", path, "--bytes", "ten"], "expected a size"),
         (&["ceilings", path, "--device", "cuda:99"], "cuda:99"),
         (&["ceilings", path, "--report", &no_folder], "cannot write the report"),
     ] {
         let run = run(&[&["bench"], args].concat()).expect(2);
         assert!(run.err.contains(said) && run.out.is_empty(), "{args:?}: {}", run.err);
-        assert_eq!(std::fs::read_dir(path).unwrap().count(), 0, "{args:?} made something");
+        assert_eq!(std::fs::read_dir(path).unwrap().count(), 0, "{args:?} created a file");
     }
 }
 
-/// A trace of allocations gives figures whose bytes are known, and one that is saved is replayed as it was.
+/// A trace of allocations gives figures with known bytes, and a saved trace gives the same ones.
 #[test]
 fn trace_peaks_follow_its_lengths() {
     let dir = tempfile::tempdir().unwrap();
@@ -186,17 +186,17 @@ fn trace_peaks_follow_its_lengths() {
     });
     for values in [&first, &again] {
         let of = |name: &str| values[&("1 thread, 4 calls each".to_owned(), name.to_owned())][0];
-        // A segment for the long blocks, and one for the short one.
+        // One segment for the long blocks, and one for the short block.
         let reserved = f64::from((20 + 2) << 20);
-        assert_eq!(of("caching, reserved at most"), reserved);
-        assert_eq!(of("caching, reserved beyond what is live"), 1.0 - 4e6 / reserved);
-        // Its slabs are of one length each, and the first of each class is as short as it can be.
-        assert!(of("pool, reserved at most") >= 4e6 && of("the host's own") > 0.0);
+        assert_eq!(of("caching, peak reserved"), reserved);
+        assert_eq!(of("caching, share of reserved not live"), 1.0 - 4e6 / reserved);
+        // Each slab serves one length, and the first slab of a class is as short as possible.
+        assert!(of("pool, peak reserved") >= 4e6 && of("host allocator") > 0.0);
     }
     assert_eq!(first.keys().collect::<Vec<_>>(), again.keys().collect::<Vec<_>>());
 }
 
-/// The values of a run's figures by group and name, one of each round.
+/// Returns the values of a run's figures, one per round, by group and name.
 fn values(args: &[&str]) -> BTreeMap<(String, String), Vec<f64>> {
     let mut lines = run(&[args, &["--json"]].concat()).expect(0).json();
     lines.pop().expect("the run");
@@ -214,7 +214,7 @@ fn block_cache_hits_repeats_and_evicts_without_room() {
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
     std::fs::create_dir(path("disk")).unwrap();
-    // 40 requests for 4 of 40 blocks, round and round; one is named twice in each.
+    // 40 requests for 4 of 40 blocks, cyclically; one block is named twice in each.
     let request = |at: u64| (0..4).map(|block| (4 * at + block) % 40).collect::<Vec<u64>>();
     let line = |at: u64| {
         let ids = [request(at), vec![4 * at % 40]].concat();
@@ -236,7 +236,7 @@ fn block_cache_hits_repeats_and_evicts_without_room() {
         let has_room = group.starts_with("room for 100 %");
         for round in 0..2 {
             let of = |what: &str| of(what)[round];
-            assert_eq!((of("new"), of("asked for again")), (new, again));
+            assert_eq!((of("new"), of("requested again")), (new, again));
             assert_eq!(of("found in host") + of("found in disk"), again);
             assert!((of("hits") - of("found in host") / again).abs() < 1e-9);
             if !variant.contains("ahead") {
@@ -247,7 +247,7 @@ fn block_cache_hits_repeats_and_evicts_without_room() {
             if has_room {
                 assert_eq!((of("hits"), of("evictions"), of("waits for room")), (1.0, 0.0, 0.0));
             } else {
-                // With those of the next requests on their way, all may be there in time.
+                // With prefetch, all blocks may be in place in time.
                 assert!(variant.contains("ahead") || of("hits") < 1.0, "{variant} in {group}");
                 assert!(of("evictions") >= 40.0 - 12.0, "{variant} in {group}");
                 assert_eq!(of("host to disk, moved"), 4096.0 * of("evictions"));
@@ -255,13 +255,13 @@ fn block_cache_hits_repeats_and_evicts_without_room() {
         }
         runs += 1;
     }
-    assert_eq!(runs, 8, "two policies with two budgets, with and without blocks that come ahead");
+    assert_eq!(runs, 8, "two policies with two budgets, with and without prefetch");
     let of_part =
         |part: &str| values.iter().filter(|((group, _), _)| group.contains(part)).collect::<Vec<_>>();
     for ((_, name), hits) in of_part("policies alone") {
         assert_eq!(hits == &[1.0, 1.0], name.ends_with("100 %"), "{name}");
     }
-    // The budget in the middle of the list has room for all.
+    // The budget in the middle of the list has room for all blocks.
     let around = of_part("a restart");
     let around: Vec<_> = around.iter().filter(|((_, name), _)| name.contains("hits")).collect();
     assert_eq!(around.len(), 6);
@@ -278,7 +278,7 @@ fn interrupted_benchmark_leaves_no_store_and_no_report() {
     let args = ["-vv", "bench", "commit", path, "--device", "host", "--rounds", "1000", "--report", &page];
     let mut child = command(&args).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
     let mut said = BufReader::new(child.stderr.take().unwrap());
-    // The engine has something to say as soon as there is a store.
+    // With -vv the engine logs a message as soon as the store exists.
     said.read_line(&mut String::new()).unwrap();
     assert!(std::fs::read_dir(path).unwrap().count() > 0);
     kill_process(Pid::from_child(&child), Signal::INT).unwrap();

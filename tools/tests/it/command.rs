@@ -1,4 +1,4 @@
-//! Runs the command and keeps its output and exit code.
+//! Runs the command and captures its output and exit code.
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;
@@ -10,7 +10,7 @@ use tempfile::TempDir;
 /// The trace that comes with the tool.
 pub const TRACE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/data/mooncake_conversation_trace.jsonl.zst");
 
-/// The result of a run of the command.
+/// The result of a command.
 pub struct Run {
     /// The exit code.
     pub code: i32,
@@ -20,7 +20,7 @@ pub struct Run {
     pub err: String,
 }
 
-/// The command with arguments, not yet started.
+/// Prepares the command with arguments.
 pub fn command(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_remanent"));
     command.args(args).stdin(Stdio::null());
@@ -32,7 +32,7 @@ pub fn run(args: &[&str]) -> Run {
     finished(command(args))
 }
 
-/// Runs a command to its end.
+/// Runs a prepared command to its end.
 pub fn finished(mut command: Command) -> Run {
     let output = command.output().expect("the command was built beside the test");
     let text = |bytes| String::from_utf8(bytes).expect("output is UTF-8");
@@ -44,49 +44,49 @@ pub fn finished(mut command: Command) -> Run {
 }
 
 impl Run {
-    /// The run, if it ended with this code; else both outputs are shown.
+    /// Returns the run, and fails with both outputs if it ended with another code.
     #[track_caller]
     pub fn expect(self, code: i32) -> Self {
         assert_eq!(self.code, code, "stdout:\n{}\nstderr:\n{}", self.out, self.err);
         self
     }
 
-    /// Every line of standard output as JSON.
+    /// Parses every line of standard output as JSON.
     #[track_caller]
     pub fn json(&self) -> Vec<serde_json::Value> {
         self.out.lines().map(|line| serde_json::from_str(line).expect("a line is one JSON object")).collect()
     }
 }
 
-/// A directory for one store.
+/// A temporary directory for one store.
 pub struct Scratch {
     dir: TempDir,
 }
 
 impl Scratch {
-    /// An empty directory.
+    /// Creates an empty directory.
     pub fn new() -> Self {
         Self { dir: tempfile::tempdir().expect("a temporary directory can be made") }
     }
 
-    /// A path in it.
+    /// Returns a path in the directory.
     pub fn path(&self, name: &str) -> String {
         self.dir.path().join(name).to_str().expect("temporary directories have plain names").to_owned()
     }
 
-    /// The path of the store, which need not exist.
+    /// Returns the path of the store, which need not exist.
     pub fn store(&self) -> String {
         self.path("store")
     }
 
-    /// The trace replayed up to a number of requests, with small pages.
+    /// Replays the trace up to `limit` requests, with small pages.
     pub fn replay(&self, limit: u64, more: &[&str]) -> Run {
         let (store, limit) = (self.store(), limit.to_string());
         let args = ["replay", &store, TRACE, "--page-len", "256", "--pages-max", "600", "--limit", &limit];
         run(&[&args[..], more].concat())
     }
 
-    /// Starts a replay of up to `limit` requests whose acknowledgements are read as they come.
+    /// Starts a replay of up to `limit` requests whose acknowledgements can be read as they arrive.
     pub fn start_replay(&self, limit: u64, more: &[&str]) -> Running {
         let (store, limit) = (self.store(), limit.to_string());
         let args = ["replay", &store, TRACE, "--page-len", "256", "--pages-max", "600", "--resume"];
@@ -96,14 +96,14 @@ impl Scratch {
         Running { child, stdout, last_ack: None }
     }
 
-    /// The last line of `replay --check`, which must end with a code.
+    /// Returns the last line of `replay --check`, which must exit with `code`.
     #[track_caller]
     pub fn check(&self, code: i32) -> String {
         let check = run(&["replay", &self.store(), TRACE, "--check"]).expect(code);
         check.out.lines().next_back().unwrap_or_default().to_owned()
     }
 
-    /// The last request in the store; `None` also if there is no store yet.
+    /// Returns the last request in the store; `None` also if there is no store yet.
     pub fn last_request(&self) -> Option<u64> {
         if !Path::new(&self.store()).exists() {
             return None;
@@ -113,11 +113,11 @@ impl Scratch {
     }
 }
 
-/// A replay in another process.
+/// A replay in a child process.
 pub struct Running {
     child: Child,
     stdout: BufReader<ChildStdout>,
-    /// The last request acknowledged so far.
+    /// The last acknowledged request so far.
     pub last_ack: Option<u64>,
 }
 
@@ -129,7 +129,7 @@ impl Running {
         }
     }
 
-    /// Reads a line; `false` at the end.
+    /// Reads a line. Returns `false` at the end.
     fn read(&mut self) -> bool {
         let mut line = String::new();
         self.stdout.read_line(&mut line).expect("a pipe can be read");
@@ -142,7 +142,7 @@ impl Running {
         !line.is_empty()
     }
 
-    /// Sends a signal, and reads to the end.
+    /// Sends a signal and reads to the end.
     pub fn signal(&mut self, signal: Signal) -> ExitStatus {
         let pid = Pid::from_child(&self.child);
         kill_process(pid, signal).expect("the replay is running");

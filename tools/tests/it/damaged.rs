@@ -1,7 +1,7 @@
 //! The inspecting commands on a damaged store, wherever the damage is.
 //!
-//! They end with 0 or 1, whatever they find: no panic, no signal, and not the caller's fault. `verify` says 0
-//! only if nothing that is shown has changed; the damaged store stays as it is.
+//! They exit with 0 or 1, whatever they find: no panic, no signal, no usage error. `verify` exits with 0 only
+//! if no output of the other commands has changed. The damaged store is never modified.
 
 use std::fs;
 use std::num::NonZero;
@@ -14,12 +14,12 @@ use crate::inspect::{copy, files, small_store};
 
 /// Number of damages, spread evenly over the written bytes.
 const DAMAGES: usize = 2000;
-/// One damage in this number takes a whole file away; the others flip a bit, zero a sector or cut a file, in
-/// turn.
+/// One damage in this number removes a whole file; the others flip a bit, zero a sector or truncate a file,
+/// in turn.
 const MISSING_OF: usize = 50;
 const SECTOR_LEN: usize = 512;
 
-/// Each damage is shown to `verify`, and to one of these in turn.
+/// Every damage is checked by `verify`, and by one of these commands in turn.
 const COMMANDS: [&[&str]; 7] = [
     &["info", "--json"],
     &["pages", "--json"],
@@ -34,13 +34,13 @@ fn inspect(args: &[&str], store: &str) -> Output {
     command(&[&args[..1], &[store], &args[1..]].concat()).output().unwrap()
 }
 
-/// Offsets of bytes in lines of 64 that are not all zero; the others were never written.
+/// Returns the offsets of 64-byte lines that are not all zero; the others were never written.
 fn written(bytes: &[u8]) -> impl Iterator<Item = usize> {
     let lines = bytes.chunks(64).enumerate().filter(|(_, line)| line.iter().any(|byte| *byte != 0));
     lines.flat_map(|(number, line)| (0..line.len()).map(move |at| number * 64 + at))
 }
 
-/// Damages a file; says how.
+/// Damages a file and returns how.
 fn damage(number: usize, path: &Path, sound: &[u8], offset: usize) -> String {
     if number.is_multiple_of(MISSING_OF) {
         fs::remove_file(path).unwrap();
@@ -94,10 +94,15 @@ fn commands_terminate_on_any_damage() {
             let code = output.status.code();
             assert!(matches!(code, Some(0 | 1)), "{command}: {}, {how}: {code:?}: {said}", name.display());
         }
-        // A log is shown with files that no state needs any more, and the report on the store counts them. So are
-        // the remarks of versions before the oldest start.
+        // `log` also prints frames that no state needs any more, and `info` counts their files. `versions`
+        // prints notes of versions before the oldest start.
         if verified.status.code() == Some(0) && !matches!(args[0], "log" | "info" | "versions") {
-            assert!(shown.stdout == sound.stdout, "{}: {}, {how}, and all is well", args[0], name.display());
+            assert!(
+                shown.stdout == sound.stdout,
+                "{}: {}, {how}, but `verify` is clean",
+                args[0],
+                name.display()
+            );
         }
         found.fetch_add(usize::from(verified.status.code() == Some(1)), Ordering::Relaxed);
         assert!(files(store) == before, "{}: the damaged store was changed", name.display());

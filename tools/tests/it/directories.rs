@@ -1,5 +1,5 @@
-//! Stores and files by the paths that people give: relative ones, links, links to directories above, and targets
-//! that exist already.
+//! Stores and files under all kinds of paths: relative ones, links, links to directories above, and existing
+//! targets.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -8,7 +8,7 @@ use std::path::Path;
 use crate::command::{Run, command, finished};
 use crate::weights::{Weights, file, tensor};
 
-/// Commands over the store at `{}`, beside the file `model.safetensors` that it was imported from.
+/// Commands on the store at `{}`, next to the file `model.safetensors` that was imported into it.
 const COMMANDS: [&str; 12] = [
     "info {}",
     "log {}",
@@ -43,7 +43,7 @@ fn every_command_accepts_every_path_form() {
     for line in COMMANDS {
         for path in ["store", "./store/", "link", "above/store", "store/../store", &absolute] {
             let run = run_in(folder, line, path);
-            // A difference is found by none, so each of them ends well.
+            // None of them finds a difference, so each must succeed.
             assert_eq!(run.code, 0, "{line} with {path}: {}{}", run.out, run.err);
         }
     }
@@ -51,7 +51,7 @@ fn every_command_accepts_every_path_form() {
 }
 
 #[test]
-fn an_export_keeps_the_links_and_permissions_of_its_target() {
+fn export_keeps_links_and_permissions_of_its_target() {
     let weights = Weights::new();
     let bytes = file(&[tensor("w", "F32", "[2]", vec![1; 8])]);
     weights.import(&bytes, &[]);

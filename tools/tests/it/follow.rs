@@ -1,5 +1,5 @@
-//! `remanent follow`, in a process of its own each time: positions that another process goes on from, a
-//! writer in yet another process, and the ways in which it ends.
+//! `remanent follow`, each time in a new process: continuing from a position, following a writer in another
+//! process, and the ways in which it ends.
 
 use std::io::{BufRead, BufReader};
 use std::process::Stdio;
@@ -45,7 +45,7 @@ fn follow_shows_batches_of_writer_in_other_process() {
         serde_json::from_str::<serde_json::Value>(&line).expect("one object a line")["lsn"].as_u64()
     };
     while next() < Some(5) {}
-    // It waits now; the other process writes.
+    // It waits now, while the other process writes.
     scratch.replay(30, &["--resume"]).expect(0);
     while next() < Some(30) {}
     kill_process(Pid::from_child(&follow), Signal::INT).expect("it is running");
@@ -76,5 +76,5 @@ fn unfollowable_state_states_reason() {
     let diverged = run(&["follow", &store, "--from", "9-00000001:3:00000002"]).expect(1);
     assert!(diverged.err.contains("not in the store's history"), "{}", diverged.err);
     let wrong = run(&["follow", &store, "--from", "yesterday"]).expect(2);
-    assert!(wrong.err.contains("neither beginning nor snapshot"), "{}", wrong.err);
+    assert!(wrong.err.contains("expected beginning, snapshot or a position"), "{}", wrong.err);
 }

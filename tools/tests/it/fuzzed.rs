@@ -1,5 +1,5 @@
-//! The fuzzer's targets for the command, without the fuzzer: on every input that the repository keeps, and on
-//! stores and files that must make them fail if the command were wrong.
+//! The fuzz targets of the command, without the fuzzer: on every input in the repository, and on stores and
+//! files that would make them fail if the command were wrong.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -18,27 +18,27 @@ fn fuzz() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz")
 }
 
-/// Every input that the repository keeps below these folders of `fuzz/`.
+/// Returns every input in the repository below these folders of `fuzz/`.
 fn inputs(folders: &[&str]) -> Vec<Vec<u8>> {
     let files = folders.iter().flat_map(|folder| fs::read_dir(fuzz().join(folder)).unwrap());
     files.map(|entry| fs::read(entry.unwrap().path()).unwrap()).collect()
 }
 
 #[test]
-fn inputs_of_the_repository_pass_the_target_for_inspections() {
+fn repository_inputs_pass_the_inspection_target() {
     let inputs = inputs(&["seeds/rebuild", "seeds/directory", "found"]);
     assert!(inputs.len() > 8, "only {} inputs were found", inputs.len());
     inputs.iter().for_each(|input| inspections::inspection(input));
 }
 
 #[test]
-fn inputs_of_the_repository_pass_the_target_for_imports() {
+fn repository_inputs_pass_the_import_target() {
     let inputs = inputs(&["seeds/import", "found"]);
     assert!(inputs.len() > 3, "only {} inputs were found", inputs.len());
     inputs.iter().for_each(|input| imports::import(input));
 }
 
-/// The files of a store in a directory.
+/// Reads the files of a store in a directory.
 fn files(dir: &str) -> Files {
     let folders = [Folder::Root].into_iter().chain(Folder::INNER);
     let files = folders.flat_map(|folder| {
@@ -62,7 +62,7 @@ fn inspection_fuzz_target_accepts_sound_rejects_damaged_store() {
 }
 
 #[test]
-fn weight_versions_reload_in_any_order() {
+fn import_target_restores_every_version() {
     let mut changes = 0;
     for seed in 0..40 {
         let bytes = noise(seed, 400);

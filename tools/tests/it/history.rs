@@ -13,7 +13,8 @@ use crate::weights::{Weights, file, noise, tensor};
 /// The version in which the NaN appears.
 const PLANTED: usize = 5;
 
-/// Eight versions of a tensor of 3 by 4 floats; the element [1,2] moves in some and is NaN from one on.
+/// Returns eight versions of a tensor of 3 by 4 floats. The element [1,2] changes in some and is NaN from one
+/// version on.
 fn versions() -> Vec<Vec<u8>> {
     let mut values: Vec<f32> = (0..12u8).map(f32::from).collect();
     let mut versions = Vec::new();
@@ -30,7 +31,7 @@ fn versions() -> Vec<Vec<u8>> {
     versions
 }
 
-/// A store with the first `count` versions.
+/// Creates a store with the first `count` versions.
 fn imported(count: usize) -> Weights {
     let weights = Weights::new();
     for (version, number) in versions()[..count].iter().zip(1..) {
@@ -40,7 +41,7 @@ fn imported(count: usize) -> Weights {
     weights
 }
 
-/// The rows of `blame --json`: Lsn, cause, values, step and note.
+/// Returns the rows of `blame --json`: Lsn, cause, values, step and note.
 fn blame(weights: &Weights, element: &str, more: &[&str]) -> Vec<String> {
     let store = weights.scratch.store();
     let lines = run(&[&["blame", &store, element, "--json"], more].concat()).expect(0).json();
@@ -74,10 +75,10 @@ fn blame_lists_the_batches_that_changed_an_element() {
 }
 
 #[test]
-fn blame_goes_back_to_the_oldest_snapshot_where_the_log_is_gone() {
+fn blame_uses_snapshots_where_the_log_is_not_kept() {
     let weights = imported(4);
     let options = || Options::default().snapshots_kept(1).segment_len(16 << 10);
-    // Each snapshot lets go of the log before it.
+    // Each snapshot gives up the log before it.
     Store::open(weights.scratch.store(), options()).unwrap().snapshot().unwrap();
     for version in &versions()[4..] {
         weights.import(version, &[]);
@@ -87,15 +88,15 @@ fn blame_goes_back_to_the_oldest_snapshot_where_the_log_is_gone() {
         [r#"4 "snapshot" null 6.5 40 null"#, r#"5 "batch" 6.5 "NaN" 40 null"#]
     );
     let text = run(&["blame", &weights.scratch.store(), "w[6]"]).expect(0).out;
-    assert!(text.contains("the log before is not kept"), "{text}");
+    assert!(text.contains("the log before it is not kept"), "{text}");
 }
 
-/// No operation reads a page's bytes: bytes around the element are never needed, and take no memory.
+/// Only the element's bytes are ever read: bytes around it are not needed, and take no memory.
 #[test]
 fn blame_memory_is_independent_of_page_length() {
     const LONG: usize = 1 << 20;
     let scratch = Scratch::new();
-    // From the batch's image and from a snapshot's, as they are and compressed.
+    // From the batch's image and from a snapshot's image, compressed and not.
     for (name, snapshot, bytes) in [
         ("raw", false, noise(1, LONG)),
         ("compressed", false, vec![7; LONG]),
@@ -111,7 +112,7 @@ fn blame_memory_is_independent_of_page_length() {
         let page = store.commit(batch).unwrap().pages[0];
         let mut expected = vec![(1, "batch", Some(bytes[5]))];
         if snapshot {
-            // It lets go of the log of the first open.
+            // The snapshot gives up the log of the first open.
             drop(store);
             store = open();
             store.snapshot().unwrap();
@@ -122,7 +123,7 @@ fn blame_memory_is_independent_of_page_length() {
         batch.write(page, 4, &[20; 3]).write(page, LONG as u64 - 1, &[21]);
         store.commit(batch).unwrap();
         expected.push((2, "batch", Some(20)));
-        // Gone, there again, and there still.
+        // A resize cuts the element off; after the next ones it exists again, as zero.
         for (len, value) in [(5, None), (LONG as u64, Some(0)), (16, Some(0))] {
             let mut batch = store.batch();
             batch.resize(page, len);
@@ -158,7 +159,7 @@ fn restore_adds_version_and_removes_none() {
     let restored = run(&["restore", &store, "--at", "snapshot:1", "--json"]).expect(0).json().remove(0);
     assert_eq!((&restored["lsn"], &restored["restored"]), (&5.into(), &3.into()), "{restored}");
     let again = run(&["restore", &store, "--at", "lsn:1"]).expect(0).out;
-    assert_eq!(again, "lsn 6: the state after lsn 1 again\n");
+    assert_eq!(again, "lsn 6: restored the state after lsn 1\n");
 
     let expected = [1, 2, 3, PLANTED, 3, 1].map(|version| versions()[version - 1].clone());
     for (version, lsn) in expected.iter().zip(1..) {
@@ -174,7 +175,7 @@ fn restore_adds_version_and_removes_none() {
             r#"6 "restore" 6.5 6.0 10 null"#,
         ]
     );
-    // Each restore took a snapshot of its own.
+    // Each restore also took a snapshot.
     let listed = run(&["snapshots", &store, "--json"]).expect(0).json();
     assert!(listed.iter().any(|line| line["end"] == 6 && line["verified"] == true), "{listed:?}");
     assert!(listed.iter().all(|line| line["defect"].is_null() && line["pages"] == 2), "{listed:?}");
@@ -193,14 +194,14 @@ fn fork_starts_at_requested_state_and_diverges() {
     assert!(fs::read(&out).unwrap() == versions()[1]);
     let path = weights.write(&versions()[7]);
     run(&["import", &new, &path]).expect(0);
-    assert!(weights.export(&[]) == versions()[3], "the store that it came from changed");
+    assert!(weights.export(&[]) == versions()[3], "the original store changed");
     let newest = weights.scratch.path("newest");
     run(&["fork", &store, &newest]).expect(0);
     run(&["export", &newest, &out]).expect(0);
     assert!(fs::read(&out).unwrap() == versions()[3]);
     run(&["fork", &store, &new]).expect(2);
     run(&["fork", &store, &weights.scratch.path("none"), "--at", "lsn:9"]).expect(2);
-    assert!(!Path::new(&weights.scratch.path("none")).exists(), "a refused fork made a directory");
+    assert!(!Path::new(&weights.scratch.path("none")).exists(), "a refused fork created a directory");
 }
 
 #[test]
@@ -239,24 +240,24 @@ fn prune_lists_removals_and_deletes_only_with_yes() {
     assert_eq!(name["snapshots"], serde_json::json!([1]), "{name}");
     run(&["export", &store, &weights.scratch.path("gone"), "--at", "name:first"]).expect(2);
     let text = run(&["prune", &store, "--snapshots", "2"]).expect(0).out;
-    assert!(text.contains("--yes does it"), "{text}");
+    assert!(text.contains("use --yes to remove them"), "{text}");
     run(&["prune", &store, "--snapshots", "0"]).expect(2);
     run(&["prune", &store, "--age", "1w"]).expect(2);
 }
 
-/// Without a rule a prune would remove what the application that writes the store still wants.
+/// Without a rule, a prune would remove states that the writing application wants to keep.
 #[test]
 fn prune_without_a_rule_is_refused() {
     let weights = imported(2);
     let store = weights.scratch.store();
     for more in [&[][..], &["--yes"], &["--json"]] {
         let refused = run(&[&["prune", &store], more].concat()).expect(2);
-        assert!(refused.err.contains("--snapshots, --age and --log-bytes"), "{}", refused.err);
+        assert!(refused.err.contains("use --snapshots, --age or --log-bytes"), "{}", refused.err);
     }
     assert!(weights.export(&["--at", "lsn:1"]) == versions()[0]);
 }
 
-/// Every option that takes a state takes the same text.
+/// Every option that names a state accepts the same syntax.
 #[test]
 fn states_have_one_syntax_in_all_commands() {
     let weights = imported(2);
@@ -290,7 +291,7 @@ fn states_have_one_syntax_in_all_commands() {
     }
 }
 
-/// `dump` and `blame` find a page by the same text.
+/// `dump` and `blame` accept the same syntax for a page.
 #[test]
 fn pages_have_one_syntax_in_all_commands() {
     let weights = imported(1);
@@ -301,7 +302,7 @@ fn pages_have_one_syntax_in_all_commands() {
     }
 }
 
-/// A shell command that fails where the file holds the NaN.
+/// A shell command that fails if the file contains the NaN.
 const NO_NAN: &str = r"! LC_ALL=C grep -aqP '\x00\x00\xc0\x7f'";
 
 #[test]
@@ -314,11 +315,12 @@ fn bisect_finds_the_first_bad_version() {
         "schema": 1, "first_bad": PLANTED, "root": { "step": 50 }, "note": "version 5"
     });
     assert_eq!(found, expected);
-    // The file's path may also be the last argument.
+    // Without {}, the file's path is the last argument.
     let text = run(&[&args[..], &[NO_NAN]].concat()).expect(0).out;
     assert!(text.contains("the first bad version is lsn 5\n") && text.contains("lsn 4: good\n"), "{text}");
 
-    for (verdict, code, word) in [("exit 125 #", 2, "one of lsn 2 to 8"), ("exit 128 #", 2, "ended with 128")]
+    for (verdict, code, word) in
+        [("exit 125 #", 2, "one of lsn 2 to 8"), ("exit 128 #", 2, "exited with code 128")]
     {
         let stopped = run(&[&args[..], &[verdict]].concat()).expect(code);
         assert!(stopped.err.contains(word), "{}", stopped.err);
@@ -329,7 +331,7 @@ fn bisect_finds_the_first_bad_version() {
 }
 
 #[test]
-fn bisect_leaves_no_file_behind_whatever_ends_it() {
+fn bisect_leaves_no_files_however_it_ends() {
     let weights = imported(8);
     let (store, scratch) = (weights.scratch.store(), weights.scratch.path("scratch"));
     fs::create_dir(&scratch).unwrap();

@@ -1,4 +1,4 @@
-//! The inspecting commands: fixed shapes, no writes, and as much as can be made out of a damaged store.
+//! The inspecting commands: fixed output, no writes, and all readable parts of a damaged store.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, ErrorKind};
@@ -12,7 +12,7 @@ use remanent::{Ack, Key, Metadata, Options, Place, Store, Value};
 
 use crate::command::{Scratch, command, run};
 
-/// Every file below a directory, with its bytes and the time of its last change.
+/// Returns every file below a directory, with its bytes and modification time.
 pub fn files(dir: &str) -> BTreeMap<PathBuf, (Vec<u8>, SystemTime)> {
     try_files(dir).unwrap()
 }
@@ -34,8 +34,8 @@ fn try_files(dir: &str) -> io::Result<BTreeMap<PathBuf, (Vec<u8>, SystemTime)>> 
     Ok(found)
 }
 
-/// Copies a store as it lies on disk, as a kill would leave it. A store that is open makes segments in advance,
-/// and names them when they are whole: if a file goes while this reads, it reads everything once more.
+/// Copies a store as it is on disk, as a kill would leave it. An open store creates segments in advance and
+/// renames them when they are complete: if a file disappears during the copy, everything is read again.
 pub fn copy(from: &str, to: &str) {
     let found = loop {
         match try_files(from) {
@@ -57,14 +57,14 @@ fn flip(file: impl AsRef<Path>, offset: u64) {
     fs::write(&file, bytes).unwrap();
 }
 
-/// The newest file of a folder of the store.
+/// Returns the newest file in a folder of the store.
 pub fn newest(store: &str, folder: &str, extension: &str) -> PathBuf {
     let files = fs::read_dir(Path::new(store).join(folder)).unwrap().map(|entry| entry.unwrap().path());
     files.filter(|path| path.extension().is_some_and(|found| found == extension)).max().unwrap()
 }
 
-/// A store of three batches and a snapshot after the second. Segments are short, and images are stored
-/// uncompressed, so that tests know where a page's bytes lie.
+/// Creates a store of three batches with a snapshot after the second. Segments are short and images
+/// uncompressed, so that tests can find a page's bytes.
 pub fn small_store(scratch: &Scratch) -> Store {
     let options = Options::default().segment_len(64 << 10).compression(Compression::Off);
     let store = Store::open(scratch.store(), options).unwrap();
@@ -90,7 +90,7 @@ pub fn small_store(scratch: &Scratch) -> Store {
 }
 
 #[test]
-fn pages_have_their_fixed_shape() {
+fn pages_output_has_its_fixed_form() {
     let scratch = Scratch::new();
     small_store(&scratch).close().unwrap();
     let pages = run(&["pages", &scratch.store(), "--json"]).expect(0);
@@ -158,7 +158,7 @@ fn info_shows_position_and_purpose_of_each_file() {
     for file in listed {
         assert!(text.contains(file["file"].as_str().unwrap()), "{file} is not in:\n{text}");
     }
-    // A file that may go is not missed.
+    // Deleting a file that may go costs nothing.
     fs::remove_file(Path::new(&store).join(may_go[0])).unwrap();
     fs::remove_file(Path::new(&store).join("notes.txt")).unwrap();
     let reopened = Store::open(&store, Options::default()).unwrap();
@@ -232,10 +232,10 @@ fn damaged_image_falls_back_to_older_snapshot() {
     let verify = run(&["verify", &store, "--json"]).expect(1).json();
     let finding = verify.iter().find(|line| line["kind"] == "finding").unwrap();
     assert!(image.ends_with(finding["file"].as_str().unwrap()), "{finding}");
-    assert_eq!(finding["cost"], "time, not data: recovery starts from snapshot 1 instead");
+    assert_eq!(finding["cost"], "time, but no data: recovery starts from snapshot 1 instead");
     assert!(finding["offset"].as_u64().is_some() && finding["lsn"].as_u64().is_some(), "{finding}");
     assert_eq!(verify.last().unwrap()["opens_from"], "snapshot 1");
-    // Nothing is lost, and the damage is said.
+    // Nothing is lost, and the damage is reported.
     let pages = run(&["pages", &store, "--json"]).expect(1);
     assert_eq!(pages.out, whole);
     assert!(pages.err.contains("image checksum"), "{}", pages.err);
@@ -284,7 +284,7 @@ fn store_without_identity_file_is_still_identified() {
     assert_eq!(pages.out, whole);
     assert!(pages.err.contains("STORE"), "{}", pages.err);
     let verify = run(&["verify", &store]).expect(1);
-    assert!(verify.out.contains("nothing opens without its identity"), "{}", verify.out);
+    assert!(verify.out.contains("cannot be opened without its identity"), "{}", verify.out);
     fs::remove_file(Path::new(&store).join("STORE")).unwrap();
     assert_eq!(run(&["pages", &store, "--json"]).expect(1).out, whole);
 }
@@ -296,7 +296,7 @@ fn lost_page_does_not_affect_others() {
     store.snapshot().unwrap();
     store.close().unwrap();
     let store = scratch.store();
-    // Neither snapshot's image of page 1 is sound, and the log's first frame is not either.
+    // Both snapshots' images of page 1 are damaged, and so is the log's first frame.
     for number in [1, 2] {
         flip(Path::new(&store).join(format!("pages/{number:016x}.pages")), 4096 + 400);
     }
@@ -313,7 +313,7 @@ fn lost_page_does_not_affect_others() {
 }
 
 #[test]
-fn inspecting_writes_nothing_into_the_store() {
+fn inspecting_never_modifies_the_store() {
     let (scratch, crashed) = (Scratch::new(), Scratch::new());
     let store = small_store(&scratch);
     copy(&scratch.store(), &crashed.store());
@@ -333,7 +333,7 @@ fn inspecting_writes_nothing_into_the_store() {
     }
     for target in [format!("{store}/page"), format!("{store}/log/page"), format!("{store}/STORE")] {
         let refused = run(&["dump", &store, "1", "-o", &target]).expect(2);
-        assert!(refused.err.contains("lies in the store"), "{}", refused.err);
+        assert!(refused.err.contains("is inside the store"), "{}", refused.err);
     }
     assert!(files(&store) == before, "an inspecting command changed the store");
 }
@@ -366,7 +366,7 @@ fn full_disk_at_stdout_is_an_error() {
 }
 
 #[test]
-fn inspecting_commands_know_nothing_of_the_engine() {
+fn inspecting_commands_do_not_import_the_engine() {
     let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let knows = |name: &str| {
         let text = fs::read_to_string(sources.join(name)).unwrap();
@@ -419,13 +419,16 @@ fn disk_sized_hole_is_damage_without_abort() {
     let file = fs::File::options().write(true).open(newest(&store, "snapshots", "manifest")).unwrap();
     file.set_len(8 << 40).unwrap();
     let info = run(&["info", &store, "--json"]).expect(1).json().remove(0);
-    assert!(info["damage"][0]["defect"].as_str().unwrap().contains("longer than the memory"), "{info}");
+    assert!(
+        info["damage"][0]["defect"].as_str().unwrap().contains("longer than the available memory"),
+        "{info}"
+    );
     run(&["verify", &store]).expect(1);
     run(&["pages", &store]).expect(1);
 }
 
 #[test]
-fn spare_image_files_are_told_apart_and_a_prune_removes_them() {
+fn prune_removes_spare_image_files() {
     const LEN: u64 = 3 << 20;
     let scratch = Scratch::new();
     let options = Options::default().snapshots_kept(1).compression(remanent::options::Compression::Off);
@@ -443,7 +446,7 @@ fn spare_image_files_are_told_apart_and_a_prune_removes_them() {
     let spares = || -> Vec<serde_json::Value> {
         let info = run(&["info", &scratch.store(), "--json"]).expect(0).json().remove(0);
         let files = info["files"].as_array().unwrap().clone().into_iter();
-        files.filter(|file| file["why"] == "space held ready for images to come").collect()
+        files.filter(|file| file["why"] == "space reserved for later images").collect()
     };
     let found = spares();
     assert_eq!(found.len(), 1, "{found:?}");
@@ -456,7 +459,7 @@ fn spare_image_files_are_told_apart_and_a_prune_removes_them() {
 }
 
 #[test]
-fn a_snapshot_is_verified_as_soon_as_the_store_is_closed() {
+fn snapshot_is_verified_once_the_store_is_closed() {
     let scratch = Scratch::new();
     small_store(&scratch).close().unwrap();
     let info = run(&["info", &scratch.store(), "--json"]).expect(0).json().remove(0);

@@ -1,4 +1,4 @@
-//! Everything that a kept state needs is verified, and `pages` shows what an open finds.
+//! `verify` checks everything that a kept state needs, and `pages` shows what an open finds.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ fn import(scratch: &Scratch, store: &str, seed: u8) {
     run(&["import", store, &path]).expect(0);
 }
 
-/// The frame of a batch: its segment, and the offset of its payload.
+/// Returns the segment of a batch's frame, and the offset of its payload.
 fn payload_of(store: &str, lsn: u64) -> (PathBuf, usize) {
     let frames = run(&["log", store, "--json"]).expect(0).json();
     let frame = frames.iter().find(|frame| frame["lsn"] == lsn && frame["kind"] == "batch").unwrap();
@@ -25,7 +25,7 @@ fn payload_of(store: &str, lsn: u64) -> (PathBuf, usize) {
 }
 
 #[test]
-fn verify_finds_damage_to_every_state_that_fork_offers() {
+fn verify_finds_damage_to_every_forkable_state() {
     let scratch = Scratch::new();
     let path = scratch.store();
     import(&scratch, &path, 1);
@@ -59,7 +59,7 @@ fn verify_finds_damage_to_every_state_that_fork_offers() {
             fs::write(&segment, bytes).unwrap();
         }
         let verify = run(&["verify", &damaged]).expect(1).out;
-        assert!(verify.contains("costs the way back to lsn 3"), "{verify}");
+        assert!(verify.contains("cost: the state after lsn 3 is no longer available"), "{verify}");
         assert!(verify.contains("recovery starts from snapshot 3"), "{verify}");
         fork(&damaged, 3).expect(1);
         fork(&damaged, 2).expect(0);
@@ -69,7 +69,8 @@ fn verify_finds_damage_to_every_state_that_fork_offers() {
 
 const LEN: usize = 3000;
 
-/// A page on disk whose newest image is damaged, while an older snapshot and the log still give its bytes.
+/// Creates a page on disk whose newest image is damaged, while an older snapshot and the log still contain
+/// its bytes.
 fn with_a_damaged_page_on_disk(scratch: &Scratch) -> String {
     let options = Options::default().segment_len(64 << 10).compression(Compression::Off);
     let options = options.chunk_len(4096).log_kept(1 << 30).snapshot_log_bytes(None);
@@ -94,15 +95,15 @@ fn with_a_damaged_page_on_disk(scratch: &Scratch) -> String {
 }
 
 #[test]
-fn pages_gives_no_checksum_that_an_open_does_not_find() {
+fn pages_shows_no_checksum_of_unreadable_pages() {
     let scratch = Scratch::new();
     let path = with_a_damaged_page_on_disk(&scratch);
     let pages = run(&["pages", &path, "--json"]).expect(1);
     assert!(pages.json()[0]["crc32"].is_null(), "{}", pages.out);
     let store = Store::open(&path, Options::default()).unwrap();
     let page = store.pages().unwrap().next().unwrap().page;
-    assert!(store.read_to_vec(page).is_err(), "an open does not find it either");
-    // Written whole, the page needs its image no more, though states before do.
+    assert!(store.read_to_vec(page).is_err(), "the engine cannot read it either");
+    // Once the page is written whole, it no longer needs the damaged image, but earlier states do.
     let mut batch = store.batch();
     batch.fill(page, 0, LEN as u64, &[7]);
     store.commit(batch).unwrap();
@@ -110,16 +111,16 @@ fn pages_gives_no_checksum_that_an_open_does_not_find() {
     let pages = run(&["pages", &path, "--json"]).expect(0);
     assert_eq!(pages.json()[0]["crc32"], u64::from(crc32fast::hash(&[7; LEN])), "{}", pages.out);
     let verify = run(&["verify", &path]).expect(1).out;
-    assert!(!verify.contains("no read of its image succeeds"), "{verify}");
-    assert!(verify.contains("costs the way back to snapshot 2"), "{verify}");
+    assert!(!verify.contains("reads of its image fail"), "{verify}");
+    assert!(verify.contains("cost: snapshot 2 is no longer available"), "{verify}");
     let fork = scratch.path("fork");
     run(&["fork", &path, &fork]).expect(0);
     assert_eq!(run(&["pages", &fork, "--json"]).expect(0).json()[0]["crc32"], pages.json()[0]["crc32"]);
 }
 
-/// A manifest that a crash brought back after its snapshot was given up.
+/// The manifest of a snapshot that was given up reappears, as after a crash.
 #[test]
-fn an_unlisted_manifest_is_reported_whichever_copies_are_bad() {
+fn unlisted_manifest_is_reported_if_any_copy_is_damaged() {
     let scratch = Scratch::new();
     let path = scratch.store();
     let store = Store::open(&path, Options::default().snapshots_kept(4).log_kept(0)).unwrap();
@@ -145,7 +146,7 @@ fn an_unlisted_manifest_is_reported_whichever_copies_are_bad() {
         }
         fs::write(&manifest, bytes).unwrap();
         let verify = run(&["verify", &path]).expect(1).out;
-        assert!(verify.contains("0000000000000002.manifest") && verify.contains("costs nothing"), "{verify}");
+        assert!(verify.contains("0000000000000002.manifest") && verify.contains("cost: nothing"), "{verify}");
         assert!(verify.starts_with("snapshots/") && verify.contains("findings: 1;"), "{verify}");
     }
 }

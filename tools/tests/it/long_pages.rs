@@ -1,4 +1,4 @@
-//! Commands that read pages hold a window of one: they end well where there is less memory than a page is long.
+//! Commands that read pages hold one window in memory: they succeed with less memory than a page is long.
 
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -10,9 +10,9 @@ use serde_json::json;
 use crate::command::{Run, Scratch, command, finished};
 
 const LEN: u64 = (320 << 20) + 4099;
-/// The length of a page that was short before.
+/// The final length of a page that was short before.
 const GROWN_LEN: u64 = 64 << 20;
-/// What a command may map, its code and its threads' stacks included.
+/// The memory that a command may map, including its code and its threads' stacks.
 const MAPPED_MAX_KIB: u64 = 300 << 10;
 
 /// Runs the command with little memory.
@@ -36,7 +36,7 @@ fn page_longer_than_memory_is_read_in_windows() {
     let path = scratch.store();
     let options = Options::default().snapshot_log_bytes(None).snapshot_interval(None);
     let store = Store::open(&path, options).unwrap();
-    // Half of it compresses, half does not.
+    // One half compresses, the other does not.
     let mut expected: Vec<u8> = (0..LEN).map(|at| (at >> 14) as u8).collect();
     let noise = crate::weights::noise(7, LEN as usize / 2);
     expected[..noise.len()].copy_from_slice(&noise);
@@ -50,7 +50,7 @@ fn page_longer_than_memory_is_read_in_windows() {
     let before = store.lsn();
     let mut batch = store.batch();
     batch.write(page, (64 << 20) - 5, &[1; 10]).scatter(page, Width::W2, &[3, 100 << 20], &[7; 4]);
-    // Its image ends long before its last window begins.
+    // The page's image ends long before its last window begins.
     batch.resize(short, GROWN_LEN);
     store.commit(batch).unwrap();
     store.close().unwrap();
@@ -83,12 +83,12 @@ fn page_longer_than_memory_is_read_in_windows() {
     run(&["fork", &path, &scratch.path("forked")]).expect(0);
 }
 
-/// The most that an import maps beside the page: code, stacks, the windows of the log, and pieces.
+/// The maximum that an import maps in addition to the page: code, stacks, mapped log, and pieces.
 const IMPORT_MAPPED_MAX_KIB: u64 = 1 << 20;
 
-/// A second copy of the tensor would not fit, nor would its changes.
+/// There is no room for a second copy of the tensor, nor for its changes.
 #[test]
-fn a_tensor_is_imported_in_memory_for_itself_and_some_pieces() {
+fn import_needs_memory_for_one_copy_of_a_tensor() {
     const LEN: usize = 1 << 30;
     let scratch = Scratch::new();
     let (path, source, target) =
@@ -103,14 +103,14 @@ fn a_tensor_is_imported_in_memory_for_itself_and_some_pieces() {
     let file = fs::File::create(&source).unwrap();
     file.write_all_at(&head, 0).unwrap();
     file.set_len((head.len() + LEN) as u64).unwrap();
-    // Zeros, but for some noise at the end.
+    // Zeros, except for some noise at the end.
     let at = (head.len() + LEN - 5000) as u64;
     file.write_all_at(&crate::weights::noise(1, 5000), at).unwrap();
     let imported = import(1);
     assert_eq!((&imported["created"], &imported["is_new"]), (&json!(1), &json!(true)), "{imported}");
     assert_eq!(import(1)["is_new"], json!(false));
 
-    // More changes than are held: an element in three over some 50 MiB.
+    // More changes than are held in memory: one element in three over some 50 MiB.
     let mut part: Vec<u8> = vec![0; 51 << 20];
     part.iter_mut().step_by(3).for_each(|byte| *byte = 7);
     file.write_all_at(&part, head.len() as u64).unwrap();

@@ -1,4 +1,4 @@
-//! The command as a user runs it: one binary of tests over the built program.
+//! The command as a user runs it. All tests are in one binary and run the built program.
 
 #[path = "../../../fuzz/src/archive.rs"]
 mod archive;

@@ -1,4 +1,4 @@
-//! The command on a store whose pages lie on disk, one of them in an overlay over an older image.
+//! The command on a store with pages on disk, one of them as an overlay over an older image.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,13 +11,13 @@ use crate::inspect::files;
 
 const LEN: usize = 3000;
 
-/// A byte of a page, which says the page and where in it it lies.
+/// Returns a byte that identifies the page and its offset in the page.
 fn byte(number: usize, at: usize) -> u8 {
     (at * 7 + at / 251 + number * 59) as u8
 }
 
-/// Pages "long", of an overlay, and "quiet", both on disk, and one in memory. Returns what is in the first
-/// one, before the overlay and now.
+/// Creates the page "long" with an overlay and the page "quiet", both on disk, and a page in memory. Returns
+/// the content of "long" before the overlay and now.
 fn store(scratch: &Scratch) -> [Vec<u8>; 2] {
     let options = Options::default().segment_len(64 << 10).compression(Compression::Off);
     let options = options.chunk_len(4096).log_kept(1 << 30).snapshot_log_bytes(None);
@@ -39,7 +39,7 @@ fn store(scratch: &Scratch) -> [Vec<u8>; 2] {
     [bytes(0), now]
 }
 
-/// The image file that holds bytes of a page, and where.
+/// Returns the image file that contains these bytes of a page, and their offset.
 fn image_with(store: &str, bytes: &[u8]) -> (PathBuf, usize) {
     let held = files(store).into_iter().filter(|(path, _)| path.starts_with(Path::new(store).join("pages")));
     let at = |found: &[u8]| found.windows(bytes.len()).position(|window| window == bytes);
@@ -61,7 +61,7 @@ fn pages_on_disk_are_verified_dumped_and_compared() {
     let changed: Vec<_> = diff.iter().filter(|line| line["kind"] != "summary").collect();
     assert!(changed.iter().any(|line| line["page"] == 1), "{diff:?}");
     assert!(!changed.iter().any(|line| line["page"] == 2), "{diff:?}");
-    // What it was, by a fork of the first snapshot.
+    // Reads the earlier content through a fork of the first snapshot.
     let fork = scratch.path("fork");
     run(&["fork", &path, &fork, "--at", "snapshot:1"]).expect(0);
     run(&["dump", &fork, "key:long", "-o", &target]).expect(0);
@@ -87,7 +87,7 @@ fn damaged_disk_pages_are_named_and_others_copied() {
         let name = file.file_name().unwrap().to_str().unwrap();
         assert!(verify.out.contains(name), "{what}: {}", verify.out);
         let new = scratch.path(what);
-        // The log may have what the damaged file had: then nothing is lost.
+        // If the log has the damaged bytes too, nothing is lost.
         let salvaged = run(&["salvage", &path, "--to", &new]);
         let is_lost = match salvaged.code {
             0 => false,

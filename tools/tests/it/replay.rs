@@ -1,4 +1,4 @@
-//! Replay: a user kills it at any moment, and relies on the check of its store.
+//! Replay: it may be killed at any moment, and the check of its store is reliable.
 
 use std::fs;
 
@@ -27,7 +27,7 @@ fn resumed_replay_equals_uninterrupted_replay() {
 }
 
 #[test]
-fn acknowledgements_are_appended_one_line_a_request() {
+fn acknowledgements_are_appended_one_line_per_request() {
     let scratch = Scratch::new();
     let acks = scratch.path("acks");
     scratch.replay(3, &["--acks", &acks]).expect(0);
@@ -39,7 +39,7 @@ fn acknowledgements_are_appended_one_line_a_request() {
 fn kill_keeps_acknowledged_requests_plus_at_most_one() {
     let scratch = Scratch::new();
     for request in [0, 7, 31, 32, 60, 99] {
-        // The replay runs ahead of the output that was read, so the trace's end must be far.
+        // The replay is ahead of the output read so far, so the trace must be long.
         let mut replay = scratch.start_replay(12_000, &["--snapshot-every", "20"]);
         replay.until(scratch.last_request().map_or(request, |last| last + 1 + request));
         let status = replay.signal(Signal::KILL);
@@ -61,7 +61,7 @@ fn kill_keeps_acknowledged_requests_plus_at_most_one() {
 }
 
 #[test]
-fn ctrl_c_finishes_the_batch_in_hand_and_ends_with_130() {
+fn ctrl_c_finishes_the_current_batch_and_exits_with_130() {
     let scratch = Scratch::new();
     let mut replay = scratch.start_replay(12_000, &[]);
     replay.until(5);
@@ -74,7 +74,7 @@ fn ctrl_c_finishes_the_batch_in_hand_and_ends_with_130() {
 }
 
 #[test]
-fn check_finds_what_an_outsider_changed() {
+fn check_finds_changes_by_other_programs() {
     let scratch = Scratch::new();
     scratch.replay(20, &[]).expect(0);
     let store = Store::open(scratch.store(), Options::default()).unwrap();
@@ -92,7 +92,7 @@ fn check_finds_what_an_outsider_changed() {
     assert_eq!(lines[1], "page 1: wrong bytes, the first at offset 100");
     assert_eq!(lines[2], "page 2: missing");
     assert!(lines[3].starts_with("3 differences after request 19"), "{}", lines[3]);
-    // Going on would bury the difference.
+    // Continuing would hide the difference.
     let resumed = scratch.replay(30, &["--resume"]).expect(1);
     assert!(resumed.err.contains("--check"), "{}", resumed.err);
 }
@@ -116,22 +116,22 @@ fn bad_trace_is_reported_by_line_before_any_write() {
     let bad = run(&["replay", &store, &trace]).expect(2);
     assert!(bad.err.contains(&format!("{trace}:2: ")), "{}", bad.err);
     assert!(fs::metadata(&store).is_err(), "a refused replay made a store");
-    // Requests after the limit are not looked at.
+    // Requests after the limit are not validated.
     run(&["replay", &store, &trace, "--limit", "1"]).expect(0);
 }
 
 #[test]
-fn a_store_is_not_replayed_over_or_under_another_rule() {
+fn replay_needs_resume_and_the_same_rule() {
     let scratch = Scratch::new();
     scratch.replay(10, &[]).expect(0);
     let again = scratch.replay(20, &[]).expect(2);
     assert!(again.err.contains("--resume"), "{}", again.err);
     let store = scratch.store();
     let other = run(&["replay", &store, TRACE, "--resume", "--page-len", "512"]).expect(2);
-    assert!(other.err.contains("made with --page-len 256 --pages-max 600"), "{}", other.err);
+    assert!(other.err.contains("created with --page-len 256 --pages-max 600"), "{}", other.err);
     let past = scratch.replay(5, &["--resume"]).expect(2);
-    assert!(past.err.contains("past the 5 requests"), "{}", past.err);
-    // Left out, they are the store's own.
+    assert!(past.err.contains("only 5 requests were given"), "{}", past.err);
+    // Omitted values are those of the store.
     run(&["replay", &store, TRACE, "--resume", "--limit", "12"]).expect(0);
     assert_eq!(scratch.last_request(), Some(11));
 }
@@ -141,7 +141,7 @@ fn foreign_store_is_untouched() {
     let scratch = Scratch::new();
     Store::open(scratch.store(), Options::default()).unwrap().close().unwrap();
     let refused = scratch.replay(5, &[]).expect(2);
-    assert!(refused.err.contains("directory of its own"), "{}", refused.err);
+    assert!(refused.err.contains("not created by `replay`; use another directory"), "{}", refused.err);
 }
 
 #[test]
@@ -158,14 +158,14 @@ fn store_open_elsewhere_refuses_replay_but_allows_reads() {
 }
 
 #[test]
-fn the_demo_kills_checks_and_cleans_up_after_itself() {
+fn demo_kills_checks_and_cleans_up() {
     let scratch = Scratch::new();
     let temporary = scratch.path("");
     let mut command = crate::command::command(&["demo", "--kills", "3", "--requests", "150"]);
     command.args(["--snapshot-every", "30", "--seed", "7"]).env("TMPDIR", &temporary);
     let demo = crate::command::finished(command).expect(0);
     assert!(demo.out.contains("Every acknowledged request was found"), "{}", demo.out);
-    assert!(demo.out.contains("kill 1 of 3") && demo.out.contains("Back to snapshot"), "{}", demo.out);
+    assert!(demo.out.contains("kill 1 of 3") && demo.out.contains("Restored snapshot"), "{}", demo.out);
     assert_eq!(demo.err, "", "progress is for terminals");
     assert_eq!(fs::read_dir(temporary).unwrap().count(), 0);
 
@@ -178,9 +178,9 @@ fn the_demo_kills_checks_and_cleans_up_after_itself() {
 }
 
 #[test]
-fn a_replay_that_ends_before_its_kill_is_checked_too() {
+fn replay_that_ends_before_its_kill_is_checked() {
     let scratch = Scratch::new();
-    // This seed draws a kill after request 60, which never comes.
+    // This seed schedules a kill after request 60, which is never reached.
     let demo = run(&[
         "demo",
         &scratch.store(),
@@ -194,8 +194,7 @@ fn a_replay_that_ends_before_its_kill_is_checked_too() {
         "165",
     ])
     .expect(0);
-    let (there, _) =
-        demo.out.split_once("Back to snapshot").expect("the demo goes back to its first snapshot");
+    let (there, _) = demo.out.split_once("Restored snapshot").expect("the demo restores its first snapshot");
     assert!(!there.contains("kill 1 of 1"), "the replay was killed: {there}");
-    assert!(there.contains("then, left alone"), "{there}");
+    assert!(there.contains("without a kill"), "{there}");
 }

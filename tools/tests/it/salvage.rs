@@ -1,5 +1,4 @@
-//! `remanent salvage`: the pages carried over, the report on the rest, and that the damaged store stays as it
-//! is.
+//! `remanent salvage`: the pages copied, the report on the rest, and that the damaged store is not modified.
 
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -12,13 +11,13 @@ use serde_json::{Value, json};
 use crate::command::{Scratch, run};
 use crate::inspect::{copy, files, newest, small_store};
 
-/// The pages as they are listed, and the root.
+/// Returns the pages as they are listed, and the root.
 fn content(store: &str) -> (String, Value) {
     let info = run(&["info", store, "--json"]).expect(0).json().remove(0);
     (run(&["pages", store, "--json"]).expect(0).out, info["root"].clone())
 }
 
-/// Runs a salvage as JSON; the pages that are not exact, and the summary. The store must stay as it is.
+/// Runs a salvage as JSON. Returns the pages that are not exact, and the summary. The store must not change.
 fn salvage(code: i32, store: &str, more: &[&str]) -> (Vec<Value>, Value) {
     let before = files(store);
     let mut lines = run(&[&["salvage", store, "--json"], more].concat()).expect(code).json();
@@ -56,7 +55,8 @@ fn sound_store_is_copied_completely() {
     assert_eq!(opened.commit(batch).unwrap().position.lsn.0, 4);
 }
 
-/// Two pages in two snapshots; the batch between them that changed page 1, and the newest images, are lost.
+/// Creates two pages in two snapshots. The batch between them that changed page 1 and the newest images are
+/// lost.
 fn scarred(scratch: &Scratch) {
     let options = Options::default().segment_len(64 << 10).compression(Compression::Off);
     let store = Store::open(scratch.store(), options).unwrap();
@@ -131,7 +131,7 @@ fn without_known_state_pages_are_salvaged_individually() {
     small_store(&scratch).close().unwrap();
     let (store, new) = (scratch.store(), scratch.path("new"));
     fs::remove_dir_all(Path::new(&store).join("log")).unwrap();
-    // Without the log the snapshot still stands for its own state, if it was caught at one moment.
+    // Without the log, an exact snapshot still gives its own state.
     let (_, summary) = salvage(1, &store, &["--to", &new]);
     assert_eq!(
         (&summary["whole"], &summary["lsn"], &summary["carried"]),
@@ -143,7 +143,7 @@ fn without_known_state_pages_are_salvaged_individually() {
     small_store(&scratch).close().unwrap();
     let (store, new) = (scratch.store(), scratch.path("new"));
     fs::remove_dir_all(Path::new(&store).join("snapshots")).unwrap();
-    // The log's beginning goes, with the first batch.
+    // Destroys the log's beginning, with the first batch.
     let frames = run(&["log", &store, "--json"]).expect(0).json();
     let first = frames.iter().find(|frame| frame["lsn"] == 1 && frame["kind"] == "batch").unwrap();
     let segment = newest(&store, "log", "log").with_file_name("0000000000000001.log");
@@ -152,7 +152,7 @@ fn without_known_state_pages_are_salvaged_individually() {
     let (pages, summary) = salvage(1, &store, &["--to", &new]);
     assert_eq!((&summary["whole"], &summary["store"]), (&json!(false), &json!(null)));
     assert!(!Path::new(&new).exists());
-    // The two that later batches created.
+    // The two pages that later batches created.
     let left: Vec<&Value> = pages.iter().map(|page| &page["page"]).collect();
     assert_eq!(left, [2, 3]);
     let (_, summary) = salvage(1, &store, &["--to", &new, "--older"]);
@@ -189,7 +189,8 @@ fn lost_file_or_sector_is_reported_and_store_unchanged() {
             let ended = run(&["salvage", &hurt, "--to", &new]);
             assert!([0, 1].contains(&ended.code), "{path:?}: {}", ended.err);
             assert!(files(&hurt) == before, "{path:?}");
-            // Every page that is there is as it was, and every page that is called whole is.
+            // Every copied page is as it was in some state, and a salvage that exits with 0 copied the last
+            // state.
             let carried = run(&["pages", &new, "--json"]).expect(0).out;
             let of_one = |state: &String| carried.lines().all(|line| state.contains(line));
             assert!(states.iter().any(of_one), "{path:?}: {carried}");

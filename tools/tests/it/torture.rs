@@ -1,4 +1,4 @@
-//! `remanent torture`: a short one finds everything right and leaves nothing; Ctrl-C leaves nothing either.
+//! `remanent torture`: a short run finds no violation and leaves no files; neither does an interrupted one.
 
 use std::fs;
 use std::process::Stdio;
@@ -23,7 +23,7 @@ fn tortured_store_passes_checks() {
     assert_eq!(sum("damage", "done"), 60, "{report}");
     assert_eq!(sum("damage", "right") + sum("damage", "refused") + sum("damage", "cut"), 60, "{report}");
     assert!(sum("damage", "refused") > 0, "no damage was seen: {report}");
-    // Without root, or a program that makes a file system, there is a reason instead.
+    // Without root, or without a program to create a file system, there is a reason instead.
     let skipped = tortures["power cuts"]["skipped"].as_array().unwrap();
     println!("SKIPPED: {skipped:?}");
     assert_eq!(sum("power cuts", "cuts"), if skipped.is_empty() { 2 } else { 0 }, "{report}");
@@ -31,7 +31,7 @@ fn tortured_store_passes_checks() {
 }
 
 #[test]
-fn ctrl_c_leaves_nothing_behind() {
+fn interrupted_torture_leaves_no_files() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().to_str().unwrap();
     let mut torture = command(&["torture", path]);

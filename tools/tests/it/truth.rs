@@ -1,5 +1,4 @@
-//! The command tells the truth: it agrees with an open of the same store, and it takes the names that it
-//! shows.
+//! The command agrees with an open of the same store, and accepts the names that it prints.
 
 use std::fs;
 use std::path::Path;
@@ -11,7 +10,7 @@ use remanent::{Key, Options, Place, SnapshotOptions, Store};
 use crate::command::{Scratch, run};
 use crate::inspect::{copy, files, newest, small_store};
 
-/// Flips a bit in the frame of the batch of this Lsn.
+/// Flips a bit in the frame of the batch with this Lsn.
 fn damage_batch(store: &str, lsn: u64) {
     let frames = run(&["log", store, "--json"]).expect(0).json();
     let frame = frames.iter().find(|frame| frame["lsn"] == lsn && frame["kind"] == "batch").unwrap();
@@ -21,7 +20,7 @@ fn damage_batch(store: &str, lsn: u64) {
     fs::write(segment, bytes).unwrap();
 }
 
-/// A store of small segments, whose images are stored as they are.
+/// Opens a store with small segments and uncompressed images.
 fn open(path: &str) -> Store {
     Store::open(path, Options::default().segment_len(64 << 10).compression(Compression::Off)).unwrap()
 }
@@ -39,7 +38,7 @@ fn commit(store: &Store, step: u64) {
 }
 
 #[test]
-fn named_snapshot_keeps_only_its_own_batch() {
+fn named_snapshot_does_not_replace_damaged_log() {
     let scratch = Scratch::new();
     let store = open(&scratch.store());
     commit(&store, 1);
@@ -52,7 +51,7 @@ fn named_snapshot_keeps_only_its_own_batch() {
     assert!(Store::open(&path, Options::default()).is_err());
     let verify = run(&["verify", &path]).expect(1).out;
     assert!(verify.contains("the store cannot be opened"), "{verify}");
-    assert!(verify.contains("costs the store"), "{verify}");
+    assert!(verify.contains("cost: the store"), "{verify}");
     let last = run(&["verify", &path, "--json"]).expect(1).json().pop().unwrap();
     assert!(last["opens_from"].is_null(), "{last}");
 }
@@ -75,7 +74,7 @@ fn missing_retained_snapshot_is_reported() {
     let verify = run(&["verify", &path]).expect(1).out;
     assert!(verify.contains("snapshots/0000000000000001.manifest at offset 0: missing"), "{verify}");
     assert!(
-        verify.contains("a snapshot that is kept") && verify.contains("recovery starts from"),
+        verify.contains("a kept snapshot is no longer available") && verify.contains("recovery starts from"),
         "{verify}"
     );
 }
@@ -129,19 +128,20 @@ fn dropping_name_removes_only_its_snapshot() {
     assert_eq!(pruned["snapshots"], serde_json::json!([given_up]), "{pruned}");
     let removed = pruned["files"].as_array().unwrap();
     assert!(removed.iter().all(|file| !file["file"].as_str().unwrap().starts_with("log/")), "{pruned}");
-    // Its manifest may be there still, as a link of others.
+    // Its manifest may still exist, as a link of other snapshots.
     let again = run(&["prune", &path, "--name", name]).expect(2);
     assert!(again.err.contains("there is no snapshot named \"good\""), "{}", again.err);
     let expected: Vec<u64> = all.iter().copied().filter(|id| *id != given_up).collect();
     assert_eq!(ids(&path), expected);
     run(&["verify", &path]).expect(0);
-    // Rules given together with it are applied too.
+    // Rules given together with a name are applied too.
     let path = sound.store();
     let both = run(&["prune", &path, "--name", name, "--snapshots", "1", "--yes", "--json"]).expect(0);
     assert!(both.json()[0]["snapshots"].as_array().unwrap().len() > 1, "{}", both.out);
 }
 
-/// The newest snapshot has the name, and all log before it is gone: nothing else is left to open the store from.
+/// The newest snapshot has the name, and the log before it is removed: the store can only be opened from this
+/// snapshot.
 #[test]
 fn dropping_last_snapshot_name_keeps_store() {
     let scratch = Scratch::new();
@@ -157,7 +157,7 @@ fn dropping_last_snapshot_name_keeps_store() {
     let before = run(&["pages", &path, "--json"]).expect(0).out;
     for more in [&[][..], &["--yes"]] {
         let told = run(&[&["prune", &path, "--name", "last"], more].concat()).expect(0).out;
-        assert!(told.contains("snapshot 5 stays: it is the newest one"), "{told}");
+        assert!(told.contains("snapshot 5 is kept: it is the newest one"), "{told}");
     }
     let counted =
         run(&["prune", &path, "--name", "last", "--snapshots", "1", "--json"]).expect(0).json().remove(0);
@@ -168,7 +168,7 @@ fn dropping_last_snapshot_name_keeps_store() {
 }
 
 #[test]
-fn keys_are_taken_as_they_are_shown() {
+fn keys_are_accepted_as_printed() {
     let scratch = Scratch::new();
     small_store(&scratch).close().unwrap();
     let path = scratch.store();
@@ -183,7 +183,7 @@ fn keys_are_taken_as_they_are_shown() {
 }
 
 #[test]
-fn unknown_page_or_state_errors_suggest_names() {
+fn missing_snapshots_and_snapshot_names_are_printed() {
     let scratch = Scratch::new();
     let store = open(&scratch.store());
     commit(&store, 1);
@@ -202,7 +202,7 @@ fn unknown_page_or_state_errors_suggest_names() {
 }
 
 #[test]
-fn notes_and_incarnations_are_validated() {
+fn log_counts_notes_and_shows_the_incarnation() {
     let scratch = Scratch::new();
     small_store(&scratch).close().unwrap();
     let frames = run(&["log", &scratch.store(), "--json"]).expect(0).json();
@@ -246,15 +246,15 @@ fn refused_import_leaves_nothing() {
     fs::write(&file, [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &[1, 2]].concat())
         .unwrap();
     let store = scratch.store();
-    // The engine refuses a name of this length, after the store was made.
+    // The engine rejects a note of this length, after the store was created.
     let refused = format!("{}=1", "n".repeat(256));
     run(&["import", &store, &file, "--root", &refused]).expect(2);
     assert!(!Path::new(&store).exists(), "a store was left behind");
-    // A directory that was there stays, as empty as it was.
+    // An existing directory is kept, and stays empty.
     fs::create_dir(&store).unwrap();
     run(&["import", &store, &file, "--root", &refused]).expect(2);
     assert_eq!(fs::read_dir(&store).unwrap().count(), 0);
-    // A store that was there stays as it was.
+    // An existing store is unchanged.
     run(&["import", &store, &file]).expect(0);
     let pages = run(&["pages", &store, "--json"]).expect(0).out;
     fs::write(&file, [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &[1, 3]].concat())
@@ -296,7 +296,7 @@ fn concurrent_writes_are_not_reported_as_damage() {
 }
 
 #[test]
-fn replay_rule_is_not_stored_in_store() {
+fn read_only_commands_do_not_modify_the_store() {
     let scratch = Scratch::new();
     small_store(&scratch).close().unwrap();
     let path = scratch.store();
@@ -312,7 +312,7 @@ fn replay_rule_is_not_stored_in_store() {
         run(args).expect(0);
     }
     assert!(files(&path) == before);
-    // Nor is it kept from a writer.
+    // A writer does not prevent this, and is not prevented from opening the store.
     let store = Store::open(&path, Options::default()).unwrap();
     run(&["prune", &path, "--snapshots", "1"]).expect(0);
     run(&["prune", &path, "--snapshots", "1", "--yes"]).expect(3);
@@ -345,7 +345,7 @@ fn unneeded_files_are_removed() {
         listed.map(|file| file["file"].as_str().unwrap().to_owned()).collect()
     };
     let there = |name: &String| Path::new(&path).join(name).exists();
-    // Files that a crash leaves: one under construction, images that no snapshot names.
+    // Files that a crash leaves: an incomplete one, and images that no snapshot names.
     let images = fs::read_dir(Path::new(&path).join("pages")).unwrap().map(|entry| entry.unwrap().path());
     let image = fs::read(images.min().unwrap()).unwrap();
     fs::write(Path::new(&path).join("pages/00000000000000f0.tmp"), b"cut short").unwrap();

@@ -1,5 +1,4 @@
-//! Common to every command: help, exit codes, the level of messages; and the doctor's questions to the
-//! machine.
+//! What all commands have in common: help, exit codes, levels of messages. Also `doctor`.
 
 use crate::command::run;
 
@@ -67,9 +66,9 @@ fn usage_errors_exit_with_2_without_changes() {
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
 }
 
-/// A run of several ranks has a store in each of its folders, and is none.
+/// A run of several ranks has a store in each of its folders, but is not a store itself.
 #[test]
-fn stores_in_the_folders_of_a_directory_are_named() {
+fn error_names_stores_in_subfolders() {
     let dir = tempfile::tempdir().unwrap();
     let run_dir = dir.path().to_str().unwrap();
     let make = |name: &str| {
@@ -82,11 +81,13 @@ fn stores_in_the_folders_of_a_directory_are_named() {
     make("rank-2");
     for args in [&["info", run_dir][..], &["pages", run_dir], &["log", run_dir], &["verify", run_dir]] {
         let said = run(args).expect(2).err;
-        assert!(said.contains(&format!("there is no store in {run_dir}, but in {run_dir}/rank-2")), "{said}");
+        let named = format!("there is no store in {run_dir}, but there is one in {run_dir}/rank-2");
+        assert!(said.contains(&named), "{said}");
     }
     (10..12).for_each(|rank| make(&format!("rank-{rank}")));
     let said = run(&["info", run_dir]).expect(2).err;
-    let named = format!("but in 3 of its folders, {run_dir}/rank-2 to {run_dir}/rank-11: name one of them");
+    let named =
+        format!("but there are 3 in its folders, {run_dir}/rank-2 to {run_dir}/rank-11; use one of them");
     assert!(said.contains(&named), "{said}");
 }
 
@@ -100,16 +101,16 @@ fn quiet_prints_nothing_and_verbose_prints_events() {
     assert!(imported.err.is_empty(), "no terminal, no progress: {}", imported.err);
     let said = run(&["-vv", "import", &store, &file]).expect(0);
     assert!(said.err.contains("remanent"), "{}", said.err);
-    assert!(!said.err.contains('\u{1b}'), "colours: {}", said.err);
+    assert!(!said.err.contains('\u{1b}'), "colors: {}", said.err);
     let quiet = run(&["import", &store, &file, "--quiet"]).expect(0);
     assert!(quiet.err.is_empty() && quiet.out.contains("nothing to import"), "{}", quiet.err);
-    // Why a command failed is said all the same.
+    // The reason of a failure is printed nevertheless.
     assert!(run(&["-q", "import", &store, &path("missing")]).expect(2).err.contains("missing"));
     run(&["-q", "-v", "import", &store, &file]).expect(2);
 }
 
 #[test]
-fn completions_know_every_command() {
+fn completions_contain_every_command() {
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
         let script = run(&["completions", shell]).expect(0).out;
         for command in COMMANDS {

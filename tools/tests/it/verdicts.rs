@@ -1,5 +1,6 @@
-//! What `verify` says of damaged stores, beside what an open of the same directory does: from where recovery starts, and
-//! whether anything is wrong at all. The stores are of the kinds that the engine's tests hold its judge against.
+//! The verdicts of `verify` on damaged stores, compared with an open of the same directory: where recovery
+//! starts, and whether anything is damaged. The stores are of the same kinds as in the engine's tests of its
+//! judge.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,7 +13,7 @@ use crate::command::{Scratch, run};
 use crate::inspect::{copy, files, newest};
 
 const SECTOR_LEN: usize = 512;
-/// Bits flipped, and sectors zeroed, of each subject. Each file is missing once.
+/// The numbers of flipped bits and zeroed sectors for each subject. Each file is also missing once.
 const FLIPS: usize = 25;
 const ZEROED: usize = 15;
 
@@ -24,7 +25,7 @@ fn open(path: &str) -> Result<Store, Error> {
     Store::open(path, options())
 }
 
-/// A store at work in a directory of its own.
+/// An open store in its own directory.
 struct Work {
     scratch: Scratch,
     store: Store,
@@ -104,7 +105,7 @@ fn restored() -> Scratch {
     work.close()
 }
 
-/// What a crash right after a restore leaves: its own snapshot is not there yet.
+/// Creates the state that a crash right after a restore leaves, before the restore's own snapshot.
 fn restored_in_the_log() -> Scratch {
     let work = Work::new();
     work.commit(2);
@@ -144,7 +145,8 @@ fn reopened() -> Scratch {
     work.reopen().close()
 }
 
-/// Of two pages the newest snapshot has the image, one of them in an overlay over an older one.
+/// Creates two pages on disk with images in the newest snapshot, one of them as an overlay over an older
+/// image.
 fn on_disk() -> Scratch {
     let scratch = Scratch::new();
     let work = Work { store: open(&scratch.store()).unwrap(), scratch };
@@ -160,14 +162,14 @@ fn on_disk() -> Scratch {
     work.close()
 }
 
-/// What is done to one file.
+/// The damage to one file.
 #[derive(Clone, Copy, Debug)]
 enum Damage {
     Nothing,
     Missing,
-    /// A bit of the byte at this offset.
+    /// One bit of the byte at this offset.
     Flipped(usize),
-    /// The sector that begins here.
+    /// The sector that begins at this offset.
     Zeroed(usize),
 }
 
@@ -175,14 +177,14 @@ fn mix(number: usize) -> usize {
     (number as u64 ^ 0x5bd1_e995).wrapping_mul(0x9e37_79b9_7f4a_7c15) as usize >> 20
 }
 
-/// All damages of a store: the files by their paths in it.
+/// Returns all damages of a store, each with the path of its file.
 fn damages(store: &str) -> Vec<(PathBuf, Damage)> {
     let sound: Vec<(PathBuf, Vec<u8>)> = files(store)
         .into_iter()
         .map(|(path, (bytes, _))| (path.strip_prefix(store).unwrap().to_owned(), bytes))
         .filter(|(path, _)| ![Path::new("LOCK"), Path::new("READERS")].contains(&path.as_path()))
         .collect();
-    // Lines of 64 bytes that were written, and their sectors.
+    // Written lines of 64 bytes, by file and offset.
     let lines: Vec<(usize, usize)> = sound
         .iter()
         .enumerate()
@@ -218,11 +220,11 @@ fn inflict(damage: Damage, path: &Path) {
     fs::write(path, bytes).unwrap();
 }
 
-/// What the command says of a directory, and what an open of it does.
+/// Compares the command's verdict on a directory with the result of an open.
 fn agree(what: &str, path: &str) -> Verdict {
     let said = run(&["verify", path, "--json"]);
     let all = format!("{what}: ended with {}\n{}{}", said.code, said.out, said.err);
-    // From STORE the command has the store's id, so without it there is nothing to look at.
+    // The command takes the store's id from STORE, so without it there may be no summary.
     let summary = said.json().pop().filter(|line| line["kind"] == "summary");
     let from = summary.as_ref().map_or(&serde_json::Value::Null, |line| &line["opens_from"]);
     match open(path) {
@@ -238,7 +240,7 @@ fn agree(what: &str, path: &str) -> Verdict {
                     Err(Error::Damaged(_)) => true,
                     read => read.map(|_| false).unwrap_or_else(|error| panic!("{all}\nbut {error}")),
                 };
-                let costs = format!("page {}: no read of its image succeeds", info.page);
+                let costs = format!("page {}: reads of its image fail", info.page);
                 let is_named = said
                     .json()
                     .iter()
@@ -249,7 +251,7 @@ fn agree(what: &str, path: &str) -> Verdict {
         }
         Err(error @ (Error::Damaged(_) | Error::NoStore { .. } | Error::ForeignDirectory { .. })) => {
             assert!(from.is_null(), "{all}\nbut {error}");
-            // A directory without STORE is no store, which is the caller's fault and no finding.
+            // A directory without STORE is not a store, so the exit code is that of a usage error.
             let code = if matches!(error, Error::Damaged(_)) { 1 } else { 2 };
             assert_eq!(said.code, code, "{all}\nbut {error}");
             Verdict::Refused
@@ -266,7 +268,7 @@ enum Verdict {
 }
 
 #[test]
-fn doctor_predicts_open() {
+fn verify_agrees_with_an_open() {
     type Subject = (&'static str, fn() -> Scratch);
     let subjects: [Subject; 8] = [
         ("a named snapshot, and more log", named),
@@ -293,7 +295,7 @@ fn doctor_predicts_open() {
                     counts[verdict as usize].fetch_add(1, Ordering::Relaxed);
                 }
                 let [clean, opens, refused] = counts.map(AtomicUsize::into_inner);
-                // Of the one a snapshot is missing before anything is damaged.
+                // This subject lacks a snapshot before anything is damaged.
                 let is_sound = name != "a restore that no snapshot stands after";
                 let is_enough = (clean > 0) == is_sound && opens > 2 && refused > 2;
                 assert!(is_enough, "{name}: {clean} clean, {opens} opened, {refused} refused");
@@ -302,7 +304,7 @@ fn doctor_predicts_open() {
     });
 }
 
-/// Beyond what is kept, a restore's table is needed by nothing.
+/// Once its state is no longer kept, a restore's table is not needed.
 #[test]
 fn restore_without_retained_table_is_sound() {
     let scratch = Scratch::new();

@@ -1,4 +1,4 @@
-//! `versions`: every state that can be loaded is listed, once, and no other.
+//! `versions`: every state that can be loaded is listed exactly once, and no other.
 
 use std::fs;
 
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use crate::command::{Scratch, run};
 use crate::weights::{file, tensor};
 
-/// The versions that the command lists.
+/// Returns the versions that the command lists.
 fn listed(dir: &str) -> Vec<Value> {
     run(&["versions", dir, "--json"]).expect(0).json()
 }
@@ -18,7 +18,7 @@ fn column(listed: &[Value], name: &str) -> Vec<Value> {
 }
 
 #[test]
-fn imports_are_listed_with_note_step_and_bytes() {
+fn imports_have_note_step_and_bytes() {
     let scratch = Scratch::new();
     let (store, path) = (scratch.store(), scratch.path("file"));
     for (number, note) in ["first", "second"].iter().enumerate() {
@@ -35,7 +35,7 @@ fn imports_are_listed_with_note_step_and_bytes() {
 }
 
 #[test]
-fn the_time_of_a_version_is_listed_and_no_difference() {
+fn version_time_is_listed_but_not_compared() {
     let path = Scratch::new();
     let store = Store::open(path.store(), Options::default()).unwrap();
     for seconds in [1_700_000_000.25, 1_700_000_001.5] {
@@ -50,7 +50,7 @@ fn the_time_of_a_version_is_listed_and_no_difference() {
 }
 
 #[test]
-fn listed_versions_are_those_that_can_be_loaded() {
+fn exactly_the_loadable_versions_are_listed() {
     let scratch = Scratch::new();
     let path = scratch.store();
     let store = Store::open(&path, Options::default().snapshots_kept(100)).unwrap();
@@ -58,7 +58,7 @@ fn listed_versions_are_those_that_can_be_loaded() {
         let mut batch = store.batch();
         let page = batch.create(8, Place::Host).page();
         batch.write(page, 0, &number.to_le_bytes());
-        // The fifth and the sixth are parts of a save that goes on.
+        // The fifth and the sixth batch are parts of an unfinished save.
         match number {
             5 => _ = batch.set_root("saving", true),
             7 => _ = batch.remove_root("saving"),
@@ -84,7 +84,7 @@ fn listed_versions_are_those_that_can_be_loaded() {
 }
 
 #[test]
-fn versions_of_several_ranks_are_listed_from_their_points() {
+fn versions_of_several_ranks_come_from_points() {
     let scratch = Scratch::new();
     let run_dir = scratch.path("run");
     let points = format!("{run_dir}/points");
@@ -100,7 +100,7 @@ fn versions_of_several_ranks_are_listed_from_their_points() {
     });
     assert_eq!(found, [expected]);
 
-    // Another step, and the sum of the one that was written.
+    // Changes the step, so that the checksum does not match.
     fs::write(format!("{points}/0000000002.point"), point.replace("\"step\":7", "\"step\":8")).unwrap();
     let damaged = run(&["versions", &run_dir, "--json"]).expect(1);
     assert_eq!(column(&damaged.json(), "step"), [7]);
@@ -108,7 +108,7 @@ fn versions_of_several_ranks_are_listed_from_their_points() {
 }
 
 #[test]
-fn a_directory_without_a_store_is_an_error() {
+fn directory_without_a_store_is_an_error() {
     let scratch = Scratch::new();
     fs::create_dir(scratch.path("empty")).unwrap();
     for name in ["empty", "nothing"] {

@@ -1,5 +1,5 @@
-//! Import and export: files of weights come back byte for byte, a version costs its changes, and it is there
-//! whole or not at all.
+//! Import and export: files of weights are restored byte for byte, a version costs only its changes, and it
+//! exists completely or not at all.
 
 use std::fs;
 use std::path::Path;
@@ -14,18 +14,18 @@ use crate::command::{Scratch, command, run};
 pub struct Tensor {
     /// The tensor's name.
     pub name: String,
-    /// Its dtype and shape, as the header spells them.
+    /// Its dtype and shape, as they are in the header.
     pub kind: (&'static str, &'static str),
     /// The tensor's bytes.
     pub bytes: Vec<u8>,
 }
 
-/// Makes one tensor.
+/// Creates one tensor.
 pub fn tensor(name: &str, dtype: &'static str, shape: &'static str, bytes: impl Into<Vec<u8>>) -> Tensor {
     Tensor { name: name.to_owned(), kind: (dtype, shape), bytes: bytes.into() }
 }
 
-/// A file of tensors. The header names them last to first, with odd spaces in it and after it.
+/// Creates a file of tensors. The header names them last to first, with unusual spaces in it and after it.
 pub fn file(tensors: &[Tensor]) -> Vec<u8> {
     let mut entries = Vec::new();
     let mut data = Vec::new();
@@ -43,7 +43,7 @@ pub fn file(tensors: &[Tensor]) -> Vec<u8> {
     [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &data].concat()
 }
 
-/// Bytes that look random and follow from a seed.
+/// Returns pseudorandom bytes.
 pub fn noise(seed: u64, len: usize) -> Vec<u8> {
     let mut state = seed;
     let words = std::iter::repeat_with(move || {
@@ -54,7 +54,7 @@ pub fn noise(seed: u64, len: usize) -> Vec<u8> {
     words.flat_map(u64::to_le_bytes).take(len).collect()
 }
 
-/// One tensor of every dtype, and all other parts of a header.
+/// Returns one tensor of every dtype, and all other parts of a header.
 fn all_kinds() -> Vec<Tensor> {
     let long = "model.layers.".repeat(9);
     let dtypes = [
@@ -99,14 +99,14 @@ fn all_kinds() -> Vec<Tensor> {
     tensors
 }
 
-/// A directory with a store, and files to bring into it.
+/// A directory with a store, and files to import into it.
 pub struct Weights {
     /// The temporary directory.
     pub scratch: Scratch,
 }
 
 impl Weights {
-    /// An empty directory.
+    /// Creates an empty directory.
     pub fn new() -> Self {
         Self { scratch: Scratch::new() }
     }
@@ -118,7 +118,7 @@ impl Weights {
         path
     }
 
-    /// Imports a file; returns the command's output.
+    /// Imports a file and returns the command's output.
     #[track_caller]
     pub fn import(&self, bytes: &[u8], more: &[&str]) -> serde_json::Value {
         let path = self.write(bytes);
@@ -126,7 +126,7 @@ impl Weights {
         run(&[&["import", &store, &path, "--json"], more].concat()).expect(0).json().remove(0)
     }
 
-    /// Exports; gives the file's bytes.
+    /// Exports a version and returns the file's bytes.
     #[track_caller]
     pub fn export(&self, more: &[&str]) -> Vec<u8> {
         let (store, path) = (self.scratch.store(), self.scratch.path("exported"));
@@ -141,7 +141,7 @@ fn file_round_trips_byte_for_byte() {
     let whole = file(&all_kinds());
     let imported = weights.import(&whole, &["--note", "first", "--root", "step=120", "--root", "run=a"]);
     assert_eq!((&imported["lsn"], &imported["created"]), (&1.into(), &29.into()), "{imported}");
-    assert!(weights.export(&[]) == whole, "another file came out");
+    assert!(weights.export(&[]) == whole, "the exported file differs");
 
     let info = run(&["info", &weights.scratch.store(), "--json"]).expect(0).json().remove(0);
     assert_eq!(info["root"], serde_json::json!({ "run": "a", "step": 120 }));
@@ -163,7 +163,7 @@ fn empty_files_round_trip() {
 }
 
 #[test]
-fn a_version_logs_only_what_changed_and_every_version_stays() {
+fn version_logs_only_changes_and_stays_available() {
     let weights = Weights::new();
     let mut tensors = all_kinds();
     tensors.push(tensor("big", "F32", "[100000]", noise(7, 400_000)));
@@ -175,7 +175,7 @@ fn a_version_logs_only_what_changed_and_every_version_stays() {
     };
     assert!(log_end() > 400_000);
 
-    // One element in a hundred, here and there, and two bytes of one element.
+    // One element in a hundred, scattered, and two bytes of one element.
     let big = tensors.last_mut().unwrap();
     (0..1000).for_each(|index| big.bytes[index * 400 + 3] ^= 0x41);
     big.bytes[1] ^= 0x41;
@@ -185,7 +185,7 @@ fn a_version_logs_only_what_changed_and_every_version_stays() {
     let allowed = 1000 * 8 + 4096;
     assert!(log_end() < allowed, "{} bytes of log", log_end());
 
-    // Tensors come, go, and change length, shape and dtype.
+    // Tensors are added and removed, and change length, shape and dtype.
     let big = tensors.pop().unwrap();
     tensors.remove(0);
     tensors[0].kind = ("I8", "[20,20]");
@@ -197,7 +197,7 @@ fn a_version_logs_only_what_changed_and_every_version_stays() {
     for (field, expected) in [("created", 1), ("deleted", 2), ("resized", 1), ("changed_elements", 0)] {
         assert_eq!(third[field], expected, "{field} in {third}");
     }
-    // Back again: a name that went may come back.
+    // The first file again: a removed name may be used again.
     tensors.push(big);
     tensors[1].bytes.truncate(3);
     tensors[1].kind.1 = "[3]";
@@ -205,23 +205,20 @@ fn a_version_logs_only_what_changed_and_every_version_stays() {
     weights.import(&versions[3], &[]);
 
     for (version, lsn) in versions.iter().zip(1..) {
-        assert!(
-            weights.export(&["--at", &format!("lsn:{lsn}")]) == *version,
-            "version {lsn} is another file"
-        );
+        assert!(weights.export(&["--at", &format!("lsn:{lsn}")]) == *version, "version {lsn} differs");
     }
     let store = weights.scratch.store();
     let none = run(&["export", &store, &weights.scratch.path("none"), "--at", "lsn:5"]).expect(2);
     assert!(none.err.contains("the last is lsn 4"), "{}", none.err);
     let none = run(&["export", &store, &weights.scratch.path("none"), "--at", "lsn:0"]).expect(2);
-    assert!(none.err.contains("no weights were imported up to lsn 0"), "{}", none.err);
+    assert!(none.err.contains("there are no weights up to lsn 0"), "{}", none.err);
     run(&["export", &store, &weights.scratch.path("none"), "--at", "snapshot:1"]).expect(2);
     run(&["export", &store, &format!("{store}/out"), "--at", "lsn:1"]).expect(2);
     assert!(!Path::new(&weights.scratch.path("none")).exists());
 }
 
 #[test]
-fn tensors_live_where_they_are_put() {
+fn tensors_are_created_at_the_given_place() {
     let weights = Weights::new();
     let of = |names: &[&str]| {
         file(&names.iter().map(|name| tensor(name, "U8", "[2]", [9, 4])).collect::<Vec<_>>())
@@ -241,7 +238,7 @@ fn tensors_live_where_they_are_put() {
 }
 
 #[test]
-fn export_names_a_dtype_that_safetensors_lacks() {
+fn export_reports_a_dtype_unknown_to_safetensors() {
     let weights = Weights::new();
     let store = Store::open(weights.scratch.store(), Options::default()).unwrap();
     let mut batch = store.batch();
@@ -253,7 +250,7 @@ fn export_names_a_dtype_that_safetensors_lacks() {
     let (store, file) = (weights.scratch.store(), weights.scratch.path("none"));
     let refused = run(&["export", &store, &file]).expect(2);
     assert!(
-        refused.err.contains("tensor \"phase\" has dtype C128, which safetensors lacks"),
+        refused.err.contains("tensor \"phase\" has dtype C128, which safetensors does not"),
         "{}",
         refused.err
     );
@@ -283,7 +280,7 @@ fn foreign_pages_are_unchanged() {
 }
 
 #[test]
-fn a_bad_file_is_refused_with_a_reason_and_leaves_no_store() {
+fn bad_file_is_rejected_and_leaves_no_store() {
     let weights = Weights::new();
     let good = file(&all_kinds());
     let header =
@@ -293,15 +290,15 @@ fn a_bad_file_is_refused_with_a_reason_and_leaves_no_store() {
         format!("\"{name}\":{{\"dtype\":\"U8\",\"shape\":[{len}],\"data_offsets\":[{start},{end}]}}")
     };
     for (bytes, reason) in [
-        (vec![], "0 bytes are no safetensors file"),
-        (good[..7].to_vec(), "7 bytes are no"),
-        (good[..200].to_vec(), "a header of"),
-        (good[..good.len() - 1].to_vec(), "its header describes"),
-        ([&good[..], &[0]].concat(), "its header describes"),
-        ([&u64::MAX.to_le_bytes()[..], &good[8..]].concat(), "a header of 18446744073709551615 bytes"),
-        (header("{\"a\":", &[]), "its header cannot be read"),
-        (header("[1]", &[]), "its header cannot be read"),
-        (header("{\"a\":\u{1}}", &[]), "its header cannot be read"),
+        (vec![], "not a safetensors file: only 0 bytes long"),
+        (good[..7].to_vec(), "only 7 bytes long"),
+        (good[..200].to_vec(), "not a safetensors file: header of"),
+        (good[..good.len() - 1].to_vec(), "header describes a file of"),
+        ([&good[..], &[0]].concat(), "header describes a file of"),
+        ([&u64::MAX.to_le_bytes()[..], &good[8..]].concat(), "header of 18446744073709551615 bytes"),
+        (header("{\"a\":", &[]), "header cannot be parsed"),
+        (header("[1]", &[]), "header cannot be parsed"),
+        (header("{\"a\":\u{1}}", &[]), "header cannot be parsed"),
         (header(&format!("{{{},{}}}", u8s("a", 0, 4), u8s("b", 2, 6)), &[0; 6]), "`b`"),
         (header(&format!("{{{},{}}}", u8s("a", 0, 4), u8s("b", 5, 6)), &[0; 6]), "`b`"),
         (header(&format!("{{{}}}", u8s("a", 1 << 63, u64::MAX)), &[]), "`a`"),
@@ -310,7 +307,7 @@ fn a_bad_file_is_refused_with_a_reason_and_leaves_no_store() {
         let path = weights.write(&bytes);
         let refused = run(&["import", &weights.scratch.store(), &path]).expect(2);
         assert!(refused.err.contains(reason), "{reason:?} is not in {}", refused.err);
-        assert!(!Path::new(&weights.scratch.store()).exists(), "a refused import made a store");
+        assert!(!Path::new(&weights.scratch.store()).exists(), "a rejected import created a store");
     }
     for path in ["/dev/null", "/", &weights.scratch.path("missing")] {
         run(&["import", &weights.scratch.store(), path]).expect(2);
@@ -318,7 +315,7 @@ fn a_bad_file_is_refused_with_a_reason_and_leaves_no_store() {
     run(&["import", &weights.scratch.store(), &weights.write(&good), "--root", "step"]).expect(2);
 }
 
-/// Files in the store's log by now.
+/// Returns the number of files in the store's log.
 fn log_files(store: &str) -> usize {
     fs::read_dir(Path::new(store).join("log")).map_or(0, Iterator::count)
 }
@@ -331,7 +328,7 @@ fn killed_import_leaves_whole_version_and_next_resumes() {
         (0..6).map(|seed| tensor(&format!("t{seed}"), "F32", "[1000000]", noise(seed, 4_000_000))).collect();
     let mut before: Option<Vec<u8>> = None;
     let mut found_before = 0;
-    // An import makes files in the log as it goes: the kill comes after this number of new ones.
+    // An import creates files in the log as it proceeds: the kill comes after this number of new ones.
     for (round, more_files) in [0, 1, 2, 3, 4, 1, 2, 3].into_iter().enumerate() {
         // Everything, then one element in ten.
         let step = if round == 0 { 1 } else { 40 };
@@ -370,7 +367,7 @@ fn killed_import_leaves_whole_version_and_next_resumes() {
 }
 
 #[test]
-fn diff_counts_changed_elements_and_measures_them() {
+fn diff_counts_and_measures_changed_elements() {
     let weights = Weights::new();
     let floats = |values: &[f32]| values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<_>>();
     let first = [
@@ -419,7 +416,7 @@ fn diff_counts_changed_elements_and_measures_them() {
     );
     let text = run(&["diff", &store, "--from", "lsn:1", "--to", "lsn:2"]).expect(1).out;
     assert!(text.contains("50.000 %") && text.contains("root step: 1 -> 2"), "{text}");
-    // There and back again is no difference, whatever the epochs are.
+    // Content that changed and changed back is not a difference, whatever the epochs are.
     weights.import(&file(&first[..3]), &["--root", "step=1"]);
     weights.import(&file(&first), &[]);
     let back = run(&["diff", &store, "--from", "lsn:1", "--json"]).expect(1).json();
