@@ -55,6 +55,19 @@ Exit codes:
   3    another process has the store open
   130  interrupted by Ctrl-C";
 
+/// Printed on standard error if the command is run without arguments.
+const GUIDE: &str = "\
+Remanent keeps pages of GPU and host memory in stores that survive a crash. First steps:
+
+  remanent demo                            kill a store at random moments and recover all of it
+  remanent import STORE model.safetensors  create a store, or add a version to an existing one
+  remanent info STORE                      show what a store contains and whether it is sound
+  remanent verify STORE                    check every byte that a store needs
+  remanent bench commit DIR                compare a store's speed with that of the disk below it
+
+`remanent --help` lists all commands, and `remanent COMMAND --help` describes one of them.
+";
+
 /// Run, inspect and verify Remanent stores
 #[derive(Parser)]
 #[command(name = "remanent", version, after_help = ABOUT, max_term_width = 110)]
@@ -152,7 +165,19 @@ impl Command {
 /// Runs the command with the arguments of this process. Results go to standard output; the reason of a
 /// failure goes to standard error.
 pub fn main() -> ExitCode {
-    exit::code(run_here(&Cli::parse()))
+    match parse(std::env::args_os().skip(1).collect()) {
+        Ok(cli) => exit::code(run_here(&cli)),
+        Err(error) => error.exit(),
+    }
+}
+
+/// Parses the arguments after the program's name. If there are none, the error prints [`GUIDE`].
+fn parse(arguments: Vec<OsString>) -> Result<Cli, clap::Error> {
+    let name = OsString::from("remanent");
+    if arguments.is_empty() {
+        Cli::command().override_help(GUIDE).try_get_matches_from([&name])?;
+    }
+    Cli::try_parse_from(std::iter::once(name).chain(arguments))
 }
 
 /// Runs the command inside a process of another program, such as a Python interpreter, and returns the exit
@@ -162,8 +187,7 @@ pub fn main() -> ExitCode {
 /// run themselves in child processes. `arguments` are those after the program's name.
 pub fn main_as(program: Vec<OsString>, arguments: impl IntoIterator<Item = OsString>) -> u8 {
     program::set(program);
-    let name = OsString::from("remanent");
-    match Cli::try_parse_from(std::iter::once(name).chain(arguments)) {
+    match parse(arguments.into_iter().collect()) {
         Ok(cli) => {
             let code = exit::number(run_here(&cli));
             // The process may end without the standard library's own flush.

@@ -25,8 +25,8 @@ use crate::weights::{dtype_of, label};
 const EXAMPLES: &str = "\
 Compares elements bit by bit, of the dtype in a page's metadata, or bytes if there is none. For floats, LARGEST is the \
 largest difference between an old and a new value; it is NaN if a value that differs was or became NaN, and NANS is \
-the number of these values. \
-Exits with 0 if the states are equal and with 1 if they \
+the number of these values. The last line is the total: the pages that changed and the bytes that differ in them, \
+where a created or deleted page counts with all its bytes. Exits with 0 if the states are equal and with 1 if they \
 differ.
 
 Examples:
@@ -45,7 +45,7 @@ pub struct Diff {
     /// Later state [default: newest]
     #[arg(long)]
     to: Option<StatePoint>,
-    /// Print one JSON object per line: each page and root entry that differs
+    /// Print one JSON object per line: each page and root entry that differs, then the total
     #[arg(long)]
     json: bool,
     #[command(flatten)]
@@ -72,6 +72,8 @@ struct ContentDiff {
     largest: Option<f64>,
     /// Number of elements that differ and are NaN before or after, for floats.
     nans: Option<u64>,
+    /// Bytes of the elements that differ, and bytes that only one state has.
+    bytes: u64,
 }
 
 /// A page that differs.
@@ -96,6 +98,10 @@ impl Diff {
                 let value = |value: &Option<Value>| value.as_ref().map(json::value);
                 out.line(object! { "change": "root", "name": name, "from": value(from), "to": value(to) })?;
             }
+            let (count, bytes) = (pages.len(), bytes(&pages));
+            out.line(
+                object! { "change": "total", "pages": count, "root_entries": root.len(), "bytes": bytes },
+            )?;
         } else {
             if !pages.is_empty() {
                 out.line(table(&pages).trim_fmt())?;
@@ -106,6 +112,7 @@ impl Diff {
                 };
                 out.line(format_args!("root {name}: {} -> {}", value(from), value(to)))?;
             }
+            out.line(total(&pages, root.len()))?;
         }
         Ok(if pages.is_empty() && root.is_empty() { Ending::Fine } else { Ending::Difference })
     }
@@ -193,6 +200,7 @@ fn content(
         changed,
         largest,
         nans,
+        bytes: changed * width as u64 + old.len.abs_diff(new.len),
     })
 }
 
@@ -225,6 +233,23 @@ impl Change {
             _ => None,
         }
     }
+}
+
+/// Returns the bytes that differ, summed over all pages.
+fn bytes(lines: &[DiffLine]) -> u64 {
+    let of = |line: &DiffLine| line.change.content().map_or(line.info.len, |content| content.bytes);
+    lines.iter().map(of).fold(0, u64::saturating_add)
+}
+
+/// Returns the total line for people.
+fn total(lines: &[DiffLine], root_entries: usize) -> String {
+    let bytes = bytes(lines);
+    let root = match root_entries {
+        0 => String::new(),
+        1 => "; 1 root entry changed".to_owned(),
+        count => format!("; {count} root entries changed"),
+    };
+    format!("total: {} pages changed, {bytes} bytes{root}", lines.len())
 }
 
 /// Returns the share of elements that changed, from 0 to 1.

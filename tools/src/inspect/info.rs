@@ -1,4 +1,4 @@
-//! `remanent info`: prints its identity and state, and the purpose of each of its
+//! `remanent info`: prints whether a store is sound, its identity and state, and the purpose of each of its
 //! files.
 
 use std::path::PathBuf;
@@ -21,7 +21,7 @@ use crate::read::partial_view::PartialView;
 use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
-Images are not read; `remanent verify` reads everything. `lsn` is \
+The first line states whether any damage was found. Images are not read; `remanent verify` reads everything. `lsn` is \
 the last batch that recovery would find now, and `durable` the last one known to survive a power cut. A torn tail is an \
 incomplete end of the log, left by a crash: the next writable open removes it, and nothing in it was acknowledged as \
 durable.
@@ -128,8 +128,20 @@ impl InfoReport {
         })
     }
 
+    /// Returns whether all is well, in one line.
+    fn status(&self) -> String {
+        let count = self.view.damage.len();
+        let defects = if count == 1 { "1 defect".to_owned() } else { format!("{count} defects") };
+        match &self.view.state {
+            _ if count == 0 => "no damage found; images were not read".to_owned(),
+            Some(_) => format!("DAMAGED, {defects}; `remanent verify` reports the cost"),
+            None => format!("DAMAGED, {defects}; no state can be recovered"),
+        }
+    }
+
     fn print(&self, out: &mut Output) -> Result<(), Failure> {
         let view = &self.view;
+        out.line(format_args!("status       {}", self.status()))?;
         out.line(format_args!("store        {}", view.survey.store.store))?;
         let identity = &view.survey.store.record.identity;
         if !identity.is_empty() {

@@ -155,6 +155,7 @@ fn info_shows_position_and_purpose_of_each_file() {
         .collect();
     assert_eq!(may_go, ["snapshots/00000000000000ff.tmp"]);
     let text = run(&["info", &store]).expect(0).out;
+    assert!(text.starts_with("status       no damage found"), "{text}");
     for file in listed {
         assert!(text.contains(file["file"].as_str().unwrap()), "{file} is not in:\n{text}");
     }
@@ -266,6 +267,8 @@ fn unopenable_store_shows_all_sound_data() {
     let info = run(&["info", &store, "--json"]).expect(1).json().remove(0);
     assert_eq!(info["lsn"], 2);
     assert_eq!(info["damage"][0]["lsn"], 3);
+    let text = run(&["info", &store]).expect(1).out;
+    assert!(text.starts_with("status       DAMAGED, "), "{text}");
     let log = run(&["log", &store, "--json"]).expect(1).json();
     assert!(log.iter().any(|line| line["lsn"] == 3 && line["defect"].is_string()));
     assert_eq!(log.last().unwrap()["kind"], "damage");

@@ -39,6 +39,17 @@ fn help_is_printed_without_error() {
     }
 }
 
+/// Without arguments, a short guide goes to standard error.
+#[test]
+fn no_arguments_print_a_guide() {
+    let guide = run(&[]).expect(2);
+    assert!(guide.out.is_empty(), "{}", guide.out);
+    for next in ["remanent demo", "remanent import", "remanent info", "remanent verify", "remanent bench"] {
+        assert!(guide.err.contains(next), "{next} is not in:\n{}", guide.err);
+    }
+    assert!(run(&["-q"]).expect(2).err.contains("requires a subcommand"));
+}
+
 #[test]
 fn usage_errors_exit_with_2_without_changes() {
     let dir = tempfile::tempdir().unwrap();

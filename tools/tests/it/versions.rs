@@ -46,7 +46,8 @@ fn version_time_is_listed_but_not_compared() {
     store.close().unwrap();
     let found = listed(&path.store());
     assert_eq!(column(&found, "created_unix_ms"), [1_700_000_000_250_u64, 1_700_000_001_500]);
-    run(&["diff", &path.store(), "--from", "lsn:1", "--to", "lsn:2"]).expect(0);
+    let same = run(&["diff", &path.store(), "--from", "lsn:1", "--to", "lsn:2"]).expect(0);
+    assert_eq!(same.out, "total: 0 pages changed, 0 bytes\n");
 }
 
 #[test]

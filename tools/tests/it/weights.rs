@@ -392,6 +392,15 @@ fn diff_counts_and_measures_changed_elements() {
     weights.import(&file(&second), &["--root", "step=2"]);
     let store = weights.scratch.store();
     let lines = run(&["diff", &store, "--from", "lsn:1", "--json"]).expect(1).json();
+    let (total, lines) = lines.split_last().unwrap();
+    let pages: Vec<_> = lines.iter().filter(|line| line["page"].is_u64()).collect();
+    assert_eq!((&total["change"], &total["pages"]), (&"total".into(), &pages.len().into()), "{total}");
+    assert_eq!(total["root_entries"], 1, "{total}");
+    // The header's page has no dtype, so its elements are bytes.
+    let header = lines.iter().find(|line| line["name"] == "safetensors header").unwrap();
+    let of = |name: &str| header[name].as_u64().unwrap_or(header["len"].as_u64().unwrap());
+    let header_bytes = of("changed") + of("len").abs_diff(of("len_before"));
+    assert_eq!(total["bytes"], 8 + 2 + 8 + 2 + 8 + header_bytes, "{total}");
     let shown: Vec<String> = lines
         .iter()
         .filter(|line| line["name"] != "safetensors header")
@@ -416,12 +425,17 @@ fn diff_counts_and_measures_changed_elements() {
     );
     let text = run(&["diff", &store, "--from", "lsn:1", "--to", "lsn:2"]).expect(1).out;
     assert!(text.contains("50.000 %") && text.contains("root step: 1 -> 2"), "{text}");
+    let expected =
+        format!("total: {} pages changed, {} bytes; 1 root entry changed", total["pages"], total["bytes"]);
+    assert_eq!(text.lines().last(), Some(&expected[..]));
     // Content that changed and changed back is not a difference, whatever the epochs are.
     weights.import(&file(&first[..3]), &["--root", "step=1"]);
     weights.import(&file(&first), &[]);
-    let back = run(&["diff", &store, "--from", "lsn:1", "--json"]).expect(1).json();
+    let mut back = run(&["diff", &store, "--from", "lsn:1", "--json"]).expect(1).json();
+    assert_eq!(back.pop().unwrap()["root_entries"], 0);
     assert!(back.iter().all(|line| line["change"] == "created" || line["change"] == "deleted"), "{back:?}");
-    assert!(run(&["diff", &store, "--from", "lsn:4"]).expect(0).out.is_empty());
+    let same = run(&["diff", &store, "--from", "lsn:4"]).expect(0);
+    assert_eq!(same.out, "total: 0 pages changed, 0 bytes\n");
     run(&["diff", &store, "--from", "lsn:9"]).expect(2);
     run(&["diff", &store, "--from", "step:1"]).expect(2);
 }
