@@ -1,7 +1,7 @@
-"""A pytest plugin that puts our storage in the place of a host's own, and records how each test ends.
+"""A pytest plugin that replaces a host's own storage by ours and records the outcome of each test.
 
-`REMANENT_HOST` names the host whose storage is replaced; without it nothing is. `REMANENT_RESULTS` names the file of JSON
-that gets the results: for each test its outcome and the first line of its error.
+`REMANENT_HOST` names the host whose storage is replaced; without it none is. `REMANENT_RESULTS` names the JSON file for the
+results: for each test its outcome and the first line of its error.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def pytest_configure(config: Any) -> None:
 
 
 def _replace_file_system() -> None:
-    """All files of torch_checkpointing's tests lie below /tmp, some whatever the folder of temporary files is.
+    """All files of torch_checkpointing's tests are below /tmp, some of them regardless of TMPDIR.
 
-    A process that a test spawns gets the configuration pickled, and so ours too.
+    The configuration is pickled for processes that a test spawns, so ours is pickled too.
     """
     from torch_checkpointing.storage import filesystem
 
@@ -43,7 +43,7 @@ def _replace_file_system() -> None:
 
 
 def _replace_mock_adapter() -> None:
-    """LMCache's tests make their L2 adapters of its mock adapter, which gets replaced."""
+    """LMCache's tests create their L2 adapters from its mock adapter, which is replaced."""
     from lmcache.v1.distributed.l2_adapters import mock_l2_adapter
 
     from remanent.lmcache import RemanentL2Adapter
@@ -135,7 +135,7 @@ def _replace_file_system_tier() -> None:
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """LMCache's tests share 5 GB of memory, which takes minutes to fill where cores are few, unless they are marked."""
+    """Marks all tests: otherwise LMCache's tests share 5 GB of memory, which takes minutes to fill on few cores."""
     for item in items:
         item.add_marker("no_shared_allocator")
 
