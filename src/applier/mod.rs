@@ -206,7 +206,7 @@ struct ApplierProgress {
     /// The value of a fence after that list.
     fence: u64,
     /// Whether no later batch will be applied. The store is then poisoned.
-    lost: bool,
+    is_lost: bool,
 }
 
 impl Applier {
@@ -222,7 +222,7 @@ impl Applier {
             progress: CachePadded(Mutex::new(ApplierProgress {
                 applied: applied.point.lsn,
                 fence: 0,
-                lost: false,
+                is_lost: false,
             })),
             moved: Condvar::new(),
             wakers: Wakers::default(),
@@ -377,7 +377,7 @@ impl Applier {
             progress = self.progress.lock();
         }
         while progress.applied < lsn {
-            if progress.lost {
+            if progress.is_lost {
                 self.poison.check()?;
             }
             self.moved.wait(&mut progress);
@@ -390,7 +390,7 @@ impl Applier {
         self.hurry(lsn);
         let mut progress = self.progress.lock();
         while progress.applied < lsn {
-            if progress.lost {
+            if progress.is_lost {
                 self.poison.check()?;
             }
             if self.moved.wait_until(&mut progress, until).timed_out() {
@@ -403,7 +403,7 @@ impl Applier {
     /// Returns whether batch `lsn` is in the lane. An error means that it never will be.
     pub fn is_applied(&self, lsn: Lsn) -> Result<bool> {
         let progress = self.progress.lock();
-        if progress.applied < lsn && progress.lost {
+        if progress.applied < lsn && progress.is_lost {
             self.poison.check()?;
         }
         Ok(progress.applied >= lsn)
@@ -448,9 +448,9 @@ impl Applier {
     fn progress(&self, change: impl FnOnce(&mut ApplierProgress)) {
         let mut progress = self.progress.lock();
         change(&mut progress);
-        let applied = if progress.lost { 0 } else { progress.applied.0 };
+        let applied = if progress.is_lost { 0 } else { progress.applied.0 };
         self.applied.store(applied, Ordering::Release);
-        let reached = if progress.lost { Lsn(u64::MAX) } else { progress.applied };
+        let reached = if progress.is_lost { Lsn(u64::MAX) } else { progress.applied };
         drop(progress);
         self.moved.notify_all();
         self.wakers.wake(reached);
@@ -465,7 +465,7 @@ impl Drop for ApplierGuard {
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.0.poison.set(Error::panicked("the applier's thread"));
-            self.0.progress(|progress| progress.lost = true);
+            self.0.progress(|progress| progress.is_lost = true);
         }
         self.0.changes.end();
         self.0.requests.end();

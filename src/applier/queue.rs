@@ -48,9 +48,9 @@ struct RequestQueue {
     awaited: Lsn,
     /// Whether the thread runs, naps or sleeps.
     wake_state: WakeState,
-    stop: bool,
+    must_stop: bool,
     /// Whether the thread has ended, so that requests are no longer taken.
-    ended: bool,
+    has_ended: bool,
 }
 
 /// Whether the applier's thread must be woken.
@@ -74,7 +74,7 @@ impl Requests {
     /// observes its effects also finds the batch in the queue.
     pub fn push(&self, work: ApplyWork, show: impl FnOnce()) {
         let mut queue = self.queue.lock();
-        while queue.payload_bytes >= QUEUED_BYTES_MAX && !queue.ended {
+        while queue.payload_bytes >= QUEUED_BYTES_MAX && !queue.has_ended {
             self.taken.wait(&mut queue);
         }
         queue.payload_bytes += work.payload.len();
@@ -96,7 +96,7 @@ impl Requests {
     /// Makes [`take`](Self::take) return `false` once the queue is empty.
     pub fn stop(&self) {
         let mut queue = self.queue.lock();
-        queue.stop = true;
+        queue.must_stop = true;
         queue.is_urgent = true;
         self.wake_for(queue);
     }
@@ -104,13 +104,13 @@ impl Requests {
     /// Records that the thread has ended.
     pub fn end(&self) {
         let mut queue = self.queue.lock();
-        queue.ended = true;
+        queue.has_ended = true;
         queue.requests.clear();
         self.taken.notify_all();
     }
 
     fn request(&self, mut queue: MutexGuard<'_, RequestQueue>, request: Request, is_urgent: bool) {
-        if queue.ended {
+        if queue.has_ended {
             // Dropping a turn notifies its waiter.
             return;
         }
@@ -153,7 +153,7 @@ impl Requests {
             *requests = VecDeque::new();
         }
         let mut queue = self.queue.lock();
-        let is_over = |queue: &RequestQueue| queue.is_urgent || queue.stop;
+        let is_over = |queue: &RequestQueue| queue.is_urgent || queue.must_stop;
         // Batches collect first. If none arrives within the nap, the thread sleeps until it is woken.
         let nap_end = Instant::now() + BATCHING_DELAY;
         let mut is_delay_over = false;
@@ -173,6 +173,6 @@ impl Requests {
         }
         queue.payload_bytes = 0;
         std::mem::swap(&mut queue.requests, requests);
-        !requests.is_empty() || !queue.stop
+        !requests.is_empty() || !queue.must_stop
     }
 }

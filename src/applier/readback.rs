@@ -71,7 +71,7 @@ struct SummedCopies {
     /// The copies on the device.
     spans: Vec<Span>,
     /// Whether the device sums what it sends, in addition to the host, because the bytes cross a bus.
-    cross_bus: bool,
+    crosses_bus: bool,
     /// Where the bytes arrive: a range of the staging, and the index of its source.
     arrivals: Vec<(Range<usize>, usize)>,
     /// The number of sources.
@@ -367,8 +367,8 @@ impl AsideBuffer {
 
 impl SummedCopies {
     fn new(device: &dyn Device, pool: &Arc<StagingPool>, sources: usize) -> Self {
-        let (cross_bus, pool) = (device.crosses_bus(), pool.clone());
-        Self { spans: Vec::new(), cross_bus, arrivals: Vec::new(), sources, pool }
+        let (crosses_bus, pool) = (device.crosses_bus(), pool.clone());
+        Self { spans: Vec::new(), crosses_bus, arrivals: Vec::new(), sources, pool }
     }
 
     /// Adds a range: its bytes on the device, their offset in the staging, and their source.
@@ -426,7 +426,7 @@ fn divide(
 
 /// Adds the sums of what the list copies, with separate staging.
 fn with_sums(mut list: CommandList, summed: &Option<SummedCopies>) -> Result<CommandList> {
-    if let Some(SummedCopies { spans, cross_bus: true, pool, .. }) = summed
+    if let Some(SummedCopies { spans, crosses_bus: true, pool, .. }) = summed
         && !spans.is_empty()
     {
         pool.add_sums(&mut list, collected(spans.iter().copied())?)?;

@@ -156,7 +156,7 @@ impl Worker {
         // Logged batches are finished first: a caller that waits for one of them must not receive this error.
         self.flush();
         self.prove_all();
-        self.shared.progress(|progress| progress.lost = true);
+        self.shared.progress(|progress| progress.is_lost = true);
         self.shared.changes().end();
         self.staging.put_grown(work.payload);
         if let Some(provision) = work.provision {
@@ -521,7 +521,7 @@ impl Worker {
     fn record_loss(&mut self, error: Error) {
         let error = self.shared.poison.set(error);
         self.lost.get_or_insert(error);
-        self.shared.progress(|progress| progress.lost = true);
+        self.shared.progress(|progress| progress.is_lost = true);
         // No later batch is applied.
         self.shared.changes().end();
     }

@@ -40,7 +40,7 @@ pub struct S3Fifo {
 pub(super) struct Resident {
     pub len: u64,
     uses: u8,
-    in_main: bool,
+    is_in_main: bool,
     /// The number of the page's arrival. A queue entry with another number belongs to an earlier arrival.
     arrival: u64,
 }
@@ -94,26 +94,26 @@ impl Ghosts {
 }
 
 impl S3Fifo {
-    fn queue(&mut self, in_main: bool) -> &mut Fifo {
-        if in_main { &mut self.main } else { &mut self.small }
+    fn queue(&mut self, is_in_main: bool) -> &mut Fifo {
+        if is_in_main { &mut self.main } else { &mut self.small }
     }
 
     /// Removes and returns the next page of a queue that is still resident.
-    fn next_of(&mut self, in_main: bool) -> Option<(PageId, Resident)> {
+    fn next_of(&mut self, is_in_main: bool) -> Option<(PageId, Resident)> {
         loop {
-            let (page, arrival) = self.queue(in_main).entries.pop_front()?;
+            let (page, arrival) = self.queue(is_in_main).entries.pop_front()?;
             let is_there =
-                self.pages.get(&page).is_some_and(|it| it.arrival == arrival && it.in_main == in_main);
+                self.pages.get(&page).is_some_and(|it| it.arrival == arrival && it.is_in_main == is_in_main);
             if is_there {
                 let resident = self.pages.remove(&page).expect("it is there");
-                self.queue(in_main).forget(resident.len);
+                self.queue(is_in_main).forget(resident.len);
                 return Some((page, resident));
             }
         }
     }
 
     fn enter(&mut self, page: PageId, resident: Resident) {
-        self.queue(resident.in_main).push(page, &resident);
+        self.queue(resident.is_in_main).push(page, &resident);
         self.pages.insert(page, resident);
     }
 
@@ -126,7 +126,7 @@ impl S3Fifo {
                 self.ghosts.remember(page, limit);
                 return Some(page);
             }
-            self.enter(page, Resident { uses: 0, in_main: true, ..resident });
+            self.enter(page, Resident { uses: 0, is_in_main: true, ..resident });
         }
     }
 
@@ -142,12 +142,12 @@ impl S3Fifo {
     }
 
     /// Removes stale entries if there are too many.
-    fn tidy(&mut self, in_main: bool) {
-        let queue = if in_main { &mut self.main } else { &mut self.small };
+    fn tidy(&mut self, is_in_main: bool) {
+        let queue = if is_in_main { &mut self.main } else { &mut self.small };
         if queue.entries.len() > 2 * queue.count + STALE_MAX {
             let pages = &self.pages;
             queue.entries.retain(|(page, arrival)| {
-                pages.get(page).is_some_and(|it| it.arrival == *arrival && it.in_main == in_main)
+                pages.get(page).is_some_and(|it| it.arrival == *arrival && it.is_in_main == is_in_main)
             });
         }
     }
@@ -157,8 +157,8 @@ impl EvictionPolicy for S3Fifo {
     fn arrived(&mut self, page: PageId, len: u64) {
         self.left(page);
         self.arrivals += 1;
-        let in_main = self.ghosts.recall(page);
-        self.enter(page, Resident { len, uses: 0, in_main, arrival: self.arrivals });
+        let is_in_main = self.ghosts.recall(page);
+        self.enter(page, Resident { len, uses: 0, is_in_main, arrival: self.arrivals });
     }
 
     fn used(&mut self, page: PageId) {
@@ -169,8 +169,8 @@ impl EvictionPolicy for S3Fifo {
 
     fn left(&mut self, page: PageId) {
         if let Some(resident) = self.pages.remove(&page) {
-            self.queue(resident.in_main).forget(resident.len);
-            self.tidy(resident.in_main);
+            self.queue(resident.is_in_main).forget(resident.len);
+            self.tidy(resident.is_in_main);
         }
     }
 

@@ -74,19 +74,19 @@ pub(super) struct Suspicion {
     /// Whether any check was made yet.
     was_checked: bool,
     /// Whether data that resembles a frame has advanced the next check.
-    noted: bool,
+    was_noted: bool,
 }
 
 impl Suspicion {
     /// Schedules the first check immediately, because the age of the log's end is not known.
     pub fn new() -> Self {
-        Self { at: Instant::now(), again_after: JUDGE_AFTER, was_checked: false, noted: false }
+        Self { at: Instant::now(), again_after: JUDGE_AFTER, was_checked: false, was_noted: false }
     }
 
     /// Records that a frame was found.
     pub fn progress(&mut self) {
         let pause = if self.was_checked { JUDGE_AFTER } else { Duration::ZERO };
-        *self = Self { at: Instant::now() + pause, again_after: JUDGE_AFTER, noted: false, ..*self };
+        *self = Self { at: Instant::now() + pause, again_after: JUDGE_AFTER, was_noted: false, ..*self };
     }
 
     /// Returns whether a check is due.
@@ -96,8 +96,8 @@ impl Suspicion {
 
     /// Records that the position of the next frame contains data that is not a complete frame.
     pub fn note(&mut self, now: Instant) {
-        if !self.noted {
-            self.noted = true;
+        if !self.was_noted {
+            self.was_noted = true;
             self.at = self.at.min(now + SUSPECT_AFTER);
         }
     }

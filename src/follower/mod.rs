@@ -436,7 +436,7 @@ impl std::fmt::Debug for Follower {
 pub struct Batches<'f> {
     follower: &'f mut Follower,
     /// Whether an error was returned.
-    ended: bool,
+    has_ended: bool,
 }
 
 impl Follower {
@@ -460,7 +460,7 @@ impl Follower {
     /// # Ok::<(), remanent::Error>(())
     /// ```
     pub fn batches(&mut self) -> Batches<'_> {
-        Batches { follower: self, ended: false }
+        Batches { follower: self, has_ended: false }
     }
 }
 
@@ -468,11 +468,11 @@ impl Iterator for Batches<'_> {
     type Item = Result<FollowedBatch>;
 
     fn next(&mut self) -> Option<Result<FollowedBatch>> {
-        if self.ended {
+        if self.has_ended {
             return None;
         }
         let next = self.follower.next(Duration::MAX).transpose();
-        self.ended = next.as_ref().is_none_or(Result::is_err);
+        self.has_ended = next.as_ref().is_none_or(Result::is_err);
         next
     }
 }

@@ -103,7 +103,7 @@ pub(super) struct LogState {
     pub seal_refusal: Option<Error>,
     pub durable: Lsn,
     /// Whether a thread is syncing; other threads wait for it.
-    pub syncing: bool,
+    pub is_syncing: bool,
     /// The newest batch that the last sync covers. Later batches wait for the next sync.
     pub sync_target: Lsn,
     /// Number of syncs begun. Its parity selects the condition variable on which a committer waits.
@@ -111,22 +111,22 @@ pub(super) struct LogState {
     pub waiters: Waiters,
     /// Whether the keeper sleeps until it is woken. If not, it checks again by itself before the next frame
     /// is due, which saves an append the system call.
-    pub keeper_asleep: bool,
+    pub is_keeper_asleep: bool,
     /// Whether a task, or a thread with a time limit, waits for the next sync, so that the keeper must begin
     /// it immediately.
-    pub sync_wanted: bool,
+    pub is_sync_wanted: bool,
     /// Whether the last frame is a seal that covers everything before it.
     pub sealed: bool,
-    pub seal_now: bool,
+    pub must_seal_now: bool,
     /// Whether a seal was given up that may use the reserve when the store closes.
-    pub seal_missed: bool,
+    pub is_seal_missed: bool,
     pub last_append: Instant,
     /// When the newest batch since the open was appended, as far as [`Self::ends_silence`] was called.
     last_batch: Option<Instant>,
     pub verified: Vec<VerifiedSnapshot>,
     pub grow_after: Option<Instant>,
     pub reserve_full: bool,
-    pub stop: bool,
+    pub must_stop: bool,
     pub watch: GrowthWatch,
     pub stats: LogStats,
     /// Bytes of the images that were written in advance for appended batches.
@@ -192,21 +192,21 @@ impl LogState {
             seals_refused: 0,
             seal_refusal: None,
             durable: start.point.lsn,
-            syncing: false,
+            is_syncing: false,
             sync_target: start.point.lsn,
             syncs_begun: 0,
             waiters: Waiters::new(now),
-            keeper_asleep: false,
-            sync_wanted: false,
+            is_keeper_asleep: false,
+            is_sync_wanted: false,
             sealed: true,
-            seal_now: false,
-            seal_missed: false,
+            must_seal_now: false,
+            is_seal_missed: false,
             last_append: now,
             last_batch: None,
             verified: start.verified,
             grow_after: None,
             reserve_full: false,
-            stop: false,
+            must_stop: false,
             watch: GrowthWatch::default(),
             stats: LogStats::default(),
             ahead_bytes: 0,
@@ -324,7 +324,7 @@ pub(super) struct GrowthWatch {
     pub(super) wanted: Option<(Lsn, u64)>,
     /// Whether the watcher was called before it could wait. Without this flag a call in that gap would be
     /// lost.
-    pub(super) called: bool,
+    pub(super) is_called: bool,
 }
 
 impl GrowthWatch {

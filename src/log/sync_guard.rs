@@ -28,13 +28,13 @@ impl<'a> SyncGuard<'a> {
     /// Takes everything that was logged so far; later frames form the next group. Returns `None` while
     /// another thread syncs.
     pub fn begin(log: &'a Log, state: &mut LogState) -> Option<Self> {
-        if std::mem::replace(&mut state.syncing, true) {
+        if std::mem::replace(&mut state.is_syncing, true) {
             return None;
         }
         state.group_open = false;
         state.dirty_bytes = 0;
         state.dirty_since = None;
-        state.sync_wanted = false;
+        state.is_sync_wanted = false;
         state.sync_target = state.point.lsn;
         state.syncs_begun += 1;
         state.waiters.begin(Instant::now());
@@ -92,8 +92,8 @@ impl Drop for SyncGuard<'_> {
         // The right is returned before the threads are woken, so that the first of them can begin the next
         // sync.
         let mut state = self.log.state.lock();
-        state.syncing = false;
-        if std::mem::take(&mut state.keeper_asleep) {
+        state.is_syncing = false;
+        if std::mem::take(&mut state.is_keeper_asleep) {
             // The keeper slept because there was nothing to sync or seal. That may have changed.
             self.log.work.notify_one();
         }

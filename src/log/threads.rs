@@ -60,7 +60,7 @@ impl Log {
                 // The log has failed, so nothing more becomes durable. Waiting threads must be notified: a
                 // thread that found the log sound just before the failure has gone to sleep since, under this
                 // lock.
-                if state.stop {
+                if state.must_stop {
                     return KeeperTask::Stop;
                 }
                 self.notify_all();
@@ -69,29 +69,30 @@ impl Log {
             }
             // Set again only before an indefinite sleep. An append that finds it unset saves the system call
             // of a wake-up.
-            state.keeper_asleep = false;
+            state.is_keeper_asleep = false;
             let now = Instant::now();
             let sync_at = state.dirty_since.map(|since| since + SYNC_AFTER);
             // A seal that records a snapshot comes first and waits for no pause, because a steady stream of
             // commits would keep the snapshot from ending.
-            if state.seal_now {
+            if state.must_seal_now {
                 return KeeperTask::Seal;
             }
             let is_much = state.dirty_bytes >= state.sync_after_bytes();
             // A waiting committer begins its own sync; the clock is for batches without one.
-            let due = state.stop || state.sync_wanted || is_much || sync_at.is_some_and(|at| at <= now);
+            let due =
+                state.must_stop || state.is_sync_wanted || is_much || sync_at.is_some_and(|at| at <= now);
             if !state.dirty.is_empty() && due {
                 return KeeperTask::Sync;
             }
             // I4: after a seal, marks cover everything that was acknowledged. Without it, bit rot in the last
             // group of an idle log would look like a torn tail.
-            let unsealed = !state.sealed || (state.stop && state.seal_missed);
-            let idle = state.dirty.is_empty() && !state.syncing && unsealed;
+            let unsealed = !state.sealed || (state.must_stop && state.is_seal_missed);
+            let idle = state.dirty.is_empty() && !state.is_syncing && unsealed;
             let seal_at = idle.then(|| state.last_append + SEAL_AFTER);
-            if seal_at.is_some_and(|at| at <= now || state.stop) {
+            if seal_at.is_some_and(|at| at <= now || state.must_stop) {
                 return KeeperTask::Seal;
             }
-            if state.stop {
+            if state.must_stop {
                 return KeeperTask::Stop;
             }
             match [sync_at, seal_at].into_iter().flatten().min() {
@@ -99,7 +100,7 @@ impl Log {
                     self.work.wait_until(&mut state, at);
                 }
                 None => {
-                    state.keeper_asleep = true;
+                    state.is_keeper_asleep = true;
                     self.work.wait(&mut state);
                 }
             }
@@ -120,7 +121,7 @@ impl Log {
     fn sync(&self) -> Result<()> {
         let mut state = self.state.lock();
         // Another thread's sync may have begun before the newest frame, so the keeper checks again after it.
-        while !state.dirty.is_empty() || state.syncing {
+        while !state.dirty.is_empty() || state.is_syncing {
             self.check()?;
             match SyncGuard::begin(self, &mut state) {
                 Some(syncing) => {
@@ -144,8 +145,8 @@ impl Log {
     fn seal(&self) -> Result<()> {
         loop {
             let mut state = self.state.lock();
-            let clean = state.dirty.is_empty() && !state.syncing;
-            if !clean && !state.seal_now {
+            let clean = state.dirty.is_empty() && !state.is_syncing;
+            if !clean && !state.must_seal_now {
                 break;
             }
             // Under the lock: a list that is recorded meanwhile is in this seal or the next one.
@@ -159,8 +160,8 @@ impl Log {
                     // A seal among unsynced frames covers only what is durable so far, so it does not seal
                     // the log.
                     state.sealed = clean;
-                    state.seal_now = false;
-                    state.seal_missed = false;
+                    state.must_seal_now = false;
+                    state.is_seal_missed = false;
                     state.stats.seals += 1;
                     break;
                 }
@@ -168,7 +169,7 @@ impl Log {
                     // A seal that only ends a busy period must not use the reserve. Batches would follow it
                     // into the segment that it took from there, and on a full disk slow commits used up the
                     // whole reserve that way.
-                    let last = state.seal_now || state.stop;
+                    let last = state.must_seal_now || state.must_stop;
                     drop(state);
                     match self.grow(&[], if last { SpacePurpose::Seal } else { SpacePurpose::User }) {
                         Ok(_) => {}
@@ -177,9 +178,9 @@ impl Log {
                             // Given up until the next batch: otherwise the keeper would retry without a
                             // pause.
                             state.sealed = true;
-                            state.seal_missed = !last;
+                            state.is_seal_missed = !last;
                             if last {
-                                state.seal_now = false;
+                                state.must_seal_now = false;
                                 state.seals_refused += 1;
                                 state.seal_refusal = Some(error);
                             }
@@ -201,7 +202,7 @@ impl Log {
     /// Runs the maker: keeps two empty segments ready and the reserve full, until the log stops.
     pub fn keep_segments_ready(&self) {
         let mut state = self.state.lock();
-        while !state.stop {
+        while !state.must_stop {
             let lacking = state.empty.len() < EMPTY_COUNT || !state.reserve_full;
             match state.grow_after {
                 // Nothing is created for a poisoned store, which takes no more batches.

@@ -37,7 +37,7 @@ impl Log {
         }
         let mut state = self.state.lock();
         while state.durable < lsn {
-            if state.syncing {
+            if state.is_syncing {
                 // Also if the log has failed meanwhile: a batch that this sync makes durable is visible to
                 // readers, and must be applied.
                 self.progress.wait(&mut state);
@@ -67,7 +67,7 @@ impl Log {
             return Ok(());
         }
         // The current sync covers batches up to its target; a later batch needs the next sync.
-        if state.syncing && lsn <= state.sync_target {
+        if state.is_syncing && lsn <= state.sync_target {
             state.waiters.arrive_late();
         } else {
             state.waiters.arrive();
@@ -78,7 +78,7 @@ impl Log {
             // Recomputed in each iteration: a sync that began meanwhile may cover this batch.
             let round = state.syncs_begun + usize::from(lsn > state.sync_target);
             let synced = &self.synced[round % 2];
-            if state.syncing {
+            if state.is_syncing {
                 synced.wait(&mut state);
                 continue;
             }
@@ -139,8 +139,8 @@ impl Log {
     pub fn ask_for_sync(&self) {
         let mut state = self.state.lock();
         if !state.dirty.is_empty() {
-            state.sync_wanted = true;
-            state.keeper_asleep = false;
+            state.is_sync_wanted = true;
+            state.is_keeper_asleep = false;
             self.work.notify_one();
         }
     }
@@ -163,7 +163,7 @@ impl Log {
             {
                 return Err(refusal.clone());
             }
-            state.seal_now = true;
+            state.must_seal_now = true;
             self.work.notify_one();
             self.progress.wait(&mut state);
         }
@@ -176,7 +176,7 @@ impl Log {
         let mut state = self.state.lock();
         while state.durable < lsn {
             self.check()?;
-            if state.syncing {
+            if state.is_syncing {
                 self.progress.wait(&mut state);
             } else {
                 state = self.sync_all(state)?;

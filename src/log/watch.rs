@@ -18,7 +18,7 @@ impl Log {
         // is missed.
         state.watch.wanted = Some((lsn, bytes));
         let is_over = |state: &LogState| {
-            state.watch.called || state.watch.is_reached(state.point.lsn, state.replay_bytes())
+            state.watch.is_called || state.watch.is_reached(state.point.lsn, state.replay_bytes())
         };
         while !is_over(&state) {
             match until {
@@ -52,7 +52,7 @@ impl Log {
 
     /// Ends the watcher's wait, including a wait that has yet to begin.
     pub fn call_watcher(&self) {
-        self.state.lock().watch.called = true;
+        self.state.lock().watch.is_called = true;
         self.grown.notify_one();
     }
 }

@@ -177,7 +177,7 @@ impl Log {
         // Only the frame that crosses the bound wakes the keeper; later ones would wake it in vain.
         let much = state.sync_after_bytes();
         let is_much = state.dirty_bytes >= much && state.dirty_bytes - frame_len < much;
-        if std::mem::take(&mut state.keeper_asleep) || is_much {
+        if std::mem::take(&mut state.is_keeper_asleep) || is_much {
             self.work.notify_one();
         }
         if state.watch.is_reached(state.point.lsn, state.replay_bytes()) {
@@ -237,7 +237,7 @@ impl Log {
     /// because a failed start also calls this.
     pub fn stop(&self) {
         // The keeper ends only after it has synced and sealed: marks cover all of a closed log (I4).
-        self.state.lock().stop = true;
+        self.state.lock().must_stop = true;
         self.work.notify_one();
         self.room.notify_one();
         for thread in self.threads.lock().drain(..) {

@@ -52,8 +52,8 @@ impl LogOnDisk {
 
     /// Returns the start of the log to keep, given the start that the rules want and whether a reader holds
     /// the beginning of the log.
-    fn from(&self, wanted: Option<(u64, Lsn)>, beginning_held: bool) -> Option<(u64, Lsn)> {
-        match (beginning_held, self.floor) {
+    fn from(&self, wanted: Option<(u64, Lsn)>, is_beginning_held: bool) -> Option<(u64, Lsn)> {
+        match (is_beginning_held, self.floor) {
             (false, _) => wanted,
             (true, None) => Some(self.as_it_is()),
             // The beginning of the log no longer exists for new readers. A reader that holds it started
@@ -68,8 +68,8 @@ impl LogOnDisk {
     }
 }
 
-/// Applies the rules. `held` contains the snapshots that readers hold, `beginning_held` says whether a reader
-/// holds the beginning of the log, and the time is in milliseconds since 1970.
+/// Applies the rules. `held` contains the snapshots that readers hold, `is_beginning_held` says whether a
+/// reader holds the beginning of the log, and the time is in milliseconds since 1970.
 ///
 /// Only verified snapshots count (I7): otherwise an image that a disk lost would cost the snapshot before it
 /// as well.
@@ -79,7 +79,7 @@ pub(super) fn plan(
     log: &LogOnDisk,
     now_unix_ms: u64,
     held: &BTreeSet<SnapshotId>,
-    beginning_held: bool,
+    is_beginning_held: bool,
 ) -> RetentionPlan {
     let with_log: Vec<&RetainedSnapshot> =
         snapshots.values().filter(|kept| kept.info.verified && log.reaches(kept)).collect();
@@ -94,7 +94,7 @@ pub(super) fn plan(
             !is_given_up(kept, retention) || held.contains(&kept.info.id) || is_newest(kept)
         };
         let snapshots = snapshots.values().filter(stays).map(|kept| kept.info.id).collect();
-        return RetentionPlan { snapshots, log_from: log.from(Some(log.as_it_is()), beginning_held) };
+        return RetentionPlan { snapshots, log_from: log.from(Some(log.as_it_is()), is_beginning_held) };
     }
     let replaced = replaced(&starts);
     starts.retain(|kept| !replaced.contains(&kept.info.id));
@@ -108,7 +108,7 @@ pub(super) fn plan(
             held.contains(&kept.info.id) || is_newest(kept) || (is_wanted(kept) && !is_replaced(kept))
         };
         let snapshots = snapshots.values().filter(stays).map(|kept| kept.info.id).collect();
-        return RetentionPlan { snapshots, log_from: log.from(Some(log.as_it_is()), beginning_held) };
+        return RetentionPlan { snapshots, log_from: log.from(Some(log.as_it_is()), is_beginning_held) };
     };
     let times = times(snapshots);
     let age_ms = u64::try_from(retention.snapshots_kept_for.as_millis()).unwrap_or(u64::MAX);
@@ -150,7 +150,7 @@ pub(super) fn plan(
     });
     let oldest = if from_beginning { Some(log.as_it_is()) } else { oldest };
     let snapshots = stays.into_iter().map(|kept| kept.info.id).collect();
-    RetentionPlan { snapshots, log_from: log.from(oldest, beginning_held) }
+    RetentionPlan { snapshots, log_from: log.from(oldest, is_beginning_held) }
 }
 
 /// Returns the snapshots that the next one replaces: it begins at the same point and ends later. A thin
@@ -380,7 +380,7 @@ mod tests {
                 snapshots.insert(id, taken_now);
 
                 let mut retention = rules.clone();
-                let (mut held, mut beginning_held) = (BTreeSet::new(), false);
+                let (mut held, mut is_beginning_held) = (BTreeSet::new(), false);
                 let ids: Vec<SnapshotId> = snapshots.keys().copied().collect();
                 match deed {
                     TestEvent::Nothing => {}
@@ -397,11 +397,11 @@ mod tests {
                     TestEvent::Damage { .. } => {}
                     TestEvent::Hold { which, beginning } => {
                         held = ids.iter().copied().filter(|id| which >> (id.0 % 16) & 1 == 1).collect();
-                        beginning_held = beginning;
+                        is_beginning_held = beginning;
                     }
                 }
                 let names_only = retention.names_only;
-                let found = plan(&snapshots, &retention, &log, now, &held, beginning_held);
+                let found = plan(&snapshots, &retention, &log, now, &held, is_beginning_held);
                 let floor = match found.log_from {
                     Some((_, redo)) => log.floor.max(Some(redo).filter(|redo| redo.0 > 0)),
                     None => log.floor,
@@ -432,7 +432,7 @@ mod tests {
                     let has_log = !reached(id, log.floor) || reached(id, floor);
                     prop_assert!(stays(id) && has_log, "{id} is held");
                 }
-                prop_assert!(!beginning_held || floor == log.floor, "the log is read from its beginning");
+                prop_assert!(!is_beginning_held || floor == log.floor, "the log is read from its beginning");
                 // Named snapshots stay, with the log that they need.
                 for id in ids.iter().filter(|id| has_name(id)) {
                     prop_assert!(stays(id), "{id} has a name");

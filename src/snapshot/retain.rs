@@ -285,8 +285,8 @@ impl RetentionContext<'_> {
                 held.insert(*id);
             }
         }
-        let beginning_held = !is_free(SnapshotId(0))?;
-        let mut plan = plan(&catalog.snapshots, retention, &log, now, &held, beginning_held);
+        let is_beginning_held = !is_free(SnapshotId(0))?;
+        let mut plan = plan(&catalog.snapshots, retention, &log, now, &held, is_beginning_held);
         // A reader may also have started from a link that is kept only for later snapshots, or that a crash
         // left. The catalog no longer knows what that reader needs, so everything stays until the reader has
         // ended.

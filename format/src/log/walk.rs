@@ -74,7 +74,7 @@ struct Break {
     offset: u64,
     /// Whether a frame was written at this location, or its bytes cannot be read. If so, this is the location
     /// to report.
-    resembles: bool,
+    is_frame_like: bool,
     defect: Defect,
 }
 
@@ -82,7 +82,7 @@ impl Break {
     /// Selects the more informative location: the first unreadable one (SPEC E6), else the first at which a
     /// frame was written, else the first.
     fn or(self, other: Self) -> Self {
-        let rank = |of: &Self| (of.defect.is_unreadable(), of.resembles);
+        let rank = |of: &Self| (of.defect.is_unreadable(), of.is_frame_like);
         if rank(&other) > rank(&self) { other } else { self }
     }
 
@@ -334,11 +334,11 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         self.try_at(segment, offset).map_err(|defect| {
             let running = self.point.incarnation;
             let is_frame = |bytes| looks_like_frame(bytes, self.map.store, running, segment, offset);
-            let resembles = match defect {
+            let is_frame_like = match defect {
                 ref defect if defect.is_unreadable() => true,
                 _ => self.reader.bytes(offset, FrameHeaderRaw::LEN).is_ok_and(is_frame),
             };
-            Break { segment, offset, resembles, defect }
+            Break { segment, offset, is_frame_like, defect }
         })
     }
 
@@ -471,7 +471,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         self.mark = mark;
         self.settle();
         // 4. Nothing under a mark is missing, so the log ends here (SPEC E7). Report the bytes cut off.
-        let torn = (last_seen.is_some() || at_break.resembles).then(|| TornTail {
+        let torn = (last_seen.is_some() || at_break.is_frame_like).then(|| TornTail {
             segment: at_break.segment,
             offset: at_break.offset,
             first: lost,

@@ -108,7 +108,7 @@ impl Room {
 
     /// Returns whether Ctrl-C was pressed.
     pub fn interrupted(&self) -> bool {
-        self.interrupt.noted()
+        self.interrupt.is_noted()
     }
 
     /// Fails if Ctrl-C was pressed.

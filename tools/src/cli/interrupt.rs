@@ -26,7 +26,7 @@ pub struct Interrupt(Arc<InterruptGuard>);
 /// The signal handlers of an [`Interrupt`]; dropping it unregisters them.
 #[derive(Debug)]
 struct InterruptGuard {
-    noted: Arc<AtomicBool>,
+    is_noted: Arc<AtomicBool>,
     /// Becomes readable when Ctrl-C is pressed.
     pressed: UnixStream,
     registered: [SigId; 2],
@@ -44,16 +44,16 @@ impl Interrupt {
     /// Starts recording Ctrl-C, which then has no other effect.
     pub fn listen() -> Result<Self, Failure> {
         let (pressed, told) = UnixStream::pair().map_err(cannot_listen)?;
-        let noted = Arc::new(AtomicBool::new(false));
-        let first = flag::register(SIGINT, noted.clone()).map_err(cannot_listen)?;
+        let is_noted = Arc::new(AtomicBool::new(false));
+        let first = flag::register(SIGINT, is_noted.clone()).map_err(cannot_listen)?;
         // Handlers run in the order of registration, so the pipe becomes readable after the flag is set.
         let second = low_level::pipe::register(SIGINT, told).map_err(cannot_listen)?;
-        Ok(Self(Arc::new(InterruptGuard { noted, pressed, registered: [first, second] })))
+        Ok(Self(Arc::new(InterruptGuard { is_noted, pressed, registered: [first, second] })))
     }
 
     /// Returns whether Ctrl-C was pressed.
-    pub fn noted(&self) -> bool {
-        self.0.noted.load(Ordering::Relaxed)
+    pub fn is_noted(&self) -> bool {
+        self.0.is_noted.load(Ordering::Relaxed)
     }
 
     /// Waits until `event` is readable or Ctrl-C is pressed.

@@ -80,7 +80,7 @@ impl Bisect {
             let version = KeptStates::with_retry(&dir, |past| {
                 ExportVersion::take(past, Some(lsn), self.memory.given())
             })?;
-            if interrupt.noted() || !version.write_file(&file, &interrupt)? {
+            if interrupt.is_noted() || !version.write_file(&file, &interrupt)? {
                 return Ok(Ending::Interrupted);
             }
             drop(version);
@@ -161,12 +161,12 @@ fn wait(child: &mut Child, interrupt: &Interrupt) -> io::Result<Option<ExitStatu
     let group = Pid::from_child(child);
     let ended = pidfd_open(group, PidfdFlags::empty())?;
     interrupt.wait_with(ended.as_fd())?;
-    if interrupt.noted() {
+    if interrupt.is_noted() {
         // The child has not been waited for, so its process id cannot have been reused.
         kill_process_group(group, Signal::KILL)?;
     }
     let status = child.wait()?;
-    Ok((!interrupt.noted()).then_some(status))
+    Ok((!interrupt.is_noted()).then_some(status))
 }
 
 /// Returns the note of a batch.

@@ -44,7 +44,7 @@ impl Fork {
             None => Store::open_read_only(&self.dir),
         }
         .map_err(engine_failure)?;
-        if interrupt.noted() {
+        if interrupt.is_noted() {
             return Ok(Ending::Interrupted);
         }
         let id = state.fork(&self.new).map_err(engine_failure)?;

@@ -89,7 +89,7 @@ impl Prune {
             let store = engine::open(&self.dir, Create::Never)?;
             given_up =
                 self.holders(store.snapshots().into_iter().filter_map(|info| Some((info.name?, info.id))))?;
-            if interrupt.noted() {
+            if interrupt.is_noted() {
                 return Ok(Ending::Interrupted);
             }
             let pruned = store.prune(&rules).map_err(engine_failure)?;

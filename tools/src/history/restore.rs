@@ -44,7 +44,7 @@ impl Restore {
         // A writable open changes the store's files, so the state is checked first.
         let restored = KeptStates::with_retry(&dir, |past| Ok(past.table(past.lsn(Some(&self.at))?)?.lsn()))?;
         let store = engine::open(&self.dir, Create::Never)?;
-        if interrupt.noted() {
+        if interrupt.is_noted() {
             return Ok(Ending::Interrupted);
         }
         let position = store.restore(&StatePoint::Lsn(restored)).map_err(engine_failure)?;

@@ -215,7 +215,7 @@ impl Salvage {
             if held.as_ref().is_none_or(|(page, _)| *page != info.page) {
                 held = Some((info.page, find_again(search, info, &bar)?));
             }
-            if interrupt.noted() {
+            if interrupt.is_noted() {
                 return Err(SalvageStop::Interrupted);
             }
             let (_, found) = held.as_ref().expect("found just now");
@@ -234,7 +234,7 @@ fn find_remains(search: &Search<'_>, interrupt: &Interrupt) -> Option<Remains> {
     let bar = progress::bytes(table.pages().map(|info| info.len).fold(0, u64::saturating_add), "proving");
     let mut remains = Remains::default();
     for info in table.pages() {
-        if interrupt.noted() {
+        if interrupt.is_noted() {
             return None;
         }
         let len = info.len;

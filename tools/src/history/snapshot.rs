@@ -45,7 +45,7 @@ impl Snapshot {
     pub fn run(&self, out: &mut Output) -> Outcome {
         let interrupt = Interrupt::listen()?;
         let store = engine::open(&self.dir, Create::Never)?;
-        if interrupt.noted() {
+        if interrupt.is_noted() {
             return Ok(Ending::Interrupted);
         }
         let taken = match &self.name {

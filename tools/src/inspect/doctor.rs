@@ -60,7 +60,7 @@ impl Doctor {
         // The probe is short and removes its files, so Ctrl-C waits for it.
         let interrupt = Interrupt::listen()?;
         let findings = self.findings()?;
-        if interrupt.noted() {
+        if interrupt.is_noted() {
             return Ok(Ending::Interrupted);
         }
         if self.json {

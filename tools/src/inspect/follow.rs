@@ -79,7 +79,7 @@ impl Follow {
         let mut shown = 0;
         let mut since = Instant::now();
         while self.count.is_none_or(|count| shown < count) {
-            if interrupt.noted() {
+            if interrupt.is_noted() {
                 return Ok(Ending::Interrupted);
             }
             let left = timeout.map(|timeout| timeout.saturating_sub(since.elapsed()));

@@ -164,7 +164,7 @@ impl KillRun {
     ) -> Result<WatchEnd, KillRunStop> {
         let before = self.simulation.next_request();
         let watched = replayer.watch(
-            || self.interrupt.noted(),
+            || self.interrupt.is_noted(),
             |acknowledged, ran| {
                 self.bar.set_position(acknowledged.map_or(before, |request| request + 1));
                 moment(acknowledged, ran)

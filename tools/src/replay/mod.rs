@@ -177,14 +177,14 @@ impl Replay {
                 driver.totals.snapshots += 1;
             }
             bar.inc(1);
-            if interrupt.noted() {
+            if interrupt.is_noted() {
                 break;
             }
         }
         bar.finish_and_clear();
         driver.report(first, started.elapsed(), out)?;
         driver.store.close().map_err(engine_failure)?;
-        Ok(if interrupt.noted() { Ending::Interrupted } else { Ending::Fine })
+        Ok(if interrupt.is_noted() { Ending::Interrupted } else { Ending::Fine })
     }
 
     /// Compares the store with the simulation.

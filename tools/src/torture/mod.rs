@@ -222,7 +222,7 @@ impl TortureContext<'_> {
 
     /// Returns an error if Ctrl-C was pressed.
     fn check_interrupt(&self) -> Result<(), KillRunStop> {
-        if self.interrupt.noted() { Err(KillRunStop::Interrupted) } else { Ok(()) }
+        if self.interrupt.is_noted() { Err(KillRunStop::Interrupted) } else { Ok(()) }
     }
 }
 

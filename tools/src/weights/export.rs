@@ -56,7 +56,7 @@ impl Export {
             let until = past.lsn(self.at.as_ref())?;
             ExportVersion::take(past, until, self.memory.given())
         })?;
-        if interrupt.noted() || !version.write_file(&self.file, &interrupt)? {
+        if interrupt.is_noted() || !version.write_file(&self.file, &interrupt)? {
             return Ok(Ending::Interrupted);
         }
         let (tensors, bytes) = (version.header.tensors.len(), version.header.file_len());
@@ -132,7 +132,7 @@ impl<'d> ExportVersion<'d> {
                 let bytes = self.bytes.window(info.page, &window).map_err(damaged_since)?;
                 writer.write_all(&bytes).map_err(cannot)?;
                 bar.inc(window.end - window.start);
-                if interrupt.noted() {
+                if interrupt.is_noted() {
                     return Ok(false);
                 }
             }

@@ -218,7 +218,7 @@ fn import_file(
             version.batch.note(note);
         });
         let committed = match store.commit(version.batch) {
-            Err(Error::SourceFailed { .. }) if interrupt.noted() => return Ok(None),
+            Err(Error::SourceFailed { .. }) if interrupt.is_noted() => return Ok(None),
             Err(Error::SourceFailed { source, .. }) => return Err(file.cannot_read(&source)),
             committed => committed.map_err(engine_failure)?,
         };
@@ -274,7 +274,7 @@ impl<'a> ImportVersion<'a> {
         }
         old.retain(|name, _| stays.contains(name));
         for tensor in &file.header.tensors {
-            if interrupt.noted() {
+            if interrupt.is_noted() {
                 return Ok(None);
             }
             match old.get(&tensor.name[..]) {

@@ -178,7 +178,7 @@ struct TensorSource {
 
 impl ByteSource for TensorSource {
     fn read_at(&self, offset: u64, bytes: &mut [u8]) -> io::Result<()> {
-        if self.interrupt.noted() {
+        if self.interrupt.is_noted() {
             return Err(io::ErrorKind::Interrupted.into());
         }
         self.file.read_exact_at(bytes, self.start + offset)

@@ -336,7 +336,7 @@ pub const LIST: &[Defence] = &[
     refusal(
         "a busy period ends with a seal (I4)",
         KEEPER,
-        "!state.sealed || (state.stop && state.seal_missed)",
+        "!state.sealed || (state.must_stop && state.is_seal_missed)",
         it("durable_marks::closed_log_ends_with_covering_seal"),
     ),
     defence(
