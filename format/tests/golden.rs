@@ -165,7 +165,7 @@ fn sound_files_read_and_write_to_the_same_bytes() {
 }
 
 #[test]
-fn every_defect_is_named() {
+fn every_defect_has_a_message() {
     let mut wrong = Vec::new();
     for file in &files().1 {
         let on_disk = read("damaged", file.name, &file.bytes, &file.text);

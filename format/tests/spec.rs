@@ -314,7 +314,7 @@ fn spec_operation_kinds_match_code() {
 
 /// Bytes filled in later have the same position as bytes known in advance.
 #[test]
-fn a_blank_write_is_a_write_of_zeros() {
+fn blank_write_equals_zero_write() {
     for len in [0, 1, 15, 16, 17, 5000] {
         let (mut blank, mut known) = (PayloadWriter::default(), PayloadWriter::default());
         for writer in [&mut blank, &mut known] {
@@ -368,7 +368,7 @@ fn spec_crc_matches_code() {
 
 /// The annotated bytes of STORE, a segment and a frame in SPEC.md equal those of the golden files.
 #[test]
-fn annotated_examples_are_those_of_the_golden_files() {
+fn annotated_examples_match_golden_files() {
     let golden = ["store", "segment-opening", "frame-batch"];
     let shown: Vec<&str> =
         SPEC.split("```dump\n").skip(1).map(|rest| rest.split("```").next().unwrap()).collect();

@@ -53,7 +53,7 @@ fn four_batches_are_at_expected_offsets() {
 }
 
 #[test]
-fn the_end_of_the_log_is_judged_row_by_row() {
+fn log_end_decisions_match_table() {
     type Change = fn(&mut Maker);
     let rows: &[(&str, Verdict, Change)] = &[
         ("nothing wrong", Clean(4), |_| {}),
@@ -396,7 +396,7 @@ fn image_longer_than_final_page_is_verified_whole() {
 }
 
 #[test]
-fn archives_hold_whole_stores() {
+fn archives_contain_complete_stores() {
     let mut maker = four();
     maker.snapshot(1, 2, 4, 4);
     maker.reopen(4);

@@ -154,7 +154,7 @@ mod tests {
     use crate::device::MemoryId;
 
     #[test]
-    fn writes_are_summed_by_few_commands_and_known_until_then() {
+    fn writes_are_checksummed_by_few_commands() {
         let mut unsummed = UnsummedWrites::default();
         let write = |memory, offset| Span { memory: MemoryId(memory), offset, len: 100 };
         let (mut first, mut second) = (ArrivalProof::new(1, vec![0; 3]), ArrivalProof::new(2, vec![0; 1]));

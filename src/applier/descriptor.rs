@@ -108,7 +108,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_descriptor_is_told_as_json() {
+    fn descriptor_serializes_as_json() {
         let memory = MemoryDescriptor {
             address: 0x7f00_0000_1000,
             len: 4096,

@@ -31,7 +31,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_byte_changes() {
+    fn huge_page_advice_changes_no_byte() {
         let mut memory: Vec<u8> = (0..3 * HUGE_LEN + 17).map(|at| (at / 7) as u8).collect();
         let before = memory.clone();
         for range in [0..memory.len(), 1..memory.len(), 5..5, 0..HUGE_LEN - 1] {

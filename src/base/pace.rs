@@ -96,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_take_their_time() {
+    fn transfers_take_time_by_length() {
         assert_eq!(time_for(0, 1), Duration::ZERO);
         assert_eq!(time_for(3 << 20, 1 << 20), Duration::from_secs(3));
         assert_eq!(time_for(1, 1 << 20).as_nanos(), 954);

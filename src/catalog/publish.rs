@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_are_found_where_they_lie_among_pieces() {
+    fn bytes_are_located_among_pieces() {
         let pieces: [&[u8]; 5] = [b"ab", b"", b"c", b"defg", b"h"];
         let whole = pieces.concat();
         for start in 0..=whole.len() {

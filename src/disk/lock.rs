@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn another_process_is_refused_by_the_holders_name_until_it_dies() {
+    fn other_process_is_refused_until_holder_exits() {
         if let Some(directory) = errand_directory() {
             let _lock = acquire(&directory).unwrap();
             println!("\nlocked");
@@ -367,8 +367,7 @@ mod tests {
             return;
         }
         let directory = tempfile::tempdir().unwrap();
-        let mut other =
-            errand("another_process_is_refused_by_the_holders_name_until_it_dies", directory.path());
+        let mut other = errand("other_process_is_refused_until_holder_exits", directory.path());
         wait_for(&mut other, "locked");
         let holder = holder_of(directory.path()).unwrap();
         let executable = std::env::current_exe().unwrap();
@@ -406,7 +405,7 @@ mod tests {
     }
 
     #[test]
-    fn closing_another_descriptor_keeps_others_out() {
+    fn closing_other_descriptor_keeps_lock() {
         if let Some(directory) = errand_directory() {
             println!("\n{}", holder_of(&directory).unwrap_or("nobody".to_owned()));
             return;
@@ -415,7 +414,7 @@ mod tests {
         let _lock = acquire(directory.path()).unwrap();
         // As a program does that copies the directory: the process's lock is gone.
         drop(File::open(directory.path().join("LOCK")).unwrap());
-        let mut other = errand("closing_another_descriptor_keeps_others_out", directory.path());
+        let mut other = errand("closing_other_descriptor_keeps_lock", directory.path());
         let output = BufReader::new(other.stdout.as_mut().unwrap());
         let expected = HolderInfo::of_this_process().to_string();
         assert!(output.lines().any(|line| line.unwrap() == expected), "not refused by {expected}");
@@ -424,7 +423,7 @@ mod tests {
 
     /// An older version locks all bytes for its process. It and this version exclude each other.
     #[test]
-    fn a_lock_of_all_bytes_by_a_process_excludes_and_is_excluded() {
+    fn whole_file_process_lock_excludes_both_ways() {
         if let Some(directory) = errand_directory() {
             let file = File::options().write(true).open(directory.join("LOCK")).unwrap();
             let is_taken = record_locks::try_lock(&file, Owner::Process, Mode::Exclusive, 0..NO_END).unwrap();
@@ -432,7 +431,7 @@ mod tests {
             std::io::stdin().lines().for_each(drop);
             return;
         }
-        let name = "a_lock_of_all_bytes_by_a_process_excludes_and_is_excluded";
+        let name = "whole_file_process_lock_excludes_both_ways";
         let directory = tempfile::tempdir().unwrap();
         let lock = acquire(directory.path()).unwrap();
         let drop_lock_of_process = || drop(File::open(directory.path().join("LOCK")).unwrap());

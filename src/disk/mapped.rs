@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn files_that_cannot_be_asked_for_have_nothing_uncached() {
+    fn unqueryable_files_have_no_uncached_ranges() {
         let file = tempfile::tempfile().unwrap();
         assert_eq!(uncached(&file).unwrap(), []);
         file.set_len(ASKED_LEN_MAX + 1).unwrap();

@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn text_like_another_form_is_refused() {
+    fn ambiguous_state_text_is_refused() {
         for text in ["", "12", "lsn:", "lsn:-1", "lsn:1x", "snapshot:", "name:", "Lsn:1", "NAME:a"] {
             let error = text.parse::<StatePoint>().unwrap_err();
             let expected = format!("expected lsn:N, snapshot:N or the name of a snapshot, found {text:?}");

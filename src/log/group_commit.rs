@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn two_halves_become_one() {
+    fn two_buffer_halves_are_joined() {
         let mut log = Log::with(4);
         log.arrive(4);
         log.waiters.begin(log.now);

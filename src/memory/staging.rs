@@ -485,7 +485,7 @@ mod tests {
     }
 
     #[test]
-    fn takers_see_exactly_the_length_they_asked_for() {
+    fn staging_has_exactly_the_requested_length() {
         let pool = pool(1 << 20);
         for len in [0, 1, 4095, 4096, 4097, 100_000, CLASS_LEN_MAX + 1] {
             let staging = pool.take(len).unwrap();
@@ -515,7 +515,7 @@ mod tests {
     }
 
     #[test]
-    fn staging_given_back_serves_the_next_taker_of_its_class() {
+    fn returned_staging_is_reused_in_its_class() {
         let pool = pool(1 << 20);
         let mut first = pool.take(5000).unwrap();
         first.fill(7);
@@ -585,7 +585,7 @@ mod tests {
     }
 
     #[test]
-    fn staging_of_another_make_is_not_kept() {
+    fn foreign_staging_is_not_pooled() {
         let pool = pool(1 << 20);
         pool.put(pool.device.staging(5000).unwrap());
         pool.put(pool.take(CLASS_LEN_MAX + 1).unwrap().into_staging());

@@ -24,11 +24,11 @@
 //! | newest manifest: both copies bad, or missing | bit rot | use an older snapshot and more log | `bad_manifest_falls_back` |
 //! | an image of the newest snapshot is bad or missing | bit rot | use an older snapshot and more log | `bad_image_falls_back` |
 //! | images that every kept snapshot needs are bad | bit rot | refuse, name the image | `bad_shared_image_is_refused` |
-//! | a link that the newest snapshot follows: one copy bad | a rotten sector | use the other copy, rewrite both | `one_bad_copy_of_a_link_is_mended` |
+//! | a link that the newest snapshot follows: one copy bad | a rotten sector | use the other copy, rewrite both | `one_bad_copy_of_link_is_repaired` |
 //! | such a link: both copies bad, or missing | bit rot | treat all snapshots that follow it as lost | `lost_link_loses_its_snapshot` |
 //! | a manifest that the record names is missing, or not the one verified | a lost file | report once: the next record does not name it | `missing_manifest_of_a_kept_snapshot_is_reported` |
 //! | links that no record names | snapshots that others follow | keep them for those others only, not as snapshots | `links_of_others_are_not_snapshots` |
-//! | manifest not recorded as verified | a crash between rename and seal | publish and verify it again | `unrecorded_manifest_is_published_anew` |
+//! | manifest not recorded as verified | a crash between rename and seal | publish and verify it again | `unrecorded_manifest_is_published_again` |
 //! | frames after the last valid one, covered by no mark | a torn tail | cut, report | `torn_tail_is_cut` |
 //! | frames after the last valid one, covered by a mark | bit rot, a lost write | refuse with file, offset, lsn | `damage_under_a_mark_is_refused` |
 //! | the next frame's position cannot be read | a latent sector error | refuse: an error says nothing about the log | `unreadable_log_is_refused` |

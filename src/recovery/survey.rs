@@ -162,7 +162,7 @@ mod tests {
     /// Several threads find the same as one: without STORE; with a long link and a short one, a damaged one
     /// of each, one under another's name, a segment, and a file that is not a segment.
     #[test]
-    fn several_threads_find_what_one_does() {
+    fn several_threads_find_same_result_as_one() {
         let disk = disk_with(&manifest().encode().unwrap());
         let store = StoreFile { store: STORE, features: Default::default(), record: StoreRecord::default() };
         Folder::INNER.into_iter().for_each(|folder| disk.make_folder(folder).unwrap());

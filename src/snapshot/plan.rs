@@ -362,7 +362,7 @@ mod tests {
         /// Checks each guarantee of [`Retention`] against a plain account of the steps, and that nothing
         /// stays without a reason, however the clock jumps.
         #[test]
-        fn every_promise_is_kept_over_random_lives((rules, steps) in lives()) {
+        fn guarantees_hold_over_random_lives((rules, steps) in lives()) {
             let (mut now, mut snapshots) = (1_000_000_000u64, BTreeMap::new());
             let mut log = LogOnDisk { segments: [(1, 100)].into(), current: 1, floor: None };
             for (number, (seconds, segments, has_name, is_exact, is_thin, deed)) in (1u64..).zip(steps) {

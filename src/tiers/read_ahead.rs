@@ -249,7 +249,7 @@ mod tests {
 
     /// A slower caller or a faster disk needs fewer steps in flight.
     #[test]
-    fn the_distance_follows_both_times() {
+    fn read_ahead_distance_follows_both_times() {
         let mut pace = Pace::default();
         let mut go = |latency, interval| {
             for _ in 0..60 {

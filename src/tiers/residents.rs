@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_that_are_held_or_in_use_stay_and_are_chosen_later() {
+    fn pages_held_or_in_use_are_chosen_later() {
         let mut residents = residents();
         for page in PAGES {
             residents.record(PageUse::Changed(page, Some((Place::Host, 10))));

@@ -187,7 +187,7 @@ fn new_pages_are_created_in_tensors() {
 
 /// However many blocks are written, the device gathers them by as many lists as one.
 #[test]
-fn writing_more_blocks_takes_no_more_lists() {
+fn block_count_does_not_change_list_count() {
     for device in devices() {
         let label = device.label();
         let store = open(&SimDisk::new(), device);

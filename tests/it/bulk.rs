@@ -112,7 +112,7 @@ fn importing_pages_writes_their_bytes_once() {
 }
 
 #[test]
-fn the_next_snapshot_names_the_images_and_writes_nothing_again() {
+fn next_snapshot_reuses_batch_images() {
     let disk = SimDisk::new();
     let store = open(&disk).unwrap();
     let pages = import(&store, 0..10);
@@ -206,7 +206,7 @@ fn concurrently_resized_page_is_written_as_intended() {
 }
 
 #[test]
-fn no_space_for_images_refuses_the_batch_and_leaves_nothing() {
+fn image_enospc_refuses_batch_without_leftovers() {
     for free in (0..8 * PAGE_LEN as u64).step_by(4096) {
         let disk = SimDisk::new();
         let store = open_with(&disk, small().reserve_bytes(0)).unwrap();
@@ -228,7 +228,7 @@ fn no_space_for_images_refuses_the_batch_and_leaves_nothing() {
 }
 
 #[test]
-fn images_that_cannot_be_written_poison_and_nothing_is_logged() {
+fn unwritable_images_poison_without_logging() {
     for operation in [Operation::Create, Operation::Write, Operation::Sync, Operation::SyncFolder] {
         let disk = SimDisk::new();
         let store = open(&disk).unwrap();

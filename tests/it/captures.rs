@@ -91,7 +91,7 @@ fn capture_makes_page_and_log_equal_working_copy() {
 
 /// Each copy's bytes stay until the batch is logged; the room for the bits of one is enough for all.
 #[test]
-fn captures_of_a_batch_share_the_room_for_their_bits() {
+fn captures_of_batch_share_bitmap_memory() {
     const LEN: u64 = 1 << 20;
     const COUNT: u64 = 6;
     const BITS: u64 = 2 * (LEN / 8);
@@ -195,7 +195,7 @@ fn memory_of_a_capture_is_claimed_at_once() {
 }
 
 #[test]
-fn the_log_gets_what_changed_and_nothing_else() {
+fn capture_logs_only_changes() {
     let store = host();
     let page = page(&store, &[0; 1 << 20]);
     let copy = store.working_copy(page, Width::W2, Shadow::Page).unwrap();
@@ -452,7 +452,7 @@ fn several_captures_are_one_batch_or_none_with(shadow: Shadow) {
 }
 
 #[test]
-fn a_captured_page_is_not_changed_otherwise_in_the_same_batch() {
+fn captured_page_allows_no_other_change_in_batch() {
     let store = host();
     let page = page(&store, &[0; 40]);
     let copy = store.working_copy(page, Width::W4, Shadow::Page).unwrap();

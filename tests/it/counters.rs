@@ -102,7 +102,7 @@ fn every_device_counts_the_bytes_of_deltas_and_moves() {
 }
 
 #[test]
-fn places_of_several_devices_are_told_apart() {
+fn places_of_several_devices_are_distinguished() {
     let store = open(Arc::new(MultiDevice::new(vec![host(), host()])));
     let other = Place::Device(1);
     let page = commit(&store, |batch| _ = batch.create_from(vec![1; 300], PLACE))[0];
@@ -152,7 +152,7 @@ fn counters_report_queued_lists_and_waits() {
 }
 
 #[test]
-fn an_allocation_that_is_refused_counts_as_refused() {
+fn refused_allocation_is_counted() {
     let device = Arc::new(FaultyDevice::new(host()));
     let store = open(device.clone());
     device.arm(DeviceFault { call: Some(DeviceCall::Allocate), nth: 1, context_lost: false });

@@ -100,7 +100,7 @@ fn operation(
 }
 
 #[test]
-fn bytes_from_a_device_are_written_as_bytes_from_the_host_are() {
+fn device_bytes_are_written_like_host_bytes() {
     for device in devices() {
         let label = device.label();
         let (disk, host) = (SimDisk::new(), SimDisk::new());

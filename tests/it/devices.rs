@@ -218,7 +218,7 @@ fn long_copy_blocks_neither_allocation_nor_other_lane() {
 }
 
 #[test]
-fn commands_of_two_lanes_neither_tear_nor_block_each_other() {
+fn commands_of_two_lanes_neither_tear_nor_block() {
     devices().into_iter().for_each(commands_of_two_lanes_run_side_by_side_on);
 }
 
@@ -433,7 +433,7 @@ fn the_host_refuses_streams_and_has_no_addresses() {
 }
 
 #[test]
-fn a_lane_and_a_stream_of_the_caller_wait_for_each_other() {
+fn lane_and_caller_stream_wait_for_each_other() {
     let inner = host();
     let device = LateDevice::new(inner.clone());
     let memory = device.allocate(PLACE, 4).unwrap();

@@ -36,7 +36,7 @@ fn chunks_captured(store: &Store, copy: &WorkingCopy) -> u64 {
 }
 
 #[test]
-fn the_log_gets_the_chunks_that_changed() {
+fn digest_capture_logs_changed_chunks() {
     let store = host();
     let mut plain = Random(1).bytes(40 * CHUNK);
     let page = page(&store, &plain);

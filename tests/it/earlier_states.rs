@@ -460,7 +460,7 @@ fn recovering_writer_keeps_segments_held_by_reader() {
 
 /// The writer recovers after a reader surveyed the store, and before the reader holds anything.
 #[test]
-fn segments_that_went_before_their_state_was_held_are_no_damage() {
+fn segments_removed_before_hold_are_not_damage() {
     for batches in 1..30 {
         let (disk, pages) = killed_after(batches);
         let recovers = Once::new();
@@ -598,7 +598,7 @@ fn blame_lists_each_changing_batch_in_retained_range() {
 
 /// A snapshot that is there only for those that follow it has lost images of its own, and tells nothing.
 #[test]
-fn links_that_others_follow_are_no_part_of_a_history() {
+fn followed_links_are_not_history() {
     let disk = SimDisk::new();
     let store = open_with(&disk, small().snapshots_kept(1)).unwrap();
     let pages = three_pages(&store);

@@ -42,7 +42,7 @@ fn inputs_of_the_repository_pass_the_target_for_histories() {
 /// The stores are the fuzzer's seeds, too, written with `REMANENT_GOLDEN=write`. Their ids differ from run to
 /// run, so the seeds in the repository are others.
 #[test]
-fn whole_stores_open_in_the_target_for_directories() {
+fn sound_stores_open_in_directory_fuzz_target() {
     let write = std::env::var_os("REMANENT_GOLDEN").is_some_and(|value| value == "write");
     let victims =
         [("closed", Victim::closed()), ("killed", Victim::killed()), ("reopened", Victim::reopened())];

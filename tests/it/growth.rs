@@ -180,7 +180,7 @@ fn segments_grow_with_what_is_logged() {
 /// A frame that fits no short segment is logged in a young store, too, and those that follow it find long
 /// ones.
 #[test]
-fn a_frame_longer_than_the_first_segments_is_logged() {
+fn frame_longer_than_first_segments_is_logged() {
     for log_io in ways() {
         for len in [FIRST as usize - 4096, FIRST as usize, 3 << 20, 20 << 20] {
             let directory = tempfile::tempdir().unwrap();
@@ -199,7 +199,7 @@ fn a_frame_longer_than_the_first_segments_is_logged() {
 /// A segment that is made for a frame has its payload from the start: no byte of it is written over zeros.
 /// Frames of a direct log wait in memory, and are written with the next sync.
 #[test]
-fn a_frame_with_a_segment_of_its_own_is_written_once() {
+fn frame_in_own_segment_is_written_once() {
     const LEN: usize = 1 << 20;
     for (log_io, times) in [(LogIo::Mapped, 1), (LogIo::Buffered, 1), (LogIo::Direct, 2)] {
         let disk = SimDisk::new();
@@ -260,7 +260,7 @@ fn restarts_that_commit_a_little_are_bounded() {
 }
 
 #[test]
-fn spares_beyond_the_reserve_take_what_is_allowed() {
+fn spares_beyond_reserve_use_allowed_space() {
     for (spare_bytes, allowed) in [(0, 0), (3 << 20, 3 << 20), (1 << 30, 1 << 30)] {
         let disk = SimDisk::new();
         let options = options(LogIo::Mapped).segment_len(1 << 20).spare_bytes(spare_bytes).snapshots_kept(1);

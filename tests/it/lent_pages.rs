@@ -274,7 +274,7 @@ fn fork_has_own_page_memory() {
 
 /// An exact snapshot keeps the memory of a deleted page until it has gathered it.
 #[test]
-fn snapshots_of_each_kind_have_the_page() {
+fn each_snapshot_kind_contains_the_page() {
     for device in devices() {
         let bench = Bench::new(device);
         bench.store.snapshot_with(SnapshotOptions::new().name("exact").exact()).unwrap();

@@ -68,7 +68,7 @@ fn open(directory: &Path, device: Arc<dyn Device>, compression: Compression) -> 
 }
 
 #[test]
-fn images_of_every_length_come_back() {
+fn images_of_every_length_round_trip() {
     for compression in [Compression::Off, Compression::Zstd] {
         let directory = tempfile::tempdir().unwrap();
         write(&open(directory.path(), Arc::new(HostDevice::new()), compression));
@@ -95,7 +95,7 @@ fn images_of_every_length_come_back() {
 
 /// Each part counts, and so does their order: the whole image is found damaged, and named as such.
 #[test]
-fn a_long_image_is_proven_as_a_whole() {
+fn long_image_is_verified_as_a_whole() {
     let directory = tempfile::tempdir().unwrap();
     let newest = {
         let store = open(directory.path(), Arc::new(HostDevice::new()), Compression::Off);

@@ -131,7 +131,7 @@ fn follower_detects_replaced_store() {
 }
 
 #[test]
-fn a_store_whose_directory_is_removed_leaves_others_alone() {
+fn removed_store_directory_does_not_affect_others() {
     let above = tempfile::tempdir().unwrap();
     let path = above.path().join("store");
     let store = open(&path);

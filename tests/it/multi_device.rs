@@ -440,7 +440,7 @@ fn partly_queued_list_stops_lane() {
 }
 
 #[test]
-fn memory_for_bytes_from_another_device_is_given_back() {
+fn memory_for_bytes_of_other_device_is_freed() {
     let gauges = [Gauge::host(), Gauge::host()];
     let pair = two_of(gauges[0].clone(), gauges[1].clone());
     let spans = memories(&pair, 8);
@@ -459,7 +459,7 @@ fn memory_for_bytes_from_another_device_is_given_back() {
 }
 
 #[test]
-fn pieces_read_what_another_device_wrote_to_staging_before_them() {
+fn pieces_read_earlier_staging_writes_of_other_device() {
     let pair = two_of(late(7), late(8));
     let [here, there] = memories(&pair, 8);
     let staged = StagingSpan { index: 0, offset: 0, len: 4 };
@@ -485,7 +485,7 @@ fn pieces_read_what_another_device_wrote_to_staging_before_them() {
 }
 
 #[test]
-fn areas_are_kept_to_across_devices() {
+fn areas_are_respected_across_devices() {
     let pair = two_of(host(), host());
     let [here, there] = memories(&pair, 64);
     let (area, part) = (Span { len: 16, ..here }, Span { len: 8, ..there });

@@ -89,7 +89,7 @@ fn directory(source: Source) -> (SimDisk, Vec<(PageId, Vec<u8>)>) {
 }
 
 #[test]
-fn pages_come_back_in_the_memory_that_is_given_for_them() {
+fn pages_recover_into_given_memory() {
     for source in SOURCES {
         for (number, page_load) in [PageLoad::Eager, PageLoad::OnDemand].into_iter().enumerate() {
             for device in devices() {

@@ -283,7 +283,7 @@ fn partial_read_of_disk_page_reads_only_its_pieces() {
 /// The files that pages are read from stay, and all others go: a store of pages on disk that are written
 /// again and again takes as much disk as any other.
 #[test]
-fn disk_is_bounded_and_no_page_loses_its_image() {
+fn disk_use_is_bounded_and_images_survive() {
     let disk = SimDisk::new();
     let store = opened(&disk, without_memory().snapshots_kept(1));
     let mut plain = Random(5).bytes(200_000);
@@ -468,7 +468,7 @@ fn open_verifies_unverified_images() {
 /// A page goes to disk and comes back while others write to it, read it, and take snapshots: each write is
 /// there, and each read is of one batch.
 #[test]
-fn moves_writes_and_reads_at_once() {
+fn moves_writes_and_reads_run_concurrently() {
     on_each_device(|| {
         const WRITES: u64 = 300;
         let disk = SimDisk::new();

@@ -129,7 +129,7 @@ fn victims() -> [Victim; 4] {
 }
 
 #[test]
-fn a_sound_store_is_salvaged_whole() {
+fn sound_store_is_salvaged_completely() {
     for victim in victims() {
         let outcome = salvage("sound", &victim.files, &victim);
         let exact = victim.states[&victim.last].pages.len();
@@ -202,7 +202,7 @@ impl Count {
 }
 
 #[test]
-fn one_mutilated_file_gives_no_wrong_bytes_and_costs_little() {
+fn mutilated_file_yields_no_wrong_bytes() {
     for victim in victims() {
         let count = RefCell::new(Count::default());
         mutilate(&victim.files, &Files::default(), |what, damaged| {
@@ -246,7 +246,7 @@ fn zero_sector(files: &mut Files, random: u64) -> String {
 }
 
 #[test]
-fn many_lost_sectors_and_files_give_no_wrong_bytes() {
+fn lost_sectors_and_files_yield_no_wrong_bytes() {
     let mut count = Count::default();
     for victim in victims() {
         for seed in 0..600 {

@@ -174,7 +174,7 @@ impl Subject {
 }
 
 #[test]
-fn a_sound_store_is_read_whole_and_not_written() {
+fn sound_store_is_read_completely_without_writes() {
     let subject = Subject::with_restore();
     subject.rest();
     let events = subject.disk.events();

@@ -199,7 +199,7 @@ fn replace_from_source_changes_only_bytes_and_length() {
 }
 
 #[test]
-fn short_sources_go_to_the_log_and_empty_ones_are_not_read() {
+fn short_sources_are_logged_and_empty_ones_not_read() {
     let disk = SimDisk::new();
     let store = open_with(&disk, small().segment_len(1 << 20)).unwrap();
     let empty = Noted::new(Vec::new());
@@ -482,7 +482,7 @@ fn unwritable_source_image_poisons_unreadable_source_does_not() {
 
 /// A draft that waits for the lock may be logged by another thread, which knows nothing of its image file.
 #[test]
-fn images_of_sources_stay_whoever_holds_the_lock() {
+fn source_images_are_kept_under_any_lock_holder() {
     let disk = SimDisk::new();
     let store = open_with(&disk, raw()).unwrap();
     let mut batch = store.batch();

@@ -235,7 +235,7 @@ fn restore_is_a_new_batch() {
 }
 
 #[test]
-fn a_frame_longer_than_a_segment_gets_its_own() {
+fn oversized_frame_gets_own_segment() {
     let directory = tempfile::tempdir().unwrap();
     let store = Store::open(directory.path(), small()).unwrap();
     let content: Vec<u8> = (0..100_000u32).map(|at| at as u8).collect();

@@ -208,7 +208,7 @@ fn case() {
 }
 
 #[test]
-fn pages_of_gigabytes_take_2_gib_beside_themselves() {
+fn gigabyte_pages_need_at_most_2_gib_extra() {
     let Ok(lens) = std::env::var("REMANENT_LONG_PAGES") else { return };
     println!("| pages, MiB | operation | highest, MiB | of which pages | seconds |\n|---|---|---|---|---|");
     for lens in lens.split(',') {

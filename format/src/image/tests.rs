@@ -70,7 +70,7 @@ fn file_header_round_trips_and_refuses_every_flipped_bit() {
 }
 
 #[test]
-fn payloads_lie_back_to_back_on_16_bytes() {
+fn payloads_are_contiguous_at_16_byte_alignment() {
     let chunk = sample();
     let offsets: Vec<u64> = chunk.images.iter().map(|header| header.image.offset).collect();
     let first = 8192 + 64 + 3 * 64;
@@ -139,7 +139,7 @@ fn sound_checksums_over_wrong_fields_are_refused() {
 }
 
 #[test]
-fn a_payload_is_proven_by_length_and_checksum() {
+fn payload_is_verified_by_length_and_checksum() {
     let content = [3; 16];
     let new = NewImage { crc: crc32fast::hash(&content), ..new_image(1, 16) };
     let image = Chunk::plan(3, 8192, &[new]).unwrap().images[0].image;
@@ -164,7 +164,7 @@ fn compressed(content: &[u8], piece_len: usize) -> (ImageRef, Vec<u8>) {
 
 #[test]
 #[cfg_attr(miri, ignore = "zstd is C")]
-fn compressed_pages_come_back_from_any_number_of_frames() {
+fn compressed_pages_decode_from_any_frame_count() {
     let content: Vec<u8> = (0..300_000u32).flat_map(|word| (word / 7).to_le_bytes()).collect();
     for piece_len in [1 << 10, 70_000, COMPRESSED_PIECE_LEN] {
         let (image, frames) = compressed(&content, piece_len);
@@ -191,7 +191,7 @@ fn frame_payload_is_bounded() {
 
 #[test]
 #[cfg_attr(miri, ignore = "zstd is C")]
-fn a_window_beyond_the_bound_is_refused_and_not_allocated() {
+fn oversized_window_is_refused_before_allocation() {
     let content = vec![5; 1 << 20];
     let (image, mut frames) = compressed(&content, COMPRESSED_PIECE_LEN);
     // In a frame that is not a single segment, the window follows the descriptor. Set it to 2^41 bytes.
@@ -243,7 +243,7 @@ fn images_of(content: &[u8]) -> Vec<(&'static str, ImageRef, Vec<u8>)> {
 
 #[test]
 #[cfg_attr(miri, ignore = "zstd is C")]
-fn any_range_of_a_proven_image_is_what_was_proven_or_an_error() {
+fn ranges_of_verified_image_match_or_fail() {
     const MIB: usize = 1 << 20;
     let content: Vec<u8> = (0..3 * MIB + 4099).map(|at| (at >> 6 ^ at >> 15) as u8).collect();
     let len = content.len();

@@ -60,7 +60,7 @@ mod tests {
 
     /// Compares with one flag per byte.
     #[test]
-    fn every_byte_counts_once_it_is_written() {
+    fn every_written_byte_is_counted() {
         const LEN: u64 = 24;
         let page = PageId(1);
         let mut drawn = 7_u64;

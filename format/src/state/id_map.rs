@@ -507,7 +507,7 @@ mod tests {
     /// In a full row, the index of an item is its number modulo the row's length. In other rows, it is lower
     /// by the number of items missing before it.
     #[test]
-    fn rows_are_filled_and_thinned_out() {
+    fn directory_rows_grow_and_shrink() {
         let numbers = || (0..5 * ROW).map(PageId);
         for missing in [ROW, ROW + 63, ROW + 64, 2 * ROW - 1, 2 * ROW] {
             let mut items: IdMap<PageId, u64> = numbers().map(|page| (page, page.0)).collect();

@@ -9,7 +9,7 @@ use crate::maker::{Maker, PAGE, content};
 use crate::verdict::{Clean, Refused, check, check_state, four, rebuilt};
 
 #[test]
-fn a_batch_may_name_an_image_that_was_written_ahead() {
+fn batch_may_name_prewritten_image() {
     let mut maker = Maker::new();
     maker.batch().batch().batch_with_image(7);
     check("the batch that names it is the last", &maker, &Clean(3));

@@ -165,7 +165,7 @@ fn manifest_bytes(maker: &mut Maker, number: u64) -> &mut Vec<u8> {
 }
 
 #[test]
-fn the_end_of_a_manifest_is_a_mark() {
+fn manifest_end_is_a_mark() {
     let mut maker = four();
     maker.snapshot(1, 2, 4, 4);
     maker.frame_at(4)[90] ^= 1;

@@ -69,7 +69,7 @@ fn restored(change: impl FnOnce(&mut Manifest)) -> Maker {
 }
 
 #[test]
-fn a_table_fits_its_restore_or_is_refused() {
+fn mismatched_restore_table_is_refused() {
     let lsn = |maker: &Maker| rebuilt(maker).map(|found| found.table.lsn().0);
     assert_eq!(lsn(&restored(|_| {})), Ok(5));
     assert_eq!(lsn(&restored(|table| table.redo.segment = 1 << 40)), Ok(5), "redo is not used");
@@ -327,7 +327,7 @@ impl ReadAt for Unreadable {
 
 /// A torn frame at the first location says nothing about the others.
 #[test]
-fn an_unreadable_location_is_corruption_beside_a_torn_frame() {
+fn unreadable_location_next_to_torn_frame_is_corruption() {
     for is_torn in [false, true] {
         let mut maker = four();
         if is_torn {

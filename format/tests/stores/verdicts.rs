@@ -68,7 +68,7 @@ fn states_between_starts_are_proven() {
 }
 
 #[test]
-fn a_table_and_its_images_are_proven_at_their_restore() {
+fn restore_table_and_images_are_verified() {
     let mut maker = four();
     maker.snapshot(1, 1, 1, 1);
     let table = Manifest { kind: ManifestKind::Table, end: Lsn(5), ..maker.manifest(9, 2, 2, 2) };

@@ -145,7 +145,7 @@ mod tests {
     use crate::error::Remedy;
 
     #[test]
-    fn codes_say_what_is_left() {
+    fn codes_state_if_context_is_usable() {
         let remedy = |number| Error::from(Code::check("cuCall", number).unwrap_err()).remedy();
         assert_eq!(Code::check("cuCall", 0), Ok(()));
         for refused in [1, 2, 222, 701, 900] {

@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn many_names_are_given_and_taken_at_once() {
+    fn handles_are_created_and_released_concurrently() {
         let handles = Handles::new();
         let mut names = Vec::new();
         for round in 0..3 {

@@ -492,7 +492,7 @@ mod tests {
     }
 
     #[test]
-    fn launches_are_as_few_as_order_allows() {
+    fn launch_count_is_minimal() {
         let launches = |pieces: &[PlannedPiece]| planned(pieces).steps.len();
         // Many deltas of many pages.
         let apart: Vec<PlannedPiece> = (0..1000).map(|page| dense(page * 4096, 256)).collect();
@@ -514,7 +514,7 @@ mod tests {
     }
 
     #[test]
-    fn checksums_are_cut_from_their_ends() {
+    fn checksum_prefixes_and_suffixes_are_removed() {
         let chunk = u64::from(CRC_CHUNK_LEN);
         let mut plan = LaunchPlan::default();
         plan.crcs(&[(0, 5), (1000, 2 * chunk + 1), (9, 0)], (Area::Staging(0), 1 << 20), 1 << 30);

@@ -427,7 +427,7 @@ mod tests {
 
     /// A renamed memory passes to another page, whose bytes a reader with the old id must not get.
     #[test]
-    fn memory_is_read_under_its_newest_name_alone() {
+    fn memory_is_readable_only_by_newest_handle() {
         let device = HostDevice::new();
         for len in [64, 5000, 200_000] {
             let first = device.allocate(Place::Host, len).unwrap();

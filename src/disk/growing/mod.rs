@@ -356,7 +356,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "a finished file is not written to")]
-    fn a_finished_file_is_not_written_to() {
+    fn finished_file_is_immutable() {
         let (_, growing) = growing(&SimDisk::new(), ImageIo::Mapped).unwrap();
         growing.finish(0).unwrap();
         let _refused = growing.write_at(0, &[1]);

@@ -224,7 +224,7 @@ fn long_scratch_is_limited_and_in_equal_pieces() {
 }
 
 #[test]
-fn scratch_of_which_a_piece_is_missing_is_given_back() {
+fn incomplete_scratch_is_returned() {
     let faulty = Arc::new(FaultyDevice::new(Arc::new(HostDevice::new())));
     let arena = Arena::new(faulty.clone(), Budget::default());
     faulty.arm(DeviceFault { call: Some(DeviceCall::Allocate), nth: 3, context_lost: false });
@@ -263,7 +263,7 @@ fn a_dropped_arena_leaves_no_retired_memory_on_the_device() {
 
 #[test]
 #[should_panic(expected = "bytes 10..+51 are not within a page of 60 bytes")]
-fn a_part_of_a_page_lies_within_it() {
+fn page_part_must_be_within_page() {
     let (_, arena) = late_arena();
     let page = arena.allocate(Purpose::Page, PLACE, 60).unwrap();
     assert_eq!((page.part(10, 50).offset, page.part(10, 50).len), (10, 50));

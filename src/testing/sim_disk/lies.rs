@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stale_read_gives_the_older_bytes_once() {
+    fn stale_read_returns_older_bytes_once() {
         let disk = SimDisk::new();
         let name = FileName::Temporary(Folder::Root, 0);
         let file = disk.create(name).unwrap();

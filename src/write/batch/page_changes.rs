@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn single_elements_and_ranges_are_told_apart_across_pieces() {
+    fn elements_and_ranges_are_distinguished_across_pieces() {
         let before: Vec<u8> = (0..64 << 10).map(|index| (index % 251) as u8).collect();
         for piece in [1 << 10, 1 << 12, 64 << 10] {
             let check = |width, at: Vec<usize>| check(width, piece, &before, &changed(&before, at));
@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn random_changes_make_the_other_version() {
+    fn random_diffs_reproduce_the_other_version() {
         // SplitMix64, so that a failing seed can be run again.
         let mut state = 42_u64;
         let mut random = |below: usize| {

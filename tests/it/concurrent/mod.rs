@@ -145,7 +145,7 @@ fn a_restore_of_many_tiny_pages_fills_several_chunks() {
 
 /// An exact snapshot alone, without the log, is the state of one batch, whatever is committed during it.
 #[test]
-fn an_exact_snapshot_is_the_state_of_one_moment() {
+fn exact_snapshot_is_point_in_time() {
     const COUNT: u64 = 600;
     const LEN: usize = 20_000;
     let directory = tempfile::tempdir().unwrap();

@@ -161,7 +161,7 @@ fn direct_logs_survive() {
 }
 
 #[test]
-fn a_frame_longer_than_a_segment_survives() {
+fn oversized_frame_survives() {
     suite(options(), 1400, |driver, random| {
         let mut writer = Writer::new("a", random.next());
         let store = driver.open()?;
@@ -287,7 +287,7 @@ fn a_store_opened_after_a_kill_survives() {
 
 /// Every operation, in an order that the seed chooses, over several deaths and power cuts.
 #[test]
-fn anything_in_any_order_survives() {
+fn random_operations_survive() {
     suite(images(ImageIo::Direct), 2400, |mut driver, random| {
         let mut lives = Vec::new();
         let mut kept = Vec::new();

@@ -82,7 +82,7 @@ fn store_is_not_created_without_create() {
 }
 
 #[test]
-fn options_that_cannot_be_used_are_named_and_touch_nothing() {
+fn invalid_options_are_named_and_change_nothing() {
     let cases = [
         ("segment_len", small().segment_len(0)),
         ("segment_len", small().segment_len(8 << 10)),

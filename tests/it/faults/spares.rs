@@ -99,7 +99,7 @@ fn open_reuses_spares_for_segments() {
 
 /// A file that could not be made leaves no bytes under its name, and no other file is removed for it.
 #[test]
-fn an_opening_segment_that_was_not_made_is_not_removed() {
+fn uncreated_opening_segment_is_not_removed() {
     for (operation, with_spares) in [(Operation::Rename, true), (Operation::Create, false)] {
         watched("an open", move || {
             let (disk, store, line) = recycled();

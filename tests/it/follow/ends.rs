@@ -181,7 +181,7 @@ fn other_store() -> Arc<dyn Disk> {
 }
 
 #[test]
-fn a_running_follower_notices_that_it_diverged() {
+fn running_follower_detects_divergence() {
     // The follower lives on and the writer's machine does not, as with a directory on a network.
     let (sim, disk) = sim();
     let long = options().segment_len(128 << 10);

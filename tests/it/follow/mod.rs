@@ -164,7 +164,7 @@ fn every_batch_arrives_once_in_order() {
 }
 
 #[test]
-fn a_frame_longer_than_a_segment_is_followed() {
+fn oversized_frame_is_followed() {
     let (_, disk) = sim();
     let mut writer = Writer::open(&disk, options());
     let mut reader = Reader::open(&disk);
@@ -192,7 +192,7 @@ fn follower_resumes_from_any_position() {
 }
 
 #[test]
-fn incarnations_are_crossed_without_repeating_a_batch() {
+fn follower_crosses_incarnations_without_repeats() {
     let (_, disk) = sim();
     let mut late = None;
     let mut reader: Option<Reader> = None;
@@ -281,7 +281,7 @@ fn copied_tail_is_not_delivered_twice() {
 }
 
 #[test]
-fn a_restore_is_handed_over_as_one_batch() {
+fn follower_receives_restore_as_one_batch() {
     let (_, disk) = sim();
     let writer = Writer::open(&disk, options());
     let store = &writer.store;
@@ -345,7 +345,7 @@ fn a_restore_is_handed_over_as_one_batch() {
 }
 
 #[test]
-fn a_follower_writes_nothing_and_locks_nothing() {
+fn follower_neither_writes_nor_locks() {
     let (sim, disk) = sim();
     let mut writer = Writer::open(&disk, options());
     writer.commit(20);

@@ -39,7 +39,7 @@ fn read_all(path: &Path) {
 }
 
 #[test]
-fn an_owner_that_reads_its_directory_keeps_others_out() {
+fn reading_own_directory_keeps_the_lock() {
     alone(|| {
         let directory = tempfile::tempdir().unwrap();
         let store = created(directory.path());

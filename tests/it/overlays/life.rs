@@ -216,7 +216,7 @@ impl Life {
 }
 
 #[test]
-fn pages_are_what_was_written_over_random_lives() {
+fn pages_match_writes_over_random_lives() {
     let mut seen = Counts::default();
     for seed in 0..6 {
         let options = if seed % 2 == 0 { uncompressed() } else { small() };

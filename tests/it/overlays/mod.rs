@@ -143,7 +143,7 @@ fn base_image_may_be_newer_than_snapshot_files() {
 
 /// What an overlay lies over stays for as long as any snapshot, reader, fork or table has the overlay.
 #[test]
-fn a_base_stays_as_long_as_it_is_needed() {
+fn base_is_kept_while_needed() {
     on_each_device(|| {
         let (disk, mut random) = (SimDisk::new(), Random(7));
         let options = uncompressed().snapshots_kept(1).log_kept(1 << 30);
@@ -277,7 +277,7 @@ fn overlay_does_not_pin_wasteful_file() {
 
 /// A page whose overlay and whose base lie in files that are both to be emptied is gathered once.
 #[test]
-fn a_page_of_two_wasteful_files_is_named_once() {
+fn page_in_two_wasteful_files_is_listed_once() {
     let (disk, mut random) = (SimDisk::new(), Random(14));
     let store = opened(&disk, uncompressed().snapshots_kept(1));
     let mut page_of = |lens: &[u64]| {

@@ -99,7 +99,7 @@ fn with_a_chain() -> (Files, State) {
 }
 
 #[test]
-fn one_bad_copy_of_a_link_is_mended() {
+fn one_bad_copy_of_link_is_repaired() {
     let (whole, state) = with_a_chain();
     for link in 1..=4 {
         let manifest = FileName::Manifest(link);
@@ -196,7 +196,7 @@ fn bad_shared_image_is_refused() {
 }
 
 #[test]
-fn unrecorded_manifest_is_published_anew() {
+fn unrecorded_manifest_is_published_again() {
     let disk = SimDisk::new();
     let store = open(&disk).unwrap();
     let page = create_page(&store);

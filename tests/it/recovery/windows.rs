@@ -168,7 +168,7 @@ type NewDevice = fn() -> Option<Arc<dyn Device>>;
 
 /// Lists of thousands of deltas, which several threads count, and plan for a GPU.
 #[test]
-fn many_short_deltas_are_replayed_by_several_threads_as_by_one() {
+fn many_short_deltas_replay_equally_with_threads() {
     let mut random = Random(11);
     let disk = SimDisk::new();
     let store = open_with(&disk, small().segment_len(4 << 20)).unwrap();

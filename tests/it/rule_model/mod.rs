@@ -131,7 +131,7 @@ fn omitting_any_sync_breaks_the_rule() {
 /// The segment that a recovery makes ahead outlives a crash before the rename. If its header names the
 /// incarnation that never began, the frames of the one that stands are taken for stale.
 #[test]
-fn believing_the_newest_header_loses_commits() {
+fn trusting_newest_header_loses_commits() {
     let verdict = explore_all(Rule { newest: Newest::ByHeader, ..Rule::RIGHT }, &[Group(1)], 1);
     assert!(verdict.lost > 0, "{verdict:?}");
 }
@@ -188,7 +188,7 @@ fn rename_before_next_segment_exists_rejects_sound_store() {
 /// A seal carries the Lsn of the batch before it, so a mark on that Lsn says nothing about the seal: if the
 /// new incarnation vouches for it and a power cut takes it, its absence looks like corruption.
 #[test]
-fn vouching_for_an_unsynced_seal_refuses_a_sound_store() {
+fn trusting_unsynced_seal_rejects_sound_store() {
     let rule = Rule { proven: Proven::EndOfFrame, ..Rule::RIGHT };
     let verdict = explore(rule, &[Group(1), Seal], &[Seal], 1);
     assert!(verdict.refused > 0, "{verdict:?}");

@@ -9,7 +9,7 @@ use crate::files::small;
 
 /// Pages that were taken down are in a place which is shorter than what they grow to, all at once.
 #[test]
-fn pages_grow_and_are_cloned_wherever_they_were_taken() {
+fn gathered_pages_may_grow_and_be_cloned() {
     let budget = Budget::default().with(DEVICE, 16 * LEN).with(Place::Pinned, 4 * LEN);
     let options = small().ack(Ack::Applied).budget(budget);
     let store = open(&SimDisk::new(), options.tiers(Tiers::new([DEVICE, Place::Pinned, Place::Disk])));

@@ -149,7 +149,7 @@ fn held_pages_beyond_room_stay_in_place() {
 }
 
 #[test]
-fn each_place_overflows_into_the_next_one() {
+fn each_place_demotes_to_the_next() {
     on_each_device(|| {
         let budget = Budget::default()
             .with(DEVICE, ROOM * LEN)

@@ -153,7 +153,7 @@ fn abandoned_prefetch_moves_no_pages() {
 
 /// To a place without a budget, and to the disk.
 #[test]
-fn every_place_can_be_read_ahead_to() {
+fn read_ahead_works_to_every_place() {
     let budget = Budget::default().with(Place::Disk, 1 << 20);
     let options =
         two_tiers().tiers(Tiers::new([DEVICE, Place::Disk])).budget(budget.with(DEVICE, ROOM * LEN));

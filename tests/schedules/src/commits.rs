@@ -13,7 +13,7 @@ use crate::runner::{at_once, explore};
 const WAYS: [LogIo; 3] = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct];
 
 #[test]
-fn durable_commits_of_two_threads_wait_for_no_clock() {
+fn durable_commits_of_two_threads_need_no_timer() {
     explore(|time| {
         for io in WAYS {
             let ground = Ground::new(time, options().log_io(io), 2);

@@ -26,7 +26,7 @@ fn a_snapshot_during_commits_holds_whole_batches() {
 }
 
 #[test]
-fn an_exact_snapshot_is_the_state_of_its_batch() {
+fn exact_snapshot_equals_state_at_its_batch() {
     explore(|time| {
         let ground = Ground::new(time, options(), 1);
         let write = || ground.count_to(3, 0, Ack::Applied);

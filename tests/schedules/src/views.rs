@@ -25,7 +25,7 @@ fn count_now(store: &Store, writer: usize) -> u64 {
 }
 
 #[test]
-fn a_view_is_one_batch_and_that_is_logged() {
+fn view_is_of_one_logged_batch() {
     explore(|time| {
         for io in WAYS {
             let ground = Ground::new(time, options().log_io(io), 1);

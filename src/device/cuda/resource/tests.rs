@@ -52,7 +52,7 @@ fn slabs_are_no_longer_than_the_limit() {
 /// Allocating many blocks in one call gives the same result as many calls: no two blocks overlap, none is
 /// lost, and all counts are the same.
 #[test]
-fn many_blocks_are_taken_and_given_back_at_once() {
+fn many_blocks_are_allocated_and_freed_concurrently() {
     for len in [100_u64, 16 << 10, 20 << 20] {
         let (taken, pool) = pool(if len > 1 << 20 { 200 << 20 } else { 30 << 20 });
         let block_len = len.max(256).next_multiple_of(256);

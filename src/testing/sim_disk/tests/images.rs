@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn images_know_the_acknowledgements_before_them() {
+fn crash_images_record_earlier_acknowledgements() {
     let (disk, file) = with_segment(1);
     let first = disk.events();
     file.write_at(0, &[1]).unwrap();

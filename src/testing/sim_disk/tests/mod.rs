@@ -268,7 +268,7 @@ fn later_sync_does_not_repair_failed_sync() {
 }
 
 #[test]
-fn bytes_that_the_medium_does_not_have_are_cached() {
+fn unpersisted_bytes_count_as_cached() {
     let (disk, file) = with_segment(4);
     let (all, all_but_one) = (0..4 * SECTOR, [0..SECTOR, 2 * SECTOR..4 * SECTOR]);
     assert_eq!(file.uncached(), std::slice::from_ref(&all));
@@ -467,7 +467,7 @@ fn open_file_outlives_its_name() {
 }
 
 #[test]
-fn damage_is_on_the_medium_at_once() {
+fn injected_damage_is_immediate() {
     let (disk, file) = with_segment(2);
     file.write_at(SECTOR, &[1]).unwrap();
     disk.damage(SEGMENT, 3, b"!");
@@ -499,7 +499,7 @@ fn threads_share_the_disk_and_no_event_is_lost() {
 }
 
 #[test]
-fn decoders_read_what_the_engine_reads() {
+fn decoders_agree_with_engine() {
     let (disk, _) = with_segment(1);
     disk.damage(SEGMENT, 1, b"ab");
     let reader: &dyn ReadAt = &disk;

@@ -92,13 +92,13 @@ pub const LIST: &[Defence] = &[
         "format/src/image/image_ref.rs",
         "Some((base.file, base.stored_len))",
         "None",
-        it("overlays::a_base_stays_as_long_as_it_is_needed"),
+        it("overlays::base_is_kept_while_needed"),
     ),
     check(
         "a page of two files that are emptied is gathered once",
         "src/catalog/classify.rs",
         "                mentioned = sorted.mentioned()?;",
-        it("overlays::a_page_of_two_wasteful_files_is_named_once"),
+        it("overlays::page_in_two_wasteful_files_is_listed_once"),
     ),
     defence(
         "no overlay is laid over a base that is known to be damaged",
@@ -185,7 +185,7 @@ pub const LIST: &[Defence] = &[
         DRAFT,
         "!self.disk_ops(ops, Some(table))?.is_same(&draft.disk_ops)",
         "false",
-        it("pages_on_disk::moves_writes_and_reads_at_once"),
+        it("pages_on_disk::moves_writes_and_reads_run_concurrently"),
     ),
     check(
         "an open says that there are pages on disk",
@@ -506,14 +506,14 @@ pub const LIST: &[Defence] = &[
         "src/history/state.rs",
         "first.all(|file| present.contains(&file.name()))",
         "true",
-        it("earlier_states::segments_that_went_before_their_state_was_held_are_no_damage"),
+        it("earlier_states::segments_removed_before_hold_are_not_damage"),
     ),
     defence(
         "a history leaves out links that others follow",
         "format/src/state/blame.rs",
         "reach.as_ref().is_none_or(|reach| reach.role(**id) != Role::Link)",
         "true",
-        it("earlier_states::links_that_others_follow_are_no_part_of_a_history"),
+        it("earlier_states::followed_links_are_not_history"),
     ),
     refusal(
         "a snapshot that is read back late removes none after a restore",

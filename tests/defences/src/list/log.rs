@@ -24,13 +24,13 @@ pub const LIST: &[Defence] = &[
         "a frame inside a group follows it",
         ORDER,
         "!header.group_start && (segment, offset) != next_locations(before)[0]",
-        stores("the_end_of_the_log_is_judged_row_by_row"),
+        stores("log_end_decisions_match_table"),
     ),
     check(
         "payload checked before it is followed (I3)",
         WALK,
         "check_payload_crc(&header, payload_crc)?;",
-        stores("the_end_of_the_log_is_judged_row_by_row"),
+        stores("log_end_decisions_match_table"),
     ),
     refusal(
         "walk ends after the predecessor (I5)",
@@ -56,7 +56,7 @@ pub const LIST: &[Defence] = &[
         READER,
         "frame.is_at(store, number, here)",
         "true",
-        stores("the_end_of_the_log_is_judged_row_by_row"),
+        stores("log_end_decisions_match_table"),
     ),
     // Marks (I4): bad frames under a mark are damage, not a torn tail.
     check(
@@ -75,7 +75,7 @@ pub const LIST: &[Defence] = &[
         "mark of a frame beyond the damage (I4)",
         WALK,
         "*mark = (*mark).max(frame.durable);",
-        stores("the_end_of_the_log_is_judged_row_by_row"),
+        stores("log_end_decisions_match_table"),
     ),
     defence(
         "a frame inside of a group testifies (I4)",
@@ -96,7 +96,7 @@ pub const LIST: &[Defence] = &[
         SURVEY,
         "self.readable().map(|manifest| manifest.end).max().unwrap_or_default()",
         "Lsn(0)",
-        stores("snapshots::the_end_of_a_manifest_is_a_mark"),
+        stores("snapshots::manifest_end_is_a_mark"),
     ),
     defence(
         "only the newest incarnation testifies (I4)",
@@ -109,7 +109,7 @@ pub const LIST: &[Defence] = &[
         "damage under a mark is refused (I4)",
         WALK,
         "mark >= lost",
-        stores("the_end_of_the_log_is_judged_row_by_row"),
+        stores("log_end_decisions_match_table"),
     ),
     refusal(
         "an unreadable place is no end (I4)",
@@ -137,20 +137,20 @@ pub const LIST: &[Defence] = &[
         WALK,
         "return Err(Defect::Missing.at_lsn(file, 0, lost))",
         "continue",
-        stores("the_end_of_the_log_is_judged_row_by_row"),
+        stores("log_end_decisions_match_table"),
     ),
     refusal(
         "a bad header of a segment with frames (I8)",
         WALK,
         "number < highest || frames.is_some()",
-        stores("the_end_of_the_log_is_judged_row_by_row"),
+        stores("log_end_decisions_match_table"),
     ),
     defence(
         "the newest segment is missing (I8)",
         WALK,
         "return Err(Defect::Missing.at_lsn(FileName::Segment(number + 1), 0, lost));",
         "",
-        stores("the_end_of_the_log_is_judged_row_by_row"),
+        stores("log_end_decisions_match_table"),
     ),
     // Snapshots.
     refusal(
@@ -228,7 +228,7 @@ pub const LIST: &[Defence] = &[
         WALK,
         "(of.defect.is_unreadable(), of.resembles)",
         "(false, of.resembles)",
-        stores("statements::an_unreadable_location_is_corruption_beside_a_torn_frame"),
+        stores("statements::unreadable_location_next_to_torn_frame_is_corruption"),
     ),
     // The judge.
     check(

@@ -85,7 +85,7 @@ pub const LIST: &[Defence] = &[
         "a recovered page of zeros in a caller's memory is zeros",
         "src/recovery/load.rs",
         "memories.is_lent(*page)?",
-        it("page_memory::pages_come_back_in_the_memory_that_is_given_for_them"),
+        it("page_memory::pages_recover_into_given_memory"),
     ),
     // Memory that is filled before its batch is logged.
     defence("memory that is filled is not zeroed", APPLIER, "!is_filled(page, &new)", "true", FROM_SOURCE),
@@ -114,7 +114,7 @@ pub const LIST: &[Defence] = &[
         "a batch with images of its own is logged by its committer",
         COMMIT,
         "self.files().iter().any(|file| file.is_any())",
-        it("sources::images_of_sources_stay_whoever_holds_the_lock"),
+        it("sources::source_images_are_kept_under_any_lock_holder"),
     ),
     check(
         "images of a batch stay once it is logged",
@@ -155,7 +155,7 @@ pub const LIST: &[Defence] = &[
         "src/write/commit/capture.rs",
         "matches!(begun, Err(Error::OverBudget { .. })) && !staged.is_empty()",
         "false",
-        it("captures::captures_of_a_batch_share_the_room_for_their_bits"),
+        it("captures::captures_of_batch_share_bitmap_memory"),
     ),
     // Working copies with digests.
     defence(
@@ -191,7 +191,7 @@ pub const LIST: &[Defence] = &[
         "src/write/commit/mod.rs",
         "self.captures.belong_to(changes, &self.digests);",
         "self.captures.belong_to(changes, &CapturedDigests::new());",
-        it("digests::the_log_gets_the_chunks_that_changed"),
+        it("digests::digest_capture_logs_changed_chunks"),
     ),
     // Memory that is handed to a caller.
     check(

@@ -76,7 +76,7 @@ const fn stores(name: &'static str) -> Test {
 }
 
 /// The golden files of damaged structures: each names the defect that must be found.
-const GOLDEN: Test = Test { binary: "golden", name: "every_defect_is_named" };
+const GOLDEN: Test = Test { binary: "golden", name: "every_defect_has_a_message" };
 
 /// All defences of the list.
 pub fn all() -> impl Iterator<Item = &'static Defence> {

@@ -223,7 +223,7 @@ pub const LIST: &[Defence] = &[
         PLAN,
         "starts.retain(|kept| !replaced.contains(&kept.info.id));",
         "",
-        Test { binary: "remanent", name: "snapshot::plan::tests::every_promise_is_kept_over_random_lives" },
+        Test { binary: "remanent", name: "snapshot::plan::tests::guarantees_hold_over_random_lives" },
     ),
     check(
         "a restore proves every image that its table names",

@@ -17,7 +17,7 @@ pub const LIST: &[Defence] = &[
         LOCK,
         "record_locks::try_lock(file, Owner::OpenFile, Mode::Exclusive, OF_OPEN_FILE)",
         "Ok(true)",
-        it("fork::locks::an_owner_that_reads_its_directory_keeps_others_out"),
+        it("fork::locks::reading_own_directory_keeps_the_lock"),
     ),
     check(
         "a forked child closes the files of its parent's locks",

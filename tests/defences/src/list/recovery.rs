@@ -188,7 +188,7 @@ pub const LIST: &[Defence] = &[
         "an unrecorded manifest is published anew (I7)",
         VERIFIED,
         "used.is_some_and(|used| used.snapshot == link.snapshot)",
-        it("recovery::snapshots::unrecorded_manifest_is_published_anew"),
+        it("recovery::snapshots::unrecorded_manifest_is_published_again"),
     ),
     refusal(
         "a manifest with one bad copy is published anew",

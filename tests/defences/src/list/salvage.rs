@@ -5,7 +5,7 @@ use super::{Defence, Test, check, defence, it, refusal, stores};
 const KNOWN: &str = "format/src/salvage/known_log.rs";
 const PAGES: &str = "format/src/salvage/pages.rs";
 const GUARDS: Test = stores("salvage::salvage_invents_no_state");
-const MANY: Test = it("salvage::many_lost_sectors_and_files_give_no_wrong_bytes");
+const MANY: Test = it("salvage::lost_sectors_and_files_yield_no_wrong_bytes");
 
 pub const LIST: &[Defence] = &[
     // The three guards: no batch that a recovery cut, no version that lacks a change, no table of a restore

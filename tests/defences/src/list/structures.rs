@@ -149,20 +149,20 @@ pub const LIST: &[Defence] = &[
         "segment number",
         SEGMENT,
         r#"check_equal("segment's number", header.segment, number)?;"#,
-        stores("the_end_of_the_log_is_judged_row_by_row"),
+        stores("log_end_decisions_match_table"),
     ),
     check(
         "segment file length",
         SEGMENT,
         r#"check_equal("segment's length", header.segment_len, file_len)?;"#,
-        stores("the_end_of_the_log_is_judged_row_by_row"),
+        stores("log_end_decisions_match_table"),
     ),
     defence(
         "segment store",
         SEGMENT,
         "header.store == store",
         "true",
-        stores("the_end_of_the_log_is_judged_row_by_row"),
+        stores("log_end_decisions_match_table"),
     ),
     // STORE.
     refusal("STORE magic", STORE, "raw.magic != STORE_MAGIC", GOLDEN),
@@ -394,6 +394,6 @@ pub const LIST: &[Defence] = &[
         "a table is that of its restore",
         CHECK,
         r#"check_equal("end of the restored table", self.end.0, lsn.0)?;"#,
-        stores("statements::a_table_fits_its_restore_or_is_refused"),
+        stores("statements::mismatched_restore_table_is_refused"),
     ),
 ];

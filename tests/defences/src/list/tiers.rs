@@ -10,7 +10,7 @@ const S3_FIFO: &str = "src/eviction/s3_fifo.rs";
 const LAYOUT: &str = "src/layout/mod.rs";
 
 const MANY_MOVED: Test = it("moves::ensure_of_many_pages_uses_several_batches");
-const HELD: Test = unit("tiers::residents::tests::pages_that_are_held_or_in_use_stay_and_are_chosen_later");
+const HELD: Test = unit("tiers::residents::tests::pages_held_or_in_use_are_chosen_later");
 const BY_LIST: Test = unit("eviction::tests::the_least_recently_used_page_leaves_first");
 const QUEUES: Test = unit("eviction::tests::each_page_leaves_queues_once");
 const NAMED: Test = unit("layout::tests::invalid_layouts_are_refused_by_name");
@@ -42,7 +42,7 @@ pub const LIST: &[Defence] = &[
         MOVER,
         "moved.map(|point| point.is_some())",
         "moved.map(|_| false)",
-        it("tiers::growing::pages_grow_and_are_cloned_wherever_they_were_taken"),
+        it("tiers::growing::gathered_pages_may_grow_and_be_cloned"),
     ),
     defence(
         "the thread makes room for all that commits ask for",

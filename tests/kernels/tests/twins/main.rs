@@ -258,7 +258,7 @@ fn word(words: &[u8], index: usize) -> u32 {
 }
 
 #[test]
-fn checksums_of_many_ranges_are_crc32fasts() {
+fn checksums_of_many_ranges_match_crc32fast() {
     for seed in 0..40 {
         let random = &mut Random(seed);
         // Around the lengths at which the kernel changes its ways.
@@ -485,7 +485,7 @@ fn set_bits_are_numbered() {
 }
 
 #[test]
-fn indices_out_of_bounds_and_indices_that_occur_twice_are_found() {
+fn invalid_and_duplicate_indices_are_detected() {
     for seed in 0..300 {
         let random = &mut Random(seed);
         let bound = 1 + random.below(3000);

@@ -90,7 +90,7 @@ fn check(memory: &CachingMemory<Limited>) {
 }
 
 #[test]
-fn lengths_are_rounded_and_segments_are_of_two_kinds() {
+fn lengths_are_rounded_and_two_segment_kinds_exist() {
     for (len, block_len, segment_len) in [
         (1, 512, 2 * MIB),
         (512, 512, 2 * MIB),
@@ -186,7 +186,7 @@ fn per_thread_stream_block_waits_for_event_on_any_thread() {
 }
 
 #[test]
-fn an_allocation_asks_for_one_point_of_a_busy_stream() {
+fn allocation_checks_one_point_of_busy_stream() {
     let (_, streams, memory) = cache();
     let [one, other] = [RawStream(7), RawStream(8)];
     let blocks: Vec<u64> = (0..300).map(|_| memory.allocate(600).unwrap()).collect();
