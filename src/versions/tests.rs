@@ -96,7 +96,7 @@ fn check(view: &TableView<'_>, table: &PageTable) {
     for number in 0..8 {
         assert_eq!(
             view.page_by_key(key(number).as_bytes()),
-            table.get_key(&key(number)),
+            table.get_key(key(number)),
             "at {}",
             table.lsn()
         );

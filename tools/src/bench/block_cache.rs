@@ -190,7 +190,7 @@ impl BlockCache<'_> {
     }
 
     fn lookup(&self, id: u64) -> Result<Option<(PageId, Place)>, BenchStop> {
-        match self.store.page_by_key(&key(id)) {
+        match self.store.page_by_key(key(id)) {
             Ok(info) => Ok(Some((info.page, info.place))),
             Err(Error::UnknownKey { .. }) => Ok(None),
             Err(error) => Err(error.into()),

@@ -47,7 +47,7 @@ impl Restore {
         if interrupt.is_noted() {
             return Ok(Ending::Interrupted);
         }
-        let position = store.restore(&StatePoint::Lsn(restored)).map_err(engine_failure)?;
+        let position = store.restore(StatePoint::Lsn(restored)).map_err(engine_failure)?;
         store.close().map_err(engine_failure)?;
         let lsn = position.lsn;
         if self.json {

@@ -177,7 +177,7 @@ impl DemoRun<'_, '_> {
                 "There is no snapshot to restore, because there were too few requests.".to_owned(),
             );
         };
-        store.restore(&StatePoint::Snapshot(oldest.id)).map_err(engine_failure)?;
+        store.restore(StatePoint::Snapshot(oldest.id)).map_err(engine_failure)?;
         store.close().map_err(engine_failure)?;
         let took = started.elapsed();
 
