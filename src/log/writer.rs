@@ -164,9 +164,9 @@ impl Log {
                 }
             }
         };
-        let is_there =
+        let is_in_place =
             made_with_it == Some(state.current.number) && state.next_offset() == SEGMENT_HEADER_BLOCK;
-        let point = self.put(&mut state, FrameKind::Batch, payload, payload_crc, is_there)?;
+        let point = self.put(&mut state, FrameKind::Batch, payload, payload_crc, is_in_place)?;
         let now = state.last_append;
         let is_to_tell = self.io == LogIo::Mapped && state.ends_silence(now);
         // A wake-up is a system call, so the keeper is woken only out of an indefinite sleep. A keeper that
@@ -307,14 +307,14 @@ impl Log {
     }
 
     /// Stores a frame where it fits, and advances the log's state by it. The caller has checked
-    /// [`LogState::room_for`] under the same lock. `is_there` says that the payload is already in place.
+    /// [`LogState::room_for`] under the same lock. `is_in_place` says that the payload is already in place.
     pub(super) fn put(
         &self,
         state: &mut LogState,
         kind: FrameKind,
         payload: &[u8],
         payload_crc: u32,
-        is_there: bool,
+        is_in_place: bool,
     ) -> Result<LogPoint> {
         let now = Instant::now();
         if state.is_check_due(now) {
@@ -347,7 +347,7 @@ impl Log {
         // payload for a frame.
         let header_len = bytes.len() as u64;
         let window = &state.current.window;
-        let payload_put = if is_there { Ok(()) } else { window.put(offset + header_len, payload) };
+        let payload_put = if is_in_place { Ok(()) } else { window.put(offset + header_len, payload) };
         let written = payload_put.and_then(|()| window.put(offset, &bytes));
         // A failed put may have stored a part of the frame. The log ends here, because a retry would write
         // over bytes in an unknown state.

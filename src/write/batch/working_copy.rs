@@ -129,11 +129,11 @@ impl WorkingCopy {
         }
     }
 
-    /// Passes the digests of the chunks from `first` on, in order, to `look`. Returns whether the copy is
+    /// Passes the digests of the chunks from `first` on, in order, to `take`. Returns whether the copy is
     /// still at `epoch`.
-    pub(crate) fn each_digest(&self, epoch: Epoch, first: usize, mut look: impl FnMut(&Digest)) -> bool {
+    pub(crate) fn each_digest(&self, epoch: Epoch, first: usize, mut take: impl FnMut(&Digest)) -> bool {
         let state = self.0.state.lock();
-        state.digests.iter().skip(first).for_each(&mut look);
+        state.digests.iter().skip(first).for_each(&mut take);
         state.epoch == epoch
     }
 

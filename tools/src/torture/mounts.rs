@@ -55,7 +55,7 @@ impl Medium {
 }
 
 impl PowerCut {
-    /// Mounts the clone while `look` runs.
+    /// Mounts the clone while `inspect` runs.
     pub fn with_mount<T>(self, inspect: impl FnOnce(&Path) -> T) -> Result<T, Failure> {
         let mount = Mount::new(&self.image, self.at).map_err(Failure::Environment)?;
         let seen = inspect(&mount.0);

@@ -226,8 +226,8 @@ pub const LIST: &[Defence] = &[
     defence(
         "an unreadable place is no torn tail, whatever lies at the others",
         WALK,
-        "(of.defect.is_unreadable(), of.resembles)",
-        "(false, of.resembles)",
+        "(of.defect.is_unreadable(), of.is_frame_like)",
+        "(false, of.is_frame_like)",
         stores("statements::unreadable_location_next_to_torn_frame_is_corruption"),
     ),
     // The judge.

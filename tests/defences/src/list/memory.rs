@@ -278,7 +278,7 @@ pub const LIST: &[Defence] = &[
     refusal(
         "registered files give way to pages",
         "src/memory/arena/mod.rs",
-        "self.release_files(asked.saturating_sub(available))",
+        "self.release_files(requested.saturating_sub(available))",
         it("in_place::registered_files_respect_budget_and_yield_to_pages"),
     ),
     check(

@@ -47,7 +47,7 @@ pub const LIST: &[Defence] = &[
     defence(
         "the thread makes room for all that commits ask for",
         KEEPER,
-        "self.free_up(at, tier.free_bytes.max(asked))?",
+        "self.free_up(at, tier.free_bytes.max(requested))?",
         "self.free_up(at, tier.free_bytes)?",
         it("tiers::calls::allocations_of_one_request_are_all_or_nothing"),
     ),
@@ -78,10 +78,10 @@ pub const LIST: &[Defence] = &[
     check(
         "a page that was chosen is not counted any more",
         S3_FIFO,
-        "self.queue(in_main).forget(resident.len);",
+        "self.queue(is_in_main).forget(resident.len);",
         QUEUES,
     ),
-    check("queues do not grow by pages that left", S3_FIFO, "self.tidy(resident.in_main);", QUEUES),
+    check("queues do not grow by pages that left", S3_FIFO, "self.tidy(resident.is_in_main);", QUEUES),
     refusal("few pages that left are remembered", S3_FIFO, "self.order.len() > limit", QUEUES),
     // The addresses of a block's bytes.
     refusal("no dimension of a layout is zero", LAYOUT, "*count == 0", NAMED),
