@@ -30,7 +30,7 @@ def _replace_file_system() -> None:
     """
     from torch_checkpointing.storage import filesystem
 
-    from remanent.torch_checkpointing import RemanentStorage, RemanentStorageConfig
+    from remanent.integrations.torch_checkpointing import RemanentStorage, RemanentStorageConfig
 
     def create_storage(self: Any) -> RemanentStorage:
         return RemanentStorageConfig("/tmp").create_storage()
@@ -46,7 +46,7 @@ def _replace_mock_adapter() -> None:
     """LMCache's tests create their L2 adapters from its mock adapter, which is replaced."""
     from lmcache.v1.distributed.l2_adapters import mock_l2_adapter
 
-    from remanent.lmcache import RemanentL2Adapter
+    from remanent.integrations.lmcache import RemanentL2Adapter
 
     class Adapter(RemanentL2Adapter):
         def __init__(self, config: Any) -> None:
@@ -112,7 +112,7 @@ def _replace_file_system_tier() -> None:
 
     from vllm.v1.kv_offload.tiering.fs import manager
 
-    from remanent.vllm import RemanentTier
+    from remanent.integrations.vllm import RemanentTier
 
     class Tier(RemanentTier):
         def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, root_dir: str, *given: Any,

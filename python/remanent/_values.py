@@ -21,9 +21,9 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from remanent import _user_types
 from remanent._errors import DamagedError, NoStateError, RefusedError
-from remanent._user_types import Encoded
+from remanent._state import user_types
+from remanent._state.user_types import Encoded
 
 TAG = "$"
 # Larger whole numbers are not stored as JSON numbers: readers of other languages lose their last digits.
@@ -71,7 +71,7 @@ def encode(path: str, value: Any) -> Encoded | None:
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
         return Encoded(_numpy_scalar(path, value, numpy), None, False)
-    return _user_types.encode(path, value, _plain)
+    return user_types.encode(path, value, _plain)
 
 
 def key(path: str, value: Any, depth: int = 0) -> Any:
@@ -388,7 +388,7 @@ _KINDS: dict[type, _Kind] = {
 # Kinds whose tags are not the name of a type.
 _OTHERS: dict[str, Callable[..., Any]] = {
     "numpy": _made_numpy, "numpy_str": _made_numpy_str, "numpy_bytes": _made_numpy_bytes, "scalar": _made_scalar,
-    **_user_types.DECODERS}
+    **user_types.DECODERS}
 _BY_NAME: dict[str, _Kind] = {kind.__name__: how for kind, how in _KINDS.items()} | {
-    name: _Kind(lambda path, value: ([], None), made, name in _user_types.MUTABLE, name in _user_types.WITH_CONTENT)
+    name: _Kind(lambda path, value: ([], None), made, name in user_types.MUTABLE, name in user_types.WITH_CONTENT)
     for name, made in _OTHERS.items()}

@@ -57,8 +57,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from remanent import _durable, _native, _pages, _sealed, _tensors
-from remanent._dcp_formats import (
+from remanent import _native
+from remanent._dcp.formats import (
     dcp_to_remanent,
     dcp_to_safetensors,
     dcp_to_torch_save,
@@ -66,9 +66,12 @@ from remanent._dcp_formats import (
     safetensors_to_dcp,
     torch_save_to_dcp,
 )
+from remanent._dcp.stager import Stager
 from remanent._errors import DamagedError, Error, LockedError, NoStateError, RefusedError, TakenError
-from remanent._stager import Stager
-from remanent._storages import extents_there
+from remanent._state import page_tree
+from remanent._tensors import conversion
+from remanent._tensors.storages import extents_there
+from remanent._util import checksummed_json, durable_files
 
 __all__ = [
     "Stager", "StorageReader", "StorageWriter", "StoredItem", "dcp_to_remanent", "dcp_to_safetensors",
@@ -184,14 +187,14 @@ class StorageWriter(_AtPath, storage.StorageWriter):
         """Rejects items that cannot be stored, before anything is written."""
         for item in plan.items:
             dtype = None if item.tensor_data is None else item.tensor_data.properties.dtype
-            if dtype is not None and dtype not in _tensors.SHORT:
+            if dtype is not None and dtype not in conversion.SHORT:
                 raise RefusedError(f"{item.index.fqn}: elements of {dtype} cannot be stored")
             if len(item.index.fqn.encode(errors="surrogatepass")) > _NAME_BYTES_MAX:
                 raise RefusedError(f"{item.index.fqn[:100]}…: a name of more than {_NAME_BYTES_MAX} bytes")
         if not self._overwrite and _metadata_files(self._path):
             raise TakenError(f"Checkpoint already exists: {self._path}", remedy="remove it, or save with `overwrite`")
-        _durable.make_folder(self._path)
-        _durable.make_folder(self._stores)
+        durable_files.make_folder(self._path)
+        durable_files.make_folder(self._stores)
         return plan if self._together else replace(plan, storage_data=_store_of(self._rank))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -237,13 +240,13 @@ class StorageWriter(_AtPath, storage.StorageWriter):
         metadata.storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
         metadata.storage_meta = self.storage_meta()
         path = _metadata_path(self._path, None if self._together else self._rank)
-        _durable.publish(path, _encode(metadata))
+        durable_files.publish(path, _encode(metadata))
         # Metadata that an earlier save of the other kind left here would be loaded instead.
         others = [each for each in _metadata_files(self._path) if (each.name == _METADATA) != self._together]
         for other in others:
             other.unlink(missing_ok=True)
         if others:
-            _durable.sync_folder(self._path)
+            durable_files.sync_folder(self._path)
         self._end_saving()
 
     def storage_meta(self) -> StorageMeta | None:
@@ -412,7 +415,7 @@ def _write_items(store: _native.Store, plan: SavePlan, planner: SavePlanner) -> 
             said, content = _resolved(item, planner)
             length = content.numel()
             was = before.pop(_identity(said), None)
-            key = str(was.key) if was is not None else _pages.key_of(said["name"], taken.__contains__)
+            key = str(was.key) if was is not None else page_tree.key_of(said["name"], taken.__contains__)
             taken.add(key)
             keys.append((key, length))
             group.append(_Write(key, said, content, was))
@@ -499,12 +502,13 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> tuple[dict[str, Any], to
     name = item.index.fqn
     [extent] = extents_there({name: data})
     tensor = extent.tensor
-    said: dict[str, Any] = {"name": name, "dtype": _tensors.SHORT[tensor.dtype], "shape": list(map(int, tensor.shape))}
+    said: dict[str, Any] = {"name": name, "dtype": conversion.SHORT[tensor.dtype],
+                            "shape": list(map(int, tensor.shape))}
     if item.index.offset is not None and any(item.index.offset):
         offset = [int(each) for each in item.index.offset]
         # A separate name, for readers of the store; another item may have this very name.
         said |= {"name": f"{name}@{','.join(map(str, offset))}", "part of": name, "offset": offset}
-    return said, _tensors.bytes_of(tensor.contiguous())
+    return said, conversion.bytes_of(tensor.contiguous())
 
 
 @dataclass
@@ -530,7 +534,7 @@ class _RowBlock:
 def _row_blocks(view: _native.View, key: str, item: ReadItem, target: torch.Tensor) -> Iterator[_RowBlock]:
     """Yields the rows of a page that contain a tensor, some megabytes at a time."""
     said = view.info(key).metadata
-    dtype, shape = _tensors.DTYPE[said["dtype"]], tuple(said["shape"])
+    dtype, shape = conversion.DTYPE[said["dtype"]], tuple(said["shape"])
     offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
     rows, first = (lengths[0], offsets[0]) if shape else (1, 0)
     row = dtype.itemsize * math.prod(shape[1:])
@@ -542,12 +546,12 @@ def _row_blocks(view: _native.View, key: str, item: ReadItem, target: torch.Tens
         count = min(at_once, rows - at)
         part = target.narrow(0, at, count) if shape else target
         if in_place:
-            yield _RowBlock(view, key, (first + at) * row, _tensors.bytes_of(part), None, part)
+            yield _RowBlock(view, key, (first + at) * row, conversion.bytes_of(part), None, part)
             continue
         memory = torch.empty(count * row, dtype=torch.uint8)
         found = torch.empty(0, dtype=dtype)
         of_rows = (count, *shape[1:]) if shape else ()
-        found.set_(memory.untyped_storage(), 0, of_rows, _pages.contiguous_stride(of_rows))
+        found.set_(memory.untyped_storage(), 0, of_rows, page_tree.contiguous_stride(of_rows))
         for dim in range(1, len(shape)):
             found = found.narrow(dim, offsets[dim], lengths[dim])
         yield _RowBlock(view, key, (first + at) * row, memory, found, part)
@@ -731,7 +735,7 @@ def _encode(found: Metadata) -> bytes:
         memory_format = next(name for name, format_ in _FORMATS.items() if format_ == kind.memory_format)
         strides = getattr(kind, "strides", None)
         tensors[name] = {
-            "dtype": _tensors.SHORT[kind.dtype], "requires_grad": kind.requires_grad, "pin_memory": kind.pin_memory,
+            "dtype": conversion.SHORT[kind.dtype], "requires_grad": kind.requires_grad, "pin_memory": kind.pin_memory,
             "memory_format": memory_format, "strides": None if strides is None else list(strides),
             "size": list(entry.size), "chunks": [[list(chunk.offsets), list(chunk.sizes)] for chunk in entry.chunks],
         }
@@ -744,11 +748,11 @@ def _encode(found: Metadata) -> bytes:
     meta = found.storage_meta
     held = {
         "version": found.version, "tensors": tensors, "items": items,
-        "planner": _pages.flatten("planner_data", found.planner_data, _adapt),
+        "planner": page_tree.flatten("planner_data", found.planner_data, _adapt),
         "save_id": None if meta is None else meta.save_id,
         "checkpoint_id": None if meta is None else str(meta.checkpoint_id),
     }
-    return _sealed.seal(_KIND, [stores, held])
+    return checksummed_json.seal(_KIND, [stores, held])
 
 
 def _adapt(path: str, value: object) -> object | None:
@@ -769,10 +773,10 @@ def _proven(path: Path) -> tuple[bytes, bytes]:
         raise NoStateError(f"{path} is a folder") from error
     if content[:1] == _PICKLE:
         raise NoStateError(f"{path} is of DCP's own format", remedy="load it with DCP's FileSystemReader")
-    beginning = _sealed.begins(_KIND)
+    beginning = checksummed_json.begins(_KIND)
     if len(content) >= len(beginning) and not content.startswith(beginning):
         raise NoStateError(f"{path} is not a checkpoint of this package")
-    stores, rest = _sealed.parts_of(_KIND, content, path)
+    stores, rest = checksummed_json.parts_of(_KIND, content, path)
     return stores, rest
 
 
@@ -784,7 +788,7 @@ def _read(path: Path) -> Metadata:
             entries[name] = BytesStorageMetadata()
             continue
         kind = TensorProperties(
-            dtype=_tensors.DTYPE[entry["dtype"]], requires_grad=entry["requires_grad"],
+            dtype=conversion.DTYPE[entry["dtype"]], requires_grad=entry["requires_grad"],
             memory_format=_FORMATS[entry["memory_format"]], pin_memory=entry["pin_memory"])
         if entry["strides"] is not None and hasattr(kind, "strides"):
             kind.strides = tuple(entry["strides"])
@@ -797,5 +801,5 @@ def _read(path: Path) -> Metadata:
         items[MetadataIndex(fqn, offset, hint)] = StoredItem(store, store_id, snapshot, key, length)
     meta = StorageMeta(checkpoint_id=held["checkpoint_id"], save_id=held["save_id"])
     adapt = {"size": torch.Size}
-    planner_data = _pages.unflatten(held["planner"], lambda tag: adapt[tag[0]](tag[1]))
+    planner_data = page_tree.unflatten(held["planner"], lambda tag: adapt[tag[0]](tag[1]))
     return Metadata(entries, planner_data, items, meta, held["version"])

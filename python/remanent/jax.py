@@ -17,11 +17,12 @@ from typing import Any, cast
 import jax
 import numpy
 
-from remanent import _native, _pages
+from remanent import _native
 from remanent._errors import NoStateError, RefusedError
-from remanent._kept_versions import KEEP_DEFAULT, KeptVersions
 from remanent._native import ArrayLayout, Block
 from remanent._progress import Bar
+from remanent._state import page_tree
+from remanent._versions.retention import KEEP_DEFAULT, KeptVersions
 
 __all__ = ["restore", "save", "shapes"]
 
@@ -44,7 +45,7 @@ def check(path: str, leaf: Any) -> None:
             raise RefusedError(f"{path}: the array was deleted or donated", remedy="save the array that took its place")
         if not leaf.is_fully_addressable:
             raise RefusedError(f"{path}: some shards of the array are in other processes",
-                               remedy="save with Orbax and `remanent.orbax`, or gather the array first")
+                               remedy="save with Orbax and `remanent.integrations.orbax`, or gather the array first")
         if leaf.weak_type and leaf.dtype != _weak((), leaf.dtype).dtype:
             raise RefusedError(f"{path}: a weakly typed array of {leaf.dtype} cannot be made again",
                                remedy=f"give it its type: x.astype(x.dtype) of {leaf.dtype}")
@@ -144,7 +145,7 @@ def taken(tree: Any) -> tuple[list[Any], dict[str, Any]]:
             arrays[path] = leaf
             held.append([path, {"$": ["array", "scalar" if isinstance(leaf, numpy.generic) else "numpy"]}])
         else:
-            held.append([path, _pages.flatten(path, leaf, lambda path, value: None)])
+            held.append([path, page_tree.flatten(path, leaf, lambda path, value: None)])
     _refuse_overlaps({path: leaf for path, leaf in arrays.items() if isinstance(leaf, numpy.ndarray)})
     return held, arrays
 
@@ -189,13 +190,13 @@ def write(leaves: list[Any], arrays: dict[str, Any], directory: _Path, *, note: 
 
     with Bar(sum(leaf.nbytes for leaf in arrays.values()), "saving", progress) as bar:
         tree = {"leaves": leaves} if structure is None else {"leaves": leaves, "structure": structure}
-        return _pages.save(directory, bar.counting(blocks()), json.dumps(tree), note=note, name=name, durable=durable,
-                           kept=kept)
+        return page_tree.save(directory, bar.counting(blocks()), json.dumps(tree), note=note, name=name,
+                              durable=durable, kept=kept)
 
 
 def read_tree(view: _native.View) -> tuple[dict[str, Any], dict[str, tuple[str, ArrayLayout]]]:
     """Returns the leaves of a version and the locations of its arrays, by path."""
-    manifest = _pages.read_manifest(view)
+    manifest = page_tree.read_manifest(view)
     if not isinstance(manifest.tree, dict) or "leaves" not in manifest.tree:
         raise NoStateError("the store holds no tree of JAX's", remedy="use `remanent.torch`")
     where = {array.name: (key, array) for key, arrays in manifest.pages.items() for array in arrays}
@@ -253,7 +254,7 @@ def shapes(directory: _Path, *, at: int | str | None = None) -> dict[str, Any]:
         elif (first := same_as(leaf)) is not None:
             found[path] = found[first]
         else:
-            found[path] = _pages.unflatten(leaf)
+            found[path] = page_tree.unflatten(leaf)
     return found
 
 
@@ -279,7 +280,7 @@ def restore(directory: _Path, template: Any = None, *, at: int | str | None = No
 
         def load(path: str, like: Any) -> Any:
             if not _is_array(held[path]):
-                return _pages.unflatten(held[path])
+                return page_tree.unflatten(held[path])
             kind, of, *_ = held[path]["$"]
             elements = read_elements(view, *where[path])
             bar.add(elements.nbytes)

@@ -2,8 +2,8 @@
 
 Blocks are the attention keys and values of a run of tokens, as inference engines split them, named by a hash of all
 tokens up to their end. The store is the index: a block that was reported as stored is found under its key after the
-process was killed, and every block is verified by its checksum before it is returned. `remanent.vllm` and
-`remanent.lmcache` are built on it.
+process was killed, and every block is verified by its checksum before it is returned. `remanent.integrations.vllm` and
+`remanent.integrations.lmcache` are built on it.
 
 >>> from remanent.kv import BlockCache
 >>> identity = {"model": "a model", "revision": "1", "dtype": "bfloat16", "tokens": 16, "hash": "sha256"}
@@ -42,8 +42,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, Self, TypeVar
 
-from remanent._block_index import Block, BlockIndex
-from remanent._block_store import Space, open_store, snapshot_interval
 from remanent._errors import (
     ClosedError,
     DamagedError,
@@ -55,6 +53,8 @@ from remanent._errors import (
     StoreIOError,
     UnknownKeyError,
 )
+from remanent._kv.block_index import Block, BlockIndex
+from remanent._kv.block_store import Space, open_store, snapshot_interval
 from remanent._native import PageInfo
 
 __all__ = ["BlockCache"]

@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
-from remanent import _native, _pages
-from remanent._checkpointer import Checkpointer
-from remanent._history import Difference, ElementChange, blame, diff
-from remanent._kept_versions import KEEP_DEFAULT, KeptVersions, ListedVersion, at_of, prune, versions
+from remanent import _native
+from remanent._checkpoint.checkpointer import Checkpointer
+from remanent._checkpoint.saves import Saved
 from remanent._progress import Bar
-from remanent._saved import Saved
-from remanent._storages import extents_there
-from remanent._tensor_files import (
+from remanent._state import page_tree
+from remanent._tensors.conversion import blocks_in_place, load_pages, tensors_of
+from remanent._tensors.storages import extents_there
+from remanent._tensors.tensor_files import (
     TensorSlice,
     checked_device,
     checked_metadata,
@@ -39,9 +39,10 @@ from remanent._tensor_files import (
     safe_open,
     save,
 )
-from remanent._tensors import blocks_in_place, load_pages, tensors_of
-from remanent._torch_modes import refuse_fake_tensors
-from remanent._versions import Version, whole
+from remanent._tensors.torch_modes import refuse_fake_tensors
+from remanent._versions.history import Difference, ElementChange, blame, diff
+from remanent._versions.retention import KEEP_DEFAULT, KeptVersions, ListedVersion, at_of, prune, versions
+from remanent._versions.run_versions import Version, whole
 
 __all__ = [
     "Checkpointer", "Difference", "ElementChange", "ListedVersion", "Saved", "TensorSlice", "Version", "blame", "diff",
@@ -102,8 +103,8 @@ def save_file(tensors: Mapping[str, torch.Tensor], directory: _Path, metadata: M
     found = extents_there(held)
     # Tensors that share memory are all counted, so the bar may end early.
     with Bar(sum(each.nbytes for each in found), "saving", progress) as bar:
-        return _pages.save(directory, bar.counting(blocks_in_place(found)), note=note, name=name, durable=durable,
-                           kept=kept, metadata=said)
+        return page_tree.save(directory, bar.counting(blocks_in_place(found)), note=note, name=name, durable=durable,
+                              kept=kept, metadata=said)
 
 
 def load_file(directory: _Path, device: str | int | torch.device = "cpu", *, names: Iterable[str] | None = None,
@@ -135,10 +136,10 @@ def load_file(directory: _Path, device: str | int | torch.device = "cpu", *, nam
     refuse_file(directory, loads=True)
     where = checked_device(device)
     with _native.View(directory, at_of(at)) as view:
-        return _loaded(view, _pages.read_manifest(whole(view)), where, names, progress)
+        return _loaded(view, page_tree.read_manifest(whole(view)), where, names, progress)
 
 
-def _loaded(view: _native.View, manifest: _pages.Manifest, where: torch.device, names: Iterable[str] | None,
+def _loaded(view: _native.View, manifest: page_tree.Manifest, where: torch.device, names: Iterable[str] | None,
             progress: bool | None) -> dict[str, torch.Tensor]:
     loaded: dict[str, torch.Tensor] = {}
     pages = chosen(names, manifest.pages)
@@ -181,6 +182,6 @@ def load_model(model: torch.nn.Module, directory: _Path, strict: bool = True, de
     refuse_file(directory, loads=True)
     where = checked_device(device)
     with _native.View(directory, at_of(at)) as view:
-        manifest = _pages.read_manifest(whole(view))
+        manifest = page_tree.read_manifest(whole(view))
         loaded = _loaded(view, manifest, where, None, False)
     return load_into(model, loaded, manifest.metadata, strict)

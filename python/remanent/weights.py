@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 
-from remanent import _native, _pages
-from remanent._copies import Copies
+from remanent import _native
 from remanent._errors import DivergedError, InvalidError, OvertakenError
-from remanent._live import Live, Place, Uploads
-from remanent._storages import extents_there
-from remanent._tensors import blocks, bytes_of, tensor_of
+from remanent._state import page_tree
+from remanent._tensors.conversion import blocks, bytes_of, tensor_of
+from remanent._tensors.live_tensors import Live, Place, Uploads
+from remanent._tensors.storages import extents_there
+from remanent._tensors.working_copies import Copies
 
 __all__ = ["Publisher", "Subscriber", "checksum"]
 
@@ -91,7 +92,7 @@ class Publisher:
             raise InvalidError("device: \"auto\" does not say where the weights are", remedy="name it, as in \"cuda:0\"")
         self._check = check
         self.store = _native.Store(directory, device=device, log_kept=log_kept, **options)
-        self._manifest = _pages.LastManifest()
+        self._manifest = page_tree.LastManifest()
         self._copies = None if device == "host" else Copies(self.store, torch.device(device), "page")
 
     def publish(self, model: Any, step: int) -> _native.Ticket:
@@ -110,12 +111,12 @@ class Publisher:
         found = extents_there(tensors)
         copies = self._copies
         if copies is None:
-            _pages.put(self.store, batch, blocks(found), place="host", last=self._manifest)
+            page_tree.put(self.store, batch, blocks(found), place="host", last=self._manifest)
         else:
             copies.arrive()
             place = "host" if copies.device.type == "cpu" else "device:0"
-            _pages.put(self.store, batch, copies.blocks(found), place=place, captures=copies,
-                       last=self._manifest)
+            page_tree.put(self.store, batch, copies.blocks(found), place=place, captures=copies,
+                          last=self._manifest)
         batch.set_root("step", step)
         if self._check:
             batch.set_root("weights.crc32", checksum(tensors))
@@ -157,7 +158,7 @@ class Subscriber:
         # The working directory may change before the store is read again.
         self._directory = os.path.abspath(directory)
         self._follower: _native.Follower | None = None
-        self._arrays: dict[int, _pages.Arrays] = {}
+        self._arrays: dict[int, page_tree.Arrays] = {}
         self._uploads = Uploads()
         # The locations of the tensors after the last call, and the sums of their bytes.
         self._places: list[Place | None] = []
@@ -218,9 +219,9 @@ class Subscriber:
         while (batch := self._follower.next(0)) is not None:
             replica.apply(batch)
         self._arrays = {}
-        if _pages.MANIFEST_KEY not in replica:
+        if page_tree.MANIFEST_KEY not in replica:
             return False
-        for key, arrays in _pages.read_manifest(replica).pages.items():
+        for key, arrays in page_tree.read_manifest(replica).pages.items():
             info = replica.info(key)
             live.check(arrays)
             live.places(array.name for array in arrays)

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import remanent
 import remanent.dcp
-from remanent import _pages
+from remanent._state import page_tree
 from remanent.dcp import StorageReader, StorageWriter
 from remanent.torch import Checkpointer
 
@@ -142,7 +142,7 @@ def run(kind: str, rank: int, directory: Path, meeting: Path, board: Board, seed
     chance = random.Random(seed)
     if chance.random() < 0.5:
         # Saves of many batches, which a kill ends halfway.
-        _pages._BATCH_BYTES = remanent.dcp._BATCH_BYTES = 16 << 10
+        page_tree._BATCH_BYTES = remanent.dcp._BATCH_BYTES = 16 << 10
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=board.ranks)
     mesh = init_device_mesh("cpu", (board.ranks,))
 

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import remanent
-from remanent import _restore
+from remanent._checkpoint import restoration
 from remanent.dcp import StorageReader, StorageWriter
 from remanent.torch import Checkpointer, Difference, Version
 
@@ -203,15 +203,15 @@ def damage_of_one_rank_changes_nothing_on_any(directory: Path) -> None:
             run.restore()
         assert same(training.state(), before)
         read: list[str] = []
-        sound = _restore.load_pages
+        sound = restoration.load_pages
 
         def noted(view: Any, pages: Any, *where: Any) -> Any:
             read.extend(each.name for arrays in pages.values() for each in arrays if 0 not in each.shape)
             return sound(view, pages, *where)
 
-        _restore.load_pages = noted
+        restoration.load_pages = noted
         assert run.restore(1) == 1 and not same(training.state(), before)
-        _restore.load_pages = sound
+        restoration.load_pages = sound
         assert all(name.startswith("rng/") for name in read), "all parts were read into the model's and the optimizer's"
 
 

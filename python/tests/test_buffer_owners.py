@@ -239,7 +239,7 @@ def test_a_forked_child_leaves_the_buffers_of_jobs_alone(directory: str) -> None
 
 def test_a_torch_checkpointing_stream_frees_what_it_wrote(tmp_path: Path) -> None:
     pytest.importorskip("torch_checkpointing")
-    from remanent.torch_checkpointing import RemanentStorageConfig
+    from remanent.integrations.torch_checkpointing import RemanentStorageConfig
 
     storage = RemanentStorageConfig(str(tmp_path)).create_storage()
     owner = Owner(NEW * (40 << 20 >> 18))

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from torch.distributed.checkpoint import format_utils  # noqa: E402
 
-from remanent import _dcp_formats  # noqa: E402
+from remanent._dcp import formats  # noqa: E402
 from remanent.dcp import (  # noqa: E402
     StorageReader,
     StorageWriter,
@@ -147,7 +147,7 @@ def test_what_is_no_checkpoint_makes_no_file(root: Path) -> None:
 def test_two_tensors_of_one_joined_name_are_refused() -> None:
     # DCP makes no such checkpoint.
     with pytest.raises(remanent.RefusedError, match="a.b: two tensors of the state have this name"):
-        _dcp_formats._flatten("", {"a": {"b": torch.ones(2)}, "a.b": torch.zeros(2)}, {})
+        formats._flatten("", {"a": {"b": torch.ones(2)}, "a.b": torch.zeros(2)}, {})
 
 
 def test_a_write_that_fails_leaves_the_file_of_before(root: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch

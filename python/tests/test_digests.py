@@ -16,8 +16,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from runs import copy_of, state_of  # noqa: E402
 
-from remanent import _pages  # noqa: E402
-from remanent._copies import Copies  # noqa: E402
+from remanent._state import page_tree  # noqa: E402
+from remanent._tensors.working_copies import Copies  # noqa: E402
 from remanent.torch import Checkpointer  # noqa: E402
 
 CHUNK = 65536
@@ -172,14 +172,14 @@ def test_tensors_come_go_and_change_their_shapes(directory: str) -> None:
 def test_the_state_may_change_once_the_call_returns(
         directory: str, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
     # Several batches a save, and what is not captured goes through the room.
-    monkeypatch.setattr(_pages, "_BATCH_BYTES", 20_000)
-    sound = _pages.update
+    monkeypatch.setattr(page_tree, "_BATCH_BYTES", 20_000)
+    sound = page_tree.update
 
     def late(*given: Any, **named: Any) -> bool:
         time.sleep(0.005)
         return sound(*given, **named)
 
-    monkeypatch.setattr(_pages, "update", late)
+    monkeypatch.setattr(page_tree, "update", late)
     state = {f"w{at}": torch.full([10_000 + at], float(at)) for at in range(20)}
     state |= {f"t{at}": torch.full([500, 10 + at], float(at)).T for at in range(20)}
     with Checkpointer(directory, extra={"state": state}, rng=False, digests=True, room=room) as run:
@@ -198,7 +198,7 @@ def test_the_state_may_change_once_the_call_returns(
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_save_that_fails_halfway_leaves_the_version_before(
         directory: str, monkeypatch: pytest.MonkeyPatch, wait: bool) -> None:
-    monkeypatch.setattr(_pages, "_BATCH_BYTES", 60_000)
+    monkeypatch.setattr(page_tree, "_BATCH_BYTES", 60_000)
     state = {f"w{at}": torch.full([10_000], float(at)) for at in range(6)}
     sound = Copies.capture
     with Checkpointer(directory, extra={"state": state}, rng=False, digests=True) as run:

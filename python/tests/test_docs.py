@@ -47,17 +47,21 @@ def test_the_example_runs(name: str, text: str, tmp_path: Path) -> None:
     run_examples(doctest.DocTestParser().get_doctest(inspect.cleandoc(text), names, name, None, 0))
 
 
-@pytest.mark.parametrize("module", ["remanent", "remanent._errors", "remanent._pages", "remanent.kv",
-                                    "remanent._checkpointer", "remanent.torch", "remanent.dcp", "remanent.weights",
-                                    "remanent.torch_checkpointing", "remanent._kept_versions", "remanent._tensor_files",
-                                    "remanent._dcp_formats",
-                                    pytest.param("remanent.jax", marks=pytest.mark.jax)])
+# Modules with examples, and the package that they need.
+EXAMPLES = {
+    "remanent": None, "remanent._errors": None, "remanent._state.page_tree": None, "remanent.kv": None,
+    "remanent._checkpoint.checkpointer": "torch", "remanent._versions.retention": "torch", "remanent.dcp": "torch",
+    "remanent.torch": "torch", "remanent.weights": "torch", "remanent._tensors.tensor_files": "safetensors.torch",
+    "remanent._dcp.formats": "safetensors.torch", "remanent.integrations.torch_checkpointing": "torch_checkpointing",
+    "remanent.jax": "jax",
+}
+
+
+@pytest.mark.parametrize("module", [pytest.param(module, marks=pytest.mark.jax) if needs == "jax" else module
+                                    for module, needs in EXAMPLES.items()])
 def test_the_examples_of_a_module_run(module: str, tmp_path: Path) -> None:
-    if module not in ("remanent", "remanent._errors", "remanent._pages", "remanent.kv"):
-        name = module.removeprefix("remanent.")
-        if name in ("_tensor_files", "_dcp_formats"):
-            pytest.importorskip("safetensors")
-        pytest.importorskip(name if name in ("jax", "torch_checkpointing") else "torch")
+    if needs := EXAMPLES[module]:
+        pytest.importorskip(needs)
     tests = [test for test in doctest.DocTestFinder().find(importlib.import_module(module)) if test.examples]
     assert tests
     for number, test in enumerate(tests):
@@ -109,8 +113,8 @@ def test_the_page_of_adapters_shows_what_modules_show() -> None:
     page = ADAPTERS.read_text()
     shown = [each for each in re.findall(r"```(?:sh|python)\n(.*?)```", page, re.DOTALL) if ">>>" not in each]
     folder = Path(remanent.__file__).parent
-    texts = {module: ast.get_docstring(ast.parse((folder / f"{module}.py").read_text())) or ""
-             for module in re.findall(r"\| `remanent\.(\w+)` \|", page)}
+    texts = {module: ast.get_docstring(ast.parse((folder / f"{module.replace('.', '/')}.py").read_text())) or ""
+             for module in re.findall(r"\| `remanent\.([\w.]+)` \|", page)}
     used: set[str] = set()
     for code in shown:
         owners = {module for module, text in texts.items() if textwrap.indent(code.rstrip(), " " * 4) in text}

@@ -19,8 +19,8 @@ numpy = pytest.importorskip("numpy", reason="NumPy is not installed")
 from kinds import same  # noqa: E402
 from test_restored_kinds import History, Resized  # noqa: E402
 
-from remanent import _put_back  # noqa: E402
-from remanent._rng import RngLoad, rng_state  # noqa: E402
+from remanent._state import put_back  # noqa: E402
+from remanent._state.rng import RngLoad, rng_state  # noqa: E402
 from remanent.torch import Checkpointer  # noqa: E402
 
 # Every call in this many is made to fail; with 1 each one is.
@@ -89,7 +89,7 @@ class Injected(Exception):
 
 def failing_at(number: int, kind: type[BaseException]) -> Any:
     """What raises at the call of this number, of Python's functions and of C's, within `PutBack.run`."""
-    sound = _put_back.PutBack.run
+    sound = put_back.PutBack.run
     calls = [0]
 
     def run(self: Any, load: Any) -> None:
@@ -137,7 +137,7 @@ def test_a_failure_at_any_call_is_undone_or_named(
         number = 1
         while True:
             with monkeypatch.context() as patched:
-                patched.setattr(_put_back.PutBack, "run", failing_at(number, kind))
+                patched.setattr(put_back.PutBack, "run", failing_at(number, kind))
                 try:
                     run.restore()
                     break

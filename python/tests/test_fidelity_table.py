@@ -235,7 +235,7 @@ def of_files(table: list[Row], folder: Path) -> dict[str, str]:
 
 def observed(root: Path) -> dict[str, dict[str, str]]:
     """The result of each row, by section."""
-    from remanent._tensors import SHORT
+    from remanent._tensors.conversion import SHORT
 
     dtypes = rows.torch_dtype_rows(SHORT)
     folder = root / "run"

@@ -22,10 +22,10 @@ numpy = pytest.importorskip("numpy", reason="NumPy is not installed")
 import fidelity_rows as rows  # noqa: E402
 from fidelity_rows import Row, difference  # noqa: E402
 
-from remanent._pages import flatten, unflatten  # noqa: E402
-from remanent._run_state import flatten_state, made  # noqa: E402
-from remanent._storages import extents_there  # noqa: E402
-from remanent._tensors import SHORT, blocks, tensors_of  # noqa: E402
+from remanent._state.page_tree import flatten, unflatten  # noqa: E402
+from remanent._state.run_state import flatten_state, made  # noqa: E402
+from remanent._tensors.conversion import SHORT, blocks, tensors_of  # noqa: E402
+from remanent._tensors.storages import extents_there  # noqa: E402
 from remanent.torch import Checkpointer, load_file, save_file  # noqa: E402
 
 TABLES = {

@@ -16,8 +16,9 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 if not torch.cuda.is_available():
     pytest.skip("there is no GPU", allow_module_level=True)
 
-from remanent import _live, _pages  # noqa: E402
-from remanent._copy_streams import CopyStreams  # noqa: E402
+from remanent._state import page_tree  # noqa: E402
+from remanent._tensors import live_tensors  # noqa: E402
+from remanent._tensors.copy_streams import CopyStreams  # noqa: E402
 from remanent.torch import Checkpointer, load_file, save_file  # noqa: E402
 from remanent.weights import Publisher, Subscriber, checksum  # noqa: E402
 
@@ -310,7 +311,7 @@ def test_weights_are_followed_on_a_gpu(directory: str, device: str, monkeypatch:
     source["row"] = source["w"][5]
     target = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
     # Bytes of a step are brought in many pieces.
-    monkeypatch.setattr(_live, "_PINNED_MAX", 1000)
+    monkeypatch.setattr(live_tensors, "_PINNED_MAX", 1000)
     with Publisher(directory, check=True, device=device) as publisher, torch.cuda.stream(torch.cuda.Stream()):
         subscriber = Subscriber(directory)
         for step in range(1, 12):
@@ -350,7 +351,7 @@ def test_weights_of_two_gpus_and_the_host_are_followed(directory: str) -> None:
 @pytest.mark.parametrize("batch", [64 << 20, 300_000])
 def test_digests_are_of_the_moment_of_the_save(
         directory: str, monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
-    monkeypatch.setattr(_pages, "_BATCH_BYTES", batch)
+    monkeypatch.setattr(page_tree, "_BATCH_BYTES", batch)
     state = {f"w{at}": torch.randn(500_000, device="cuda") for at in range(12)}
     state |= {"host": torch.zeros(1000), "packed": torch.randn(300, 200, device="cuda").T}
     model = torch.nn.ParameterDict({"w": state["w0"]})

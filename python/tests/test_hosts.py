@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from remanent import _hosts
+from remanent.integrations import _hosts
 
 PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"
 HOST = _hosts.Host("A host", "a-host", "1.2.0", "1.10.3rc1")

@@ -24,7 +24,7 @@ HOST = stand_ins.lmcache()
 from lmcache.v1.distributed.api import ObjectKey  # noqa: E402
 from lmcache.v1.distributed.internal_api import L2AdapterListener  # noqa: E402
 
-from remanent.lmcache import RemanentL2Adapter  # noqa: E402
+from remanent.integrations.lmcache import RemanentL2Adapter  # noqa: E402
 
 LENGTH = 64 << 10
 PARAMS = {"capacity": 64 * LENGTH, "revision": "1", "chunk_size": 256}
@@ -241,7 +241,7 @@ def test_what_cannot_begin_fails_and_rings(adapter: RemanentL2Adapter) -> None:
 
 
 def test_the_configuration_that_is_shown_makes_an_adapter(directory: str) -> None:
-    text = importlib.import_module("remanent.lmcache").__doc__ or ""
+    text = importlib.import_module("remanent.integrations.lmcache").__doc__ or ""
     shown = re.search(r"l2-adapter '(.*?)'\n\n", text, re.DOTALL)
     assert shown is not None
     config = json.loads(shown.group(1))

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from kinds import optimizer_makers, step  # noqa: E402
 
-from remanent._optimizer_state import OptimizerLoad  # noqa: E402
+from remanent._state.optimizers import OptimizerLoad  # noqa: E402
 from remanent.torch import Checkpointer  # noqa: E402
 
 optim = torch.optim

@@ -16,7 +16,7 @@ ocp = pytest.importorskip("orbax.checkpoint.experimental.v1")
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
-from remanent.orbax import RemanentHandler  # noqa: E402
+from remanent.integrations.orbax import RemanentHandler  # noqa: E402
 
 
 @pytest.fixture

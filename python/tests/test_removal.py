@@ -16,7 +16,7 @@ import remanent
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from remanent._removal import Removal  # noqa: E402
+from remanent._versions.removal import Removal  # noqa: E402
 from remanent.torch import Checkpointer  # noqa: E402
 
 

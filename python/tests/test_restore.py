@@ -12,7 +12,8 @@ import pytest
 from runs import copy_of, state_of
 
 import remanent
-from remanent import _pages, _restore
+from remanent._checkpoint import restoration
+from remanent._state import page_tree
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -90,8 +91,8 @@ def test_every_tensor_that_is_there_stays_where_it_is(directory: str, device: st
             for value in (*objects.values(), whole):
                 value.fill_(1 if value.dtype == torch.bool else 77)
         read: list[str] = []
-        sound = _restore.load_pages
-        monkeypatch.setattr(_restore, "load_pages", lambda view, pages, *where: read.extend(
+        sound = restoration.load_pages
+        monkeypatch.setattr(restoration, "load_pages", lambda view, pages, *where: read.extend(
             array.name for arrays in pages.values() for array in arrays) or sound(view, pages, *where))
         assert run.restore() == 1
         found = tensors()
@@ -127,7 +128,7 @@ def test_a_damaged_page_is_found_before_any_tensor_changes(directory: str) -> No
         at = run.versions()[0].lsn
         with remanent.View(directory, at) as view:
             contents = {key: view[key] for key in view if view.info(key).length >= 32}
-        assert len(contents) > 15 and _pages.MANIFEST_KEY in contents
+        assert len(contents) > 15 and page_tree.MANIFEST_KEY in contents
         files = {path: path.read_bytes() for path in (Path(directory) / "pages").iterdir()}
         found = 0
         for key, content in contents.items():
@@ -151,7 +152,7 @@ def test_bytes_that_turn_bad_after_their_proof_are_told_of(directory: str, monke
     state = {"first": torch.randn(1000), "second": torch.randn(1000)}
     with Checkpointer(directory, extra={"state": state}, rng=False) as run:
         run.save(1)
-        sound = _restore.Restoration.load
+        sound = restoration.Restoration.load
         needle = state["second"][500:].numpy().tobytes()
 
         def late(self: Any, bar: Any) -> None:
@@ -161,7 +162,7 @@ def test_bytes_that_turn_bad_after_their_proof_are_told_of(directory: str, monke
                     overwrite(path, at, b"!!")
             sound(self, bar)
 
-        monkeypatch.setattr(_restore.Restoration, "load", late)
+        monkeypatch.setattr(restoration.Restoration, "load", late)
         with pytest.raises(remanent.DamagedError) as raised:
             run.restore()
         assert raised.value.__notes__ == [

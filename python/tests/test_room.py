@@ -16,13 +16,14 @@ import pytest
 from runs import copy_of, state_of
 
 import remanent
-from remanent import _pages
+from remanent._state import page_tree
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from remanent._copy_streams import CopyStreams  # noqa: E402
-from remanent._room import Passage, Room  # noqa: E402
-from remanent._tensors import extents  # noqa: E402
+from remanent._checkpoint import checkpointer, saves  # noqa: E402
+from remanent._checkpoint.host_ring import Passage, Room  # noqa: E402
+from remanent._tensors.conversion import extents  # noqa: E402
+from remanent._tensors.copy_streams import CopyStreams  # noqa: E402
 from remanent.torch import Checkpointer  # noqa: E402
 
 
@@ -75,7 +76,7 @@ def test_blocks_pass_through_a_room_as_they_were(nbytes: int) -> None:
 
         writer = threading.Thread(target=write, daemon=True)
         writer.start()
-        room.send(_pages.Block((), each, each.numel()) for each in data)
+        room.send(page_tree.Block((), each, each.numel()) for each in data)
         room.end()
         # From here on the state changes.
         for each in data:
@@ -90,7 +91,7 @@ def test_a_save_in_the_background_has_room_for_a_part_of_the_state(
     directory: str, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Batches end with a block in hand: its memory is not theirs to free.
-    monkeypatch.setattr(_pages, "_BATCH_BYTES", 9000)
+    monkeypatch.setattr(page_tree, "_BATCH_BYTES", 9000)
     state = {f"w{number}": torch.randn(size) for number, size in enumerate(sizes_of(9))}
     state["shared"] = state["w3"][:1]
     with Checkpointer(directory, extra={"state": state}, rng=False, room=room) as run:
@@ -112,26 +113,26 @@ def test_a_save_in_the_background_that_fails_says_so(directory: str, monkeypatch
     state = {"a": torch.ones(1000), "b": torch.ones(1000)}
     with Checkpointer(directory, extra={"state": state}, rng=False, room=5000) as run:
         run.save(1)
-        sound = _pages.put
+        sound = page_tree.put
 
         # While the state is copied, or after it.
         for size in (1000, 10):
-            monkeypatch.setattr(_pages, "put", fail_after_a_block)
+            monkeypatch.setattr(page_tree, "put", fail_after_a_block)
             state["a"], state["b"] = torch.zeros(size), torch.zeros(size)
             with pytest.raises(OSError, match="as arranged"):
                 run.save(2, wait=False).wait()
-            monkeypatch.setattr(_pages, "put", sound)
+            monkeypatch.setattr(page_tree, "put", sound)
             assert run.restore() == 1 and state["a"].sum() == 1000
-        blocks = remanent._checkpointer.blocks
+        blocks = checkpointer.blocks
 
         def ending(*given: Any, **named: Any) -> Iterator[Any]:
             yield next(blocks(*given, **named))
             raise InterruptedError
 
-        monkeypatch.setattr(remanent._checkpointer, "blocks", ending)
+        monkeypatch.setattr(checkpointer, "blocks", ending)
         with pytest.raises(InterruptedError):
             run.save(2, wait=False)
-        monkeypatch.setattr(remanent._checkpointer, "blocks", blocks)
+        monkeypatch.setattr(checkpointer, "blocks", blocks)
         assert run.restore() == 1
         state["a"].fill_(3)
         run.save(2, wait=False).wait()
@@ -143,7 +144,7 @@ def test_a_save_in_the_background_that_fails_says_so(directory: str, monkeypatch
 
 def test_the_step_of_a_failed_save_does_not_count(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"a": torch.ones(1000)}
-    go_on, sound = threading.Event(), _pages.put
+    go_on, sound = threading.Event(), page_tree.put
 
     def failing(*given: Any, **named: Any) -> Any:
         assert go_on.wait(60)
@@ -151,7 +152,7 @@ def test_the_step_of_a_failed_save_does_not_count(directory: str, monkeypatch: p
 
     with Checkpointer(directory, extra={"state": state}, rng=False, keep=9) as run:
         run.save(3)
-        monkeypatch.setattr(_pages, "put", failing)
+        monkeypatch.setattr(page_tree, "put", failing)
         failed = run.save(10, wait=False)
         with pytest.raises(remanent.InvalidError, match="step: 5 is below 10"):
             run.save(5, wait=False, busy="coalesce")
@@ -169,7 +170,7 @@ def test_the_step_of_a_failed_save_does_not_count(directory: str, monkeypatch: p
         run.save(10, wait=False)
         with pytest.raises(OSError, match="as arranged"):
             run.save(4)
-        monkeypatch.setattr(_pages, "put", sound)
+        monkeypatch.setattr(page_tree, "put", sound)
         run.save(4, wait=False)
         with pytest.raises(remanent.InvalidError, match="step: 3 is below 4"):
             run.save(3)
@@ -181,13 +182,13 @@ def test_the_step_of_a_failed_save_does_not_count(directory: str, monkeypatch: p
 
 def test_a_save_is_refused_while_another_one_is_under_way(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"a": torch.ones(1000)}
-    go_on, sound = threading.Event(), _pages.put
+    go_on, sound = threading.Event(), page_tree.put
 
     def held(*given: Any, **named: Any) -> Any:
         assert go_on.wait(60)
         return sound(*given, **named)
 
-    monkeypatch.setattr(_pages, "put", held)
+    monkeypatch.setattr(page_tree, "put", held)
     with Checkpointer(directory, extra={"state": state}, rng=False) as run:
         saved = run.save(1, wait=False, busy="refuse")
         with pytest.raises(remanent.InUseError, match="step 1"):
@@ -204,7 +205,7 @@ def test_a_save_is_refused_while_another_one_is_under_way(directory: str, monkey
 
 def test_saves_are_left_to_the_next_one(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"a": torch.ones(1000)}
-    turn, sound = threading.Semaphore(0), _pages.put
+    turn, sound = threading.Semaphore(0), page_tree.put
 
     def in_turn(*given: Any, **named: Any) -> Any:
         assert turn.acquire(timeout=60)
@@ -214,7 +215,7 @@ def test_saves_are_left_to_the_next_one(directory: str, monkeypatch: pytest.Monk
         state["a"].fill_(step)
         return run.save(step, **{"wait": False, "busy": "coalesce", **named})
 
-    monkeypatch.setattr(_pages, "put", in_turn)
+    monkeypatch.setattr(page_tree, "put", in_turn)
     with Checkpointer(directory, extra={"state": state}, rng=False) as run:
         first = save(1)
         left = [save(2), save(3)]
@@ -245,11 +246,11 @@ def test_saves_are_left_to_the_next_one(directory: str, monkeypatch: pytest.Monk
         def failing(*given: Any, **named: Any) -> Any:
             raise OSError("as arranged")
 
-        monkeypatch.setattr(_pages, "put", failing)
+        monkeypatch.setattr(page_tree, "put", failing)
         with pytest.raises(OSError, match="as arranged"):
             save(10) and left[0].wait()
         # Told of one is told of both: the next save is not refused for it.
-        monkeypatch.setattr(_pages, "put", in_turn)
+        monkeypatch.setattr(page_tree, "put", in_turn)
         # So it is with one that cannot begin.
         save(10)
         left = [save(10)]
@@ -341,19 +342,19 @@ def test_a_step_goes_on_after_a_save_that_failed(directory: str, monkeypatch: py
     take_steps(model, optimizer, 1)
     with Checkpointer(directory, model, optimizer, room=500, overlap=True) as run:
         run.save(1)
-        sound_put, sound_blocks = _pages.put, remanent._checkpointer.blocks
+        sound_put, sound_blocks = page_tree.put, checkpointer.blocks
 
         def ending(*given: Any, **named: Any) -> Iterator[Any]:
             yield next(sound_blocks(*given, **named))
             raise OSError("as arranged")
 
-        for patched in ((_pages, "put", fail_after_a_block), (remanent._checkpointer, "blocks", ending)):
+        for patched in ((page_tree, "put", fail_after_a_block), (checkpointer, "blocks", ending)):
             monkeypatch.setattr(*patched)
             with pytest.raises(OSError, match="as arranged"):
                 run.save(2, wait=False).wait()
             take_steps(model, optimizer, 1)
-            monkeypatch.setattr(_pages, "put", sound_put)
-            monkeypatch.setattr(remanent._checkpointer, "blocks", sound_blocks)
+            monkeypatch.setattr(page_tree, "put", sound_put)
+            monkeypatch.setattr(checkpointer, "blocks", sound_blocks)
             assert [version.step for version in run.versions()] == [1]
         run.save(3, wait=False).wait()
 
@@ -372,7 +373,7 @@ def many(value: float) -> dict[str, Any]:
 
 def slowly(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Batches of few blocks, by a writer that is slow."""
-    sound = _pages.put
+    sound = page_tree.put
 
     def slow(store: Any, batch: Any, blocks: Any, *given: Any, **named: Any) -> Any:
         def late() -> Iterator[Any]:
@@ -382,8 +383,8 @@ def slowly(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
         return sound(store, batch, late(), *given, **named)
 
-    monkeypatch.setattr(_pages, "_BATCH_BYTES", 20_000)
-    monkeypatch.setattr(_pages, "put", slow)
+    monkeypatch.setattr(page_tree, "_BATCH_BYTES", 20_000)
+    monkeypatch.setattr(page_tree, "put", slow)
 
 
 def fill(state: dict[str, Any], value: float) -> None:
@@ -434,7 +435,7 @@ def test_an_interrupted_save_leaves_nothing_under_way(
     with Checkpointer(directory, extra={"state": state}, rng=False, room=1 << 20) as run:
         slowly(monkeypatch, 0.01)
         # In the start of the writer, in the copies, or as the call is about to return.
-        owner, name = [(run._worker, "submit"), (run, "_copy"), (remanent._saved.Reading, "ends")][number]
+        owner, name = [(run._worker, "submit"), (run, "_copy"), (saves.Reading, "ends")][number]
         sound = getattr(owner, name)
 
         def interrupted(*given: Any, **named: Any) -> Any:
@@ -459,14 +460,14 @@ def test_an_interrupted_save_leaves_nothing_under_way(
 def test_a_second_interrupt_ends_no_wait_for_what_is_read(
     directory: str, interrupt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state, sound = many(1), _pages.put
+    state, sound = many(1), page_tree.put
 
     def slow(*given: Any, **named: Any) -> Any:
         done = sound(*given, **named)
         time.sleep(1)
         return done
 
-    monkeypatch.setattr(_pages, "put", slow)
+    monkeypatch.setattr(page_tree, "put", slow)
     with Checkpointer(directory, extra={"state": state}, rng=False) as run:
         interrupt(0.3, 0.6)
         with pytest.raises(KeyboardInterrupt):
@@ -480,7 +481,7 @@ def test_the_sender_of_a_save_that_failed_feeds_no_other(directory: str, monkeyp
     model, optimizer = small_run(torch.optim.AdamW)
     take_steps(model, optimizer, 1)
     with Checkpointer(directory, model, optimizer, rng=False, room=1 << 20, overlap=True) as run:
-        sound_put, sound_copy = _pages.put, CopyStreams.copy
+        sound_put, sound_copy = page_tree.put, CopyStreams.copy
 
         def slow(self: CopyStreams, *given: Any) -> None:
             time.sleep(0.02)
@@ -490,14 +491,14 @@ def test_the_sender_of_a_save_that_failed_feeds_no_other(directory: str, monkeyp
             raise OSError("as arranged")
 
         monkeypatch.setattr(CopyStreams, "copy", slow)
-        monkeypatch.setattr(_pages, "put", failing)
+        monkeypatch.setattr(page_tree, "put", failing)
         with pytest.raises(OSError, match="as arranged"):
             run.save(1, wait=False).wait()
-        monkeypatch.setattr(_pages, "put", sound_put)
+        monkeypatch.setattr(page_tree, "put", sound_put)
         take_steps(model, optimizer, 1)
         expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         run.save(2)
-        names = [array.name for arrays in _pages.read_manifest(run.store).pages.values() for array in arrays]
+        names = [array.name for arrays in page_tree.read_manifest(run.store).pages.values() for array in arrays]
         assert len(names) == len(set(names))
         take_steps(model, optimizer, 1)
         assert run.restore() == 2
@@ -535,15 +536,15 @@ def test_room_is_made_in_whatever_mode_the_caller_is(directory: str) -> None:
 def test_a_process_that_ends_finishes_its_save(directory: str) -> None:
     code = f"""
 import time, torch
-from remanent import _pages
+from remanent._state import page_tree
 from remanent.torch import Checkpointer
-_pages._BATCH_BYTES = 1 << 16
+page_tree._BATCH_BYTES = 1 << 16
 state = {{f"a{{number}}": torch.ones(1 << 14) for number in range(40)}}
 run = Checkpointer({directory!r}, extra={{"state": state}}, rng=False)
-sound = _pages.put
+sound = page_tree.put
 def slow(store, batch, blocks, *given, **named):
     return sound(store, batch, (time.sleep(0.02) or block for block in blocks), *given, **named)
-_pages.put = slow
+page_tree.put = slow
 run.save(1, wait=False)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

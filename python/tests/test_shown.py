@@ -140,7 +140,7 @@ def test_saving_loading_and_waiting_for_pages_are_counted(directory: str, monkey
     assert made == [("saving", 16000, True, [4000] * 4), ("loading", 16000, None, [4000] * 4),
                     ("loading", 16000, False, [4000] * 4)]
     made.clear()
-    monkeypatch.setattr("remanent._checkpointer.Bar", counted(made))
+    monkeypatch.setattr("remanent._checkpoint.checkpointer.Bar", counted(made))
     for options in ({}, {"digests": True}):
         with remanent.torch.Checkpointer(directory + "-".join(options) + "-run", extra={"state": tensors}, rng=False,
                                          **options) as run:

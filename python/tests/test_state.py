@@ -12,9 +12,11 @@ import remanent
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from remanent import _native, _pages, _tensors  # noqa: E402
-from remanent._pages import Leaves, flatten, unflatten  # noqa: E402
-from remanent._tensors import extents  # noqa: E402
+from remanent import _native  # noqa: E402
+from remanent._state import page_tree  # noqa: E402
+from remanent._state.page_tree import Leaves, flatten, unflatten  # noqa: E402
+from remanent._tensors import conversion  # noqa: E402
+from remanent._tensors.conversion import extents  # noqa: E402
 
 
 def nothing(path: str, value: object) -> None:
@@ -151,7 +153,7 @@ def test_text_is_json_whatever_is_in_it() -> None:
 
 def test_a_save_makes_nothing_that_the_collector_looks_at_for_long() -> None:
     tensor = torch.zeros(4)
-    [block] = _tensors.blocks(extents({"w": tensor}))
+    [block] = conversion.blocks(extents({"w": tensor}))
     moved = block.moved(torch.zeros(100, dtype=torch.uint8), start=3)
     gc.collect()
     for each in (block, moved, block.arrays, block.arrays[0], extents({"w": tensor})[0]):
@@ -160,28 +162,28 @@ def test_a_save_makes_nothing_that_the_collector_looks_at_for_long() -> None:
 
 
 def test_a_manifest_is_read_again_once_it_is_another(directory: str) -> None:
-    def put(store: Any, tensors: dict[str, Any], last: _pages.LastManifest, tree: str = "null") -> None:
-        batch, _ = _pages.put(store, store.batch(), _tensors.blocks(extents(tensors)), tree, last=last)
+    def put(store: Any, tensors: dict[str, Any], last: page_tree.LastManifest, tree: str = "null") -> None:
+        batch, _ = page_tree.put(store, store.batch(), conversion.blocks(extents(tensors)), tree, last=last)
         store.commit(batch)
 
     a, b, c = torch.zeros(2), torch.ones(3), torch.ones(2, 2)
     with remanent.Store(directory) as store:
-        last, other = _pages.LastManifest(), _pages.LastManifest()
+        last, other = page_tree.LastManifest(), page_tree.LastManifest()
         for tensors, tree in (({"a": a}, "1"), ({"a": a}, "2"), ({"b": b, "a": a}, "2"), ({"a": a, "b": b}, "2"),
                               ({"a": c, "b": b}, "2")):
             put(store, tensors, last, tree)
-            found = _pages.read_manifest(store)
+            found = page_tree.read_manifest(store)
             assert found.tree == int(tree) and list(found.pages) == list(tensors)
             assert [array.shape for (array,) in found.pages.values()] == [each.shape for each in tensors.values()]
         # What another one has put is not overlooked, nor is a batch that was never committed.
         put(store, {"c": c}, other)
-        _pages.put(store, store.batch(), _tensors.blocks(extents({"d": a})), last=last)
+        page_tree.put(store, store.batch(), conversion.blocks(extents({"d": a})), last=last)
         put(store, {"c": c, "e": a}, last)
-        assert list(_pages.read_manifest(store).pages) == ["c", "e"]
+        assert list(page_tree.read_manifest(store).pages) == ["c", "e"]
         assert sorted(key for key in store.keys() if isinstance(key, str) and len(key) == 1) == ["c", "e"]
         # Nor is it that there is none any more.
         with store.batch() as batch:
             for key in store.keys():
                 batch.delete(key)
         put(store, {}, last)
-        assert _pages.read_manifest(store).pages == {}
+        assert page_tree.read_manifest(store).pages == {}

@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 
 import remanent
-from remanent import _pages
+from remanent._state import page_tree
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import numpy as np  # noqa: E402
 
+from remanent._checkpoint import checkpointer  # noqa: E402
 from remanent.torch import Checkpointer, Difference, Saved, load_file, save_file  # noqa: E402
 
 
@@ -375,7 +376,7 @@ def test_a_save_waits_for_the_one_before(directory: str, monkeypatch: pytest.Mon
 
 
 def test_numbers_that_json_does_not_know_are_text() -> None:
-    from remanent._pages import flatten
+    from remanent._state.page_tree import flatten
 
     long = (1 << 53) + 1
     numbers = [1 << 53, long, -(1 << 53), -long, float("-inf"), -0.0]
@@ -480,14 +481,14 @@ def test_a_process_that_is_killed_finds_its_last_save(directory: str) -> None:
 
 def test_a_save_that_ends_halfway_leaves_the_version_before(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Several batches a save.
-    monkeypatch.setattr(_pages, "_BATCH_BYTES", 300)
+    monkeypatch.setattr(page_tree, "_BATCH_BYTES", 300)
     model, optimizer, scheduler = make()
     train(model, optimizer, scheduler, 1)
-    blocks = list(remanent._checkpointer.blocks(remanent._checkpointer.extents_there(model.state_dict())))
+    blocks = list(checkpointer.blocks(checkpointer.extents_there(model.state_dict())))
     with Checkpointer(directory, model, optimizer, scheduler) as run:
         run.save(1)
         sound = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        sound_blocks = remanent._checkpointer.blocks
+        sound_blocks = checkpointer.blocks
         ended = set()
         for count in range(1, len(blocks) + 5):
             train(model, optimizer, scheduler, 1)
@@ -498,10 +499,10 @@ def test_a_save_that_ends_halfway_leaves_the_version_before(directory: str, monk
                         raise InterruptedError
                     yield block
 
-            monkeypatch.setattr(remanent._checkpointer, "blocks", ending)
+            monkeypatch.setattr(checkpointer, "blocks", ending)
             with pytest.raises(InterruptedError):
                 run.save(2)
-            monkeypatch.setattr(remanent._checkpointer, "blocks", sound_blocks)
+            monkeypatch.setattr(checkpointer, "blocks", sound_blocks)
             ended.add("saving" in run.store.root)
             assert run.restore() == 1
             for name, tensor in model.state_dict().items():
@@ -523,7 +524,7 @@ def test_pages_of_a_version_lie_on_disk(directory: str) -> None:
     with Checkpointer(directory, model, optimizer, scheduler) as run:
         run.save(1)
         run.save(2)
-        places = {info.place for info in run.store.pages() if info.key != _pages.MANIFEST_KEY}
+        places = {info.place for info in run.store.pages() if info.key != page_tree.MANIFEST_KEY}
     assert places == {"disk"}
 
 
@@ -531,7 +532,7 @@ def test_pages_of_a_version_lie_on_disk(directory: str) -> None:
 @pytest.mark.parametrize("wait", [False, True])
 def test_short_pages_are_more_than_may_wait_for_a_snapshot(
         directory: str, monkeypatch: pytest.MonkeyPatch, digests: bool, wait: bool) -> None:
-    monkeypatch.setattr(_pages, "_BATCH_BYTES", 3 << 20)
+    monkeypatch.setattr(page_tree, "_BATCH_BYTES", 3 << 20)
     state = {f"t{at}": torch.full((100,), float(at)) for at in range(3000)}
     model = torch.nn.Linear(1, 1)
     with Checkpointer(directory, model, extra={"state": state}, rng=False, digests=digests,
@@ -585,7 +586,7 @@ def test_pages_in_memory_go_to_disk(directory: str) -> None:
 
 def halfway(run: Any, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save that is ended after some batches."""
-    sound = remanent._checkpointer.blocks
+    sound = checkpointer.blocks
 
     def ending(*given: Any, **named: Any) -> Iterator[Any]:
         for number, block in enumerate(sound(*given, **named)):
@@ -596,10 +597,10 @@ def halfway(run: Any, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
                 raise InterruptedError
             yield block
 
-    monkeypatch.setattr(remanent._checkpointer, "blocks", ending)
+    monkeypatch.setattr(checkpointer, "blocks", ending)
     with pytest.raises(InterruptedError):
         run.save(step)
-    monkeypatch.setattr(remanent._checkpointer, "blocks", sound)
+    monkeypatch.setattr(checkpointer, "blocks", sound)
     assert "saving" in run.store.root
 
 
@@ -607,7 +608,7 @@ def halfway(run: Any, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_version_before_is_kept_whatever_it_was_kept_by(
     directory: str, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_pages, "_BATCH_BYTES", 300)
+    monkeypatch.setattr(page_tree, "_BATCH_BYTES", 300)
     state = {f"w{number}": torch.full((100,), 1.0) for number in range(5)}
     with Checkpointer(directory, extra={"state": state}, rng=False) as run:
         if how == "not kept yet":
@@ -627,8 +628,8 @@ def test_the_version_before_is_kept_whatever_it_was_kept_by(
 
 
 def test_half_a_save_is_no_version_and_leaves_nothing(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_pages, "_BATCH_BYTES", 300)
-    monkeypatch.setattr(remanent._checkpointer, "_DELETED_AT_ONCE", 2)
+    monkeypatch.setattr(page_tree, "_BATCH_BYTES", 300)
+    monkeypatch.setattr(checkpointer, "_DELETED_AT_ONCE", 2)
     state = {"first": torch.ones(100)}
     with Checkpointer(directory, extra={"state": state}, rng=False) as run:
         run.save(1)
@@ -644,7 +645,7 @@ def test_half_a_save_is_no_version_and_leaves_nothing(directory: str, monkeypatc
                 call()
         assert [version.step for version in run.versions()] == [1]
         run.save(2)
-        held = _pages.read_manifest(run.store).pages.keys()
+        held = page_tree.read_manifest(run.store).pages.keys()
         assert {info.key for info in run.store.pages() if "dtype" in info.metadata} == held
         assert [str(key) for key in held if "~" in str(key)] == [], "their own keys"
         assert run.restore() == 2 and len(state) == 10

@@ -22,8 +22,8 @@ import remanent
 torch = pytest.importorskip("torch")
 pytest.importorskip("torch_checkpointing")
 
-from remanent import torch_checkpointing as module  # noqa: E402
-from remanent.torch_checkpointing import RemanentStorage, RemanentStorageConfig  # noqa: E402
+from remanent.integrations import torch_checkpointing as module  # noqa: E402
+from remanent.integrations.torch_checkpointing import RemanentStorage, RemanentStorageConfig  # noqa: E402
 
 PAGE = 64 << 10
 
@@ -370,7 +370,7 @@ def test_roots_and_paths_may_be_given_by_links(root: Path, storage: RemanentStor
 WRITER = """
     import sys
     from pathlib import Path
-    from remanent import torch_checkpointing as module
+    from remanent.integrations import torch_checkpointing as module
     from test_torch_checkpointing import *
 
     module._PAGE_BYTES = PAGE

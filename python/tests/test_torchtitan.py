@@ -17,7 +17,7 @@ import stand_ins  # noqa: E402
 
 HOST = stand_ins.torchtitan()
 
-from remanent import torchtitan  # noqa: E402
+from remanent.integrations import torchtitan  # noqa: E402
 
 RUN = f"""
     import types
@@ -26,7 +26,7 @@ RUN = f"""
     stand_ins.torchtitan()
 
     import remanent.dcp
-    from remanent.torchtitan import CheckpointManager
+    from remanent.integrations.torchtitan import CheckpointManager
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
     from torch.distributed.fsdp import fully_shard
     from torchtitan.components.checkpointer.dcp import CheckpointManager as Theirs
@@ -85,7 +85,7 @@ RUN = f"""
 def shown() -> str:
     """The configuration in the module's first lines, for a torchtitan that is not there."""
     text = inspect.cleandoc(torchtitan.__doc__ or "")
-    code = text[text.index("    from remanent.torchtitan"):text.index("\nCheckpoints are those")]
+    code = text[text.index("    from remanent.integrations.torchtitan"):text.index("\nCheckpoints are those")]
     return textwrap.dedent(code).replace("from torchtitan.models.llama3.config_registry import llama3_debugmodel", "")
 
 

@@ -12,7 +12,7 @@ import remanent
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from remanent._tensors import DTYPE  # noqa: E402
+from remanent._tensors.conversion import DTYPE  # noqa: E402
 from remanent.torch import Checkpointer, Difference, Version, blame, diff, save_file  # noqa: E402
 
 

@@ -31,7 +31,7 @@ from vllm.v1.core import kv_cache_utils  # noqa: E402
 from vllm.v1.kv_offload.base import LookupResult, ReqContext  # noqa: E402
 from vllm.v1.kv_offload.tiering.base import TransferJob  # noqa: E402
 
-from remanent.vllm import RemanentTier  # noqa: E402
+from remanent.integrations.vllm import RemanentTier  # noqa: E402
 
 ROWS, LENGTH = 8, 64 << 10
 REQUEST = ReqContext(req_id="a request")
@@ -243,7 +243,7 @@ def test_another_hash_than_the_engine_uses_is_refused_at_the_first_request(
 
 def documented() -> dict[str, Any]:
     """The configuration that the module shows."""
-    text = importlib.import_module("remanent.vllm").__doc__ or ""
+    text = importlib.import_module("remanent.integrations.vllm").__doc__ or ""
     shown = re.search(r"kv-transfer-config '(.*?)'\n\n", text, re.DOTALL)
     assert shown is not None
     config: dict[str, Any] = json.loads(shown.group(1))["kv_connector_extra_config"]
@@ -297,8 +297,8 @@ def serve(directory: str) -> tuple[Any, Any]:
     )
     from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-    tier = {"type": "RemanentTier", "module_path": "remanent.vllm", "path": directory, "capacity": 64 * LENGTH,
-            "revision": "1"}
+    tier = {"type": "RemanentTier", "module_path": "remanent.integrations.vllm", "path": directory,
+            "capacity": 64 * LENGTH, "revision": "1"}
     parallel = OffloadingParallelConfig(
         rank=0, world_size=1, tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, data_parallel_index=0, data_parallel_size=1,
         data_parallel_rank_local=None, is_parallelism_agnostic=False)

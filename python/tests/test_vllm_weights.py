@@ -18,7 +18,7 @@ HOST = stand_ins.vllm_weights()
 
 from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory  # noqa: E402
 
-from remanent.vllm_weights import (  # noqa: E402
+from remanent.integrations.vllm_weights import (  # noqa: E402
     RemanentInitInfo,
     RemanentTrainerInitInfo,
     RemanentUpdateInfo,
@@ -178,7 +178,7 @@ def test_vllm_finds_the_engine_by_its_name() -> None:
         register()
     assert WeightTransferEngineFactory._registry["remanent"]() is RemanentWeightEngine
     plugins = importlib.metadata.entry_points(group="vllm.general_plugins", name="remanent")
-    assert [plugin.value for plugin in plugins] == ["remanent.vllm_weights:register"]
+    assert [plugin.value for plugin in plugins] == ["remanent.integrations.vllm_weights:register"]
     assert next(iter(plugins)).load() is register
 
 

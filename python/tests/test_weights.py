@@ -14,8 +14,8 @@ import remanent
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from remanent import _live  # noqa: E402
-from remanent._copies import Copies  # noqa: E402
+from remanent._tensors import live_tensors  # noqa: E402
+from remanent._tensors.working_copies import Copies  # noqa: E402
 from remanent.weights import Publisher, Subscriber, checksum  # noqa: E402
 
 
@@ -30,8 +30,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
             self._copies = Copies(self.store, torch.device("cpu"), "page")
 
         monkeypatch.setattr(Publisher, "__init__", begin_with_copies)
-        monkeypatch.setattr(_live, "_reads_gaps", lambda device: True)
-        monkeypatch.setattr(_live, "_GAPS_LEN", 64)
+        monkeypatch.setattr(live_tensors, "_reads_gaps", lambda device: True)
+        monkeypatch.setattr(live_tensors, "_GAPS_LEN", 64)
     return str(request.param)
 
 
@@ -168,8 +168,9 @@ def test_elements_are_counted_from_their_base() -> None:
     tensor = torch.zeros(6, dtype=torch.int32)
     values = torch.tensor([5, 7], dtype=torch.int32).numpy().tobytes()
     operation = {"width": 4, "base": 8, "indices": torch.tensor([0, 3], dtype=torch.uint32), "values": values}
-    changes: Any = _live.Plain(SimpleNamespace(operations=[operation]))
-    _live.Live({"w": tensor}, _live.Uploads()).scatter((ArrayLayout("w", "I32", (6,)),), changes, operation)
+    changes: Any = live_tensors.Plain(SimpleNamespace(operations=[operation]))
+    live = live_tensors.Live({"w": tensor}, live_tensors.Uploads())
+    live.scatter((ArrayLayout("w", "I32", (6,)),), changes, operation)
     assert tensor.tolist() == [0, 0, 5, 0, 0, 7]
 
 

@@ -129,7 +129,7 @@ class RemanentStorage(TorchCheckpointing):
     needs = ["torch", "torch_checkpointing", "remanent"]
 
     def storage(self, path):
-        from remanent.torch_checkpointing import RemanentStorageConfig
+        from remanent.integrations.torch_checkpointing import RemanentStorageConfig
 
         return {"storage_config": RemanentStorageConfig(path)}
 

@@ -27,7 +27,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
-from remanent.vllm import RemanentTier
+from remanent.integrations.vllm import RemanentTier
 
 REQUEST = ReqContext(req_id="a request")
 JOB = 16

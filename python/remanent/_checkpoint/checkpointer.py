@@ -14,9 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from remanent import _native, _pages
-from remanent._copies import Copies
-from remanent._copy_streams import CurrentStreams, Moment
+from remanent import _native
+from remanent._checkpoint.host_ring import Passage, Room, WriterEndedError
+from remanent._checkpoint.restoration import Restoration
+from remanent._checkpoint.restore_targets import Targets
+from remanent._checkpoint.run_parts import device_of, parts_of, refuse_overlap, stepped
+from remanent._checkpoint.saves import Capture, LeftSaves, Reading, Saved
+from remanent._checkpoint.waiting_bytes import WaitingBytes
 from remanent._errors import (
     ClosedError,
     ForkedError,
@@ -25,7 +29,19 @@ from remanent._errors import (
     NoStateError,
     RefusedError,
 )
-from remanent._history import (
+from remanent._native import Block, Extent
+from remanent._progress import Bar
+from remanent._state import page_tree
+from remanent._state.put_back import PutBack
+from remanent._state.rng import rng_state
+from remanent._state.run_state import flatten_state, layouts_of
+from remanent._tensors.conversion import blocks
+from remanent._tensors.copy_streams import CurrentStreams, Moment
+from remanent._tensors.storages import extents_there
+from remanent._tensors.torch_modes import refuse_fake_tensors
+from remanent._tensors.working_copies import Copies
+from remanent._util.threads import started
+from remanent._versions.history import (
     Content,
     Difference,
     ElementChange,
@@ -35,27 +51,12 @@ from remanent._history import (
     first_bad,
     number_of,
 )
-from remanent._native import Block, Extent
-from remanent._progress import Bar
-from remanent._put_back import PutBack
-from remanent._restore import Restoration
-from remanent._restore_targets import Targets
-from remanent._rng import rng_state
-from remanent._room import Passage, Room, WriterEndedError
-from remanent._run_parts import device_of, parts_of, refuse_overlap, stepped
-from remanent._run_state import flatten_state, layouts_of
-from remanent._saved import Capture, LeftSaves, Reading, Saved
-from remanent._storages import extents_there
-from remanent._tensors import blocks
-from remanent._threads import started
-from remanent._torch_modes import refuse_fake_tensors
-from remanent._versions import SAVING, STEP, Keep, OwnVersions, Version, Versions, Views, named, whole
-from remanent._waiting_bytes import WaitingBytes
+from remanent._versions.run_versions import SAVING, STEP, Keep, OwnVersions, Version, Versions, Views, named, whole
 
 if TYPE_CHECKING:
     import torch.distributed
 
-    from remanent._ranks import Ranks
+    from remanent._checkpoint.ranks import Ranks
 
 _Path = str | os.PathLike[str]
 
@@ -177,8 +178,8 @@ class Checkpointer:
         self._versions: Versions
         try:
             if process_group is not None:
-                from remanent._points import SharedVersions
-                from remanent._ranks import Ranks
+                from remanent._checkpoint.ranks import Ranks
+                from remanent._versions.rank_versions import SharedVersions
 
                 self._ranks = ranks = self._waited(lambda: Ranks(process_group))
                 self._parts = self._waited(lambda: ranks.all_or_none(checked))
@@ -209,7 +210,7 @@ class Checkpointer:
         self._copies = Copies(self.store, device, "digests") if digests else None
         self._writers = concurrent.futures.ThreadPoolExecutor(_WRITERS + 1, "remanent-checkpoint-write")
         self._sender = concurrent.futures.ThreadPoolExecutor(1, "remanent-checkpoint-copy")
-        self._manifest = _pages.LastManifest()
+        self._manifest = page_tree.LastManifest()
         self._last: Saved | None = None
         self._left = LeftSaves()
         self._reading: Reading | None = None
@@ -502,8 +503,8 @@ class Checkpointer:
             if not proving:
                 proving.append(started(self._writers, self.store.prove_written_ahead))
 
-        def commit(batch: _native.Batch, updates: list[_pages.Update]) -> None:
-            _pages.update(batch, updates, logged_max=0)
+        def commit(batch: _native.Batch, updates: list[page_tree.Update]) -> None:
+            page_tree.update(batch, updates, logged_max=0)
             ticket = self.store.submit(batch)
             ticket.wait(ack="logged")
             # From then on, `pending_bytes` includes the memory that the batch keeps.
@@ -523,7 +524,7 @@ class Checkpointer:
                 if self.store.stats()["pending_bytes"] > max(0, room):
                     self.store.snapshot()
 
-        def flush(updates: list[_pages.Update]) -> _native.Batch:
+        def flush(updates: list[page_tree.Update]) -> _native.Batch:
             # From here to the last batch the store is between two versions, and its root records this.
             nonlocal batch
             batch.set_root(SAVING, step)
@@ -542,8 +543,8 @@ class Checkpointer:
         try:
             # Each version is a snapshot, for which a changed page is written whole.
             coming = waiting.counting(bar.counting(itertools.chain(capture.blocks(), passage.blocks())))
-            _pages.put(self.store, batch, coming, tree, logged_max=0, captures=self._copies, flush=flush,
-                       last=self._manifest)
+            page_tree.put(self.store, batch, coming, tree, logged_max=0, captures=self._copies, flush=flush,
+                          last=self._manifest)
             make_room(waiting.begin_next())
             while running:
                 finish()
@@ -564,7 +565,7 @@ class Checkpointer:
         """Keeps the current version before a save overwrites it; removes what an interrupted save left."""
         root = self.store.root
         if SAVING in root:
-            held = _pages.read_manifest(self.store).pages if _pages.MANIFEST_KEY in self.store else {}
+            held = page_tree.read_manifest(self.store).pages if page_tree.MANIFEST_KEY in self.store else {}
             left = [info.page for info in self.store.pages() if info.key not in held and "dtype" in info.metadata]
             for at in range(0, len(left), _DELETED_AT_ONCE):
                 batch = self.store.batch()

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from remanent._copy_streams import CopyStreams, Moment
 from remanent._native import Block, Extent
+from remanent._tensors.copy_streams import CopyStreams, Moment
 
 # The largest number of uncopied blocks that wait for the writer.
 _COMING_MAX = 8

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from remanent import _pages
+from remanent._checkpoint.restore_targets import Targets
 from remanent._errors import NoStateError
-from remanent._module_state import Described, LiveModule, described_in
-from remanent._pages import Arrays, Manifest
 from remanent._progress import Bar
-from remanent._restore_targets import Targets
-from remanent._run_state import made, parts_module
-from remanent._tensors import DTYPE, is_cuda, load_pages, tensors_of, together
-from remanent._versions import Views
+from remanent._state import page_tree
+from remanent._state.modules import Described, LiveModule, described_in
+from remanent._state.page_tree import Arrays, Manifest
+from remanent._state.run_state import made, parts_module
+from remanent._tensors.conversion import DTYPE, is_cuda, load_pages, tensors_of, together
+from remanent._versions.run_versions import Views
 
 
 class Restoration:
@@ -31,7 +31,7 @@ class Restoration:
 
     def __init__(self, views: Views, targets: Targets, layouts: Any, bar: Bar, *, cast: bool) -> None:
         self._views = views
-        manifest = _pages.read_manifest(views.own)
+        manifest = page_tree.read_manifest(views.own)
         if manifest.tree is None:
             raise NoStateError("the store holds tensors, and no state of a run", remedy="use `load_file`")
         outline = _outline(manifest)
@@ -127,7 +127,7 @@ def _outline(manifest: Manifest) -> dict[str, Any]:
         shape = rest[1]["shape"] if kind == "dtensor" else array.shape
         return Described(array.name, tuple(shape), DTYPE.get(array.dtype))
 
-    outline = _pages.unflatten(manifest.tree, adapt)
+    outline = page_tree.unflatten(manifest.tree, adapt)
     assert isinstance(outline, dict)
     return outline
 
@@ -135,7 +135,7 @@ def _outline(manifest: Manifest) -> dict[str, Any]:
 def _tensors_in(tree: Any) -> Iterator[tuple[str, str, Any]]:
     """Yields the tensors and DTensors in the JSON of a state: kind, name and description."""
     if isinstance(tree, dict):
-        kind, *rest = tree.get(_pages.TAG, [None])
+        kind, *rest = tree.get(page_tree.TAG, [None])
         if kind in ("tensor", "dtensor"):
             yield kind, rest[0], rest[1] if len(rest) > 1 else None
             return
@@ -156,6 +156,6 @@ def _state(manifest: Manifest, tensors: Mapping[str, torch.Tensor], own_wholes: 
             return own_wholes[rest[0]] if rest[0] in own_wholes else wholes.whole(rest[0], tensors[rest[0]], rest[1])
         return made(tag, tensors)
 
-    state = _pages.unflatten(manifest.tree, adapt)
+    state = page_tree.unflatten(manifest.tree, adapt)
     assert isinstance(state, dict)
     return state

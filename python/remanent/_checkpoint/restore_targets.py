@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from remanent import _pages
-from remanent._module_state import Described, LiveModule, is_lazy, refuse_misfit, renamed
 from remanent._native import ArrayLayout
-from remanent._optimizer_state import apart, in_order, loads_as_torch_does, refuse_other_groups
-from remanent._pages import Arrays
-from remanent._run_state import parts_module
-from remanent._tensors import PLAIN_TYPES, SHORT, is_cuda
+from remanent._state import page_tree
+from remanent._state.modules import Described, LiveModule, is_lazy, refuse_misfit, renamed
+from remanent._state.optimizers import apart, in_order, loads_as_torch_does, refuse_other_groups
+from remanent._state.page_tree import Arrays
+from remanent._state.run_state import parts_module
+from remanent._tensors.conversion import PLAIN_TYPES, SHORT, is_cuda
 from remanent._values import encode_or_leave
 
 
@@ -87,7 +87,7 @@ class Targets:
                 names[part] = renamed(module, saved)
                 state = {names[part][name]: value for name, value in saved.items()}
                 refuse_misfit(part, module, state, cast=cast, in_inference=self._is_in_inference)
-                self._rename({array.array: _pages.path_of(part, names[part][name]) for name, array in saved.items()
+                self._rename({array.array: page_tree.path_of(part, names[part][name]) for name, array in saved.items()
                               if isinstance(array, Described) and names[part][name] != name})
         for part, optimizer in self.optimizers.items():
             saved = outline.get(part)
@@ -96,7 +96,7 @@ class Targets:
                 if part in self._parameters and not _are_same(numbers, self._parameters[part]):
                     # Names contain the version's numbers: these values are read separately and copied into the tensors.
                     self._parameters[part] = numbers
-                    self._leave_out(f"{_pages.segment(part)}/")
+                    self._leave_out(f"{page_tree.segment(part)}/")
         self._places = {name: place for name, tensor in self.tensors.items() if (place := _place(tensor)) is not None}
         self._together = _overlapping(self.tensors, self._others)
         return names
@@ -137,7 +137,7 @@ class Targets:
     def _parameter(self, name: str) -> torch.Tensor | None:
         """Returns the parameter for which an optimizer keeps the value with this name."""
         for part, parameters in self._parameters.items():
-            prefix = f"{_pages.segment(part)}/state/"
+            prefix = f"{page_tree.segment(part)}/state/"
             if name.startswith(prefix):
                 number, _, key = name[len(prefix) :].partition("/")
                 return parameters.get(int(number)) if number.isdecimal() and key != "step" else None
@@ -203,7 +203,7 @@ class _Found:
                      if not (self.module.loads_itself(key) or self.module.is_extra(key))}
         with torch.no_grad():
             if state is not None:
-                _pages.flatten("", {name: state}, self._adapt, _pages.Leaves(PLAIN_TYPES, "tensor", self.tensors))
+                page_tree.flatten("", {name: state}, self._adapt, page_tree.Leaves(PLAIN_TYPES, "tensor", self.tensors))
             if self.module is not None:
                 objects = {key: self._local(each) for key, each in self.module.objects.items() if not is_lazy(each)}
                 own = {_storage(tensor) for tensor in objects.values() if tensor.layout is torch.strided}
@@ -263,7 +263,7 @@ def _is_alike(tensor: torch.Tensor, array: ArrayLayout) -> bool:
     """Returns whether the elements are in the same order as in the page."""
     if SHORT[tensor.dtype] != array.dtype or tuple(tensor.shape) != array.shape:
         return False
-    stride = _pages.contiguous_stride(array.shape) if array.stride is None else array.stride
+    stride = page_tree.contiguous_stride(array.shape) if array.stride is None else array.stride
     return all(length == 1 or step == other
                for length, step, other in zip(array.shape, tensor.stride(), stride, strict=True))
 

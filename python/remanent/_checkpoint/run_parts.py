@@ -10,8 +10,8 @@ import torch
 from remanent import _native
 from remanent._errors import InvalidError, RefusedError
 from remanent._native import Extent
-from remanent._run_state import parts_module
-from remanent._tensors import PLAIN_TYPES
+from remanent._state.run_state import parts_module
+from remanent._tensors.conversion import PLAIN_TYPES
 
 
 def parts_of(model: Any, optimizer: Any, scheduler: Any, extra: Mapping[str, Any]) -> dict[str, Any]:

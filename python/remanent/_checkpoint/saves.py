@@ -8,10 +8,10 @@ import time
 from collections.abc import Iterator
 
 from remanent import _native
-from remanent._copies import Copies
-from remanent._copy_streams import Moment
 from remanent._errors import InUseError
 from remanent._native import Block, Extent
+from remanent._tensors.copy_streams import Moment
+from remanent._tensors.working_copies import Copies
 
 
 class Reading:
@@ -52,7 +52,7 @@ class Capture:
             copies.arrive()
 
     def blocks(self) -> Iterator[Block | None]:
-        """Yields the blocks for `_pages.put`, which commits at each None."""
+        """Yields the blocks for `page_tree.put`, which commits at each None."""
         if self._copies is not None and not self.ended.is_set():
             yield from self._copies.blocks(self._tensors)
             # The first batch creates new pages, and the second captures them.

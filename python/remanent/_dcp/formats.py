@@ -11,9 +11,9 @@ import torch
 from torch.distributed.checkpoint import default_planner, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from remanent import _durable
 from remanent._errors import ForeignDirectoryError, InvalidError, NoStateError, RefusedError, TakenError
-from remanent._tensor_files import checked_tensors
+from remanent._tensors.tensor_files import checked_tensors
+from remanent._util import durable_files
 
 _Path = str | os.PathLike[str]
 
@@ -188,4 +188,4 @@ def _published(path: Path, write: Callable[[Path], object]) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    _durable.sync_folder(path.absolute().parent)
+    durable_files.sync_folder(path.absolute().parent)

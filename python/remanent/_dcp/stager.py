@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from remanent._copy_streams import CopyStreams, Moment
 from remanent._errors import ClosedError, RefusedError
 from remanent._native import Extent
-from remanent._run_state import parts_module
-from remanent._storages import extents_there
-from remanent._tensors import PLAIN_TYPES, blocks, tensors_of
+from remanent._state.run_state import parts_module
+from remanent._tensors.conversion import PLAIN_TYPES, blocks, tensors_of
+from remanent._tensors.copy_streams import CopyStreams, Moment
+from remanent._tensors.storages import extents_there
 
 # The alignment of tensors in memory: suits any element type, and is the size of a cache line.
 _ALIGN = 64

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 from remanent._errors import InvalidError
-from remanent._pages import path_of
-from remanent._run_state import parts_module
-from remanent._tensors import PLAIN_TYPES
-from remanent._torch_modes import parameters_in_place
+from remanent._state.page_tree import path_of
+from remanent._state.run_state import parts_module
+from remanent._tensors.conversion import PLAIN_TYPES
+from remanent._tensors.torch_modes import parameters_in_place
 
 _Module = torch.nn.Module
 # Segments that wrappers add to the names of their modules, which states may lack.

@@ -10,8 +10,8 @@ import torch
 from torch.utils import _pytree
 
 from remanent._errors import InvalidError
-from remanent._run_state import parts_module
-from remanent._tensors import PLAIN_TYPES
+from remanent._state.run_state import parts_module
+from remanent._tensors.conversion import PLAIN_TYPES
 
 _Optimizer = torch.optim.Optimizer
 _AS_RUN_HAD_IT = "make the optimizer as the run had it"

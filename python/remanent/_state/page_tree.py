@@ -20,7 +20,8 @@ from typing import Any, NamedTuple, Protocol
 
 from remanent import _native, _values
 from remanent._errors import DamagedError, NoStateError, TakenError
-from remanent._kept_versions import (
+from remanent._native import ArrayLayout, Block
+from remanent._versions.retention import (
     KEEP_DEFAULT,
     PENDING_BYTES,
     SAVED_AT,
@@ -29,7 +30,6 @@ from remanent._kept_versions import (
     log_files,
     open_store,
 )
-from remanent._native import ArrayLayout, Block
 
 MANIFEST_KEY = "remanent tensors"
 HEADER_KEY = "safetensors header"
@@ -387,7 +387,7 @@ def flatten(path: str, value: object, adapt: Plan, leaves: Leaves | None = None)
     `~0` for `~` and `~1` for `/`; in decimal if it is an integer, or an index of a list; and as `~:` followed by the
     key's JSON if it is anything else, or a name that looks like an integer among keys that are not all names.
 
-    >>> from remanent._pages import flatten, unflatten
+    >>> from remanent._state.page_tree import flatten, unflatten
     >>> value = {"lr": 0.1, 3: (1, None), "big": 1 << 70, "raw": b"x", "$": [True]}
     >>> unflatten(flatten("optimizer", value, lambda path, value: None), lambda tag: None) == value
     True

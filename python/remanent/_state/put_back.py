@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from remanent._errors import Error, RestoreFailedError
-from remanent._module_state import LiveModule, ModuleLoad
-from remanent._optimizer_state import OptimizerLoad
-from remanent._rng import RngLoad
+from remanent._state.modules import LiveModule, ModuleLoad
+from remanent._state.optimizers import OptimizerLoad
+from remanent._state.rng import RngLoad
 
 
 class _Change(NamedTuple):

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
-from remanent import _native, _numpy_arrays, _pages, _values
+from remanent import _native, _values
 from remanent._errors import RefusedError
+from remanent._state import page_tree
+from remanent._tensors import numpy_arrays
 
 
 def flatten_state(state: object, tensors: dict[str, torch.Tensor], *, of_rank: bool) -> str:
@@ -17,7 +19,7 @@ def flatten_state(state: object, tensors: dict[str, torch.Tensor], *, of_rank: b
 
     :param of_rank: whether it is the state of one of several ranks, for which this rank's part of a DTensor is taken.
     """
-    leaves = _pages.Leaves(frozenset((torch.Tensor,)), "tensor", tensors, "requires_grad")
+    leaves = page_tree.Leaves(frozenset((torch.Tensor,)), "tensor", tensors, "requires_grad")
     # The local parts of DTensors must be taken without gradients.
     with torch.no_grad():
         capture = _Capture(tensors, of_rank)
@@ -31,7 +33,7 @@ class _Capture:
 
     def __init__(self, tensors: dict[str, torch.Tensor], of_rank: bool) -> None:
         self.tensors = tensors
-        self.arrays = _numpy_arrays.Arrays()
+        self.arrays = numpy_arrays.Arrays()
         self._of_rank = of_rank
         self._parts = parts_module()
         self._rank = self._parts.own_rank() if of_rank and self._parts is not None else 0
@@ -77,7 +79,7 @@ def made(tag: list[Any], tensors: Mapping[str, torch.Tensor]) -> Any:
     if kind == "tensor":
         return _typed(tensors[rest[0]], *rest[1:])
     if kind == "ndarray":
-        return _numpy_arrays.made(tensors[rest[0]], *rest[1:])
+        return numpy_arrays.made(tensors[rest[0]], *rest[1:])
     if kind == "dtype":
         return getattr(torch, rest[0])
     if kind == "device":
@@ -97,12 +99,12 @@ def _typed(tensor: torch.Tensor, kind: str | None = None, requires_grad: bool = 
 
 
 def parts_module() -> Any:
-    """Returns `_parts` if DTensors were imported. Otherwise there are none, and importing them takes a while."""
+    """Returns `dtensors` if DTensors were imported. Otherwise there are none, and importing them takes a while."""
     if "torch.distributed.tensor" not in sys.modules:
         return None
-    from remanent import _parts
+    from remanent._tensors import dtensors
 
-    return _parts
+    return dtensors
 
 
 def layouts_of(run: Mapping[str, Any]) -> Any:

@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 import torch
 
-from remanent import _native, _pages
+from remanent import _native
 from remanent._errors import RefusedError
 from remanent._native import ArrayLayout, Block, Extent
-from remanent._overlaps import Part, bits, expanded_stride, squeezed, together_or_apart
-from remanent._pages import Arrays
+from remanent._state import page_tree
+from remanent._state.page_tree import Arrays
+from remanent._tensors.overlaps import Part, bits, expanded_stride, squeezed, together_or_apart
 
 # The bytes of shorter pages that a load reads with one call, on the host and on a GPU, whose bus is idle at the start
 # and end of each call.
@@ -124,7 +125,7 @@ def _block_of_one(extent: Extent, on_host: bool) -> Block:
     if _has_shared_elements(once):
         return _block(Part((extent,), None), on_host)
     # A tensor that uses little of its extent is stored without the rest.
-    stride = None if once is tensor else expanded_stride(tensor, _pages.contiguous_stride(once.shape))
+    stride = None if once is tensor else expanded_stride(tensor, page_tree.contiguous_stride(once.shape))
     return Block((ArrayLayout(extent.name, SHORT[tensor.dtype], tensor.shape, stride),),
                  bytes_of(_packed(once), on_host), once.nbytes)
 
@@ -234,7 +235,7 @@ def tensors_of(page: torch.Tensor, arrays: Arrays, device: torch.device) -> dict
         if dtype is None:
             raise RefusedError(f"{array.name}: this torch has no elements of {array.dtype}")
         tensor = torch.empty(0, dtype=dtype, device=device)
-        stride = _pages.contiguous_stride(array.shape) if array.stride is None else array.stride
+        stride = page_tree.contiguous_stride(array.shape) if array.stride is None else array.stride
         # All tensors use one storage, so that those that shared memory share it again.
         tensor.set_(page.untyped_storage(), array.offset // tensor.element_size(), array.shape, stride)
         loaded[array.name] = tensor

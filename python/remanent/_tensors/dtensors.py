@@ -19,12 +19,12 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from remanent import _pages
 from remanent._errors import NoStateError, RefusedError
 from remanent._native import ArrayLayout
-from remanent._tensors import DTYPE, PLAIN_TYPES, bytes_of, read_page, tensors_of
+from remanent._state import page_tree
+from remanent._tensors.conversion import DTYPE, PLAIN_TYPES, bytes_of, read_page, tensors_of
 from remanent._values import encode_or_leave
-from remanent._versions import Views
+from remanent._versions.run_versions import Views
 
 _PLACEMENTS: dict[str, Callable[..., Placement]] = {
     "replicate": Replicate,
@@ -151,7 +151,7 @@ class Layouts:
             for name, tensor in _dtensors(part, state).items():
                 self._by_name[name] = _Layout(tensor.device_mesh, tensor.placements)
             groups = getattr(held, "param_groups", ())
-            self._parameters[_pages.segment(part)] = [parameter for group in groups for parameter in group["params"]]
+            self._parameters[page_tree.segment(part)] = [parameter for group in groups for parameter in group["params"]]
         parameters = [each for of_part in self._parameters.values() for each in of_part if isinstance(each, DTensor)]
         meshes = [layout.mesh for layout in self._by_name.values()] + [each.device_mesh for each in parameters]
         self._meshes = {_key(mesh): mesh for mesh in meshes}
@@ -233,7 +233,7 @@ class Wholes:
         """The parts of each tensor that all ranks saved."""
         found: dict[str, _Parts] = {}
         for rank in range(self._views.count):
-            manifest = _pages.read_manifest(self._views.of(rank))
+            manifest = page_tree.read_manifest(self._views.of(rank))
             arrays = {array.name: (key, array) for key, of_page in manifest.pages.items() for array in of_page}
             for name, said in _described_in(manifest.tree):
                 key, array = arrays[name]
@@ -269,14 +269,14 @@ def _dtensors(part: str, state: Any) -> dict[str, DTensor]:
         return encode_or_leave(path, value)
 
     with contextlib.suppress(RefusedError):
-        _pages.flatten("", {part: state}, adapt, _pages.Leaves(PLAIN_TYPES, "tensor", {}))
+        page_tree.flatten("", {part: state}, adapt, page_tree.Leaves(PLAIN_TYPES, "tensor", {}))
     return found
 
 
 def _described_in(tree: Any) -> Iterator[tuple[str, Any]]:
     """Yields the DTensors in the JSON of a state: their names and descriptions."""
     if isinstance(tree, dict):
-        kind, *rest = tree.get(_pages.TAG, [None])
+        kind, *rest = tree.get(page_tree.TAG, [None])
         if kind == "dtensor":
             yield rest[0], rest[1]
             return

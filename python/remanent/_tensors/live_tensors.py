@@ -14,8 +14,8 @@ import torch
 from remanent import _native
 from remanent._errors import NoStateError
 from remanent._native import ArrayLayout
-from remanent._pages import Arrays, contiguous_stride
-from remanent._tensors import DTYPE, tensor_of
+from remanent._state.page_tree import Arrays, contiguous_stride
+from remanent._tensors.conversion import DTYPE, tensor_of
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # The largest number of bytes of host memory that are pinned for uploads.
@@ -145,7 +145,7 @@ def _skipped(gaps: torch.Tensor) -> torch.Tensor:
     """Returns for each gap the sum of all gaps up to it. The encoding is that of `FollowedBatch._layout`.
 
     >>> import torch
-    >>> from remanent._live import _skipped
+    >>> from remanent._tensors.live_tensors import _skipped
     >>> _skipped(torch.tensor([3, 0, 0xef, 0x03], dtype=torch.uint8))
     tensor([  3,   3, 498])
     """

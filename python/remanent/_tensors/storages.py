@@ -8,7 +8,7 @@ import torch
 
 from remanent._errors import RefusedError
 from remanent._native import Extent
-from remanent._tensors import extents
+from remanent._tensors.conversion import extents
 
 
 def extents_there(tensors: dict[str, torch.Tensor]) -> list[Extent]:

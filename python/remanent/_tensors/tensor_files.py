@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import torch
 
-from remanent import _native, _pages
+from remanent import _native
 from remanent._errors import (
     DeviceError,
     ForeignDirectoryError,
@@ -21,13 +21,14 @@ from remanent._errors import (
     RefusedError,
     UnknownKeyError,
 )
-from remanent._kept_versions import ListedVersion, at_of
-from remanent._module_state import LiveModule
 from remanent._native import ArrayLayout
-from remanent._storages import extents_there
-from remanent._tensors import DTYPE
-from remanent._torch_modes import parameters_in_place, refuse_fake_tensors
-from remanent._versions import whole
+from remanent._state import page_tree
+from remanent._state.modules import LiveModule
+from remanent._tensors.conversion import DTYPE
+from remanent._tensors.storages import extents_there
+from remanent._tensors.torch_modes import parameters_in_place, refuse_fake_tensors
+from remanent._versions.retention import ListedVersion, at_of
+from remanent._versions.run_versions import whole
 
 _Path = str | os.PathLike[str]
 _Index = int | slice | EllipsisType | None
@@ -111,7 +112,7 @@ def checked_device(device: str | int | torch.device) -> torch.device:
     return found
 
 
-def chosen(names: Iterable[str] | None, pages: Mapping[str, _pages.Arrays]) -> dict[str, _pages.Arrays]:
+def chosen(names: Iterable[str] | None, pages: Mapping[str, page_tree.Arrays]) -> dict[str, page_tree.Arrays]:
     """Returns the pages of these tensors with only those arrays, or all pages for None."""
     if names is None:
         return dict(pages)
@@ -164,7 +165,7 @@ class TensorSlice:
         dtype = DTYPE.get(array.dtype)
         if dtype is None:
             raise RefusedError(f"{array.name}: this torch has no elements of {array.dtype}", remedy="use a newer torch")
-        stride = _pages.contiguous_stride(array.shape) if array.stride is None else array.stride
+        stride = page_tree.contiguous_stride(array.shape) if array.stride is None else array.stride
         # A tensor without memory shows the location of the part's elements.
         with torch.device("meta"):
             picked = torch.empty_strided(array.shape, stride, dtype=dtype)[index]
@@ -210,7 +211,7 @@ class safe_open:
         self._device = checked_device(device)
         self._view = _native.View(directory, at_of(at))
         try:
-            manifest = _pages.read_manifest(whole(self._view))
+            manifest = page_tree.read_manifest(whole(self._view))
         except BaseException:
             self._view.close()
             raise

@@ -9,7 +9,7 @@ import torch
 
 from remanent import _native
 from remanent._native import Block, Extent
-from remanent._tensors import blocks
+from remanent._tensors.conversion import blocks
 
 
 class Copies:

@@ -19,7 +19,7 @@ def begins(kind: str) -> bytes:
 def seal(kind: str, parts: Iterable[Any]) -> bytes:
     """Returns the contents of a file with these parts.
 
-    >>> from remanent._sealed import parts_of, seal
+    >>> from remanent._util.checksummed_json import parts_of, seal
     >>> content = seal("example", [{"step": 1}, "all the rest"])
     >>> content.splitlines()[1:]
     [b'{"step":1}', b'"all the rest"']

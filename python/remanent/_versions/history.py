@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from remanent import _native, _pages
+from remanent import _native
 from remanent._errors import InvalidError, NoStateError, OutOfBoundsError
 from remanent._native import ArrayLayout
-from remanent._tensors import DTYPE, read_page, tensor_of, tensors_of
-from remanent._versions import Version, did_you_mean, no_version, whole
+from remanent._state import page_tree
+from remanent._tensors.conversion import DTYPE, read_page, tensor_of, tensors_of
+from remanent._versions.run_versions import Version, did_you_mean, no_version, whole
 
 _Path = str | os.PathLike[str]
 Content = tuple[bytes, Any] | NoStateError | OutOfBoundsError
@@ -226,7 +227,7 @@ def number_of(versions: Sequence[Version], at: int | str | Version | None) -> in
 
 def _arrays(view: _native.View) -> dict[str, tuple[str, ArrayLayout]]:
     """Returns the tensors of a version by name, with their pages and their locations in them."""
-    return {array.name: (key, array) for key, arrays in _pages.read_manifest(view).pages.items() for array in arrays}
+    return {array.name: (key, array) for key, arrays in page_tree.read_manifest(view).pages.items() for array in arrays}
 
 
 def _found(arrays: Mapping[str, tuple[str, ArrayLayout]], name: str) -> tuple[str, ArrayLayout]:
@@ -245,7 +246,7 @@ def _place(array: ArrayLayout, index: tuple[int, ...]) -> tuple[int, int]:
     shape = array.shape
     if len(index) != len(shape) or any(not -length <= at < length for at, length in zip(index, shape, strict=False)):
         raise OutOfBoundsError(f"{array.name}: there is no element {index} in a tensor of shape {shape}")
-    stride = _pages.contiguous_stride(shape) if array.stride is None else array.stride
+    stride = page_tree.contiguous_stride(shape) if array.stride is None else array.stride
     size = DTYPE[array.dtype].itemsize
     steps = sum(at % length * step for at, length, step in zip(index, shape, stride, strict=True))
     return array.offset + steps * size, size

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from remanent import _durable, _native, _sealed
+from remanent import _native
+from remanent._checkpoint.ranks import Ranks, described, raise_first
 from remanent._errors import (
     DamagedError,
     Error,
@@ -30,9 +31,9 @@ from remanent._errors import (
     RankFailedError,
     RefusedError,
 )
-from remanent._ranks import Ranks, described, raise_first
-from remanent._removal import Removal
-from remanent._versions import Keep, Version, Views, no_version, of_step, unnamed
+from remanent._util import checksummed_json, durable_files
+from remanent._versions.removal import Removal
+from remanent._versions.run_versions import Keep, Version, Views, no_version, of_step, unnamed
 
 _Path = str | os.PathLike[str]
 _T = TypeVar("_T")
@@ -78,7 +79,7 @@ class SharedVersions:
     def __init__(self, ranks: Ranks, process_group: dist.ProcessGroup, directory: _Path, keep: Keep,
                  options: Mapping[str, Any], *, always_prune: bool) -> None:
         self._ranks, self._keep = ranks, keep
-        self._held = _durable.HeldDirectory(Path(directory))
+        self._held = durable_files.HeldDirectory(Path(directory))
         self._points = _Points(lambda: self._held.path)
         # The newest save whose outcome this rank has reported.
         self._told = 0
@@ -176,7 +177,7 @@ class SharedVersions:
                         shutil.rmtree(removed)
                     # A partly removed store would be unusable for a rank that is added later.
                     os.replace(folder, removed)
-                    _durable.sync_folder(directory)
+                    durable_files.sync_folder(directory)
             for folder in directory.glob("removed-*"):
                 shutil.rmtree(folder)
         except OSError as error:
@@ -313,7 +314,7 @@ def _check_free(directory: Path) -> None:
 
 
 def _forked(view: _native.View, step: int, target: Path) -> Part:
-    _durable.make_folder(target.parent)
+    durable_files.make_folder(target.parent)
     view.fork(target)
     with _native.Store(target, device="host", page_load="on_demand") as store:
         snapshot = of_step(step, store.lsn)
@@ -355,20 +356,20 @@ class _Points:
 
     def create(self, step: int, name: str | None, parts: list[Part]) -> None:
         folder = self._folder
-        _durable.make_folder(folder)
+        durable_files.make_folder(folder)
         for left in folder.glob(f"*{_ENDING}.tmp"):
             # A process was killed while it created a point.
             left.unlink()
         number = max(map(_number_of, self._paths()), default=0) + 1
         point = Point(number, step, name, time.time(), parts)
-        _durable.create(self._path(number), _encoded(point))
+        durable_files.create(self._path(number), _encoded(point))
 
     def forget_name(self, point: Point) -> None:
         """Makes a point a version without a name."""
-        _durable.publish(self._path(point.number), _encoded(point._replace(name=None)))
+        durable_files.publish(self._path(point.number), _encoded(point._replace(name=None)))
 
     def remove(self, points: Iterable[Point]) -> None:
-        _durable.remove(self._path(point.number) for point in points)
+        durable_files.remove(self._path(point.number) for point in points)
 
     def _paths(self) -> list[Path]:
         try:
@@ -388,11 +389,11 @@ def _number_of(path: Path) -> int:
 def _encoded(point: Point) -> bytes:
     said = point._asdict()
     del said["number"]
-    return _sealed.seal(_KIND, [said])
+    return checksummed_json.seal(_KIND, [said])
 
 
 def _read(path: Path) -> Point:
-    [text] = _sealed.parts_of(_KIND, path.read_bytes(), path)
+    [text] = checksummed_json.parts_of(_KIND, path.read_bytes(), path)
     said = json.loads(text)
     parts = [Part(*part) for part in said["parts"]]
     return Point(_number_of(path), said["step"], said["name"], said["created"], parts)

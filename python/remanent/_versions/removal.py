@@ -8,7 +8,7 @@ import os
 
 from remanent import _native
 from remanent._errors import Error
-from remanent._threads import started
+from remanent._util.threads import started
 
 
 class Removal:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from remanent import _native
 from remanent._errors import InvalidError, NoStateError, RefusedError
-from remanent._versions import unnamed
+from remanent._versions.run_versions import unnamed
 
 _Path = str | os.PathLike[str]
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from remanent import _native
 from remanent._errors import InvalidError, NoStateError, OvertakenError, RefusedError
-from remanent._removal import Removal
+from remanent._versions.removal import Removal
 
 _Path = str | os.PathLike[str]
 _T = TypeVar("_T")

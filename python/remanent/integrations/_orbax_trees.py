@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import numpy
 
-from remanent import _native, _pages
+from remanent import _native
 from remanent import jax as trees
 from remanent._errors import NoStateError
+from remanent._state import page_tree
 
 __all__ = ["ArrayMetadata", "Version", "is_template", "structure_of"]
 
@@ -38,7 +39,7 @@ def structure_of(tree: Any) -> Any:
     if kind in (list, tuple):
         return [kind.__name__, [structure_of(child) for _, child in children]]
     # For other kinds of nodes, only the names of their parts are kept, and no code.
-    return ["dict", [[_pages.flatten("", _name(key), lambda path, value: None), structure_of(child)]
+    return ["dict", [[page_tree.flatten("", _name(key), lambda path, value: None), structure_of(child)]
                      for key, child in children]]
 
 
@@ -67,7 +68,7 @@ def _built(structure: Any, leaves: Callable[[tuple[str, ...]], Any], at: tuple[s
         return leaves(at)
     kind, parts = structure
     if kind == "dict":
-        named = [(_pages.unflatten(name), part) for name, part in parts]
+        named = [(page_tree.unflatten(name), part) for name, part in parts]
         return {name: _built(part, leaves, (*at, str(name))) for name, part in named}
     built = [_built(part, leaves, (*at, str(number))) for number, part in enumerate(parts)]
     return tuple(built) if kind == "tuple" else built
@@ -79,7 +80,7 @@ def _leaf_names(structure: Any, at: tuple[str, ...] = ()) -> list[tuple[str, ...
         return [at]
     kind, parts = structure
     if kind == "dict":
-        parts = [(_pages.unflatten(name), part) for name, part in parts]
+        parts = [(page_tree.unflatten(name), part) for name, part in parts]
     else:
         parts = list(enumerate(parts))
     return [found for name, part in parts for found in _leaf_names(part, (*at, str(name)))]
@@ -99,7 +100,7 @@ class Version:
     def __init__(self, view: _native.View) -> None:
         self._view = view
         self._held, self._where = trees.read_tree(view)
-        tree = _pages.read_manifest(view).tree
+        tree = page_tree.read_manifest(view).tree
         # Versions without a structure have their leaves only by path.
         (self._structure,) = tree.get("structure", [_UNKNOWN])
         names = [] if self._structure is _UNKNOWN else _leaf_names(self._structure)
@@ -130,7 +131,7 @@ class Version:
         path = self._source(path)
         tag = trees.tag_of(self._held[path])
         if tag[0] not in ("array", "key"):
-            return _pages.unflatten(self._held[path])
+            return page_tree.unflatten(self._held[path])
         _, array = self._where[path]
         shape, dtype = array.shape, jax.numpy.dtype(_native.dtype(array.dtype)[0])
         abstract: Any = jax.ShapeDtypeStruct
@@ -174,7 +175,7 @@ class Version:
         if issubclass(kind, _SCALARS):
             return self._scalar(path, source, kind)
         is_jax = issubclass(kind, (jax.Array, jax.ShapeDtypeStruct)) or hasattr(like, "sharding")
-        if not is_array and not isinstance(_pages.unflatten(self._held[source]), (int, float)):
+        if not is_array and not isinstance(page_tree.unflatten(self._held[source]), (int, float)):
             raise NoStateError(f"{path}: the version holds a value and no array", remedy="omit it, or give its type")
         if tag[0] == "key":
             return self._key(path, source, tag, like)
@@ -195,7 +196,7 @@ class Version:
         if tag[0] == "key":
             return self._key(source, source, tag, None)
         if tag[0] != "array":
-            return _pages.unflatten(self._held[source])
+            return page_tree.unflatten(self._held[source])
         elements = self._elements(source, source, None)
         if tag[1] == "jax":
             return trees.placed_array(source, elements, trees.saved_properties(self._held[source]).get("weak", False), None)
@@ -220,7 +221,7 @@ class Version:
             key, array = self._where[source]
             elements = trees.read_elements(self._view, key, array)
         else:
-            elements = numpy.asarray(_pages.unflatten(self._held[source]))
+            elements = numpy.asarray(page_tree.unflatten(self._held[source]))
         if dtype is None or elements.dtype == dtype:
             return elements
         try:

@@ -6,7 +6,7 @@ checksum before it is returned, and a block of another type or shape is never re
 required; its server loads the adapter with this option:
 
     lmcache server --l2-adapter '{
-        "type": "plugin", "module_path": "remanent.lmcache", "class_name": "RemanentL2Adapter",
+        "type": "plugin", "module_path": "remanent.integrations.lmcache", "class_name": "RemanentL2Adapter",
         "adapter_params": {"path": "/mnt/nvme/kv", "capacity": 1000000000000, "revision": "main of 2026-11-26",
                            "chunk_size": 256}}'
 
@@ -23,8 +23,8 @@ import threading
 from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any
 
-from remanent import _hosts
 from remanent._errors import InvalidError
+from remanent.integrations import _hosts
 from remanent.kv import BlockCache
 
 with _hosts.importing(_hosts.LMCACHE):

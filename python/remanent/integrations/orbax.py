@@ -1,7 +1,7 @@
 """A handler for Orbax checkpoints (v1) with durable trees of arrays that are verified when they are loaded.
 
     import orbax.checkpoint.experimental.v1 as ocp
-    from remanent.orbax import RemanentHandler
+    from remanent.integrations.orbax import RemanentHandler
 
     registry = ocp.handlers.local_registry()
     registry.add(RemanentHandler, checkpointable_name="weights")
@@ -41,11 +41,12 @@ from typing import Any
 import jax
 import numpy
 
-from remanent import _durable, _hosts
 from remanent import jax as trees
 from remanent._errors import Error, RefusedError
 from remanent._native import View
-from remanent._orbax_trees import ArrayMetadata, Version, is_template, structure_of
+from remanent._util import durable_files
+from remanent.integrations import _hosts
+from remanent.integrations._orbax_trees import ArrayMetadata, Version, is_template, structure_of
 
 with _hosts.importing(_hosts.ORBAX):
     from orbax.checkpoint.experimental.v1._src.context.context import get_context
@@ -115,7 +116,7 @@ async def _save(directory: Any, leaves: list[Any], arrays: dict[str, Any], struc
     await asyncio.to_thread(trees.write, leaves, arrays, _store_in(made), note=None, name=None, durable=True,
                             structure=[structure])
     # `ocp.load` only loads a tree from a folder that contains this file.
-    await asyncio.to_thread(_durable.publish, Path(os.fspath(made), "_METADATA"), b'{"store": "remanent"}\n')
+    await asyncio.to_thread(durable_files.publish, Path(os.fspath(made), "_METADATA"), b'{"store": "remanent"}\n')
 
 
 def _load(store: str, template: Any, is_partial: bool) -> Any:

@@ -1,7 +1,7 @@
 """A storage for torch_checkpointing with durable files that are verified when they are read.
 
     from torch_checkpointing import CheckpointManager
-    from remanent.torch_checkpointing import RemanentStorageConfig
+    from remanent.integrations.torch_checkpointing import RemanentStorageConfig
 
     manager = CheckpointManager.Config(storage_config=RemanentStorageConfig("/checkpoints")).build()
     manager.save("/checkpoints/step-100", {"model": model.state_dict()})
@@ -17,7 +17,7 @@ the space of files without a name. Copies of the files are not checkpoints: to m
 Checkpoints below the root that torch_checkpointing's own storage wrote, and those of Hugging Face, can also be loaded
 and consolidated: their files are read without verification.
 
->>> from remanent.torch_checkpointing import RemanentStorageConfig
+>>> from remanent.integrations.torch_checkpointing import RemanentStorageConfig
 >>> from pathlib import Path
 >>> storage, root = RemanentStorageConfig(directory).create_storage(), Path(directory)
 >>> storage.mkdir(root / "writing-1")
@@ -48,9 +48,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from remanent import _durable, _hosts
 from remanent._errors import DamagedError, DiskFullError, Error, InvalidError, LockedError
 from remanent._native import Store, View
+from remanent._util import durable_files
+from remanent.integrations import _hosts
 
 with _hosts.importing(_hosts.TORCH_CHECKPOINTING):
     from torch_checkpointing.storage.base_storage import ReadArgs, Storage, StorageConfig
@@ -120,20 +121,20 @@ class RemanentStorage(Storage):
     def delete(self, path: Path) -> None:
         path = self._within(path)
         os.remove(path)
-        _durable.sync_folder(path.parent)
+        durable_files.sync_folder(path.parent)
 
     def mkdir(self, path: Path, recursive: bool = True) -> None:
         path = self._within(path)
         if recursive:
-            _durable.make_folder(path)
+            durable_files.make_folder(path)
         else:
             path.mkdir()
-            _durable.sync_folder(path.parent)
+            durable_files.sync_folder(path.parent)
 
     def rmdir(self, path: Path) -> None:
         path = self._within(path)
         shutil.rmtree(path)
-        _durable.sync_folder(path.parent)
+        durable_files.sync_folder(path.parent)
 
     def rename(self, src_path: Path, dst_path: Path, is_directory: bool = False,
                background_cleanup: bool = False) -> None:
@@ -146,7 +147,7 @@ class RemanentStorage(Storage):
                 raise _occupied(error.errno, source, target) from error
             raise
         for folder in {source.parent, target.parent}:
-            _durable.sync_folder(folder)
+            durable_files.sync_folder(folder)
 
     def ls(self, path: Path) -> list[str]:
         return [name for name in os.listdir(self._at(path)) if name != _STORES]
@@ -466,10 +467,10 @@ class _Files:
         self._stores, self._name = stores, name
         self._store = Store(stores / name, **_OPTIONS)
         self._marks = stores / f"{name}.marks"
-        _durable.make_folder(self._marks)
+        durable_files.make_folder(self._marks)
         # Second names before they are moved into the tree. Existing ones were left by a killed process.
         self._names = stores / f"{name}.names"
-        _durable.make_folder(self._names)
+        durable_files.make_folder(self._names)
         for left in self._names.iterdir():
             left.unlink()
         self._lock = threading.Lock()
@@ -487,7 +488,7 @@ class _Files:
     def open(cls, root: Path) -> _Files:
         """Opens the first store that no other process has open, and cleans up all others that no process has open."""
         stores = root / _STORES
-        _durable.make_folder(stores)
+        durable_files.make_folder(stores)
         own: _Files | None = None
         number = 0
         while own is None or (stores / f"files-{number}").exists():
@@ -522,7 +523,7 @@ class _Files:
                     if mark.store == self._name and not os.path.samefile(path, self._marks / mark.key):
                         os.link(path, self._names / mark.key)
                         os.replace(self._names / mark.key, self._marks / mark.key)
-        _durable.sync_folder(self._marks)
+        durable_files.sync_folder(self._marks)
         with self._store.batch(ack="durable") as batch:
             batch.set_root(_MARKS, here)
 
@@ -552,7 +553,7 @@ class _Files:
         """Gives a file its name, once its pages are durable."""
         self._store.wait_durable()
         mark, name = self._marks / key, self._names / key
-        _durable.publish(mark, _Mark(path, self._name, key, length, _PAGE_BYTES).encode())
+        durable_files.publish(mark, _Mark(path, self._name, key, length, _PAGE_BYTES).encode())
         # A second name of the same file, moved into the tree.
         os.link(mark, name)
         try:
@@ -563,7 +564,7 @@ class _Files:
         except Exception:
             name.unlink(missing_ok=True)
             raise
-        _durable.sync_folder(path.parent)
+        durable_files.sync_folder(path.parent)
 
     def _give_up(self) -> None:
         """Deletes the pages of files that have lost their name or never got one."""

@@ -2,7 +2,7 @@
 
 It replaces torchtitan's own manager in a configuration and supports all of its options:
 
-    from remanent.torchtitan import CheckpointManager
+    from remanent.integrations.torchtitan import CheckpointManager
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
     def llama3_debugmodel_remanent():
@@ -27,8 +27,8 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from remanent import _hosts
 from remanent.dcp import Stager, StorageReader, StorageWriter, is_of_dcp
+from remanent.integrations import _hosts
 
 with _hosts.importing(_hosts.TORCHTITAN):
     from torchtitan.components.checkpointer.base import MODEL

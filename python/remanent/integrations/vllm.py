@@ -10,7 +10,7 @@ is required, which loads the tier by its configuration:
         "kv_connector_extra_config": {
             "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 10000000000,
             "secondary_tiers": [{
-                "type": "RemanentTier", "module_path": "remanent.vllm",
+                "type": "RemanentTier", "module_path": "remanent.integrations.vllm",
                 "path": "/mnt/nvme/kv", "capacity": 1000000000000, "revision": "main of 2026-11-26"}]}}'
 
 Blocks are named by hashes that vLLM computes from the tokens. With `--prefix-caching-hash-algo xxhash` or
@@ -29,8 +29,8 @@ from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from remanent import _hosts
 from remanent._errors import InvalidError
+from remanent.integrations import _hosts
 from remanent.kv import BlockCache
 
 with _hosts.importing(_hosts.VLLM):

@@ -36,9 +36,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from remanent import _hosts, _pages, _tensors
 from remanent._errors import NoStateError, RefusedError
 from remanent._native import ArrayLayout, View
+from remanent._state import page_tree
+from remanent._tensors import conversion
+from remanent.integrations import _hosts
 from remanent.weights import Publisher
 
 with _hosts.importing(_hosts.VLLM):
@@ -122,7 +124,7 @@ class RemanentWeightEngine(WeightTransferEngine[RemanentInitInfo, RemanentUpdate
 
         before, self._loaded = self._loaded, None
         with _version(self._directory, update_info) as view, disable_mtp_completeness_check():
-            pages = _pages.read_manifest(view).pages
+            pages = page_tree.read_manifest(view).pages
             lies = {array.name: (key, array) for key, arrays in pages.items() for array in arrays}
             if before is None or before.store != view.id or before.lsn > update_info.lsn:
                 changed = set(lies)
@@ -153,14 +155,14 @@ def _version(directory: str, update: RemanentUpdateInfo) -> View:
                 time.sleep(_LOOK_AGAIN)
 
 
-def _layers_of(changed: set[str], view: View, pages: dict[str, _pages.Arrays],
+def _layers_of(changed: set[str], view: View, pages: dict[str, page_tree.Arrays],
                device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the tensors of each layer with a changed tensor, since vLLM processes whole layers."""
     names = sorted(array.name for arrays in pages.values() for array in arrays)
     wanted = {name for group in layerwise_groups(names) if changed & set(group) for name in group}
     read = {key: arrays for key, arrays in pages.items() if any(array.name in wanted for array in arrays)}
-    for page, arrays in _tensors.load_pages(view, read, device):
-        yield from _tensors.tensors_of(page, tuple(array for array in arrays if array.name in wanted), device).items()
+    for page, arrays in conversion.load_pages(view, read, device):
+        yield from conversion.tensors_of(page, tuple(array for array in arrays if array.name in wanted), device).items()
 
 
 @dataclass

@@ -1,0 +1,1 @@
+"""Saves and restores of training runs: `remanent.torch.Checkpointer` and its parts."""

@@ -1,0 +1,1 @@
+"""Parts of `remanent.dcp`: staging, and conversion from and to other formats."""

@@ -1,0 +1,1 @@
+"""Parts of `remanent.kv`: the index and the store of a block cache."""

@@ -1,0 +1,1 @@
+"""Durable files, checksummed JSON and threads."""

@@ -1,0 +1,1 @@
+"""Versions of a store's state: listing, retention, removal and comparison."""

@@ -1,0 +1,1 @@
+"""Adapters for host frameworks: vLLM, LMCache, torchtitan, torch_checkpointing and Orbax."""

@@ -1,0 +1,8 @@
+"""Alias of `remanent.integrations.torch_checkpointing`: importing it returns that module."""
+
+import sys
+
+from remanent.integrations import torch_checkpointing
+from remanent.integrations.torch_checkpointing import *
+
+sys.modules[__name__] = torch_checkpointing

@@ -1,0 +1,8 @@
+"""Alias of `remanent.integrations.vllm`: importing it returns that module."""
+
+import sys
+
+from remanent.integrations import vllm
+from remanent.integrations.vllm import *
+
+sys.modules[__name__] = vllm

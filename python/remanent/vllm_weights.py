@@ -1,0 +1,8 @@
+"""Alias of `remanent.integrations.vllm_weights`: importing it returns that module."""
+
+import sys
+
+from remanent.integrations import vllm_weights
+from remanent.integrations.vllm_weights import *
+
+sys.modules[__name__] = vllm_weights

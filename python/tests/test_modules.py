@@ -1,0 +1,49 @@
+"""The paths of modules: former paths of adapters are aliases."""
+
+from __future__ import annotations
+
+import importlib.util
+import pickle
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import stand_ins
+
+import remanent
+
+STAND_INS = {"lmcache": stand_ins.lmcache, "torchtitan": stand_ins.torchtitan, "vllm": stand_ins.vllm,
+             "vllm_weights": stand_ins.vllm_weights}
+ADAPTERS = sorted(path.stem for path in (Path(remanent.__file__).parent / "integrations").glob("[!_]*.py"))
+
+
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.jax) if name == "orbax" else name for name in ADAPTERS])
+def adapter(request: pytest.FixtureRequest) -> ModuleType:
+    try:
+        STAND_INS.get(request.param, lambda: "")()
+        return importlib.import_module(f"remanent.integrations.{request.param}")
+    except ImportError as error:
+        pytest.skip(str(error))
+
+
+def former_path(adapter: ModuleType) -> str:
+    return adapter.__name__.replace(".integrations", "")
+
+
+def test_adapters_are_aliased_at_their_former_paths(adapter: ModuleType) -> None:
+    name = former_path(adapter)
+    assert importlib.import_module(name) is sys.modules[name] is adapter
+    names: dict[str, object] = {}
+    exec(f"from {name} import {', '.join(adapter.__all__)}", names)
+    assert all(names[each] is getattr(adapter, each) for each in adapter.__all__)
+
+
+def test_pickles_with_former_paths_load(adapter: ModuleType) -> None:
+    for name in adapter.__all__:
+        assert pickle.loads(f"c{former_path(adapter)}\n{name}\n.".encode()) is getattr(adapter, name)
+
+
+def test_each_adapter_has_an_alias() -> None:
+    assert len(ADAPTERS) == 6
+    assert [name for name in ADAPTERS if importlib.util.find_spec(f"remanent.{name}") is None] == []
