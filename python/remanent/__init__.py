@@ -25,7 +25,6 @@ from __future__ import annotations
 import atexit as _atexit
 
 from remanent import _native
-from remanent._bisect import bisect
 from remanent._errors import (
     ClosedError,
     ConflictError,
@@ -59,7 +58,6 @@ from remanent._errors import (
     UnknownKeyError,
     UnknownPageError,
 )
-from remanent._log import flush_logging, update_logging
 from remanent._native import (
     AppliedBatch,
     AppliedPage,
@@ -91,6 +89,8 @@ from remanent._native import (
     WorkingCopy,
     __version__,
 )
+from remanent._bisect import bisect
+from remanent._log import flush_logging, update_logging
 
 __all__ = [
     "AppliedBatch",
@@ -159,5 +159,11 @@ __all__ = [
 ]
 
 # Stores that are open at exit are sealed while the interpreter is still intact. A store that is in use then is left as
-# after a crash: nothing acknowledged is lost. Exit handlers run in reverse order, so `_log`'s runs after this one.
+# after a crash: nothing acknowledged is lost. Exit handlers run in reverse order, so the one of `remanent._log`
+# runs after this one.
 _atexit.register(_native.close_all)
+
+
+def __dir__() -> list[str]:
+    # A submodule is listed once it is imported.
+    return sorted({*__all__, *(name for name in globals() if not name.startswith("_"))} - {"annotations"})

@@ -108,6 +108,10 @@ _FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channe
             "preserve": torch.preserve_format}
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 @dataclass(frozen=True)
 class StoredItem:
     """The location of an item of a checkpoint: a page in a snapshot of a rank's store, and its length in bytes."""
@@ -123,6 +127,9 @@ class _AtPath:
     """The path handling that a writer and a reader of a checkpoint share."""
 
     _path: Path
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self._path)!r})"
 
     def _go_to(self, path: _Path) -> None:
         # Links are not followed, since their targets may change.

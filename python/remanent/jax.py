@@ -20,13 +20,17 @@ import numpy
 from remanent import _native
 from remanent._errors import NoStateError, RefusedError
 from remanent._native import ArrayLayout, Block
-from remanent._progress import Bar
 from remanent._state import page_tree
+from remanent._progress import Bar
 from remanent._versions.retention import KEEP_DEFAULT, KeptVersions
 
 __all__ = ["restore", "save", "shapes"]
 
 _Path = str | os.PathLike[str]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def _is_key(leaf: object) -> bool:

@@ -79,6 +79,10 @@ _USES_WAITING_MAX = 4096
 _UNREADABLE_FOR = 10.0
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 @dataclass(slots=True, frozen=True)
 class _Task:
     """A block to store, or a buffer to fill, as bytes."""

@@ -22,7 +22,6 @@ import torch
 from remanent import _native
 from remanent._checkpoint.checkpointer import Checkpointer
 from remanent._checkpoint.saves import Saved
-from remanent._progress import Bar
 from remanent._state import page_tree
 from remanent._tensors.conversion import blocks_in_place, load_pages, tensors_of
 from remanent._tensors.storages import extents_there
@@ -40,6 +39,7 @@ from remanent._tensors.tensor_files import (
     save,
 )
 from remanent._tensors.torch_modes import refuse_fake_tensors
+from remanent._progress import Bar
 from remanent._versions.history import Difference, ElementChange, blame, diff
 from remanent._versions.retention import KEEP_DEFAULT, KeptVersions, ListedVersion, at_of, prune, versions
 from remanent._versions.run_versions import Version, whole
@@ -51,6 +51,10 @@ __all__ = [
 
 _Path = str | os.PathLike[str]
 _At = int | str | ListedVersion | None
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def save_file(tensors: Mapping[str, torch.Tensor], directory: _Path, metadata: Mapping[str, str] | None = None, *,

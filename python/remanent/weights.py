@@ -33,6 +33,10 @@ _Path = str | os.PathLike[str]
 _CHECKED_AT_ONCE = 32 << 20
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def _tensors(model: Any) -> dict[str, torch.Tensor]:
     state = model if isinstance(model, Mapping) else model.state_dict()
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
@@ -94,6 +98,9 @@ class Publisher:
         self.store = _native.Store(directory, device=device, log_kept=log_kept, **options)
         self._manifest = page_tree.LastManifest()
         self._copies = None if device == "host" else Copies(self.store, torch.device(device), "page")
+
+    def __repr__(self) -> str:
+        return f"Publisher({self.store!r})"
 
     def publish(self, model: Any, step: int) -> _native.Ticket:
         """Logs what changed since the previous step and makes it visible to subscribers. Returns a ticket to wait on.
@@ -165,6 +172,9 @@ class Subscriber:
         self._sums: dict[torch.device, torch.Tensor] = {}
         self.step: int | None = None
         self.restarts = 0
+
+    def __repr__(self) -> str:
+        return f"Subscriber({self._directory!r}, step={self.step}, restarts={self.restarts})"
 
     def apply_to(self, model: Any, *, timeout: float = 0.0) -> int | None:
         """Updates the tensors of `model` in place to the newest step. Returns that step, or None if there is none yet.

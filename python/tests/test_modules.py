@@ -1,4 +1,4 @@
-"""The paths of modules: former paths of adapters are aliases."""
+"""The public names of modules, and former paths of adapters."""
 
 from __future__ import annotations
 
@@ -47,3 +47,28 @@ def test_pickles_with_former_paths_load(adapter: ModuleType) -> None:
 def test_each_adapter_has_an_alias() -> None:
     assert len(ADAPTERS) == 6
     assert [name for name in ADAPTERS if importlib.util.find_spec(f"remanent.{name}") is None] == []
+
+
+PUBLIC = {"remanent.kv": None, "remanent.torch": "torch", "remanent.dcp": "torch", "remanent.weights": "torch"}
+
+
+@pytest.fixture(params=[*PUBLIC, pytest.param("remanent.jax", marks=pytest.mark.jax)])
+def module(request: pytest.FixtureRequest) -> ModuleType:
+    if needs := PUBLIC.get(request.param, "jax"):
+        pytest.importorskip(needs)
+    return importlib.import_module(request.param)
+
+
+def test_dir_lists_public_names(module: ModuleType) -> None:
+    assert dir(module) == sorted(module.__all__)
+
+
+def test_dir_of_an_adapter_lists_public_names(adapter: ModuleType) -> None:
+    assert dir(adapter) == sorted(adapter.__all__)
+
+
+def test_dir_of_the_package_adds_imported_submodules() -> None:
+    importlib.import_module("remanent.kv")
+    others = set(dir(remanent)) - set(remanent.__all__)
+    assert "kv" in others and {f"remanent.{name}" for name in others} <= sys.modules.keys()
+    assert {"_native", "annotations"}.isdisjoint(dir(remanent))

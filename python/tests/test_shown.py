@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import sys
 from html.parser import HTMLParser
@@ -164,3 +165,25 @@ def test_saving_loading_and_waiting_for_pages_are_counted(directory: str, monkey
         assert store.wait_loaded(60, progress=False)
     ((what, total, shown, counts),) = made
     assert (what, shown) == ("loading", False) and sum(counts) <= total
+
+
+def test_python_classes_describe_themselves() -> None:
+    pytest.importorskip("torch")
+    for module in map(importlib.import_module, ("remanent.torch", "remanent.dcp", "remanent.weights", "remanent.kv")):
+        for name in module.__all__:
+            found = getattr(module, name)
+            assert not isinstance(found, type) or found.__repr__ is not object.__repr__, name
+
+
+def test_a_checkpointer_shows_its_step(directory: str) -> None:
+    pytest.importorskip("torch")
+    from remanent.torch import Checkpointer
+
+    with Checkpointer(directory, extra={"loader": {"position": 0}}) as run:
+        assert repr(run) == f"Checkpointer({directory!r})"
+        run.save(3)
+        assert repr(run) == f"Checkpointer({directory!r}, step=3)"
+    assert repr(run) == f"Checkpointer({directory!r}, step=3, closed)"
+    with Checkpointer(directory, extra={"loader": {}}) as run:
+        run.restore()
+        assert repr(run) == f"Checkpointer({directory!r}, step=3)"

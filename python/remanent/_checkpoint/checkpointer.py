@@ -30,7 +30,6 @@ from remanent._errors import (
     RefusedError,
 )
 from remanent._native import Block, Extent
-from remanent._progress import Bar
 from remanent._state import page_tree
 from remanent._state.put_back import PutBack
 from remanent._state.rng import rng_state
@@ -40,6 +39,7 @@ from remanent._tensors.copy_streams import CurrentStreams, Moment
 from remanent._tensors.storages import extents_there
 from remanent._tensors.torch_modes import refuse_fake_tensors
 from remanent._tensors.working_copies import Copies
+from remanent._progress import Bar
 from remanent._util.threads import started
 from remanent._versions.history import (
     Content,
@@ -859,6 +859,16 @@ class Checkpointer:
             untold = self._left.end("no other save came")
         if untold is not None:
             raise untold
+
+    def __repr__(self) -> str:
+        last, step = self._last, self._step
+        state = ", closed" if self.store.closed else ""
+        if last is not None and last.done():
+            step = last.step
+        elif last is not None and not last._has_ended and not state:
+            state = f", saving={last.step}"
+        # The step is unknown before the first save or restore in this process.
+        return f"Checkpointer({self.store.path!r}{'' if step is None else f', step={step}'}{state})"
 
     def __enter__(self) -> Checkpointer:
         if self.store.closed:

@@ -73,6 +73,9 @@ class Stager(AsyncStager):
         self._is_closed = False
         weakref.finalize(self, self._memory.close).atexit = False
 
+    def __repr__(self) -> str:
+        return f"Stager(wait={self._wait}, overlap={self._overlap}{', closed' if self._is_closed else ''})"
+
     @torch.no_grad()
     def stage(self, state_dict: dict[str, Any]) -> concurrent.futures.Future[dict[str, Any]] | dict[str, Any]:
         """Returns a copy of a state, or its future; see the class."""

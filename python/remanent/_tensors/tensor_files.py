@@ -140,6 +140,9 @@ class TensorSlice:
     def __init__(self, view: _native.View, key: str, array: ArrayLayout, device: torch.device) -> None:
         self._view, self._key, self._array, self._device = view, key, array, device
 
+    def __repr__(self) -> str:
+        return f"TensorSlice({self._array.name!r}, dtype={self._array.dtype!r}, shape={self.get_shape()})"
+
     def get_shape(self) -> list[int]:
         """Returns the tensor's shape."""
         return list(self._array.shape)
@@ -217,6 +220,9 @@ class safe_open:
             raise
         self._metadata = manifest.metadata
         self._found = {array.name: (key, array) for key, arrays in manifest.pages.items() for array in arrays}
+
+    def __repr__(self) -> str:
+        return f"safe_open({self._view!r}, tensors={len(self._found)})"
 
     def keys(self) -> list[str]:
         """Returns the names of the tensors, sorted."""

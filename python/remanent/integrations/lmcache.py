@@ -56,6 +56,10 @@ _SEPARATOR = "@"
 _TOLD_AT_ONCE = 10_000
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 class RemanentL2Adapter(L2AdapterInterface):
     """An L2 adapter for LMCache in a directory. It has these parameters:
 

@@ -57,6 +57,10 @@ __all__ = ["ArrayMetadata", "RemanentHandler"]
 _STORE = "remanent"
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 class RemanentHandler:
     """Saves and loads trees for Orbax, which instantiates it: add the class to a registry."""
 

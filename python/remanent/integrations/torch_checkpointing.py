@@ -75,6 +75,10 @@ _READ_TRIES = 10
 _MARKS = "marks"
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 @dataclass
 class RemanentStorageConfig(StorageConfig):
     """The location of a `RemanentStorage`: `root`, the folder that contains all checkpoints, at any depth."""

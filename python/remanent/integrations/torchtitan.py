@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointManager"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 class CheckpointManager(DcpCheckpointManager):
     """torchtitan's checkpoint manager, saving to one store per rank; see `CheckpointManager.Config`."""
 

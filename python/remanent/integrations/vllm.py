@@ -60,6 +60,10 @@ _logger = logging.getLogger("remanent.vllm")
 _SEEDED_BY_CHANCE = ("xxhash", "xxhash_cbor")
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 class RemanentTier(SecondaryTierManager):
     """A secondary tier for vLLM's `TieringOffloadingSpec`, in a directory.
 

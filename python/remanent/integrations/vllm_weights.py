@@ -62,6 +62,10 @@ __all__ = ["RemanentInitInfo", "RemanentTrainerEngine", "RemanentTrainerInitInfo
 _LOOK_AGAIN = 0.02
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 @dataclass
 class RemanentInitInfo(WeightTransferInitInfo):
     """The publisher's directory, as the workers see it."""
