@@ -36,7 +36,7 @@ type PolicyMaker = dyn Fn(Place) -> Box<dyn EvictionPolicy> + Send + Sync;
 /// let store = Store::temporary(options)?;
 /// // Four times the host's limit.
 /// for at in 0..64u8 {
-///     store.put(&format!("block/{at}").as_str().try_into()?, [at; 4096], Place::Host)?;
+///     store.put(format!("block/{at}"), [at; 4096], Place::Host)?;
 /// }
 /// let first = store.page_by_key("block/0")?;
 /// assert_eq!(first.place, Place::Disk);
