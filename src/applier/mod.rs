@@ -373,7 +373,7 @@ impl Applier {
         let mut progress = self.progress.lock();
         if progress.applied < lsn {
             drop(progress);
-            self.requests.hurry(lsn);
+            self.requests.expedite(lsn);
             progress = self.progress.lock();
         }
         while progress.applied < lsn {
@@ -387,7 +387,7 @@ impl Applier {
 
     /// Like [`wait_applied`](Self::wait_applied), until a deadline. Returns whether the batch is in the lane.
     pub fn wait_applied_until(&self, lsn: Lsn, until: Instant) -> Result<bool> {
-        self.hurry(lsn);
+        self.expedite(lsn);
         let mut progress = self.progress.lock();
         while progress.applied < lsn {
             if progress.is_lost {
@@ -410,9 +410,9 @@ impl Applier {
     }
 
     /// Makes the applier take batch `lsn` immediately instead of collecting more batches.
-    pub fn hurry(&self, lsn: Lsn) {
+    pub fn expedite(&self, lsn: Lsn) {
         if !self.has_applied(lsn) {
-            self.requests.hurry(lsn);
+            self.requests.expedite(lsn);
         }
     }
 

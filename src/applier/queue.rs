@@ -120,7 +120,7 @@ impl Requests {
     }
 
     /// Records that a caller waits for this batch.
-    pub fn hurry(&self, lsn: Lsn) {
+    pub fn expedite(&self, lsn: Lsn) {
         let mut queue = self.queue.lock();
         queue.awaited = queue.awaited.max(lsn);
         // A batch that is no longer in the queue is already being processed.

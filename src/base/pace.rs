@@ -37,7 +37,7 @@ impl Pace {
     }
 
     /// Suspends the limit until the guard is dropped.
-    pub fn hurry(&self) -> UrgentWaitGuard<'_> {
+    pub fn expedite(&self) -> UrgentWaitGuard<'_> {
         self.state.lock().callers += 1;
         self.changed.notify_all();
         UrgentWaitGuard(self)
@@ -109,7 +109,7 @@ mod tests {
         let began = Instant::now();
         std::thread::scope(|scope| {
             let paced = scope.spawn(|| pace.keep(began, u64::MAX / 2));
-            let _hurry = pace.hurry();
+            let _hurry = pace.expedite();
             paced.join().unwrap().unwrap();
             pace.keep(began, u64::MAX / 2).unwrap();
         });

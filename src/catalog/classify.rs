@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 
 /// The number of pages classified at a time. This takes about 200 us, and a batch may have to wait for two of
 /// them.
-pub(crate) const LOOK_PAGES: usize = 1024;
+pub(crate) const CLASSIFIED_AT_ONCE: usize = 1024;
 
 /// The class of a page for the next snapshot.
 pub(crate) enum PageClass {
@@ -120,7 +120,7 @@ impl KnownImages {
             // The next group is requested before waiting for the result of this one: with one group at a
             // time, half of the time is spent on threads waking each other.
             let mut requested: Option<(&[PageId], L)> = None;
-            for pages in pages.chunks(LOOK_PAGES).map(Some).chain([None]) {
+            for pages in pages.chunks(CLASSIFIED_AT_ONCE).map(Some).chain([None]) {
                 let next = pages.map(|pages| (pages, classify(pages.to_vec())));
                 if let Some((pages, answer)) = std::mem::replace(&mut requested, next) {
                     pages.iter().zip(answer()?).try_for_each(|(page, class)| each(*page, class))?;

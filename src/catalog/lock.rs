@@ -42,7 +42,7 @@ impl CatalogLock {
 
     /// Waits for the lock, suspending the rate limit of a background snapshot in the meantime.
     pub fn lock(&self) -> CatalogGuard<'_> {
-        let _hurry = self.pace.hurry();
+        let _hurry = self.pace.expedite();
         self.lock_patiently()
     }
 

@@ -16,7 +16,7 @@ use remanent_format::image::ImageRef;
 use remanent_format::manifest::{Manifest, ManifestEntry};
 use remanent_format::{LogPoint, Lsn, PageInfo, SnapshotId};
 
-pub(crate) use self::classify::{Beginning, LOOK_PAGES, SnapshotWork};
+pub(crate) use self::classify::{Beginning, CLASSIFIED_AT_ONCE, SnapshotWork};
 pub(crate) use self::known_images::{KnownImages, ReplayImages};
 pub(crate) use self::lock::CatalogLock;
 pub(crate) use self::newest::{ImageTotals, Link, NewestSnapshot};

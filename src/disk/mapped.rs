@@ -188,14 +188,14 @@ impl FileMemory for MappedFile {
 }
 
 /// The maximum length of a file whose cached pages are queried: the answer takes one byte per page.
-const ASKED_LEN_MAX: u64 = 1 << 30;
+const QUERIED_LEN_MAX: u64 = 1 << 30;
 
 /// Returns the parts of a file, in whole pages, that are not in the page cache. Some files appear to be fully
 /// cached: those that the process neither owns nor may write, and those of a file system that has, or may
 /// have, a cache of its own.
 pub(super) fn uncached(file: &File) -> io::Result<Vec<Range<u64>>> {
     let len = file.metadata()?.len();
-    if !(1..=ASKED_LEN_MAX).contains(&len) || !has_no_other_cache(file)? {
+    if !(1..=QUERIED_LEN_MAX).contains(&len) || !has_no_other_cache(file)? {
         return Ok(Vec::new());
     }
     let map = MmapOptions::new().len(len as usize).map_raw_read_only(file)?;
@@ -339,7 +339,7 @@ mod tests {
     fn unqueryable_files_have_no_uncached_ranges() {
         let file = tempfile::tempfile().unwrap();
         assert_eq!(uncached(&file).unwrap(), []);
-        file.set_len(ASKED_LEN_MAX + 1).unwrap();
+        file.set_len(QUERIED_LEN_MAX + 1).unwrap();
         assert_eq!(uncached(&file).unwrap(), []);
     }
 

@@ -113,7 +113,7 @@ impl Suspicion {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::log::TELL_AFTER;
+    use crate::log::NOTIFY_AFTER;
 
     /// Returns how often a follower checks a log that is idle for this time.
     fn checks(idle: Duration, is_notified: bool) -> u32 {
@@ -148,7 +148,7 @@ mod tests {
     #[test]
     fn follower_polls_often_while_writer_may_be_silent() {
         let (mut pauses, mut passed) = (Pauses::new(), Duration::ZERO);
-        while passed < TELL_AFTER {
+        while passed < NOTIFY_AFTER {
             let pause = pauses.next(passed, true);
             assert!(pause <= PAUSE_MAX, "{pause:?} after {passed:?}");
             passed += pause;

@@ -43,7 +43,7 @@ use crate::recovery::create::unfinished_files;
 const ATTEMPTS: usize = 64;
 /// The first and the longest wait for a writer that is removing the requested files. On a busy disk, each of
 /// its syncs takes tens of milliseconds.
-const GOING_WAITS: [Duration; 2] = [Duration::from_millis(1), Duration::from_millis(50)];
+const RETIRE_WAITS: [Duration; 2] = [Duration::from_millis(1), Duration::from_millis(50)];
 
 /// A state of a store on disk.
 pub(crate) struct PastState {
@@ -116,7 +116,7 @@ impl PastState {
         check_is_store(disk)?;
         let mut before: Option<(Vec<SnapshotId>, Vec<u64>, Lsn, String)> = None;
         let mut was_in_parts = false;
-        let [mut going_wait, longest_wait] = GOING_WAITS;
+        let [mut going_wait, longest_wait] = RETIRE_WAITS;
         for attempt in 1.. {
             let source = DiskSource::new(disk.clone());
             let survey = Survey::read(&source)?;

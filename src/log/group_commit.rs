@@ -23,7 +23,7 @@ use crate::base::sync::Instant;
 
 /// The maximum number of syncs that begin immediately, after repeated waits in vain, before the log tries to
 /// wait again.
-const HASTE_MAX: u32 = 32;
+const IMMEDIATE_SYNCS_LIMIT: u32 = 32;
 
 /// A group of this length waits for no further committer. When the log waited for 8 threads that committed 64
 /// KiB each, a write of six frames took 320 us and the disk was idle for 165 us before the next one. With
@@ -111,7 +111,7 @@ impl Waiters {
         } else if self.away <= self.served_last / 2 {
             self.immediate_syncs_max = 0;
         } else if waited {
-            self.immediate_syncs_max = (2 * self.immediate_syncs_max).clamp(1, HASTE_MAX);
+            self.immediate_syncs_max = (2 * self.immediate_syncs_max).clamp(1, IMMEDIATE_SYNCS_LIMIT);
             self.immediate_syncs = self.immediate_syncs_max;
         }
         // The committer that kept watch may wake only after this sync has ended. A stale flag would keep

@@ -21,5 +21,5 @@ pub(crate) use segments::{SegmentPool, SegmentRules, SpacePurpose};
 pub(crate) use state::LogStart;
 pub use state::LogStats;
 #[cfg(test)]
-pub(crate) use state::TELL_AFTER;
+pub(crate) use state::NOTIFY_AFTER;
 pub(crate) use writer::Log;

@@ -44,7 +44,7 @@ pub(crate) struct LogStart {
 /// A batch of a mapped log that comes this long after the previous one is announced to followers, because
 /// appending to a mapping makes no system call that would notify them. Followers poll for longer than that
 /// after a batch, and at most 200 batches per second pay for the announcement.
-pub(crate) const TELL_AFTER: Duration = Duration::from_millis(5);
+pub(crate) const NOTIFY_AFTER: Duration = Duration::from_millis(5);
 
 /// How long a check that no other writer has opened the store remains valid for further writes to the log.
 /// Another writer cannot reuse one of this writer's segments that soon: it first reads the log and syncs its
@@ -264,7 +264,7 @@ impl LogState {
     /// Whether a batch appended at `now` is the first one after a pause.
     pub fn ends_silence(&mut self, now: Instant) -> bool {
         let last = self.last_batch.replace(now);
-        last.is_none_or(|last| last + TELL_AFTER <= now)
+        last.is_none_or(|last| last + NOTIFY_AFTER <= now)
     }
 
     /// Returns the number of bytes of frames to expect until the keeper checks again: four times the bytes

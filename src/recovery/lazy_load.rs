@@ -32,7 +32,7 @@ use crate::images::read::{ImageRequest, RUN_BYTES, SummedBy};
 
 /// When a caller waits for a page, the pages after it in the file are loaded too, up to this many bytes: few
 /// enough not to delay the caller.
-const ASKED_BYTES: u64 = 256 << 10;
+const FOLLOWING_BYTES_MAX: u64 = 256 << 10;
 /// Threads for a long page: each loader may be busy with one.
 const LONG_THREADS_MAX: usize = 4;
 /// The lanes for loading. No batch uses a page's memory before it is loaded, so its bytes need not be
@@ -128,7 +128,7 @@ impl Loads {
         // Only pages whose images were proven on the medium are ever left unloaded (I7), so the cache may
         // serve them.
         let proven = DiskSource::proven(self.engine.disk.clone());
-        while let Some(pages) = self.unloaded().take(ASKED_BYTES, RUN_BYTES) {
+        while let Some(pages) = self.unloaded().take(FOLLOWING_BYTES_MAX, RUN_BYTES) {
             self.load(&proven, pages);
         }
     }

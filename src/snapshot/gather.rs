@@ -34,7 +34,7 @@ const PIECE_LEN_MIN: u64 = 64;
 /// Chunks merged into one where the device copies to files: their bytes are held on the device only.
 const IN_PLACE_CHUNKS: u64 = 4;
 /// The number of attempts to gather a long page piece by piece before it is gathered whole.
-const CATCHES_MAX: usize = 3;
+const GATHERS_MAX: usize = 3;
 
 /// Pages caught by one gather, each with the offset of its bytes in staging, where the chunk is built.
 pub(super) struct GatheredPages<C> {
@@ -195,7 +195,7 @@ impl Snapshots {
         let _phase = phases::enter(Phase::SnapshotGather);
         self.engine.applier.unloaded().wait([page])?;
         // A page under constant writes may never be caught piece by piece, so attempts are limited.
-        for _ in 0..CATCHES_MAX {
+        for _ in 0..GATHERS_MAX {
             // `None`: the page was deleted since it was chosen. The record of the delete becomes a tombstone.
             let info = match self.begin_gather(page)? {
                 Some(LongPage::InMemory(info)) => info,

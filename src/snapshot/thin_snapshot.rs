@@ -20,7 +20,7 @@ use super::Snapshots;
 use super::bounds::{End, beginning};
 use super::verify::WrittenSnapshot;
 use crate::base::allocation::{append, collected};
-use crate::catalog::{Catalog, LOOK_PAGES, Link, RetainedSnapshot};
+use crate::catalog::{CLASSIFIED_AT_ONCE, Catalog, Link, RetainedSnapshot};
 use crate::disk::source::DiskSource;
 use crate::error::Result;
 
@@ -115,7 +115,7 @@ impl Snapshots {
         let changed = self.engine.applier.turn(|turn| Ok(beginning(turn)?.changed))?;
         let mut gone = Vec::new();
         // In portions: no batch is applied during a turn.
-        for pages in changed.chunks(LOOK_PAGES) {
+        for pages in changed.chunks(CLASSIFIED_AT_ONCE) {
             let (known, pages) = (catalog.known.clone(), Arc::new(pages.to_vec()));
             let looked_at = pages.clone();
             let classes = self

@@ -174,7 +174,7 @@ impl Acknowledged {
         self.id = Some(id);
         let Engine { log, applier, .. } = &**self.ticket.engine.check()?;
         match self.ack {
-            Ack::Applied => applier.hurry(lsn),
+            Ack::Applied => applier.expedite(lsn),
             Ack::Logged | Ack::Durable => log.ask_for_sync(),
         }
         // The batch may have been acknowledged before the waker was registered.

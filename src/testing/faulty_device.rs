@@ -57,7 +57,7 @@ pub enum DeviceCall {
     /// A call to [`Device::stream_event`].
     StreamEvent,
     /// A call to [`Device::wait_event`].
-    WaitPoint,
+    WaitEvent,
     /// A call to [`Device::hold_stream`].
     HoldStream,
     /// A call to [`Device::register`].
@@ -374,7 +374,7 @@ impl Device for FaultyDevice {
     }
 
     fn wait_event(&self, point: &StreamEvent) -> Result<()> {
-        self.enter(DeviceCall::WaitPoint)?;
+        self.enter(DeviceCall::WaitEvent)?;
         self.inner.wait_event(point)
     }
 

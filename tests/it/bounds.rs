@@ -18,7 +18,7 @@ use remanent_format::op::{Op, decode_payload};
 use remanent_format::state::reach::{Reach, Role};
 use remanent_format::state::survey::Survey;
 
-use crate::files::{Files, KEPT_FOR_OPENS, State, open_with, small};
+use crate::files::{Files, SPARES_FOR_OPENS, State, open_with, small};
 use crate::kill::workload::Random;
 
 /// Long enough to be written ahead, with the longest segments used here.
@@ -211,7 +211,7 @@ fn bounded_directory(options: &Options, spare_bytes: u64) {
         let (used, bound) = (found - spares, allowed + log + 3 * SEGMENT_LEN);
         assert!(used <= bound, "round {round}: {used} bytes without spares, {bound} allowed");
         // The reserve, the short ones for opens, and those that wait.
-        let bound = 2 * SEGMENT_LEN + KEPT_FOR_OPENS as u64 * FIRST_LEN + spare_bytes;
+        let bound = 2 * SEGMENT_LEN + SPARES_FOR_OPENS as u64 * FIRST_LEN + spare_bytes;
         assert!(spares <= bound, "round {round}: {spares} bytes of spares, {bound} allowed");
         most = most.max(found);
     }

@@ -114,7 +114,7 @@ pub fn open_with(disk: &SimDisk, options: Options) -> Result<Store, Error> {
 }
 
 /// Spares that a store keeps for opens on a full disk, in addition to its reserve.
-pub const KEPT_FOR_OPENS: usize = 5;
+pub const SPARES_FOR_OPENS: usize = 5;
 
 /// The smallest segments, so that a few batches cross every boundary.
 pub fn small() -> Options {

@@ -16,7 +16,7 @@ use remanent_format::segment::{SegmentHeader, SegmentHeaderRaw};
 use remanent_format::state::survey::Survey;
 
 use crate::direct_io;
-use crate::files::{Files, KEPT_FOR_OPENS, State, open_with, small};
+use crate::files::{Files, SPARES_FOR_OPENS, State, open_with, small};
 
 /// The length of the first segments.
 const FIRST: u64 = 256 << 10;
@@ -82,7 +82,7 @@ fn settle(store: &Store, directory: &Path) {
         let files = log_files(directory);
         let spares = files.keys().filter(|file| matches!(file, FileName::Spare(_))).count();
         let is_temporary = |file: &FileName| matches!(file, FileName::Temporary(..));
-        files.len() - spares >= 3 && spares >= 2 + KEPT_FOR_OPENS && !files.keys().any(is_temporary)
+        files.len() - spares >= 3 && spares >= 2 + SPARES_FOR_OPENS && !files.keys().any(is_temporary)
     };
     wait_until("what an open makes ahead", is_made);
     store.wait_durable(store.lsn()).unwrap();
@@ -273,7 +273,7 @@ fn spares_beyond_reserve_use_allowed_space() {
         let spares = files.0.iter().filter(|(file, _)| matches!(file, FileName::Spare(_)));
         let bytes: u64 = spares.map(|(_, content)| content.len() as u64).sum();
         // Those held for opens may be first segments of the log that were taken back.
-        let reserve = (2 << 20) + KEPT_FOR_OPENS as u64 * FIRST;
+        let reserve = (2 << 20) + SPARES_FOR_OPENS as u64 * FIRST;
         assert!(bytes <= reserve + allowed, "{spare_bytes}: {bytes} bytes");
         // More than 10 MiB of log went with the snapshot.
         assert!(spare_bytes < 1 << 30 || bytes > 8 << 20, "{bytes} bytes");
@@ -347,7 +347,7 @@ fn open_failing_without_space_keeps_spares() {
         let files = Files::of(&disk);
         files.0.keys().filter(|file| matches!(file, FileName::Spare(_))).count()
     };
-    wait_until("the reserve", || spares() == 1 + KEPT_FOR_OPENS);
+    wait_until("the reserve", || spares() == 1 + SPARES_FOR_OPENS);
     store.close().unwrap();
     let files = Files::of(&disk).0;
     let held = files.keys().filter(|file| matches!(file, FileName::Spare(_)));
@@ -374,7 +374,7 @@ fn has_reserve(disk: &SimDisk) -> bool {
     let is_made = of(|file| matches!(file, FileName::Temporary(..))).count() == 0;
     let spares: Vec<usize> = of(|file| matches!(file, FileName::Spare(_))).collect();
     is_made
-        && spares.len() >= 2 + KEPT_FOR_OPENS
+        && spares.len() >= 2 + SPARES_FOR_OPENS
         && spares.iter().filter(|len| **len >= longest / 2).count() >= 2
 }
 

@@ -311,7 +311,7 @@ fn device_error_in_guard_poisons_store() {
         (DeviceCall::WaitExternal, end),
         (DeviceCall::Submit, end),
         (DeviceCall::HoldStream, other),
-        (DeviceCall::WaitPoint, read),
+        (DeviceCall::WaitEvent, read),
     ];
     for (call, work) in rows {
         let late = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));

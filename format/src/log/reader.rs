@@ -18,10 +18,10 @@ use crate::segment::SEGMENT_HEADER_BLOCK;
 const READ_AHEAD: u64 = 1 << 20;
 /// Length in bytes of the first read when searching for frames, which usually needs only the start of a
 /// segment.
-const FIRST_LOOK: u64 = 64 << 10;
+const FIRST_READ_LEN: u64 = 64 << 10;
 /// Length in bytes of subsequent reads when searching for frames. Searching a blank segment of 16 MiB takes
 /// 1.8 ms (2.2 ms with 1 MiB per read), of which 1.2 ms are spent copying from the page cache.
-const NEXT_LOOK: u64 = 256 << 10;
+const NEXT_READ_LEN: u64 = 256 << 10;
 /// Maximum length of a read, in bytes. If frames are longer than the minimum, each read has the length of the
 /// longest frame so far, up to this limit.
 const READ_AHEAD_MAX: u64 = 8 << 20;
@@ -71,7 +71,7 @@ impl<'s, B> Reading<'s, B> {
 /// Maximum length of a request for memory that never fails. A search skips headers that it cannot read, and
 /// must not skip a valid frame because of a lack of memory, so a header always fits. If a longer request
 /// fails, the reader reads no more than it was asked for.
-const NEVER_REFUSED_LEN: usize = FIRST_LOOK as usize;
+const NEVER_REFUSED_LEN: usize = FIRST_READ_LEN as usize;
 
 /// Supplies memory from the global allocator.
 pub(super) const ORDINARY: AllocateBuffer<'static, Vec<u8>> = &|len| {
@@ -107,7 +107,7 @@ impl<'s> SegmentReader<'s> {
 
     /// Creates a reader for a search, which reads little at a time.
     pub fn for_search(source: &'s dyn ReadAt, number: u64) -> Self {
-        Self { read_ahead: FIRST_LOOK, ..Self::new(source, number) }
+        Self { read_ahead: FIRST_READ_LEN, ..Self::new(source, number) }
     }
 }
 
@@ -210,11 +210,11 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
             let ahead = align_up(end.max(start.saturating_add(self.read_ahead)), GROUP_ALIGN);
             match self.read(start..ahead.min(file_len)) {
                 Ok(()) => {
-                    self.read_ahead = self.read_ahead.max(NEXT_LOOK);
+                    self.read_ahead = self.read_ahead.max(NEXT_READ_LEN);
                     return Ok(());
                 }
                 // A lack of memory does not mean that any sector is bad.
-                Err(Defect::Memory { .. }) => self.read_ahead = FIRST_LOOK,
+                Err(Defect::Memory { .. }) => self.read_ahead = FIRST_READ_LEN,
                 // A bad sector must not make the bytes before it unreadable.
                 Err(_) => self.read_ahead = 0,
             }
@@ -363,7 +363,7 @@ mod tests {
     #[test]
     fn frames_are_found_at_every_place_and_nowhere_else() {
         const STORE: StoreId = StoreId([7; 16]);
-        let len = FIRST_LOOK + 2 * NEXT_LOOK;
+        let len = FIRST_READ_LEN + 2 * NEXT_READ_LEN;
         let header = |offset| crate::frame::FrameHeader {
             kind: crate::frame::FrameKind::Batch,
             group_start: false,
@@ -377,7 +377,7 @@ mod tests {
             payload_crc: 0,
             chain_prev: 0,
         };
-        let ends = [SEGMENT_HEADER_BLOCK, FIRST_LOOK, FIRST_LOOK + NEXT_LOOK, len];
+        let ends = [SEGMENT_HEADER_BLOCK, FIRST_READ_LEN, FIRST_READ_LEN + NEXT_READ_LEN, len];
         let around = |end: u64| {
             (end.saturating_sub(2048)..len.min(end + 2048)).step_by(FRAME_ALIGN as usize * crate::CASES_STEP)
         };

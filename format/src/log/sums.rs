@@ -151,14 +151,14 @@ impl BufferedSums {
 /// them as integers lets the compiler vectorize: 16 MiB take 0.2 ms, compared with 0.6 ms byte by byte.
 pub(super) fn distance_to_magic(bytes: &[u8]) -> usize {
     const STEP: usize = FRAME_ALIGN as usize;
-    const LOOK: usize = 64;
+    const SCAN_LEN: usize = 64;
     let magic = u32::from_le_bytes(FRAME_MAGIC);
     let begins = |word: &[u8; STEP]| u32::from_le_bytes([word[0], word[1], word[2], word[3]]) == magic;
     let none_begins = |words: &&[[u8; STEP]]| !words.iter().fold(false, |any, word| any | begins(word));
     let (words, _rest) = bytes.as_chunks();
-    let looks = words.chunks_exact(LOOK).take_while(none_begins).count() * LOOK;
-    let rest = words[looks..].iter().take_while(|word| !begins(word)).count();
-    (looks + rest) * STEP
+    let scanned = words.chunks_exact(SCAN_LEN).take_while(none_begins).count() * SCAN_LEN;
+    let rest = words[scanned..].iter().take_while(|word| !begins(word)).count();
+    (scanned + rest) * STEP
 }
 
 #[cfg(test)]

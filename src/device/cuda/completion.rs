@@ -27,13 +27,13 @@ const NON_BLOCKING: u32 = 1;
 /// The time that a waiter spins before it sleeps: a few times the duration of a small list.
 const SPIN: Duration = Duration::from_micros(40);
 /// The bounds of a sleep between two checks.
-const NAP_MIN: Duration = Duration::from_micros(20);
-const NAP_MAX: Duration = Duration::from_micros(200);
+const SLEEP_MIN: Duration = Duration::from_micros(20);
+const SLEEP_MAX: Duration = Duration::from_micros(200);
 /// Divides the time waited so far to give the length of the next sleep, which bounds the delay in detecting
 /// completion.
-const NAP_PART: u32 = 16;
+const SLEEP_PART: u32 = 16;
 /// The largest delay that the system may add to a sleep. The default, 50 µs, is longer than most sleeps.
-const NAP_SLACK_NS: NonZeroU64 = NonZeroU64::new(1000).expect("not 0");
+const SLEEP_SLACK_NS: NonZeroU64 = NonZeroU64::new(1000).expect("not 0");
 
 /// A stream that the store owns; never the default stream.
 pub(super) struct Stream {
@@ -202,15 +202,15 @@ pub(super) struct Backoff {
 
 impl Backoff {
     pub fn new() -> Self {
-        let own = current_timer_slack().ok().and_then(NonZeroU64::new).filter(|own| *own > NAP_SLACK_NS);
+        let own = current_timer_slack().ok().and_then(NonZeroU64::new).filter(|own| *own > SLEEP_SLACK_NS);
         // If the system refuses, sleeps last as long as its default slack makes them.
-        let slack = own.filter(|_| set_current_timer_slack(Some(NAP_SLACK_NS)).is_ok());
+        let slack = own.filter(|_| set_current_timer_slack(Some(SLEEP_SLACK_NS)).is_ok());
         Self { since: Instant::now(), slack }
     }
 
     #[expect(clippy::disallowed_methods, reason = "no signal tells the host of a GPU's progress")]
     pub fn take(&mut self) {
-        std::thread::sleep((self.since.elapsed() / NAP_PART).clamp(NAP_MIN, NAP_MAX));
+        std::thread::sleep((self.since.elapsed() / SLEEP_PART).clamp(SLEEP_MIN, SLEEP_MAX));
     }
 }
 

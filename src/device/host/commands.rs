@@ -23,7 +23,7 @@ const PART_LEN_MAX: u64 = 64 << 10;
 const BITS_AT_ONCE: u64 = 1024;
 
 /// Chunks that one thread digests. Starting another thread takes as long as some of them.
-const DIGESTED_ALONE: usize = 32;
+const DIGESTED_PER_THREAD: usize = 32;
 /// Chunks whose digests are buffered at a time.
 const DIGESTED_AT_ONCE: usize = 1024;
 
@@ -169,7 +169,7 @@ impl HostDevice {
                     };
                     let count = bytes.len().div_ceil(DIGEST_CHUNK_LEN as usize);
                     let of = |(): &mut (), index| Ok::<_, Infallible>(digest(chunk(index), &key_bytes));
-                    let threads = parallel::threads(count / DIGESTED_ALONE + 1);
+                    let threads = parallel::threads(count / DIGESTED_PER_THREAD + 1);
                     let Ok(found) = parallel::map_indexed(threads, count, || (), of);
                     found.iter().zip(&mut digests).for_each(|(digest, out)| out.copy_from_slice(digest));
                 }

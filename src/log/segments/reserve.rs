@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 use remanent_format::limits::{GROUP_ALIGN, SEGMENT_LEN_MIN, align_up};
 use remanent_format::{FileName, Folder};
 
-use super::spares::{FIRST_LEN, KEPT_FOR_OPENS, Spare, Spares};
+use super::spares::{FIRST_LEN, SPARES_FOR_OPENS, Spare, Spares};
 use super::{NOTHING, SegmentPool};
 use crate::disk::DiskFile;
 use crate::error::{Error, Result};
@@ -38,11 +38,11 @@ impl SpacePurpose {
             // The spares are kept for opens, so an open may use the last one.
             SpacePurpose::Open => 0,
             // The manifest of a snapshot that frees space may use the spare held for it.
-            SpacePurpose::Seal => KEPT_FOR_OPENS - 1,
-            SpacePurpose::Delete => KEPT_FOR_OPENS + 1,
+            SpacePurpose::Seal => SPARES_FOR_OPENS - 1,
+            SpacePurpose::Delete => SPARES_FOR_OPENS + 1,
             // Two more than a delete leaves: the user must be able to delete on a disk that refuses other
             // batches, even after the next open, which may have to remove a spare for a name.
-            SpacePurpose::User => KEPT_FOR_OPENS + 3,
+            SpacePurpose::User => SPARES_FOR_OPENS + 3,
         }
     }
 }

@@ -19,7 +19,7 @@ pub(super) const FIRST_LEN: u64 = 256 << 10;
 /// grown by one segment. So two must remain after the next open, for later opens, and the next open itself
 /// uses two more. The fifth is for the manifest of a snapshot that frees the space of deleted pages, even if
 /// the store is opened between the delete and the snapshot.
-pub(super) const KEPT_FOR_OPENS: usize = 5;
+pub(super) const SPARES_FOR_OPENS: usize = 5;
 
 /// While segments grow, a spare is long enough for the reserve if its length is at least one in this many of
 /// the next segment's. So the reserve is not replaced at each step.
@@ -40,7 +40,7 @@ pub(crate) struct SegmentRules {
 impl SegmentRules {
     /// Returns the number of spares kept for opens: none if nothing is kept back at all.
     pub(super) fn open_spare_count(&self) -> usize {
-        if self.reserve == 0 { 0 } else { KEPT_FOR_OPENS }
+        if self.reserve == 0 { 0 } else { SPARES_FOR_OPENS }
     }
 
     /// Returns the total number of spares that are kept back.

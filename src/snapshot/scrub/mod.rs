@@ -110,7 +110,7 @@ impl Scrub {
     /// Reads everything at the given pace and repairs the damage.
     pub fn run(&self, pace: &Pace, request: SnapshotRequest) -> Result<ScrubReport> {
         // A caller that waits for a background scrub makes it run at full speed.
-        let hurry = (!request.paced).then(|| self.pace.hurry());
+        let hurry = (!request.paced).then(|| self.pace.expedite());
         let _one_at_a_time = self.running.lock();
         drop(hurry);
         let result = self.read_and_mend(pace, request);

@@ -36,9 +36,9 @@ const ROUNDS: usize = 4;
 
 /// Times that a committer checks its draft before it sleeps. This takes some hundred microseconds, in which a
 /// holder logs a hundred batches.
-const LOOKS: usize = 4096;
+const SPINS_MAX: usize = 4096;
 /// Checks per attempt to take the lock, whose word belongs in the holder's cache.
-const LOOKS_A_TRY: usize = 8;
+const SPINS_PER_TRY: usize = 8;
 /// With fewer cores no committer spins: it would take the holder's core.
 const CORES_TO_SPIN: usize = 8;
 
@@ -118,11 +118,11 @@ impl Committer {
         if self.waiting.count.load(Ordering::Relaxed) >= self.waiting.spinner_max {
             return false;
         }
-        for look in 1..=LOOKS {
+        for spin in 1..=SPINS_MAX {
             if Arc::strong_count(entry) == 1 {
                 return true;
             }
-            if look % LOOKS_A_TRY == 0
+            if spin % SPINS_PER_TRY == 0
                 && let Some(mut table) = self.submitted.try_lock()
             {
                 self.log_waiting(&mut table);

@@ -32,7 +32,7 @@ use crate::recovery::opening::random;
 use crate::write::batch::{ChunkDigests, UNKNOWN_DIGEST, WorkingCopy};
 
 /// Bytes that one list digests, so that its digests take at most 1 MiB.
-const LOOK_LEN: u64 = 4 << 30;
+const DIGEST_LIST_LEN: u64 = 4 << 30;
 
 /// The key for all digests, in each place that has copies to digest.
 #[derive(Default)]
@@ -80,7 +80,7 @@ impl Committer {
     pub(super) fn all_digests(&self, ranges: impl Iterator<Item = Span>, key: Span) -> Result<Vec<Digest>> {
         let (mut all, mut sources, mut len) = (Vec::new(), Vec::new(), 0);
         for span in ranges {
-            if len + span.len > LOOK_LEN && len > 0 {
+            if len + span.len > DIGEST_LIST_LEN && len > 0 {
                 append(&mut all, self.digests(std::mem::take(&mut sources), key, Vec::new())?)?;
                 len = 0;
             }

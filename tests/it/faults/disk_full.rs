@@ -7,7 +7,7 @@ use remanent::testing::sim_disk::ENOSPC;
 use remanent::{PageInfo, WriteBatch};
 
 use super::*;
-use crate::files::{Files, KEPT_FOR_OPENS, State};
+use crate::files::{Files, SPARES_FOR_OPENS, State};
 
 /// The length of the segments that a store takes from the disk.
 const SEGMENT: u64 = 16 << 10;
@@ -53,7 +53,7 @@ pub(crate) fn until(condition: impl Fn() -> bool) {
 /// Whether a reserve of this number of spares and what is held for opens are there, and nothing more is being
 /// made.
 pub(crate) fn is_held(disk: &(impl Disk + ?Sized), reserve: usize) -> bool {
-    spares(disk) >= reserve + KEPT_FOR_OPENS
+    spares(disk) >= reserve + SPARES_FOR_OPENS
         && names(disk, Folder::Log).iter().all(|name| !is_temporary(name))
 }
 

@@ -14,7 +14,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::*;
 use crate::direct_io;
-use crate::files::KEPT_FOR_OPENS;
+use crate::files::SPARES_FOR_OPENS;
 use crate::machine::alone;
 
 /// Too many files open in the process, and in the system; no memory; no thread, or anything else that may
@@ -98,7 +98,7 @@ fn unmappable_long_segment_leaves_nothing() {
             let mut line = Line::begin(&store);
             line.commits(&store, 3).unwrap();
             // No segment is made while the test looks on.
-            while held(&disk) < 2 + KEPT_FOR_OPENS {
+            while held(&disk) < 2 + SPARES_FOR_OPENS {
                 std::thread::yield_now();
             }
             // The fault may strike the maker, which tries again, and no commit.

@@ -8,12 +8,12 @@ use remanent::testing::sim_disk::{CrashPlan, DiskFault, EIO, Operation, Tears};
 
 use super::disk_full::{is_held, until};
 use super::*;
-use crate::files::{KEPT_FOR_OPENS, State};
+use crate::files::{SPARES_FOR_OPENS, State};
 
 const SEGMENT: u64 = 16 << 10;
 const RESERVE: usize = 2;
 /// The reserve, with the spares that are held for opens.
-const HELD: usize = RESERVE + KEPT_FOR_OPENS;
+const HELD: usize = RESERVE + SPARES_FOR_OPENS;
 /// Commits between two snapshots: they fill more than two segments.
 const COMMITS: usize = 16;
 

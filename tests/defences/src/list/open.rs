@@ -179,8 +179,8 @@ pub const LIST: &[Defence] = &[
     defence(
         "the manifest of a thin snapshot takes the spare that is held for it",
         RESERVE,
-        "KEPT_FOR_OPENS - 1",
-        "KEPT_FOR_OPENS",
+        "SPARES_FOR_OPENS - 1",
+        "SPARES_FOR_OPENS",
         it("full_file_systems::life_on_simulated_disk_with_random_space"),
     ),
     defence(

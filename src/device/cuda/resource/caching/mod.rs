@@ -30,7 +30,7 @@ use crate::device::{MemoryStats, RawStream};
 use crate::error::{Error, Result};
 
 /// The shortest block, in bytes, that has a segment of its own.
-const ALONE_LEN_MIN: u64 = 10 << 20;
+const DEDICATED_LEN_MIN: u64 = 10 << 20;
 /// The length of a segment for blocks that are neither short nor alone.
 const LONG_SEGMENT_LEN: u64 = 20 << 20;
 /// The lengths of segments of one block are multiples of this.
@@ -158,7 +158,7 @@ impl<R: MemoryResource> CachingMemory<R> {
         let block_len = len.max(1).checked_next_multiple_of(BLOCK_LEN_MIN).ok_or_else(out_of_memory)?;
         let segment_len = if block_len <= SHORT_LEN_MAX {
             SHORT_SEGMENT_LEN
-        } else if block_len < ALONE_LEN_MIN {
+        } else if block_len < DEDICATED_LEN_MIN {
             LONG_SEGMENT_LEN
         } else {
             block_len.checked_next_multiple_of(SEGMENT_ROUND).ok_or_else(out_of_memory)?
