@@ -27,7 +27,7 @@ kept until their names are given up; --name alone removes only the snapshots wit
 always kept. Without --yes the store is never modified and may be open in another process.
 
 Examples:
-  remanent prune store --snapshots 2                   print what would be removed if two snapshots stay
+  remanent prune store --snapshots 2                   print what would be removed
   remanent prune store --snapshots 5 --age 7d --yes    keep five snapshots and all of the last week
   remanent prune store --log-bytes 1000000000          also keep this much log for restores
   remanent prune store --name before-tuning --yes      give up a name and remove its snapshot";
