@@ -41,8 +41,9 @@ impl Log {
                 KeeperTask::Stop => break,
             }
         }
-        // The last wake-up: a thread that waits for progress must learn that there will be none.
-        self.notify_all();
+        // The last wake-up: threads and tasks that wait for progress must learn that there will be none.
+        self.notify_threads();
+        self.wake_tasks_of_failed();
     }
 
     fn or_fail(&self, duty: impl Fn(&Self) -> Result<()>) {
@@ -63,8 +64,14 @@ impl Log {
                 if state.must_stop {
                     return KeeperTask::Stop;
                 }
-                self.notify_all();
-                self.work.wait(&mut state);
+                self.notify_threads();
+                drop(state);
+                self.wake_tasks_of_failed();
+                state = self.state.lock();
+                // A stop that came meanwhile has sent its notification.
+                if !state.stop {
+                    self.work.wait(&mut state);
+                }
                 continue;
             }
             // Set again only before an indefinite sleep. An append that finds it unset saves the system call

@@ -395,20 +395,27 @@ impl Log {
     }
 
     /// Fails the log. Returns the error that every caller gets from now on, which may be an earlier one.
+    ///
+    /// The caller may hold locks, so the keeper wakes the waiting tasks: an executor may poll a task in the
+    /// call that wakes it.
     pub(super) fn fail(&self, error: Error) -> Error {
         let error = self.poison.set(error);
         self.failed.store(true, Ordering::Release);
         // A thread that found the log sound and is about to wait does so under the lock. By the time the
         // keeper has checked, under the same lock, that thread waits, and the keeper wakes it.
         self.work.notify_one();
-        self.notify_all();
+        self.notify_threads();
         error
     }
 
     /// Wakes all threads that wait for progress.
-    pub(super) fn notify_all(&self) {
+    pub(super) fn notify_threads(&self) {
         self.progress.notify_all();
         self.synced.iter().for_each(Condvar::notify_all);
+    }
+
+    /// Wakes all waiting tasks of a log that has failed. The caller holds no lock.
+    pub(super) fn wake_tasks_of_failed(&self) {
         if self.failed.load(Ordering::Acquire) {
             self.wakers.wake(Lsn(u64::MAX));
         }
@@ -423,6 +430,7 @@ impl Drop for LogThreadGuard<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.0.fail(Error::panicked("one of the log's threads"));
+            self.0.wake_tasks_of_failed();
         }
     }
 }

@@ -15,7 +15,7 @@ use remanent::store::ReadPages;
 use remanent::testing::sim_disk::{DiskFault, Operation, SimDisk};
 use remanent::{
     Ack, Error, Key, Lsn, Metadata, Options, PageId, Place, Result, Retention, SnapshotId, SnapshotOptions,
-    StatePoint, Store, Value,
+    StatePoint, Store, Ticket, Value,
 };
 
 /// Longer than anything here takes.
@@ -349,6 +349,41 @@ fn waiting_task_is_woken_on_failure() {
         assert!(matches!(waited, Err(Error::Poisoned(_))), "{io}: {waited:?}");
         assert!(matches!(ticket.is_acknowledged(Ack::Durable), Err(Error::Poisoned(_))));
         assert!(matches!(ticket.wait_timeout(Ack::Durable, PATIENCE), Err(Error::Poisoned(_))));
+    }
+}
+
+/// Asks for the acknowledgement of a ticket in the call that wakes the task, as an executor does that polls
+/// the task at once.
+struct AsksAtOnce(Mutex<Option<Ticket>>, mpsc::Sender<Result<bool>>);
+
+impl Wake for AsksAtOnce {
+    fn wake(self: Arc<Self>) {
+        let ticket = self.0.lock().unwrap().take().expect("woken once");
+        self.1.send(ticket.is_acknowledged(Ack::Durable)).unwrap();
+    }
+}
+
+#[test]
+fn a_task_may_be_polled_by_the_call_that_wakes_it() {
+    for operation in [Operation::Put, Operation::SyncWindow] {
+        let disk = SimDisk::new();
+        // Only a sync that somebody asks for comes before the failure.
+        let options = Options::default().log_io(LogIo::Buffered).segment_len(64 << 10);
+        let store = Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options).unwrap();
+        let ticket = store.submit(store.batch().set_root("step", 1u64)).unwrap();
+        disk.fail(DiskFault { operation, skip: 0, times: usize::MAX, errno: 5 });
+        let (send, answer) = mpsc::channel();
+        let waker = Waker::from(Arc::new(AsksAtOnce(Mutex::new(Some(ticket.clone())), send)));
+        let mut acknowledged = Box::pin(ticket.acknowledged(Ack::Durable));
+        assert!(acknowledged.as_mut().poll(&mut Context::from_waker(&waker)).is_pending(), "{operation:?}");
+        let submitted = thread::spawn(move || store.submit(store.batch().set_root("step", 2u64)));
+        let answer = answer.recv_timeout(PATIENCE).expect("the waker returns");
+        match operation {
+            // The first batch was logged, and is durable if its sync came before the failure.
+            Operation::Put => assert!(matches!(answer, Ok(true) | Err(Error::Poisoned(_))), "{answer:?}"),
+            _ => assert!(matches!(answer, Err(Error::Poisoned(_))), "{answer:?}"),
+        }
+        _ = submitted.join().unwrap();
     }
 }
 
