@@ -69,7 +69,7 @@ impl Log {
                 self.wake_tasks_of_failed();
                 state = self.state.lock();
                 // A stop that came meanwhile has sent its notification.
-                if !state.stop {
+                if !state.must_stop {
                     self.work.wait(&mut state);
                 }
                 continue;
