@@ -89,8 +89,8 @@ from remanent._native import (
     WorkingCopy,
     __version__,
 )
-from remanent._bisect import bisect
-from remanent._log import flush_logging, update_logging
+from remanent._store.bisect import bisect
+from remanent._store.log import flush_logging, update_logging
 
 __all__ = [
     "AppliedBatch",
@@ -159,7 +159,7 @@ __all__ = [
 ]
 
 # Stores that are open at exit are sealed while the interpreter is still intact. A store that is in use then is left as
-# after a crash: nothing acknowledged is lost. Exit handlers run in reverse order, so the one of `remanent._log`
+# after a crash: nothing acknowledged is lost. Exit handlers run in reverse order, so the one of `remanent._store.log`
 # runs after this one.
 _atexit.register(_native.close_all)
 

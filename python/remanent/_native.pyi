@@ -97,6 +97,7 @@ class _Operation(TypedDict, total=False):
 @disjoint_base
 class Reader:
     def _repr_html_(self) -> str: ...
+    def _ipython_key_completions_(self) -> list[str | bytes]: ...
     @property
     def lsn(self) -> int: ...
     @property
@@ -144,11 +145,11 @@ class Store(Reader):
         log_kept: int = 0,
         compression: bool = True,
         page_load: Literal["eager", "on_demand"] = "eager",
-        snapshot_log_bytes: int | None = ...,
-        snapshot_interval: float | None = ...,
+        snapshot_log_bytes: int | None = 268435456,
+        snapshot_interval: float | None = 60.0,
         snapshot_bytes_per_second: int | None = None,
-        scrub_interval: float | None = ...,
-        scrub_bytes_per_second: int | None = ...,
+        scrub_interval: float | None = 86400.0,
+        scrub_bytes_per_second: int | None = 67108864,
         page_memory: Callable[[PageInfo], Any] | None = None,
     ) -> Self: ...
     @property
@@ -196,7 +197,7 @@ class Store(Reader):
         snapshots_kept: int | None = None,
         snapshots_kept_for: float | None = None,
         log_kept: int | None = None,
-        give_up: Sequence[str] = ...,
+        give_up: Sequence[str] = (),
         names_only: bool = False,
         dry_run: bool = False,
     ) -> Pruned: ...

@@ -21,7 +21,7 @@ from remanent import _native
 from remanent._errors import NoStateError, RefusedError
 from remanent._native import ArrayLayout, Block
 from remanent._state import page_tree
-from remanent._progress import Bar
+from remanent._util.progress import Bar
 from remanent._versions.retention import KEEP_DEFAULT, KeptVersions
 
 __all__ = ["restore", "save", "shapes"]

@@ -39,7 +39,7 @@ from remanent._tensors.tensor_files import (
     save,
 )
 from remanent._tensors.torch_modes import refuse_fake_tensors
-from remanent._progress import Bar
+from remanent._util.progress import Bar
 from remanent._versions.history import Difference, ElementChange, blame, diff
 from remanent._versions.retention import KEEP_DEFAULT, KeptVersions, ListedVersion, at_of, prune, versions
 from remanent._versions.run_versions import Version, whole

@@ -64,6 +64,12 @@ impl PyPrefetch {
     fn cancel(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.prefetch.cancel()).or_raise(py, Some(&self.path))
     }
+
+    fn __repr__(&self, py: Python<'_>) -> String {
+        // A forked child inherits no moves.
+        let state = if py.detach(|| self.prefetch.is_done()).unwrap_or(true) { "done" } else { "in flight" };
+        format!("Prefetch({:?}, {state})", self.path)
+    }
 }
 
 self_cell! {
@@ -153,6 +159,11 @@ impl PyReadAhead {
             detached(held.take());
         }
         Ok(step.map(|pages| pages.into_iter().map(|page| page.0).collect()))
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> String {
+        let is_closed = self.ahead(py).is_ok_and(|ahead| ahead.is_none());
+        format!("ReadAhead({:?}{})", self.path, if is_closed { ", closed" } else { "" })
     }
 
     /// Ends the iteration, as the last step does: moves in flight continue, and the store can be closed.

@@ -471,6 +471,10 @@ impl Batch {
         self.0.committed(py, |committed| committed.position.lsn.0)
     }
 
+    fn __repr__(&self) -> String {
+        format!("Batch({:?}, {})", self.0.gate.path, self.0.state_text())
+    }
+
     fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
         slf
     }

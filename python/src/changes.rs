@@ -121,7 +121,7 @@ impl PyChangeStream {
     }
 
     fn __anext__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        slf.py().import("remanent._aio")?.call_method1("next_event", (slf,))
+        slf.py().import("remanent._store.aio")?.call_method1("next_event", (slf,))
     }
 
     /// Closes the stream, so that batches spend no more work on it.

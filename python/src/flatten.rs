@@ -28,7 +28,7 @@ const NAN_BITS: u64 = 0x7ff8_0000_0000_0000;
 /// The prefix of a path segment that is not a plain name: no escaped text contains it.
 const OTHER_KEY: &str = "~:";
 /// The module that encodes rarer values, and keys.
-const VALUES: &str = "remanent._values";
+const VALUES: &str = "remanent._state.plain_values";
 
 /// A walk over a value that writes it as JSON.
 pub struct Walk<'a, 'py> {

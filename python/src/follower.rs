@@ -145,7 +145,13 @@ impl PyFollower {
     }
 
     fn __anext__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        slf.py().import("remanent._aio")?.call_method1("next_batch", (slf,))
+        slf.py().import("remanent._store.aio")?.call_method1("next_batch", (slf,))
+    }
+
+    fn __repr__(&self) -> String {
+        let position = self.position.lock().unwrap_or_else(PoisonError::into_inner).to_string();
+        let state = if self.batches.is_closed() { ", closed" } else { "" };
+        format!("Follower({:?}, position={position:?}{state})", self.batches.path())
     }
 
     /// Closes the follower.

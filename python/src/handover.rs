@@ -43,6 +43,15 @@ impl<S: Send, T: Send> Handover<S, T> {
         check_process(self.opener).or_raise(py, Some(&self.path))
     }
 
+    /// Returns whether the source was closed.
+    pub fn is_closed(&self) -> bool {
+        match self.source.try_lock() {
+            Ok(source) => source.is_none(),
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner().is_none(),
+            Err(TryLockError::WouldBlock) => false,
+        }
+    }
+
     /// Locks the source, unless another thread is reading from it.
     fn source(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, Option<S>>> {
         self.check_process(py)?;

@@ -42,7 +42,7 @@ pub fn bisect<'py>(
     bounds.set_item("good", good)?;
     bounds.set_item("bad", bad)?;
     let directory = gate.inspect(py, |store| Ok(here(store)?.into_os_string()))?;
-    let bisect = py.import("remanent._bisect")?.getattr("bisect")?;
+    let bisect = py.import("remanent._store.bisect")?.getattr("bisect")?;
     bisect.call((directory, is_good), Some(&bounds))
 }
 

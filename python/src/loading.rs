@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use crate::gate::{Gate, wait};
 
 /// Waits until all pages are loaded, up to `timeout`, and returns whether they are. `progress` is that of
-/// `remanent._progress`.
+/// `remanent._util.progress`.
 pub fn wait_loaded(
     py: Python<'_>,
     gate: &Gate,
@@ -17,7 +17,7 @@ pub fn wait_loaded(
     let unloaded = || gate.inspect(py, |store| Ok(store.unloaded_pages().bytes));
     let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
     let mut left = unloaded()?;
-    let bar = py.import("remanent._progress")?.getattr("Bar")?.call1((left, "loading", progress))?;
+    let bar = py.import("remanent._util.progress")?.getattr("Bar")?.call1((left, "loading", progress))?;
     let waited = loop {
         let time_left = until.map(|until| until.saturating_duration_since(Instant::now()));
         let is_last = time_left.is_some_and(|left| left <= BAR_INTERVAL);

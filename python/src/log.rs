@@ -273,5 +273,5 @@ fn record_to_py(py: Python<'_>, record: LogRecord) -> PyResult<Bound<'_, PyTuple
 
 /// Updates the level to what Python's `logging` wants now.
 pub fn update_level(py: Python<'_>) -> PyResult<()> {
-    py.import("remanent._log")?.call_method0("update_logging").map(drop)
+    py.import("remanent._store.log")?.call_method0("update_logging").map(drop)
 }

@@ -282,6 +282,17 @@ impl PendingBatch {
         self.lock().batch.is_ok()
     }
 
+    /// Returns its state as text for `repr`.
+    pub fn state_text(&self) -> String {
+        match self.lock().batch.as_ref().err() {
+            None => "open".to_owned(),
+            Some(BatchEnd::Submitting) => "submitting".to_owned(),
+            Some(BatchEnd::Committed(lsn)) => format!("committed, lsn={lsn}"),
+            Some(BatchEnd::Refused) => "refused".to_owned(),
+            Some(BatchEnd::GivenUp) => "discarded".to_owned(),
+        }
+    }
+
     /// Discards its operations.
     pub fn give_up(&self) {
         let operations = std::mem::replace(&mut self.lock().batch, Err(BatchEnd::GivenUp));

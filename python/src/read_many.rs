@@ -235,7 +235,7 @@ impl PyReadMany {
     }
 
     fn __await__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        let task = slf.py().import("remanent._aio")?.call_method1("read", (slf,))?;
+        let task = slf.py().import("remanent._store.aio")?.call_method1("read", (slf,))?;
         task.call_method0("__await__")
     }
 

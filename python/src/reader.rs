@@ -153,7 +153,7 @@ impl Reader {
 impl Reader {
     /// Returns an HTML table of pages and root for notebooks, without page contents.
     fn _repr_html_<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        slf.py().import("remanent._html")?.call_method1("reader", (slf,))
+        slf.py().import("remanent._store.html")?.call_method1("reader", (slf,))
     }
 
     /// The Lsn of the newest batch visible here.
@@ -226,6 +226,11 @@ impl Reader {
 
     fn __iter__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         Ok(self.keys(py)?.try_iter()?.into_any())
+    }
+
+    /// Returns the keys that IPython completes after `store["`.
+    fn _ipython_key_completions_<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        self.keys(py)
     }
 
     fn __len__(&self, py: Python<'_>) -> PyResult<usize> {

@@ -52,7 +52,7 @@ impl From<&remanent::snapshot::SnapshotInfo> for SnapshotInfo {
 impl SnapshotInfo {
     /// Returns an HTML table for notebooks.
     fn _repr_html_<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        slf.py().import("remanent._html")?.call_method1("snapshot", (slf,))
+        slf.py().import("remanent._store.html")?.call_method1("snapshot", (slf,))
     }
 
     fn __repr__(&self) -> String {

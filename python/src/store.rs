@@ -116,8 +116,8 @@ impl PyStore {
     #[pyo3(signature = (path, *, create=true, ack="logged", device="auto", slots=None, log_io=None,
         image_io="buffered", segment_len=16777216, reserve_bytes=None, spare_bytes=None, budget=None, tiers=None,
         eviction="s3-fifo", identity=None, layout_fingerprint=None, snapshots_kept=2, snapshots_kept_for=0.0, log_kept=0, compression=true,
-        page_load="eager", snapshot_log_bytes=Some(268435456), snapshot_interval=Some(60.0),
-        snapshot_bytes_per_second=None, scrub_interval=Some(86400.0), scrub_bytes_per_second=Some(67108864),
+        page_load="eager", snapshot_log_bytes=268435456, snapshot_interval=60.0,
+        snapshot_bytes_per_second=None, scrub_interval=86400.0, scrub_bytes_per_second=67108864,
         page_memory=None))]
     #[allow(clippy::too_many_arguments, reason = "each is an option, given by its name")]
     fn new(
@@ -712,7 +712,9 @@ impl PyStore {
     /// ...     [info.name for info in store.prune(give_up=["first"], names_only=True).snapshots]
     /// ['first']
     #[pyo3(signature = (*, snapshots_kept=None, snapshots_kept_for=None, log_kept=None, give_up=Vec::new(),
-        names_only=false, dry_run=false))]
+        names_only=false, dry_run=false),
+        text_signature = "($self, *, snapshots_kept=None, snapshots_kept_for=None, log_kept=None, give_up=(), \
+        names_only=False, dry_run=False)")]
     #[allow(clippy::too_many_arguments, reason = "each is a rule, given by its name")]
     fn prune(
         &self,

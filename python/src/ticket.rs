@@ -136,7 +136,7 @@ impl Ticket {
         #[pyo3(from_py_with = arguments::ack)] ack: &str,
     ) -> PyResult<Bound<'py, PyAny>> {
         self::ack(ack)?;
-        slf.py().import("remanent._aio")?.call_method1("acknowledged", (slf, ack))
+        slf.py().import("remanent._store.aio")?.call_method1("acknowledged", (slf, ack))
     }
 
     fn __await__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {

@@ -33,7 +33,7 @@ impl ReadOnly {
         let py = copy.py();
         static FREEZE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
         let freeze = FREEZE.get_or_try_init(py, || {
-            Ok::<_, PyErr>(py.import("remanent._read_only")?.getattr("freeze")?.unbind())
+            Ok::<_, PyErr>(py.import("remanent._store.read_only")?.getattr("freeze")?.unbind())
         })?;
         freeze.bind(py).call1((copy.into_any(), self.what, self.instead))
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from remanent._progress import Bar
+from remanent._util.progress import Bar
 
 # What it is of, its total, whether it was to be shown, and what was added.
 Made = tuple[str, int, bool | None, list[int]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import pickle
 import sys
 from pathlib import Path
@@ -72,3 +73,18 @@ def test_dir_of_the_package_adds_imported_submodules() -> None:
     others = set(dir(remanent)) - set(remanent.__all__)
     assert "kv" in others and {f"remanent.{name}" for name in others} <= sys.modules.keys()
     assert {"_native", "annotations"}.isdisjoint(dir(remanent))
+
+
+def test_signatures_state_defaults() -> None:
+    unknown = []
+    for name in remanent.__all__:
+        owner = getattr(remanent, name)
+        for member in [owner, *vars(owner).values()] if inspect.isclass(owner) else [owner]:
+            try:
+                parameters = inspect.signature(member).parameters
+            except (TypeError, ValueError):  # It is not callable, or has no signature.
+                continue
+            unknown += [(name, member, each) for each in parameters.values() if each.default is ...]
+    assert unknown == []
+    defaults = inspect.signature(remanent.Store).parameters
+    assert defaults["snapshot_log_bytes"].default == 256 << 20 and defaults["snapshot_interval"].default == 60

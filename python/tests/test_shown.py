@@ -11,7 +11,7 @@ import pytest
 from bars import Made, counted
 
 import remanent
-from remanent._progress import Bar
+from remanent._util.progress import Bar
 
 
 class Cells(HTMLParser):
@@ -103,7 +103,7 @@ class Terminal(io.StringIO):
 
 def test_progress_is_drawn_on_a_terminal_only(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tqdm")
-    monkeypatch.setattr("remanent._progress._DELAY", 0.0)
+    monkeypatch.setattr("remanent._util.progress._DELAY", 0.0)
     for stream, shown, drawn in [(Terminal(), None, True), (Terminal(), False, False), (io.StringIO(), None, False),
                                  (None, None, False)]:
         monkeypatch.setattr(sys, "stderr", stream)
@@ -113,14 +113,14 @@ def test_progress_is_drawn_on_a_terminal_only(directory: str, monkeypatch: pytes
         if stream is not None:
             assert ("saving" in stream.getvalue()) == drawn, stream.getvalue()
     # What is over at once needs no bar.
-    monkeypatch.setattr("remanent._progress._DELAY", 60.0)
+    monkeypatch.setattr("remanent._util.progress._DELAY", 60.0)
     monkeypatch.setattr(sys, "stderr", quick := Terminal())
     with Bar(4, "saving") as bar:
         bar.add(4)
     assert "saving" not in quick.getvalue()
     # Without tqdm nothing is drawn, and nothing fails.
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    monkeypatch.setattr("remanent._progress._DELAY", 0.0)
+    monkeypatch.setattr("remanent._util.progress._DELAY", 0.0)
     monkeypatch.setattr(sys, "stderr", without := Terminal())
     with Bar(4, "saving") as bar:
         bar.add(4)
@@ -133,7 +133,7 @@ def test_saving_loading_and_waiting_for_pages_are_counted(directory: str, monkey
 
     made: list[Made] = []
     monkeypatch.setattr("remanent.torch.Bar", counted(made))
-    monkeypatch.setattr("remanent._progress.Bar", counted(made))
+    monkeypatch.setattr("remanent._util.progress.Bar", counted(made))
     tensors = {f"t{n}": torch.ones(1000) for n in range(4)}
     save_file(tensors, directory, progress=True)
     load_file(directory)
@@ -167,12 +167,55 @@ def test_saving_loading_and_waiting_for_pages_are_counted(directory: str, monkey
     assert (what, shown) == ("loading", False) and sum(counts) <= total
 
 
+def test_public_objects_describe_themselves() -> None:
+    plain = [name for name in remanent.__all__ if getattr(getattr(remanent, name), "__repr__", None) is object.__repr__]
+    assert plain == ["Reader"], "a base class without objects of its own"
+
+
 def test_python_classes_describe_themselves() -> None:
     pytest.importorskip("torch")
     for module in map(importlib.import_module, ("remanent.torch", "remanent.dcp", "remanent.weights", "remanent.kv")):
         for name in module.__all__:
             found = getattr(module, name)
             assert not isinstance(found, type) or found.__repr__ is not object.__repr__, name
+
+
+def test_a_batch_shows_its_state(store: remanent.Store, directory: str) -> None:
+    batch = store.batch()
+    assert repr(batch) == f'Batch("{directory}", open)'
+    batch.set_root("step", 1)
+    store.commit(batch)
+    assert repr(batch) == f'Batch("{directory}", committed, lsn=1)'
+    refused = store.batch()
+    refused.delete(99)
+    with pytest.raises(remanent.UnknownPageError):
+        store.commit(refused)
+    assert repr(refused) == f'Batch("{directory}", refused)'
+    with pytest.raises(KeyError), store.batch() as discarded:
+        raise KeyError
+    assert repr(discarded) == f'Batch("{directory}", discarded)'
+
+
+def test_a_follower_shows_its_position(store: remanent.Store, directory: str) -> None:
+    store["k"] = b"v"
+    follower = remanent.Follower(directory)
+    begun = repr(follower)
+    assert begun == f'Follower("{directory}", position="{follower.position}")'
+    follower.next(timeout=60)
+    assert repr(follower) == f'Follower("{directory}", position="{follower.position}")' != begun
+    follower.close()
+    assert repr(follower).endswith(", closed)")
+
+
+def test_moves_show_their_state(store: remanent.Store, directory: str) -> None:
+    store.put("k", b"v", place="disk")
+    coming = store.prefetch(["k"], "host")
+    coming.wait()
+    assert repr(coming) == f'Prefetch("{directory}", done)'
+    steps = store.read_ahead([["k"]], "host")
+    assert repr(steps) == f'ReadAhead("{directory}")'
+    steps.close()
+    assert repr(steps) == f'ReadAhead("{directory}", closed)'
 
 
 def test_a_checkpointer_shows_its_step(directory: str) -> None:
@@ -187,3 +230,9 @@ def test_a_checkpointer_shows_its_step(directory: str) -> None:
     with Checkpointer(directory, extra={"loader": {}}) as run:
         run.restore()
         assert repr(run) == f"Checkpointer({directory!r}, step=3)"
+
+
+def test_ipython_completes_keys(store: remanent.Store, directory: str) -> None:
+    store["layer.0"], store[b"\xff"] = b"a", b"b"
+    for reader in (store, store.view(), remanent.View(directory)):
+        assert reader._ipython_key_completions_() == ["layer.0", b"\xff"]

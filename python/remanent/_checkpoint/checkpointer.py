@@ -39,7 +39,7 @@ from remanent._tensors.copy_streams import CurrentStreams, Moment
 from remanent._tensors.storages import extents_there
 from remanent._tensors.torch_modes import refuse_fake_tensors
 from remanent._tensors.working_copies import Copies
-from remanent._progress import Bar
+from remanent._util.progress import Bar
 from remanent._util.threads import started
 from remanent._versions.history import (
     Content,

@@ -9,12 +9,12 @@ import torch
 
 from remanent._checkpoint.restore_targets import Targets
 from remanent._errors import NoStateError
-from remanent._progress import Bar
 from remanent._state import page_tree
 from remanent._state.modules import Described, LiveModule, described_in
 from remanent._state.page_tree import Arrays, Manifest
 from remanent._state.run_state import made, parts_module
 from remanent._tensors.conversion import DTYPE, is_cuda, load_pages, tensors_of, together
+from remanent._util.progress import Bar
 from remanent._versions.run_versions import Views
 
 

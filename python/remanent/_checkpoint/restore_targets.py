@@ -13,9 +13,9 @@ from remanent._state import page_tree
 from remanent._state.modules import Described, LiveModule, is_lazy, refuse_misfit, renamed
 from remanent._state.optimizers import apart, in_order, loads_as_torch_does, refuse_other_groups
 from remanent._state.page_tree import Arrays
+from remanent._state.plain_values import encode_or_leave
 from remanent._state.run_state import parts_module
 from remanent._tensors.conversion import PLAIN_TYPES, SHORT, is_cuda
-from remanent._values import encode_or_leave
 
 
 class _Place(NamedTuple):

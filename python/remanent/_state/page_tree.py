@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from remanent import _native, _values
+from remanent import _native
 from remanent._errors import DamagedError, NoStateError, TakenError
 from remanent._native import ArrayLayout, Block
+from remanent._state import plain_values
 from remanent._versions.retention import (
     KEEP_DEFAULT,
     PENDING_BYTES,
@@ -366,7 +367,7 @@ def _put_page(store: _native.Store, batch: _native.Batch, key: str, content: byt
 
 
 # The tree: plain values as JSON, with a reserved key for what JSON cannot distinguish.
-TAG = _values.TAG
+TAG = plain_values.TAG
 
 
 class Leaves(NamedTuple):
@@ -398,12 +399,12 @@ def flatten(path: str, value: object, adapt: Plan, leaves: Leaves | None = None)
     return json.loads(_native.flatten(path, value, adapt, leaves))
 
 
-def unflatten(held: Any, adapt: Callable[[list[Any]], Any] = _values.unknown) -> Any:
+def unflatten(held: Any, adapt: Callable[[list[Any]], Any] = plain_values.unknown) -> Any:
     """Converts JSON of `flatten` back to its value. `adapt` converts the tags that the `adapt` of `flatten` created.
 
     :raises NoStateError: a value is of a class that the program has not imported, or that has changed since.
     """
-    return _values.Decoder(adapt).value(held)
+    return plain_values.Decoder(adapt).value(held)
 
 
 def segment(name: str) -> str:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from remanent import _native, _values
+from remanent import _native
 from remanent._errors import RefusedError
+from remanent._state import plain_values
 from remanent._state import page_tree
 from remanent._tensors import numpy_arrays
 
@@ -86,7 +87,7 @@ def made(tag: list[Any], tensors: Mapping[str, torch.Tensor]) -> Any:
         return torch.device(rest[0])
     if kind == "size":
         return torch.Size(rest[0])
-    return _values.unknown(tag)
+    return plain_values.unknown(tag)
 
 
 def _typed(tensor: torch.Tensor, kind: str | None = None, requires_grad: bool = False) -> torch.Tensor:

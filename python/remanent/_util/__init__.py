@@ -1,1 +1,1 @@
-"""Durable files, checksummed JSON and threads."""
+"""Durable files, checksummed JSON, progress bars and threads."""
