@@ -69,7 +69,7 @@ fn main() -> Result<()> {
     let before = store.lsn();
     store.restore(&point)?;
     assert_eq!((steps_of(&store)?, store.read_to_vec(weights)?), (10, weights_then));
-    store.restore(&StatePoint::Lsn(before))?;
+    store.restore(StatePoint::Lsn(before))?;
     assert_eq!(steps_of(&store)?, 20);
     println!("went back to step 10 and forward to step 20 again");
     Ok(())

@@ -70,7 +70,7 @@ fn a_page_is_created_with_key_and_metadata_in_one_chain() {
     let plain = batch.create(2, Place::Host).optional_key(None).page();
     assert_eq!((page.index(), plain.index()), (0, 1));
     let pages = store.commit(batch).unwrap().pages;
-    let info = store.page_by_key(&Key::new("layer.0").unwrap()).unwrap();
+    let info = store.page_by_key(Key::new("layer.0").unwrap()).unwrap();
     assert_eq!((info.page, &*info.metadata), (pages[0], &metadata));
     assert_eq!(store.read_to_vec(pages[0]).unwrap(), b"Weights!");
     assert_eq!(store.page(pages[1]).unwrap().key, None);
@@ -449,7 +449,7 @@ fn calls_take_text_for_keys_names_and_states() {
     }
     store.restore(first.lsn).unwrap();
     let mut batch = store.batch();
-    batch.delete(&store.page(page).unwrap());
+    batch.delete(store.page(page).unwrap());
     store.commit(batch).unwrap();
     assert_eq!(store.get("a").unwrap(), None);
 

@@ -252,7 +252,7 @@ fn waiting_caller_lifts_snapshot_rate_limit() {
         ("publish_snapshot", |store| store.snapshot_with(SnapshotOptions::new().only_published()).map(drop)),
         ("snapshot_named", |store| store.snapshot_with(SnapshotOptions::new().name("name")).map(drop)),
         ("prune", |store| store.prune(&store.retention()).map(drop)),
-        ("restore_to", |store| store.restore(&StatePoint::Lsn(Lsn(3))).map(drop)),
+        ("restore_to", |store| store.restore(StatePoint::Lsn(Lsn(3))).map(drop)),
         ("audit", |store| store.audit().map(drop)),
         ("scrub", |store| store.scrub().map(drop)),
         ("wait_verified", |store| store.wait_verified()),

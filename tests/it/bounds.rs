@@ -266,7 +266,7 @@ fn inspection_lists_prunable_snapshots() {
                 }
                 _ => {
                     let newest = store.snapshots().last().map(|info| info.id);
-                    newest.map(|newest| store.restore(&StatePoint::Snapshot(newest)).unwrap());
+                    newest.map(|newest| store.restore(StatePoint::Snapshot(newest)).unwrap());
                 }
             }
             let rules = [
@@ -399,13 +399,13 @@ fn states_below_floor_are_unreachable_except_named() {
     };
     check("as it is");
     assert!(disk.bytes(FileName::Segment(1)).is_some(), "the log itself is all there");
-    assert!(matches!(store.restore(&StatePoint::Lsn(gone)), Err(Error::OutsideWindow { .. })));
+    assert!(matches!(store.restore(StatePoint::Lsn(gone)), Err(Error::OutsideWindow { .. })));
     store.close().unwrap();
     check("closed");
     // A restart writes a new seal, which contains the floor.
     let store = open_with(&disk, small().segment_len(1 << 20)).unwrap();
     check("opened again");
-    store.restore(&StatePoint::Lsn(named.end)).unwrap();
+    store.restore(StatePoint::Lsn(named.end)).unwrap();
     assert_eq!(State::of(&store).contents, then.contents);
 }
 
@@ -417,7 +417,7 @@ fn states_after_restore_without_table_are_unreachable() {
     let page = create(&store, 0);
     let first = overwrite(&store, page, 1);
     overwrite(&store, page, 2);
-    store.restore(&StatePoint::Lsn(first)).unwrap();
+    store.restore(StatePoint::Lsn(first)).unwrap();
     let behind = overwrite(&store, page, 3);
     overwrite(&store, page, 4);
     store.snapshot().unwrap();
@@ -428,7 +428,7 @@ fn states_after_restore_without_table_are_unreachable() {
         let error = View::open_on(&source, Some(&StatePoint::Lsn(requested))).map(|_| ()).unwrap_err();
         assert!(matches!(error, Error::OutsideWindow { .. }), "{requested}: {error}");
         assert!(
-            matches!(store.restore(&StatePoint::Lsn(requested)), Err(Error::OutsideWindow { .. })),
+            matches!(store.restore(StatePoint::Lsn(requested)), Err(Error::OutsideWindow { .. })),
             "{requested}"
         );
     }

@@ -230,7 +230,7 @@ fn gap_is_reported_at_its_position() {
     apply(&store, store.batch().write(page, 0, b"kept up"));
     assert_eq!(applied(&mut changes).lsn, Lsn(10));
 
-    let restored = store.restore(&StatePoint::Snapshot(snapshot.id)).unwrap().lsn;
+    let restored = store.restore(StatePoint::Snapshot(snapshot.id)).unwrap().lsn;
     apply(&store, store.batch().write(page, 0, b"after"));
     assert_eq!(changes.next(), Some(ChangeEvent::Lagged { from: restored }));
     apply(&store, store.batch().write(page, 0, b"later"));

@@ -123,7 +123,7 @@ fn every_kind_of_change_is_in_next_snapshot() {
             let before = store.lsn();
             commit(store, |batch| _ = batch.write(pages[1], 0, b"undone").delete(pages[2]));
             commit(store, |batch| _ = batch.create(10, PLACE).page());
-            store.restore(&StatePoint::Lsn(before)).unwrap();
+            store.restore(StatePoint::Lsn(before)).unwrap();
             // The store has taken a snapshot on its own.
             Vec::new()
         }),
@@ -184,7 +184,7 @@ fn replayed_changes_are_in_next_snapshot() {
     let before = store.lsn();
     commit(&store, |batch| _ = batch.write(pages[3], 0, b"undone").delete(pages[4]));
     let events = disk.events();
-    store.restore(&StatePoint::Lsn(before)).unwrap();
+    store.restore(StatePoint::Lsn(before)).unwrap();
     drop(store);
     let mut replayed = 0;
     for event in events..=disk.events() {

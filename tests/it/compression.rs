@@ -80,7 +80,7 @@ fn compressed_images_are_read_by_all() {
         }
     }
     store.commit(batch).unwrap();
-    store.restore(&StatePoint::Snapshot(snapshot.id)).unwrap();
+    store.restore(StatePoint::Snapshot(snapshot.id)).unwrap();
     check(&store);
     store.close().unwrap();
 

@@ -271,7 +271,7 @@ fn messages_state_the_problem() {
     let text = Store::open(directory.path().join("store"), options()).unwrap_err().to_string();
     assert!(text.contains(" UTC") && !text.contains("Unix"), "{text}");
     store.commit(store.batch()).unwrap();
-    let refused = store.fork(directory.path().join("store"), &StatePoint::Lsn(store.lsn())).unwrap_err();
+    let refused = store.fork(directory.path().join("store"), StatePoint::Lsn(store.lsn())).unwrap_err();
     let text = refused.to_string();
     assert!(text.contains("not empty (it holds STORE)") && !text.contains("no file of a store"), "{text}");
     let text = Store::open("", options()).unwrap_err().to_string();
@@ -317,7 +317,7 @@ fn an_error_of_an_open_store_names_its_directory() {
     disk.damage(images, 4096, &vec![0xA5; len - 4096]);
     let seen: Arc<dyn Disk> = Arc::new(disk.clone());
     for refused in [
-        store.restore(&StatePoint::Snapshot(snapshot.id)).map(drop),
+        store.restore(StatePoint::Snapshot(snapshot.id)).map(drop),
         View::open_on(&seen, Some(&StatePoint::Snapshot(snapshot.id)))
             .and_then(|view| view.read(page, 0, &mut [0; 8])),
     ] {

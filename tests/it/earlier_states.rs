@@ -80,7 +80,7 @@ fn every_batch_in_window_can_be_viewed() {
         let old = at(&disk, &StatePoint::Lsn(Lsn(lsn))).unwrap();
         assert_eq!((old.lsn(), old.id()), (Lsn(lsn), id));
         check(&old, &pages);
-        assert_eq!(old.page_by_key(&Key::new("b").unwrap()).unwrap().page, pages[1]);
+        assert_eq!(old.page_by_key(Key::new("b").unwrap()).unwrap().page, pages[1]);
         assert_eq!(old.page(pages[0]).unwrap().lsn, Lsn(lsn));
         let mut bytes = [0; 9];
         old.read(pages[2], 100, &mut bytes).unwrap();
@@ -508,13 +508,13 @@ fn restore_can_be_undone() {
         store.read(page, 0, &mut bytes).unwrap();
         bytes
     };
-    assert!(matches!(store.restore(&StatePoint::Lsn(lsns[0])), Err(Error::OutsideWindow { .. })));
-    store.restore(&StatePoint::Lsn(later[1])).unwrap();
+    assert!(matches!(store.restore(StatePoint::Lsn(lsns[0])), Err(Error::OutsideWindow { .. })));
+    store.restore(StatePoint::Lsn(later[1])).unwrap();
     assert_eq!(read(pages[0]), content(pages[0], later[1].0));
-    store.restore(&StatePoint::Lsn(later[4])).unwrap();
+    store.restore(StatePoint::Lsn(later[4])).unwrap();
     assert_eq!(read(pages[2]), content(pages[2], later[4].0));
     let first = store.snapshots()[0].id;
-    store.restore(&StatePoint::Snapshot(first)).unwrap();
+    store.restore(StatePoint::Snapshot(first)).unwrap();
     assert_eq!(read(pages[1]), content(pages[1], lsns[5].0));
     assert_eq!(store.snapshots().len(), 4, "a restore retires no snapshot");
 }
@@ -560,7 +560,7 @@ fn blame_lists_each_changing_batch_in_retained_range() {
     let mut batch = store.batch();
     batch.write(pages[0], 3, b"culprit").set_root("step", 99u64).note("step 99");
     let culprit = store.commit(batch).unwrap().position.lsn;
-    let restored = store.restore(&StatePoint::Lsn(lsns[3])).unwrap().lsn;
+    let restored = store.restore(StatePoint::Lsn(lsns[3])).unwrap().lsn;
     let view = newest(&disk).unwrap();
     let changes = view.blame(pages[0], 3..9).unwrap();
     let told: Vec<(Lsn, ChangeCause)> = changes.iter().map(|change| (change.lsn, change.cause)).collect();

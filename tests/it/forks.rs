@@ -148,8 +148,8 @@ fn fork_is_independent_store() {
     let forked = open(&target).unwrap();
     assert_eq!(State::of(&forked), now);
     // Nothing leads to a state before the fork.
-    assert!(matches!(forked.restore(&StatePoint::Lsn(Lsn(lsn.0 - 1))), Err(Error::OutsideWindow { .. })));
-    forked.restore(&StatePoint::Lsn(lsn)).unwrap();
+    assert!(matches!(forked.restore(StatePoint::Lsn(Lsn(lsn.0 - 1))), Err(Error::OutsideWindow { .. })));
+    forked.restore(StatePoint::Lsn(lsn)).unwrap();
     assert_eq!(State::of(&forked).contents, expected.contents);
 }
 
@@ -180,13 +180,13 @@ fn a_fork_shares_image_files() {
     let store = Store::open(&path, options()).unwrap();
     let (pages, lsn) = work(&store);
     let expected = State::of(&store);
-    store.fork(&first, &StatePoint::Lsn(lsn)).unwrap();
+    store.fork(&first, StatePoint::Lsn(lsn)).unwrap();
     assert_eq!(links(&path).iter().max(), Some(&2));
     assert_eq!(links(&first), [2, 1], "shared images, and those of the pages that changed since");
 
     // The fork of a fork shares with both.
     let forked = Store::open(&first, options()).unwrap();
-    forked.fork(&second, &StatePoint::Lsn(lsn)).unwrap();
+    forked.fork(&second, StatePoint::Lsn(lsn)).unwrap();
     drop(forked);
     assert_eq!(links(&second), [3, 2]);
 

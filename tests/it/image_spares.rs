@@ -128,7 +128,7 @@ fn file_shared_with_fork_is_not_reused() {
     let store = Store::open(directory.path(), options()).unwrap();
     let pages = begin(&store, 2);
     let state = State::of(&store);
-    let view = Store::open_at(directory.path(), &StatePoint::Snapshot(store.snapshots()[0].id)).unwrap();
+    let view = Store::open_at(directory.path(), StatePoint::Snapshot(store.snapshots()[0].id)).unwrap();
     view.fork(beside.path()).unwrap();
     drop(view);
     for seed in 2..6 {

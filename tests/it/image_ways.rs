@@ -47,7 +47,7 @@ fn work(store: &Store) -> State {
     batch.write(pages[2], 7, b"changed").write(pages[3], 9000, b"changed");
     store.commit(batch).unwrap();
     store.snapshot().unwrap();
-    store.restore(&remanent::StatePoint::Lsn(then)).unwrap();
+    store.restore(remanent::StatePoint::Lsn(then)).unwrap();
     State::of(store)
 }
 

@@ -373,7 +373,7 @@ fn file_shared_with_fork_is_dropped_not_reused() {
     let pages = create(&store, Place::Device(0));
     snapshots(&store, &pages, 1..5).unwrap();
     let state = State::of(&store);
-    store.fork(&fork, &StatePoint::Lsn(store.lsn())).unwrap();
+    store.fork(&fork, StatePoint::Lsn(store.lsn())).unwrap();
     let shared = registered_bytes(&store);
     snapshots(&store, &pages, 5..7).unwrap();
     assert!(registered_bytes(&store) <= shared);

@@ -299,10 +299,10 @@ fn a_restore_waits_for_no_lease() {
     bench.fill(2).unwrap();
     let lease = bench.store.lease(bench.page).unwrap();
     lease.on(stream).unwrap();
-    let restore = || bench.store.restore(&StatePoint::Lsn(remanent::Lsn(1)));
+    let restore = || bench.store.restore(StatePoint::Lsn(remanent::Lsn(1)));
     assert!(matches!(restore(), Err(Error::Leased { page }) if page == bench.page));
     assert!(matches!(
-        bench.elsewhere(|store, _| store.restore(&StatePoint::Lsn(remanent::Lsn(1)))),
+        bench.elsewhere(|store, _| store.restore(StatePoint::Lsn(remanent::Lsn(1)))),
         Err(Error::Leased { .. })
     ));
     assert_eq!((bench.store.lsn().0, bench.read()), (2, page_of(2)));
@@ -396,7 +396,7 @@ fn lease_of_missing_page_is_refused() {
         let error = bench.store.lease(PageId(77)).unwrap_err();
         assert!(matches!(error, Error::UnknownPage { page: PageId(77) }), "{error}");
     }
-    bench.store.restore(&StatePoint::Lsn(remanent::Lsn(1))).unwrap();
+    bench.store.restore(StatePoint::Lsn(remanent::Lsn(1))).unwrap();
     let empty = bench.elsewhere(|store, _| {
         let mut batch = store.batch();
         batch.create(0, PLACE);

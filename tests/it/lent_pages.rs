@@ -252,11 +252,11 @@ fn restore_rewrites_lent_page_in_place_or_returns_memory() {
         let bench = Bench::new(device);
         let then = bench.store.lsn();
         bench.commit(|batch| _ = batch.fill(bench.page, 0, LEN, &[2])).unwrap();
-        bench.store.restore(&StatePoint::Lsn(then)).unwrap();
+        bench.store.restore(StatePoint::Lsn(then)).unwrap();
         assert_eq!((bench.read(), bench.memory()), (first(), first()));
         assert_eq!(bench.memory.page(), Some(bench.page));
         let before = remanent::Lsn(then.0 - 1);
-        bench.store.restore(&StatePoint::Lsn(before)).unwrap();
+        bench.store.restore(StatePoint::Lsn(before)).unwrap();
         assert!(bench.is_free());
     }
 }
@@ -266,7 +266,7 @@ fn fork_has_own_page_memory() {
     let bench = Bench::new(Arc::new(HostDevice::new()));
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("fork");
-    bench.store.fork(&path, &StatePoint::Lsn(bench.store.lsn())).unwrap();
+    bench.store.fork(&path, StatePoint::Lsn(bench.store.lsn())).unwrap();
     let fork = Store::open_with(&path, bench.device.clone(), options()).unwrap();
     commit(&fork, |batch| _ = batch.fill(bench.page, 0, LEN, &[4])).unwrap();
     assert_eq!((content(&fork, bench.page), bench.memory()), (vec![4; LEN as usize], first()));

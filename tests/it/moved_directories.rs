@@ -77,7 +77,7 @@ fn view_follows_moved_directory() {
     let (path, moved) = (above.path().join("store"), above.path().join("moved"));
     let mine = made(&path);
     let view = Store::open_read_only(&path).unwrap();
-    let earlier = Store::open_at(&path, &StatePoint::Lsn(Lsn(2))).unwrap();
+    let earlier = Store::open_at(&path, StatePoint::Lsn(Lsn(2))).unwrap();
     std::fs::rename(&path, &moved).unwrap();
     // Without a directory at the path, and with another store there.
     for _ in 0..2 {

@@ -124,7 +124,7 @@ fn pages_on_several_devices_commit_together_and_reopen_on_any() {
         let store = open(&disk, &pair).unwrap();
         let pages = work(&store);
         assert_eq!(pages, on_one, "on {}", pair.label());
-        store.restore(&StatePoint::Lsn(remanent::Lsn(9))).unwrap();
+        store.restore(StatePoint::Lsn(remanent::Lsn(9))).unwrap();
         let restored = bytes(&store, pages[0].0);
         drop(store);
         for device in [host(), pair.clone(), two_of(host(), late(3))] {

@@ -244,7 +244,7 @@ fn an_access_to_an_unloaded_page_waits_for_it() {
             assert_eq!((audit.pages, audit.changed.len()), (PAGES, 0));
             Ok(())
         }),
-        ("restore", |store| store.restore(&StatePoint::Snapshot(store.snapshots()[0].id)).map(drop)),
+        ("restore", |store| store.restore(StatePoint::Snapshot(store.snapshots()[0].id)).map(drop)),
         ("prefetch", |store| store.prefetch(&[LAST], Place::Host)?.wait()),
         ("read ahead", |store| {
             let mut ahead = store.read_ahead(Place::Host)?;

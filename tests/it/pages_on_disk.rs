@@ -351,7 +351,7 @@ fn restores_and_forks_have_pages_on_disk() {
         move_to(&store, pages[0], Place::Host);
         move_to(&store, pages[1], Place::Disk);
         store.snapshot().unwrap();
-        store.restore(&StatePoint::Lsn(then)).unwrap();
+        store.restore(StatePoint::Lsn(then)).unwrap();
         let places =
             |store: &Store| pages.iter().map(|page| store.page(*page).unwrap().place).collect::<Vec<_>>();
         let bytes =
@@ -541,7 +541,7 @@ fn a_store_holds_more_pages_than_memory() {
         store.snapshot().unwrap();
         drop(store);
         let store = opened(&disk, options());
-        let page = |number: u64| store.page_by_key(&keys(number)).unwrap().page;
+        let page = |number: u64| store.page_by_key(keys(number)).unwrap().page;
         // The newest ones in memory, as a cache would have them: each that comes takes the place of another.
         for number in 0..PAGES {
             store.ensure(&[page(number)], Place::Host).unwrap();
@@ -600,7 +600,7 @@ fn pages_on_disk_are_counted() {
                 check(&store, "after an open");
             }
             90 => {
-                store.restore(&StatePoint::Snapshot(earlier.unwrap())).unwrap();
+                store.restore(StatePoint::Snapshot(earlier.unwrap())).unwrap();
                 pages = store.pages().unwrap().map(|info| info.page).collect();
                 check(&store, "after a restore");
             }

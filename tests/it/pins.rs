@@ -92,7 +92,7 @@ fn moving_pinned_page_is_refused() {
             "moved and back",
         );
         refused(store.lease(page).map(drop), "leased");
-        refused(store.restore(&StatePoint::Lsn(Lsn(1))).map(drop), "restored");
+        refused(store.restore(StatePoint::Lsn(Lsn(1))).map(drop), "restored");
     };
     all();
     // A batch that is refused changes nothing; one that moves the page to where it is moves nothing.
@@ -103,12 +103,12 @@ fn moving_pinned_page_is_refused() {
     drop(second);
     drop(store.lease(page).unwrap());
     commit(&store, |batch| _ = batch.move_to(page, Place::Pinned).resize(page, 2 * LEN)).unwrap();
-    store.restore(&StatePoint::Lsn(Lsn(1))).unwrap();
+    store.restore(StatePoint::Lsn(Lsn(1))).unwrap();
     commit(&store, |batch| _ = batch.delete(page)).unwrap();
     let gone = store.pin(page).unwrap_err();
     assert!(matches!(gone, Error::UnknownPage { page: found } if found == page), "{gone}");
     // That pin was refused, and so holds no page.
-    assert!(store.restore(&StatePoint::Lsn(Lsn(2))).is_ok());
+    assert!(store.restore(StatePoint::Lsn(Lsn(2))).is_ok());
 }
 
 #[test]

@@ -106,10 +106,10 @@ fn lookups_and_reads_of_other_pages_do_not_wait_for_the_applier() {
         // A caller that was told that the batch is logged sees it.
         let lsn = ticket.position().lsn;
         assert_eq!((store.lsn(), store.page(pages[0]).unwrap().lsn), (lsn, lsn));
-        let new = store.page_by_key(&key("new")).unwrap();
+        let new = store.page_by_key(key("new")).unwrap();
         assert_eq!((new.page, new.len), (ticket.pages()[0], 5));
-        assert!(store.contains(new.page).unwrap() && store.contains_key(&key("first")).unwrap());
-        assert!(!store.contains(PageId(99)).unwrap() && !store.contains_key(&key("other")).unwrap());
+        assert!(store.contains(new.page).unwrap() && store.contains_key(key("first")).unwrap());
+        assert!(!store.contains(PageId(99)).unwrap() && !store.contains_key(key("other")).unwrap());
         assert_eq!((count_of(&store.root().unwrap()), store.page_count().unwrap()), (1, 3));
         assert_eq!(store.pages().unwrap().map(|info| info.len).collect::<Vec<_>>(), [LEN, LEN, 5]);
         // The bytes of a page that no batch under way changes.
@@ -160,7 +160,7 @@ fn write_during(store: &Store, pages: &[PageId], count: u64, each: impl Fn() + S
             }
             each();
         });
-        let mut last = store.page_by_key(&key("first")).unwrap().page;
+        let mut last = store.page_by_key(key("first")).unwrap().page;
         for count in 1..=count {
             let mut batch = store.batch();
             batch.set_root("count", count).delete(last);
@@ -197,7 +197,7 @@ fn bytes_and_page_info_are_from_one_batch() {
         let (last, buffer) = &mut *last.lock().unwrap();
         // By key: never missing, because a batch that deletes the page gives the key to another one.
         let mut start = [0; 8];
-        let info = store.read_key(&key("first"), 0, &mut start).unwrap();
+        let info = store.read_key(key("first"), 0, &mut start).unwrap();
         let count = counted(&start);
         assert!(count >= *last, "what was seen once stays");
         assert!(count == 0 || info.len == 8 * (1 + count % 40_000));
@@ -228,7 +228,7 @@ fn view_is_one_batch_while_commits_continue() {
     write_during(&store, &pages, 300, || {
         let view = store.view().unwrap();
         let count = count_of(&view.root());
-        let held = view.page_by_key(&key("first")).unwrap();
+        let held = view.page_by_key(key("first")).unwrap();
         assert_eq!(view.lsn(), Lsn(2 + count));
         let lens = [held.len, view.page(pages[1]).unwrap().len];
         assert_eq!(lens, if count == 0 { [LEN, 8] } else { [8 * (1 + count % 40_000); 2] });
@@ -291,11 +291,11 @@ fn a_restored_store_shows_the_old_state_to_every_lookup() {
     batch.create(1, Place::Host).key(key("first"));
     let new = store.commit(batch).unwrap().pages[0];
     let view = store.view().unwrap();
-    store.restore(&StatePoint::Lsn(then)).unwrap();
+    store.restore(StatePoint::Lsn(then)).unwrap();
     // The view is of the state before the restore, and stays so.
-    assert_eq!((view.page_by_key(&key("first")).unwrap().page, count_of(&view.root())), (new, 2));
+    assert_eq!((view.page_by_key(key("first")).unwrap().page, count_of(&view.root())), (new, 2));
     drop(view);
-    assert_eq!(store.page_by_key(&key("first")).unwrap().page, pages[0]);
+    assert_eq!(store.page_by_key(key("first")).unwrap().page, pages[0]);
     assert!(matches!(store.page(new), Err(Error::UnknownPage { .. })));
     assert_eq!(count_of(&store.root().unwrap()), 1);
     let after: Vec<PageInfo> = store.pages().unwrap().collect();

@@ -111,7 +111,7 @@ fn restored_with(options: Options) -> Victim {
                 store = open_with(&disk, options.clone()).unwrap();
             }
             20 => {
-                store.restore(&StatePoint::Lsn(Lsn(12))).unwrap();
+                store.restore(StatePoint::Lsn(Lsn(12))).unwrap();
                 states.insert(store.lsn(), State::of(&store));
             }
             _ => {}

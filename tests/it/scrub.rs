@@ -65,7 +65,7 @@ impl Subject {
     /// wrote to an image file.
     fn with_restore() -> Self {
         let subject = Self::new();
-        subject.store.restore(&StatePoint::Lsn(subject.store.lsn())).unwrap();
+        subject.store.restore(StatePoint::Lsn(subject.store.lsn())).unwrap();
         subject.commit(3, 10);
         let mut batch = subject.store.batch();
         batch.create_from(noise(11, 6000), Place::Host);

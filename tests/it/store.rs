@@ -63,7 +63,7 @@ fn every_operation_survives_reopening() {
         assert_eq!(bytes(store, page), expected);
         assert_eq!(bytes(store, copy), cloned);
         assert!(matches!(store.page(gone), Err(Error::UnknownPage { .. })));
-        let info = store.page_by_key(&key("weights")).unwrap();
+        let info = store.page_by_key(key("weights")).unwrap();
         assert_eq!((info.page, info.len, info.epoch.0, info.lsn), (page, 80, 2, Lsn(2)));
         assert_eq!(*info.metadata, Metadata::from([("step".to_owned(), Value::U64(5))]));
         assert_eq!(info.place, Place::Device(0));
@@ -215,7 +215,7 @@ fn restore_is_a_new_batch() {
     let late = batch.create(5, Place::Host).page();
     let late = (store.commit(batch).unwrap().pages[0], late).0;
 
-    let position = store.restore(&StatePoint::Snapshot(snapshot.id)).unwrap();
+    let position = store.restore(StatePoint::Snapshot(snapshot.id)).unwrap();
     assert_eq!(position.lsn, Lsn(3));
     let check = |store: &Store| {
         assert_eq!(bytes(store, pages[0]), [1; 100]);
@@ -231,7 +231,7 @@ fn restore_is_a_new_batch() {
     let mut batch = store.batch();
     batch.create(1, Place::Host);
     assert!(store.commit(batch).unwrap().pages[0] > late, "an id was used again");
-    assert!(matches!(store.restore(&StatePoint::Snapshot(SnapshotId(99))), Err(Error::NoSnapshot { .. })));
+    assert!(matches!(store.restore(StatePoint::Snapshot(SnapshotId(99))), Err(Error::NoSnapshot { .. })));
 }
 
 #[test]

@@ -180,7 +180,7 @@ const OPERATIONS: [Operation; 11] = [
         let then = store.lsn();
         change(&store, pages, 2);
         assert!(then > Lsn(0));
-        store.restore(&StatePoint::Lsn(then)).unwrap();
+        store.restore(StatePoint::Lsn(then)).unwrap();
         check(pages, 1, &mut |page, offset, out| _ = store.read(page, offset, out).unwrap());
         store.close().unwrap();
     }),

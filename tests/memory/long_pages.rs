@@ -93,7 +93,7 @@ fn life(content: Content) {
         batch.write(page, at, &[content.byte(at) ^ 1]);
         store.commit(batch).unwrap();
     }
-    let (restored, taken) = peak(|| store.restore(&StatePoint::Snapshot(snapshot.id)).map(drop));
+    let (restored, taken) = peak(|| store.restore(StatePoint::Snapshot(snapshot.id)).map(drop));
     restored.unwrap();
     assert_bounded("a restore", content, taken, 0);
     check(&store, page, content);
@@ -199,7 +199,7 @@ fn history(content: Content) {
         assert_eq!((audit.by_replay, audit.changed.len()), (1, 0));
     });
     let forked = place.path().join("forked");
-    measure("a fork", 0, &mut || _ = store.fork(&forked, &StatePoint::Lsn(then)).unwrap());
+    measure("a fork", 0, &mut || _ = store.fork(&forked, StatePoint::Lsn(then)).unwrap());
     check_view(&Store::open_read_only(&forked).unwrap(), &expected);
     measure("a salvage", 0, &mut || {
         let source = DirReader::new(&directory);
@@ -235,7 +235,7 @@ fn history(content: Content) {
 
     let mut later = expected.clone();
     change(&store, page, &mut later, 0x20);
-    measure("a restore", 0, &mut || store.restore(&StatePoint::Lsn(then)).map(drop).unwrap());
+    measure("a restore", 0, &mut || store.restore(StatePoint::Lsn(then)).map(drop).unwrap());
     check_all(&expected, &|from, out| _ = store.read(page, from, out).unwrap());
     measure("a replica that follows a restore", 0, &mut || follow(&mut replica));
     assert!(replica.bytes(page) == Some(&expected[..]), "{content:?}: a restored replica");

@@ -131,7 +131,7 @@ fn a_restore_of_many_tiny_pages_fills_several_chunks() {
     let snapshot = store.snapshot().unwrap();
     assert!(snapshot.redo < snapshot.end, "{snapshot:?}");
     fill(&store, 2);
-    store.restore(&StatePoint::Snapshot(snapshot.id)).unwrap();
+    store.restore(StatePoint::Snapshot(snapshot.id)).unwrap();
     let check = |store: &Store, step| {
         for page in (1..=COUNT as u64).step_by(step).chain([COUNT as u64]) {
             assert_eq!(bytes(store, PageId(page)), (page ^ 1 << 32).to_le_bytes(), "page {page}");
@@ -223,7 +223,7 @@ fn exact_snapshot_is_point_in_time() {
     drop(store);
     let store = Store::open(directory.path(), Options::default()).unwrap();
     assert!(state(&store) == now);
-    store.restore(&StatePoint::Snapshot(snapshot.id)).unwrap();
+    store.restore(StatePoint::Snapshot(snapshot.id)).unwrap();
     let restored = state(&store);
     let old = images.iter().map(|(page, _, place, metadata, bytes)| (page, place, metadata, bytes));
     let restored = restored.0.iter();

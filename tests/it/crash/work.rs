@@ -476,12 +476,12 @@ impl Driver {
 
     pub fn restore(&self, store: &Store, snapshot: SnapshotInfo) -> Result<(), Error> {
         let SnapshotInfo { id, end, .. } = snapshot;
-        self.restored(store, end.0, || store.restore(&StatePoint::Snapshot(SnapshotId(id.0))))
+        self.restored(store, end.0, || store.restore(StatePoint::Snapshot(SnapshotId(id.0))))
     }
 
     /// Restores the state after a batch.
     pub fn restore_to(&self, store: &Store, to: u64) -> Result<(), Error> {
-        self.restored(store, to, || store.restore(&StatePoint::Lsn(Lsn(to))))
+        self.restored(store, to, || store.restore(StatePoint::Lsn(Lsn(to))))
     }
 
     /// A restore is written down before it is done: one that fails may all the same be in the log.

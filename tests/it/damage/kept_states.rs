@@ -68,7 +68,7 @@ fn replaced_since() -> Subject {
     batch.delete(last);
     work.store.commit(batch).unwrap();
     work.note();
-    work.store.restore(&StatePoint::Lsn(good)).unwrap();
+    work.store.restore(StatePoint::Lsn(good)).unwrap();
     work.note();
     work.commit(1);
     work.close("images and tables that were replaced")

@@ -132,7 +132,7 @@ impl Work {
     }
 
     pub fn restore_to(&mut self, lsn: Lsn) {
-        self.store.restore(&StatePoint::Lsn(lsn)).unwrap();
+        self.store.restore(StatePoint::Lsn(lsn)).unwrap();
         self.note();
     }
 

@@ -415,7 +415,7 @@ fn restore_rejects_bit_flips() {
         let before = store.snapshot_with(SnapshotOptions::new().name("before")).unwrap();
         held.write(&store, 2);
         flips();
-        let restored = store.restore(&StatePoint::Snapshot(before.id)).map(drop);
+        let restored = store.restore(StatePoint::Snapshot(before.id)).map(drop);
         bus.device.end_flips();
         // A restore that fails after it was logged has memory that nothing reads any more.
         held.pages.iter_mut().for_each(|(_, version)| *version = 1);

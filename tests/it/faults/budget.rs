@@ -87,7 +87,7 @@ fn recovery_refuses_over_budget_table_before_allocating() {
     assert_eq!(allocated(&store), (400, 2));
 
     // Nor does a restore go over it.
-    over_budget(store.restore(&StatePoint::Snapshot(SnapshotId(1))), (1900, 400, 400));
+    over_budget(store.restore(StatePoint::Snapshot(SnapshotId(1))), (1900, 400, 400));
     assert_eq!((store.lsn().0, allocated(&store)), (2, (400, 2)));
     let mut batch = store.batch();
     batch.set_root("goes", "on");

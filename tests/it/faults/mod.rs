@@ -155,11 +155,11 @@ impl Line {
     fn restore(&mut self, store: &Store, snapshot: SnapshotId) -> Result<()> {
         let kept = store.snapshots();
         let end = kept.iter().find(|kept| kept.id == snapshot).unwrap().end;
-        self.go_back(store, end, || store.restore(&StatePoint::Snapshot(snapshot)))
+        self.go_back(store, end, || store.restore(StatePoint::Snapshot(snapshot)))
     }
 
     fn restore_to(&mut self, store: &Store, target: Lsn) -> Result<()> {
-        self.go_back(store, target, || store.restore(&StatePoint::Lsn(target)))
+        self.go_back(store, target, || store.restore(StatePoint::Lsn(target)))
     }
 
     fn go_back(
@@ -222,7 +222,7 @@ fn poisoned(store: &Store) -> Arc<Error> {
     batch.set_root("after", true);
     let committed = cause(store.commit(batch).map(drop));
     let snapshot = cause(store.snapshot().map(drop));
-    let restored = cause(store.restore(&StatePoint::Snapshot(SnapshotId(1))).map(drop));
+    let restored = cause(store.restore(StatePoint::Snapshot(SnapshotId(1))).map(drop));
     assert_eq!([snapshot.to_string(), restored.to_string()], [committed.to_string(), committed.to_string()]);
     committed
 }

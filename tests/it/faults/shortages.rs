@@ -317,7 +317,7 @@ fn store_continues_without_new_threads() {
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         thread_refusals::refuse(Some(""));
         large.snapshot().unwrap();
-        let restored = large.restore(&StatePoint::Lsn(large.lsn())).unwrap();
+        let restored = large.restore(StatePoint::Lsn(large.lsn())).unwrap();
         assert!(large.read_to_vec(page).unwrap() == vec![7; 8 << 20], "at {restored:?}");
         line.work(&store).unwrap();
         store.snapshot_with(SnapshotOptions::new().only_published()).unwrap();
@@ -326,8 +326,8 @@ fn store_continues_without_new_threads() {
         store.prune(&store.retention()).unwrap();
         assert!(store.scrub().unwrap().damage.is_empty());
         assert!(store.audit().unwrap().changed.is_empty());
-        store.fork(&fork, &StatePoint::Lsn(store.lsn())).unwrap();
-        let view = Store::open_at(&path, &StatePoint::Lsn(store.lsn())).unwrap();
+        store.fork(&fork, StatePoint::Lsn(store.lsn())).unwrap();
+        let view = Store::open_at(&path, StatePoint::Lsn(store.lsn())).unwrap();
         view.read(line.page, 0, &mut [0; 8]).unwrap();
         // Nothing tells it of changes: it looks of its own accord.
         let mut follower = Follower::open(&path, FollowFrom::Snapshot).unwrap();
@@ -433,10 +433,10 @@ fn out_of_descriptors(path: &Path, log_io: LogIo) {
                 store.snapshot().err(),
                 store.snapshot_with(SnapshotOptions::new().name("short")).err(),
                 store.prune(&store.retention().snapshots_kept(1)).err(),
-                store.restore(&StatePoint::Snapshot(kept[0].id)).err(),
+                store.restore(StatePoint::Snapshot(kept[0].id)).err(),
                 store.scrub().err(),
                 store.audit().err(),
-                Store::open_at(path, &StatePoint::Snapshot(kept[0].id)).err(),
+                Store::open_at(path, StatePoint::Snapshot(kept[0].id)).err(),
                 Follower::open(path, FollowFrom::Beginning).err(),
             ];
             line.check_read(&store).unwrap();

@@ -51,7 +51,7 @@ impl Writer {
     fn commit(&mut self, count: usize) {
         for _ in 0..count {
             if is_restore(self.next) {
-                let position = self.store.restore(&StatePoint::Lsn(restore_target(self.next))).unwrap();
+                let position = self.store.restore(StatePoint::Lsn(restore_target(self.next))).unwrap();
                 assert_eq!(position.lsn, self.next);
                 self.shape = shape(&self.store);
                 self.next = self.next.next();
@@ -306,7 +306,7 @@ fn follower_receives_restore_as_one_batch() {
     }
     assert_eq!((replica.lsn(), replica.pages().len()), (Lsn(2), 3));
 
-    let restored_at = store.restore(&StatePoint::Snapshot(snapshot.id)).unwrap();
+    let restored_at = store.restore(StatePoint::Snapshot(snapshot.id)).unwrap();
     let batch = follower.next(Duration::ZERO).unwrap().expect("the restore is logged");
     assert_eq!(batch.position().batch(), restored_at);
     assert_eq!(batch.operations().iter().map(Op::kind).collect::<Vec<_>>(), ["restore"]);

@@ -123,7 +123,7 @@ fn closed_view_holds_nothing_despite_forked_child() {
     alone(|| {
         let directory = tempfile::tempdir().unwrap();
         let store = created(directory.path());
-        let view = Store::open_at(directory.path(), &oldest(&store)).unwrap();
+        let view = Store::open_at(directory.path(), oldest(&store)).unwrap();
         // The child has a copy of the view and never drops it.
         let child = LivingChild::fork(|| ());
         assert_eq!(held(&store), 1);
@@ -157,7 +157,7 @@ fn a_child_that_drops_a_view_frees_nothing() {
     alone(|| {
         let directory = tempfile::tempdir().unwrap();
         let store = created(directory.path());
-        let view = Store::open_at(directory.path(), &oldest(&store)).unwrap();
+        let view = Store::open_at(directory.path(), oldest(&store)).unwrap();
         let mut copy = Some(view);
         // The child's own files may have the numbers of descriptors that it closed when it was forked.
         in_child(|| {

@@ -202,7 +202,7 @@ fn forked_child_calls_fail_and_drops_free_nothing() {
             std::thread::yield_now();
         }
         let mut follower = Some(Follower::open(path, FollowFrom::Beginning).unwrap());
-        let mut view = Some(Store::open_at(path, &StatePoint::Snapshot(first.id)).unwrap());
+        let mut view = Some(Store::open_at(path, StatePoint::Snapshot(first.id)).unwrap());
         let memory = store.device_bytes(16, Place::Host).unwrap();
         let copy = store.working_copy(pages[0], Width::W1, Shadow::Page).unwrap();
         let mut temporary = Some(Store::temporary(small()).unwrap());
@@ -228,13 +228,13 @@ fn forked_child_calls_fail_and_drops_free_nothing() {
                 refused("pin", here.pin(pages[0]))?;
                 refused("wait_warm", here.wait_loaded())?;
                 refused("page", here.page(pages[0]))?;
-                refused("page_by_key", here.page_by_key(&Key::new("key").unwrap()))?;
+                refused("page_by_key", here.page_by_key(Key::new("key").unwrap()))?;
                 refused("pages", here.pages())?;
                 refused("view", here.view())?;
                 refused("contains", here.contains(pages[0]))?;
-                refused("contains_key", here.contains_key(&Key::new("key").unwrap()))?;
+                refused("contains_key", here.contains_key(Key::new("key").unwrap()))?;
                 refused("page_count", here.page_count())?;
-                refused("read_key", here.read_key(&Key::new("key").unwrap(), 0, &mut [0; 8]))?;
+                refused("read_key", here.read_key(Key::new("key").unwrap(), 0, &mut [0; 8]))?;
                 refused("read_to_vec", here.read_to_vec(pages[0]))?;
                 refused("read_into", here.read_into(pages[0], &mut Vec::new()))?;
                 refused("root", here.root())?;
@@ -248,8 +248,8 @@ fn forked_child_calls_fail_and_drops_free_nothing() {
                 refused("snapshot_named", here.snapshot_with(SnapshotOptions::new().name("name")))?;
                 refused("would_prune", here.would_prune(&here.retention()))?;
                 refused("prune", here.prune(&here.retention()))?;
-                refused("restore_from_snapshot", here.restore(&StatePoint::Snapshot(first.id)))?;
-                refused("restore_to", here.restore(&StatePoint::Lsn(Lsn(1))))?;
+                refused("restore_from_snapshot", here.restore(StatePoint::Snapshot(first.id)))?;
+                refused("restore_to", here.restore(StatePoint::Lsn(Lsn(1))))?;
                 refused("scrub", here.scrub())?;
                 refused("trim", here.trim())?;
                 refused("device_bytes", here.device_bytes(16, Place::Host))?;
@@ -264,7 +264,7 @@ fn forked_child_calls_fail_and_drops_free_nothing() {
                 refused("prefetch", here.prefetch(&pages, Place::Host))?;
                 refused("read_ahead", here.read_ahead(Place::Host))?;
                 refused("hint_unified", here.hint_unified(pages[0], UnifiedHint::ReadMostly(true)))?;
-                refused("fork", here.fork(&fork, &StatePoint::Lsn(Lsn(1))))?;
+                refused("fork", here.fork(&fork, StatePoint::Lsn(Lsn(1))))?;
                 // These have no way to refuse: they say nothing, and wait for no thread.
                 let stats = here.stats();
                 let (lsn, snapshots, unloaded) = (here.lsn(), here.snapshots(), here.unloaded_pages());
@@ -294,7 +294,7 @@ fn forked_child_calls_fail_and_drops_free_nothing() {
                 refused("Pin::on", pin.on(stream).map(drop))?;
                 let (as_of, mut listed) = (as_of.take().unwrap(), listed.take().unwrap());
                 refused("ReadView::page", as_of.page(pages[0]))?;
-                refused("ReadView::page_by_key", as_of.page_by_key(&Key::new("key").unwrap()))?;
+                refused("ReadView::page_by_key", as_of.page_by_key(Key::new("key").unwrap()))?;
                 refused("ReadView::read", as_of.read(pages[0], 0, &mut [0; 8]))?;
                 let seen = (as_of.lsn(), as_of.page_count(), as_of.contains(pages[0]), as_of.root().len());
                 if seen != (Lsn(0), 0, false, 0) || as_of.pages().count() + listed.by_ref().count() > 0 {

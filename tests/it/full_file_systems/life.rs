@@ -258,7 +258,7 @@ pub fn life(why: &str, ways: &Ways<'_>, fill: impl FnOnce()) -> Course {
             life.why
         );
         let is_restored = life.may("a restore", |store| {
-            store.restore(&StatePoint::Snapshot(store.snapshots().pop().unwrap().id))
+            store.restore(StatePoint::Snapshot(store.snapshots().pop().unwrap().id))
         });
         life.course.restores += usize::from(is_restored);
         life.may("a create", |store| create(store, 50 + left));

@@ -311,7 +311,7 @@ fn lives(name: &str, root: &Path, opens_from: u64) {
             for free in (least_free..least_free + (400 << 10)).step_by(step) {
                 let why = format!("{io} on {name}, {free} bytes free, opened after each step: {each_step}");
                 let fork = |store: &Store| {
-                    let forked = store.fork(&directory_new, &StatePoint::Lsn(store.lsn())).and_then(|_| {
+                    let forked = store.fork(&directory_new, StatePoint::Lsn(store.lsn())).and_then(|_| {
                         is_fork_of(&why, store, Store::open(&directory_new, life_options(io))?);
                         Ok(())
                     });

@@ -90,7 +90,7 @@ impl Ground {
             let found = found.unwrap_or_else(|| panic!("the snapshot {name:?} is gone, {at}"));
             assert_eq!((found.end, found.redo), (*end, *end), "{at}");
             let Some(state) = self.model.at(*end) else { continue };
-            let old = Store::open_at(path, &StatePoint::Name(name.clone()))
+            let old = Store::open_at(path, StatePoint::Name(name.clone()))
                 .unwrap_or_else(|error| panic!("{error}, {at}"));
             let read = |info: &PageInfo| {
                 let mut bytes = vec![0; info.len as usize];

@@ -235,7 +235,7 @@ impl<'a> Work<'a> {
         self.board.begin(n);
         let restored = picked.map(|snapshot| {
             record_restore(snapshot.end);
-            self.store.restore(&StatePoint::Snapshot(snapshot.id))
+            self.store.restore(StatePoint::Snapshot(snapshot.id))
         });
         let position = match restored {
             Some(Ok(position)) => position,
@@ -255,7 +255,7 @@ impl<'a> Work<'a> {
     fn restore_to(&self, n: Lsn, mut target: Lsn) -> Result<Position> {
         loop {
             self.diary.write(&Entry::Restore { lsn: n, target });
-            match self.store.restore(&StatePoint::Lsn(target)) {
+            match self.store.restore(StatePoint::Lsn(target)) {
                 Err(Error::OutsideWindow { oldest, .. }) if oldest > target => target = oldest,
                 ended => return ended,
             }
@@ -291,7 +291,7 @@ impl<'a> Work<'a> {
             std::fs::create_dir_all(&forks).unwrap();
         }
         let directory = forks.join(lsn.to_string());
-        match self.store.fork(&directory, &StatePoint::Lsn(lsn)) {
+        match self.store.fork(&directory, StatePoint::Lsn(lsn)) {
             Ok(_) => self.diary.write(&Entry::Forked { lsn }),
             // Meanwhile the other threads have gone on, and the batch is outside of the window.
             Err(Error::OutsideWindow { oldest, .. }) if oldest > lsn => {}

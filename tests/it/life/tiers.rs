@@ -63,7 +63,7 @@ fn live(seed: u64) {
     let pages: Vec<PageId> = (0..PAGES)
         .map(|number| {
             let place = if number == 0 { Place::Disk } else { DEVICE };
-            store.put(&key(number), bytes(number, 0), place).unwrap().0
+            store.put(key(number), bytes(number, 0), place).unwrap().0
         })
         .collect();
     let (mut evictions, mut most) = (0, (0, 0));
@@ -75,7 +75,7 @@ fn live(seed: u64) {
                 0..=4 => {
                     let number = pick(random);
                     versions[number as usize] += 1;
-                    store.put(&key(number), bytes(number, versions[number as usize]), DEVICE).unwrap();
+                    store.put(key(number), bytes(number, versions[number as usize]), DEVICE).unwrap();
                 }
                 5..=6 => {
                     let requested: Vec<PageId> = (0..4).map(|_| pages[pick(random) as usize]).collect();

@@ -110,7 +110,7 @@ impl Worker {
                 self.store().prune(&retention).map(|_| String::new())
             }
             Command::RestoreTo(lsn) => {
-                self.store().restore(&StatePoint::Lsn(Lsn(lsn))).map(|at| at.lsn.to_string())
+                self.store().restore(StatePoint::Lsn(Lsn(lsn))).map(|at| at.lsn.to_string())
             }
             Command::Scrub => {
                 let scrubbed = self.store().scrub()?;

@@ -242,7 +242,7 @@ pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tall
             }
             Action::Restore(pick) => {
                 let Some(snapshot) = model.snapshot(*pick) else { continue };
-                let position = match store.restore(&StatePoint::Snapshot(snapshot)) {
+                let position = match store.restore(StatePoint::Snapshot(snapshot)) {
                     Ok(position) => position,
                     Err(Error::NoSnapshot { .. }) if model.in_background => continue,
                     Err(Error::OverBudget { .. }) if setting.is_cramped => {
@@ -258,14 +258,14 @@ pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tall
             }
             Action::RestoreTo(pick) => {
                 let beyond = Lsn(model.lsn + if setting.is_cramped { 1 << 30 } else { 1 });
-                let refused = store.restore(&StatePoint::Lsn(beyond));
+                let refused = store.restore(StatePoint::Lsn(beyond));
                 let Err(Error::OutsideWindow { requested, newest, .. }) = refused else {
                     panic!("a restore of batch {beyond}, which is yet to come: {refused:?}")
                 };
                 assert_eq!(requested, beyond, "asked");
                 assert_lsn(newest, &model, "newest");
                 let lsn = in_window(&model, *pick);
-                let position = match store.restore(&StatePoint::Lsn(Lsn(lsn))) {
+                let position = match store.restore(StatePoint::Lsn(Lsn(lsn))) {
                     Ok(position) => position,
                     Err(Error::OutsideWindow { oldest, .. }) if model.in_background && oldest > Lsn(lsn) => {
                         continue;

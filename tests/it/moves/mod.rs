@@ -389,10 +389,10 @@ fn restore_to_earlier_places_bumps_epochs_only_of_changed_pages() {
         }
         for back in [true, false] {
             let lsn = if back {
-                store.restore(&StatePoint::Lsn(then.0)).unwrap().lsn
+                store.restore(StatePoint::Lsn(then.0)).unwrap().lsn
             } else {
                 move_to(&store, moved, Place::Host).unwrap();
-                store.restore(&StatePoint::Snapshot(then.2)).unwrap().lsn
+                store.restore(StatePoint::Snapshot(then.2)).unwrap().lsn
             };
             let [moved, changed, still] = [moved, changed, still].map(|page| store.page(page).unwrap());
             assert_eq!(State::of(&store).contents, then.1.contents, "on {}", device.label());
@@ -451,7 +451,7 @@ fn followers_see_moves() {
     let mut batch = store.batch();
     batch.move_to(page, Place::Pinned).fill(page, 1, 3, &[1]);
     store.commit(batch).unwrap();
-    store.restore(&StatePoint::Lsn(then)).unwrap();
+    store.restore(StatePoint::Lsn(then)).unwrap();
     move_to(&store, page, Place::Host).unwrap();
     store.wait_durable(store.lsn()).unwrap();
     let mut kinds = Vec::new();

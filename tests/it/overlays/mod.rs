@@ -166,7 +166,7 @@ fn base_is_kept_while_needed() {
         assert!(view.read_to_vec(page).unwrap() == then, "for a reader");
         drop(view);
         assert!(opened(&forked, options.clone()).read_to_vec(page).unwrap() == then, "for a fork");
-        store.restore(&StatePoint::Lsn(first.end)).unwrap();
+        store.restore(StatePoint::Lsn(first.end)).unwrap();
         assert!(store.read_to_vec(page).unwrap() == then, "for a restore");
         drop(store);
         let store = opened(&disk, options);

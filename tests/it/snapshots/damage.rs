@@ -10,7 +10,7 @@ fn flip(disk: &SimDisk, file: FileName, offset: usize) {
 /// Demands that a restore is refused for damage, and that the store goes on as if it had not been asked for.
 fn check_refused(disk: &SimDisk, store: &Store, id: SnapshotId, pages: &[PageId]) {
     let (lsn, state, before) = (store.lsn(), State::of(store), Files::of(disk));
-    let refused = store.restore(&remanent::StatePoint::Snapshot(id)).unwrap_err();
+    let refused = store.restore(remanent::StatePoint::Snapshot(id)).unwrap_err();
     assert!(matches!(refused, Error::Damaged(_)), "{refused}");
     assert_eq!(store.lsn(), lsn, "nothing was logged");
     assert!(State::of(store) == state, "no page changed");
@@ -43,7 +43,7 @@ fn restore_from_damaged_table_is_refused() {
     let (store, pages) = store_of(&disk, small(), 3);
     let first = store.snapshot_with(remanent::SnapshotOptions::new().name("before")).unwrap();
     change(&store, &pages, 1);
-    store.restore(&remanent::StatePoint::Snapshot(first.id)).unwrap();
+    store.restore(remanent::StatePoint::Snapshot(first.id)).unwrap();
     let restored = store.lsn();
     change(&store, &pages, 2);
     let files = Files::of(&disk);
@@ -57,7 +57,7 @@ fn restore_from_damaged_table_is_refused() {
     [20, half + 20].into_iter().for_each(|at| flip(&disk, manifest, at));
 
     let (lsn, state) = (store.lsn(), State::of(&store));
-    let refused = store.restore(&remanent::StatePoint::Lsn(restored)).unwrap_err();
+    let refused = store.restore(remanent::StatePoint::Lsn(restored)).unwrap_err();
     assert!(matches!(refused, Error::Damaged(_)), "{refused}");
     assert!((store.lsn(), State::of(&store)) == (lsn, state), "nothing changed");
     assert_eq!(Files::of(&disk).names(|file| matches!(file, FileName::Table(_))), [table]);

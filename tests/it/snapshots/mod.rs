@@ -241,7 +241,7 @@ fn the_snapshot_after_a_restore_names_the_images_of_its_table() {
     batch.delete(pages[10]);
     store.commit(batch).unwrap();
     store.snapshot().unwrap();
-    store.restore(&StatePoint::Snapshot(first.id)).unwrap();
+    store.restore(StatePoint::Snapshot(first.id)).unwrap();
     let after = store.snapshots().last().unwrap().clone();
     assert_eq!((after.pages, after.bytes_written), (20, 0), "all images were there");
     change(&store, &pages[10..11], 3);

@@ -49,7 +49,7 @@ fn named_snapshot_stays_until_name_is_dropped() {
 
     let store = open_with(&disk, options()).unwrap();
     assert_eq!(store.snapshots()[0], named);
-    store.restore(&StatePoint::Snapshot(named.id)).unwrap();
+    store.restore(StatePoint::Snapshot(named.id)).unwrap();
     let restored = State::of(&store);
     assert_eq!(restored.pages.len(), before.pages.len());
     change(&store, &pages, 99);
@@ -68,7 +68,7 @@ fn named_snapshot_stays_until_name_is_dropped() {
     assert_eq!(store.prune(&given_up).unwrap(), would_go);
     let gone: BTreeSet<FileName> = would_go.files.iter().map(|(file, _)| *file).collect();
     assert!(listed().is_disjoint(&gone));
-    assert!(matches!(store.restore(&StatePoint::Snapshot(named.id)), Err(Error::NoSnapshot { .. })));
+    assert!(matches!(store.restore(StatePoint::Snapshot(named.id)), Err(Error::NoSnapshot { .. })));
     let state = State::of(&store);
     store.close().unwrap();
     let store = open_with(&disk, options()).unwrap();
@@ -129,7 +129,7 @@ fn restore_removes_no_snapshot_despite_late_verification() {
         let first = store.snapshot().unwrap().id;
         change(&store, &pages, 1);
         let second = store.snapshot_with(SnapshotOptions::new().only_published()).unwrap().id;
-        store.restore(&StatePoint::Snapshot(first)).unwrap();
+        store.restore(StatePoint::Snapshot(first)).unwrap();
         // The thread that reads back ends with the store.
         store.close().unwrap();
         let store = open_with(&disk, options()).unwrap();
@@ -312,7 +312,7 @@ fn state_after_unretained_link_is_reached_from_earlier() {
         assert_eq!(&found, bytes, "page {page}");
     }
     drop(old);
-    store.restore(&StatePoint::Lsn(link.end)).unwrap();
+    store.restore(StatePoint::Lsn(link.end)).unwrap();
     assert_eq!(State::of(&store).contents, state.contents);
 }
 
@@ -348,7 +348,7 @@ fn state_after_link_without_images_is_unreachable() {
         other => panic!("{other}"),
     };
     outside(link.end, View::open_on(&shared, Some(&StatePoint::Lsn(link.end))).unwrap_err());
-    outside(link.end, store.restore(&StatePoint::Lsn(link.end)).unwrap_err());
+    outside(link.end, store.restore(StatePoint::Lsn(link.end)).unwrap_err());
     // Not even the batch before it begins the window there.
     let before = Lsn(link.end.0 - 1);
     outside(before, View::open_on(&shared, Some(&StatePoint::Lsn(before))).unwrap_err());

@@ -44,7 +44,7 @@ fn bytes(number: u64, version: u64) -> Vec<u8> {
 }
 
 fn put(store: &Store, number: u64, version: u64, place: Place) -> PageId {
-    store.put(&key(number), bytes(number, version), place).unwrap().0
+    store.put(key(number), bytes(number, version), place).unwrap().0
 }
 
 fn place(store: &Store, page: PageId) -> Place {
@@ -105,7 +105,7 @@ fn places_after(store: &Store, image: &CrashImage, number_of: impl Fn(u64) -> u6
     let acked = image.acks.len() as u64;
     let expected: BTreeMap<u64, u64> = (0..acked).map(|round| (number_of(round), round)).collect();
     let check = |(number, version)| {
-        let info = store.page_by_key(&key(number)).unwrap_or_else(|error| panic!("{image}: {error}"));
+        let info = store.page_by_key(key(number)).unwrap_or_else(|error| panic!("{image}: {error}"));
         let found = store.read_to_vec(info.page).unwrap();
         // The batch after the last one acknowledged may be there.
         let is_next = number_of(acked) == number && found == bytes(number, acked);
@@ -219,7 +219,7 @@ fn restore_has_reserved_room() {
         let then = store.lsn();
         (100..100 + 2 * ROOM).for_each(|number| _ = put(&store, number, 0, DEVICE));
         assert!(places(&store, &pages).contains(&Place::Disk));
-        store.restore(&remanent::StatePoint::Lsn(then)).unwrap();
+        store.restore(remanent::StatePoint::Lsn(then)).unwrap();
         for (number, page) in (0..).zip(&pages) {
             assert_eq!(store.read_to_vec(*page).unwrap(), bytes(number, 0));
         }

@@ -57,7 +57,7 @@ fn threads_share_full_place() {
                     for round in 0..40 {
                         let number = 1000 * thread + round % 13;
                         let page = put(store, number, round, DEVICE);
-                        let other = store.page_by_key(&key(1000 * thread + round % 5)).unwrap().page;
+                        let other = store.page_by_key(key(1000 * thread + round % 5)).unwrap().page;
                         store.ensure(&[other], DEVICE).unwrap();
                         assert_eq!(store.read_to_vec(page).unwrap(), bytes(number, round));
                     }
@@ -67,7 +67,7 @@ fn threads_share_full_place() {
         assert!(peak(&store, DEVICE) <= ROOM * LEN);
         for thread in 0..4 {
             for number in 0..13 {
-                let page = store.page_by_key(&key(1000 * thread + number)).unwrap().page;
+                let page = store.page_by_key(key(1000 * thread + number)).unwrap().page;
                 let version = (0..40).rev().find(|round| round % 13 == number).unwrap();
                 assert_eq!(store.read_to_vec(page).unwrap(), bytes(1000 * thread + number, version));
             }
@@ -151,7 +151,7 @@ fn commits_do_not_wait_for_slow_disk_with_room() {
     goes.0.send(()).unwrap();
     (ROOM..2 * ROOM).for_each(|number| _ = put(&store, number, 0, DEVICE));
     for number in 0..2 * ROOM {
-        let page = store.page_by_key(&key(number)).unwrap().page;
+        let page = store.page_by_key(key(number)).unwrap().page;
         assert_eq!(store.read_to_vec(page).unwrap(), bytes(number, 0));
     }
 }
@@ -176,7 +176,7 @@ fn full_disk_keeps_pages_in_place() {
             disk.set_capacity(Some(disk.used_bytes()));
             let mut refusals = 0;
             for number in next..next + 2 * ROOM {
-                match store.put(&key(number), bytes(number, 0), DEVICE) {
+                match store.put(key(number), bytes(number, 0), DEVICE) {
                     Ok((page, _)) => held.push((number, page)),
                     Err(Error::OverBudget { place: DEVICE, .. } | Error::DiskFull { .. }) => refusals += 1,
                     Err(error) => panic!("turn {turn}: {error}"),

@@ -97,7 +97,7 @@ pub const LONG: [(&str, Operation); 37] = [
     ("view", Outside(|directory| read_view(&Store::open_read_only(directory)?))),
     (
         "view of a snapshot",
-        Outside(|directory| read_view(&Store::open_at(directory, &StatePoint::Snapshot(SnapshotId(1)))?)),
+        Outside(|directory| read_view(&Store::open_at(directory, StatePoint::Snapshot(SnapshotId(1)))?)),
     ),
     (
         "would_prune_at",

@@ -67,7 +67,7 @@ pub fn prepare(directory: &Path) {
     store.commit(write(&store, 3)).unwrap();
     store.commit(create(&store, COUNT..COUNT + 25_000)).unwrap();
     store.commit(delete_some(&store)).unwrap();
-    store.restore(&StatePoint::Lsn(Lsn(store.lsn().0 - 2))).unwrap();
+    store.restore(StatePoint::Lsn(Lsn(store.lsn().0 - 2))).unwrap();
     store.commit(create(&store, 2 * COUNT..2 * COUNT + 10_000)).unwrap();
     store.commit(write(&store, 11)).unwrap();
     store.close().unwrap();
@@ -97,7 +97,7 @@ pub const MANY: [(&str, Operation); 35] = [
     ("view", Outside(|directory| read_view(&Store::open_read_only(directory)?))),
     (
         "view of a snapshot",
-        Outside(|directory| read_view(&Store::open_at(directory, &StatePoint::Snapshot(SnapshotId(1)))?)),
+        Outside(|directory| read_view(&Store::open_at(directory, StatePoint::Snapshot(SnapshotId(1)))?)),
     ),
     (
         "would_prune_at",
@@ -252,14 +252,14 @@ pub const MANY: [(&str, Operation); 35] = [
         call(|store, _| {
             let view = store.view()?;
             view.pages().for_each(drop);
-            view.page_by_key(&key(77))?;
+            view.page_by_key(key(77))?;
             view.read(PageId(1), 0, &mut [0; 8])
         }),
     ),
     (
         "pages and reads",
         call(|store, _| {
-            store.page_by_key(&key(77))?;
+            store.page_by_key(key(77))?;
             store.pages()?.try_for_each(|info| store.read(info.page, 0, &mut [0; 8]).map(drop))
         }),
     ),

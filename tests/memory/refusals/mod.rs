@@ -82,7 +82,7 @@ const fn call(run: fn(&Store, &Path) -> Result<()>) -> Operation {
 fn fork(store: &Store, directory: &Path) -> Result<()> {
     let fork = directory.with_extension("fork");
     _ = std::fs::remove_dir_all(&fork);
-    store.fork(fork, &StatePoint::Lsn(store.lsn())).map(drop)
+    store.fork(fork, StatePoint::Lsn(store.lsn())).map(drop)
 }
 
 /// Publishes a snapshot, and waits until a thread has verified it.
@@ -93,11 +93,11 @@ fn publish(store: &Store, _: &Path) -> Result<()> {
 
 fn restore_newest(store: &Store, _: &Path) -> Result<()> {
     let newest = store.snapshots().pop().unwrap().id;
-    store.restore(&StatePoint::Snapshot(newest)).map(drop)
+    store.restore(StatePoint::Snapshot(newest)).map(drop)
 }
 
 fn restore_the_batch_before(store: &Store, _: &Path) -> Result<()> {
-    store.restore(&StatePoint::Lsn(Lsn(store.lsn().0 - 1))).map(drop)
+    store.restore(StatePoint::Lsn(Lsn(store.lsn().0 - 1))).map(drop)
 }
 
 fn scrub(store: &Store, _: &Path) -> Result<()> {

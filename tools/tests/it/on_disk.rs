@@ -97,7 +97,7 @@ fn damaged_disk_pages_are_named_and_others_copied() {
         for (key, number) in
             [("long", 0), ("quiet", 1)].into_iter().filter(|(key, _)| !is_lost || *key != lost)
         {
-            let page = rescued.page_by_key(&Key::new(key).unwrap()).unwrap().page;
+            let page = rescued.page_by_key(Key::new(key).unwrap()).unwrap().page;
             let bytes = rescued.read_to_vec(page).unwrap();
             let expected = if number == 0 { now.clone() } else { (0..LEN).map(|at| byte(1, at)).collect() };
             assert!(bytes == expected, "{what}: page {key}");

@@ -78,7 +78,7 @@ fn check_finds_changes_by_other_programs() {
     let scratch = Scratch::new();
     scratch.replay(20, &[]).expect(0);
     let store = Store::open(scratch.store(), Options::default()).unwrap();
-    let page = |id: u64| store.page_by_key(&Key::new(id.to_string()).unwrap()).unwrap();
+    let page = |id: u64| store.page_by_key(Key::new(id.to_string()).unwrap()).unwrap();
     let (written, deleted) = (page(1), page(2));
     assert_eq!(written.epoch, Epoch(1));
     let mut batch = store.batch();

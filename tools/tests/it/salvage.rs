@@ -51,7 +51,7 @@ fn sound_store_is_copied_completely() {
     assert_eq!(opened.id().to_string(), summary["store"].as_str().unwrap());
     assert_ne!(run(&["info", &store, "--json"]).json()[0]["store"], summary["store"]);
     let mut batch = opened.batch();
-    batch.write(opened.page_by_key(&Key::new("weights").unwrap()).unwrap().page, 0, b"on");
+    batch.write(opened.page_by_key(Key::new("weights").unwrap()).unwrap().page, 0, b"on");
     assert_eq!(opened.commit(batch).unwrap().position.lsn.0, 4);
 }
 

@@ -100,7 +100,7 @@ fn restored() -> Scratch {
     let good = work.commit(3);
     work.store.snapshot_with(SnapshotOptions::new().name("before")).unwrap();
     work.commit(3);
-    work.store.restore(&StatePoint::Lsn(good)).unwrap();
+    work.store.restore(StatePoint::Lsn(good)).unwrap();
     work.commit(2);
     work.close()
 }
@@ -112,7 +112,7 @@ fn restored_in_the_log() -> Scratch {
     work.store.snapshot().unwrap();
     let good = work.commit(2);
     work.commit(2);
-    work.store.restore(&StatePoint::Lsn(good)).unwrap();
+    work.store.restore(StatePoint::Lsn(good)).unwrap();
     work.commit(1);
     let work = work.reopen();
     work.commit(1);
@@ -127,7 +127,7 @@ fn forked() -> Scratch {
     work.store.snapshot().unwrap();
     let at = work.commit(2);
     let scratch = Scratch::new();
-    work.store.fork(scratch.store(), &StatePoint::Lsn(at)).unwrap();
+    work.store.fork(scratch.store(), StatePoint::Lsn(at)).unwrap();
     let fork = Work { store: open(&scratch.store()).unwrap(), scratch };
     fork.commit(3);
     fork.close()
@@ -318,7 +318,7 @@ fn restore_without_retained_table_is_sound() {
     let good = work.commit(3);
     work.store.snapshot().unwrap();
     work.commit(3);
-    work.store.restore(&StatePoint::Lsn(good)).unwrap();
+    work.store.restore(StatePoint::Lsn(good)).unwrap();
     let tables = |path: &str| {
         let pages = fs::read_dir(Path::new(path).join("pages")).unwrap().map(|entry| entry.unwrap().path());
         pages.filter(|path| path.extension().is_some_and(|found| found == "table")).count()
@@ -337,6 +337,6 @@ fn restore_without_retained_table_is_sound() {
     run(&["verify", &path]).expect(0);
     work.store.close().unwrap();
     run(&["verify", &path]).expect(0);
-    let before = Store::open_at(&path, &StatePoint::Lsn(good));
+    let before = Store::open_at(&path, StatePoint::Lsn(good));
     assert!(matches!(before, Err(Error::OutsideWindow { .. })), "{:?}", before.err());
 }
