@@ -197,6 +197,7 @@ impl Drop for RunningEngine {
     fn drop(&mut self) {
         self.0.applier.stop();
         self.0.log.stop();
+        self.0.log.shrink();
         // All pages have left by now, so caller-owned memory is released to its owners.
         self.0.arena.drop_released();
     }

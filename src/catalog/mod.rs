@@ -141,6 +141,14 @@ impl Catalog {
         self.floor.is_none_or(|floor| kept.redo.lsn >= floor)
     }
 
+    /// Returns the point at which the kept log begins, or `None` if no snapshot begins at the floor: then
+    /// retention keeps log that no snapshot needs.
+    pub fn replay_start(&self) -> Option<LogPoint> {
+        let floor = self.floor?;
+        let starts = self.snapshots.values().map(|kept| kept.redo).filter(|redo| redo.lsn == floor);
+        starts.min_by_key(|redo| (redo.segment, redo.offset))
+    }
+
     /// Copies the catalog for read-only callers.
     fn copy(&self) -> Self {
         Self {

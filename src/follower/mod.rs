@@ -48,8 +48,8 @@ use crate::disk::{Disk, Watch};
 use crate::error::{Error, Result};
 use backoff::{Pauses, Suspicion};
 use seek::{at_start, behind, diverged, is_skipped_successor, locate};
-use segment::LiveSegment;
-use survey::{ask, missing, missing_file, needs_confirmation, newest_snapshot, segments, survey};
+use segment::{LiveSegment, lacks_first_frames};
+use survey::{ask, left_out, missing, missing_file, needs_confirmation, newest_snapshot, segments, survey};
 use tail::{Tail, TakenFrame};
 
 /// The maximum number of consecutive checks of a log's end while names change.
@@ -116,6 +116,8 @@ pub struct Follower {
     idle_since: Instant,
     watch: Box<dyn Watch>,
     checks: u64,
+    /// A point in a segment that lacks its first frames, after which no frame was left out.
+    checked_gap: Option<LogPoint>,
 }
 
 impl Follower {
@@ -181,6 +183,7 @@ impl Follower {
             idle_since: Instant::now(),
             watch,
             checks: 0,
+            checked_gap: None,
         }
     }
 
@@ -339,6 +342,16 @@ impl Follower {
         }
         if !segments.contains(&here.segment) && self.tail.peek()?.is_none() {
             return Err(missing(&self.disk, here));
+        }
+        // A segment from which a close left out frames never changes again, so one check per point suffices.
+        if self.checked_gap != Some(here)
+            && lacks_first_frames(&*self.disk, self.store.store, here.segment)?
+            && self.tail.peek()?.is_none()
+        {
+            if let Some(overtaken) = left_out(&self.disk, here) {
+                return Err(overtaken);
+            }
+            self.checked_gap = Some(here);
         }
         Ok(false)
     }

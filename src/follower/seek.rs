@@ -27,8 +27,8 @@ use remanent_format::state::survey::Survey;
 use remanent_format::{Incarnation, LogPoint, Lsn, StoreId};
 
 use super::position::FollowerPosition;
-use super::segment::LiveSegment;
-use super::survey::missing;
+use super::segment::{LiveSegment, lacks_first_frames};
+use super::survey::{left_out, missing};
 use super::tail::Tail;
 use crate::disk::Disk;
 use crate::disk::source::DiskSource;
@@ -155,6 +155,13 @@ fn find(disk: &Arc<dyn Disk>, survey: &Survey, position: FollowerPosition) -> Re
             start = Some(point);
         }
     }
+    // A close may have left out the first frames of a segment in which a replay begins.
+    let redos = survey.readable().map(|manifest| manifest.redo).filter(|redo| {
+        redo.incarnation == position.incarnation
+            && redo.lsn <= position.lsn
+            && survey.log.segments().contains_key(&redo.segment)
+    });
+    let start = start.into_iter().chain(redos).max_by_key(|point| (point.segment, point.offset));
     let Some(start) = start else {
         let segment = first.unwrap_or_default().saturating_sub(1);
         return Err(missing(disk, LogPoint { lsn: position.lsn, segment, ..LogPoint::default() }));
@@ -166,6 +173,11 @@ fn find(disk: &Arc<dyn Disk>, survey: &Survey, position: FollowerPosition) -> Re
             // ends before it because of a power cut.
             let point = tail.point();
             if let overtaken @ Error::Overtaken { .. } = missing(disk, point) {
+                return Err(overtaken);
+            }
+            if lacks_first_frames(&**disk, store, point.segment)?
+                && let Some(overtaken) = left_out(disk, point)
+            {
                 return Err(overtaken);
             }
             let source = DiskSource::new(disk.clone());

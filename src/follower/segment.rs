@@ -7,8 +7,8 @@
 use std::io::ErrorKind;
 use std::sync::Arc;
 
-use remanent_format::frame::{FRAME_HEADER_LEN, FrameHeader};
-use remanent_format::segment::{Opening, SegmentHeader, SegmentHeaderRaw};
+use remanent_format::frame::{FRAME_HEADER_LEN, FrameHeader, FrameHeaderRaw, UncheckedFrame};
+use remanent_format::segment::{Opening, SEGMENT_HEADER_BLOCK, SegmentHeader, SegmentHeaderRaw};
 use remanent_format::{Defect, FileName, StoreId};
 use zerocopy::FromZeros;
 
@@ -118,6 +118,14 @@ impl LiveSegment {
     fn has(&self, offset: u64, len: usize) -> bool {
         offset >= self.buffer_at && offset + len as u64 <= self.buffer_at + self.buffer.len() as u64
     }
+}
+
+/// Returns whether the writer left out the first frames of segment `number` when it closed the store.
+pub(super) fn lacks_first_frames(disk: &dyn Disk, store: StoreId, number: u64) -> Result<bool> {
+    let Some(mut open) = LiveSegment::open(disk, store, number)? else { return Ok(false) };
+    let Some(bytes) = open.bytes(SEGMENT_HEADER_BLOCK, FrameHeaderRaw::LEN)? else { return Ok(false) };
+    let first = UncheckedFrame::decode(bytes);
+    Ok(!first.is_ok_and(|frame| frame.is_at(store, number, SEGMENT_HEADER_BLOCK)))
 }
 
 /// Returns whether the file of segment `number` in the directory belongs to another store.

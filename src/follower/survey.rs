@@ -66,6 +66,17 @@ pub(super) fn missing(disk: &Arc<dyn Disk>, point: LogPoint) -> Error {
     gone(disk, lsn, &damage, |redo| redo.segment > point.segment)
 }
 
+/// Returns the error for frames after `point` that the writer left out of its last segment when it closed the
+/// store, or `None` if no frame after `point` was left out.
+///
+/// The segment must [lack its first frames](super::segment::lacks_first_frames).
+pub(super) fn left_out(disk: &Arc<dyn Disk>, point: LogPoint) -> Option<Error> {
+    let lsn = point.lsn.next();
+    let damage = Defect::Missing.at_lsn(FileName::Segment(point.segment), point.offset, lsn);
+    let begins_later = |redo: LogPoint| redo.segment == point.segment && redo.lsn > point.lsn;
+    Some(gone(disk, lsn, &damage, begins_later)).filter(|error| matches!(error, Error::Overtaken { .. }))
+}
+
 /// Returns the error for a missing file that batch `lsn` names.
 pub(super) fn missing_file(disk: &Arc<dyn Disk>, lsn: Lsn, damage: Damage) -> Error {
     // A file that a batch names is kept as long as the batch may be replayed.

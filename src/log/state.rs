@@ -14,7 +14,7 @@ use remanent_format::segment::SEGMENT_HEADER_BLOCK;
 use remanent_format::{FileName, LogPoint, Lsn};
 
 use super::group_commit::Waiters;
-use super::segments::SegmentFile;
+use super::segments::{ClosedEnd, SegmentFile};
 use crate::base::phases;
 use crate::base::phases::Phase;
 use crate::base::sync::Instant;
@@ -131,6 +131,8 @@ pub(super) struct LogState {
     pub stats: LogStats,
     /// Bytes of the images that were written in advance for appended batches.
     pub ahead_bytes: u64,
+    /// The point before which the log is no longer kept, if a retention determined one.
+    pub replay_start: Option<LogPoint>,
 }
 
 /// A segment that receives frames, now or later. Only the window keeps its file open.
@@ -210,6 +212,7 @@ impl LogState {
             watch: GrowthWatch::default(),
             stats: LogStats::default(),
             ahead_bytes: 0,
+            replay_start: None,
         }
     }
 
@@ -302,6 +305,23 @@ impl LogState {
     /// they name.
     pub fn replay_bytes(&self) -> u64 {
         self.stats.bytes + self.ahead_bytes
+    }
+
+    /// Returns the end of a log that has stopped, or `None` if some frame is not synced.
+    pub fn closed_end(&self) -> Option<ClosedEnd> {
+        if !self.must_stop || self.is_syncing || !self.dirty.is_empty() {
+            return None;
+        }
+        let OpenSegment { number, len, .. } = self.current;
+        let from = self.replay_start.filter(|from| from.segment == number);
+        let start = from.map_or(SEGMENT_HEADER_BLOCK, |from| from.offset - from.offset % GROUP_ALIGN);
+        Some(ClosedEnd {
+            incarnation: self.point.incarnation,
+            number,
+            len,
+            needed: start..self.offset,
+            empty: self.empty.iter().map(|segment| (segment.number, segment.len)).collect(),
+        })
     }
 
     /// Returns the offset of the next frame: directly after the last one in an open group, otherwise on a new

@@ -247,6 +247,24 @@ impl Log {
         }
     }
 
+    /// Frees the space that only an open log needs, once the log has stopped. A log that failed or did not
+    /// sync all its frames is left unchanged.
+    pub fn shrink(&self) {
+        if self.check().is_err() || self.poison.check().is_err() {
+            return;
+        }
+        let Some(end) = self.state.lock().closed_end() else { return };
+        // A failure loses nothing: the next open finds every frame, and its close tries again.
+        if let Err(error) = self.pool.shrink(end) {
+            tracing::warn!(%error, "the closed store takes more space than it needs");
+        }
+    }
+
+    /// Sets the point before which the log is no longer kept. `None` keeps all of it.
+    pub fn set_replay_start(&self, point: Option<LogPoint>) {
+        self.state.lock().replay_start = point;
+    }
+
     /// Creates segments until two are ready, and the first of them is long enough for a frame with this
     /// payload. Returns the number of a segment that already contains the payload, for a frame that becomes
     /// its first.

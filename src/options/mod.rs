@@ -161,9 +161,10 @@ impl Options {
 
     /// Sets the maximum length of a log segment in bytes. Default: 16 MiB.
     ///
-    /// The length must be a multiple of 4096 and at least 16 KiB. Every open starts with segments of 256 KiB
-    /// and doubles their length from one to the next, so that disk usage follows the amount of committed
-    /// data. Segments that a snapshot makes obsolete are reused; see [`spare_bytes`](Self::spare_bytes).
+    /// The length must be a multiple of 4096 and at least 16 KiB. Every open starts with segments of 64 KiB
+    /// and lengthens them from one to the next, so that disk usage follows the amount of committed data. A
+    /// segment takes at most a 64th of the file system, or 256 KiB if that is more, and less on a nearly full
+    /// disk. Segments that a snapshot makes obsolete are reused; see [`spare_bytes`](Self::spare_bytes).
     #[must_use]
     pub fn segment_len(mut self, bytes: u64) -> Self {
         self.segment_len = bytes;
@@ -173,9 +174,9 @@ impl Options {
     /// Sets how many bytes of disk space are reserved for deletes on a full disk. Default: two segments.
     ///
     /// The size is rounded up to whole segments of [`segment_len`](Self::segment_len). As long as the log's
-    /// segments are shorter than that, so are those of the reserve. A background thread allocates the reserve
-    /// after the open, and again after batches that extended the log; if other programs fill the disk in
-    /// those milliseconds, the reserve is smaller.
+    /// segments are shorter than that, so are those of the reserve, which begin with 16 KiB at each open. A
+    /// background thread allocates the reserve after the open, and again after batches that extended the log;
+    /// if other programs fill the disk in those milliseconds, the reserve is smaller.
     ///
     /// A batch that only deletes can delete 100 pages. If each batch is waited for, it takes 4 KiB of a
     /// segment, whose first 4 KiB hold no batches. The last segment used in this way is 16 KiB long, so a
@@ -459,9 +460,9 @@ impl Options {
         self.tiers.iter().try_for_each(|tiers| tiers.check(&self.budget))
     }
 
-    /// Returns the number of whole segments in the reserve.
-    pub(crate) fn reserve_segments(&self) -> usize {
-        let bytes = self.reserve_bytes.unwrap_or(2 * self.segment_len);
-        usize::try_from(bytes.div_ceil(self.segment_len)).unwrap_or(usize::MAX)
+    /// Returns the number of whole segments in the reserve, for segments that grow up to `segment_len` bytes.
+    pub(crate) fn reserve_segments(&self, segment_len: u64) -> usize {
+        let bytes = self.reserve_bytes.unwrap_or(2 * segment_len);
+        usize::try_from(bytes.div_ceil(segment_len)).unwrap_or(usize::MAX)
     }
 }

@@ -87,6 +87,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use remanent_format::judge::Record;
+use remanent_format::limits::GROUP_ALIGN;
 use remanent_format::log::LogEnd;
 use remanent_format::segment::FORMAT_VERSION;
 use remanent_format::state::follow::Resolution;
@@ -179,6 +180,11 @@ fn with_reserve<T>(pool: &SegmentPool, mut write: impl FnMut(&CreateFromSpare) -
     }
 }
 
+/// The share of the file system, one in this many bytes, that a segment may take: with the empty segments and
+/// the reserve there are five, and a small disk needs most of its space for pages.
+const SEGMENT_SHARE: u64 = 64;
+/// Length below which that share does not shorten segments.
+const SEGMENT_SHARE_MIN: u64 = 256 << 10;
 /// The share of the file system, one in this many bytes, that spares beyond the reserve may take unless the
 /// options say otherwise.
 const SPARE_SHARE: u64 = 100;
@@ -433,20 +439,15 @@ impl Recovery<'_> {
     /// Spares beyond the reserve save a busy log from creating each segment with zeros and a sync while
     /// committers wait. They are bounded because they take space that pages could use.
     fn pool(&self, store: StoreId) -> Result<Arc<SegmentPool>> {
-        let rules = SegmentRules {
-            len: self.options.segment_len,
-            reserve: self.options.reserve_segments(),
-            spare_bytes: match self.options.spare_bytes {
-                Some(bytes) => bytes,
-                None => {
-                    let total = self.disk.total_bytes().unwrap_or_else(|error| {
-                        tracing::debug!(%error, "the length of the file system cannot be told");
-                        None
-                    });
-                    total.map_or(SPARE_BYTES_MAX, |total| total / SPARE_SHARE).min(SPARE_BYTES_MAX)
-                }
-            },
-        };
+        let total = self.disk.total_bytes().unwrap_or_else(|error| {
+            tracing::debug!(%error, "cannot determine the size of the file system");
+            None
+        });
+        let share = |of: u64| total.map_or(u64::MAX, |total| total / of);
+        let segment_len_max = share(SEGMENT_SHARE).max(SEGMENT_SHARE_MIN) / GROUP_ALIGN * GROUP_ALIGN;
+        let spare_bytes = self.options.spare_bytes.unwrap_or(share(SPARE_SHARE).min(SPARE_BYTES_MAX));
+        let len = self.options.segment_len.min(segment_len_max);
+        let rules = SegmentRules { len, reserve: self.options.reserve_segments(len), spare_bytes };
         let image_spares = Arc::new(ImageSpares::open(self.disk.clone(), store)?);
         Ok(Arc::new(SegmentPool::new(self.disk.clone(), store, rules, self.log_io, image_spares)?))
     }

@@ -169,6 +169,8 @@ impl Snapshots {
         // 4. Images and tables.
         files.recycled(floor.unwrap_or_default());
         self.recycle_images(catalog, &pruned)?;
+        // A reader whose needs are unknown keeps all of the log.
+        self.engine.log.set_replay_start(plan.log_from.and_then(|_| catalog.replay_start()));
         Ok(pruned)
     }
 

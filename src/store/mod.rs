@@ -189,7 +189,12 @@ impl Store {
         &self.recovered
     }
 
-    /// Makes every batch durable, seals the log and releases the directory.
+    /// Makes every batch durable, seals the log, frees the space that only an open store needs, and releases
+    /// the directory.
+    ///
+    /// A closed store takes at most 1.1 times the bytes of the images and the log that its
+    /// [`Retention`](crate::Retention) keeps, and 256 KiB, unless the disk is nearly full. Failure to free
+    /// space is not an error; a `tracing` event reports it.
     ///
     /// If the log after the newest snapshot spans more than 16 incarnations, a snapshot is taken first,
     /// unless automatic snapshots are disabled.

@@ -144,7 +144,7 @@ impl Store {
             takes_snapshots: options.snapshot_log_bytes.is_some() || options.snapshot_interval.is_some(),
             digest_keys: Mutex::default(),
             images,
-            ahead_bytes_min: options.segment_len / BULK_SHARE,
+            ahead_bytes_min: engine.log.pool.segment_len() / BULK_SHARE,
         });
         let counts = Arc::<TierCounts>::default();
         let keeper = tiers.map(|(tiers, uses, residents)| {

@@ -43,6 +43,7 @@ mod files;
 mod fit;
 mod follow;
 mod fork;
+mod footprints;
 mod forks;
 mod full_file_systems;
 mod fuzz_inputs;

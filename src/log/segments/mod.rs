@@ -12,6 +12,7 @@
 //! | `spares` | the files that wait to become segments, by length |
 //! | `reserve` | the claims on a full disk |
 //! | `opening` | the segment that an open publishes |
+//! | `closing` | freeing space when the log closes |
 //!
 //! Lock order: the log's `growth` lock, then `spares`. The log's state lock is never held while files are
 //! created, so a committer that finds room does not wait for them.
@@ -20,14 +21,16 @@ mod file;
 mod spares;
 mod reserve;
 mod opening;
+mod closing;
 
 use std::sync::Arc;
 
 use remanent_format::frame::{FRAME_HEADER_LEN, frame_len};
-use remanent_format::limits::{GROUP_ALIGN, SEGMENT_LEN_MIN};
+use remanent_format::limits::{GROUP_ALIGN, SEGMENT_LEN_MIN, align_up};
 use remanent_format::segment::SEGMENT_HEADER_BLOCK;
 use remanent_format::{FileName, Folder, StoreId};
 
+pub(crate) use self::closing::ClosedEnd;
 pub(crate) use self::file::SegmentFile;
 use self::file::header_block;
 pub(crate) use self::reserve::SpacePurpose;
@@ -147,6 +150,11 @@ impl SegmentPool {
         &self.image_spares
     }
 
+    /// Returns the length in bytes up to which segments grow.
+    pub fn segment_len(&self) -> u64 {
+        self.rules.len
+    }
+
     fn first_len(&self) -> u64 {
         FIRST_LEN.min(self.rules.len)
     }
@@ -171,12 +179,9 @@ impl SegmentPool {
                 beyond.into_iter().find(|at| fits.contains(&spares.files[*at].len))
             }
         };
-        if at_hand.is_none() && purpose == SpacePurpose::User {
-            self.check_reserve_space(&spares, number, wanted)?;
-        }
         let made = match at_hand {
             Some(at) => self.create_from_spare(&mut spares, at, number),
-            None => self.make_for(number, wanted, purpose),
+            None => self.make_for(&mut spares, number, wanted, purpose),
         };
         let made = match made {
             // As short as a segment may be: a spare of any length suffices for a seal or for a few deletes.
@@ -193,13 +198,42 @@ impl SegmentPool {
         Ok(made)
     }
 
-    /// Creates a segment. If an open finds no space for one, it falls back to the shortest possible segment.
-    fn make_for(&self, number: u64, wanted: u64, purpose: SpacePurpose) -> Result<SegmentFile> {
-        match self.create_segment(number, wanted, NOTHING) {
-            Err(Error::DiskFull { .. }) if purpose == SpacePurpose::Open && wanted > SEGMENT_LEN_MIN => {
-                self.create_segment(number, SEGMENT_LEN_MIN, NOTHING)
+    /// Creates a segment, of length `wanted` if there is space for that. Otherwise a shorter one is enough: a
+    /// spare beyond the reserve, or half the length, repeatedly. An open tries the shortest length next.
+    fn make_for(
+        &self,
+        spares: &mut Spares,
+        number: u64,
+        wanted: u64,
+        purpose: SpacePurpose,
+    ) -> Result<SegmentFile> {
+        let mut len = wanted;
+        // User batches leave space on a full disk for the names and manifests of the deletes that free it.
+        let shortest = if purpose == SpacePurpose::Open { SEGMENT_LEN_MIN } else { self.first_len() };
+        loop {
+            let checked = match purpose {
+                SpacePurpose::User => self.check_reserve_space(spares, number, len),
+                SpacePurpose::Open | SpacePurpose::Delete | SpacePurpose::Seal => Ok(()),
+            };
+            match checked.and_then(|()| self.create_segment(number, len, NOTHING)) {
+                Err(Error::DiskFull { .. }) if len > shortest => {
+                    let longest = spares.files.len().checked_sub(1);
+                    if purpose == SpacePurpose::User
+                        && let Some(at) = longest.filter(|at| *at >= spares.reserve().end)
+                    {
+                        return self.create_from_spare(spares, at, number);
+                    }
+                    len = match purpose {
+                        SpacePurpose::Open => shortest,
+                        _ => align_up(len / 2, GROUP_ALIGN).max(shortest),
+                    };
+                }
+                // The error states the wanted length, so that a caller frees enough.
+                Err(Error::DiskFull { .. }) => {
+                    return Err(Error::disk_full(FileName::Segment(number), wanted));
+                }
+                made => return made,
             }
-            made => made,
         }
     }
 
@@ -272,8 +306,15 @@ impl SegmentPool {
         let len = needed.max(wanted);
         let holds_payload = len > self.rules.len && self.io != LogIo::Direct;
         let content = if holds_payload { (FIRST_PAYLOAD_AT, payload) } else { NOTHING };
-        let long = match self.create_segment(number, len, content) {
-            Ok(segment) => LongSegment { segment, holds_payload },
+        let made = match self.create_segment(number, len, content) {
+            // Space for one frame is enough.
+            Err(Error::DiskFull { .. }) if needed.max(self.first_len()) < len => {
+                self.create_segment(number, needed.max(self.first_len()), NOTHING)
+            }
+            made => made,
+        };
+        let long = match made {
+            Ok(segment) => LongSegment { holds_payload: holds_payload && segment.len == len, segment },
             Err(Error::DiskFull { .. }) if self.may_take(&spares, empty, purpose) => {
                 let segment = self.create_from_reserve(&mut spares, number, needed)?;
                 LongSegment { segment, holds_payload: false }
@@ -301,7 +342,9 @@ impl SegmentPool {
             let segment = FileName::Segment(number);
             let file = self.disk.open(segment, false)?;
             let len = file.len()?;
-            if self.is_wanted(&spares, len) && file.has_one_name()? {
+            // A segment from which a close left out frames has a hole. A mapped log must never store to it: on
+            // a full disk that ends the process.
+            if self.is_wanted(&spares, len) && file.has_one_name()? && file.is_without_holes()? {
                 let spare = spares.next_number();
                 match self.rename(segment, FileName::Spare(spare)) {
                     Ok(()) => spares.add(Spare { number: spare, len }),

@@ -123,7 +123,7 @@ impl SegmentPool {
             let mut len = match spares.is_short_of_long_spares() {
                 false => SEGMENT_LEN_MIN,
                 true if is_grown => self.rules.len,
-                true => (spares.next_len / 2).max(self.first_len()),
+                true => align_up(spares.next_len / 2, GROUP_ALIGN).max(self.first_len()),
             };
             let number = spares.next_number();
             loop {

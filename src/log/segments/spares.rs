@@ -8,8 +8,14 @@ use crate::base::sync::atomic::AtomicUsize;
 
 /// The length of a log's first segments, unless segments are shorter anyway. A log of 16 MiB segments takes
 /// 80 MB before anything is written; with this length, a young store or an opening with few commits takes
-/// little space.
-pub(super) const FIRST_LEN: u64 = 256 << 10;
+/// little space. A segment of 16 KiB contains three groups, so an opening with few commits would take two.
+pub(super) const FIRST_LEN: u64 = 64 << 10;
+
+/// Segments shorter than this grow faster than longer ones, so that a log that is busy from the start soon has
+/// long segments.
+const STEEP_LEN: u64 = 256 << 10;
+const STEEP_GROWTH: u64 = 4;
+const GROWTH: u64 = 2;
 
 /// The number of spares, of any length, that are held in addition to the reserve, so that a store on a full
 /// disk can be opened again.
@@ -63,6 +69,8 @@ pub(super) struct Spares {
     pub files: Vec<Spare>,
     /// The length of the next segment that is created because the log grows.
     pub next_len: u64,
+    /// Whether the log has all of the three segments that it begins with.
+    has_begun: bool,
     rules: SegmentRules,
     /// The number of spares, for readers that hold no lock.
     pub count: Arc<AtomicUsize>,
@@ -70,7 +78,8 @@ pub(super) struct Spares {
 
 impl Spares {
     pub(super) fn new(rules: SegmentRules) -> Self {
-        Self { files: Vec::new(), next_len: FIRST_LEN.min(rules.len), rules, count: Arc::default() }
+        let next_len = FIRST_LEN.min(rules.len);
+        Self { files: Vec::new(), next_len, has_begun: false, rules, count: Arc::default() }
     }
 
     /// Returns the minimum length of a spare in the reserve: that of the segment that receives frames. After
@@ -141,8 +150,13 @@ impl Spares {
         self.surplus_bytes() > allowed
     }
 
-    /// Records that the log got a segment of this length because it grew.
+    /// Records that the log got a segment of this length because it grew or because it begins.
     pub(super) fn grown(&mut self, len: u64) {
-        self.next_len = (2 * self.next_len).max(len).min(self.rules.len);
+        // An opening with few commits keeps a short reserve.
+        if !std::mem::replace(&mut self.has_begun, true) && len <= self.next_len {
+            return;
+        }
+        let growth = if self.next_len < STEEP_LEN { STEEP_GROWTH } else { GROWTH };
+        self.next_len = (growth * self.next_len).max(len).min(self.rules.len);
     }
 }

@@ -11,8 +11,9 @@
 //! [`model`] says what must be there, [`work`] drives the store and notes acknowledgements, [`explore`] opens
 //! and judges. The works are in [`commits`], [`snapshots`], [`tiers`], [`scrubs`], [`forks`], [`openings`]
 //! and [`followers`], whose followers are asked after each crash, too; so are snapshots for their [`names`].
-//! [`lies`] has a medium that does not write what it says. [`syncs`] leaves out one sync after the other and
-//! shows that this is seen; [`trouble`] makes one call after the other fail.
+//! In [`closes`] a store frees space. [`lies`] has a medium that does not write what it says. [`syncs`]
+//! leaves out one sync after the other and shows that this is seen; [`trouble`] makes one call after the
+//! other fail.
 //!
 //! # The long run
 //!
@@ -31,6 +32,7 @@ mod work;
 mod explore;
 mod followers;
 mod names;
+mod closes;
 mod commits;
 mod scrubs;
 mod snapshots;

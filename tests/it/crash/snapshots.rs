@@ -68,18 +68,19 @@ fn image_files_written_again(io: ImageIo, at_least: usize) {
         }
         driver.check(&store);
         assert!(store.stats().snapshots.files_reused > 0 || driver.disk.struck_at().is_some());
-        driver.close(store)?;
-        // A spare of an earlier run, and pages that need more and less than it has.
-        let store = driver.open()?;
-        driver.change(&store, random, &pages)?;
-        driver.snapshot(&store)?;
-        assert!(store.stats().snapshots.files_reused > 0 || driver.disk.struck_at().is_some());
-        driver.create_pages(&store, random, 1, LEN)?;
-        driver.change(&store, random, &pages)?;
-        driver.snapshot(&store)?;
-        driver.check(&store);
+        // A spare of an incarnation that was not closed, and pages that are longer and shorter than the spare.
+        let next = driver.killed();
         drop(store);
-        Ok(driver.into())
+        let store = next.open()?;
+        next.change(&store, random, &pages)?;
+        next.snapshot(&store)?;
+        assert!(store.stats().snapshots.files_reused > 0 || next.disk.struck_at().is_some());
+        next.create_pages(&store, random, 1, LEN)?;
+        next.change(&store, random, &pages)?;
+        next.snapshot(&store)?;
+        next.check(&store);
+        drop(store);
+        Ok(Lives(vec![driver, next]))
     });
 }
 

@@ -218,3 +218,100 @@ fn show(source: &SimDisk, target: &SimDisk) {
         }
     }
 }
+
+/// A close leaves out frames of the last segment that retention no longer keeps. A follower that has not read
+/// them is overtaken; one that has read them continues.
+#[test]
+fn close_overtakes_followers_behind_the_kept_log() {
+    let (sim, disk) = sim();
+    let open = || crate::files::open_with(&sim, options().segment_len(1 << 20).snapshots_kept(1)).unwrap();
+    let commit = |store: &remanent::Store| {
+        let mut batch = store.batch();
+        batch.note("n".repeat(900));
+        store.commit(batch).unwrap();
+    };
+    let follow = |from: FollowFrom, batches: usize| {
+        let mut follower = Follower::open_on(disk.clone(), from)?;
+        for _ in 0..batches {
+            follower.next(Duration::ZERO)?.expect("a batch is there");
+        }
+        Ok::<_, Error>(follower)
+    };
+    let store = open();
+    commit(&store);
+    // Not polled again until the second close.
+    let mut asleep = follow(FollowFrom::Beginning, 1).unwrap();
+    store.close().unwrap();
+    let store = open();
+    // The segment of this batch also takes the next ones.
+    let mut long = store.batch();
+    let page = long.create(250_000, Place::Host).page();
+    long.write(page, 0, &[1; 240_000]);
+    store.commit(long).unwrap();
+    (0..5).for_each(|_| commit(&store));
+    let late = follow(FollowFrom::Beginning, 3).unwrap().position();
+    let mut early = follow(FollowFrom::Beginning, 7).unwrap();
+    let newest = store.snapshot().unwrap().id;
+    (0..3).for_each(|_| commit(&store));
+    early.next(Duration::ZERO).unwrap().expect("the first batch after the snapshot");
+    let resumed = early.position();
+    (0..2).for_each(|_| _ = early.next(Duration::ZERO).unwrap().expect("a later batch"));
+    let segment = FileName::Segment(store.stats().segment);
+    let before = sim.bytes(segment).unwrap();
+    store.close().unwrap();
+    let after = sim.bytes(segment).unwrap();
+    assert!(after.len() < before.len() && after[4096..8192] != before[4096..8192], "no frame was left out");
+
+    let is_overtaken = |error: Error| {
+        assert!(matches!(error, Error::Overtaken { snapshot: Some(id), .. } if id == newest), "{error}");
+    };
+    is_overtaken(follow(late.into(), 0).map(drop).unwrap_err());
+    is_overtaken(asleep.next(Duration::from_secs(20)).map(drop).unwrap_err());
+    // Between the snapshot and the end of the log nothing is missing either.
+    follow(resumed.into(), 2).unwrap();
+    // At the end of the log nothing is missing, for a running follower and for one that resumes.
+    let mut back = follow(early.position().into(), 0).unwrap();
+    for follower in [&mut early, &mut back] {
+        assert!(follower.next(Duration::ZERO).unwrap().is_none());
+    }
+    let store = open();
+    is_overtaken(follow(late.into(), 0).map(drop).unwrap_err());
+    follow(resumed.into(), 2).unwrap();
+    commit(&store);
+    for follower in [&mut early, &mut back] {
+        let batch = follower.next(Duration::from_secs(20)).unwrap().expect("the next batch");
+        assert_eq!(batch.lsn(), store.lsn());
+    }
+}
+
+/// A prune of names keeps the log after a removed snapshot for followers, although no kept snapshot begins there.
+#[test]
+fn close_keeps_log_after_a_name_that_was_given_up() {
+    let (sim, disk) = sim();
+    let options = options().segment_len(1 << 20).snapshots_kept(2);
+    let store = crate::files::open_with(&sim, options).unwrap();
+    let commit = || {
+        let mut batch = store.batch();
+        batch.note("n".repeat(900));
+        store.commit(batch).unwrap();
+    };
+    // The segment of this batch also takes the next ones.
+    let mut long = store.batch();
+    let page = long.create(250_000, Place::Host).page();
+    long.write(page, 0, &[1; 240_000]);
+    store.commit(long).unwrap();
+    store.snapshot_with("first").unwrap();
+    let segment = store.stats().segment;
+    commit();
+    let mut follower = Follower::open_on(disk.clone(), FollowFrom::Beginning).unwrap();
+    (0..2).for_each(|_| _ = follower.next(Duration::ZERO).unwrap().expect("a batch"));
+    let position = follower.position();
+    drop(follower);
+    commit();
+    store.snapshot().unwrap();
+    let pruned = store.prune(&store.retention().give_up("first").names_only(true)).unwrap();
+    assert_eq!((pruned.snapshots.len(), store.stats().segment), (1, segment));
+    store.close().unwrap();
+    let mut follower = Follower::open_on(disk.clone(), position.into()).unwrap();
+    follower.next(Duration::ZERO).unwrap().expect("the batch after the position");
+}

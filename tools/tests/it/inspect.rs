@@ -138,7 +138,7 @@ fn info_shows_position_and_purpose_of_each_file() {
     }
     assert_eq!(info["root"], serde_json::json!({ "step": 1 }));
     assert_eq!(info["torn_tail"], serde_json::Value::Null);
-    assert!(info["log_bytes"].as_u64().unwrap() >= 128 << 10);
+    assert!(info["log_bytes"].as_u64().unwrap() >= 32 << 10);
     let snapshots = info["snapshots"].as_array().unwrap();
     assert_eq!(
         (&snapshots[0]["snapshot"], &snapshots[0]["end"], &snapshots[0]["pages"]),
@@ -431,7 +431,7 @@ fn disk_sized_hole_is_damage_without_abort() {
 }
 
 #[test]
-fn prune_removes_spare_image_files() {
+fn close_removes_spare_image_files() {
     const LEN: u64 = 3 << 20;
     let scratch = Scratch::new();
     let options = Options::default().snapshots_kept(1).compression(remanent::options::Compression::Off);
@@ -445,7 +445,6 @@ fn prune_removes_spare_image_files() {
         store.commit(batch).unwrap();
         store.snapshot().unwrap();
     }
-    store.close().unwrap();
     let spares = || -> Vec<serde_json::Value> {
         let info = run(&["info", &scratch.store(), "--json"]).expect(0).json().remove(0);
         let files = info["files"].as_array().unwrap().clone().into_iter();
@@ -456,7 +455,7 @@ fn prune_removes_spare_image_files() {
     assert!(found[0]["file"].as_str().unwrap().starts_with("pages/"), "{found:?}");
     assert!(found[0]["bytes"].as_u64().unwrap() >= LEN, "{found:?}");
     run(&["verify", &scratch.store()]).expect(0);
-    run(&["prune", &scratch.store(), "--snapshots", "1", "--yes"]).expect(0);
+    store.close().unwrap();
     assert_eq!(spares(), Vec::<serde_json::Value>::new());
     run(&["verify", &scratch.store()]).expect(0);
 }

@@ -10,6 +10,8 @@ const SYNC_GUARD: &str = "src/log/sync_guard.rs";
 const KEEPER: &str = "src/log/threads.rs";
 const STATE: &str = "src/log/state.rs";
 const SEGMENTS: &str = "src/log/segments/mod.rs";
+const CATALOG: &str = "src/catalog/mod.rs";
+const CLOSING: &str = "src/log/segments/closing.rs";
 const SEGMENT_FILE: &str = "src/log/segments/file.rs";
 const OPENING_SEGMENT: &str = "src/log/segments/opening.rs";
 const PUBLISH: &str = "src/catalog/publish.rs";
@@ -44,6 +46,32 @@ const DRAFT: &str = "src/write/commit/draft.rs";
 const OF_DISK_PAGES: Test = unit("images::disk_pages::tests::page_equals_replayed_operations");
 
 pub const LIST: &[Defence] = &[
+    // Space that a close frees.
+    defence(
+        "a shortened segment is read back past the cache before it replaces the longer one",
+        CLOSING,
+        "target.read_past_cache(at, piece)?;",
+        "piece.copy_from_slice(expected);",
+        it("footprints::ineffective_sync_at_close_loses_nothing"),
+    ),
+    check(
+        "a segment with a hole does not become a spare",
+        SEGMENTS,
+        " && file.is_without_holes()?",
+        it("footprints::segment_with_hole_is_not_reused"),
+    ),
+    check(
+        "a close keeps the frames that a replay needs",
+        STATE,
+        ".filter(|from| from.segment == number)",
+        it("footprints::close_keeps_frames_of_kept_snapshots"),
+    ),
+    check(
+        "a close keeps log that retention keeps although no snapshot needs it",
+        CATALOG,
+        ".filter(|redo| redo.lsn == floor)",
+        it("follow::ends::close_keeps_log_after_a_name_that_was_given_up"),
+    ),
     // Pages on disk.
     defence(
         "an image of an older copy drops no block that a newer copy gave up",

@@ -1,0 +1,225 @@
+//! Frees the space of a closing log that only an open log needs: most spares, the empty segments except the
+//! first, the space after the last frame, and the frames before the kept log.
+//!
+//! Only spares, which contain nothing, are shortened in place. A segment is replaced by a shorter file in one
+//! rename, after that file was written completely, synced and read back. So a crash at any point leaves either
+//! the longer or the shorter file, both valid and with the same frames:
+//!
+//! 1. **Spares** are cut to the minimum length or removed, including those of images. The closed log keeps as
+//!    many as the open log had spares and empty segments to give, so that the next open, and deletes after it,
+//!    find them even if the disk is full by then.
+//! 2. **Empty segments** except the first are removed in descending order: a gap would look like a lost
+//!    segment. The first one stays, because a segment with frames has a successor (I8), but is made short.
+//! 3. **The last segment** is cut after its frames. Frames before the kept log are left out and become a hole:
+//!    each remaining frame keeps its offset (I3).
+//!
+//! Steps 2 and 3 need syncs, so they are skipped if step 1 is enough. Nothing is freed on a nearly full disk:
+//! another program would take the space, and the next open would lack it.
+//!
+//! A failure costs only space, so the caller just reports it.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use remanent_format::limits::{GROUP_ALIGN, SEGMENT_LEN_MIN, align_up};
+use remanent_format::segment::{SEGMENT_HEADER_BLOCK, SegmentHeader, SegmentHeaderRaw};
+use remanent_format::{Defect, FileName, Folder, Incarnation};
+
+use super::file::header_block;
+use super::spares::{SPARES_FOR_OPENS, Spare};
+use super::{NOTHING, SegmentPool};
+use crate::disk::DiskFile;
+use crate::error::{Error, Result};
+
+/// Number of spares that a closed log keeps: those for opens, two of the reserve, and one in place of the
+/// removed empty segment.
+const SPARES_MAX: usize = SPARES_FOR_OPENS + 3;
+
+/// Bytes of a closed log that may hold no frame: its spares, an empty segment, and space after the last frame.
+const UNUSED_BYTES_MAX: u64 = (SPARES_MAX as u64 + 2) * SEGMENT_LEN_MIN;
+
+/// A closing log frees nothing if the disk has fewer free bytes than this many times the whole reserve.
+const RESERVES_FREE_MIN: u64 = 4;
+
+/// Number of bytes that are copied at a time.
+const PIECE_LEN: u64 = 64 << 10;
+
+/// The last segment is replaced if that frees at least one byte for this many that are copied.
+const COPIED_PER_BYTE_MAX: u64 = 16;
+
+/// The end of a log that has stopped and is completely synced.
+pub(crate) struct ClosedEnd {
+    /// The incarnation of the last frame.
+    pub incarnation: Incarnation,
+    /// The number of the segment with the last frame.
+    pub number: u64,
+    pub len: u64,
+    /// The offsets of the frames in it that a replay or a reader may need, including padding.
+    pub needed: Range<u64>,
+    /// The numbers and lengths of the empty segments after it, at least one.
+    pub empty: Vec<(u64, u64)>,
+}
+
+impl SegmentPool {
+    /// Frees the space that a closed log does not need.
+    ///
+    /// # Errors
+    /// Returns errors of the file system. The log still contains all its frames.
+    pub fn shrink(&self, mut end: ClosedEnd) -> Result<()> {
+        self.disk.check_writer()?;
+        if self.free_bytes() < RESERVES_FREE_MIN.saturating_mul(self.reserve_bytes()) {
+            return Ok(());
+        }
+        // 1.
+        self.image_spares.release()?;
+        self.shrink_spares()?;
+        // 2.
+        while self.unused_bytes(&end) > UNUSED_BYTES_MAX && end.empty.len() > 1 {
+            let (number, len) = end.empty.pop().expect("more than one");
+            self.open_own(number, len, None)?;
+            self.disk.remove(FileName::Segment(number))?;
+            if end.empty.len() > 1 {
+                // A power cut that undid only this removal would leave a gap after the next one.
+                self.disk.sync_folder(Folder::Log)?;
+            }
+        }
+        if self.unused_bytes(&end) > UNUSED_BYTES_MAX
+            && let [(next, len)] = &mut end.empty[..]
+            && *len > SEGMENT_LEN_MIN
+        {
+            self.open_own(*next, *len, None)?;
+            self.build(*next, SEGMENT_LEN_MIN, None, NOTHING)?;
+            self.replace(*next)?;
+            *len = SEGMENT_LEN_MIN;
+        }
+        // 3.
+        if self.unused_bytes(&end) > UNUSED_BYTES_MAX { self.shrink_last(&end) } else { Ok(()) }
+    }
+
+    /// Returns the bytes that an open log reserves for a full disk once its segments have grown.
+    fn reserve_bytes(&self) -> u64 {
+        let opens = self.rules.open_spare_count() as u64 * self.first_len();
+        (self.rules.reserve as u64).saturating_mul(self.rules.len).saturating_add(opens)
+    }
+
+    /// Returns the bytes of the log that hold no needed frame.
+    fn unused_bytes(&self, end: &ClosedEnd) -> u64 {
+        let spares: u64 = self.spares.lock().files.iter().map(|spare| spare.len).sum();
+        let empty: u64 = end.empty.iter().map(|(_, len)| len).sum();
+        spares + empty + (end.len - end.needed.end) + (end.needed.start - SEGMENT_HEADER_BLOCK)
+    }
+
+    /// Cuts the shortest spares and removes the others. Neither is synced: a power cut may bring back a
+    /// spare's length or name, which costs only its space.
+    fn shrink_spares(&self) -> Result<()> {
+        let mut spares = self.spares.lock();
+        let kept_max =
+            if self.rules.reserve == 0 { SPARES_MAX } else { self.rules.reserved_spare_count() + 1 };
+        while spares.files.len() > SPARES_MAX.min(kept_max) {
+            let longest = spares.files.len() - 1;
+            self.give_up(&mut spares, longest)?;
+        }
+        let mut at = 0;
+        while let Some(&Spare { number, len }) = spares.files.get(at) {
+            let file = self.disk.open(FileName::Spare(number), true)?;
+            if !file.has_one_name()? {
+                // A copy of the directory made of hard links may use the same file.
+                self.give_up(&mut spares, at)?;
+                continue;
+            }
+            if len > SEGMENT_LEN_MIN {
+                file.cut(SEGMENT_LEN_MIN)?;
+                spares.files[at].len = SEGMENT_LEN_MIN;
+            }
+            at += 1;
+        }
+        Ok(())
+    }
+
+    /// Replaces the last segment by a shorter file with the same frames.
+    fn shrink_last(&self, end: &ClosedEnd) -> Result<()> {
+        let ClosedEnd { number, len, ref needed, .. } = *end;
+        let len_new = align_up(needed.end, GROUP_ALIGN).max(SEGMENT_LEN_MIN);
+        let given_back = (len - len_new) + (needed.start - SEGMENT_HEADER_BLOCK);
+        let copied = needed.end - needed.start;
+        if given_back == 0 || copied / COPIED_PER_BYTE_MAX > given_back {
+            return Ok(());
+        }
+        let source = self.open_own(number, len, Some(end.incarnation))?;
+        let opening = source.header.opening;
+        let temporary = FileName::Temporary(Folder::Log, number);
+        let make = |temporary| self.disk.create(temporary);
+        self.written(number, len_new, make, |target| {
+            target.write_at(0, &header_block(&self.header(number, len_new, opening)))?;
+            by_pieces(needed, |at, piece| {
+                source.file.read_at(at, piece)?;
+                target.write_at(at, piece)
+            })?;
+            // Zeros up to the minimum length: a file with a hole at its end cannot become a spare.
+            target.write_zeros(needed.end, len_new, self.io)?;
+            target.sync()?;
+            // The frames are durable in the old file. The copy replaces it only after it was read back from
+            // the medium: an ineffective sync or a corrupted byte would lose them all.
+            let mut expected = vec![0; PIECE_LEN as usize];
+            by_pieces(needed, |at, piece| {
+                let expected = &mut expected[..piece.len()];
+                source.file.read_at(at, expected)?;
+                target.read_past_cache(at, piece)?;
+                if piece == expected { Ok(()) } else { Err(differs(temporary, at)) }
+            })?;
+            Ok(target)
+        })?;
+        self.replace(number)
+    }
+
+    /// Renames the synced temporary file of a segment to the segment's name. The folder is not synced: a power
+    /// cut may bring back the longer file, which costs only its space.
+    fn replace(&self, number: u64) -> Result<()> {
+        let temporary = FileName::Temporary(Folder::Log, number);
+        let renamed = self.rename(temporary, FileName::Segment(number));
+        renamed.inspect_err(|_| self.remove_unfinished(temporary))
+    }
+
+    /// Opens a segment of this log that is to be replaced or removed, and checks that no incarnation except
+    /// `opened_by` opened it.
+    ///
+    /// # Errors
+    /// Returns damage if another writer has replaced the file, which is possible where locks fail.
+    fn open_own(&self, number: u64, len: u64, opened_by: Option<Incarnation>) -> Result<OwnSegment> {
+        let name = FileName::Segment(number);
+        let file = self.disk.open(name, false)?;
+        let mut bytes = [0; SegmentHeaderRaw::LEN];
+        file.read_at(0, &mut bytes)?;
+        let header = SegmentHeader::decode_at(&bytes, self.store, number, len);
+        let header = header.map_err(|defect| Error::from(defect.at(name, 0)))?;
+        match header.opening {
+            Some(opening) if Some(opening.incarnation) != opened_by => {
+                let (what, found) = ("opening of another incarnation", opening.incarnation.number.into());
+                Err(Defect::Field { what, found }.at(name, 0).into())
+            }
+            _ => Ok(OwnSegment { file, header }),
+        }
+    }
+}
+
+struct OwnSegment {
+    file: Arc<dyn DiskFile>,
+    header: SegmentHeader,
+}
+
+fn differs(file: FileName, at: u64) -> Error {
+    let defect = Defect::Field { what: "copy of a segment that differs from the segment", found: 0 };
+    defect.at(file, at).into()
+}
+
+/// Calls `each` with the offset of each piece of a range, in ascending order, and a buffer of its length.
+fn by_pieces(range: &Range<u64>, mut each: impl FnMut(u64, &mut [u8]) -> Result<()>) -> Result<()> {
+    let mut piece = vec![0; PIECE_LEN as usize];
+    let mut at = range.start;
+    while at < range.end {
+        let len = (range.end - at).min(PIECE_LEN);
+        each(at, &mut piece[..len as usize])?;
+        at += len;
+    }
+    Ok(())
+}
