@@ -1,7 +1,7 @@
 //! Blocks of an inference engine's cache, in pages of a store and in the engine's own tensors.
 //!
 //! [`crate::layout`] computes the addresses of a block's bytes. This module moves them: between pages and
-//! slices or other pages ([`pages`]), and between pages and tensors on a device ([`tensors`]). One list of
+//! slices or other pages (`pages`), and between pages and tensors on a device (`tensors`). One list of
 //! commands moves all runs of all blocks of a call.
 
 mod pages;

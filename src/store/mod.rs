@@ -1,7 +1,7 @@
 //! The public handle of an open store.
 //!
-//! These files only connect the parts: [`crate::write::commit`], [`crate::snapshot`],
-//! [`crate::history::restore`] and [`crate::recovery`] describe how each part works.
+//! These files only connect the parts: `write::commit`, `snapshot`,
+//! `history::restore` and `recovery` describe how each part works.
 //!
 //! | module | contents |
 //! |---|---|
@@ -157,7 +157,7 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// [`Error::NoStore`](crate::Error::NoStore) if the directory was removed.
+    /// [`Error::NoStore`] if the directory was removed.
     pub fn directory(&self) -> Result<Option<PathBuf>> {
         self.check_process()?;
         self.disk().directory()

@@ -178,7 +178,7 @@ fn store_opens_on_another_gpu_or_host_after_fault() {
         let refusals: [Result<()>; 3] = [
             store.commit(batch).map(drop),
             store.snapshot().map(drop),
-            store.restore(&StatePoint::Snapshot(SnapshotId(1))).map(drop),
+            store.restore(StatePoint::Snapshot(SnapshotId(1))).map(drop),
         ];
         for refused in refusals {
             let Err(Error::Poisoned(cause)) = refused else { panic!("not poisoned: {refused:?}") };
