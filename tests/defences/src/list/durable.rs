@@ -54,22 +54,25 @@ pub const LIST: &[Defence] = &[
         "piece.copy_from_slice(expected);",
         it("footprints::ineffective_sync_at_close_loses_nothing"),
     ),
-    check(
+    defence(
         "a segment with a hole does not become a spare",
         SEGMENTS,
-        " && file.is_without_holes()?",
+        "file.is_without_holes()?",
+        "true",
         it("footprints::segment_with_hole_is_not_reused"),
     ),
-    check(
+    defence(
         "a close keeps the frames that a replay needs",
         STATE,
-        ".filter(|from| from.segment == number)",
+        "from.segment == number",
+        "true",
         it("footprints::close_keeps_frames_of_kept_snapshots"),
     ),
-    check(
+    defence(
         "a close keeps log that retention keeps although no snapshot needs it",
         CATALOG,
-        ".filter(|redo| redo.lsn == floor)",
+        "redo.lsn == floor",
+        "true",
         it("follow::ends::close_keeps_log_after_a_name_that_was_given_up"),
     ),
     // Pages on disk.
