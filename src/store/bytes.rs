@@ -66,13 +66,16 @@ impl Store {
     /// # Errors
     /// [`Error::UnknownKey`]; the errors of [`Store::read`].
     pub fn read_key(&self, key: impl AsRef<[u8]>, offset: u64, out: &mut [u8]) -> Result<PageInfo> {
-        let key = key.as_ref();
+        self.read_by_key(key.as_ref(), |page| self.read_bytes(page, offset, out)).map(|(info, _)| info)
+    }
+
+    /// Calls `read` with the page that has this key, and again if that page was deleted after the lookup:
+    /// another page may have the key by then, or none.
+    fn read_by_key<R>(&self, key: &[u8], mut read: impl FnMut(PageId) -> Result<R>) -> Result<R> {
         loop {
-            let page = self.page_by_key(key)?.page;
-            match self.read_bytes(page, offset, out) {
-                // The page was deleted after the lookup. Another page may have the key now, or none.
+            match read(self.page_by_key(key)?.page) {
                 Err(Error::UnknownPage { .. }) => {}
-                read => return read.map(|(info, _)| info),
+                result => return result,
             }
         }
     }
@@ -91,18 +94,9 @@ impl Store {
     /// # Errors
     /// Same as [`Store::read_to_vec`]; [`Error::InvalidKey`] if no page can have this key.
     pub fn get(&self, key: impl AsRef<[u8]>) -> Result<Option<Vec<u8>>> {
-        let key = key.as_ref();
-        loop {
-            let page = match self.page_by_key(key) {
-                Ok(info) => info.page,
-                Err(Error::UnknownKey { .. }) => return Ok(None),
-                Err(error) => return Err(error),
-            };
-            match self.read_to_vec(page) {
-                // The page was deleted after the lookup. Another page may have the key now, or none.
-                Err(Error::UnknownPage { .. }) => {}
-                read => return read.map(Some),
-            }
+        match self.read_by_key(key.as_ref(), |page| self.read_to_vec(page)) {
+            Err(Error::UnknownKey { .. }) => Ok(None),
+            read => read.map(Some),
         }
     }
 
