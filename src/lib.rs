@@ -44,39 +44,39 @@
 //! | [`Store`] | a directory and its pages; one process writes to it at a time |
 //! | page, [`PageId`] | a run of bytes in one place; ids increase and are never reused |
 //! | [`Key`] | an optional unique name of a page, up to 64 bytes |
-//! | [`Place`] | where a page lives: a GPU, pinned host memory, host memory, or disk |
+//! | [`Place`] | the memory that stores a page: a GPU, pinned host memory, host memory, or disk |
 //! | [`Epoch`] | the version counter of a page: each batch that changes the page adds 1 |
 //! | root | the store's own metadata, a map of names to values |
 //! | [`WriteBatch`] | deltas and other operations that become visible and durable together |
 //! | [`Lsn`] | the number of a committed batch: 1, 2, 3 and so on |
 //! | [`Ticket`], [`Ack`] | a handle to a submitted batch, and what to wait for: logged, applied or durable |
-//! | [`Lease`], [`Pin`] | access to a page's memory: a lease keeps the bytes, a pin keeps the address |
-//! | snapshot | a manifest and the page images that it names; an open starts from one |
-//! | [`StatePoint`] | an earlier state, by Lsn, snapshot or name: to view, restore or fork |
-//! | [`View`] | a read-only handle to a state on disk, also next to a writer in another process |
+//! | [`Lease`], [`Pin`] | access to a page's memory: a lease preserves the bytes, a pin preserves the address |
+//! | snapshot | a manifest and the page images that it names; an open starts from the newest snapshot |
+//! | [`StatePoint`] | an earlier state, given by Lsn, snapshot or name, to view, restore or fork |
+//! | [`View`] | a read-only handle to a state on disk; a writer may have the store open at the same time |
 //! | [`follow::Follower`] | a reader that receives each batch as it is logged |
 //!
-//! The engine's own terms are in `docs/architecture.md`.
+//! `docs/architecture.md` defines the terms that only the engine uses.
 //!
 //! # Modules
 //!
-//! The crate root contains what a first program needs. [`batch`] contains the parts of a batch, [`options`]
-//! the values of options, [`store`] the results of reads, [`snapshot`], [`history`] and [`tiers`] what the
-//! methods of that name return, [`follow`] readers of the log, [`stats`] counters, [`error`] the parts of an
-//! [`Error`], [`device`] devices and memory that callers bring, [`blocks`] and [`layout`] the key-value
-//! blocks of an inference engine.
+//! The crate root exports the types that most programs need. [`batch`] contains the parts of a batch,
+//! [`options`] the values of options, [`store`] the results of reads, [`follow`] readers of the log,
+//! [`stats`] counters, and [`error`] the parts of an [`Error`]. [`snapshot`], [`history`] and [`tiers`]
+//! contain the types that snapshots, restores and moves return. [`device`] contains devices and
+//! caller-owned memory. [`blocks`] and [`layout`] contain the key-value blocks of an inference engine.
 //!
 //! # Processes, threads, tasks
 //!
 //! **Child processes.** A store belongs to the process that opened it. In a forked child, every call on an
 //! inherited handle returns [`Error::Forked`] before it writes a byte or waits for a lock. Getters that
-//! cannot fail return empty values. Dropping an inherited handle frees nothing of the parent. A child may
-//! open other stores, and this one once its parent has closed it, whatever the parent's threads did at the
-//! fork. There is one exception: a fork at the very start or end of a thread can inherit the locked list of
+//! cannot fail return empty values. Dropping an inherited handle frees none of the parent's resources. A
+//! child may open other stores. It may open this store after the parent has closed it, whatever the
+//! parent's threads did at the fork. There is one exception: a fork at the very start or end of a thread can inherit the locked list of
 //! threads that read without locks. An `exec` is always safe. A [`follow::Replica`] is plain memory and works
-//! in both processes. The writer lock and the snapshots that a [`View`] holds belong to the parent: they end
-//! with the parent, whatever children live on. A child of a bare `clone` system call runs no handlers of
-//! `pthread_atfork`, and keeps them until it ends. The driver does not support a GPU in a child of a process
+//! in both processes. The writer lock, and the locks of a [`View`] on its snapshots, belong to the parent and
+//! are released when the parent ends, even if children are still running. A child of a bare `clone` system
+//! call runs no handlers of `pthread_atfork`, and keeps these locks until it ends. The driver does not support a GPU in a child of a process
 //! that used it.
 //!
 //! **What each call waits for.**
@@ -96,25 +96,25 @@
 //! | [`Store::scrub`], [`Store::audit`] | the same; a scrub also for another scrub |
 //! | [`Store::restore`] | the same; commits wait for it |
 //!
-//! **Async.** Two calls return futures: [`Ticket::acknowledged`] and [`Store::read_many`]. Other calls can
-//! block on a disk and belong on a thread that may block (tokio's `spawn_blocking`); so does dropping a
-//! store. [`Store::submit`], followed by one [`Ticket::wait`] for many batches, needs few such threads. Do
-//! not hold a pin across an `await` if another task may commit to its page. A lease may be held.
+//! **Async.** Two calls return futures: [`Ticket::acknowledged`] and [`Store::read_many`]. All
+//! other calls, and dropping a store, can block on a disk. Run them on a thread that may block (tokio's
+//! `spawn_blocking`). [`Store::submit`], followed by one [`Ticket::wait`] for many batches, needs few such threads. Do
+//! not hold a pin across an `await` if another task may commit to its page. Leases have no such limit.
 //!
 //! **Failures.** `docs/failures.md` lists the failures that stop a store and those that only fail a call.
 //!
 //! # Map
 //!
-//! A folder imports only from those below it. The crate `remanent-format` defines the bytes on disk, and
-//! contains a pure `rebuild` that the tests compare recovery with.
+//! Each folder imports only from folders below it in this table. The crate `remanent-format` defines the bytes on disk, and
+//! contains a pure function `rebuild`, with which tests compare the result of recovery.
 //!
 //! | folder | purpose |
 //! |---|---|
-//! | `blocks/` | blocks of an inference engine's cache: in pages, and in the engine's own tensors |
-//! | `store/` | the handle that a caller holds |
+//! | `blocks/` | blocks of an inference engine's cache, stored in pages or in the engine's own tensors |
+//! | `store/` | the public handle of an open store |
 //! | `tiers/` | demotion of unused pages from a full place, and promotion on demand |
 //! | `history/` | views of earlier states, restores, forks |
-//! | `write/` | a batch: checked, encoded, logged and handed over |
+//! | `write/` | checks, encodes and logs a batch, and passes it to the applier |
 //! | `recovery/` | the decision table of an open, and its steps |
 //! | `snapshot/` | selecting, gathering, publishing and verifying snapshots; scrubs |
 //! | `engine.rs` | the shared parts of an open store |
@@ -132,11 +132,11 @@
 //! | `options/` | how a store is opened |
 //! | `eviction/` | policies that choose which page leaves a full place |
 //! | `error/` | errors: cause, fault, state of the store, remedy |
-//! | `layout/` | the addresses of such blocks |
+//! | `layout/` | the addresses of an inference engine's blocks |
 //!
 //! # Invariants
 //!
-//! The code cites them by number.
+//! Comments in the code cite these invariants by number.
 //!
 //! - **I1** Log first: no page changes before the frame with the change is `Logged`. A batch gets its Lsn only
 //!   once its payload and checksum are complete.
@@ -218,7 +218,7 @@ pub use remanent_format::{
 pub use store::{CommitReceipt, Store, Ticket};
 pub use write::batch::WriteBatch;
 
-/// The parts of a batch: new pages, changes of pages, sources of bytes, working copies on a device.
+/// The parts of a batch: new pages, operations on pages, sources of bytes, and working copies on a device.
 pub mod batch {
     pub use remanent_format::Width;
     pub use remanent_format::op::{Indices, Op};
@@ -227,7 +227,7 @@ pub mod batch {
     pub use crate::write::commit::{InitialCopy, Shadow};
 }
 
-/// Readers of batches as they are logged or applied, in order.
+/// Readers that receive batches in order, as the batches are logged or applied.
 pub mod follow {
     pub use crate::applier::{AppliedBatch, AppliedChange, AppliedPage, ChangeEvent, ChangeStream};
     pub use crate::follower::{
@@ -258,24 +258,25 @@ use history::DeviceCopier;
 use snapshot::PruneReport;
 
 impl Store {
-    /// Opens the store in `directory`; creates it, with the directories above it, if the directory is missing
-    /// or empty and [`Options::create`] allows it. This is the whole recovery: when it returns, every batch
-    /// that was acknowledged at the level that survived the crash is there, and [`Store::recovered`] says
-    /// what was done.
+    /// Opens the store in `directory`. If the directory is missing or empty and [`Options::create`] allows it, creates
+    /// the directory, its missing parents, and a new store.
+    ///
+    /// The whole recovery runs in this call. On return, the store contains every acknowledged batch, except batches
+    /// acknowledged only as logged that a power cut has removed. [`Store::recovered`] returns a report of the recovery.
     ///
     /// # Errors
-    /// [`Error::Locked`] if another process or handle has it open, [`Error::NoStore`],
-    /// [`Error::ForeignDirectory`], [`Error::IdentityMismatch`], [`Error::LayoutMismatch`],
-    /// [`Error::OverBudget`], [`Error::InvalidOption`], [`Error::DeviceUnavailable`]; [`Error::Damaged`] if
-    /// bytes under a durable mark are not what they were; what the file system says.
+    /// [`Error::Locked`] if another process or handle has the store open; [`Error::NoStore`],
+    /// [`Error::ForeignDirectory`], [`Error::IdentityMismatch`], [`Error::LayoutMismatch`], [`Error::OverBudget`],
+    /// [`Error::InvalidOption`], [`Error::DeviceUnavailable`]; [`Error::Damaged`] if bytes that were synced have
+    /// changed; errors of the file system.
     pub fn open(directory: impl AsRef<Path>, options: Options) -> Result<Self> {
         let device = device_of(&options)?;
         Self::open_on(Arc::new(DirDisk::new(directory)), device, options)
     }
 
-    /// Opens a store as [`Store::open`] does, with pages on a device that the caller made: one whose memory
-    /// comes from the caller's own source, several devices as one, or the caller's own implementation of
-    /// [`Device`]. [`Options::device`] and [`Options::slots`] are not looked at.
+    /// Opens a store like [`Store::open`], with pages on `device`: a device whose memory the caller allocates, several
+    /// devices combined into one, or the caller's own implementation of [`Device`]. [`Options::device`] and
+    /// [`Options::slots`] are ignored.
     ///
     /// ```
     /// use std::sync::Arc;
@@ -288,14 +289,15 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// As for [`Store::open`].
+    /// Same as [`Store::open`].
     pub fn open_with(directory: impl AsRef<Path>, device: Arc<dyn Device>, options: Options) -> Result<Self> {
         Self::open_on(Arc::new(DirDisk::new(directory)), device, options)
     }
 
-    /// Looks at the state of a store at an earlier point: read-only, without a device, without the writer's
-    /// lock, beside a writer in this process or another one. Writes nothing. Pages are read when they are
-    /// asked for. The state stays reachable while the handle lives.
+    /// Opens a read-only view of a store's state at an earlier point.
+    ///
+    /// The call needs no device and no writer lock, and writes nothing. A writer in this process or another one may
+    /// have the store open. Pages are read from disk on demand. The state remains readable until the handle is dropped.
     ///
     /// ```
     /// use remanent::{Options, Place, StatePoint, Store};
@@ -318,9 +320,9 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// [`Error::NoStore`]; [`Error::NoSnapshot`], [`Error::NoSnapshotNamed`] and [`Error::OutsideWindow`] if
-    /// there is no such state; [`Error::Damaged`] if neither a snapshot nor the log leads to it;
-    /// [`Error::Overtaken`] if a writer removes it faster than it can be read.
+    /// [`Error::NoStore`]; [`Error::NoSnapshot`], [`Error::NoSnapshotNamed`] and [`Error::OutsideWindow`] if the state
+    /// does not exist; [`Error::Damaged`] if the state cannot be rebuilt from any snapshot and the log;
+    /// [`Error::Overtaken`] if a writer removes the state's files while they are being read.
     pub fn open_at<P>(directory: impl AsRef<Path>, point: P) -> Result<View>
     where
         P: TryInto<StatePoint, Error: Into<Error>>,
@@ -329,19 +331,22 @@ impl Store {
         View::open_on(&(Arc::new(DirDisk::held(directory)) as Arc<dyn Disk>), Some(&point))
     }
 
-    /// Looks at the newest state of a store, as [`Store::open_at`] does at an earlier one. Beside a writer
-    /// that is the newest state at some moment during this call. It shows what is logged, which a power cut
-    /// may still take.
+    /// Opens a read-only view of a store's newest state, like [`Store::open_at`].
+    ///
+    /// If a writer has the store open, the view shows the newest state at some moment during this call. It includes
+    /// logged batches that are not yet durable, which a power cut may still remove.
     ///
     /// # Errors
-    /// As for [`Store::open_at`].
+    /// Same as [`Store::open_at`].
     pub fn open_read_only(directory: impl AsRef<Path>) -> Result<View> {
         View::open_on(&(Arc::new(DirDisk::held(directory)) as Arc<dyn Disk>), None)
     }
 
-    /// Says what [`Store::prune`] would remove of a store, whether it is open elsewhere or not: read-only,
-    /// without a device, without the writer's lock. An open by itself removes what nothing needs, so that is
-    /// listed, too; what a writer has under way is not. Images are not read.
+    /// Returns what [`Store::prune`] would remove from a store, without removing it. The store may be open or closed.
+    ///
+    /// The call needs no device and no writer lock, writes nothing, and reads no images. The result also lists files
+    /// that any open of the store would remove because they are unused. Files that a writer is still creating are not
+    /// listed.
     ///
     /// ```
     /// use remanent::{Options, Retention, SnapshotOptions, Store};
@@ -359,15 +364,15 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// [`Error::NoStore`]; [`Error::Damaged`] if an open would fail; what the file system says.
+    /// [`Error::NoStore`]; [`Error::Damaged`] if opening the store would fail; errors of the file system.
     pub fn would_prune_at(directory: impl AsRef<Path>, retention: &Retention) -> Result<PruneReport> {
         Self::would_prune_on(&(Arc::new(DirDisk::new(directory)) as Arc<dyn Disk>), retention)
     }
 
-    /// A store in a new temporary directory, which is removed when the store is dropped: for tests.
+    /// Creates a store in a new temporary directory, which is removed when the store is dropped. Intended for tests.
     ///
     /// # Errors
-    /// As for [`Store::open`].
+    /// Same as [`Store::open`].
     pub fn temporary(options: Options) -> Result<Self> {
         let directory = tempfile::tempdir().map_err(|source| Error::Folder {
             action: "make",
@@ -381,23 +386,23 @@ impl Store {
 }
 
 impl Follower {
-    /// Follows the store in `directory`. Nothing is locked and nothing is written: a directory that can only
-    /// be read will do, and the store may be open in this process or another one, or in none.
+    /// Opens a follower of the store in `directory`. The call takes no lock and writes nothing, so read access to the
+    /// directory is sufficient. The store may be open in any process, or closed.
     ///
     /// # Errors
-    /// [`Error::NoStore`]; [`Error::Overtaken`] if batches after `from` are not kept any more,
-    /// [`Error::Diverged`] if a crash took the batch at `from`, or it is another store's; [`Error::Damaged`].
+    /// [`Error::NoStore`]; [`Error::Overtaken`] if batches after `from` are no longer kept; [`Error::Diverged`] if a
+    /// crash removed the batch at `from`, or if the batch belongs to another store; [`Error::Damaged`].
     pub fn open(directory: impl AsRef<Path>, from: FollowFrom) -> Result<Self> {
         Self::open_on(Arc::new(DirDisk::new(directory)), from)
     }
 }
 
 impl Replica {
-    /// The state of the newest snapshot of the store in `directory`, with all its bytes; the empty store
-    /// where there is no snapshot. A [`Follower`] from its position goes on from there.
+    /// Loads the state of the newest snapshot of the store in `directory` into memory. Returns an empty replica if the
+    /// store has no snapshot. A [`Follower`] opened at the replica's position continues with the next batch.
     ///
     /// # Errors
-    /// [`Error::NoStore`], [`Error::Damaged`]; what the file system says.
+    /// [`Error::NoStore`], [`Error::Damaged`]; errors of the file system.
     pub fn from_snapshot(directory: impl AsRef<Path>) -> Result<Self> {
         let disk: Arc<dyn disk::Disk> = Arc::new(DirDisk::new(directory));
         Self::from_snapshot_on(&disk)
@@ -405,9 +410,11 @@ impl Replica {
 }
 
 impl Store {
-    /// Makes a new store, with an id of its own, that begins at a state of this one. The directory must be
-    /// missing or empty. Image files are shared by hard links where that can be; the pages that have no image
-    /// of exactly that state are copied. Lsns, epochs and page ids go on from the state's.
+    /// Creates a new store in `directory_new` from a state of this store, and returns the id of the new store. The
+    /// directory must be missing or empty.
+    ///
+    /// The new store shares image files through hard links where the file system permits. Pages without an image of
+    /// exactly that state are copied. Lsns, epochs and page ids continue from those of the state.
     ///
     /// ```
     /// use remanent::{Options, Place, StatePoint, Store};
@@ -429,7 +436,7 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// As for [`Store::open_at`] and [`View::fork`].
+    /// Same as [`Store::open_at`] and [`View::fork`].
     pub fn fork<P>(&self, directory_new: impl AsRef<Path>, point: P) -> Result<StoreId>
     where
         P: TryInto<StatePoint, Error: Into<Error>>,
@@ -441,13 +448,14 @@ impl Store {
 }
 
 impl Store {
-    /// Makes a new store, with an id of its own, of a state that was put together outside of the engine, page
-    /// by page; `read` fills a slice with a page's bytes from an offset on, and may be asked twice. This is
-    /// the way in for salvage: the state of a store that does not open any more. A crash, or a failure of
-    /// `read`, leaves no store in the directory.
+    /// Creates a new store from a state that was assembled outside the engine, for example salvaged from a store that
+    /// can no longer be opened, and returns the new store's id.
+    ///
+    /// `read` fills a slice with a page's bytes starting at an offset, and may be called twice for the same bytes. If
+    /// `read` fails or the process crashes, the directory contains no store.
     ///
     /// # Errors
-    /// As for [`View::fork`]; what `read` fails with.
+    /// Same as [`View::fork`]; the errors of `read`.
     #[doc(hidden)]
     pub fn create_at<E: From<Error>>(
         directory: impl AsRef<Path>,
@@ -458,10 +466,10 @@ impl Store {
         history::seed::create_alone(origin, &disk, &mut read)
     }
 
-    /// Refuses a directory in which [`Store::create_at`] would find something, before the work is done.
+    /// Returns an error if [`Store::create_at`] would reject the directory because it is not empty.
     ///
     /// # Errors
-    /// [`Error::ForeignDirectory`]; what the file system says.
+    /// [`Error::ForeignDirectory`]; errors of the file system.
     #[doc(hidden)]
     pub fn check_create_at(directory: impl AsRef<Path>) -> Result<()> {
         history::seed::check_directory_is_free(&DirDisk::new(directory))
@@ -469,7 +477,7 @@ impl Store {
 }
 
 impl DeviceCopier {
-    /// Opens a device.
+    /// Opens the chosen device.
     ///
     /// # Errors
     /// [`Error::DeviceUnavailable`].
@@ -479,28 +487,28 @@ impl DeviceCopier {
 }
 
 impl View {
-    /// Makes a new store, with an id of its own, that begins at this state: [`Store::fork`] for a store that
-    /// is not open here. A crash at any point leaves no store in the directory, or the whole one.
+    /// Creates a new store in `directory_new` from the state of this view, like [`Store::fork`], and returns the new
+    /// store's id. If the process crashes during the call, the directory contains either no store or a complete one.
     ///
     /// # Errors
-    /// [`Error::ForeignDirectory`] if the directory holds anything, [`Error::Locked`]; [`Error::Damaged`],
-    /// [`Error::Overtaken`] and [`Error::OutOfMemory`] in reading the state; [`Error::DiskFull`]; what the
-    /// file system says.
+    /// [`Error::ForeignDirectory`] if the directory is not empty; [`Error::Locked`]; [`Error::Damaged`],
+    /// [`Error::Overtaken`] and [`Error::OutOfMemory`] while reading the state; [`Error::DiskFull`]; errors of the file
+    /// system.
     pub fn fork(&self, directory_new: impl AsRef<Path>) -> Result<StoreId> {
         self.fork_on(&(Arc::new(DirDisk::new(directory_new)) as Arc<dyn Disk>))
     }
 
-    /// Makes a fork on any disk: the way in for tests, which bring simulated ones.
+    /// Forks the state like [`View::fork`], to any disk. Tests use this with simulated disks.
     ///
     /// # Errors
-    /// As for [`View::fork`].
+    /// Same as [`View::fork`].
     #[doc(hidden)]
     pub fn fork_on(&self, disk: &Arc<dyn Disk>) -> Result<StoreId> {
         history::fork::fork(self.past()?, disk)
     }
 }
 
-/// The device for these options: one, or several as one.
+/// Opens the device that the options select: a single device, or several combined into one.
 fn device_of(options: &Options) -> Result<Arc<dyn Device>> {
     match &options.slots[..] {
         [] => device_for(options.device),
@@ -511,13 +519,12 @@ fn device_of(options: &Options) -> Result<Arc<dyn Device>> {
     }
 }
 
-/// The device for a choice.
 fn device_for(choice: DeviceChoice) -> Result<Arc<dyn Device>> {
     match choice {
         DeviceChoice::Host => Ok(Arc::new(HostDevice::new())),
         DeviceChoice::Cuda(ordinal) => gpu(ordinal),
         DeviceChoice::Auto => match gpu(0) {
-            // Whatever else goes wrong with a GPU that is there is no reason to do without it.
+            // A GPU that exists but fails is an error: only a missing GPU is replaced by host memory.
             Err(Error::DeviceUnavailable { reason, .. }) => {
                 tracing::info!(reason, "no GPU: pages live in host memory");
                 Ok(Arc::new(HostDevice::replacing_gpu(reason)))
@@ -538,7 +545,8 @@ fn gpu(ordinal: u32) -> Result<Arc<dyn Device>> {
     Err(Error::DeviceUnavailable { device: format!("cuda:{ordinal}"), reason })
 }
 
-/// Handles are shared by threads, and what they give can be sent to others.
+/// Checks at compile time that handles can be shared by threads, and that the values they return can be sent to other
+/// threads.
 const _: () = {
     const fn shared<T: Send + Sync + ?Sized>() {}
     const fn sent<T: Send>() {}
@@ -566,12 +574,12 @@ const _: () = {
     sent::<store::Pages<'_>>();
 };
 
-/// The README's example, run as a test.
+/// Runs the README's example as a test.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;
 
-/// The example of the guide for services, run as a test.
+/// Runs the example of the guide for services as a test.
 #[cfg(doctest)]
 #[doc = include_str!("../docs/guides/rust-service.md")]
 struct RustServiceGuide;

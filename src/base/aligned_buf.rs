@@ -1,4 +1,4 @@
-//! Buffers that direct reads fill without a copy.
+//! Aligned buffers, which direct reads fill without a copy.
 
 use std::ops::{Deref, DerefMut};
 
@@ -7,7 +7,7 @@ use zerocopy::FromZeros;
 
 const ALIGN: usize = GROUP_ALIGN as usize;
 
-/// A zero-initialized buffer aligned to 4096 bytes.
+/// A zero-initialized buffer whose address is a multiple of 4096.
 #[derive(Debug)]
 pub struct AlignedBuf {
     bytes: Vec<u8>,
@@ -16,13 +16,13 @@ pub struct AlignedBuf {
 }
 
 impl AlignedBuf {
-    /// Creates a buffer of `len` bytes.
+    /// Creates a zeroed buffer of `len` bytes. A failed allocation aborts the process.
     #[must_use]
     pub fn new(len: usize) -> Self {
         Self::of(vec![0; len + ALIGN - 1], len)
     }
 
-    /// Creates a buffer of `len` bytes; `None` if the allocation fails.
+    /// Creates a zeroed buffer of `len` bytes, or returns `None` if the allocation fails.
     #[must_use]
     pub fn try_new(len: usize) -> Option<Self> {
         Some(Self::of(u8::new_vec_zeroed(len.checked_add(ALIGN - 1)?).ok()?, len))

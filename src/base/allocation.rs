@@ -1,5 +1,5 @@
-//! Fallible allocation for lists and maps that may outgrow memory: a failed allocation is an error and does
-//! not abort the process.
+//! Fallible allocation for lists and maps that may grow large. A failed allocation is an error, and does not abort the
+//! process.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::Hash;
@@ -48,8 +48,8 @@ pub(crate) fn collected<T>(items: impl IntoIterator<Item = T>) -> Result<Vec<T>>
     Ok(all)
 }
 
-/// Collects items into a map with small allocations only. `collect` would sort all items in a single
-/// allocation first, which aborts the process on failure.
+/// Collects items into a map with small allocations only. In contrast, `collect` sorts all items in a single
+/// allocation, whose failure aborts the process.
 pub(crate) fn map_of<K: Ord, T>(items: impl IntoIterator<Item = (K, T)>) -> BTreeMap<K, T> {
     let mut map = BTreeMap::new();
     map.extend(items);
@@ -85,7 +85,6 @@ pub(crate) fn copied<T: Copy>(items: &[T]) -> Result<Vec<T>> {
     Ok(copy)
 }
 
-/// Returns the size in bytes of `count` items.
 fn items_len<T>(count: usize) -> u64 {
     count.saturating_mul(size_of::<T>()) as u64
 }

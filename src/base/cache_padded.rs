@@ -1,12 +1,12 @@
-//! A value with its own cache lines.
+//! Aligns a value so that it shares no cache line with other values.
 //!
-//! A word that many threads write moves between the caches of their cores. If adjacent read-only fields were
-//! on the same line, every commit would cause cache misses for their readers.
+//! Each write by another core invalidates the cached line. If a read-only field shared the line of a frequently written
+//! word, every commit would cause cache misses for the field's readers.
 
 use std::ops::Deref;
 
-/// A value that shares its cache lines with no other value. The alignment is two lines because processors
-/// prefetch lines in pairs.
+/// A value that shares its cache lines with no other value. It is aligned to two lines, because processors prefetch
+/// lines in pairs.
 #[repr(align(128))]
 #[derive(Debug, Default)]
 pub(crate) struct CachePadded<T>(pub T);

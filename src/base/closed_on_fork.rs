@@ -1,18 +1,17 @@
 //! Files that are closed in forked children.
 //!
-//! A lock of an open file description (`F_OFD_SETLK`) is held until the last descriptor of the file is
-//! closed, and a forked child inherits a copy of every descriptor. Without this module, a child that outlives
-//! its parent would keep the parent's locks. [`ClosedOnFork`] registers its descriptor, and a
-//! `pthread_atfork` handler closes all registered descriptors in each child. An `exec` closes them as well
-//! (`O_CLOEXEC`).
+//! A lock of an open file description (`F_OFD_SETLK`) is held until the last descriptor of the file is closed, and a
+//! forked child inherits a copy of every descriptor. Without this module, a child that outlives its parent would keep
+//! the parent's locks. [`ClosedOnFork`] registers its descriptor, and a `pthread_atfork` handler closes all registered
+//! descriptors in each child. An `exec` also closes them (`O_CLOEXEC`).
 //!
-//! The handlers take no lock and allocate nothing, because another thread may hold any lock at a fork. A
-//! descriptor can be registered only after it was opened, and a fork between the two gives the child a copy
-//! that it does not close. Therefore [`ClosedOnFork::open`] counts the forks, and opens the file again if one
-//! overlapped. The caller takes its lock afterwards, so the earlier copy holds no lock.
+//! The handlers take no lock and allocate no memory, because another thread may hold any lock at a fork. A descriptor
+//! can be registered only after the file is opened, and a child that is forked in between keeps its copy open.
+//! Therefore [`ClosedOnFork::open`] counts the forks, and opens the file again if a fork overlapped with the call.
+//! Callers lock the file only after this call, so such a copy holds no lock.
 //!
-//! A child of a bare `clone` system call runs no handlers. It keeps the descriptors until it ends or calls
-//! `exec`. A child of `vfork` or `posix_spawn` runs none either, and calls `exec` immediately.
+//! A child of a bare `clone` system call runs no handlers. It keeps the descriptors until it ends or calls `exec`. A
+//! child of `vfork` or `posix_spawn` runs no handlers either, and calls `exec` immediately.
 
 use std::fs::File;
 use std::io;
@@ -24,26 +23,27 @@ use std::time::{Duration, Instant};
 use super::process::{ForkGuard, PerProcess};
 use super::sync::Mutex;
 
-/// A file whose descriptor is closed in every forked child. It is dropped only in the process that opened it.
+/// A file whose descriptor is closed in every forked child. The value is dropped only in the process that opened the
+/// file.
 #[derive(Debug)]
 pub(crate) struct ClosedOnFork {
     file: ForkGuard<File>,
     slot: &'static Slot,
 }
 
-/// How long [`ClosedOnFork::open`] waits for a moment without a fork. Only threads that fork continuously,
-/// each while another fork is in progress, can make it wait longer than one fork takes.
+/// The maximum time that [`ClosedOnFork::open`] waits for a moment without a fork. It waits longer than one fork takes
+/// only if threads fork continuously and concurrently.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// The pause between two checks for forks in progress, about as long as a fork.
+/// The pause between two checks for forks in progress, about the duration of a fork.
 const PAUSE: Duration = Duration::from_micros(50);
 
 impl ClosedOnFork {
-    /// Opens a file. `open` may be called more than once.
+    /// Opens a file with `open`, which may be called more than once, and registers the descriptor.
     ///
     /// # Errors
-    /// The error of `open`; `WouldBlock` if forks in other threads follow each other without a gap;
-    /// `OutOfMemory` if the system cannot register the handlers.
+    /// The error of `open`; `WouldBlock` if forks in other threads follow each other without a gap; `OutOfMemory` if
+    /// the system cannot register the handlers.
     #[expect(
         clippy::disallowed_methods,
         reason = "a handler of a fork takes no lock, so it can wake no thread"
@@ -67,13 +67,12 @@ impl ClosedOnFork {
         }
     }
 
-    /// Returns the open file.
     pub fn file(&self) -> &File {
         &self.file
     }
 
-    /// Returns whether this process opened the file. In a forked child, its descriptor is closed, and the
-    /// number may belong to another file.
+    /// Returns whether this process opened the file. In a forked child, the descriptor is closed, and its number may
+    /// belong to another file.
     pub fn is_own(&self) -> bool {
         self.file.is_own()
     }
@@ -83,15 +82,15 @@ impl Drop for ClosedOnFork {
     fn drop(&mut self) {
         // In a forked child, the slot is already free and may be in use by another file.
         if self.is_own() {
-            // This must precede closing the descriptor: its number may then be reused for another file, which
-            // children must not close.
+            // The slot is released before the descriptor is closed: another file may reuse the number, and children
+            // must not close that file.
             self.slot.release();
         }
     }
 }
 
-/// A registry entry for one descriptor that children close. Slots are reused and never freed, because a
-/// child's handler traverses them without a lock.
+/// A registry entry for one descriptor that children close. Slots are reused and never freed, because the handler in a
+/// child traverses them without a lock.
 #[derive(Debug)]
 struct Slot {
     /// The descriptor, or [`FREE`] if the slot is unused.
@@ -105,7 +104,7 @@ const FREE: i32 = -1;
 static SLOTS: AtomicPtr<Slot> = AtomicPtr::new(ptr::null_mut());
 
 impl Slot {
-    /// Registers a file's descriptor.
+    /// Registers a file's descriptor in a free slot, or in a new one.
     fn take(file: &File) -> &'static Self {
         let descriptor = file.as_raw_fd();
         let is_taken = |slot: &&Slot| {
@@ -122,7 +121,6 @@ impl Slot {
         })
     }
 
-    /// Prepends the slot to the list.
     fn link(&'static self) {
         let this = ptr::from_ref(self).cast_mut();
         let mut first = self.next.load(Ordering::Relaxed);
@@ -144,13 +142,13 @@ fn slots() -> impl Iterator<Item = &'static Slot> {
     std::iter::successors(slot(&SLOTS), move |previous| slot(&previous.next))
 }
 
-/// The number of forks that have begun, and the number of those that have ended.
+/// The numbers of forks that have begun and ended in this process.
 static STARTED: AtomicU64 = AtomicU64::new(0);
 static ENDED: AtomicU64 = AtomicU64::new(0);
 
 /// Returns the number of forks so far, or `None` if one is in progress.
 fn forks_at_rest() -> Option<u64> {
-    // The order matters: a fork that begins in between makes the two counters differ.
+    // The order of these loads matters: if a fork begins in between, the two counters differ.
     let ended = ENDED.load(Ordering::SeqCst);
     (STARTED.load(Ordering::SeqCst) == ended).then_some(ended)
 }
@@ -159,12 +157,12 @@ extern "C" fn before_fork() {
     STARTED.fetch_add(1, Ordering::SeqCst);
 }
 
-/// Runs in the parent, even if the fork failed.
+/// Runs in the parent after each fork, even a failed one.
 extern "C" fn after_fork() {
     ENDED.fetch_add(1, Ordering::SeqCst);
 }
 
-/// Runs in the child, which has only this thread.
+/// Runs in the child, whose only thread is the calling one.
 extern "C" fn in_child() {
     // Forks by other threads are in progress only in the parent.
     ENDED.store(STARTED.load(Ordering::SeqCst), Ordering::SeqCst);

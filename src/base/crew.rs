@@ -1,11 +1,10 @@
-//! Crews: threads that are kept for the duration of a long operation and execute its many short tasks.
+//! Crews: threads that are started once for a long operation and execute its many short tasks.
 //!
-//! Starting a thread per task is slow because starting and ending a thread changes the process's memory map,
-//! which only one thread can do at a time. In a replay of 1 GiB in windows of 16 MiB on 16 cores, that took
-//! half the time.
+//! Starting a thread per task is slow because the start and the end of a thread change the process's memory map, which
+//! only one thread can do at a time. These changes took half the time of a replay of 1 GiB in windows of 16 MiB on 16
+//! cores.
 //!
-//! A crew exists only during one call, so a forked child never inherits a crew, which would have no threads
-//! there.
+//! A crew exists only during one call, so a forked child never inherits a crew, whose threads would not exist there.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -17,7 +16,7 @@ use crate::base::sync::threads;
 /// A pool of waiting threads.
 pub(crate) struct Crew(Option<Arc<ThreadPool>>);
 
-/// A thread's membership in a crew; ends when dropped.
+/// A thread's membership in a crew, which ends when this guard is dropped.
 #[must_use = "the thread leaves the crew when this is dropped"]
 pub(crate) struct Membership;
 
@@ -25,8 +24,8 @@ thread_local! {
     static OWN: RefCell<Option<Arc<ThreadPool>>> = const { RefCell::new(None) };
 }
 
-/// Runs `work` with a crew of `count` threads. If the crew cannot be started, threads are started for each
-/// task instead, as far as the system allows.
+/// Runs `work` with a crew of `count` threads. If the crew cannot be started, each task starts its own threads instead,
+/// as far as the system permits.
 pub(crate) fn with_crew<R>(count: usize, work: impl FnOnce(&Crew) -> R) -> R {
     std::thread::scope(|scope| {
         let start =
@@ -37,7 +36,8 @@ pub(crate) fn with_crew<R>(count: usize, work: impl FnOnce(&Crew) -> R) -> R {
 }
 
 impl Crew {
-    /// Makes the crew execute the tasks that this thread distributes through [`parallel`](super::parallel).
+    /// Makes the crew execute the tasks that the calling thread distributes through [`parallel`](super::parallel),
+    /// until the guard is dropped.
     pub fn join(&self) -> Membership {
         OWN.set(self.0.clone());
         Membership
@@ -51,7 +51,7 @@ impl Drop for Membership {
     }
 }
 
-/// Returns the crew of this thread. A thread that is exiting has none.
+/// Returns the crew of the calling thread, or `None` if it has joined no crew or is exiting.
 pub(super) fn own() -> Option<Arc<ThreadPool>> {
     OWN.try_with(|own| own.borrow().clone()).ok().flatten()
 }

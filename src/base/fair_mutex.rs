@@ -2,13 +2,13 @@
 
 use super::sync::{Mutex, MutexGuard};
 
-/// A mutex that a waiting thread acquires before a thread that has just released it.
+/// A mutex that a waiting thread acquires before a thread that has just released the mutex.
 ///
-/// [`Mutex`] guarantees no order. A thread that took snapshots without a pause reacquired the lock each time
-/// before a woken thread could acquire it: a restore, and all commits with it, waited for minutes.
+/// [`Mutex`] guarantees no order. A thread that took snapshots without a pause reacquired the lock each time before a
+/// woken thread could acquire it. As a result, a restore, and all commits that waited for the restore, took minutes.
 #[derive(Debug, Default)]
 pub(crate) struct FairMutex<T> {
-    /// Held by the thread that is next to acquire `value`, so that later threads wait here.
+    /// A lock held by the next thread to acquire `value`, so that later threads wait here.
     turn: Mutex<()>,
     value: Mutex<T>,
 }
@@ -18,7 +18,7 @@ impl<T> FairMutex<T> {
         Self { turn: Mutex::new(()), value: Mutex::new(value) }
     }
 
-    /// Waits for the lock.
+    /// Waits for the lock and acquires it.
     pub fn lock(&self) -> MutexGuard<'_, T> {
         let _turn = self.turn.lock();
         self.value.lock()
@@ -35,7 +35,7 @@ mod tests {
         std::thread::scope(|scope| {
             let held = lock.lock();
             scope.spawn(|| lock.lock().push("waited"));
-            // Until the thread waits for the value.
+            // Wait until the thread waits for the value.
             while lock.turn.try_lock().is_some() {
                 std::thread::yield_now();
             }

@@ -1,5 +1,5 @@
-//! The foundation of all other folders: locks, threads, parallel work, process identity, fallible allocation
-//! and poison.
+//! The foundation of all other folders: locks, threads, parallel work, process identity, fallible allocation and
+//! poison.
 
 pub(crate) mod aligned_buf;
 pub(crate) mod closed_on_fork;

@@ -1,12 +1,12 @@
-//! The rate limit of background reads and writes. It is canceled when the store closes, and suspended while a
-//! caller waits for the background work.
+//! Limits the rate of background reads and writes. The limit is suspended while a caller waits for the background work,
+//! which is canceled when the store closes.
 
 use std::time::Duration;
 
 use crate::base::sync::{Condvar, Instant, Mutex};
 use crate::error::{Error, Result};
 
-/// A limit in bytes per second, which leaves the rest of the disk bandwidth to commits.
+/// A limit in bytes per second on background work, which leaves the remaining disk bandwidth to commits.
 #[derive(Default)]
 pub(crate) struct Pace {
     bytes_per_second: Option<u64>,
@@ -18,11 +18,11 @@ pub(crate) struct Pace {
 struct PaceState {
     /// Whether the store is closing.
     is_closing: bool,
-    /// The number of callers waiting for the background work, which runs at full speed while there are any.
+    /// The number of callers that wait for the background work. While it is not 0, the work runs at full speed.
     callers: usize,
 }
 
-/// A waiting caller; ends when dropped.
+/// A guard of a caller that waits for the background work at full speed.
 pub(crate) struct UrgentWaitGuard<'a>(&'a Pace);
 
 impl Drop for UrgentWaitGuard<'_> {
@@ -43,18 +43,18 @@ impl Pace {
         UrgentWaitGuard(self)
     }
 
-    /// Waits until a writer that began at `since` may have written `bytes` bytes, or until a caller waits for
-    /// it.
+    /// Waits until the limit permits `bytes` bytes for work that began at `since`, or until a caller waits for the
+    /// work.
     ///
     /// # Errors
-    /// [`Error::Closed`] if the store closes; the writer then abandons its work.
+    /// [`Error::Closed`] if the store closes; the caller must then abandon its work.
     pub fn keep(&self, since: Instant, bytes: u64) -> Result<()> {
         self.wait(self.bytes_per_second.map(|limit| since + time_for(bytes, limit)), |state| {
             state.callers > 0
         })
     }
 
-    /// Waits until the given time; forever if there is none.
+    /// Waits until the given time, or forever if there is none.
     ///
     /// # Errors
     /// [`Error::Closed`] if the store closes.
@@ -83,10 +83,10 @@ impl Pace {
     }
 }
 
-/// A time longer than that of any snapshot, but short enough to be added to any instant.
+/// A time longer than any snapshot takes, and short enough to be added to any instant.
 const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
 
-/// Returns the minimum time for this number of bytes.
+/// Returns the minimum time for `bytes` bytes at the given rate.
 fn time_for(bytes: u64, bytes_per_second: u64) -> Duration {
     Duration::try_from_secs_f64(bytes as f64 / bytes_per_second as f64).unwrap_or(LONGEST).min(LONGEST)
 }

@@ -1,6 +1,5 @@
-//! Parallel work: several threads share one list of tasks, such as checksumming, compressing, writing and
-//! reading images; a pipeline of two threads, one reading the log while the other processes it; and two tasks
-//! run concurrently.
+//! Parallel work in three forms: several threads that share one list of tasks, a pipeline of a producer and a consumer
+//! thread, and two tasks that run concurrently.
 
 use std::num::NonZero;
 use std::sync::Mutex;
@@ -14,27 +13,26 @@ use crate::base::crew;
 use crate::base::sync::thread;
 use crate::base::sync::threads;
 
-/// Returns the number of threads that can run concurrently, limited to `at_most`.
+/// Returns the number of threads that can run concurrently, but at most `at_most`.
 pub(crate) fn threads(at_most: usize) -> usize {
-    // Queried once, because the system reads the answer from files.
+    // The number is queried once, because the system reads files to determine it.
     static COUNT: OnceLock<usize> = OnceLock::new();
     (*COUNT.get_or_init(|| thread::available_parallelism().map_or(1, NonZero::get))).min(at_most)
 }
 
-/// Returns whether this thread has a crew, so that parallel work does not start threads.
+/// Returns whether the calling thread has joined a crew, in which case parallel work starts no threads.
 pub(crate) fn has_crew() -> bool {
     crew::own().is_some()
 }
 
-/// Calls `work` for each index below `count` on up to `threads` threads, including the caller's, and returns
-/// the results in index order. Each thread creates its own state with `equip`. A single thread processes the
-/// indices in order, so work for one thread behaves as a plain loop.
+/// Calls `work` for each index below `count` on up to `threads` threads, including the caller's, and returns the
+/// results in index order. Each thread creates its own state with `equip`. A single thread processes the indices in
+/// order, like a plain loop.
 ///
-/// If a thread cannot be started, the others do its work. If the caller belongs to a [`crew`], the crew does
-/// the work and no thread is started.
+/// If a thread cannot be started, the others do its work. If the caller belongs to a [`crew`], the crew does the work.
 ///
 /// # Errors
-/// The first error of any thread; no work is started after it.
+/// The first error of any thread. No new work is started after an error.
 pub(crate) fn map_indexed<W, T: Send, E: Send>(
     threads: usize,
     count: usize,
@@ -89,7 +87,7 @@ pub(crate) fn map_indexed<W, T: Send, E: Send>(
     Ok(done.into_iter().map(|(_, result)| result).collect())
 }
 
-/// Calls `work` for each of `pieces` by value, as [`map_indexed`] does; pieces may be mutable borrows.
+/// Calls `work` for each of `pieces`, passed by value, like [`map_indexed`]. The pieces may be mutable borrows.
 pub(crate) fn for_each<P: Send, T: Send, E: Send>(
     threads: usize,
     pieces: impl IntoIterator<Item = P>,
@@ -101,8 +99,8 @@ pub(crate) fn for_each<P: Send, T: Send, E: Send>(
     map_indexed(threads, pieces.len(), || (), each)
 }
 
-/// Runs two tasks concurrently, the first on its own thread. If only one thread can run at a time, or the
-/// thread cannot be started, the first task runs after the second.
+/// Runs two tasks concurrently, `there` on its own thread. If the system has a single core, or the thread cannot be
+/// started, `there` runs after `here`.
 pub(crate) fn join<A: Send, B>(there: impl FnOnce() -> A + Send, here: impl FnOnce() -> B) -> (A, B) {
     let there = Mutex::new(Some(there));
     let run = || there.lock().unwrap_or_else(PoisonError::into_inner).take().map(|there| there());
@@ -118,16 +116,15 @@ pub(crate) fn join<A: Send, B>(there: impl FnOnce() -> A + Send, here: impl FnOn
     (done.or_else(run).expect("no thread has taken it"), here)
 }
 
-/// The panic of the producer thread of [`pipeline`].
+/// The error that reports a panic in the producer thread of [`pipeline`].
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct ProducerPanic;
 
-/// Calls `take` with each piece that `make` produces, in order, and returns the result of `make`. `make`
-/// passes pieces to the function it is given, which returns `false` when no more are wanted.
+/// Calls `take` with each piece that `make` produces, in order, and returns the result of `make`. `make` passes pieces
+/// to its callback, which returns `false` when no more pieces are needed.
 ///
-/// `make` runs on its own thread and produces up to `count_max` pieces in advance. If `count_max` is 0, only
-/// one thread can run at a time, or the thread cannot be started, each piece is taken as soon as it is
-/// produced.
+/// `make` runs on its own thread and produces up to `count_max` pieces in advance. If `count_max` is 0, the system has
+/// a single core, or the thread cannot be started, each piece is taken as soon as it is produced.
 ///
 /// # Errors
 /// The first error of `take`; [`ProducerPanic`].
@@ -148,7 +145,7 @@ pub(crate) fn pipeline<T: Send, R: Send, E: From<ProducerPanic>>(
         let Some(Ok(maker)) = maker else {
             let mut taken = Ok(());
             let made = make(&mut |piece| {
-                // `make` may produce one more piece after it was notified that none is wanted.
+                // `make` may produce one more piece after the callback returned `false`.
                 if taken.is_ok() {
                     taken = take(piece);
                 }
@@ -156,8 +153,7 @@ pub(crate) fn pipeline<T: Send, R: Send, E: From<ProducerPanic>>(
             });
             return taken.map(|()| made);
         };
-        // Consuming the receiver closes the channel, which unblocks a producer waiting to send an unwanted
-        // piece.
+        // Consuming the receiver closes the channel, which unblocks a producer that waits to send another piece.
         let taken = pieces.into_iter().try_for_each(take);
         let made = maker.join();
         taken?;
@@ -230,14 +226,14 @@ mod tests {
         assert_eq!((there != caller, here), (threads(2) > 1, 2));
     }
 
-    /// Returns the numbers up to 100 that were taken, and the result of the pipeline.
+    /// Runs a pipeline over the numbers up to 100. Returns the numbers that were taken, and the pipeline's result.
     fn numbers(count_max: usize, refused: u32) -> (Vec<u32>, Result<&'static str, Failure>) {
         let mut taken = Vec::new();
         let made = pipeline(
             count_max,
             |emit| {
                 let all = (0..100).all(&mut *emit);
-                // A piece that is ready when no more are wanted.
+                // The producer still offers a piece after the callback returned `false`.
                 let last = emit(100);
                 if all && last { "all" } else { "some" }
             },

@@ -1,37 +1,37 @@
-//! Phases of the engine, reported to a hook, so that the kill suite can strike during a phase. Without the
-//! feature `testing` there is no hook, and entering a phase does nothing.
+//! Reports phases of the engine's work to a hook, so that the kill suite can kill the process during a phase. Without
+//! the feature `testing`, entering a phase does nothing.
 
-/// A part of the engine's work that a crash can interrupt.
+/// A phase of the engine's work that a crash can interrupt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Phase {
-    /// Appending a batch to the log.
+    /// A batch is appended to the log.
     Commit = 1,
-    /// Making a group durable.
+    /// A group of batches is made durable.
     GroupSync,
-    /// Switching to the next segment, or creating one.
+    /// The log switches to the next segment, or creates a segment.
     SegmentRoll,
-    /// Copying pages for a snapshot.
+    /// A snapshot copies pages.
     SnapshotGather,
-    /// Writing and renaming a manifest.
+    /// A manifest is written and renamed.
     Publish,
-    /// Removing or reusing files that no kept snapshot needs.
+    /// Files that no kept snapshot needs are removed or prepared for reuse.
     Recycle,
-    /// Opening a directory after a crash.
+    /// A store is opened and recovered.
     Recovery,
-    /// Writing a batch's pages to an image file, before the batch is logged.
+    /// A batch's pages are written to an image file, before the batch is logged.
     WriteAhead,
-    /// Moving pages to or from disk, before the batch that moves them is logged.
+    /// Pages are moved to or from disk, before the batch that moves them is logged.
     Move,
 }
 
-/// The start or end of a phase. Phases nest, and several threads can be in one concurrently.
+/// The start or the end of a phase. Phases nest, and several threads can run the same phase concurrently.
 #[cfg(feature = "testing")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Edge {
-    /// The phase begins now.
+    /// The phase begins.
     Enter,
-    /// The phase ends now.
+    /// The phase ends.
     Leave,
 }
 
@@ -41,21 +41,20 @@ type Hook = Box<dyn Fn(Phase, Edge) + Send + Sync>;
 #[cfg(feature = "testing")]
 static HOOK: std::sync::OnceLock<Hook> = std::sync::OnceLock::new();
 
-/// Registers a `hook` that is called at the start and end of each phase, on the thread in the phase. Only the
-/// first registered hook is used.
+/// Registers a hook that each thread calls at the start and the end of a phase. Only the first registered hook is used.
 #[cfg(feature = "testing")]
 pub fn on_phase(hook: impl Fn(Phase, Edge) + Send + Sync + 'static) {
     let _first_stays = HOOK.set(Box::new(hook));
 }
 
-/// A phase that ends when the guard is dropped.
+/// A guard of a running phase. Dropping the guard ends the phase.
 #[must_use = "the phase ends when this is dropped"]
 pub(crate) struct PhaseGuard {
     #[cfg(feature = "testing")]
     phase: Phase,
 }
 
-/// Starts a phase.
+/// Starts a phase, which ends when the guard is dropped.
 pub(crate) fn enter(phase: Phase) -> PhaseGuard {
     #[cfg(feature = "testing")]
     {

@@ -1,13 +1,13 @@
-//! The first failure of a store. After it, commits and snapshots fail with the same error.
+//! Poison: the first failure of a store. After this failure, all commits and snapshots fail with the same error.
 //!
-//! A failed write or sync is never retried: the system may have dropped the data that it could not write, and
-//! a second sync would report success.
+//! A failed write or sync is never retried. The system may have dropped the data that it could not write, and then a
+//! second sync would report success.
 
 use std::sync::{Arc, OnceLock};
 
 use crate::error::{Error, Result};
 
-/// The error that poisons a store: set once, by the first thread that fails.
+/// The error that poisons a store, set by the first thread that fails.
 #[derive(Debug, Default)]
 pub(crate) struct Poison {
     cause: OnceLock<Arc<Error>>,
@@ -16,17 +16,16 @@ pub(crate) struct Poison {
 }
 
 impl Poison {
-    /// Creates the state of a store that is not poisoned.
     pub fn none_in(store: String) -> Self {
         Self { cause: OnceLock::new(), store }
     }
 
-    /// Returns an error if the store is poisoned.
     pub fn check(&self) -> Result<()> {
         self.cause.get().map_or(Ok(()), |cause| Err(Error::Poisoned(cause.clone())))
     }
 
-    /// Poisons the store, unless it is already poisoned, and returns the error that every later call returns.
+    /// Poisons the store with `error`, unless the store is already poisoned. Returns the error that every later call
+    /// returns.
     pub fn set(&self, error: Error) -> Error {
         let error = match error {
             Error::Poisoned(cause) => cause,
@@ -38,15 +37,15 @@ impl Poison {
         Error::Poisoned(self.cause.get().unwrap_or(&error).clone())
     }
 
-    /// Poisons the store if a device call failed or a thread panicked. Other errors are returned unchanged,
-    /// because they concern only the caller.
+    /// Poisons the store if `error` is a failure of a device call or a panic of a thread. Returns other errors
+    /// unchanged, because they concern only the caller.
     pub fn set_by_device(&self, error: Error) -> Error {
         if matches!(error, Error::Device { .. } | Error::Panicked { .. }) { self.set(error) } else { error }
     }
 }
 
-/// A guard held by a thread for its lifetime. If the thread panics, the store is poisoned, because it is
-/// unknown what work was left incomplete.
+/// A guard that a thread holds for its lifetime. If the thread panics, the guard poisons the store, because some of the
+/// thread's work may be incomplete.
 pub(crate) struct PoisonOnPanic {
     pub poison: Arc<Poison>,
     pub thread: &'static str,

@@ -1,13 +1,13 @@
-//! The process that a handle belongs to.
+//! Detects the use of a handle in a forked child.
 //!
-//! A forked child inherits a copy of every handle, but none of the threads that serve it. The copy's state of
-//! the log is immediately out of date: a child that synced its copy of a group overwrote later groups of the
-//! parent, so acknowledged batches were lost. A lock that another thread held at the fork is never released
-//! in the child. Therefore a handle records the process that created it, and returns [`Error::Forked`] in any
-//! other process, before it writes a byte or takes a lock. A value that the handle owns is dropped only in
-//! the process that created it ([`ForkGuard`]).
+//! A forked child inherits a copy of every handle, but none of the threads that serve the handle. The copied state of
+//! the log is immediately out of date: a child that synced its copy of a group overwrote later groups of the parent,
+//! and acknowledged batches were lost. A lock that another thread held at the fork is never released in the child.
+//! Therefore a handle records the process that created it. In any other process, a call returns [`Error::Forked`]
+//! before it writes a byte or takes a lock. A value that the handle owns is dropped only in the process that created it
+//! ([`ForkGuard`]).
 //!
-//! A check costs two loads. It makes no system call, which would take a tenth of the time of a small commit.
+//! A check costs two loads. A system call instead would take a tenth of the time of a small commit.
 
 use std::io;
 use std::mem::ManuallyDrop;
@@ -20,14 +20,14 @@ use rustix::mm::{Advice, madvise};
 
 use crate::error::{Error, Result};
 
-/// The identity of the process that created a handle. The upper half is a generation number, greater than
-/// that of the parent; the lower half is the process id.
+/// The identity of the process that created a handle. The upper half is a generation number, greater than the parent's,
+/// and the lower half is the process id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Process(u64);
 
 impl Process {
-    /// Returns the running process. Takes no lock, because a child also calls this and the lock might have
-    /// been held at the fork.
+    /// Returns the running process. Takes no lock, because a forked child also calls this function, and a lock might
+    /// have been held at the fork.
     pub fn current() -> Self {
         let Some(word) = word() else { return Self(std::process::id().into()) };
         Self(match word.load(Ordering::Relaxed) {
@@ -41,12 +41,12 @@ impl Process {
         })
     }
 
-    /// Returns whether this is the running process, and not for example the parent of a forked child.
+    /// Returns whether `self` is the running process. In a forked child, the process of an inherited handle is not.
     pub fn is_current(self) -> bool {
         self == Self::current()
     }
 
-    /// Returns an error if the handle was inherited by a forked child.
+    /// Returns an error if `self` is not the running process.
     ///
     /// # Errors
     /// [`Error::Forked`] in a process other than the one that created the handle.
@@ -57,23 +57,22 @@ impl Process {
 
 #[cfg(test)]
 impl Process {
-    /// Returns another process, as recorded in a handle that a forked child inherited.
+    /// Returns a process other than the running one, such as an inherited handle records in a forked child.
     pub fn parent() -> Self {
         Self(Self::current().0 + (1 << 32) + 1)
     }
 }
 
-/// A word that the kernel resets to 0 in every forked child; null before its first use. It contains the
-/// [`Process`], or 0 until [`Process::current`] is called.
+/// A pointer to a word that the kernel resets to 0 in every forked child, or null before the first use. The word
+/// contains the [`Process`], or 0 until [`Process::current`] is called.
 static WORD: AtomicPtr<AtomicU64> = AtomicPtr::new(ptr::null_mut());
-/// The newest generation. A child inherits it and takes the next one, so its generation is greater than those
-/// of all ancestors.
+/// The newest generation number. A child inherits this counter and increments it, so the child's generation is greater
+/// than those of all its ancestors.
 static NEWEST: AtomicU64 = AtomicU64::new(0);
-/// The target of `WORD` on a system without memory that is wiped on fork; processes are then identified by
-/// process id only.
+/// The target of `WORD` on a system that cannot reset memory on fork. Processes are then identified by process id only.
 static NO_WORD: AtomicU64 = AtomicU64::new(0);
 
-/// Returns the word, if the system could allocate it.
+/// Returns the word that is reset on fork, or `None` if the system does not support it.
 fn word() -> Option<&'static AtomicU64> {
     let mut word = WORD.load(Ordering::Acquire);
     if word.is_null() {
@@ -88,7 +87,7 @@ fn word() -> Option<&'static AtomicU64> {
     (!ptr::eq(word, &NO_WORD)).then_some(word)
 }
 
-/// Allocates a word in its own page, which stays mapped for the lifetime of the process.
+/// Allocates the word in its own page, which stays mapped for the lifetime of the process.
 fn make_word() -> io::Result<*mut AtomicU64> {
     if cfg!(miri) {
         return Err(io::ErrorKind::Unsupported.into());
@@ -111,8 +110,8 @@ fn publish(word: *mut AtomicU64) -> *mut AtomicU64 {
     stored.map_or_else(|first| first, |_| word)
 }
 
-/// A value that is dropped only by the process that created it. A forked child leaks the value, so it does
-/// not unmap, free or close resources of the parent, and takes no lock for it.
+/// A value that is dropped only by the process that created it. A forked child leaks the value. As a result, the child
+/// does not unmap, free or close resources of the parent, and takes no lock for the value.
 #[derive(Debug)]
 pub(crate) struct ForkGuard<T> {
     value: ManuallyDrop<T>,
@@ -120,12 +119,11 @@ pub(crate) struct ForkGuard<T> {
 }
 
 impl<T> ForkGuard<T> {
-    /// Guards a value of this process.
     pub fn new(value: T) -> Self {
         Self { value: ManuallyDrop::new(value), process: Process::current() }
     }
 
-    /// Returns the value if this process created it.
+    /// Returns the value in the process that created it.
     ///
     /// # Errors
     /// [`Error::Forked`] in any other process.
@@ -133,7 +131,6 @@ impl<T> ForkGuard<T> {
         self.process.check().map(|()| &*self.value)
     }
 
-    /// Returns whether this process created the value.
     pub fn is_own(&self) -> bool {
         self.process.is_current()
     }
@@ -141,15 +138,15 @@ impl<T> ForkGuard<T> {
 
 #[cfg(test)]
 impl<T> ForkGuard<T> {
-    /// Creates a guard as a forked child inherits it.
+    /// Creates a guard in the state in which a forked child inherits it.
     pub fn inherited(value: T) -> Self {
         Self { value: ManuallyDrop::new(value), process: Process::parent() }
     }
 }
 
 impl<T: Clone> Clone for ForkGuard<T> {
-    /// Clones the value. A clone made in a forked child also belongs to the parent and is never dropped
-    /// there.
+    /// Clones the value. A clone made in a forked child also belongs to the parent, and the child never drops the
+    /// clone.
     fn clone(&self) -> Self {
         Self { value: self.value.clone(), process: self.process }
     }
@@ -179,17 +176,17 @@ impl<T> Drop for ForkGuard<T> {
     }
 }
 
-/// A value with one instance per process: a forked child starts with a new one, because the parent's value
+/// A value with a separate instance in each process. A forked child creates a new instance, because the parent's value
 /// may contain a lock that one of the parent's threads held at the fork.
 pub(crate) struct PerProcess<T: 'static>(AtomicPtr<(Process, T)>);
 
 impl<T: Default + Sync> PerProcess<T> {
-    /// Creates a holder without a value.
     pub const fn new() -> Self {
         Self(AtomicPtr::new(ptr::null_mut()))
     }
 
-    /// Returns the value of this process, creating it if needed. The parent's value is left untouched.
+    /// Returns the value of this process, and creates it on first use. An inherited value of the parent is not
+    /// accessed.
     pub fn get(&'static self) -> &'static T {
         let mut newest = self.0.load(Ordering::Acquire);
         loop {

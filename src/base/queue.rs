@@ -1,12 +1,12 @@
-//! A queue that makes only small allocations, regardless of its length. It is used for entries that must be
-//! queued once a batch is logged, when a failed allocation could no longer be handled.
+//! A queue that makes only small allocations, regardless of its length. Batches are queued after they are logged, when
+//! a failed allocation could no longer be handled.
 
 use std::collections::{LinkedList, VecDeque};
 
 /// The maximum size of a piece in bytes.
 const PIECE_BYTES: usize = 32 << 10;
 
-/// A queue stored in pieces. Only the sole piece of a queue can be empty.
+/// A first-in, first-out queue, stored in pieces. Only the sole piece of a queue can be empty.
 pub(crate) struct Queue<T> {
     pieces: LinkedList<VecDeque<T>>,
     len: usize,
@@ -45,7 +45,7 @@ impl<T> Queue<T> {
     pub fn pop_front(&mut self) -> Option<T> {
         let first = self.pieces.front_mut()?;
         let item = first.pop_front();
-        // The last piece is kept for reuse: most queues are short.
+        // The last piece is kept for reuse, because most queues are short.
         if first.is_empty() && self.pieces.len() > 1 {
             self.pieces.pop_front();
         }

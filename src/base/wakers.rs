@@ -1,7 +1,7 @@
-//! Async tasks that wait for a batch, each with the waker of its executor.
+//! The async tasks that wait for batches, each with the waker of its executor.
 //!
-//! Threads wait on a condition variable. A task instead has a waker, which any thread can call: the thread
-//! that reaches a batch wakes all tasks that wait for it or for an earlier batch.
+//! When a batch reaches the awaited state, the thread that advances the state wakes all tasks that wait for this batch
+//! or an earlier one.
 
 use std::task::Waker;
 
@@ -14,9 +14,9 @@ use crate::base::sync::atomic::{AtomicUsize, Ordering};
 #[derive(Default)]
 pub(crate) struct Wakers {
     waiting: Mutex<Vec<WaitingTask>>,
-    /// The number of waiting tasks, so that a thread that reaches a batch takes the lock only if there are
-    /// any. A task checks again, after adding itself, whether its batch was reached; so it either is woken or
-    /// observes that.
+    /// The number of waiting tasks, so that [`wake`](Self::wake) takes the lock only if there are any. After adding
+    /// itself, a task checks again whether its batch was reached. Therefore either the task is woken or its check
+    /// succeeds.
     count: AtomicUsize,
     next: AtomicUsize,
 }
@@ -33,7 +33,7 @@ impl Wakers {
         self.next.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Adds a task that waits for a batch, or replaces the waker of a task already waiting.
+    /// Registers `waker` for task `id`, which waits for batch `lsn`. Replaces an earlier waker of the task.
     pub fn add(&self, id: usize, lsn: Lsn, waker: &Waker) {
         let mut waiting = self.waiting.lock();
         match waiting.iter_mut().find(|task| task.id == id) {
@@ -50,8 +50,8 @@ impl Wakers {
         self.count.store(waiting.len(), Ordering::SeqCst);
     }
 
-    /// Wakes the tasks that wait for this or an earlier batch; `Lsn(u64::MAX)` wakes all. Must be called
-    /// after the state that the tasks check has changed.
+    /// Wakes the tasks that wait for batch `reached` or an earlier one, or all tasks for `Lsn(u64::MAX)`. Call this
+    /// only after changing the state that the tasks check.
     pub fn wake(&self, reached: Lsn) {
         if self.count.load(Ordering::SeqCst) == 0 {
             return;
@@ -62,7 +62,7 @@ impl Wakers {
             self.count.store(waiting.len(), Ordering::SeqCst);
             woken
         };
-        // Outside the lock, because an executor may poll the task in this call.
+        // Wakers are called outside the lock, because an executor may poll the task in this call.
         woken.into_iter().for_each(|task| task.waker.wake());
     }
 }

@@ -1,6 +1,6 @@
 //! A window that uses `pwrite` and `fdatasync`, for file systems on which a mapping is unsafe.
 //!
-//! Bytes survive the death of the process once `pwrite` has returned, because they are in the page cache.
+//! After `pwrite` returns, bytes survive the death of the process, because they are in the page cache.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -10,7 +10,7 @@ use remanent_format::FileName;
 use super::Window;
 use crate::error::{Error, Result};
 
-/// A window of fixed length onto a file.
+/// A window onto a file of fixed length.
 pub(super) struct BufferedWindow {
     file: File,
     name: FileName,
@@ -18,7 +18,6 @@ pub(super) struct BufferedWindow {
 }
 
 impl BufferedWindow {
-    /// Creates a window onto all of `file`, which is `len` bytes long.
     pub(super) fn new(file: File, name: FileName, len: u64) -> Self {
         Self { file, name, len }
     }
@@ -36,7 +35,7 @@ impl Window for BufferedWindow {
     fn sync(&self, offset: u64, len: u64) -> Result<()> {
         let end = offset.checked_add(len);
         assert!(end.is_some_and(|end| end <= self.len), "a sync lies within its window");
-        // This syncs more than the range, but no narrower call also flushes the device's own cache.
+        // This call syncs more than the range, but no narrower call also flushes the device's cache.
         self.file.sync_data().map_err(|source| Error::io("sync", self.name, Some(offset), source))
     }
 }

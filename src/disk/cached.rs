@@ -1,9 +1,9 @@
-//! Reads the cached bytes of a file without requesting the rest from the medium.
+//! Reads the cached bytes of a file without reading the other bytes from the medium.
 //!
-//! A non-blocking read (`RWF_NOWAIT`) stops at the end of the cached bytes. Since Linux 5.20 it still starts
-//! readahead for the rest, and a caller that then reads past the cache reads those bytes twice: for 256 MiB
-//! of uncached bytes read 4 MiB at a time, 512 MiB came from the disk. So a single page is requested first,
-//! and only 0.1 % of the uncached bytes is read twice.
+//! A non-blocking read (`RWF_NOWAIT`) stops at the end of the cached bytes. Since Linux 5.20 it still starts readahead
+//! for the following bytes. A caller that then reads these past the cache reads them twice: for 256 MiB of uncached
+//! bytes read 4 MiB at a time, 512 MiB came from the disk. Therefore this module requests a single page first, so that
+//! only 0.1 % of the uncached bytes is read twice.
 
 use std::fs::File;
 use std::io::IoSliceMut;
@@ -11,8 +11,8 @@ use std::io::IoSliceMut;
 use remanent_format::limits::GROUP_ALIGN;
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
 
-/// Fills `out` from `offset` on as far as the bytes are cached. Returns the number of bytes read: all of
-/// them, or a number after which the rest begins on a block boundary.
+/// Fills `out` with the cached bytes of the file from `offset` on. Returns the number of bytes read. If it is less than
+/// the length of `out`, the first byte not read is at a block boundary.
 pub(super) fn read_cached(file: &File, offset: u64, out: &mut [u8]) -> usize {
     let probed = out.len().min((GROUP_ALIGN - offset % GROUP_ALIGN) as usize);
     let mut done = 0;
@@ -21,8 +21,8 @@ pub(super) fn read_cached(file: &File, offset: u64, out: &mut [u8]) -> usize {
         let mut area = [IoSliceMut::new(&mut out[done..wanted])];
         match preadv2(file, &mut area, offset + done as u64, ReadWriteFlags::NOWAIT) {
             Err(Errno::INTR) => continue,
-            // Nothing more is cached, the file ends, or the file system does not support the flag. The caller
-            // reads the rest.
+            // No more bytes are cached, the file ends, or the file system does not support the flag. The caller reads
+            // the remaining bytes.
             Ok(0) | Err(_) => break,
             Ok(len) => done += len,
         }
@@ -47,14 +47,14 @@ mod tests {
         let bytes: Vec<u8> = (0..20_000).map(|index| (index % 251) as u8).collect();
         std::fs::write(path.path(), &bytes).unwrap();
         let file = File::open(path.path()).unwrap();
-        // Just written, and so cached, if the file system supports the query.
+        // The bytes were just written, so they are cached if the file system supports the query.
         let can_be_asked = read_cached(&file, 0, &mut [0]) == 1;
         for (offset, len, cached) in [
             (0, 20_000, 20_000),
             (4095, 2, 2),
             (5000, 0, 0),
             (123, 19_877, 19_877),
-            // Past the end of the file nothing is cached.
+            // No bytes past the end of the file are cached.
             (0, 20_001, 16_384),
             (16_384, 5000, 0),
             (19_999, 2, 0),

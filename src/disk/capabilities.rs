@@ -1,5 +1,5 @@
-//! File system capabilities: ways of writing that cannot be used, queried before the first byte is written,
-//! and answers that cannot be trusted.
+//! Determines before the first write which ways of writing the file system supports, and which of its answers can be
+//! trusted.
 
 use std::fs::File;
 use std::io::{self, ErrorKind};
@@ -15,7 +15,7 @@ use super::direct;
 use super::direct_read::reopen;
 use crate::base::aligned_buf::AlignedBuf;
 
-/// The magic numbers of ext2, ext3 and ext4, of XFS, btrfs and F2FS.
+/// The magic numbers of the known disk file systems. ext2, ext3 and ext4 share one number.
 const EXT: u64 = 0xef53;
 const XFS: u64 = 0x5846_5342;
 const BTRFS: u64 = 0x9123_683e;
@@ -24,32 +24,31 @@ const F2FS: u64 = 0xf2f5_2010;
 const TMPFS: u64 = 0x0102_1994;
 
 fn magic(system: &StatFs) -> u64 {
-    // The field is signed on some platforms, unsigned on others; the magic numbers are 32 bits.
+    // The field is signed on some platforms and unsigned on others. The magic numbers have 32 bits.
     system.f_type as u64 & 0xffff_ffff
 }
 
-/// Whether the kernel's page cache is the only cache of the file system, and always contains whole pages. If
-/// blocks are shorter than pages, one block of a page may be cached while the kernel reports the page as
-/// uncached.
+/// Returns whether the kernel's page cache is the only cache of the file system and always contains whole pages. If
+/// blocks are shorter than pages, the kernel may report a page as uncached although one of its blocks is cached.
 pub(super) fn has_no_other_cache(file: &File) -> rustix::io::Result<bool> {
     let system = rustix::fs::fstatfs(file)?;
     let is_known = matches!(magic(&system), EXT | XFS | BTRFS | F2FS);
     Ok(is_known && system.f_bsize as u64 >= rustix::param::page_size() as u64)
 }
 
-/// Whether the file exists only in memory, in pages that a mapping shares.
+/// Returns whether the file exists only in memory, in pages that a mapping shares.
 pub(super) fn is_in_memory(file: &File) -> rustix::io::Result<bool> {
     Ok(magic(&rustix::fs::fstatfs(file)?) == TMPFS)
 }
 
-/// Returns the reason why files below `path` must not be written through a shared mapping, or `None` if they
-/// may.
+/// Returns the reason why files below `path` must not be written through a shared mapping, or `None` if they may be.
 pub(super) fn mapping_refused(path: &Path) -> rustix::io::Result<Option<String>> {
     refusal(magic(&rustix::fs::statfs(path)?), || shares_extents(path))
 }
 
-/// Judges a file system by its magic number. The question is whether a write to a synced page can need new
-/// space: on a full disk, that kills the process with SIGBUS.
+/// Returns the reason why a file system must not be written through a shared mapping, according to its magic number.
+/// The criterion is whether a write to a synced page can need new space: on a full disk, such a write kills the process
+/// with SIGBUS.
 fn refusal(
     magic: u64,
     shares_extents: impl FnOnce() -> rustix::io::Result<bool>,
@@ -71,8 +70,8 @@ fn refusal(
     Ok(Some(reason.to_owned()))
 }
 
-/// Whether files below `path` can share extents. Tries to clone one unnamed file into another; on a full
-/// disk, clones an existing file into itself, which changes nothing. An unknown answer counts as shared.
+/// Returns whether files below `path` can share extents. Tries to clone one unnamed file into another. On a full disk,
+/// clones an existing file into itself, which changes nothing. An unknown result counts as shared.
 fn shares_extents(path: &Path) -> rustix::io::Result<bool> {
     let nameless = || {
         let flags = OFlags::RDWR | OFlags::TMPFILE | OFlags::CLOEXEC;
@@ -89,7 +88,7 @@ fn shares_extents(path: &Path) -> rustix::io::Result<bool> {
         Err(Errno::NOSPC | Errno::DQUOT) => {
             let Ok(Some(existing)) = file_below(path) else { return Ok(true) };
             let file = rustix::fs::openat(CWD, existing, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
-            // If clones are supported at all, this one is invalid.
+            // A file system that supports clones rejects this one as invalid.
             Ok(rustix::fs::ioctl_ficlone(&file, &file) != Err(Errno::OPNOTSUPP))
         }
         Err(Errno::IO) => Err(Errno::IO),
@@ -99,18 +98,18 @@ fn shares_extents(path: &Path) -> rustix::io::Result<bool> {
 
 /// Returns the reason why files below `path` cannot be written past the page cache, or `None` if they can.
 ///
-/// Writes a block of an unnamed file, because some file systems accept the flags at open and reject the
-/// write. If there is no space for a block, reads the first block of an existing file instead: a store on a
-/// full disk must open, so that pages can be deleted.
+/// Writes a block of an unnamed file, because some file systems accept the flags when a file is opened and reject the
+/// write. If there is no space for a block, reads the first block of an existing file instead, because a store on a
+/// full disk must open so that pages can be deleted.
 ///
 /// # Errors
-/// The disk's error if it fails, or if it has no space for a block and no such file: another way of writing
-/// would not help.
+/// The disk's error if the disk fails, or if it has neither space for a block nor such a file. Another way of writing
+/// would fail as well.
 pub(super) fn direct_refused(path: &Path) -> io::Result<Option<String>> {
     let flags = direct::FLAGS | OFlags::TMPFILE;
     let nameless = rustix::fs::openat(CWD, path, flags, Mode::RUSR | Mode::WUSR);
     let written = nameless.map_err(io::Error::from).and_then(|nameless| {
-        // A window also reopens its file, so the trial does the same.
+        // The test reopens its file because a window does so, too.
         let file = reopen(&File::from(nameless), direct::FLAGS)?;
         file.write_all_at(&AlignedBuf::new(GROUP_ALIGN as usize), 0)
     });
@@ -125,8 +124,8 @@ pub(super) fn direct_refused(path: &Path) -> io::Result<Option<String>> {
     })
 }
 
-/// Returns a file that is at least a block long: a log segment or an image file in this folder, or else in
-/// the sibling log folder.
+/// Returns a file that is at least one block long: a log segment or an image file in `folder`, or else in the sibling
+/// log folder.
 fn file_below(folder: &Path) -> io::Result<Option<PathBuf>> {
     let sibling = folder.with_file_name(Folder::Log.name());
     for folder in [folder, &sibling] {
@@ -145,7 +144,7 @@ fn file_below(folder: &Path) -> io::Result<Option<PathBuf>> {
     Ok(None)
 }
 
-/// Converts the outcome of the trial to a verdict.
+/// Converts the result of a test write to the reason for refusal, or to an error of the disk.
 pub(super) fn direct_verdict(written: io::Result<()>) -> io::Result<Option<String>> {
     let says_the_disk = [Errno::IO, Errno::NOSPC, Errno::DQUOT].map(|errno| Some(errno.raw_os_error()));
     match written {

@@ -1,7 +1,8 @@
-//! The claim of a writer in `LOCK`, which the next writer overwrites if no lock keeps it out.
+//! The claim of a writer: a description of the writer in `LOCK`. Where locks do not work, the next writer overwrites
+//! it.
 //!
-//! A writer writes its description there before it reads the log. An earlier writer then finds a different
-//! description, or a different file under that name, at its next check.
+//! A writer writes its description before it reads the log. At its next check, an earlier writer therefore finds a
+//! different description, or a different file named `LOCK`.
 
 use std::fs::File;
 use std::io;
@@ -13,23 +14,23 @@ use remanent_format::FileName;
 use crate::base::closed_on_fork::ClosedOnFork;
 use crate::error::{Error, Result};
 
-/// The maximum number of bytes read from `LOCK`. A description is shorter, even with the longest file name.
+/// The maximum number of bytes read from `LOCK`. Every description is shorter, even with the longest file name.
 const TEXT_LEN_MAX: usize = 1024;
 
 /// A file's device and inode.
 pub(super) type FileId = (u64, u64);
 
-/// The claim of a writer.
+/// A writer's claim to be the newest writer of the store.
 #[derive(Debug)]
 pub(super) struct Claim {
     file: Arc<ClosedOnFork>,
     id: FileId,
-    /// The bytes of the file.
+    /// The content of `LOCK` when this writer opened the store.
     text: Vec<u8>,
 }
 
 impl Claim {
-    /// Creates the claim of this process, which has just written its description to the file.
+    /// Creates the claim of this process, which has just written its description to `file`.
     pub fn of(file: Arc<ClosedOnFork>) -> io::Result<Self> {
         let metadata = file.file().metadata()?;
         let mut bytes = [0; TEXT_LEN_MAX];
@@ -37,8 +38,8 @@ impl Claim {
         Ok(Self { id: (metadata.dev(), metadata.ino()), file, text })
     }
 
-    /// Fails if this claim is no longer the newest one. `named` is the file that has the name now;
-    /// `open_named` opens it.
+    /// Returns an error if another writer has claimed the store since. `named` identifies the file that is currently
+    /// named `LOCK`, and `open_named` opens this file.
     pub fn check(&self, named: FileId, open_named: impl FnOnce() -> io::Result<File>) -> Result<()> {
         if named != self.id {
             return Err(superseded(open_named().ok().as_ref()));
@@ -50,13 +51,12 @@ impl Claim {
     }
 }
 
-/// Returns the error for a writer that finds another writer's description in this file, or no file.
+/// Returns the error for a writer that another writer has superseded. `other` is the current `LOCK` file, if any.
 pub(super) fn superseded(other: Option<&File>) -> Error {
     let holder = other.map(description).filter(|text| !text.is_empty());
     Error::Superseded { holder: holder.unwrap_or_else(|| "an unknown process".to_owned()), store: None }
 }
 
-/// Reads the bytes of `LOCK`.
 fn content<'b>(file: &File, bytes: &'b mut [u8; TEXT_LEN_MAX]) -> io::Result<&'b [u8]> {
     loop {
         match file.read_at(bytes, 0) {
@@ -67,7 +67,7 @@ fn content<'b>(file: &File, bytes: &'b mut [u8; TEXT_LEN_MAX]) -> io::Result<&'b
     }
 }
 
-/// Returns the first line of a writer's description.
+/// Returns the first line of `LOCK`, which describes the writer.
 pub(super) fn description(file: &File) -> String {
     let mut bytes = [0; TEXT_LEN_MAX];
     let text = String::from_utf8_lossy(content(file, &mut bytes).unwrap_or_default());

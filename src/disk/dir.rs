@@ -1,7 +1,7 @@
-//! `DirDisk`: a store directory of a real file system.
+//! `DirDisk`: a store directory in a real file system.
 //!
-//! Every method is one or two system calls. `directory.rs` resolves names: in the directory that a writer has
-//! locked or that a reader holds, otherwise by path, again at each call. Open files are in `dir_file.rs`.
+//! Every method is one or two system calls. `directory.rs` resolves names: relative to the directory that a writer has
+//! locked or that a reader holds open, otherwise by path at each call. `dir_file.rs` contains open files.
 
 use std::any::Any;
 use std::fs::File;
@@ -22,7 +22,7 @@ use crate::base::sync::Mutex;
 use crate::error::{Error, Result};
 use crate::options::{ImageIo, LogIo};
 
-/// A store directory of a real file system.
+/// A store directory in a real file system.
 ///
 /// ```
 /// use remanent::disk::{Disk, dir::DirDisk};
@@ -40,15 +40,15 @@ use crate::options::{ImageIo, LogIo};
 #[derive(Clone, Debug)]
 pub struct DirDisk {
     root: PathBuf,
-    /// The directory that was locked through this disk, while the lock is held.
+    /// The directory that the current writer lock of this disk refers to; dangling without a lock.
     locked: Arc<Mutex<Weak<OpenDirectory>>>,
-    /// The directory that a reader holds open, while it reads.
+    /// The directory that a reader holds open, if any.
     held: Option<Arc<OpenDirectory>>,
 }
 
 impl DirDisk {
-    /// Refers to the store directory at `path`, which need not exist yet. A relative path is resolved
-    /// immediately, so that a later change of the working directory does not move the store.
+    /// Creates a disk for the store directory at `path`, which need not exist. A relative path is resolved immediately,
+    /// so later changes of the working directory have no effect.
     #[must_use]
     pub fn new(path: impl AsRef<Path>) -> Self {
         let path = path.as_ref();
@@ -56,9 +56,9 @@ impl DirDisk {
         Self { root, locked: Arc::default(), held: None }
     }
 
-    /// Refers to the store directory at `path` and holds it open, so that names are resolved in that
-    /// directory even if it is moved, and never in another directory that takes its path. If there is no
-    /// directory at `path`, names are resolved by path.
+    /// Creates a disk for the store directory at `path`, and holds the directory open. Names are then resolved in this
+    /// directory even if it is moved, and never in another directory that replaces it. If there is no directory at
+    /// `path`, names are resolved by path.
     #[must_use]
     pub fn held(path: impl AsRef<Path>) -> Self {
         let disk = Self::new(path);
@@ -66,7 +66,7 @@ impl DirDisk {
         Self { held, ..disk }
     }
 
-    /// Returns the path of the store directory.
+    /// Returns the absolute path that the disk was created with.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.root
@@ -83,12 +83,12 @@ impl DirDisk {
         self.root.join(file_path(file))
     }
 
-    /// Returns the directory that is locked or held, if any.
+    /// Returns the directory that is locked or held open, if any.
     fn kept_open(&self) -> Option<Arc<OpenDirectory>> {
         self.held.clone().or_else(|| self.locked.lock().upgrade())
     }
 
-    /// Returns the writer's directory, for the files that it opens.
+    /// Returns the directory of the current writer, for the files that the writer opens.
     fn writer(&self) -> Weak<OpenDirectory> {
         self.locked.lock().clone()
     }
@@ -107,7 +107,7 @@ impl DirDisk {
         Error::Folder { action, path: shown.into_owned(), source: Arc::new(source) }
     }
 
-    /// Returns the error for a failed trial of direct writes.
+    /// Converts an error of the test for direct writes.
     fn trial_failed(&self, folder: Folder, source: io::Error) -> Error {
         let error = self.folder_error("write past the page cache below", folder, source);
         if error.is_no_space() {
@@ -117,8 +117,8 @@ impl DirDisk {
         }
     }
 
-    /// Returns the folder's path, or that of the store directory while the folder does not exist. A folder
-    /// may be a mount point of another file system.
+    /// Returns the path whose file system is queried: the folder's own path, because a folder may be a mount point, or
+    /// the store directory if the folder does not exist.
     fn asked_path(&self, folder: Folder) -> PathBuf {
         let path = self.folder_path(folder);
         if path.is_dir() { path } else { self.root.clone() }
@@ -183,7 +183,7 @@ impl Disk for DirDisk {
 
     fn total_bytes(&self) -> Result<Option<u64>> {
         let system = self.file_system()?;
-        // A file system may have no length.
+        // The file system may report a length of 0.
         Ok(system.f_blocks.checked_mul(system.f_frsize).filter(|total| *total > 0))
     }
 
@@ -208,15 +208,15 @@ impl Disk for DirDisk {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists && is_there(directory) => Ok(true),
             Err(error) => Err(failed(error)),
         })?;
-        // The entry of the store directory is in a folder that no other call can name, so it is made durable
-        // here. This includes an existing directory, whose creator may have died before its own sync.
+        // The entry of the store directory itself is in a folder that no other call can name, so it is synced here.
+        // This includes an existing directory, whose creator may have died before its own sync.
         if folder == Folder::Root
             && let Some(parent) = self.root.parent()
         {
             match File::open(parent) {
                 Ok(parent) => parent.sync_all().map_err(failed)?,
-                // Another user's folder may be searchable without being readable. A process with more rights
-                // created its entries, and is responsible for their durability.
+                // Another user's folder may be searchable but not readable. A process with more rights created the
+                // entry in it, and is responsible for the entry's durability.
                 Err(error) if existed && error.kind() == io::ErrorKind::PermissionDenied => {}
                 Err(error) => return Err(failed(error)),
             }
@@ -233,11 +233,11 @@ impl Disk for DirDisk {
         for path in missing.into_iter().rev() {
             match std::fs::create_dir(path) {
                 Ok(()) => {}
-                // Another process created it first.
+                // Another process created the directory first.
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
                 Err(error) => return Err(failed("make", path)(error)),
             }
-            // The name is durable before anything is created below it.
+            // The name becomes durable before anything is created below it.
             let above = path.parent().unwrap_or(Path::new("/"));
             File::open(above).and_then(|above| above.sync_all()).map_err(failed("sync", above))?;
         }
@@ -297,7 +297,8 @@ impl Disk for DirDisk {
         let linked = self.within(|target| source.within(|source| target.link(source, file)));
         match linked {
             Ok(()) => Ok(true),
-            // Another file system, one without links, too many links, or another user's file.
+            // The files are on different file systems, the file system has no links or too many, or the file belongs to
+            // another user.
             Err(error)
                 if matches!(
                     error.kind(),
@@ -329,8 +330,8 @@ impl Disk for DirDisk {
         watch::watch(&self.folder_path(folder))
     }
 
-    /// Opens the file for writing and closes it, which is an event for watchers. This costs two system calls
-    /// and changes nothing on disk.
+    /// Opens the file for writing and closes it, which causes an event for watchers. This costs two system calls and
+    /// changes nothing on disk.
     fn notify_watchers(&self, file: FileName) {
         refuse_lock_file(file);
         if let Err(error) = self.within(|directory| directory.open(file, OFlags::WRONLY)) {
@@ -355,15 +356,14 @@ impl Disk for DirDisk {
     }
 }
 
-/// Panics for `LOCK`, which only `lock.rs` may open: closing any descriptor of it drops the process's record
-/// lock.
+/// Panics for `LOCK`, which only `lock.rs` may open: closing any of its descriptors releases the process's record lock.
 fn refuse_lock_file(file: FileName) {
     assert!(file != FileName::Lock, "LOCK is opened by the lock alone");
 }
 
-/// Reads a store directory for the pure decoders, without a lock.
+/// A reader of a store directory for the pure decoders. It takes no lock.
 ///
-/// Keeps the most recently read file open, because decoders read a file in many small pieces.
+/// The most recently read file is kept open, because decoders read a file in many small pieces.
 #[derive(Debug)]
 pub struct DirReader {
     disk: DirDisk,
@@ -371,7 +371,7 @@ pub struct DirReader {
 }
 
 impl DirReader {
-    /// Creates a reader of the store directory at `path`.
+    /// Creates a reader of the store directory at `path`, which need not exist.
     #[must_use]
     pub fn new(path: impl AsRef<Path>) -> Self {
         Self { disk: DirDisk::new(path), last: Mutex::new(None) }
@@ -405,12 +405,12 @@ impl ReadAt for DirReader {
 
     fn read_at(&self, file: FileName, offset: u64, out: &mut [u8]) -> io::Result<()> {
         if file == FileName::Lock {
-            // Closing it again would drop this process's own record lock on it.
+            // Closing `LOCK` again would release this process's own record lock on the file.
             return Err(io::ErrorKind::Unsupported.into());
         }
         let open = self.open(file)?;
         open.read_exact_at(out, offset)?;
-        // A writer removes an image file's name before it writes over the file (I13).
+        // A writer removes an image file's name before it overwrites the file (I13).
         let is_there = |now: std::fs::Metadata| Ok(now.ino() == open.metadata()?.ino());
         match file {
             FileName::Pages(_) if !std::fs::metadata(self.disk.file_path(file)).and_then(is_there)? => {

@@ -1,7 +1,7 @@
-//! A file of a store directory: read and written through the page cache, past it, and through a mapping.
+//! A file of a store directory, with access through the page cache, past the cache, and through a mapping.
 //!
-//! Every method is one or two system calls; the standard library retries those that a signal interrupts. An
-//! open file keeps referring to the file on which it was opened, so renames do not affect it.
+//! Every method is one or two system calls. The standard library retries system calls that a signal interrupts. An open
+//! file is unaffected by renames.
 
 use std::fs::File;
 use std::io;
@@ -27,19 +27,18 @@ use crate::base::sync::Mutex;
 use crate::error::{Error, Result};
 use crate::options::LogIo;
 
-/// An open file of the directory.
+/// An open file of a store directory.
 pub(super) struct DirFile {
     file: File,
     name: FileName,
-    /// The writer that opened the file, if any.
+    /// The directory of the writer that opened the file; dangling for a reader.
     writer: Weak<OpenDirectory>,
     /// A second descriptor that reads past the page cache, opened on first use. The inner `None` means that
     /// the file system does not support such reads.
     direct: Mutex<Option<Option<Arc<File>>>>,
     /// A descriptor that writes past the page cache, opened on first use.
     direct_writes: Mutex<Option<Arc<File>>>,
-    /// Whether the file was synced by this handle, so that the page cache contains nothing that the medium
-    /// lacks.
+    /// Whether this handle has synced the file, so that the page cache contains no bytes that the medium lacks.
     is_synced: Mutex<bool>,
 }
 
@@ -62,13 +61,13 @@ impl DirFile {
     fn past_cache(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
         if let Some(direct) = self.direct() {
             match read_direct(&direct, offset, out) {
-                // Some file systems accept the flag at open and reject the read.
+                // Some file systems accept the flag when a file is opened and reject the read.
                 Err(error) if error.kind() == io::ErrorKind::InvalidInput => {}
                 done => return done,
             }
         }
-        // Synced pages are clean, so the kernel can drop them and must then read from the medium. If it keeps
-        // them, this is an ordinary read.
+        // Synced pages are clean, so the kernel can drop them and must then read from the medium. If it keeps them, the
+        // following read is an ordinary one.
         let len = NonZeroU64::new(out.len() as u64);
         if len.is_some() {
             let _ = rustix::fs::fadvise(&self.file, offset, len, Advice::DontNeed);
@@ -76,7 +75,8 @@ impl DirFile {
         self.file.read_exact_at(out, offset)
     }
 
-    /// Fails a change by a writer whose store another writer has opened: the file may be that writer's now.
+    /// Returns an error to a writer if another writer has opened the store since, because the file may now belong to
+    /// the other writer.
     fn check_writer(&self) -> Result<()> {
         self.writer.upgrade().map_or(Ok(()), |open| open.check_claim())
     }
@@ -94,7 +94,7 @@ impl DiskFile for DirFile {
     }
 
     fn is_without_holes(&self) -> Result<bool> {
-        // The unit of `st_blocks`, whatever the file system's block size is.
+        // The unit of `st_blocks`, regardless of the file system's block size.
         const COUNTED_LEN: u64 = 512;
         let metadata = self.file.metadata();
         metadata
@@ -114,12 +114,12 @@ impl DiskFile for DirFile {
         self.file.write_all_at(bytes, offset).map_err(self.failed("write", offset))
     }
 
-    /// Writes zeros in pieces that suit the window.
+    /// Writes zeros in pieces whose length suits the window.
     ///
-    /// The kernel may keep the bytes of one write in its page cache as a single folio of that length. A
-    /// mapped log would pay for that: when its zeros were written 256 KiB at a time, syncing 4 KiB of it
-    /// wrote 256 KiB (Linux 6.18, ext4), and a store next to those 4 KiB waited for that write. So a mapped
-    /// log gets its zeros page by page.
+    /// The kernel may keep the bytes of one write in its page cache as a single folio of that length. A folio is
+    /// written back as a whole: with zeros in a mapped log written 256 KiB at a time, syncing 4 KiB of the log wrote
+    /// 256 KiB (Linux 6.18, ext4), and a store into the same folio waited for that write. Therefore zeros in a mapped
+    /// log are written page by page.
     fn write_zeros(&self, offset: u64, end: u64, io: LogIo) -> Result<()> {
         let piece_len = match io {
             LogIo::Mapped => rustix::param::page_size() as u64,
@@ -131,7 +131,7 @@ impl DiskFile for DirFile {
         };
         self.check_writer()?;
         zeros_by_pieces(offset, direct, piece_len, |at, zeros| {
-            // Checked once for all pieces, which may be as short as a page.
+            // The claim is checked once for all pieces, which may be as short as a page.
             self.file.write_all_at(zeros, at).map_err(self.failed("write", at))
         })?;
         direct::write_zeros(&self.file, direct, end).map_err(self.failed("write", direct))
@@ -145,9 +145,8 @@ impl DiskFile for DirFile {
         self.past_cache(offset, out).map_err(self.failed("read", offset))
     }
 
-    /// Reads cached bytes from the cache, once the file is synced. A store that a program has just copied
-    /// here without a sync may exist only in the cache, so the file is synced first, once (I6). For a clean
-    /// file this is free.
+    /// Syncs the file once, and then reads cached bytes from the cache. A store that a program has just copied without
+    /// a sync may exist only in the cache, so the sync must come first (I6). For a clean file the sync costs nothing.
     fn read_proven(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         let mut is_synced = self.is_synced.lock();
         if !*is_synced {
@@ -162,7 +161,8 @@ impl DiskFile for DirFile {
         }
     }
 
-    /// Treats ranges that cannot be queried as cached, so that they are read past the cache (I6).
+    /// Returns the ranges that are not cached. If the system cannot be queried, the result is empty, so that all bytes
+    /// are read past the cache (I6).
     fn uncached(&self) -> Vec<Range<u64>> {
         mapped::uncached(&self.file).unwrap_or_default()
     }
@@ -207,14 +207,14 @@ impl DiskFile for DirFile {
 
     fn memory(&self) -> Result<Option<Box<dyn FileMemory>>> {
         let failed = |source| Error::io("map", self.name, None, source);
-        // A store to a byte without allocated space would allocate it, or fail.
+        // A store into a byte without allocated space would allocate the space or fail.
         if !is_in_memory(&self.file).map_err(|errno| failed(errno.into()))? || !self.is_without_holes()? {
             return Ok(None);
         }
         Ok(Some(Box::new(MappedFile::new(&self.file).map_err(failed)?)))
     }
 
-    /// Advises the kernel to drop the pages. It starts writing dirty ones back, and does not wait for that.
+    /// Advises the kernel to drop the pages. The kernel starts to write dirty pages back, and the call does not wait.
     fn write_back(&self, offset: u64, len: u64) {
         let _advice = rustix::fs::fadvise(&self.file, offset, NonZeroU64::new(len), Advice::DontNeed);
     }
@@ -272,8 +272,8 @@ mod tests {
         }
     }
 
-    /// A page-cache folio longer than a CPU page would be written whole, and a store to its other parts would
-    /// wait.
+    /// If a page-cache folio were longer than a page, a sync would write the whole folio, and a store into its other
+    /// pages would wait.
     #[test]
     fn mapped_page_sync_affects_only_its_page() {
         let directory = tempfile::tempdir().unwrap();
@@ -299,7 +299,7 @@ mod tests {
             faults += put(at);
             window.sync(at, page_len).unwrap();
         }
-        // A process that makes the system write everything dirty causes some of them to fault again.
+        // Some pages fault again if another process makes the system write back all dirty pages.
         assert!(faults < len / page_len / 4, "{faults}");
     }
 
@@ -313,7 +313,7 @@ mod tests {
         let bytes: Vec<u8> = (0..len).map(|index| (index % 251) as u8).collect();
         file.write_at(0, &bytes).unwrap();
         file.sync().unwrap();
-        // A file keeps its bytes under another name.
+        // An open file remains readable after it is renamed.
         disk.rename(FileName::Store, FileName::Temporary(Folder::Root, 1)).unwrap();
         for (offset, len) in [
             (0, len),
@@ -341,7 +341,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         std::fs::write(directory.path().join("STORE"), b"some bytes").unwrap();
         let file = File::open(directory.path().join("STORE")).unwrap();
-        // As on a file system that has no direct reads.
+        // Simulates a file system without direct reads.
         let file = DirFile {
             file,
             name: FileName::Store,

@@ -1,19 +1,18 @@
-//! A window that uses direct writes: a put is a copy into the process's own memory, a sync is one write past
-//! the page cache that returns when the medium has the bytes.
+//! A window that uses direct writes. A put copies bytes into the process's own memory. A sync is one write past the
+//! page cache, which returns when the bytes are on the medium.
 //!
-//! If every commit waits for a sync, this takes one system call where other ways take two, and the kernel
-//! neither copies the bytes nor searches for pages to write back. The price is that bytes which were put die
-//! with the process until they are synced. So a log written this way reports `Logged` only when it can report
-//! `Durable`.
+//! If every commit waits for a sync, this window needs one system call where the other kinds need two, and the kernel
+//! neither copies the bytes nor searches for pages to write back. The disadvantage is that unsynced bytes are lost with
+//! the process. A log written this way therefore reports `Logged` only when it can report `Durable`.
 //!
-//! `io_uring` was measured and gained at most a tenth, for long groups on one machine of two.
+//! `io_uring` gained at most a tenth, for long groups on one of two machines.
 //!
-//! Direct writes cover whole blocks. A group of frames begins on a block, nothing is put into its last block
-//! afterwards, and the rest of that block is zeroed.
+//! Direct writes cover whole blocks. A group of frames begins on a block boundary. After the group is written, no
+//! further bytes are put into its last block, whose unused bytes are zero.
 //!
-//! The window's memory holds one group, and is reused by the group after the next. A mirror of the whole file
-//! was fresh memory for every frame: at 64 KiB per commit, page faults took 30 % of CPU time, most of it
-//! under the log's lock.
+//! The window's memory contains one group, and is reused by the group after the next. An earlier design mirrored the
+//! whole file and used fresh memory for every frame. With 64 KiB per commit, page faults took 30 % of its CPU time,
+//! mostly under the log's lock.
 
 use std::fs::File;
 use std::io;
@@ -29,35 +28,35 @@ use crate::base::aligned_buf::AlignedBuf;
 use crate::base::sync::Mutex;
 use crate::error::{Error, Result};
 
-/// The flags of a window's file: bytes are on the medium when their write returns.
+/// The flags of a window's file. With these flags, bytes are on the medium when a write returns.
 pub(super) const FLAGS: OFlags =
     OFlags::RDWR.union(OFlags::DIRECT).union(OFlags::DSYNC).union(OFlags::CLOEXEC);
 
-/// The flags of a file that is written past the page cache before it has a window.
+/// The flags of a file that is written past the page cache before its window is opened.
 const FILL_FLAGS: OFlags = OFlags::WRONLY.union(OFlags::DIRECT).union(OFlags::CLOEXEC);
 
-/// The minimum length of a window's memory once it has any.
+/// The minimum length in bytes of a window's memory, once allocated.
 const MEMORY_LEN_MIN: usize = 128 << 10;
-/// The maximum length of memory that is kept for the next group.
+/// The maximum length in bytes of memory that is kept for the next group.
 const MEMORY_LEN_KEPT: usize = 4 << 20;
 
 /// A window onto a whole file, written past the page cache.
 pub(super) struct DirectWindow {
     file: File,
     len: u64,
-    /// Held during a put, so that puts run one at a time.
+    /// The bytes for the next sync. The lock is held during a put, so that puts run one at a time.
     unsynced: Mutex<Unsynced>,
-    /// Memory for `unsynced` to continue with. Held during a sync, because the bytes that another sync asks
-    /// for may be in flight. `None` after a failed write, whose bytes are lost.
+    /// Spare memory to exchange with `unsynced`. The lock is held during a sync, because bytes that another sync
+    /// requests may be in flight. `None` after a failed write, whose bytes are lost.
     idle: Mutex<Option<AlignedBuf>>,
     name: FileName,
 }
 
-/// The bytes that were put and not yet taken by a sync.
+/// The bytes that were put since the last sync.
 struct Unsynced {
-    /// The lowest offset for the next put: nothing below is written again (I5).
+    /// The lowest file offset for the next put. Bytes below this offset are never written again (I5).
     closed: u64,
-    /// The file offset of the memory, a multiple of 4096.
+    /// The file offset of the first byte in `memory`, a multiple of 4096.
     start: u64,
     len: usize,
     memory: AlignedBuf,
@@ -93,8 +92,8 @@ impl Window for DirectWindow {
         unsynced.put(offset, bytes).map_err(self.failed("take up bytes for", offset))
     }
 
-    /// Writes every byte that was put below the end of the range. `offset` is a multiple of 4096, and nothing
-    /// after it was synced.
+    /// Writes all unsynced bytes below the end of the range. `offset` must be a multiple of 4096, and no byte after the
+    /// range may have been synced.
     fn sync(&self, offset: u64, len: u64) -> Result<()> {
         assert!(offset.is_multiple_of(GROUP_ALIGN), "a group begins on a block"); // I5
         let end = self.end(offset, len).next_multiple_of(GROUP_ALIGN);
@@ -103,7 +102,7 @@ impl Window for DirectWindow {
         let mut memory = kept.take().ok_or_else(failed_before)?;
         let taken = self.unsynced.lock().take(end, &mut memory);
         let (start, len) = taken.map_err(self.failed("take up bytes for", end))?;
-        assert!(start.is_multiple_of(GROUP_ALIGN)); // I5: no block is written in part.
+        assert!(start.is_multiple_of(GROUP_ALIGN)); // I5: every write covers whole blocks.
         write_all(&memory[..len], start, |rest, at| rustix::io::pwrite(&self.file, rest, at))
             .map_err(self.failed("write", start))?;
         *kept = Some(if memory.len() <= MEMORY_LEN_KEPT { memory } else { AlignedBuf::new(0) });
@@ -112,7 +111,7 @@ impl Window for DirectWindow {
 }
 
 impl Unsynced {
-    /// Stores bytes. A gap before or after them is zeroed.
+    /// Stores bytes in the memory. Gaps before and after the bytes are zeroed.
     fn put(&mut self, offset: u64, bytes: &[u8]) -> io::Result<()> {
         if bytes.is_empty() {
             return Ok(());
@@ -139,8 +138,8 @@ impl Unsynced {
         Ok(())
     }
 
-    /// Closes the bytes below `end`, a multiple of 4096, and swaps them for the given memory. Returns their
-    /// file offset, and their length in whole blocks.
+    /// Closes the bytes below `end`, a multiple of 4096, and exchanges the memory for `memory`. Returns the file offset
+    /// of the closed bytes, and their length rounded up to whole blocks.
     fn take(&mut self, end: u64, memory: &mut AlignedBuf) -> io::Result<(u64, usize)> {
         self.closed = self.closed.max(end);
         let (start, len) = (self.start, self.len.min(end.saturating_sub(self.start) as usize));
@@ -148,7 +147,7 @@ impl Unsynced {
         mem::swap(&mut self.memory, memory);
         self.len = 0;
         if !rest.is_empty() {
-            // The next group has begun: its bytes are copied to the new memory.
+            // The bytes of the next group are copied to the new memory.
             self.put(end.max(start), &memory[rest])?;
         }
         let len_in_blocks = len.next_multiple_of(GROUP_ALIGN as usize);
@@ -156,7 +155,7 @@ impl Unsynced {
         Ok((start, len_in_blocks))
     }
 
-    /// Makes the memory at least `len` bytes long.
+    /// Extends the memory to at least `len` bytes.
     fn make_room(&mut self, len: usize) -> io::Result<()> {
         if self.memory.len() < len {
             let longer = len.saturating_mul(2).max(MEMORY_LEN_MIN).next_multiple_of(GROUP_ALIGN as usize);
@@ -168,11 +167,12 @@ impl Unsynced {
     }
 }
 
-/// Writes zeros to whole blocks of a file. Through the page cache they would take six times the CPU time, and
-/// each direct write over them would cost an eighth more, because it has to find and drop the cached pages.
+/// Writes zeros to whole blocks of a file, past the page cache. Writing zeros through the page cache takes six times
+/// the CPU time. Each later direct write then costs an eighth more, because the kernel has to find and drop the cached
+/// pages.
 ///
-/// Merely allocated space needs no zeros, but each sync then also waits for the file system's journal: with
-/// groups of 256 KiB, ext4 wrote 333 MB/s instead of 578.
+/// Allocating the space without writing zeros is no alternative: each sync would then also wait for the file system's
+/// journal. With groups of 256 KiB, ext4 wrote 333 MB/s instead of 578 MB/s.
 pub(super) fn write_zeros(file: &File, offset: u64, end: u64) -> io::Result<()> {
     if offset == end {
         return Ok(());
@@ -191,8 +191,8 @@ pub(super) fn write_blocks(file: &File, offset: u64, blocks: &[u8]) -> io::Resul
     write_all(blocks, offset, |rest, at| rustix::io::pwrite(file, rest, at))
 }
 
-/// Writes whole blocks with a `write` that may be short or interrupted. Resumes after a short write; one that
-/// ends inside a block is an error.
+/// Writes whole blocks with `write`, which may be interrupted or write fewer bytes. Continues after such a write,
+/// unless it ended inside a block, which is an error.
 fn write_all(
     blocks: &[u8],
     offset: u64,
@@ -220,8 +220,7 @@ mod tests {
 
     const LEN: usize = 4 * 4096;
 
-    /// Creates a file and a window onto it. Returns `None`, with a message, if files cannot be written
-    /// directly.
+    /// Creates a file and a window onto it. Returns `None`, with a message, if files cannot be written directly.
     fn with_window() -> Option<(tempfile::NamedTempFile, DirectWindow)> {
         let named = tempfile::NamedTempFile::new().unwrap();
         named.as_file().write_all_at(&[7; LEN], 0).unwrap();
@@ -261,7 +260,7 @@ mod tests {
         assert!(found(&named) == expected);
     }
 
-    /// A frame without a payload puts nothing directly after its header, where the window may end.
+    /// A frame without a payload puts an empty range directly after its header, where the window may end.
     #[test]
     fn empty_put_is_valid_in_synced_range_and_at_window_end() {
         let Some((named, window)) = with_window() else { return };
@@ -316,11 +315,11 @@ mod tests {
         let Some((named, window)) = with_window() else { return };
         window.put(0, &[1; 4096]).unwrap();
         window.put(4096, &[2; 4096]).unwrap();
-        // The sync does not take the second block, so the block moves to the memory of the next sync.
+        // The sync does not include the second block, so the block moves to the memory of the next sync.
         window.sync(0, 4096).unwrap();
         assert!(found(&named)[4096..] == [7; LEN - 4096]);
         window.sync(4096, 4096).unwrap();
-        // A payload before its header, and a header in the block before.
+        // A payload is put before its header, and a second header in the block before.
         window.put(12288 + 80, &[3; 100]).unwrap();
         window.put(8192 + 16, &[4; 10]).unwrap();
         window.sync(8192, 4096 + 180).unwrap();
@@ -361,7 +360,7 @@ mod tests {
         };
         write_all(&blocks, 4096, write).unwrap();
         assert!(medium.borrow()[4096..] == blocks && calls.borrow().is_empty());
-        // A write of nothing, or of part of a block, is not progress that can be resumed.
+        // A write of no bytes, or of part of a block, is not progress that can be resumed.
         for len in [0, 100, 4096 + 512] {
             let error = write_all(&blocks, 0, |_, _| Ok(len)).unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::WriteZero, "{len}");

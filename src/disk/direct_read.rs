@@ -1,6 +1,6 @@
-//! Reads past the page cache, for callers that must know what is on the medium (I6).
+//! Reads past the page cache, for callers that need the bytes on the medium (I6).
 //!
-//! Direct reads need aligned memory, offset and length. If the caller's are not aligned, the bytes go through
+//! Direct reads need aligned memory, offset and length. If the caller's are not aligned, the bytes are copied through
 //! an aligned buffer.
 
 use std::fs::File;
@@ -13,11 +13,11 @@ use rustix::fs::{CWD, Mode, OFlags};
 
 use crate::base::aligned_buf::{AlignedBuf, is_aligned};
 
-/// The maximum bytes read past the cache at a time through the aligned buffer. With alignment that is at most
-/// one mebibyte.
+/// The maximum number of bytes that one read through the aligned buffer returns. With alignment, the read covers at
+/// most one mebibyte.
 pub(super) const BOUNCE_LEN_MAX: usize = (1 << 20) - GROUP_ALIGN as usize;
 
-/// The same limit if memory is short. An allocation this small does not fail.
+/// The maximum if memory is short. An allocation this small does not fail.
 const BOUNCE_LEN_SHORT: usize = 32 << 10;
 
 /// Reopens the file for reads past the page cache. Returns `None` if the file system does not support them.
@@ -25,15 +25,14 @@ pub(super) fn reopen_direct(file: &File) -> Option<File> {
     reopen(file, OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC).ok()
 }
 
-/// Reopens the same file. The path under `/proc` leads to the file even after a rename; without `/proc`, this
-/// fails.
+/// Reopens the same file with other flags. The path under `/proc` leads to the file even after a rename. Without
+/// `/proc`, the call fails.
 pub(super) fn reopen(file: &File, flags: OFlags) -> rustix::io::Result<File> {
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     rustix::fs::openat(CWD, path, flags, Mode::empty()).map(File::from)
 }
 
-/// Reads past the cache: directly if memory, offset and length are suitably aligned, otherwise through an
-/// aligned buffer.
+/// Fills `out` from the medium: directly if memory, offset and length are aligned, otherwise through an aligned buffer.
 pub(super) fn read_direct(file: &File, offset: u64, out: &mut [u8]) -> io::Result<()> {
     if is_aligned(offset, out) {
         return file.read_exact_at(out, offset);
@@ -41,7 +40,7 @@ pub(super) fn read_direct(file: &File, offset: u64, out: &mut [u8]) -> io::Resul
     read_through_area(offset, out, |area, at| file.read_at(area, at))
 }
 
-/// Reads through an aligned buffer, using a `read` that may be short or interrupted.
+/// Fills `out` through an aligned buffer with `read`, which may be interrupted or read fewer bytes.
 fn read_through_area(
     offset: u64,
     out: &mut [u8],
@@ -49,7 +48,7 @@ fn read_through_area(
 ) -> io::Result<()> {
     let align = GROUP_ALIGN as usize;
     let bounce_len = out.len().saturating_add(2 * align).next_multiple_of(align).min(BOUNCE_LEN_MAX);
-    // Use a smaller buffer if memory is short: a read must not fail for lack of it.
+    // If memory is short, the read uses a smaller buffer instead of failing.
     let short = || AlignedBuf::new(bounce_len.min(BOUNCE_LEN_SHORT));
     let mut bounce = AlignedBuf::try_new(bounce_len).unwrap_or_else(short);
     let bounce_len = bounce.len();
@@ -81,7 +80,7 @@ mod tests {
     fn short_and_interrupted_direct_reads_are_resumed() {
         let file: Vec<u8> = (0..20_000).map(|index| (index % 251) as u8).collect();
         let mut interrupted = false;
-        // One block at a time, and every second call is interrupted.
+        // Reads one block at a time, and every second call is interrupted.
         let mut read = |bounce: &mut [u8], at: u64| {
             interrupted = !interrupted;
             if interrupted {

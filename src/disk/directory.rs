@@ -1,9 +1,8 @@
 //! The directory in which the names of a store's files are resolved.
 //!
-//! A writer resolves names relative to the descriptor of the directory that it locked. The lock file is in
-//! that directory, so moving the directory moves the lock too, and another store may be created at the old
-//! path. If the writer used paths, its files would end up in that store and destroy it. Without a lock, names
-//! are resolved by path, again at each call.
+//! A writer resolves names relative to the descriptor of the directory that it locked. If the directory is moved, its
+//! lock file moves with it, and another store may be created at the old path. Resolved by path, the writer's files
+//! would then be created in that other store and destroy it. Without a lock, names are resolved by path at each call.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -20,20 +19,21 @@ use rustix::io::retry_on_intr;
 use super::claim::{Claim, superseded};
 use crate::error::{Error, Result};
 
-/// The permissions of new files and folders, before the process's umask. With a umask of 002 the members of a
-/// group share a store.
+/// The permissions of new files and folders before the process's umask. With a umask of 002, the members of a group can
+/// share a store.
 const FILE_MODE: Mode = Mode::from_raw_mode(0o666);
 const FOLDER_MODE: Mode = Mode::from_raw_mode(0o777);
 
 const FOLDER_FLAGS: OFlags = OFlags::DIRECTORY.union(OFlags::CLOEXEC);
 
-/// A store directory that is kept open.
+/// An open descriptor of a store directory, relative to which names are resolved.
 #[derive(Debug)]
 pub(super) struct OpenDirectory {
     root: File,
-    /// The inner folders that were synced or are kept open for it, in the order of [`Folder::INNER`].
+    /// The descriptors of inner folders, opened on first use or when a folder is synced, in the order of
+    /// [`Folder::INNER`].
     inner: [OnceLock<File>; Folder::INNER.len()],
-    /// The claim of the writer that opened the directory, once it has the lock.
+    /// The claim of the writer that opened the directory, set once it has the lock.
     claim: OnceLock<Claim>,
 }
 
@@ -46,13 +46,13 @@ impl OpenDirectory {
         })
     }
 
-    /// Records the claim of the writer that locked this directory; called once.
+    /// Records the claim of the writer that locked this directory. Panics if called twice.
     pub fn claim(&self, claim: Claim) {
         let earlier = self.claim.set(claim);
         assert!(earlier.is_ok(), "a directory is opened anew for each lock");
     }
 
-    /// Fails if the writer's claim is no longer the newest one. Takes two system calls.
+    /// Returns an error if another writer has claimed the store since. Takes two system calls.
     pub fn check_claim(&self) -> Result<()> {
         let Some(claim) = self.claim.get() else { return Ok(()) };
         let directory = Directory::Open(self);
@@ -61,7 +61,8 @@ impl OpenDirectory {
                 claim.check((named.st_dev, named.st_ino), || directory.open(FileName::Lock, OFlags::RDONLY))
             }
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                // A removed directory has no other writer. A lock file without its name keeps no writer out.
+                // A removed directory has no other writer. If only the lock file was removed, another writer may have
+                // locked a new one.
                 if self.is_removed() { Ok(()) } else { Err(superseded(None)) }
             }
             Err(error) => Err(Error::io("look at", FileName::Lock, None, error)),
@@ -77,7 +78,7 @@ impl OpenDirectory {
             return Ok(kept);
         }
         let opened = Directory::Open(self).open_folder(folder)?;
-        // If another thread was first, its descriptor serves as well.
+        // If another thread was first, its descriptor is used.
         Ok(self.inner[index].get_or_init(|| opened))
     }
 
@@ -86,13 +87,13 @@ impl OpenDirectory {
         std::fs::read_link(format!("/proc/self/fd/{}", self.root.as_raw_fd())).ok()
     }
 
-    /// Whether the directory was removed, so that nothing can be created in it.
+    /// Returns whether the directory was removed, in which case no files can be created in it.
     pub fn is_removed(&self) -> bool {
         rustix::fs::fstat(&self.root).is_ok_and(|root| root.st_nlink == 0)
     }
 }
 
-/// A store directory, by path or by descriptor.
+/// A store directory, identified by its path or by an open descriptor.
 #[derive(Clone, Copy)]
 pub(super) enum Directory<'a> {
     Path(&'a Path),
@@ -100,7 +101,7 @@ pub(super) enum Directory<'a> {
 }
 
 impl Directory<'_> {
-    /// Returns the descriptor and path by which to look up `inner`, a path within the store directory.
+    /// Returns the descriptor and the path with which to look up `inner`, a path within the store directory.
     fn at(&self, inner: &Path) -> (BorrowedFd<'_>, PathBuf) {
         match self {
             Self::Path(root) if inner.as_os_str().is_empty() => (CWD, root.to_path_buf()),
@@ -128,13 +129,11 @@ impl Directory<'_> {
         Ok(rustix::fs::mkdirat(directory, path, FOLDER_MODE)?)
     }
 
-    /// Returns the status of a folder.
     pub fn status(&self, folder: Folder) -> io::Result<Stat> {
         let (directory, path) = self.at(folder_path(folder));
         Ok(rustix::fs::statat(directory, path, AtFlags::empty())?)
     }
 
-    /// Returns the status of the file with this name.
     pub fn file_status(&self, file: FileName) -> io::Result<Stat> {
         let (directory, path) = self.at(&file_path(file));
         Ok(rustix::fs::statat(directory, path, AtFlags::SYMLINK_NOFOLLOW)?)
@@ -147,8 +146,8 @@ impl Directory<'_> {
         }?)
     }
 
-    /// Returns the names in a folder, sorted; empty if the folder does not exist. A name that is not UTF-8 is
-    /// returned with replacement characters: it is foreign in any case.
+    /// Returns the sorted names in a folder, or an empty list if the folder does not exist. Bytes that are not UTF-8
+    /// are replaced; the store uses no such names.
     pub fn list(&self, folder: Folder) -> io::Result<Vec<String>> {
         let folder = match self.open_folder(folder) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -175,7 +174,7 @@ impl Directory<'_> {
         Ok(rustix::fs::unlinkat(directory, path, AtFlags::empty())?)
     }
 
-    /// Links a file of another store directory here, under the same name.
+    /// Creates a hard link to file `file` of another store directory, under the same name.
     pub fn link(&self, other: Directory<'_>, file: FileName) -> io::Result<()> {
         let file = file_path(file);
         let ((other, source), (directory, target)) = (other.at(&file), self.at(&file));
@@ -183,7 +182,6 @@ impl Directory<'_> {
     }
 }
 
-/// Returns the path of a folder within a store directory.
 pub(super) fn folder_path(folder: Folder) -> &'static Path {
     match folder {
         Folder::Root => Path::new(""),
@@ -191,7 +189,6 @@ pub(super) fn folder_path(folder: Folder) -> &'static Path {
     }
 }
 
-/// Returns the path of a file within a store directory.
 pub(super) fn file_path(file: FileName) -> PathBuf {
     folder_path(file.folder()).join(file.name())
 }
@@ -200,7 +197,6 @@ pub(super) fn file_path(file: FileName) -> PathBuf {
 mod tests {
     use super::*;
 
-    /// Lists the files of a directory by its path.
     fn names(path: &Path, folder: Folder) -> Vec<String> {
         Directory::Path(path).list(folder).unwrap()
     }
@@ -215,7 +211,7 @@ mod tests {
         assert_eq!(open.path().unwrap(), old.canonicalize().unwrap());
         std::fs::rename(&old, &new).unwrap();
         assert_eq!(open.path().unwrap(), new.canonicalize().unwrap());
-        // Another directory takes the path.
+        // Another directory replaces the moved one at the old path.
         for folder in [Folder::Root, Folder::Pages] {
             Directory::Path(&old).make_folder(folder).unwrap();
         }
@@ -232,7 +228,7 @@ mod tests {
         assert_eq!(names(&new, Folder::Pages), [FileName::Pages(2).name()]);
         assert_eq!(directory.list(Folder::Pages).unwrap(), [FileName::Pages(2).name()]);
         assert_eq!(names(&old, Folder::Pages), [theirs.name()]);
-        // Links lead from one into the other.
+        // Links can be created from one directory to the other.
         directory.link(Directory::Path(&old), theirs).unwrap();
         directory.remove(FileName::Pages(2)).unwrap();
         assert_eq!(names(&new, Folder::Pages), [theirs.name()]);

@@ -1,23 +1,24 @@
-//! Spare image files: no longer needed, and overwritten by the next images (I13).
+//! Spare image files: image files that are no longer needed, kept to be overwritten by the next images (I13).
 //!
-//! A new file costs more than its bytes: the file system allocates space for it, and the kernel zeroes each
-//! of its pages before it is written. A reused file already has both.
+//! For a new file, the file system must allocate space, and the kernel zeroes each page before it is written. A reused
+//! file avoids both costs.
 //!
-//! A spare is `pages/<n>.spare`, under the number that it had. It is in the folder of images, because a
-//! rename within one folder is atomic, and one sync makes it durable. After a rename to another folder, a
-//! power cut may keep both names, and the older one would lead to the bytes of the newer file.
+//! A spare is named `pages/<n>.spare`, with the number of its former image file. It stays in the folder of images,
+//! because a rename within one folder is atomic, and one sync makes the rename durable. After a rename between folders,
+//! a power cut may leave both names, and the older name would lead to the bytes of the newer file.
 //!
-//! 1. **Rename** a free file, and **sync** the folder. If the file were overwritten before that, a power cut
-//!    could bring the old name back, and a reader that still uses it would find other bytes.
-//! 2. **Check** the spare. Only now: a fork links files by name, and this one has lost its name.
-//! 3. **Rename** it to its new name, and **sync** the folder.
-//! 4. **Write** header and chunks, as for a new file. The heads of chunks contain the file's number. If they
-//!    were written before the sync of step 3, they could remain in a spare whose new name a power cut took.
-//!    The number would be assigned again, and the old chunks would look like new ones.
+//! 1. **Rename** a free file to its spare name, and **sync** the folder. If the file were overwritten before that, a
+//!    power cut could restore the old name, and a reader that still uses the old name would find other bytes.
+//! 2. **Check** the spare. The check must follow the rename: a fork links files by name, and can no longer link this
+//!    one.
+//! 3. **Rename** the spare to its new name, and **sync** the folder.
+//! 4. **Write** header and chunks, as for a new file. The heads of chunks contain the file's number. If they were
+//!    written before the sync of step 3, a power cut could undo the rename and leave these chunks in the spare. The
+//!    number would be assigned again, and the old chunks would look like new ones.
 //!
-//! A crash leaves the file under one of its names, and nothing names it: a manifest does so only after
-//! header, chunks and name are synced. After a crash in step 4 the header may be the old one; no image
-//! depends on it.
+//! A crash leaves the file under one of its names, without references to it: a manifest refers to the file only after
+//! header, chunks and name are synced. After a crash in step 4 the file may still have its old header, on which no
+//! image depends.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -31,10 +32,10 @@ use super::{Disk, DiskFile};
 use crate::base::sync::Mutex;
 use crate::error::{Error, Result};
 
-/// The maximum number of spares that are kept. A snapshot writes up to four files at a time.
+/// The maximum number of spares to keep. A snapshot writes up to four files at a time.
 const FILES_MAX: usize = 8;
-/// A spare is reused only if it is at most this many times as long as the images for it: the rest is
-/// truncated, and its space is lost for a longer file.
+/// The maximum length of a reused spare, as a multiple of the length of its new images. The remainder is truncated, and
+/// its space is lost for a longer file.
 const LONGER_MAX: u64 = 2;
 
 /// The spare image files of an open store.
@@ -43,9 +44,8 @@ pub(crate) struct ImageSpares {
     store: StoreId,
     /// The spares, in ascending order of length.
     files: Mutex<Vec<ImageSpare>>,
-    /// The resources that keep files ready for the next images, by file number: those of spares, and of
-    /// spares that became image files again. A file's resource is dropped before the file is removed or
-    /// truncated.
+    /// The resources that keep files ready for the next images, by file number. They belong to spares, and to image
+    /// files that were spares. A file's resource is dropped before the file is removed or truncated.
     kept_ready: Mutex<BTreeMap<u64, KeptReady>>,
 }
 
@@ -58,17 +58,17 @@ struct ImageSpare {
     len: u64,
 }
 
-/// A spare under its new name, with its old bytes.
+/// A spare after its rename to an image file. Its old bytes are still in place.
 pub(crate) struct ReusedFile {
     pub file: Arc<dyn DiskFile>,
-    /// The number of bytes whose space is allocated.
+    /// The number of bytes for which space is allocated.
     pub space_len: u64,
     /// The resource that keeps the file ready, if any.
     pub kept_ready: Option<KeptReady>,
 }
 
 impl ImageSpares {
-    /// Lists the spares of earlier runs. None of them is touched: a refused open changes nothing.
+    /// Lists the spares of earlier runs, without changing them: an open that fails changes nothing.
     pub fn open(disk: Arc<dyn Disk>, store: StoreId) -> Result<Self> {
         let mut files = Vec::new();
         for name in disk.list(Folder::Pages)? {
@@ -80,24 +80,24 @@ impl ImageSpares {
         Ok(Self { disk, store, files: Mutex::new(files), kept_ready: Mutex::default() })
     }
 
-    /// Creates an empty set, for a store that is only read, or was just created.
+    /// Creates an empty set, for a store that is opened read-only or was just created.
     pub fn none(disk: Arc<dyn Disk>, store: StoreId) -> Self {
         Self { disk, store, files: Mutex::default(), kept_ready: Mutex::default() }
     }
 
-    /// Whether there are no spares.
     pub fn is_empty(&self) -> bool {
         self.files.lock().is_empty()
     }
 
-    /// Keeps as many of these free image files as spares as fit into `bytes_max` together with the existing
-    /// spares, and removes the rest, including existing spares that no longer fit. `free` contains numbers
-    /// and lengths. `is_changed` says whether other files were removed from the folder. Syncs the folder if
-    /// anything in it changed.
+    /// Keeps free image files as spares, as many as fit into `bytes_max` together with the existing spares. Removes all
+    /// other free files, and existing spares that no longer fit.
+    ///
+    /// `free` contains the numbers and lengths of the files. `is_changed` states whether other files were removed from
+    /// the folder. Syncs the folder if anything in it changed.
     pub fn recycle(&self, free: &[(u64, u64)], bytes_max: u64, is_changed: bool) -> Result<()> {
         let mut files = self.files.lock();
         let count = files.len();
-        // The longest first, which would cost most to create again.
+        // The longest files come first, because they cost most to create again.
         let mut all: Vec<(ImageSpare, bool)> = files.iter().map(|spare| (*spare, true)).collect();
         all.extend(free.iter().map(|(number, len)| (ImageSpare { number: *number, len: *len }, false)));
         all.sort_by_key(|(spare, _)| std::cmp::Reverse(spare.len));
@@ -107,10 +107,10 @@ impl ImageSpares {
             let fits = kept.len() < FILES_MAX && bytes + spare.len <= bytes_max;
             match (fits, is_spare) {
                 (true, true) => {}
-                // 1.
+                // Step 1.
                 (true, false) => match self.disk.rename(name, FileName::ImageSpare(spare.number)) {
                     Ok(()) => {}
-                    // XFS may have no block for the new name; removing the file still frees its space.
+                    // XFS may have no block for the new name. Removing the file still frees its space.
                     Err(error) if error.is_no_space() => {
                         self.remove(name, spare.number)?;
                         continue;
@@ -130,7 +130,7 @@ impl ImageSpares {
             self.disk.sync_folder(Folder::Pages)?;
         }
         for (spare, _) in kept.iter().filter(|(_, is_spare)| !is_spare) {
-            // 2.
+            // Step 2.
             let name = FileName::ImageSpare(spare.number);
             match self.disk.open(name, false).and_then(|file| self.is_usable(&*file)) {
                 Ok(false) => self.remove(name, spare.number)?,
@@ -142,8 +142,8 @@ impl ImageSpares {
         Ok(())
     }
 
-    /// Takes spares of about `len` bytes each, as far as there are any, and durably renames them to image
-    /// files with these numbers. One sync of the folder covers all.
+    /// Renames spares of about `len` bytes each to image files with these numbers, as many as are available, and makes
+    /// the names durable. One sync of the folder covers all renames.
     pub fn reuse(&self, numbers: Range<u64>, len: u64) -> Result<BTreeMap<u64, ReusedFile>> {
         let mut reused = BTreeMap::new();
         for number in numbers {
@@ -165,23 +165,22 @@ impl ImageSpares {
         }
     }
 
-    /// Takes a spare of about `len` bytes and renames it to image file `number`. Returns `None` if no spare
-    /// is suitable.
+    /// Renames a spare of about `len` bytes to image file `number`. Returns `None` if no spare is suitable.
     fn rename(&self, number: u64, len: u64) -> Result<Option<ReusedFile>> {
         while let Some(spare) = self.take(len) {
             let name = FileName::ImageSpare(spare.number);
             let opened = self.disk.open(name, false);
-            // A crash may have occurred before the spare was checked, and a program may have linked it since.
+            // The check may not have run because of a crash, and another program may have linked the spare since.
             let judged = opened.and_then(|file| self.is_usable(&*file));
             if !judged.inspect_err(|_| insert(&mut self.files.lock(), spare))? {
                 self.remove(name, spare.number)?;
                 continue;
             }
-            // 3.
+            // Step 3.
             let target = FileName::Pages(number);
             match self.disk.rename(name, target) {
                 Ok(()) => {}
-                // The file is still the spare in the list.
+                // The rename failed, so the file is still a spare.
                 Err(error) if error.is_no_space() => {
                     insert(&mut self.files.lock(), spare);
                     return Ok(None);
@@ -193,15 +192,15 @@ impl ImageSpares {
                 let kept = kept_ready.remove(&spare.number);
                 kept.inspect(|kept| _ = kept_ready.insert(number, kept.clone()))
             };
-            // Opened by its new name, so that errors report that name.
+            // The file is opened by its new name, so that errors state that name.
             let file = self.disk.open(target, true).inspect_err(|_| self.forget([number].iter()))?;
             return Ok(Some(ReusedFile { file, space_len: spare.len, kept_ready }));
         }
         Ok(None)
     }
 
-    /// Removes all spares for their space; returns whether there were any. The removals are not durable
-    /// immediately: a crash may bring spares back, which costs only their space.
+    /// Removes all spares to free their space, and returns whether there were any. The removals are not durable
+    /// immediately: after a crash, spares may reappear, which costs only their space.
     pub fn release(&self) -> Result<bool> {
         let mut files = self.files.lock();
         let had_any = !files.is_empty();
@@ -212,9 +211,10 @@ impl ImageSpares {
         Ok(had_any)
     }
 
-    /// Calls `keep` to make each spare ready for the next images, as far as possible, the longest first;
-    /// `is_ready` returns whether a spare already is, for all of its length. This is slow and holds no lock:
-    /// if a spare is removed meanwhile, its new resource is dropped.
+    /// Calls `keep` to make each spare ready for the next images, the longest first, as far as possible. `is_ready`
+    /// returns whether a spare is already ready for all of its length.
+    ///
+    /// The call is slow and holds no lock. If a spare is removed during the call, its new resource is dropped.
     pub fn keep_ready(
         &self,
         is_ready: impl Fn(&KeptReady, u64) -> bool,
@@ -226,7 +226,7 @@ impl ImageSpares {
                 Some(kept) if is_ready(kept, len) => continue,
                 _ => {}
             }
-            // Dropped outside the lock, and before the file is mapped again.
+            // The resource is dropped outside the lock, and before the file is mapped again.
             let stale = self.kept_ready.lock().remove(&number);
             drop(stale);
             let opened = self.disk.open(FileName::ImageSpare(number), true);
@@ -238,10 +238,9 @@ impl ImageSpares {
         }
     }
 
-    /// Drops the resource that keeps the file with this number ready, before the file is removed or
-    /// truncated.
+    /// Drops the resource that keeps file `number` ready. Must be called before the file is removed or truncated.
     pub fn drop_kept_ready(&self, number: u64) {
-        // Dropped outside the lock, because that takes a while.
+        // The resource is dropped outside the lock, because the drop is slow.
         let kept = self.kept_ready.lock().remove(&number);
         drop(kept);
     }
@@ -251,8 +250,8 @@ impl ImageSpares {
         self.disk.remove(name)
     }
 
-    /// Runs `make`. If its files find no space, removes the spares and runs it once more. A `make` that fails
-    /// for lack of space must have changed nothing.
+    /// Runs `make`. If `make` returns that the disk is full, removes the spares and runs it once more. A `make` that
+    /// fails for lack of space must have changed nothing.
     pub fn retry_without_spares<T>(&self, mut make: impl FnMut() -> Result<T>) -> Result<T> {
         match make() {
             Err(Error::DiskFull { .. }) if self.release()? => make(),
@@ -260,7 +259,7 @@ impl ImageSpares {
         }
     }
 
-    /// Takes the shortest spare that is long enough, or else the longest.
+    /// Takes the shortest spare of at least `len` bytes, or else the longest spare.
     fn take(&self, len: u64) -> Option<ImageSpare> {
         let mut files = self.files.lock();
         let long = files.partition_point(|spare| spare.len < len);
@@ -268,8 +267,8 @@ impl ImageSpares {
         (files[at].len <= len.saturating_mul(LONGER_MAX)).then(|| files.remove(at))
     }
 
-    /// Whether a file may be overwritten. A second name may belong to a fork; an ancestor's file may be read
-    /// by readers that hold nothing here; a hole would turn a full disk into SIGBUS.
+    /// Returns whether a file may be overwritten. A second name may belong to a fork. A file of an ancestor store may
+    /// have readers that take no locks here. A hole would turn a full disk into SIGBUS.
     fn is_usable(&self, file: &dyn DiskFile) -> Result<bool> {
         if !file.has_one_name()? || !file.is_without_holes()? {
             return Ok(false);
@@ -281,14 +280,14 @@ impl ImageSpares {
         match file.read_at(0, &mut bytes) {
             Ok(()) => {}
             Err(error) if error.is_shortage() => return Err(error),
-            // If the medium cannot be read, nothing should be written there either.
+            // If the medium cannot be read, no images should be written there either.
             Err(_) => return Ok(false),
         }
         Ok(ImageFileHeader::decode(&bytes).is_ok_and(|header| header.store == self.store))
     }
 }
 
-/// Inserts a spare by length.
+/// Inserts a spare, in ascending order of length.
 fn insert(files: &mut Vec<ImageSpare>, spare: ImageSpare) {
     let at = files.partition_point(|other| other.len <= spare.len);
     files.insert(at, spare);

@@ -1,20 +1,19 @@
-//! The writer lock of a store directory: one writer, in any process and through any handle.
+//! The writer lock of a store directory, which permits a single writer, in any process and through any handle.
 //!
-//! It combines three locks, because each alone leaves a gap:
+//! It combines three locks, because each of them alone is insufficient:
 //!
-//! 1. A lock of the open file description of `LOCK` (`F_OFD_SETLK`) keeps all other writers out. It is held
-//!    until its descriptor is closed, whatever else this process opens and closes. A forked child closes its
-//!    copy ([`ClosedOnFork`]), so the lock ends with its owner.
-//! 2. A lock of the process (`F_SETLK`) identifies the owner to a process that is refused. It is also the
-//!    only lock if the kernel or the file system does not support those of open files. The system drops it as
-//!    soon as any code in the process closes any descriptor of `LOCK`, for example while copying the
-//!    directory.
-//! 3. Locks of a process do not conflict within that process. So a registry in the process, by the
-//!    directory's device and inode, is checked before `LOCK` is opened at all.
+//! 1. A lock of the open file description of `LOCK` (`F_OFD_SETLK`) excludes all other writers. It is held until its
+//!    descriptor is closed, whatever else this process opens and closes. A forked child closes its copy of the
+//!    descriptor ([`ClosedOnFork`]), so the lock ends with its owner.
+//! 2. A lock of the process (`F_SETLK`) identifies the owner to a process that is refused. It is the only lock if the
+//!    kernel or the file system does not support those of open files. The system releases it as soon as any code in the
+//!    process closes any descriptor of `LOCK`, for example while copying the directory.
+//! 3. A registry in the process contains the device and inode of each locked directory, because locks of a process do
+//!    not conflict within that process. The registry is checked before `LOCK` is opened.
 //!
-//! The first two lock separate bytes, because a process conflicts with its own open files. Versions of the
-//! program that have only the second lock take it on all bytes. So they conflict with both locks, even after
-//! the system dropped the second one.
+//! The first two lock separate bytes, because a lock of a process conflicts with those of its own open files. Versions
+//! of the program that have only the second lock take it on all bytes. So they conflict with both locks, even after the
+//! system released the second one.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -39,20 +38,21 @@ use crate::base::process::{ForkGuard, PerProcess};
 use crate::base::sync::Mutex;
 use crate::error::{Error, Result};
 
-/// A directory's device and inode, the same for each of its paths.
+/// A directory's device and inode, which identify it regardless of its path.
 type DirectoryId = (u64, u64);
 
-/// Directories locked by this process. A forked child starts with none: its parent's locks are not its own.
+/// The directories locked by this process. A forked child starts with an empty set, because it does not own its
+/// parent's locks.
 static LOCKED_HERE: PerProcess<Mutex<BTreeSet<DirectoryId>>> = PerProcess::new();
 
-/// The bytes of `LOCK` that the process locks, and those that the open file locks: together, all bytes.
+/// The bytes of `LOCK` that the process and the open file lock. Together they cover all bytes.
 const OF_PROCESS: Range<u64> = 0..1;
 const OF_OPEN_FILE: Range<u64> = 1..NO_END;
 
-/// How long an open waits for an open-file lock that no living process seems to own.
+/// The maximum time that an open waits for an open-file lock that no living process seems to own.
 const CHILD_PATIENCE: Duration = Duration::from_secs(1);
 
-/// Takes the lock of a store directory, which stays open until the lock is dropped.
+/// Takes the lock of a store directory. The directory stays open until the lock is dropped.
 pub(super) fn acquire(directory: Arc<OpenDirectory>) -> Result<Box<dyn DiskLock>> {
     Ok(Box::new(lock_directory(directory)?))
 }
@@ -60,16 +60,16 @@ pub(super) fn acquire(directory: Arc<OpenDirectory>) -> Result<Box<dyn DiskLock>
 fn lock_directory(open: Arc<OpenDirectory>) -> Result<DirLock> {
     let failed = |action| move |source| Error::io(action, FileName::Lock, None, source);
     let directory = Directory::Open(&open);
-    // 1. The registry, before any descriptor of `LOCK` exists that could be closed.
+    // Step 1: check the registry before this process opens any descriptor of `LOCK`, whose close would release a lock.
     let entry = RegistryEntry::claim(id(directory).map_err(failed("look beside"))?)?;
-    // 2. The locks on the file. If one is refused, dropping `entry` clears the registry again.
+    // Step 2: lock the file. If a lock is refused, dropping `entry` removes the directory from the registry.
     let file = open_lock_file(directory, FileName::Lock)?;
     if !take_both(file.file()).map_err(failed("lock"))? {
         return Err(Error::Locked { holder: holder(file.file()), store: None });
     }
-    // 3. The description, for processes that are refused from now on, and for writers that no lock kept out.
-    //    It need not survive anything, and may be missing on a full disk, where a store must open so that
-    //    pages can be deleted.
+    // Step 3: write the description, for processes that are refused later, and for earlier writers where locks do not
+    // work. It need not survive a crash, and may be missing on a full disk, where a store must open so that pages can
+    // be deleted.
     match describe(file.file()).map_err(failed("write")) {
         Err(error) if error.is_no_space() => {
             tracing::warn!(%error, "a process that is refused will know this process by its number alone");
@@ -81,18 +81,18 @@ fn lock_directory(open: Arc<OpenDirectory>) -> Result<DirLock> {
     Ok(DirLock { file, _directory: open, _entry: ForkGuard::new(entry) })
 }
 
-/// Takes the lock of the process and that of the open file. Returns `false` if another writer holds either.
+/// Takes the lock of the process and that of the open file. Returns `false` if another writer holds either of them.
 #[expect(clippy::disallowed_methods, reason = "the system reports no event when a child closes a descriptor")]
 fn take_both(file: &File) -> io::Result<bool> {
-    // First the lock that names its owner: the system reports the oldest lock to a process that is refused.
+    // The lock that names its owner comes first: the system reports the oldest lock to a process that is refused.
     if !record_locks::try_lock(file, Owner::Process, Mode::Exclusive, OF_PROCESS)? {
         return Ok(false);
     }
     let until = Instant::now() + CHILD_PATIENCE;
     loop {
         match record_locks::try_lock(file, Owner::OpenFile, Mode::Exclusive, OF_OPEN_FILE) {
-            // The owner may just have been killed, while a child that it forked has not run yet: the child
-            // closes its copy of the descriptor as soon as it runs.
+            // The owner may just have been killed while a forked child of the owner has not yet run. The child closes
+            // its copy of the descriptor as soon as it runs.
             Ok(false) if Instant::now() < until => std::thread::sleep(Duration::from_millis(1)),
             Err(error) if knows_no_locks(&error) => {
                 tracing::warn!(%error, "LOCK is held for as long as this process closes no descriptor of it");
@@ -103,8 +103,8 @@ fn take_both(file: &File) -> io::Result<bool> {
     }
 }
 
-/// Opens a file that exists to be locked, creating it if needed. Its content is kept: another process may
-/// have written its description there.
+/// Opens a lock file, creating it if needed. The file's content is kept, because another process may have written its
+/// description to it.
 pub(super) fn open_lock_file(directory: Directory<'_>, name: FileName) -> Result<ClosedOnFork> {
     ClosedOnFork::open(|| directory.open(name, OFlags::RDWR | OFlags::CREATE))
         .map_err(|source| Error::io("open", name, None, source))
@@ -114,8 +114,8 @@ fn id(directory: Directory<'_>) -> io::Result<DirectoryId> {
     directory.status(Folder::Root).map(|root| (root.st_dev, root.st_ino))
 }
 
-/// Whether any process holds the lock of the store directory. The registry is checked first here, too: in the
-/// process that holds the lock, closing a descriptor of `LOCK` would drop the lock of the process.
+/// Returns whether any process holds the lock of the store directory. The registry is checked first: in the process
+/// that holds the lock, closing a descriptor of `LOCK` would release the process's lock.
 pub(super) fn is_locked(directory: Directory<'_>) -> Result<bool> {
     let failed = |action| move |source| Error::io(action, FileName::Lock, None, source);
     let id = match id(directory) {
@@ -126,8 +126,8 @@ pub(super) fn is_locked(directory: Directory<'_>) -> Result<bool> {
     if registry.contains(&id) {
         return Ok(true);
     }
-    // The registry stays locked meanwhile: a thread that took the lock now would lose the process's lock when
-    // this descriptor is closed.
+    // The registry stays locked during the query: if another thread took the lock now, closing this descriptor would
+    // release that thread's process lock.
     let file = match directory.open(FileName::Lock, OFlags::RDONLY) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
         file => file.map_err(failed("open"))?,
@@ -136,13 +136,13 @@ pub(super) fn is_locked(directory: Directory<'_>) -> Result<bool> {
     Ok(conflict.is_some())
 }
 
-/// All three locks, held. The fields drop in order: the file is closed while the registry still contains the
-/// directory, because a thread that locks the directory next must not lose the process's lock to this close.
-/// A forked child closes nothing: it may itself have locked the same file after its parent's death, and would
-/// drop that lock.
+/// The writer lock, consisting of all three locks. The fields drop in order. The file is closed while the registry
+/// still contains the directory, because this close must not release the lock of a thread that locks the directory
+/// next. A forked child closes nothing: it may have locked the same file itself after its parent's death, and would
+/// release that lock.
 struct DirLock {
     file: Arc<ClosedOnFork>,
-    /// The directory in which the writer's names are resolved while the lock is held. Its claim also owns the
+    /// The directory in which the writer's names are resolved while the lock is held. Its claim also owns the lock
     /// file.
     _directory: Arc<OpenDirectory>,
     _entry: ForkGuard<RegistryEntry>,
@@ -185,11 +185,12 @@ impl Drop for RegistryEntry {
     }
 }
 
-/// A holder's description of itself.
+/// The description of a lock holder, written to `LOCK`.
 struct HolderInfo {
     process: u32,
     executable: String,
-    /// Seconds since 1970, which distinguish the process from a later one with the same number.
+    /// The start time of the process in seconds since 1970, which distinguishes it from a later process with the same
+    /// number.
     started: Option<u64>,
 }
 
@@ -212,13 +213,13 @@ impl fmt::Display for HolderInfo {
     }
 }
 
-/// Formats seconds since 1970 as a date and a time of day.
+/// Formats seconds since 1970 as a date and a time of day in UTC.
 struct UtcTime(u64);
 
 impl fmt::Display for UtcTime {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (days, second) = (self.0 / 86_400, self.0 % 86_400);
-        // Years that begin in March have the leap day at their end; 400 of them have 146,097 days.
+        // In years that begin in March, the leap day is the last day. 400 of them have 146,097 days.
         let days = days + 719_468;
         let (era, day_of_era) = (days / 146_097, days % 146_097);
         let year = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
@@ -234,18 +235,18 @@ impl fmt::Display for UtcTime {
 /// Returns the start time of this process in seconds since 1970, or `None` if `/proc` does not provide it.
 fn process_start() -> Option<u64> {
     let stat = std::fs::read_to_string("/proc/self/stat").ok()?;
-    // The executable's name is in parentheses and may contain anything; the 22nd field is the 20th after it.
+    // The executable's name is in parentheses and may contain any character. The 22nd field is the 20th after the name.
     let ticks: u64 = stat.rsplit_once(')')?.1.split_whitespace().nth(19)?.parse().ok()?;
     let system = std::fs::read_to_string("/proc/stat").ok()?;
     let boot: u64 = system.lines().find_map(|line| line.strip_prefix("btime "))?.trim().parse().ok()?;
     Some(boot + ticks / rustix::param::clock_ticks_per_second())
 }
 
-/// Writes this process's description to `LOCK`, over an earlier one. The file is not emptied first, because
-/// on a full disk the freed space may not be available again.
+/// Writes this process's description to `LOCK`, over an earlier one. The file is not emptied first, because on a full
+/// disk the freed space may not be available again.
 fn describe(file: &File) -> io::Result<()> {
-    // A random second line distinguishes this open from others: processes of two hosts, or of two containers,
-    // may have the same number. Earlier versions read only the first line.
+    // A random second line distinguishes this open from others, because processes of two hosts or containers may have
+    // the same number. Earlier versions read only the first line.
     let random = || RandomState::new().build_hasher().finish();
     let description = format!("{}\n{:016x}{:016x}\n", HolderInfo::of_this_process(), random(), random());
     file.write_all_at(description.as_bytes(), 0)
@@ -254,12 +255,12 @@ fn describe(file: &File) -> io::Result<()> {
         .inspect_err(|_| _ = file.set_len(0))
 }
 
-/// Returns the holder of the lock: its own description, or its process number if the description belongs to
-/// another process because the holder has not written its own yet.
+/// Returns a description of the lock's holder, or only its process number if the holder has not yet written its
+/// description.
 fn holder(file: &File) -> String {
     let text = description(file);
-    // Absent if the holder has just unlocked, has lost the process's lock, or is in a process namespace that
-    // is not visible here.
+    // No process is reported if the holder has just unlocked, has lost the process's lock, or is in a process namespace
+    // that is not visible here.
     match record_locks::conflict(file, 0..NO_END).ok().flatten().and_then(|held| held.process) {
         Some(pid) if !text.starts_with(&format!("process {pid},")) => format!("process {pid}"),
         _ if text.is_empty() => "another process".to_owned(),
@@ -274,8 +275,7 @@ mod tests {
 
     use super::*;
 
-    /// Runs one test of this binary in another process on `directory`, with its standard input and output as
-    /// pipes.
+    /// Runs one test of this binary in another process on `directory`, with its standard input and output as pipes.
     fn errand(test: &str, directory: &Path) -> Child {
         Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "--nocapture", &format!("disk::lock::tests::{test}")])
@@ -286,7 +286,7 @@ mod tests {
             .unwrap()
     }
 
-    /// Returns the directory passed to the child; `None` in the process that runs the tests.
+    /// Returns the directory passed to the child process, or `None` in the process that runs the tests.
     fn errand_directory() -> Option<std::path::PathBuf> {
         std::env::var_os("REMANENT_TEST_ERRAND").map(Into::into)
     }
@@ -346,7 +346,7 @@ mod tests {
         let link = directory.path().join("link");
         std::os::unix::fs::symlink(directory.path(), &link).unwrap();
         assert!(holder_of(&link).is_some());
-        // The refusals have not dropped the record lock.
+        // The refusals have not released the record lock.
         let mut other = errand(name, directory.path());
         wait_for(&mut other, "refused");
         assert!(other.wait().unwrap().success());
@@ -374,7 +374,7 @@ mod tests {
         let expected =
             format!("process {}, {}", other.id(), executable.file_name().unwrap().to_str().unwrap());
         assert!(holder.starts_with(&expected), "{holder}");
-        // A description that is not the holder's is not trusted.
+        // A description that does not match the lock's owner is ignored.
         std::fs::write(directory.path().join("LOCK"), "process 1, init\n").unwrap();
         assert_eq!(holder_of(directory.path()), Some(format!("process {}", other.id())));
         other.kill().unwrap();
@@ -393,7 +393,7 @@ mod tests {
         assert!(!is_locked(&directory.path().join("nothing")).unwrap());
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
         let lock = acquire(directory.path()).unwrap();
-        // A query in the process that holds the lock drops nothing for others.
+        // A query in the process that holds the lock does not release the lock.
         assert!(is_locked(directory.path()).unwrap());
         for (found, lock) in [("held", Some(lock)), ("free", None)] {
             let mut other = errand("querying_lock_does_not_acquire_it", directory.path());
@@ -412,7 +412,7 @@ mod tests {
         }
         let directory = tempfile::tempdir().unwrap();
         let _lock = acquire(directory.path()).unwrap();
-        // As a program does that copies the directory: the process's lock is gone.
+        // Simulates a program that copies the directory, which releases the process's lock.
         drop(File::open(directory.path().join("LOCK")).unwrap());
         let mut other = errand("closing_other_descriptor_keeps_lock", directory.path());
         let output = BufReader::new(other.stdout.as_mut().unwrap());
@@ -421,7 +421,7 @@ mod tests {
         assert!(other.wait().unwrap().success());
     }
 
-    /// An older version locks all bytes for its process. It and this version exclude each other.
+    /// An older version locks all bytes for its process. Both versions exclude each other.
     #[test]
     fn whole_file_process_lock_excludes_both_ways() {
         if let Some(directory) = errand_directory() {

@@ -1,11 +1,11 @@
-//! A window that uses a shared mapping: a put is a copy into memory, without a system call.
+//! A window that uses a shared mapping. A put copies bytes into memory, without a system call.
 //!
-//! Copied bytes survive the death of the process, because the pages belong to the file, not to the process.
+//! The copied bytes survive the death of the process, because the pages belong to the file.
 //!
-//! A mapped file must meet these conditions, which the caller guarantees (`Disk::window`): every byte was
-//! written and synced before, so that no store needs space; the file is neither truncated nor recycled while
-//! anything is stored through its window; the file system overwrites in place. If one of them is violated, a
-//! store kills the process with SIGBUS, which no code here can turn into an error.
+//! The caller guarantees these conditions for a mapped file (`Disk::window`): every byte was written and synced before,
+//! so that no store needs space; the file is neither truncated nor recycled while its window is in use; the file system
+//! overwrites in place. If a condition is violated, a store kills the process with SIGBUS, which cannot be turned into
+//! an error.
 
 use std::fs::File;
 use std::io;
@@ -25,44 +25,43 @@ use crate::error::{Error, Result};
 ///
 /// # Why one thread may sync while another puts
 ///
-/// The mapping is accessed through a raw pointer only: no Rust reference to its bytes ever exists, so a store
-/// cannot invalidate any. Stores come from `put` alone, and the mutex allows one put at a time. `sync` is a
-/// system call that reads no byte of the mapping in this process: the kernel writes the dirty pages as they
-/// are. A page into which a put is being copied may reach the medium half old, half new. That is a torn
-/// group, which the log's checksums detect (I3). No caller is told that those bytes are durable before a sync
-/// that began after their put returned.
+/// The mapping is accessed only through a raw pointer. No Rust reference to its bytes ever exists, so a store cannot
+/// invalidate one. Only `put` stores bytes, and the mutex allows one put at a time. `sync` is a system call that reads
+/// no byte of the mapping in this process: the kernel writes the dirty pages in their current state. A page may thus
+/// reach the medium while a put is copying into it, half old and half new. The log's checksums detect such a torn group
+/// (I3). No caller treats bytes as durable before the end of a sync that began after their put returned.
 ///
 /// The file is read through `pread`.
 pub(super) struct MappedWindow {
-    /// The mapping. A forked child has other memory at these addresses, if any, and must not unmap it.
+    /// The mapping. In a forked child these addresses are unmapped or belong to other memory, so the child must not
+    /// unmap them.
     map: ForkGuard<MmapRaw>,
-    /// Held during a put. It costs a few nanoseconds when uncontended, and makes this module sound regardless
-    /// of its callers.
+    /// A lock that is held during a put. Uncontended, it costs a few nanoseconds, and makes this module sound
+    /// regardless of its callers.
     putting: Mutex<()>,
     name: FileName,
 }
 
 impl MappedWindow {
-    /// Maps all of `file`, shared, and keeps the mapping out of forked children, whose stores would reach the
-    /// parent's log.
+    /// Maps all of `file`, shared. The mapping is excluded from forked children, whose stores would modify the parent's
+    /// log.
     pub(super) fn new(file: &File, name: FileName) -> io::Result<Self> {
         let window = Self::of(MmapRaw::map_raw(file)?, name)?;
-        // Pages evicted from the page cache are read back one by one, for the reason given at
-        // `DirFile::write_zeros`.
+        // Pages evicted from the page cache are read back one by one, for the reason given at `DirFile::write_zeros`.
         window.map.advise(Advice::Random)?;
         Ok(window)
     }
 
     fn of(map: MmapRaw, name: FileName) -> io::Result<Self> {
         if map.len() == 0 {
-            // There are no bytes to put, and no page to advise about.
+            // An empty mapping has no pages to advise about.
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "the file is empty"));
         }
         map.advise(Advice::DontFork)?;
         Ok(Self { map: ForkGuard::new(map), putting: Mutex::new(()), name })
     }
 
-    /// Returns the range as indices into the mapping, after checking that it is within it.
+    /// Returns the range as indices into the mapping. Panics if it is not within the mapping.
     fn range(&self, offset: u64, len: u64) -> (usize, usize) {
         let end = offset.checked_add(len);
         assert!(end.is_some_and(|end| end <= self.map.len() as u64), "a range lies within its window");
@@ -74,8 +73,8 @@ impl Window for MappedWindow {
     fn put(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         let (start, len) = self.range(offset, bytes.len() as u64);
         let _one_put_at_a_time = self.putting.lock();
-        // SAFETY: `range` has asserted start + len <= map.len(), so the sum stays inside the mapping,
-        // which is one allocation of that length and lives as long as `self`.
+        // SAFETY: `range` has asserted start + len <= map.len(), so the sum stays inside the mapping, which is one
+        // allocation of that length and lives as long as `self`.
         let target = unsafe { self.map.as_mut_ptr().add(start) };
         // SAFETY: `bytes` is a live slice of `len` bytes. `target` points at `len` mapped, writable bytes
         // (a writable `MmapRaw`, bounds above). The two cannot overlap: `bytes` is memory that safe code
@@ -86,16 +85,16 @@ impl Window for MappedWindow {
 
     fn sync(&self, offset: u64, len: u64) -> Result<()> {
         let (start, len) = self.range(offset, len);
-        // `msync` of the pages that contain the range. For a file this is an fsync of that range, so it also
-        // waits for the device's cache.
+        // `msync` of the pages that contain the range. For a file, this is an fsync of the range, so it also flushes
+        // the device's cache.
         self.map.flush_range(start, len).map_err(|source| Error::io("sync", self.name, Some(offset), source))
     }
 
     fn prefault(&self, offset: u64, len: u64) {
         let (start, len) = self.range(offset, len);
-        // Requests all evicted pages at once. Faults would read them page by page: 4 MiB took 100 ms on a
-        // disk that reads them at once in 3 ms. Kernels before 5.14 lack the second advice. A failing fault
-        // is an error here, but SIGBUS in a put.
+        // Requests all evicted pages at once. Page faults would read them one by one: 4 MiB took 100 ms on a disk that
+        // reads them at once in 3 ms. Kernels before 5.14 lack the second advice. A failing fault is an error here, but
+        // raises SIGBUS in a put.
         let requested = self.map.advise_range(Advice::WillNeed, start, len);
         if let Err(error) = requested.and_then(|()| self.map.advise_range(Advice::PopulateWrite, start, len))
         {
@@ -104,11 +103,11 @@ impl Window for MappedWindow {
     }
 }
 
-/// A window onto a part of a file, for bytes that are put there once. The part's space is allocated.
+/// A window onto a part of a file whose space is allocated, for bytes that are written once.
 pub(super) struct PartWindow(MappedWindow);
 
 impl PartWindow {
-    /// Maps a part of `file` as [`MappedWindow::new`] maps the whole.
+    /// Maps `range` of `file`, like [`MappedWindow::new`] maps a whole file.
     pub(super) fn new(file: &File, name: FileName, range: Range<u64>) -> io::Result<Self> {
         // A mapping may extend past the end of the file, but a store must not.
         if range.end > file.metadata()?.len() {
@@ -121,8 +120,8 @@ impl PartWindow {
 }
 
 impl Window for PartWindow {
-    /// Populates the memory first. One call takes the faults of all its pages, and a failing fault is an
-    /// error here instead of SIGBUS in the store: a file system may break its promise of space.
+    /// Stores bytes, after populating their memory. One call populates all pages, and a failing page fault is an error
+    /// here instead of SIGBUS in the store: a file system may not provide space that it has allocated.
     fn put(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         let (start, len) = self.0.range(offset, bytes.len() as u64);
         match self.0.map.advise_range(Advice::PopulateWrite, start, len) {
@@ -138,8 +137,8 @@ impl Window for PartWindow {
     }
 }
 
-/// The bytes of a whole file in an in-memory file system, through a shared mapping that is kept out of forked
-/// children: otherwise the next store to a pinned page would copy it for the child or for this process.
+/// The memory of a whole file in an in-memory file system, through a shared mapping. The mapping is excluded from
+/// forked children: otherwise the next store to a pinned page would copy the page for one of the two processes.
 pub(super) struct MappedFile {
     map: ForkGuard<MmapRaw>,
 }
@@ -155,7 +154,7 @@ impl MappedFile {
         Ok(Self { map: ForkGuard::new(map) })
     }
 
-    /// Returns the address of the first byte of a range, after checking that the range is within the mapping.
+    /// Returns the address of the first byte of a range. Panics if the range is not within the mapping.
     fn at(&self, range: &Range<usize>) -> *mut u8 {
         assert!(range.start <= range.end && range.end <= self.map.len(), "a range lies within its file");
         // SAFETY: the start is at most the mapping's length, by the assertion.
@@ -174,9 +173,9 @@ impl FileMemory for MappedFile {
 
     fn bytes(&self, range: Range<usize>) -> &[u8] {
         let start = self.at(&range);
-        // SAFETY: the range lies in the mapping, which is readable and lives as long as `self`. Nothing else
-        // changes these bytes meanwhile: the store has the lock on its directory, no thread writes to a chunk
-        // that a list of commands names, and this value alone writes through the mapping.
+        // SAFETY: the range is in the mapping, which is readable and lives as long as `self`. These bytes do not change
+        // during the borrow: the store has the lock on its directory, no thread writes to a chunk that a command list
+        // names, and only this value writes through the mapping.
         unsafe { std::slice::from_raw_parts(start, range.len()) }
     }
 
@@ -187,12 +186,12 @@ impl FileMemory for MappedFile {
     }
 }
 
-/// The maximum length of a file whose cached pages are queried: the answer takes one byte per page.
+/// The maximum length of a file whose cached pages are queried. The query needs one byte per page.
 const QUERIED_LEN_MAX: u64 = 1 << 30;
 
-/// Returns the parts of a file, in whole pages, that are not in the page cache. Some files appear to be fully
-/// cached: those that the process neither owns nor may write, and those of a file system that has, or may
-/// have, a cache of its own.
+/// Returns the parts of a file, in whole pages, that are not in the page cache. Some files always appear to be fully
+/// cached: files that the process neither owns nor may write, and files of a file system that may have a cache of its
+/// own.
 pub(super) fn uncached(file: &File) -> io::Result<Vec<Range<u64>>> {
     let len = file.metadata()?.len();
     if !(1..=QUERIED_LEN_MAX).contains(&len) || !has_no_other_cache(file)? {
@@ -201,8 +200,8 @@ pub(super) fn uncached(file: &File) -> io::Result<Vec<Range<u64>>> {
     let map = MmapOptions::new().len(len as usize).map_raw_read_only(file)?;
     let page_len = rustix::param::page_size();
     let mut pages = vec![0_u8; map.len().div_ceil(page_len)];
-    // SAFETY: the range is the whole of a mapping that lives as long as `map`, and `pages` has a byte for
-    // each of its pages, as the call requires. No byte of the mapping is read.
+    // SAFETY: the range is the whole of a mapping that lives as long as `map`, and `pages` has a byte for each of its
+    // pages, as the call requires. No byte of the mapping is read.
     if unsafe { libc::mincore(map.as_mut_ptr().cast(), map.len(), pages.as_mut_ptr()) } != 0 {
         return Err(io::Error::last_os_error());
     }
@@ -217,7 +216,7 @@ pub(super) fn uncached(file: &File) -> io::Result<Vec<Range<u64>>> {
     Ok(runs.filter(|(is_cached, _)| *is_cached == 0).map(|(_, pages)| bytes(pages)).collect())
 }
 
-/// Returns the number of minor page faults of this thread so far: the tenth field of its `stat`, whose second
+/// Returns the number of minor page faults of the calling thread so far, the tenth field of its `stat` file. The second
 /// field is a name.
 #[cfg(test)]
 pub(super) fn faults() -> u64 {
@@ -303,7 +302,7 @@ mod tests {
             return;
         }
         assert_eq!(uncached(&file).unwrap(), std::slice::from_ref(&(0..len)));
-        // With this advice nothing is read ahead.
+        // With this advice, the kernel does not read ahead.
         rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::Random).unwrap();
         file.read_exact_at(&mut [0], 5 * page_len).unwrap();
         assert_eq!(uncached(&file).unwrap(), [0..5 * page_len, 6 * page_len..len]);
@@ -321,10 +320,10 @@ mod tests {
             pages.for_each(|page| window.put(page * page_len + 1, b"stored").unwrap());
             faults() - before
         };
-        // A fault brings in its page and, where a write filled several at once, the neighbors of that page.
+        // A fault maps its page and, where one write filled several pages, the neighbors of that page.
         assert!(put(0..PAGES) > 0);
         window.prefault(PAGES * page_len + 1, PAGES * page_len - 1);
-        // A process that makes the system write everything dirty causes some of them to fault again.
+        // Some pages fault again if another process makes the system write back all dirty pages.
         assert!(put(PAGES..2 * PAGES) < PAGES / 16);
         let mut found = vec![0; 2 * page_len as usize];
         file.read_exact_at(&mut found, (2 * PAGES - 2) * page_len).unwrap();
@@ -368,7 +367,7 @@ mod tests {
         assert!(PartWindow::new(&file, FileName::Pages(1), 4096..LEN as u64 + 1).is_err());
     }
 
-    /// Another program cut the file: a store would be SIGBUS.
+    /// If another program truncates the file, a put returns an error instead of raising SIGBUS.
     #[test]
     fn write_to_truncated_mapping_is_an_error() {
         let file = tempfile::tempfile().unwrap();

@@ -1,13 +1,13 @@
-//! Locks on bytes of `READERS`, by which readers keep the writer from removing the files that they read.
+//! Locks on bytes of `READERS`, with which readers prevent the writer from removing the files that they read.
 //!
-//! A reader of snapshot *n* holds a shared lock on byte *n*; byte 0 stands for the beginning of the log.
-//! Before the writer removes files that only snapshot *n* needs, it tries the exclusive lock on that byte,
-//! and keeps it until the files are removed. So no reader starts reading files that are being removed (I8).
-//! The file stays empty.
+//! A reader of snapshot *n* holds a shared lock on byte *n*. Byte 0 represents the beginning of the log. Before the
+//! writer removes files that only snapshot *n* needs, it tries to take the exclusive lock on that byte, and keeps the
+//! lock until the files are removed. Thus no reader starts reading files that are being removed (I8). The file stays
+//! empty.
 //!
-//! The locks belong to open files and not, like one of the two on `LOCK`, to processes. They also conflict
-//! within a process, and closing another descriptor of the file drops nothing. A forked child closes its copy
-//! of the descriptor, so a lock ends with the process that took it.
+//! The locks belong to open files, unlike the process lock on `LOCK`. They also conflict within a process, and closing
+//! another descriptor of the file does not release them. A forked child closes its copy of the descriptor, so a lock
+//! ends with the process that took it.
 
 use std::io;
 use std::ops::Range;
@@ -22,16 +22,16 @@ use super::{DiskLock, Hold};
 use crate::base::closed_on_fork::ClosedOnFork;
 use crate::error::{Error, Result};
 
-/// Creates the file unless it exists. Only the writer does this; a reader never creates a file.
+/// Creates `READERS` unless it exists. Only the writer calls this, because readers create no files.
 pub(super) fn make(directory: Directory<'_>) -> Result<()> {
     open_lock_file(directory, FileName::Readers).map(drop)
 }
 
-/// Holds the files that snapshot `id` needs.
+/// Holds the files that snapshot `id` needs, for a reader.
 pub(super) fn hold(directory: Directory<'_>, id: SnapshotId) -> Result<Hold> {
     let file = match ClosedOnFork::open(|| directory.open(FileName::Readers, OFlags::RDONLY)) {
         Ok(file) => file,
-        // A copy on a read-only medium, or a store of another user.
+        // The store is a copy on a read-only medium, or belongs to another user.
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied) => {
             return Ok(Hold::Impossible);
         }
@@ -51,13 +51,13 @@ pub(super) fn try_retire(directory: Directory<'_>, id: SnapshotId) -> Result<Opt
     match ByteLock::take(file, Mode::Exclusive, id) {
         Ok(Some(lock)) => Ok(Some(Box::new(lock))),
         Ok(None) => Ok(None),
-        // No reader can hold anything here either.
+        // Locks are not supported, so no reader can hold a snapshot either.
         Err(error) if knows_no_locks(&error) => Ok(Some(Box::new(NoLock))),
         Err(error) => Err(Error::io("lock", FileName::Readers, Some(id.0), error)),
     }
 }
 
-/// Whether a reader holds snapshot `id`. Takes no lock.
+/// Returns whether a reader holds snapshot `id`. Takes no lock.
 pub(super) fn is_held(directory: Directory<'_>, id: SnapshotId) -> Result<bool> {
     let file = match directory.open(FileName::Readers, OFlags::RDONLY) {
         Ok(file) => file,
@@ -71,17 +71,17 @@ pub(super) fn is_held(directory: Directory<'_>, id: SnapshotId) -> Result<bool> 
     }
 }
 
-/// Placeholder for a lock where locks are not supported.
+/// A placeholder for a lock on a system that does not support locks.
 struct NoLock;
 
 impl DiskLock for NoLock {}
 
-/// Returns the byte that represents a snapshot.
+/// Returns the byte range in `READERS` that represents a snapshot.
 fn byte(id: SnapshotId) -> Range<u64> {
     id.0..id.0 + 1
 }
 
-/// A lock held on one byte.
+/// A lock on the byte of one snapshot, released on drop.
 struct ByteLock {
     file: ClosedOnFork,
     id: SnapshotId,
@@ -98,8 +98,8 @@ impl DiskLock for ByteLock {}
 
 impl Drop for ByteLock {
     fn drop(&mut self) {
-        // A child created by a bare `clone` may have a copy of the descriptor, which would keep the lock. In
-        // a forked child the lock is the parent's, and is kept.
+        // A child created by a bare `clone` may have a copy of the descriptor, which would keep the lock. In a forked
+        // child the lock belongs to the parent, and is kept.
         if self.file.is_own()
             && let Err(error) = record_locks::unlock(self.file.file(), byte(self.id))
         {

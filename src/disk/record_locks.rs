@@ -15,14 +15,14 @@ use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::ptr;
 
-/// The owner of a lock.
+/// The kind of owner of a lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Owner {
     OpenFile,
     Process,
 }
 
-/// The other locks that are allowed on the same bytes.
+/// Whether other owners may hold locks on the same bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Mode {
     /// Other shared locks are allowed.
@@ -34,11 +34,11 @@ pub(super) enum Mode {
 /// The end of a range that covers all bytes from its start on, even if the file grows.
 pub(super) const NO_END: u64 = u64::MAX;
 
-/// A lock that another owner holds.
+/// A conflicting lock of another owner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Conflict {
     pub mode: Mode,
-    /// The process that owns the lock. `None` if an open file owns it, or a process of another namespace.
+    /// The process that owns the lock, or `None` if an open file or a process of another namespace owns it.
     pub process: Option<u32>,
 }
 
@@ -55,16 +55,16 @@ pub(super) fn try_lock(file: &File, owner: Owner, mode: Mode, range: Range<u64>)
     }
 }
 
-/// Drops an open file's lock, for all descriptors of the open file.
+/// Releases an open file's lock, for all descriptors of the open file.
 pub(super) fn unlock(file: &File, range: Range<u64>) -> io::Result<()> {
     call(file, libc::F_OFD_SETLK, &mut described(libc::F_UNLCK, range)?)
 }
 
-/// Returns the first lock that keeps another open file from an exclusive lock on these bytes. Takes no lock.
+/// Returns the first lock that prevents another open file from taking an exclusive lock on these bytes. Takes no lock.
 pub(super) fn conflict(file: &File, range: Range<u64>) -> io::Result<Option<Conflict>> {
     let mut lock = described(Mode::Exclusive.kind(), range)?;
     call(file, libc::F_OFD_GETLK, &mut lock).or_else(|error| {
-        // A kernel that supports only process locks.
+        // The kernel supports only process locks.
         if knows_no_locks(&error) { call(file, libc::F_GETLK, &mut lock) } else { Err(error) }
     })?;
     let mode = match libc::c_int::from(lock.l_type) {
@@ -77,7 +77,7 @@ pub(super) fn conflict(file: &File, range: Range<u64>) -> io::Result<Option<Conf
     Ok(Some(Conflict { mode, process }))
 }
 
-/// Whether the error means that the file system or the kernel does not support this kind of lock.
+/// Returns whether the error means that the file system or the kernel does not support this kind of lock.
 pub(super) fn knows_no_locks(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOLCK | libc::EOPNOTSUPP))
 }
@@ -94,7 +94,7 @@ impl Mode {
 /// Builds the system's description of a lock.
 fn described(kind: libc::c_int, range: Range<u64>) -> io::Result<libc::flock> {
     let offset = |at: u64| libc::off_t::try_from(at).map_err(io::Error::other);
-    // A length of 0 stands for all bytes from the start on.
+    // A length of 0 represents all bytes from the start on.
     let len = if range.end == NO_END { 0 } else { offset(range.end)? - offset(range.start)? };
     Ok(libc::flock {
         l_type: kind as libc::c_short,
@@ -106,8 +106,8 @@ fn described(kind: libc::c_int, range: Range<u64>) -> io::Result<libc::flock> {
 }
 
 fn call(file: &File, command: libc::c_int, lock: &mut libc::flock) -> io::Result<()> {
-    // SAFETY: the descriptor is open for as long as `file` is borrowed, and each of these commands reads and
-    // writes only the structure that it is given, which lives until the call returns.
+    // SAFETY: the descriptor is open for as long as `file` is borrowed, and each of these commands reads and writes
+    // only the structure passed to it, which lives until the call returns.
     let done = unsafe { libc::fcntl(file.as_raw_fd(), command, ptr::from_mut(lock)) };
     if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }

@@ -1,4 +1,4 @@
-//! A store directory as the format crate reads it: `ReadAt` on top of [`Disk`].
+//! Implements `ReadAt` of the format crate on top of [`Disk`].
 
 use std::collections::HashMap;
 use std::io;
@@ -11,34 +11,34 @@ use crate::base::sync::Mutex;
 use crate::disk::{Disk, DiskFile};
 use crate::error::Error;
 
-/// The maximum number of files that one source keeps open: those of a long history would exceed the process's
+/// The maximum number of files that one source keeps open. The files of a long history would exceed the process's
 /// limit.
 const FILES_OPEN_MAX: usize = 64;
 
-/// Reads a store directory. Keeps some of the files open.
+/// A reader of a store directory, which keeps some files open between reads.
 pub(crate) struct DiskSource {
     disk: Arc<dyn Disk>,
     way: ReadPath,
     files: Mutex<HashMap<FileName, Arc<dyn DiskFile>>>,
-    /// The uncached ranges, if this source records them.
+    /// The uncached ranges of segments, if this source records them.
     uncached: Option<Uncached>,
 }
 
-/// The bytes of segments that were not in the page cache when a source first opened them. That source read
-/// them from the medium, so a reader that needs the medium's bytes need not read them again (I6). This
-/// replays an uncached log from ext4 in two thirds of the time.
+/// The byte ranges of segments that were not in the page cache when the recording source first opened them. That source
+/// read them from the medium, so a reader that needs the medium's bytes can skip them (I6). This reduces the time to
+/// replay an uncached log from ext4 by a third.
 type Uncached = Arc<Mutex<HashMap<FileName, Vec<Range<u64>>>>>;
 
-/// How a source reads its bytes.
+/// The path from the medium through which a source reads bytes.
 #[derive(Clone, Copy)]
 enum ReadPath {
-    /// The bytes that other processes see, through the page cache.
+    /// Through the page cache: the bytes that other processes see.
     Visible,
-    /// The medium, if the system allows reads past its cache.
+    /// From the medium, if the system allows reads past its cache.
     PastCache,
-    /// Cached bytes from the cache, the rest from the medium.
+    /// From the cache where bytes are cached, otherwise from the medium.
     Proven,
-    /// The medium, except for bytes that another source read from it.
+    /// From the medium, except for bytes that another source has read from there.
     PastCacheOnce,
 }
 
@@ -48,7 +48,7 @@ impl DiskSource {
         Self::by(disk, ReadPath::Visible)
     }
 
-    /// Creates a source that reads through the page cache, and records which bytes come from the medium. See
+    /// Creates a source that reads through the page cache, and records which bytes it reads from the medium. See
     /// [`past_cache_once`](Self::past_cache_once).
     pub fn noting(disk: Arc<dyn Disk>) -> Self {
         Self { uncached: Some(Arc::default()), ..Self::by(disk, ReadPath::Visible) }
@@ -64,16 +64,17 @@ impl DiskSource {
         Self::past_cache(self.disk.clone())
     }
 
-    /// Creates a source that reads cached bytes from the cache, and the rest from the medium. Use this only
-    /// for bytes that were read past the cache since they were synced (I6).
+    /// Creates a source that reads cached bytes from the cache, and all others from the medium. Use this only for bytes
+    /// that were read past the cache after their last sync (I6).
     pub fn proven(disk: Arc<dyn Disk>) -> Self {
         Self::by(disk, ReadPath::Proven)
     }
 
-    /// Returns a source that reads each byte from the medium once (I6): past the cache for bytes that this
-    /// recording source may have read from the cache, and normally for bytes that this source read from the
-    /// medium. Use this only for synced bytes that this source has read, and that no writer touched since it
-    /// was created.
+    /// Returns a source that completes the reads of this recording source, so that each byte is read from the medium
+    /// once (I6). It reads past the cache only the bytes that this source may have read from the cache.
+    ///
+    /// Use this only for synced bytes that this source has read, and that no writer has modified since this source was
+    /// created.
     pub fn past_cache_once(&self) -> Self {
         let uncached = self.uncached.clone();
         Self { uncached, ..Self::by(self.disk.clone(), ReadPath::PastCacheOnce) }
@@ -83,9 +84,9 @@ impl DiskSource {
         Self { disk, way, files: Mutex::default(), uncached: None }
     }
 
-    /// Whether a file, which this source may still keep open, has lost its name. An image file loses its name
-    /// before its bytes are overwritten (I13): if the name is gone, the bytes read prove nothing about the
-    /// store. A system error counts as unknown and returns `false`.
+    /// Returns whether a file has lost its name, even if this source keeps the file open. An image file loses its name
+    /// before it is overwritten (I13), so bytes read from a file without a name prove nothing about the store. Returns
+    /// `false` if the system returns an error.
     pub fn is_gone(&self, file: FileName) -> bool {
         Self::new(self.disk.clone()).len(file).is_ok_and(|len| len.is_none())
     }
@@ -104,13 +105,12 @@ impl DiskSource {
             return Ok(open.clone());
         }
         let open = self.disk.open(file, false)?;
-        // Queried before anything of the file is read. Only for segments, because no reader asks about other
-        // files.
+        // The cache is queried before any byte of the file is read. Only segments are queried, because readers need the
+        // ranges of no other file.
         if let (ReadPath::Visible, Some(uncached), FileName::Segment(_)) = (self.way, &self.uncached, file) {
             uncached.lock().entry(file).or_insert_with(|| {
                 let ranges = open.uncached();
-                // I6: the lookup is a binary search. Unordered ranges would make it treat a cached range as
-                // uncached.
+                // I6: the lookup is a binary search. Unordered ranges would make it treat a cached range as uncached.
                 assert!(ranges.windows(2).all(|pair| pair[0].end < pair[1].start));
                 ranges
             });

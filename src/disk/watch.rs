@@ -1,12 +1,11 @@
-//! Waiting for changes in a folder, using inotify.
+//! Waits for changes in a folder, using inotify.
 //!
-//! A user may have a few hundred inotify instances. So all followers of a folder in this process share one,
-//! and one thread that reads from it ([`Hub`]). A forked child has no such thread, and the parent's watch
-//! belongs to the parent: the child starts with none.
+//! A user may have a few hundred inotify instances. Therefore all followers of a folder in this process share one
+//! instance and one thread that reads from it ([`Hub`]). A forked child has no such thread, and starts without hubs.
 //!
 //! Notifications are best effort. Stores into a mapping cause no event, so their writer causes one
-//! ([`super::Disk::notify_watchers`]), and some file systems provide none at all. If the system has no more
-//! watches, a wait takes its full time.
+//! ([`super::Disk::notify_watchers`]). Some file systems provide no events at all. If the system has no more watches, a
+//! wait takes its full time.
 
 use std::collections::HashMap;
 use std::io;
@@ -25,19 +24,19 @@ use crate::base::process::{ForkGuard, PerProcess};
 use crate::base::sync::threads;
 use crate::base::sync::{Condvar, Instant, Mutex};
 
-/// The events of writes, including the one that a writer causes to report stores into a mapping.
+/// The events of writes, including the event that a writer causes to report stores into a mapping.
 const WRITES: ReadFlags = ReadFlags::MODIFY.union(ReadFlags::CLOSE_WRITE);
 
-/// Room for a few dozen events at a time.
+/// The size in bytes of the buffer for events, sufficient for a few dozen events.
 const EVENTS_LEN: usize = 4096;
 
-/// A folder's device and inode, the same for each of its paths.
+/// A folder's device and inode, which identify it regardless of its path.
 type FolderId = (u64, u64);
 
 /// The hubs of the folders that this process watches.
 static HUBS: PerProcess<Mutex<HashMap<FolderId, Weak<ForkGuard<Hub>>>>> = PerProcess::new();
 
-/// Watches the folder at `path`. If that is not possible, each wait takes its full time.
+/// Watches the folder at `path`. If watching is not possible, each wait takes its full time.
 pub(super) fn watch(path: &Path) -> Box<dyn Watch> {
     match subscribe(path) {
         Ok(hub) => {
@@ -51,7 +50,7 @@ pub(super) fn watch(path: &Path) -> Box<dyn Watch> {
     }
 }
 
-/// Returns the hub of a folder, starting one if needed.
+/// Returns the hub of a folder, and starts it if needed.
 fn subscribe(path: &Path) -> io::Result<Arc<ForkGuard<Hub>>> {
     let metadata = std::fs::metadata(path)?;
     let folder = (metadata.dev(), metadata.ino());
@@ -74,7 +73,7 @@ struct Hub {
     news: Arc<WatchState>,
 }
 
-/// The events of a folder so far.
+/// The events of a folder so far, and a condition variable that reports new ones.
 #[derive(Default)]
 struct WatchState {
     count: Mutex<Count>,
@@ -83,11 +82,11 @@ struct WatchState {
 
 #[derive(Clone, Default)]
 struct Count {
-    /// The number of times a file was written, created, renamed or removed.
+    /// The number of writes, creations, renames and removals of files so far.
     events: u64,
-    /// The number of those events that changed a name.
+    /// The number of events that changed a name.
     names: u64,
-    /// Whether no more events will come: the folder was removed, or the system cannot report them.
+    /// Whether no more events will arrive, because the folder was removed or the system cannot report events.
     is_over: bool,
 }
 
@@ -105,7 +104,7 @@ impl Hub {
 }
 
 impl Drop for Hub {
-    /// Removes the watch. The removal is itself an event, which ends the thread.
+    /// Removes the watch. The removal causes an event, which ends the thread.
     fn drop(&mut self) {
         if let Err(errno) = inotify::remove_watch(&*self.inotify, self.watch) {
             tracing::debug!(%errno, "the folder was gone before its watch");
@@ -113,7 +112,7 @@ impl Drop for Hub {
     }
 }
 
-/// The body of a hub's thread: counts events and wakes subscribers.
+/// Runs a hub's thread: counts events and wakes subscribers.
 fn report(inotify: &OwnedFd, news: &WatchState) {
     loop {
         let found = match poll(&mut [PollFd::new(inotify, PollFlags::IN)], None) {
@@ -142,13 +141,13 @@ fn report(inotify: &OwnedFd, news: &WatchState) {
     }
 }
 
-/// The kinds of a batch of events.
+/// The kinds of events found in one read.
 struct WatchEvents {
     names: bool,
     is_over: bool,
 }
 
-/// Reads all pending events.
+/// Reads all pending events and returns their kinds.
 fn drain(inotify: &OwnedFd) -> rustix::io::Result<WatchEvents> {
     let mut found = WatchEvents { names: false, is_over: false };
     let mut room = [MaybeUninit::uninit(); EVENTS_LEN];
@@ -167,7 +166,7 @@ fn drain(inotify: &OwnedFd) -> rustix::io::Result<WatchEvents> {
     }
 }
 
-/// A subscriber to a folder's events, with the count that it has seen so far.
+/// A subscriber to a folder's events, with the counts that it has observed.
 struct Subscription {
     hub: Arc<ForkGuard<Hub>>,
     seen: Count,
@@ -182,7 +181,7 @@ impl Watch for Subscription {
         let until = Instant::now().checked_add(timeout);
         let WatchState { count, changed } = &*self.hub.news;
         let mut count = count.lock();
-        // If no more events will come, a wait takes its full time.
+        // If no more events will arrive, a wait takes its full time.
         while count.events == self.seen.events || (count.is_over && self.seen.is_over) {
             match until {
                 Some(until) if changed.wait_until(&mut count, until).timed_out() => return false,

@@ -41,8 +41,8 @@ impl Store {
     /// # Errors
     /// Same as [`Store::submit`]; [`Error::Poisoned`] if the store fails during the wait.
     pub fn commit(&self, batch: impl Into<WriteBatch>) -> Result<CommitReceipt> {
-        // No ticket is made: it would increment the engine's reference count, one word that all threads
-        // contend for.
+        // No ticket is created: a ticket would increment the engine's reference count, a word that all threads contend
+        // for.
         let committed = self.log_batch(&batch.into())?;
         wait(self.parts.options.ack, committed.position.lsn, self.engine())?;
         Ok(committed)
@@ -54,14 +54,12 @@ impl Store {
         Ok(CommitReceipt { position: Position { incarnation: point.incarnation, lsn: point.lsn }, pages })
     }
 
-    /// Sets the contents of the page with key `key` to `bytes`, creating the page in `place` if it does not
-    /// exist.
+    /// Sets the contents of the page with key `key` to `bytes`, creating the page in `place` if it does not exist.
+    /// Returns the page and the batch's position in the log.
     ///
     /// An existing page keeps its place and metadata. The change is one batch, and the call waits for the
-    /// acknowledgement set by [`Options::ack`]. Returns the page and the batch's position in the log.
-    ///
-    /// Other threads may put, resize or delete the same key concurrently: each call takes effect as one
-    /// batch, before or after theirs.
+    /// acknowledgement set by [`Options::ack`]. Other threads may put, resize or delete the same key concurrently:
+    /// their batches take effect entirely before or after this one.
     ///
     /// ```
     /// use remanent::{Key, Options, Place, Store};
@@ -117,7 +115,8 @@ impl Store {
             let mut batch = self.batch();
             let known = match self.page_by_key(&key) {
                 Ok(info) => {
-                    // Checked under the submission lock: if the page changes first, it is looked up again.
+                    // The epoch is checked under the submission lock. If the page changed in between, the loop looks
+                    // the page up again.
                     batch.expect_epoch(info.page, info.epoch);
                     if info.len != bytes.len() as u64 {
                         batch.resize(info.page, bytes.len() as u64);
@@ -135,8 +134,8 @@ impl Store {
             };
             match self.commit(batch) {
                 Err(Error::Conflict { .. } | Error::UnknownPage { .. } | Error::KeyTaken { .. }) => {
-                    // The conflicting batch is submitted, but lookups see it only once it is logged. With a
-                    // direct log that takes a sync.
+                    // The conflicting batch is submitted, but lookups find it only after it is logged. With a direct
+                    // log, that requires a sync.
                     let newest = self.committer().lock().lsn();
                     self.engine().log.wait_logged(newest)?;
                 }
@@ -198,9 +197,8 @@ impl Store {
         self.in_store(self.parts.prefetcher.prefetch(pages, place))
     }
 
-    /// Creates a [`ReadAhead`], which prefetches pages to `place` for a caller that uses them in a known
-    /// sequence of steps. How many steps it prefetches follows from how long the pages take to arrive.
-    /// [`ReadAhead`] has an example.
+    /// Creates a [`ReadAhead`], which prefetches pages to `place` for a caller that uses pages in a known sequence of
+    /// steps. The number of steps to prefetch adapts to the time that pages take to arrive.
     ///
     /// # Errors
     /// [`Error::Forked`].
@@ -253,7 +251,7 @@ impl Store {
         going.into_iter().try_for_each(|(below, pages)| self.ensure(&pages, below).map(drop))
     }
 
-    /// Returns the tiers that the store was opened with.
+    /// Returns the tiers that the store was opened with, or an error if there are none.
     fn tiers(&self) -> Result<&Tiers> {
         self.check_process()?;
         let none = || Error::InvalidOption { option: "tiers", reason: "the store has none".to_owned() };

@@ -1,10 +1,10 @@
 //! Reads the bytes of one page.
 //!
-//! Pages in host memory are read by the calling thread: piece by piece under the memory's lock, checking
-//! after each piece that the page is still at its version. A batch installs its versions before the applier
-//! changes a byte, so if the version is unchanged, no batch wrote to the page during the read. Pinned pages
-//! beside a GPU are read in the same way, as long as no list in flight writes to them. The applier reads all
-//! other pages between two batches: those in GPU memory, and those that keep changing during the read.
+//! The calling thread reads pages in host memory. It copies a page in pieces under the memory's lock, and checks after
+//! each piece that the page still has the same version. A batch installs its versions before the applier changes a
+//! byte, so an unchanged version proves that no batch wrote to the page during the read. Pinned pages in a store on a
+//! GPU are read in the same way while no command list in flight writes to them. The applier reads all other pages
+//! between two batches: pages in GPU memory, and pages that batches change during every attempt.
 
 use remanent_format::{Lsn, PageId, PageInfo, Place};
 
@@ -14,30 +14,29 @@ use crate::error::{Error, Result};
 #[cfg(doc)]
 use crate::options::PageLoad;
 
-/// Bytes of a page that are copied under its lock at a time.
+/// The number of bytes of a page that are copied under its lock at a time.
 const PIECE_LEN: usize = 64 << 10;
-/// Attempts by the calling thread before the applier reads the page.
+/// The number of attempts by the calling thread before the applier reads the page.
 const TRIES: usize = 2;
 
 impl Store {
-    /// Fills `out` with the page's bytes starting at `offset`, and returns the batch as of which they were
-    /// read.
+    /// Fills `out` with the page's bytes starting at `offset`, and returns the newest batch that the bytes reflect.
     ///
-    /// That batch is at least as new as every batch that any call had acknowledged as logged before this call
+    /// The returned batch is at least as new as every batch that any call had acknowledged as logged before this call
     /// began; see [`Store::page`].
     ///
-    /// The calling thread reads pages in the host's own memory, and waits only for batches of this page that
-    /// are logged but not yet applied. Pinned pages beside a single GPU are read in the same way, unless the
-    /// GPU is writing to them. With several GPUs, all pages are read in batch order.
+    /// The calling thread reads pages in host memory, and waits only for batches of this page that are logged but not
+    /// yet applied. Pinned pages in a store with a single GPU are read in the same way, unless the GPU is writing to
+    /// them. With several GPUs, all pages are read in batch order.
     ///
-    /// More than 64 KiB of GPU memory are first copied to a scratch buffer on the GPU, so that commits
-    /// continue during the transfer to the host. Deltas wait for the whole transfer if the budget has no room
-    /// for that buffer, or if the scratch buffers in use on that GPU would exceed 1 GiB in total.
+    /// Ranges of more than 64 KiB in GPU memory are first copied to a scratch buffer on the GPU, so that commits
+    /// continue during the transfer to the host. Deltas wait for the whole transfer if the budget has no room for the
+    /// scratch buffer, or if the scratch buffers in use on that GPU would exceed 1 GiB in total.
     ///
     /// # Errors
     /// [`Error::UnknownPage`], [`Error::OutOfBounds`]; [`Error::Damaged`] if the page was not loaded yet
-    /// ([`PageLoad::OnDemand`]) and its image is damaged; [`Error::Poisoned`] if the device has failed, now
-    /// or in an earlier batch. A store that was poisoned by its disk can still be read.
+    /// ([`PageLoad::OnDemand`]) and its image is damaged; [`Error::Poisoned`] if the device has failed, now or in an
+    /// earlier batch. A store that was poisoned by its disk can still be read.
     pub fn read(&self, page: PageId, offset: u64, out: &mut [u8]) -> Result<Lsn> {
         self.check_process()?;
         self.read_bytes(page, offset, out).map(|(_, lsn)| lsn)
@@ -69,8 +68,8 @@ impl Store {
         self.read_by_key(key.as_ref(), |page| self.read_bytes(page, offset, out)).map(|(info, _)| info)
     }
 
-    /// Calls `read` with the page that has this key, and again if that page was deleted after the lookup:
-    /// another page may have the key by then, or none.
+    /// Calls `read` with the page that has the key `key`. If that page was deleted after the lookup, looks the key up
+    /// again, because another page may have the key by then.
     fn read_by_key<R>(&self, key: &[u8], mut read: impl FnMut(PageId) -> Result<R>) -> Result<R> {
         loop {
             match read(self.page_by_key(key)?.page) {
@@ -80,7 +79,7 @@ impl Store {
         }
     }
 
-    /// Returns all bytes of the page with this key, or `None` if no page has it.
+    /// Returns all bytes of the page with key `key`, or `None` if no page has this key.
     ///
     /// ```
     /// use remanent::{Options, Place, Store};
@@ -92,7 +91,7 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// Same as [`Store::read_to_vec`]; [`Error::InvalidKey`] if no page can have this key.
+    /// Same as [`Store::read_to_vec`]; [`Error::InvalidKey`] if `key` is not a valid key.
     pub fn get(&self, key: impl AsRef<[u8]>) -> Result<Option<Vec<u8>>> {
         match self.read_by_key(key.as_ref(), |page| self.read_to_vec(page)) {
             Err(Error::UnknownKey { .. }) => Ok(None),
@@ -100,8 +99,7 @@ impl Store {
         }
     }
 
-    /// Returns all bytes of a page. Contents and length belong to the same state, and the length need not be
-    /// known beforehand.
+    /// Returns all bytes of a page. Contents and length belong to the same state.
     ///
     /// ```
     /// use remanent::{Options, Place, Store};
@@ -160,8 +158,8 @@ impl Store {
         Ok(info)
     }
 
-    /// Reads bytes of a page. Returns the page's information as of these bytes, and the batch as of which
-    /// they were read.
+    /// Fills `out` with bytes of a page. Returns the page's information that belongs to these bytes, and the newest
+    /// batch that they reflect.
     fn read_bytes(&self, page: PageId, offset: u64, out: &mut [u8]) -> Result<(PageInfo, Lsn)> {
         let len = out.len() as u64;
         self.engine().versions.used(page);
@@ -182,10 +180,10 @@ impl Store {
         Ok((info, lsn))
     }
 
-    /// Reads bytes of a version of a page, provided that it is the newest version.
+    /// Fills `out` with bytes of the page version `info`.
     ///
     /// # Errors
-    /// `Overtaken` if it is not.
+    /// `Overtaken` if the page has a newer version.
     pub(super) fn read_as_of(&self, info: &PageInfo, offset: u64, out: &mut [u8]) -> Result<()> {
         let PageInfo { page, lsn, .. } = *info;
         let overtaken = || Error::Overtaken { lsn, snapshot: None };
@@ -200,7 +198,7 @@ impl Store {
         }
         let len = out.len() as u64;
         let Engine { applier, device, staging, poison, .. } = self.engine();
-        // The page may be shorter by now, or deleted. Either makes it another version.
+        // If the page was shortened or deleted in between, its Lsn differs, and nothing is read.
         let range = move |now: &PageInfo| if now.lsn == lsn { (offset, len) } else { (0, 0) };
         match applier.read(&**device, staging, page, len, range) {
             Ok((now, _, bytes)) => {
@@ -216,11 +214,11 @@ impl Store {
         }
     }
 
-    /// Reads bytes of the newest version of a page on this thread, and returns the batch as of which they
-    /// were read. Returns `None`, with `out` unspecified, if the page has a newer version by then, or if this
-    /// thread cannot read it.
+    /// Fills `out` with bytes of the page version `info` on the calling thread, and returns the newest batch that the
+    /// bytes reflect. Returns `None`, with `out` unspecified, if the page has a newer version or the calling thread
+    /// cannot read the page.
     ///
-    /// In either case the applier has reached this version when this returns.
+    /// On return, the applier has applied the batch of this version in either case.
     pub(super) fn read_version(&self, info: &PageInfo, offset: u64, out: &mut [u8]) -> Result<Option<Lsn>> {
         let Engine { applier, versions, device, .. } = self.engine();
         applier.unloaded().wait([info.page])?;
@@ -230,7 +228,7 @@ impl Store {
         if info.place == Place::Disk {
             return self.read_on_disk(info, offset, out);
         }
-        // After a list was lost, memory is not read at all. The applier reports the error.
+        // After a command list has failed, page memory is not read. The applier reports the error.
         if !device.reads_now() || !applier.has_applied(info.lsn) {
             return Ok(None);
         }
@@ -246,8 +244,7 @@ impl Store {
         Ok(applier.has_applied(info.lsn).then_some(lsn))
     }
 
-    /// Like [`read_version`](Self::read_version), for a page on disk. Reads directly into the caller's
-    /// memory, however long the range is.
+    /// Reads a page on disk like [`read_version`](Self::read_version), directly into `out`.
     fn read_on_disk(&self, info: &PageInfo, offset: u64, out: &mut [u8]) -> Result<Option<Lsn>> {
         let (page, lsn, range) = (info.page, info.lsn, offset..offset + out.len() as u64);
         let caught = self.engine().applier.turn(move |turn| {
@@ -262,7 +259,8 @@ impl Store {
     }
 }
 
-/// Sets the length of a buffer to `len` bytes. The contents are unspecified.
+/// Sets the length of `buffer` to `len` bytes with unspecified contents, or returns an error if the memory cannot be
+/// allocated.
 pub(super) fn make_room(buffer: &mut Vec<u8>, len: u64) -> Result<()> {
     let refused = || Error::OutOfMemory { place: Place::Host, len };
     let wanted = usize::try_from(len).map_err(|_| refused())?;

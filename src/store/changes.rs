@@ -8,12 +8,12 @@ use crate::error::Result;
 use crate::{applier::ChangeEvent, error::Error};
 
 impl Store {
-    /// Returns a stream of the changes that each batch makes from now on: which pages, which of their bytes,
-    /// and how. A batch is reported once it is applied.
+    /// Returns a stream of the changes that each batch makes from now on: the changed pages, the changed bytes, and the
+    /// kinds of change. A batch is reported after it is applied.
     ///
     /// Batches never wait for the stream. A subscriber that falls behind by some 65,000 changes receives
-    /// [`ChangeEvent::Lagged`] in place of the batches that it missed. A restore replaces all pages, so it is
-    /// also reported as [`ChangeEvent::Lagged`].
+    /// [`ChangeEvent::Lagged`] in place of the batches that it missed. A restore replaces all pages, so it is also
+    /// reported as [`ChangeEvent::Lagged`].
     ///
     /// ```
     /// use remanent::follow::{AppliedChange, ChangeEvent};

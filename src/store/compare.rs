@@ -1,15 +1,12 @@
 //! Compares two pages, element by element.
 //!
-//! If kernels can reach the pages and both are in one place, the device compares them there. It makes a
-//! bitmap of the elements that differ and counts its bits, with the same kernels that find the changes of a
-//! capture. Only a count and an index are copied to the host. The whole comparison is one turn of the
-//! applier, so both pages are as of one batch.
+//! If both pages are in the same place and kernels can access them, the device compares them. The device builds a
+//! bitmap of the differing elements and counts its bits, with the same kernels that find the changes of a capture. Only
+//! a count and an index are copied to the host. The whole comparison runs in one turn of the applier, so both pages
+//! belong to the same state.
 //!
-//! The calling thread compares all other pages, reading them in pieces. It looks both pages up together, and
-//! starts again if a batch changes one of them during the comparison. The third attempt blocks batches, so
-//! that it completes.
-//!
-//! Nothing is written, so a crash loses nothing.
+//! The calling thread compares all other pages in pieces. It looks both pages up in one view, and starts again if a
+//! batch changes one of them during the comparison. The third attempt blocks batches, and so always completes.
 
 use remanent_format::{Lsn, PageId, PageInfo, Place, Width};
 
@@ -22,16 +19,16 @@ use crate::error::{Error, Result};
 use crate::memory::arena::PageMemory;
 use crate::memory::staging::{StagingBuf, StagingPool};
 
-/// Bytes that the device compares with one pair of commands. Their bitmap takes at most 8 MiB.
+/// The number of bytes that the device compares with one pair of commands. Their bitmap occupies at most 8 MiB.
 const PART_LEN: u64 = 64 << 20;
-/// Bytes of each page that a thread compares at a time: a whole number of elements of any width.
+/// The number of bytes of each page that the calling thread compares at a time, a multiple of every element width.
 const PIECE_LEN: usize = 1 << 20;
-/// Attempts by a thread before it blocks batches.
+/// The number of attempts by the calling thread before it blocks batches.
 const TRIES: usize = 2;
-/// Bytes of a count or an index.
+/// The size in bytes of a count or an index that the device returns.
 const WORD_LEN: u64 = 4;
 
-/// The result of [`Store::compare`].
+/// The number and position of differing elements, returned by [`Store::compare`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Comparison {
@@ -39,9 +36,9 @@ pub struct Comparison {
     pub is_equal: bool,
     /// The number of elements that differ.
     pub differing: u64,
-    /// The index of the first element that differs; `None` if the pages are equal.
+    /// The index of the first element that differs, or `None` if the pages are equal.
     pub first: Option<u64>,
-    /// The batch as of which both pages were compared.
+    /// The newest batch that the compared contents of both pages reflect.
     pub lsn: Lsn,
 }
 
@@ -50,7 +47,7 @@ impl Comparison {
         Self { is_equal: true, differing: 0, first: None, lsn }
     }
 
-    /// Adds elements that differ. They must follow the elements added before.
+    /// Adds `differing` elements, the first of which has index `first`. Calls must be in ascending order.
     fn add(&mut self, differing: u64, first: u64) {
         if differing > 0 {
             self.is_equal = false;
@@ -63,13 +60,13 @@ impl Comparison {
 /// A comparison in flight on the device.
 struct Comparing {
     pending: Pending,
-    /// The memory of the bitmap, which is freed when the list is done.
+    /// The memory of the bitmap, freed when the command list completes.
     scratch: Vec<PageMemory>,
     parts: Vec<Part>,
     lsn: Lsn,
 }
 
-/// A range of both pages that one pair of commands compares.
+/// A range of both pages, compared by one pair of commands.
 #[derive(Clone, Copy)]
 struct Part {
     offset: u64,
@@ -78,8 +75,8 @@ struct Part {
 }
 
 impl Part {
-    /// Divides pages of `len` bytes into parts. An incomplete last element is a part of its own, compared
-    /// byte by byte.
+    /// Divides pages of `len` bytes into parts. An incomplete last element becomes a separate part, compared byte by
+    /// byte.
     fn all(len: u64, width: Width) -> Vec<Self> {
         let whole = len - len % width.bytes() as u64;
         let parts = (0..whole).step_by(PART_LEN as usize);
@@ -91,26 +88,25 @@ impl Part {
         parts
     }
 
-    /// Returns the length of the part's bitmap.
+    /// Returns the length in bytes of the part's bitmap.
     fn bits_len(&self) -> u64 {
         (self.len / self.width.bytes() as u64).div_ceil(8)
     }
 
-    /// Returns the range of a page that the part covers.
+    /// Returns the span of this part within a page.
     fn of(&self, page: Span) -> Span {
         Span { offset: page.offset + self.offset, len: self.len, ..page }
     }
 }
 
 impl Store {
-    /// Compares two pages of equal length element by element, as of one batch. An incomplete last element
-    /// counts as one element.
+    /// Compares two pages of equal length element by element, in the same state. An incomplete last element counts as
+    /// one element.
     ///
-    /// In a store on a GPU, two pages in the same place are compared on the GPU, in batch order; the bitmap
-    /// takes up to 8 MiB of the place's budget. The calling thread compares the pages itself if the store has
-    /// no GPU, if the two pages are in different places or on disk, or if the budget has no room for the
-    /// bitmap. If batches change the pages during its first two attempts, the third attempt blocks all
-    /// batches until it is done.
+    /// In a store on a GPU, two pages in the same place are compared on the GPU, in batch order, with a bitmap of up to
+    /// 8 MiB in the place's budget. The calling thread compares the pages if the store has no GPU, if the pages are in
+    /// different places or on disk, or if the budget has no room for the bitmap. If batches change the pages during the
+    /// first two attempts of the calling thread, the third attempt blocks all batches until it is complete.
     ///
     /// ```
     /// use remanent::batch::Width;
@@ -127,8 +123,7 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// [`Error::UnknownPage`]; [`Error::LengthsDiffer`]; [`Error::OutOfMemory`]; the errors of
-    /// [`Store::read`].
+    /// [`Error::UnknownPage`]; [`Error::LengthsDiffer`]; [`Error::OutOfMemory`]; the errors of [`Store::read`].
     pub fn compare(&self, left: PageId, right: PageId, width: Width) -> Result<Comparison> {
         self.of_device(|| match self.compare_on_device([left, right], width)? {
             Some(compared) => Ok(compared),
@@ -148,7 +143,7 @@ impl Store {
         let fence = pending.fence();
         let mut returned = match pending.finish(&**device) {
             Ok(returned) => returned,
-            // The list may still use the bitmap.
+            // The command list may still use the bitmap.
             Err(error) => {
                 scratch.into_iter().for_each(|piece| arena.retire(piece, fence));
                 return Err(error);
@@ -164,7 +159,7 @@ impl Store {
             let begin = part.offset / width.bytes() as u64;
             match word(number) {
                 0 => {}
-                // The incomplete last element.
+                // An incomplete last element counts once.
                 _ if part.width != width => compared.add(1, begin),
                 count => compared.add(count, begin + word(parts.len() + number)),
             }
@@ -173,7 +168,7 @@ impl Store {
         Ok(Some(compared))
     }
 
-    /// Compares pages in pieces, on this thread.
+    /// Compares pages in pieces on the calling thread.
     fn compare_here(&self, pages: [PageId; 2], width: Width) -> Result<Comparison> {
         for _ in 0..TRIES {
             match self.compare_versions(pages, width) {
@@ -181,8 +176,8 @@ impl Store {
                 compared => return compared,
             }
         }
-        // While this lock is held, no batch can be submitted. Batches submitted before are visible once they
-        // are logged.
+        // While this lock is held, no batch can be submitted. Batches submitted earlier become visible once they are
+        // logged.
         let table = self.committer().lock();
         self.engine().log.wait_logged(table.lsn())?;
         self.compare_versions(pages, width)
@@ -238,7 +233,7 @@ fn begin(
     };
     let submitted = match &scratch[..] {
         [bitmap] => compare(turn, pool, [one, other], &parts, (bitmap, bits_len)).map(Some),
-        // The page is so long that bitmap and indices need more than one piece of scratch.
+        // The pages are so long that the bitmap and the indices do not fit in one allocation of scratch memory.
         _ => Ok(None),
     };
     match submitted {
@@ -263,7 +258,7 @@ fn compare(
     let mut commands = Vec::with_capacity(2 * parts.len() + 1);
     for (number, part) in parts.iter().enumerate() {
         let bits = bitmap.part(0, part.bits_len());
-        // Room for one index: the kernel counts the others and does not store them.
+        // The kernel stores a single index, and counts the remaining differing elements without storing them.
         let indices = bitmap.part(bits_len + WORD_LEN * number as u64, WORD_LEN);
         let count = StagingSpan { index: 0, offset: WORD_LEN as usize * number, len: WORD_LEN as usize };
         let (left, right) = (part.of(left), part.of(right));
@@ -276,7 +271,7 @@ fn compare(
     turn.submit(CommandList { commands, staging: vec![staged.into_staging()] })
 }
 
-/// The bytes that are copied to the host: one count per part, then one index per part.
+/// Returns the number of bytes that are copied to the host: one count per part, then one index per part.
 fn found_len(parts: &[Part]) -> usize {
     2 * WORD_LEN as usize * parts.len()
 }
@@ -288,7 +283,6 @@ fn check_lens(left: &PageInfo, right: &PageInfo) -> Result<()> {
     Err(Error::LengthsDiffer { pages: [left.page, right.page], lens: [left.len, right.len] })
 }
 
-/// Returns the number of elements that differ and the index of the first one.
 fn differing(left: &[u8], right: &[u8], width: Width) -> (u64, u64) {
     if left == right {
         return (0, 0);

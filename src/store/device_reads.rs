@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::images::disk_pages::DiskPage;
 use crate::store::Store;
 
-/// A range of a page on disk, and the memory that receives it.
+/// A range of a page on disk, and the device memory to fill with it.
 struct DiskRead {
     page: DiskPage,
     offset: u64,
@@ -17,11 +17,11 @@ struct DiskRead {
 }
 
 impl Store {
-    /// Fills device memory with ranges of pages, all as of one batch, and returns that batch.
+    /// Fills device memory with ranges of pages, all from the same state, and returns the newest batch of that state.
     ///
-    /// Each entry names a page, an offset in it, and the memory to fill; the length of the memory sets the
-    /// number of bytes. All ranges are copied by one command list, so pages in GPU memory are copied at that
-    /// memory's speed. Pages on disk are read through the store's pinned memory.
+    /// Each entry consists of a page, an offset in the page, and the memory to fill. The length of the memory
+    /// determines the number of bytes. All ranges are copied by one command list, so pages in GPU memory are copied at
+    /// the speed of that memory. Pages on disk are read through the store's pinned memory.
     ///
     /// The memory ranges must not overlap. After an error, any of them may be partly or completely filled.
     ///
@@ -43,10 +43,10 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// [`Error::UnknownPage`], [`Error::OutOfBounds`]; [`Error::MemoryRefused`] for memory of another device,
-    /// memory that overlaps other memory in the call, and memory that a stream is using;
-    /// [`Error::MemoryInUse`] if a page lives in the memory; [`Error::Damaged`] as for [`Store::read`];
-    /// [`Error::Poisoned`] if the device has failed, now or in an earlier batch.
+    /// [`Error::UnknownPage`], [`Error::OutOfBounds`]; [`Error::MemoryRefused`] for memory of another device, memory
+    /// that overlaps other memory in the call, and memory that a stream is using; [`Error::MemoryInUse`] if a page
+    /// lives in the memory; [`Error::Damaged`] as for [`Store::read`]; [`Error::Poisoned`] if the device has failed,
+    /// now or in an earlier batch.
     pub fn read_device(&self, ranges: &[(PageId, u64, &DeviceBytes)]) -> Result<Lsn> {
         ranges.iter().for_each(|(page, ..)| self.engine().versions.used(*page));
         self.of_device(|| self.fill_memory(ranges))
@@ -58,7 +58,7 @@ impl Store {
         for (page, offset, bytes) in ranges {
             bytes.check_process()?;
             bytes.check_device(device)?;
-            // Held until all bytes have arrived.
+            // These guards are held until all bytes have arrived.
             let (use_of_range, target) = bytes.begin_write()?;
             push(&mut in_use, use_of_range)?;
             push(&mut wanted, (*page, *offset, target))?;
@@ -86,7 +86,7 @@ impl Store {
             let list = CommandList { commands, staging: Vec::new() };
             Ok((turn.applied.point.lsn, turn.submit(list)?, on_disk))
         })?;
-        // Even after a failed read, the list must finish before the caller may use the memory again.
+        // Even after a failed read, the command list must finish before the caller may use the memory again.
         let read = on_disk.iter().try_for_each(|read| read.page.upload(read.offset, staging, read.target));
         pending.finish(&**device)?;
         read.map(|()| lsn)

@@ -17,26 +17,25 @@ use crate::recovery::OpenPreview;
 use crate::snapshot::{AfterPublication, PROVERS_MAX, PruneReport, RetentionContext, SnapshotRequest};
 
 impl Store {
-    /// Takes a snapshot while commits continue, verifies it, and removes what retention no longer keeps.
+    /// Takes a snapshot while commits continue, verifies the snapshot, and removes data that retention no longer keeps.
     ///
-    /// The snapshot writes the pages that changed since the previous snapshot, and shares the images of all
-    /// other pages with it. Snapshots run one at a time; a second caller waits. A paced background snapshot
-    /// in progress is completed at full speed first.
+    /// The snapshot writes the pages that changed since the previous snapshot, and shares the images of all other pages
+    /// with that snapshot. Snapshots run one at a time: a second caller waits. If a rate-limited background snapshot is
+    /// in progress, it first completes at full speed.
     ///
-    /// If less than half of an image file is still named, the snapshot also rewrites the file's remaining
-    /// images, so that the file can be removed. It rewrites at most as many bytes as it writes anyway, or 4
-    /// MiB if that is more.
+    /// If less than half of an image file is still in use, the snapshot also rewrites the file's remaining images, so
+    /// that the file can be removed. It rewrites at most as many bytes as the changed pages have, or 4 MiB if that is
+    /// more.
     ///
-    /// On a full disk, the space of deleted pages is freed first, as far as retention permits. For this, a
-    /// *thin* snapshot replaces the newest one: it begins where that one begins, records which pages were
-    /// deleted, and writes no images. The snapshot is then tried once more.
+    /// On a full disk, the space of deleted pages is freed first, as far as retention permits. For this, the newest
+    /// snapshot is replaced by a *thin* snapshot, which has the same start, records the deleted pages, and writes no
+    /// images. Then the snapshot is attempted once more.
     ///
     /// # Errors
-    /// These leave the store unchanged: [`Error::DiskFull`]; [`Error::Io`] if the system is short of open
-    /// files, memory or threads; [`Error::OutOfMemory`]; and [`Error::Damaged`] if a page on disk cannot be
-    /// read from its image. Any other failure poisons the store. If only the resources for reading the
-    /// snapshot back are missing, the snapshot remains valid but not `verified`, and the next snapshot
-    /// verifies it.
+    /// These leave the store unchanged: [`Error::DiskFull`]; [`Error::Io`] if the system is short of open files, memory
+    /// or threads; [`Error::OutOfMemory`]; and [`Error::Damaged`] if a page on disk cannot be read from its image. Any
+    /// other failure poisons the store. If only the resources for reading the snapshot back are missing, the snapshot
+    /// remains valid but not `verified`, and the next snapshot verifies it.
     pub fn snapshot(&self) -> Result<SnapshotInfo> {
         self.check_process()?;
         self.snapshot_with(SnapshotOptions::new())
@@ -76,16 +75,14 @@ impl Store {
         self.in_store(taken)
     }
 
-    /// Verifies the images that long batches have written since the last snapshot, and returns how many bytes
-    /// of pages it read back.
+    /// Verifies the images that long batches have written since the last snapshot, and returns the number of page bytes
+    /// read back.
     ///
-    /// Such images hold new pages, and pages on disk that were overwritten as a whole. The next snapshot has
-    /// to verify them before it names them. A caller with many batches to commit before that snapshot can
-    /// call this from a thread of its own to do the work earlier. It reads with two threads, which leaves the
-    /// other cores free. Snapshots wait until this returns.
+    /// These images contain new pages, and pages on disk that were overwritten completely. The next snapshot must
+    /// verify them before it can use them. After many long batches, a separate thread can call this function to do that
+    /// work earlier. The function uses two threads for reading, and snapshots wait until it returns.
     ///
-    /// A damaged image is not an error here: the next snapshot writes the page again, or fails if it cannot,
-    /// as if it had found the damage itself.
+    /// Damaged images are not reported here. The next snapshot writes such a page again, or fails if it cannot.
     ///
     /// ```
     /// # use remanent::{Options, Place, Store, WriteBatch};
@@ -107,11 +104,11 @@ impl Store {
         snapshots.verify_pending_images(&snapshots.catalog.lock(), PROVERS_MAX)
     }
 
-    /// Waits until all published snapshots are verified, and everything that they replace has been removed.
+    /// Waits until all published snapshots are verified and the data that they replace has been removed.
     ///
     /// # Errors
-    /// [`Error::Poisoned`] if a snapshot on the medium differs from what was written, or if the store has
-    /// failed otherwise.
+    /// [`Error::Poisoned`] if a snapshot on the medium differs from what was written, or if the store has failed
+    /// otherwise.
     pub fn wait_verified(&self) -> Result<()> {
         self.check_process()?;
         let snapshots = &self.parts.snapshots;
@@ -123,8 +120,8 @@ impl Store {
         self.in_store(snapshots.finish(&mut catalog))
     }
 
-    /// Waits until `count` snapshots have ended since the store was opened, whether they succeeded or not.
-    /// Tests use this to wait for a background snapshot.
+    /// Waits until `count` snapshots have ended since the store was opened, successfully or not. Tests use this to wait
+    /// for a background snapshot.
     #[doc(hidden)]
     pub fn wait_for_snapshots(&self, count: u64) {
         if self.check_process().is_err() {
@@ -139,8 +136,8 @@ impl Store {
         self.parts.options.retention.clone()
     }
 
-    /// Returns what [`Store::prune`] would remove now, without removing it. This does not wait for a snapshot
-    /// in progress, and ignores the files that it is writing.
+    /// Returns what [`Store::prune`] would remove now, without removing it. The call does not wait for a snapshot in
+    /// progress, and ignores the files of that snapshot.
     ///
     /// # Errors
     /// Errors of the file system.
@@ -149,7 +146,7 @@ impl Store {
         self.in_store(self.parts.snapshots.would_prune(retention))
     }
 
-    /// Does the work of [`Store::would_prune_at`] on any disk. Tests use this with simulated ones.
+    /// Does the work of [`Store::would_prune_at`] on any disk. Tests use this with simulated disks.
     ///
     /// # Errors
     /// Same as [`Store::would_prune_at`].
@@ -171,16 +168,16 @@ impl Store {
         preview().map_err(|error: Error| error.in_store(&disk.label()))
     }
 
-    /// Removes the snapshots and files that `retention` does not keep. Nothing that a kept snapshot, the log
-    /// after it or a reader needs is removed.
+    /// Removes the snapshots and files that `retention` does not keep, and returns a report of them. Files that a kept
+    /// snapshot, the log after a kept snapshot, or a reader needs are never removed.
     ///
-    /// A snapshot whose name is given up remains if another rule keeps it, and then it keeps its name as
-    /// well. Log segments that were waiting for reuse are also removed, except for the reserve. The store's
-    /// own retention rules do not change.
+    /// If another rule keeps a snapshot whose name is given up, the snapshot remains and keeps its name. Log segments
+    /// that were waiting for reuse are also removed, except for the reserve. The store's own retention rules do not
+    /// change.
     ///
     /// # Errors
-    /// [`Error::DiskFull`] leaves the store unchanged. After an [`Error::Io`] because the system is short of
-    /// open files, the next call removes the rest. Any other failure poisons the store.
+    /// [`Error::DiskFull`] leaves the store unchanged. After an [`Error::Io`] because the system is short of open
+    /// files, the next call removes the rest. Any other failure poisons the store.
     pub fn prune(&self, retention: &Retention) -> Result<PruneReport> {
         self.check_process()?;
         let snapshots = &self.parts.snapshots;
@@ -188,7 +185,7 @@ impl Store {
         applier.unloaded().wait_all()?;
         poison.check()?;
         let pruned = snapshots.prune(&mut snapshots.catalog.lock(), retention).and_then(|pruned| {
-            // A caller that prunes wants the space rather than segments kept in reserve for later.
+            // A caller that prunes wants free space more than spare segments.
             self.engine().log.pool.release_surplus().map(|_| pruned)
         });
         self.in_store(pruned.map_err(|error| if error.is_passing() { error } else { poison.set(error) }))
@@ -204,17 +201,16 @@ impl Store {
         self.parts.snapshots.list()
     }
 
-    /// Restores all pages and the root to an earlier state: the state after a batch, or that of a snapshot
-    /// given by number or name.
+    /// Restores all pages and the root to an earlier state, given by batch, snapshot number or snapshot name, and
+    /// returns the position of the restoring batch.
     ///
-    /// A restore is itself a new batch, so the states that it replaces can be restored in turn. Page ids
-    /// allocated since then are not reused, and every page that changes gets an epoch above all epochs ever
-    /// assigned. Commits wait while it runs.
+    /// A restore is itself a new batch, so the states that it replaces can be restored later. Page ids allocated since
+    /// the earlier state are not reused, and every page that changes receives an epoch above all epochs ever assigned.
+    /// Commits wait while a restore runs.
     ///
-    /// The window of states begins at the end of the oldest snapshot whose following log is kept, and ends at
-    /// the newest batch. Before that window, only the states of named snapshots can be restored, each by its
-    /// own name, number or batch. The restore ends with a snapshot of the restored state; that snapshot
-    /// removes nothing, and later ones apply retention as usual.
+    /// States can be restored from the end of the oldest snapshot whose following log is kept, up to the newest batch.
+    /// Before that window, only named snapshots can be restored. The restore ends with a snapshot of the restored
+    /// state. That snapshot removes nothing, and later snapshots apply retention as usual.
     ///
     /// ```
     /// use remanent::{Options, Place, StatePoint, Store};
@@ -236,11 +232,11 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// These leave the store unchanged: [`Error::NoSnapshot`], [`Error::NoSnapshotNamed`],
-    /// [`Error::OutsideWindow`]; [`Error::Overtaken`] if an image that the state needs is gone;
-    /// [`Error::Damaged`], [`Error::OverBudget`], [`Error::OutOfMemory`], [`Error::DiskFull`]; [`Error::Io`]
-    /// if the system is short of a resource; and [`Error::Leased`] while any page is leased or pinned. A
-    /// later failure poisons the store, whose directory then holds the restored state.
+    /// These leave the store unchanged: [`Error::NoSnapshot`], [`Error::NoSnapshotNamed`], [`Error::OutsideWindow`];
+    /// [`Error::Overtaken`] if an image that the state needs is gone; [`Error::Damaged`], [`Error::OverBudget`],
+    /// [`Error::OutOfMemory`], [`Error::DiskFull`]; [`Error::Io`] if the system is short of a resource; and
+    /// [`Error::Leased`] while any page is leased or pinned. A later failure poisons the store, whose directory then
+    /// holds the restored state.
     pub fn restore<P>(&self, point: P) -> Result<Position>
     where
         P: TryInto<StatePoint, Error: Into<Error>>,
@@ -279,7 +275,7 @@ impl Store {
         let (keeps_others, then) = (true, AfterPublication::KeepAll);
         let request = SnapshotRequest { keeps_others, then, ..SnapshotRequest::default() };
         match snapshots.take(catalog, &request) {
-            // The restore is valid without the snapshot: recovery replays its record.
+            // The restore is complete even without the snapshot: recovery replays the restoring batch.
             Ok(_) | Err(Error::OutOfMemory { .. }) => {}
             Err(error) if error.is_passing() => {}
             Err(error) => return Err(error),

@@ -28,9 +28,8 @@ impl Store {
         self.of_device(|| self.committer().device_bytes(place, len))
     }
 
-    /// Returns whether the store can order its work with the caller's streams. It cannot if all pages live in
-    /// host memory: [`DeviceBytes::begin`], [`Lease::on`] and similar calls then return
-    /// [`Error::StreamRefused`].
+    /// Returns whether the store can order its work with the caller's streams. If all pages are in host memory, it
+    /// cannot: [`DeviceBytes::begin`], [`Lease::on`] and similar calls then return [`Error::StreamRefused`].
     ///
     /// ```
     /// use remanent::{DeviceChoice, Options, Store};
@@ -55,14 +54,14 @@ impl Store {
         self.of_device(|| self.committer().adopt(memory))
     }
 
-    /// Deletes a page and returns its memory to the caller, in one commit. The memory keeps its contents and
-    /// its address, so recovered weights become a framework's tensors without a copy.
+    /// Deletes a page and returns its memory to the caller, in one commit. The memory keeps its contents and its
+    /// address, so recovered weights can become a framework's tensors without a copy.
     ///
-    /// When this returns, the delete is durable regardless of [`Ack`](crate::Ack), so a later open does not
-    /// bring the page back. The store no longer uses the memory, and the work of ended leases on their
-    /// streams is complete. The memory counts toward the budget of its place until the last handle to it is
-    /// dropped. For a page that [lives in the caller's memory](WriteBatch::create_in), this returns the
-    /// handle that the page was created with.
+    /// When this call returns, the delete is durable regardless of [`Ack`](crate::Ack), so a later open does not
+    /// restore the page. The store no longer uses the memory, and the work of ended leases on their streams is
+    /// complete. The memory counts toward the budget of its place until the last handle to it is dropped. For a page
+    /// [created in caller-owned memory](WriteBatch::create_in), the call returns the handle that the page was created
+    /// with.
     ///
     /// ```
     /// use remanent::{Error, Options, Place, Store};
@@ -83,10 +82,10 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// These leave the store unchanged: [`Error::UnknownPage`]; [`Error::Leased`] if the page is leased or
-    /// pinned; [`Error::PlaceUnavailable`] if the page is on disk and has no memory; [`Error::Damaged`] as
-    /// for [`Store::read`]; the errors of [`Store::commit`]. If the store is poisoned before it hands the
-    /// memory out, the page may or may not be deleted; the next open shows which.
+    /// These leave the store unchanged: [`Error::UnknownPage`]; [`Error::Leased`] if the page is leased or pinned;
+    /// [`Error::PlaceUnavailable`] if the page is on disk and has no memory; [`Error::Damaged`] as for [`Store::read`];
+    /// the errors of [`Store::commit`]. If the store is poisoned before it hands the memory out, the page may or may
+    /// not be deleted; the next open shows which.
     pub fn release(&self, page: PageId) -> Result<DeviceBytes> {
         self.of_device(|| {
             let Engine { applier, leases, log, device, .. } = self.engine();
@@ -98,7 +97,8 @@ impl Store {
                 applier.wait_applied(point.lsn)?;
                 leases.wait_ended_of(page)
             });
-            // Taken in either case. If the memory is handed out later, the applier frees it.
+            // The handover is taken even after a failed wait. If the applier hands the memory out later, it frees the
+            // memory itself.
             let given = handover.take();
             match (waited, given) {
                 (Ok(()), Some((memory, fence))) => {
@@ -113,28 +113,28 @@ impl Store {
         })
     }
 
-    /// Copies a page to new memory in the same place, for kernels to write to. [`WriteBatch::capture`]
-    /// commits what they change there.
+    /// Copies a page to new memory in the same place, for kernels to modify. [`WriteBatch::capture`] commits their
+    /// changes.
     ///
-    /// `width` is the width of the page's elements; an element always changes as a whole. It must divide the
-    /// page's length.
+    /// `width` is the width of the page's elements, and must divide the page's length. An element always changes as a
+    /// whole.
     ///
     /// # Errors
     /// [`Error::UnknownPage`]; [`Error::MemoryRefused`] if the page is not a whole number of elements;
-    /// [`Error::OverBudget`], [`Error::OutOfMemory`]; [`Error::PlaceUnavailable`] for a page on disk, which
-    /// needs memory from the caller ([`Store::working_copy_in`]); a device error.
+    /// [`Error::OverBudget`], [`Error::OutOfMemory`]; [`Error::PlaceUnavailable`] for a page on disk, which needs
+    /// memory from the caller ([`Store::working_copy_in`]); a device error.
     pub fn working_copy(&self, page: PageId, width: Width, shadow: Shadow) -> Result<WorkingCopy> {
         let info = self.page(page)?;
         let memory = self.device_bytes(info.len, info.place)?;
         self.working_copy_in(page, &memory, width, shadow, InitialCopy::Load)
     }
 
-    /// Turns existing memory, such as a tensor or a cache, into a working copy of a page. The memory must be
-    /// as long as the page.
+    /// Turns existing memory, such as a tensor or a cache, into a working copy of a page. The memory must have the same
+    /// length as the page.
     ///
-    /// `initial_copy` states whether the memory receives the page's bytes now, or the page receives the
-    /// memory's bytes at the next capture. A newly allocated tensor therefore does not overwrite a recovered
-    /// page by accident.
+    /// `initial_copy` states the direction of the first copy: from the page to the memory now, or from the memory to
+    /// the page at the next capture. An explicit direction prevents a newly allocated tensor from overwriting a
+    /// recovered page by accident.
     ///
     /// ```
     /// use remanent::batch::{InitialCopy, Shadow, Width};
@@ -155,10 +155,10 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// [`Error::UnknownPage`]; [`Error::MemoryRefused`] if the memory has a different length than the page,
-    /// is not a whole number of elements, or is not aligned to them; [`Error::OverBudget`] and
-    /// [`Error::OutOfMemory`] for the shadow; for a page on disk, [`Error::PlaceUnavailable`] with
-    /// [`Shadow::Page`] and [`Error::Damaged`] as for [`Store::read`]; a device error.
+    /// [`Error::UnknownPage`]; [`Error::MemoryRefused`] if the memory has a different length than the page, is not a
+    /// whole number of elements, or is not aligned to them; [`Error::OverBudget`] and [`Error::OutOfMemory`] for the
+    /// shadow; for a page on disk, [`Error::PlaceUnavailable`] with [`Shadow::Page`] and [`Error::Damaged`] as for
+    /// [`Store::read`]; a device error.
     pub fn working_copy_in(
         &self,
         page: PageId,
@@ -170,31 +170,29 @@ impl Store {
         self.of_device(|| self.committer().working_copy(page, memory.clone(), width, shadow, initial_copy))
     }
 
-    /// Reloads a working copy from its page and discards its contents. Use this after a conflict, or to drop
+    /// Reloads a working copy from its page and discards the copy's contents. Use this after a conflict, or to drop
     /// changes that were not captured.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`]; [`Error::MemoryRefused`] if the page's length has changed; [`Error::Damaged`]
-    /// for a page on disk, as for [`Store::read`]; a device error.
+    /// [`Error::UnknownPage`]; [`Error::MemoryRefused`] if the page's length has changed; [`Error::Damaged`] for a page
+    /// on disk, as for [`Store::read`]; a device error.
     pub fn reload(&self, copy: &WorkingCopy) -> Result<()> {
         self.of_device(|| self.committer().load(copy, InitialCopy::Load))
     }
 
-    /// Checks that page memory matches the committed batches, and returns the pages that were changed without
-    /// one: by a kernel that wrote to the address of a lease, or past the end of its own memory.
+    /// Compares page memory with the committed batches, and returns the pages that were modified without a batch, for
+    /// example by a kernel that wrote to a leased address or past the end of its own memory.
     ///
-    /// The device computes a checksum of each page, in turns between batches. The checksums are compared with
-    /// those that follow from the newest snapshot and the log. If a snapshot contains exactly the current
-    /// version of a page, the check costs only the checksum; any other page is rebuilt on the host, one page
-    /// at a time. A CRC-32 misses one change in four billion.
+    /// The device computes a checksum of each page, in turns between batches. The audit compares these checksums with
+    /// those that the newest snapshot and the log imply. If a snapshot contains the current version of a page, its
+    /// check costs only the checksum. All other pages are rebuilt on the host, one at a time. A CRC-32 misses one
+    /// change in four billion.
     ///
-    /// A snapshot writes the current memory of every page that batches changed since the previous snapshot. A
-    /// stray write to such a page is therefore detected only by an audit before that snapshot, never by a
-    /// later one. To repair a page that an audit reports, reopen the store or commit a batch that overwrites
-    /// the whole page.
+    /// A snapshot writes the current memory of every page that batches changed since the previous snapshot. A stray
+    /// write to such a page is therefore detected only by an audit before that snapshot. To repair a reported page,
+    /// reopen the store or commit a batch that overwrites the whole page.
     ///
-    /// An audit waits for a snapshot in progress. It needs the memory of an open store, so no external tool
-    /// can run it.
+    /// An audit waits for a snapshot in progress. It needs the memory of an open store, so no external tool can run it.
     ///
     /// ```
     /// use remanent::{Options, Place, Store};
@@ -213,13 +211,13 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Damaged`] if the data on disk from which a page is rebuilt is damaged; [`Error::OutOfMemory`]
-    /// if the host has no memory for one page; a device error.
+    /// [`Error::Damaged`] if the data on disk from which a page is rebuilt is damaged; [`Error::OutOfMemory`] if the
+    /// host has no memory for one page; a device error.
     pub fn audit(&self) -> Result<Audit> {
         self.of_device(|| self.auditor().run())
     }
 
-    /// Runs a call whose device errors poison the store.
+    /// Runs `call`, and poisons the store if it returns a device error.
     pub(super) fn of_device<T>(&self, call: impl FnOnce() -> Result<T>) -> Result<T> {
         self.check_process()?;
         self.in_store(call().map_err(|error| self.engine().poison.set_by_device(error)))

@@ -1,6 +1,5 @@
-//! Publishes a store's counters and sizes through the `metrics` facade.
-//!
-//! They are published on request, when an exporter is read, so commits do not pay for them.
+//! Publishes a store's counters and sizes through the `metrics` facade, on request, so that commits do no work for
+//! metrics.
 
 use std::time::Duration;
 

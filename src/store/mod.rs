@@ -99,13 +99,14 @@ pub use crate::recovery::RecoveryReport;
 /// and `snapshot` (info), `sync` of the log (debug) and `commit` (trace). Without a subscriber a span costs
 /// one load.
 pub struct Store {
-    /// Not dropped in a forked child: the parent's threads do not exist there, and the files belong to the
-    /// parent.
+    /// The guard does not drop the parts in a forked child, where the parent's threads do not exist and the files
+    /// belong to the parent.
     parts: ForkGuard<StoreParts>,
     recovered: RecoveryReport,
-    /// Released last: until then no other process may open the directory.
+    /// The lock on the directory. It is the last field to be dropped, so that no other process can open the directory
+    /// earlier.
     _lock: Box<dyn DiskLock>,
-    /// A temporary directory, which lives as long as its store.
+    /// The directory of a temporary store, removed on drop.
     _directory: ForkGuard<Option<Box<dyn Any + Send + Sync>>>,
 }
 
@@ -113,16 +114,16 @@ pub struct Store {
 /// a thread that it waits for.
 struct StoreParts {
     prefetcher: PrefetchThread,
-    /// The thread that frees room in the tiers; `None` without tiers.
+    /// The thread that evicts pages from full tiers, or `None` without tiers.
     _tiers: Option<TierThread>,
     mover: Arc<PageMover>,
-    /// Dropped before the scrubber: a background snapshot that is cancelled releases the catalog, which a
-    /// scrub may be waiting for.
+    /// The thread of background snapshots. It is dropped before the scrubber: canceling a background snapshot releases
+    /// the catalog lock, which a scrub may be waiting for.
     _background: BackgroundSnapshots,
     _scrubber: Scrubber,
     _loader: PageLoader,
     reads: Reads,
-    /// Dropped after everything that queues turns on the applier.
+    /// The engine, dropped after every part that queues turns on the applier.
     engine: RunningEngine,
     committer: Arc<Committer>,
     snapshots: Arc<Snapshots>,
@@ -137,7 +138,7 @@ impl StoreParts {
 }
 
 impl Store {
-    /// Returns the store's identity, a random number drawn when the store was created.
+    /// Returns the store's identity, a random number chosen when the store was created.
     #[must_use]
     pub fn id(&self) -> StoreId {
         self.engine().store
@@ -163,41 +164,37 @@ impl Store {
         self.disk().directory()
     }
 
-    /// Returns the disk that holds the store.
     pub(crate) fn disk(&self) -> &Arc<dyn Disk> {
         &self.engine().disk
     }
 
-    /// Returns the parts that all operations share.
     pub(crate) fn engine(&self) -> &Engine {
         self.parts.engine()
     }
 
-    /// Returns the auditor, which checks page memory against the committed batches.
     pub(crate) fn auditor(&self) -> Auditor<'_> {
         Auditor { engine: self.engine(), catalog: &self.parts.snapshots.catalog }
     }
 
-    /// Returns the committer, which turns batches into commits.
     pub(crate) fn committer(&self) -> &Committer {
         &self.parts.committer
     }
 
-    /// Returns a report of what recovery found and did when this store was opened.
+    /// Returns a report of the findings and actions of recovery when this store was opened.
     #[must_use]
     pub fn recovered(&self) -> &RecoveryReport {
         &self.recovered
     }
 
-    /// Makes every batch durable, seals the log, frees the space that only an open store needs, and releases
-    /// the directory.
+    /// Makes every batch durable, seals the log, frees the space that only an open store needs, and releases the
+    /// directory.
     ///
-    /// A closed store takes at most 1.1 times the bytes of the images and the log that its
-    /// [`Retention`](crate::Retention) keeps, and 256 KiB, unless the disk is nearly full. Failure to free
-    /// space is not an error; a `tracing` event reports it.
+    /// Unless the disk is nearly full, a closed store occupies at most 1.1 times the bytes of the images and the log
+    /// that its [`Retention`](crate::Retention) keeps, plus 256 KiB. A failure to free space is reported only as a
+    /// `tracing` event.
     ///
-    /// If the log after the newest snapshot spans more than 16 incarnations, a snapshot is taken first,
-    /// unless automatic snapshots are disabled.
+    /// If the log after the newest snapshot spans more than 16 incarnations, and automatic snapshots are enabled, a
+    /// snapshot is taken first.
     ///
     /// # Errors
     /// [`Error::Poisoned`] if the store has failed, now or earlier. The directory is released in any case.
@@ -206,7 +203,7 @@ impl Store {
         let StoreParts { snapshots, options, .. } = &*self.parts;
         let poison = self.engine().poison.clone();
         if options.snapshot_log_bytes.is_some() || options.snapshot_interval.is_some() {
-            // A failure that poisoned the store is returned below.
+            // A failure that poisoned the store is returned at the end of this function.
             if let Err(error) = snapshots.take_at_close() {
                 tracing::warn!(%error, "no snapshot at the close");
             }
@@ -215,13 +212,13 @@ impl Store {
         poison.check()
     }
 
-    /// Adds the store's label to an error that the caller receives.
+    /// Adds the store's label to an error before it is returned to the caller.
     fn in_store<T>(&self, result: Result<T>) -> Result<T> {
         result.map_err(|error| error.in_store(&self.disk().label()))
     }
 
-    /// Refuses the call in a forked child, where the store's threads do not exist. Every call checks this
-    /// before it takes a lock: a thread of the parent may have held that lock at the fork.
+    /// Returns an error in a forked child, where the store's threads do not exist. Every call checks this before it
+    /// takes a lock, because a thread of the parent may have held that lock at the fork.
     pub(crate) fn check_process(&self) -> Result<()> {
         self.parts.check().map(drop)
     }

@@ -31,15 +31,14 @@ use crate::tiers::{PageMover, PrefetchThread, TierCounts, TierKeeper, TierThread
 use crate::versions::uses::PageUses;
 use crate::write::commit::{CombineQueue, Committer};
 
-/// A batch whose whole pages take at least one part in this number of a segment writes them to an image file.
-/// In the log their bytes would stay until a snapshot wrote them a second time.
+/// The inverse of the share of a segment from which a batch's whole pages are written to an image file. Written to the
+/// log, their bytes would remain until a snapshot wrote them a second time.
 const BULK_SHARE: u64 = 4;
-/// Idle staging that is kept for reuse, in bytes.
+/// The maximum size of idle staging memory that is kept for reuse, in bytes.
 const STAGING_IDLE_BYTES: usize = 64 << 20;
 
 impl Store {
-    /// Opens a store on any disk and device. Tests use this with simulated ones; other callers use
-    /// [`Store::open`].
+    /// Opens a store on any disk and device. Tests use this with simulated ones. Other callers use [`Store::open`].
     ///
     /// # Errors
     /// Same as [`Store::open`].
@@ -106,13 +105,13 @@ impl Store {
         recovered.log_io = log_io_reason;
         recovered.image_io = images.io.to_string();
         disk_pages.note(submitted.lens().map(|(_, place, _)| place));
-        // Only the applier's table watches changes, because snapshots are taken from that table.
+        // Only the applier's table tracks changes, because snapshots are taken from that table.
         applied.table.watch(changed);
         let tiers = options.tiers.as_ref().map(|tiers| {
             let residents = TierKeeper::residents(tiers, &submitted);
             (tiers, Arc::<PageUses>::default(), residents)
         });
-        // From here on, a failure drops the parts that were already started, newest first.
+        // From here on, a failure drops the parts that are already started, newest first.
         let start = EngineStart {
             store: store.store,
             disk,
@@ -203,7 +202,7 @@ impl Store {
     }
 }
 
-/// Returns the image I/O mode of the options, if the disk supports it.
+/// Returns the image I/O mode of the options, or an error if the disk does not support it.
 fn checked_image_io(disk: &dyn Disk, options: &Options) -> Result<ImageIo> {
     let io = options.image_io;
     match disk.refuses_images(io)? {
@@ -212,7 +211,7 @@ fn checked_image_io(disk: &dyn Disk, options: &Options) -> Result<ImageIo> {
     }
 }
 
-/// Chooses the log's I/O mode, and returns it with the reason as text.
+/// Chooses the log's I/O mode. Returns the mode and a text that explains the choice.
 fn choose_log_io(disk: &dyn Disk, options: &Options) -> Result<(LogIo, String)> {
     if let Some(io) = options.log_io {
         let refused = disk.refuses(io)?;

@@ -13,28 +13,28 @@ use crate::error::{Error, Result};
 #[cfg(doc)]
 use crate::options::PageLoad;
 
-/// Attempts by one call to bring a page from disk to memory.
+/// The maximum number of attempts of one call to move a page from disk to memory.
 const PROMOTE_ATTEMPTS: usize = 8;
 
-/// The pages that are not loaded yet.
+/// The number and size of the pages that are not loaded yet, returned by [`Store::unloaded_pages`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct UnloadedPages {
-    /// The number of these pages.
+    /// The number of pages that are not loaded.
     pub pages: u64,
-    /// The total length of these pages, in bytes.
+    /// The total length of the pages that are not loaded, in bytes.
     pub bytes: u64,
 }
 
 impl Store {
-    /// Leases a page, so that its bytes can be read in place. The lease shows the page after the newest batch
-    /// submitted before this call, or after a later one.
+    /// Leases a page, so that its bytes can be read in place. The lease shows the page after the newest batch submitted
+    /// before this call, or after a later batch.
     ///
-    /// Batches may still change the page while it is leased; each such batch needs room for a copy of the
-    /// page in the budget of its place.
+    /// Batches may still change a leased page. Each such batch needs room for a copy of the page in the budget of its
+    /// place.
     ///
-    /// A page on disk has no address. With [`Tiers`](crate::tiers::Tiers), it is first moved to the first tier that
-    /// is memory, as by [`Store::ensure`], and stays there for as long as it is leased.
+    /// A page on disk has no address. With [`Tiers`](crate::tiers::Tiers), it is first moved to the first tier in
+    /// memory, like [`Store::ensure`] does, and remains there until the lease ends.
     ///
     /// ```
     /// use remanent::tiers::Tiers;
@@ -53,9 +53,8 @@ impl Store {
     ///
     /// # Errors
     /// [`Error::UnknownPage`]; [`Error::PlaceUnavailable`] if the page is on disk and the store has no tiers;
-    /// [`Error::Leased`] if the page is pinned; [`Error::Damaged`] as for [`Store::read`];
-    /// [`Error::Poisoned`] if the device has failed, now or in an earlier batch; for a page on disk, the
-    /// errors of [`Store::ensure`].
+    /// [`Error::Leased`] if the page is pinned; [`Error::Damaged`] as for [`Store::read`]; [`Error::Poisoned`] if the
+    /// device has failed, now or in an earlier batch; for a page on disk, the errors of [`Store::ensure`].
     pub fn lease(&self, page: PageId) -> Result<Lease<'_>> {
         self.check_process()?;
         self.in_memory(page, || self.take_lease(page))
@@ -72,21 +71,21 @@ impl Store {
         Lease::take(applier, leases, device, *store, page, id).map_err(|error| poison.set_by_device(error))
     }
 
-    /// Pins a page: until the pin is dropped, the page keeps its address, and batches change it in place. A
-    /// page on disk is moved to memory first, as for [`Store::lease`].
+    /// Pins a page. Until the pin is dropped, the page keeps its address, and batches change the page in place. A page
+    /// on disk is first moved to memory, like [`Store::lease`] does.
     ///
     /// # Errors
     /// [`Error::UnknownPage`]; [`Error::PlaceUnavailable`] if the page is on disk and the store has no tiers;
     /// [`Error::Leased`] if the page is leased, or work on the stream of an ended lease may still read it;
-    /// [`Error::Damaged`] as for [`Store::read`]; [`Error::Poisoned`] if the device has failed, now or in an
-    /// earlier batch; for a page on disk, the errors of [`Store::ensure`].
+    /// [`Error::Damaged`] as for [`Store::read`]; [`Error::Poisoned`] if the device has failed, now or in an earlier
+    /// batch; for a page on disk, the errors of [`Store::ensure`].
     pub fn pin(&self, page: PageId) -> Result<Pin<'_>> {
         self.check_process()?;
         self.in_memory(page, || self.take_pin(page))
     }
 
-    /// Calls `take`, after moving the page to memory if it is on disk. Other pages may evict it again before
-    /// `take` runs, so this retries several times.
+    /// Moves the page to memory if it is on disk, and calls `take`. Retries several times, because other pages may
+    /// evict the page before `take` runs.
     fn in_memory<T>(&self, page: PageId, take: impl Fn() -> Result<T>) -> Result<T> {
         let tiers = self.parts.options.tiers.as_ref();
         let memory = tiers.and_then(|tiers| tiers.places().iter().find(|place| **place != Place::Disk));
@@ -113,8 +112,8 @@ impl Store {
         Pin::take(source, page).map_err(|error| poison.set_by_device(error))
     }
 
-    /// Returns how many pages are not loaded yet. This is always none unless the store was opened with
-    /// [`PageLoad::OnDemand`], and none in a forked child. Pages that cannot be loaded are not counted.
+    /// Returns the number and size of the pages that are not loaded yet. Pages that cannot be loaded are not counted.
+    /// Both values are 0 unless the store was opened with [`PageLoad::OnDemand`], and 0 in a forked child.
     #[must_use]
     pub fn unloaded_pages(&self) -> UnloadedPages {
         if self.check_process().is_err() {
@@ -134,12 +133,11 @@ impl Store {
         self.engine().applier.unloaded().wait_all()
     }
 
-    /// Returns a page's length, version, key and metadata, without waiting for batches in flight or for a
-    /// sync.
+    /// Returns a page's length, version, key and metadata, without waiting for batches in flight or for a sync.
     ///
-    /// Like every lookup and read, this sees at least every batch that any call, on any thread, had
-    /// acknowledged as logged before this call began. A batch that is submitted but not yet logged is not
-    /// visible. All changes of a batch become visible at once.
+    /// Like every lookup and read, this call reflects at least every batch that any call, on any thread, had
+    /// acknowledged as logged before this call began. A batch that is submitted but not yet logged is not visible. All
+    /// changes of a batch become visible at once.
     ///
     /// # Errors
     /// [`Error::UnknownPage`]; [`Error::Forked`].
@@ -149,7 +147,7 @@ impl Store {
         info.ok_or(Error::UnknownPage { page })
     }
 
-    /// Returns the page that has this key. Never waits, like [`Store::page`].
+    /// Returns the information of the page with key `key`. Never waits, like [`Store::page`].
     ///
     /// # Errors
     /// [`Error::UnknownKey`]; [`Error::Forked`].
@@ -181,7 +179,7 @@ impl Store {
         Ok(self.engine().versions.page(page, |_| ()).is_some())
     }
 
-    /// Returns whether a page has this key. Never waits, like [`Store::page`].
+    /// Returns whether a page with key `key` exists. Never waits, like [`Store::page`].
     ///
     /// # Errors
     /// [`Error::Forked`].

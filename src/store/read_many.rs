@@ -1,4 +1,4 @@
-//! Reads many ranges of pages in one call, as of one batch, without blocking the caller.
+//! Reads many ranges of pages from the same state in one call, without blocking the caller.
 
 use std::future::Future;
 use std::ops::Range;
@@ -16,10 +16,10 @@ use crate::base::process::ForkGuard;
 use crate::base::sync::Instant;
 use crate::error::{Error, Result};
 
-/// A read of many ranges in flight, made by [`Store::read_many`]. Poll it, wait for it, or await it.
+/// A read of many ranges in flight, returned by [`Store::read_many`]. Poll, wait for, or await the handle.
 ///
-/// The handle reserves its share of the bytes that all such reads may take. The share is released when the
-/// bytes are dropped, or, if the handle itself is dropped, once the read is done.
+/// The handle reserves its share of the bytes that all such reads may use. The share is released when the bytes are
+/// dropped. If the handle is dropped first, the share is released when the read completes.
 #[derive(Debug)]
 #[must_use = "the bytes are in it"]
 pub struct ReadMany {
@@ -27,22 +27,22 @@ pub struct ReadMany {
     ranges: Vec<Range<usize>>,
 }
 
-/// The bytes of many ranges of pages, in one buffer and as of one batch. Made by [`ReadMany::wait`].
+/// The bytes of many ranges of pages from the same state, in one buffer. Returned by [`ReadMany::wait`].
 ///
-/// The buffer is pinned memory of the store, and is returned to it on drop. In a forked child, an inherited
-/// value is empty.
+/// The buffer is pinned memory of the store, which gets it back on drop. In a forked child, an inherited value is
+/// empty.
 pub struct ManyBytes {
     outcome: ForkGuard<ReadOutcome>,
     ranges: Vec<Range<usize>>,
 }
 
 impl Store {
-    /// Starts reading ranges of pages, all as of one batch, into one buffer of pinned memory, in the order
-    /// given. That batch is at least the newest one submitted before the call; [`ManyBytes::lsn`] returns it.
+    /// Starts reading ranges of pages, all from the same state, into one buffer of pinned memory, in the given order.
+    /// The state includes every batch submitted before the call; [`ManyBytes::lsn`] returns its newest batch.
     ///
-    /// The call returns before the bytes arrive. It waits only for pages that are not loaded. Ranges of one
-    /// GPU that total more than 64 KiB are gathered on the GPU first, and then transferred with few copies
-    /// while commits continue. Shorter ranges, and ranges of several places, are transferred in batch order.
+    /// The call returns before the bytes arrive, and waits only for pages that are not loaded. Ranges of one GPU that
+    /// total more than 64 KiB are gathered on the GPU first, and then transferred with few copies while commits
+    /// continue. Shorter ranges, and ranges of several places, are transferred in batch order.
     ///
     /// ```
     /// use remanent::{Options, Place, Store};
@@ -61,10 +61,10 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`], with the requested number of bytes, if all such reads in flight and all
-    /// results still held would exceed 256 MiB in total; [`Error::Damaged`] as for [`Store::read`];
-    /// [`Error::Thread`] if the thread for reads cannot be started. The handle returns
-    /// [`Error::UnknownPage`], [`Error::OutOfBounds`] and the other errors of [`Store::read`].
+    /// [`Error::OutOfMemory`], with the requested number of bytes, if all such reads in flight and all results still
+    /// held would exceed 256 MiB in total; [`Error::Damaged`] as for [`Store::read`]; [`Error::Thread`] if the thread
+    /// for reads cannot be started. The handle returns [`Error::UnknownPage`], [`Error::OutOfBounds`] and the other
+    /// errors of [`Store::read`].
     pub fn read_many(&self, ranges: &[(PageId, Range<u64>)]) -> Result<ReadMany> {
         ranges.iter().for_each(|(page, _)| self.engine().versions.used(*page));
         self.of_device(|| {
@@ -110,8 +110,8 @@ impl ReadMany {
     }
 }
 
-/// Waits for the bytes as a task on any executor; a thread of the store wakes the task. The errors are those
-/// of [`ReadMany::wait`].
+/// Waits for the bytes as a task on any executor. A thread of the store wakes the task. The errors are those of
+/// [`ReadMany::wait`].
 impl Future for ReadMany {
     type Output = Result<ManyBytes>;
 
@@ -129,7 +129,7 @@ impl ManyBytes {
         outcome.map(|outcome| Self { outcome: ForkGuard::new(outcome), ranges })
     }
 
-    /// Returns the batch as of which all bytes were read, or 0 in a forked child.
+    /// Returns the newest batch of the state that was read, or 0 in a forked child.
     #[must_use]
     pub fn lsn(&self) -> Lsn {
         self.outcome.check().map_or(Lsn(0), |outcome| outcome.lsn)
@@ -147,7 +147,7 @@ impl ManyBytes {
         self.outcome.check().map_or(&[], ReadOutcome::bytes)
     }
 
-    /// Returns the location of range `index` in the buffer.
+    /// Returns the position of range `index` in the buffer.
     ///
     /// # Panics
     /// If `index` is not less than [`count`](Self::count).

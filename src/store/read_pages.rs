@@ -1,4 +1,4 @@
-//! The trait for reading pages of a store, of one of its states, or of a replica.
+//! The trait [`ReadPages`], for code that reads pages of a store, of an earlier state, or of a replica.
 
 use std::sync::Arc;
 
@@ -10,9 +10,8 @@ use crate::error::{Error, Result};
 use crate::follower::Replica;
 use crate::history::view::View;
 
-/// Read access to pages and the root. It is implemented by an open [`Store`], a [`LiveView`] of one, a
-/// [`View`] of an earlier state, and a [`Replica`] in memory, so that code which only reads accepts any of
-/// them.
+/// Read access to pages and the root. The trait is implemented by an open [`Store`], a [`LiveView`], a [`View`] of an
+/// earlier state, and a [`Replica`] in memory, so that code that only reads works with any of them.
 ///
 /// ```
 /// use remanent::store::ReadPages;
@@ -34,7 +33,7 @@ use crate::history::view::View;
 /// # Ok::<(), remanent::Error>(())
 /// ```
 pub trait ReadPages {
-    /// Returns the newest batch that is visible here.
+    /// Returns the newest visible batch.
     ///
     /// # Errors
     /// [`Error::Forked`](crate::Error::Forked), as for every method of this trait.
@@ -52,7 +51,7 @@ pub trait ReadPages {
     /// [`Error::UnknownPage`](crate::Error::UnknownPage); the errors of [`lsn`](Self::lsn).
     fn page(&self, page: PageId) -> Result<PageInfo>;
 
-    /// Returns the page that has this key.
+    /// Returns the information of the page with key `key`.
     ///
     /// # Errors
     /// [`Error::UnknownKey`](crate::Error::UnknownKey); the errors of [`lsn`](Self::lsn).
@@ -73,8 +72,8 @@ pub trait ReadPages {
     /// Fills `out` with the page's bytes starting at `offset`.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`](crate::Error::UnknownPage), [`Error::OutOfBounds`](crate::Error::OutOfBounds);
-    /// the errors of the implementing type's own `read`.
+    /// [`Error::UnknownPage`](crate::Error::UnknownPage), [`Error::OutOfBounds`](crate::Error::OutOfBounds); the errors
+    /// of `read` of the implementing type.
     fn read(&self, page: PageId, offset: u64, out: &mut [u8]) -> Result<()>;
 
     /// Returns all bytes of a page.
@@ -83,7 +82,7 @@ pub trait ReadPages {
     /// Same as [`read`](Self::read); [`Error::OutOfMemory`](crate::Error::OutOfMemory).
     fn read_to_vec(&self, page: PageId) -> Result<Vec<u8>>;
 
-    /// Returns an iterator over the pages whose keys begin with `prefix`, in the order of their ids. It
+    /// Returns an iterator over the pages whose keys begin with `prefix`, in the order of their ids. The iterator
     /// examines every page.
     ///
     /// ```
@@ -272,7 +271,6 @@ impl ReadPages for Replica {
     }
 }
 
-/// Returns a zeroed buffer of `len` bytes, or an error if there is no memory for it.
 fn zeros(len: u64) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
     make_room(&mut bytes, len)?;

@@ -1,4 +1,4 @@
-//! Scrubs: finding damage on disk while memory can still repair it.
+//! Starts scrubs, which find damage on disk while memory still contains the data to repair it.
 
 use super::Store;
 use crate::base::pace::Pace;
@@ -10,17 +10,16 @@ use crate::options::Options;
 use crate::snapshot::{ScrubReport, SnapshotRequest};
 
 impl Store {
-    /// Reads everything on disk that the store needs, past the page cache and at full speed, and repairs
-    /// damage from memory.
+    /// Reads all data on disk that the store needs, past the page cache and at full speed, and repairs damage from
+    /// memory.
     ///
-    /// A scrub reads STORE, the kept snapshots with their images, and the log from the oldest of them to the
-    /// last durable batch. If a snapshot or the log is damaged, the scrub takes a new snapshot that needs
-    /// none of the damaged data. Commits continue. Scrubs run one at a time: a second caller waits, and a
-    /// background scrub in progress runs at full speed until it is done. [`Options::scrub_interval`]
-    /// schedules background scrubs.
+    /// A scrub reads STORE, the kept snapshots with their images, and the log from the oldest kept snapshot to the last
+    /// durable batch. If a snapshot or the log is damaged, the scrub takes a new snapshot that needs none of the
+    /// damaged data. Commits continue. Scrubs run one at a time: a second caller waits. If a background scrub is in
+    /// progress, it completes at full speed. [`Options::scrub_interval`] schedules background scrubs.
     ///
-    /// The earlier state that a damaged snapshot holds is no longer in memory, so that snapshot stays
-    /// damaged. It is removed like any other snapshot.
+    /// Memory no longer contains the earlier state of a damaged snapshot, so that snapshot remains damaged. Retention
+    /// removes it like any other snapshot.
     ///
     /// ```
     /// use remanent::{Options, Place, Store};
@@ -35,16 +34,16 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Damaged`] if even the file names of a folder cannot be read; [`Error::DiskFull`] if STORE or
-    /// a manifest is damaged and there is no space to rewrite it; [`Error::Poisoned`] after a failure. If the
-    /// repairing snapshot cannot be taken, [`ScrubReport::mended`] holds the reason.
+    /// [`Error::Damaged`] if the file names of a folder cannot be read; [`Error::DiskFull`] if STORE or a manifest is
+    /// damaged and there is no space to rewrite it; [`Error::Poisoned`] after a failure. If the repairing snapshot
+    /// cannot be taken, [`ScrubReport::mended`] contains the reason.
     pub fn scrub(&self) -> Result<ScrubReport> {
         self.check_process()?;
         self.in_store(self.parts.scrub.run(&Pace::default(), SnapshotRequest::default()))
     }
 
-    /// Waits until `count` scrubs have ended since the store was opened, whether they succeeded or not. Tests
-    /// use this to wait for a background scrub.
+    /// Waits until `count` scrubs have ended since the store was opened, successfully or not. Tests use this to wait
+    /// for a background scrub.
     #[doc(hidden)]
     pub fn wait_for_scrubs(&self, count: u64) {
         if self.check_process().is_err() {

@@ -1,4 +1,4 @@
-//! Counters and sizes of a store, and the release of unused memory.
+//! Returns counters and sizes of a store, and frees unused memory.
 
 use remanent_format::{Lsn, Place};
 
@@ -43,37 +43,37 @@ pub struct Stats {
     pub applied: Lsn,
     /// The newest batch that survives a power cut.
     pub durable: Lsn,
-    /// Counters of the log since it was opened.
+    /// Counters of the log since the store was opened.
     pub log: LogStats,
-    /// The number of the segment that receives frames.
+    /// The number of the log segment that receives new frames.
     pub segment: u64,
-    /// Page memory by place.
+    /// The usage of page memory, by place.
     pub places: Vec<(Place, PlaceUsage)>,
-    /// Hits, misses and evictions of each place that has had any.
+    /// Hits, misses and evictions of each place that has had any of them.
     pub tiers: Vec<TierStats>,
-    /// Pages that the store moved between places.
+    /// Counters of the pages that the store moved between places.
     pub moves: Vec<MoveStats>,
-    /// Pages in [`Place::Disk`].
+    /// The number and size of the pages in [`Place::Disk`].
     pub on_disk: DiskUsage,
-    /// Bytes of host memory that hold the writes of batches to pages on disk since their newest images.
+    /// Bytes of host memory that buffer writes to pages on disk until those pages get new images.
     pub pending_bytes: u64,
-    /// Memory that the device has obtained from its driver for places that share it, in use or idle. Empty if
-    /// the device keeps no idle memory.
+    /// Memory that the device has allocated from its driver for places that share it, in use or idle. Empty if the
+    /// device keeps no idle memory.
     pub device_memory: Vec<(Place, MemoryStats)>,
     /// Allocations and frees of page memory since the store was opened, by place.
     pub allocations: Vec<(Place, AllocationStats)>,
-    /// Transfers between places since the store was opened, on the host device as well: deltas and images to
-    /// pages, reads and snapshots to the host, and moves between places. Most reads of pages in host memory
-    /// are done by the calling thread and are not counted.
+    /// Transfers between places since the store was opened: deltas and images to pages, reads and snapshots to the
+    /// host, and moves between places. The host device counts them as well. Most reads of pages in host memory are done
+    /// by the calling thread and are not counted.
     pub transfers: Vec<TransferStats>,
-    /// Command lists of each lane since the store was opened: how many are queued, and how long threads
-    /// waited for them.
+    /// Counters of each lane's command lists since the store was opened, including the number of queued lists and the
+    /// time that threads waited for lists.
     pub lanes: Vec<(Lane, LaneStats)>,
-    /// Bytes of idle staging.
+    /// The size of idle staging memory, in bytes.
     pub staging_idle_bytes: usize,
-    /// Snapshots taken, and the progress of the current one.
+    /// Counters of snapshots, and the progress of the current snapshot.
     pub snapshots: SnapshotStats,
-    /// Scrubs, and the outcome of the last one.
+    /// Counters of scrubs, and the outcome of the last scrub.
     pub scrubs: ScrubStats,
 }
 
@@ -107,11 +107,11 @@ impl Store {
         }
     }
 
-    /// Frees memory that no page uses: the memory of deleted pages, idle staging, and idle memory that the
-    /// device has kept from its driver. Returns how many bytes were returned to the driver.
+    /// Frees memory that no page uses: the memory of deleted pages, idle staging memory, and idle memory that the
+    /// device has kept from its driver. Returns the number of bytes returned to the driver.
     ///
-    /// On a GPU this waits for all queued work of the GPU, including the caller's own. Use it when the memory
-    /// is needed elsewhere.
+    /// On a GPU this call waits for all queued work of the GPU, including the caller's own. Use it when other code
+    /// needs the memory.
     ///
     /// ```
     /// use remanent::{Options, Place, Store};
@@ -135,18 +135,18 @@ impl Store {
     pub fn trim(&self) -> Result<u64> {
         self.check_process()?;
         let Engine { applier, device, arena, staging, .. } = self.engine();
-        // After all deletes submitted so far.
+        // The turn runs after all deletes submitted so far.
         applier.turn(|_| Ok(()))?;
         arena.reap_all()?;
         arena.drop_released();
-        // Memory of the store that kept a page alive for a caller is retired by this drop.
+        // The previous drop retired memory that kept a page alive for a caller.
         arena.reap_all()?;
         staging.trim();
         device.trim()
     }
 
-    /// Resets the peak of every place to the memory in use now. [`Stats::places`] then reports the peak since
-    /// this call.
+    /// Resets the recorded peak usage of every place to its current usage. [`Stats::places`] then reports the peak
+    /// since this call.
     pub fn reset_peaks(&self) {
         if self.check_process().is_ok() {
             self.engine().arena.reset_peaks();

@@ -1,5 +1,4 @@
-//! Handles to submitted batches. A thread or a task can wait for the acknowledgement, with or without a
-//! timeout.
+//! Handles to submitted batches. A thread or a task can wait for an acknowledgement, with or without a timeout.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -19,13 +18,13 @@ use crate::error::Error;
 use crate::error::Result;
 use crate::options::Ack;
 
-/// The position and the created pages of a committed batch.
+/// The position of a committed batch in the log, and the pages that it created.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CommitReceipt {
     /// The batch's position in the log.
     pub position: Position,
-    /// The pages that the batch created, in the order of its creates and clones.
+    /// The pages that the batch created, in the order of its create and clone operations.
     pub pages: Vec<PageId>,
 }
 
@@ -46,13 +45,13 @@ pub struct Ticket {
     engine: ForkGuard<Arc<Engine>>,
 }
 
-/// A future that completes when a batch is acknowledged, made by [`Ticket::acknowledged`].
+/// A future that completes when a batch is acknowledged. Returned by [`Ticket::acknowledged`].
 #[derive(Debug)]
 #[must_use = "a future does nothing until it is awaited"]
 pub struct Acknowledged {
     ticket: Ticket,
     ack: Ack,
-    /// The id of its waker, once one is registered.
+    /// The id under which the waker is registered, or `None` before the first poll.
     id: Option<usize>,
 }
 
@@ -67,13 +66,13 @@ impl Ticket {
         self.committed.position
     }
 
-    /// Returns the pages that the batch created, in the order of its creates and clones.
+    /// Returns the pages that the batch created, in the order of its create and clone operations.
     #[must_use]
     pub fn pages(&self) -> &[PageId] {
         &self.committed.pages
     }
 
-    /// Returns whether the batch is acknowledged at this level. Neither waits nor starts a sync.
+    /// Returns whether the batch is acknowledged at level `ack`. Neither waits nor starts a sync.
     ///
     /// # Errors
     /// [`Error::Poisoned`] if the batch is not acknowledged and never will be; [`Error::Forked`].
@@ -87,7 +86,7 @@ impl Ticket {
         }
     }
 
-    /// Waits until the batch is acknowledged at this level.
+    /// Waits until the batch is acknowledged at level `ack`.
     ///
     /// # Errors
     /// [`Error::Poisoned`] if the store has failed; [`Error::Forked`].
@@ -95,9 +94,8 @@ impl Ticket {
         wait(ack, self.committed.position.lsn, self.engine.check()?)
     }
 
-    /// Waits like [`Ticket::wait`] for at most `timeout`, and returns whether the batch is acknowledged. A
-    /// thread of the store starts the sync that the batch needs; the sync continues if the timeout expires
-    /// first.
+    /// Waits for at most `timeout`, and returns whether the batch is acknowledged at level `ack`. A thread of the store
+    /// starts the sync that the batch needs. The sync continues if the timeout expires first.
     ///
     /// # Errors
     /// Same as [`Ticket::wait`].
@@ -112,8 +110,8 @@ impl Ticket {
         }
     }
 
-    /// Returns a future that completes when the batch is acknowledged at this level. Any executor can poll
-    /// it. A thread of the store runs the sync that the batch needs, so no executor thread blocks.
+    /// Returns a future that completes when the batch is acknowledged at level `ack`. Any executor can poll the future.
+    /// A thread of the store runs the sync that the batch needs, so no executor thread blocks.
     ///
     /// ```
     /// # use std::{pin::pin, sync::Arc, task::{Context, Poll, Wake, Waker}, thread};
@@ -143,13 +141,12 @@ impl Ticket {
         Acknowledged { ticket: self.clone(), ack, id: None }
     }
 
-    /// Makes `stream` wait on the device until the batch is applied, so that work enqueued on it from now on
-    /// sees the batch. The host waits only until the batch is in the device's queue.
+    /// Makes `stream` wait on the device until the batch is applied, so that work enqueued on the stream after this
+    /// call observes the batch. The host waits only until the batch is in the device's queue.
     ///
     /// # Errors
-    /// [`Error::StreamRefused`] if a graph is being captured from the stream, if the stream belongs to
-    /// another device, or if pages live in host memory; [`Error::Poisoned`] if the store has failed;
-    /// [`Error::Forked`]; a device error.
+    /// [`Error::StreamRefused`] if a graph is being captured from the stream, if the stream belongs to another device,
+    /// or if pages live in host memory; [`Error::Poisoned`] if the store has failed; [`Error::Forked`]; a device error.
     pub fn wait_on(&self, stream: RawStream) -> Result<()> {
         let Engine { applier, leases, .. } = &**self.engine.check()?;
         leases.signal(stream, applier.wait_applied(self.committed.position.lsn)?)
@@ -157,7 +154,7 @@ impl Ticket {
 }
 
 impl Acknowledged {
-    /// Returns the wakers among which this acknowledgement registers.
+    /// Returns the set of wakers to register with, which depends on the acknowledgement.
     fn wakers(&self) -> Result<&Wakers> {
         let Engine { log, applier, .. } = &**self.ticket.engine.check()?;
         Ok(if self.ack == Ack::Applied { applier.wakers() } else { log.wakers() })
@@ -202,7 +199,7 @@ impl Drop for Acknowledged {
     }
 }
 
-/// Waits until a submitted batch is acknowledged at this level.
+/// Waits until batch `lsn` is acknowledged at level `ack`.
 pub(super) fn wait(ack: Ack, lsn: Lsn, engine: &Engine) -> Result<()> {
     let Engine { log, applier, .. } = engine;
     match ack {

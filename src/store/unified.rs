@@ -1,5 +1,4 @@
-//! Hints for pages in unified memory. They affect only the device: nothing is logged, and a crash discards
-//! them.
+//! Hints for pages in unified memory. Hints affect only the device: they are not logged, and a crash discards them.
 
 use remanent_format::{PageId, Place};
 
@@ -9,7 +8,7 @@ use crate::engine::Engine;
 use crate::error::{Error, Result};
 
 impl Store {
-    /// Returns what the device supports for pages in [`Place::Unified`]; nothing in a forked child.
+    /// Returns which features the device supports for pages in [`Place::Unified`], or no feature in a forked child.
     #[must_use]
     pub fn unified_memory(&self) -> UnifiedSupport {
         if self.check_process().is_err() {
@@ -18,13 +17,13 @@ impl Store {
         self.engine().device.unified()
     }
 
-    /// Passes the device a hint on where to keep the memory of a page in [`Place::Unified`]. This changes no
-    /// bytes, batch or epoch, and is not logged, so a newly opened store has no hints.
+    /// Passes the device a hint on where to keep the memory of a page in [`Place::Unified`]. Hints change no bytes and
+    /// no epoch, and are not logged, so a newly opened store has no hints.
     ///
-    /// A hint covers the page's memory in whole system pages of 4 or 64 KiB, so short pages in the same
-    /// system page are affected too. The hint ends when the page gets other memory: when it is moved,
-    /// resized, or changed while it is leased. [`move_to`](crate::WriteBatch::move_to) moves a page into or
-    /// out of unified memory, without its hints.
+    /// A hint covers the page's memory in whole system pages of 4 or 64 KiB, so other short pages in the same system
+    /// page are affected too. A hint ends when the page gets other memory: when the page is moved, resized, or changed
+    /// while it is leased. [`move_to`](crate::WriteBatch::move_to) moves a page into or out of unified memory, without
+    /// its hints.
     ///
     /// ```
     /// use remanent::device::{UnifiedHint, UnifiedSide};
@@ -43,9 +42,9 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// [`Error::UnknownPage`]; [`Error::HintRefused`] for a page in another place, or if the device does not
-    /// support hints ([`UnifiedSupport::takes_hints`]); [`Error::Device`] if the driver rejects the hint,
-    /// which has no other effect; [`Error::Poisoned`] if the device is lost.
+    /// [`Error::UnknownPage`]; [`Error::HintRefused`] for a page in another place, or if the device does not support
+    /// hints ([`UnifiedSupport::takes_hints`]); [`Error::Device`] if the driver rejects the hint, which has no other
+    /// effect; [`Error::Poisoned`] if the device is lost.
     pub fn hint_unified(&self, page: PageId, hint: UnifiedHint) -> Result<()> {
         self.check_process()?;
         let Engine { applier, device, poison, .. } = self.engine();
@@ -58,7 +57,7 @@ impl Store {
                 let reason = "only pages in unified memory move between a GPU and the host by themselves";
                 return Err(Error::HintRefused { place, reason });
             }
-            // Within this turn, so that the page cannot move first.
+            // Called within this turn, so that the page cannot move first.
             device.hint_unified(turn.applied.memory_of(page)?.span().memory, hint)
         });
         hinted.map_err(|error| match error {

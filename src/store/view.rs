@@ -9,12 +9,12 @@ use crate::base::process::ForkGuard;
 use crate::error::{Error, Result};
 use crate::versions::TableView;
 
-/// A consistent view of the pages and the root of an open store as of one batch, unaffected by later commits.
-/// Made by [`Store::view`].
+/// A consistent view of the pages and the root of an open store after one batch, unaffected by later commits. Returned
+/// by [`Store::view`].
 ///
-/// A view retains some hundred bytes for each change committed while it is held, but no page contents:
-/// [`LiveView::read`] returns an error for a page that has changed since. To retain the bytes of a page, use
-/// a [lease](Store::lease).
+/// A view retains some hundred bytes for each change committed during its lifetime, but no page contents:
+/// [`LiveView::read`] returns an error for a page that has changed since the view was created. To retain the bytes of a
+/// page, use a [lease](Store::lease).
 ///
 /// ```
 /// use remanent::{Error, Options, Place, Store};
@@ -35,27 +35,27 @@ use crate::versions::TableView;
 /// ```
 pub struct LiveView<'s> {
     store: &'s Store,
-    /// Empty in a forked process, which has no views.
+    /// The view of the version table. It is empty in a forked child.
     table: ForkGuard<TableView<'s>>,
 }
 
-/// An iterator over all pages of a store as of one batch, in the order of their ids. Made by [`Store::pages`]
-/// and [`LiveView::pages`].
+/// An iterator over all pages of a store after one batch, in the order of their ids. Returned by [`Store::pages`] and
+/// [`LiveView::pages`].
 pub struct Pages<'s> {
     view: PagesView<'s>,
     next: Option<PageId>,
     left: u64,
 }
 
-/// The view that is iterated.
+/// The view that the iterator reads, owned or borrowed.
 enum PagesView<'s> {
     Own(LiveView<'s>),
     Borrowed(&'s LiveView<'s>),
 }
 
 impl Store {
-    /// Returns a view of the pages and the root as of the newest logged batch. Never waits. In a forked
-    /// child, an inherited view is empty.
+    /// Returns a view of the pages and the root after the newest logged batch. Never waits. In a forked child, an
+    /// inherited view is empty.
     ///
     /// # Errors
     /// [`Error::Forked`].
@@ -70,7 +70,7 @@ impl<'s> LiveView<'s> {
         self.table.check().map(drop)
     }
 
-    /// Returns the batch that the view shows, or 0 in a forked child.
+    /// Returns the newest batch that the view reflects, or 0 in a forked child.
     #[must_use]
     pub fn lsn(&self) -> Lsn {
         self.table.check().map_or(Lsn(0), TableView::lsn)
@@ -90,7 +90,7 @@ impl<'s> LiveView<'s> {
         self.table.check()?.page(page).ok_or(Error::UnknownPage { page })
     }
 
-    /// Returns the page that has this key.
+    /// Returns the information of the page with key `key`.
     ///
     /// # Errors
     /// [`Error::UnknownKey`]; [`Error::Forked`].
@@ -121,11 +121,11 @@ impl<'s> LiveView<'s> {
         Pages { left: self.page_count(), next: Some(PageId(0)), view: PagesView::Own(self) }
     }
 
-    /// Fills `out` with the page's bytes starting at `offset`, if the page has not changed since this view
-    /// was made.
+    /// Fills `out` with the page's bytes starting at `offset`.
     ///
     /// # Errors
-    /// [`Error::Overtaken`] if the page has changed; otherwise the errors of [`Store::read`].
+    /// [`Error::Overtaken`] if the page has changed since this view was created; otherwise the errors of
+    /// [`Store::read`].
     pub fn read(&self, page: PageId, offset: u64, out: &mut [u8]) -> Result<()> {
         let info = self.page(page)?;
         self.store.engine().versions.used(page);

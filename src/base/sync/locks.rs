@@ -1,13 +1,12 @@
-//! Locks of the standard library, without lock poisoning, and with condition variables whose notifications
-//! are free while no thread waits.
+//! Locks of the standard library without lock poisoning, and condition variables whose notifications cost nothing while
+//! no thread waits.
 //!
-//! A lock must contain all its state. A forked child has a copy of every lock but none of the threads that
-//! wait for them, and it may open its own stores. `parking_lot` has one table of waiting threads per process,
-//! so the child would wake threads of the parent instead of its own threads, whose stacks have the addresses
-//! of the parent's.
+//! A lock must contain all of its state. A forked child has a copy of every lock but none of the waiting threads, and
+//! may open stores of its own. `parking_lot` has one table of waiting threads per process. With it, the child would
+//! wake threads of the parent instead of its own, because their stacks have the same addresses.
 //!
-//! State that a panic leaves inconsistent is handled by [`Poison`](crate::base::poison::Poison), so locks
-//! remain usable after a panic.
+//! [`Poison`](crate::base::poison::Poison) handles state that a panic leaves inconsistent, so locks remain usable after
+//! a panic.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -28,27 +27,24 @@ pub struct MutexGuard<'a, T>(
 );
 
 impl<T> Mutex<T> {
-    /// Creates a lock with this value.
     pub const fn new(value: T) -> Self {
         Self(system::Mutex::new(value))
     }
 
-    /// Waits for the lock.
+    /// Waits for the lock and acquires it.
     pub fn lock(&self) -> MutexGuard<'_, T> {
         MutexGuard(Some(self.0.lock().unwrap_or_else(PoisonError::into_inner)))
     }
 
-    /// Takes the lock if it is free.
+    /// Acquires the lock, or returns `None` if another thread holds it.
     pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
         taken(self.0.try_lock()).map(|guard| MutexGuard(Some(guard)))
     }
 
-    /// Returns the value, given exclusive access.
     pub fn get_mut(&mut self) -> &mut T {
         self.0.get_mut().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the value, consuming the lock.
     pub fn into_inner(self) -> T {
         self.0.into_inner().unwrap_or_else(PoisonError::into_inner)
     }
@@ -76,27 +72,27 @@ impl<T> DerefMut for MutexGuard<'_, T> {
 
 const HELD: &str = "a guard holds its lock except during a wait";
 
-/// A reader-writer lock. A reader must not lock again, because a writer may be waiting in between.
+/// A reader-writer lock. A thread that holds read access must not request it again: if a writer waits in between, the
+/// thread deadlocks.
 #[derive(Debug, Default)]
 pub struct RwLock<T>(system::RwLock<T>);
 
 impl<T> RwLock<T> {
-    /// Creates a lock with this value.
     pub const fn new(value: T) -> Self {
         Self(system::RwLock::new(value))
     }
 
-    /// Waits for shared access.
+    /// Waits for shared access and acquires it.
     pub fn read(&self) -> RwLockReadGuard<'_, T> {
         self.0.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for exclusive access.
+    /// Waits for exclusive access and acquires it.
     pub fn write(&self) -> RwLockWriteGuard<'_, T> {
         self.0.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes exclusive access if the lock is free.
+    /// Acquires exclusive access, or returns `None` if another thread has access.
     pub fn try_write(&self) -> Option<RwLockWriteGuard<'_, T>> {
         taken(self.0.try_write())
     }
@@ -110,28 +106,26 @@ fn taken<Guard>(taken: Result<Guard, TryLockError<Guard>>) -> Option<Guard> {
     }
 }
 
-/// A condition variable. The state that threads wait for must change under the lock that they wait with.
+/// A condition variable. The state that threads wait for must change under the mutex that they wait with.
 #[derive(Debug, Default)]
 pub struct Condvar {
     inner: system::Condvar,
-    /// The number of waiting threads. The standard library's condition variable would make a system call at
-    /// every notification to find out. The counter is incremented with the lock held, so a thread that has
-    /// acquired the lock since observes it.
+    /// The number of waiting threads. Without this counter, every notification would make a system call. The counter is
+    /// incremented under the mutex, so a thread that acquires the mutex later observes the increment.
     waiting: AtomicUsize,
 }
 
 impl Condvar {
-    /// Creates a condition variable without waiters.
     pub const fn new() -> Self {
         Self { inner: system::Condvar::new(), waiting: AtomicUsize::new(0) }
     }
 
-    /// Releases the lock until notified. May return spuriously.
+    /// Releases the lock, waits for a notification, and reacquires the lock. May return spuriously.
     pub fn wait<T>(&self, guard: &mut MutexGuard<'_, T>) {
         self.count_while(guard, |held| (self.inner.wait(held).unwrap_or_else(PoisonError::into_inner), ()));
     }
 
-    /// Releases the lock until notified or until the given time. May return spuriously.
+    /// Waits like [`wait`](Self::wait), but at most until the given time. May return spuriously.
     pub fn wait_until<T>(&self, guard: &mut MutexGuard<'_, T>, until: Instant) -> WaitTimeoutResult {
         let time = until.saturating_duration_since(Instant::now());
         self.count_while(guard, |held| {
@@ -139,7 +133,7 @@ impl Condvar {
         })
     }
 
-    /// Releases the lock while the condition holds, for at most the given time.
+    /// Waits while `condition` returns true, for at most the given time.
     pub fn wait_while_for<T>(
         &self,
         guard: &mut MutexGuard<'_, T>,

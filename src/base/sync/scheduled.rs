@@ -1,10 +1,10 @@
 //! Locks, threads and time under a test scheduler, with the interface of the real ones.
 //!
-//! The condition variable is implemented here because it uses a lock with parking_lot's interface and its
-//! waits can time out. Time advances only when a wait times out, to the end of that wait. To the scheduler, a
-//! thread in a timed wait is always runnable, because any wait may time out. A scheduler should let time pass
-//! only when no other thread is runnable; [`sleeps_until`] states which threads to leave asleep. With such a
-//! scheduler, a missing notification shows up as time that passed.
+//! This module implements its own condition variable, because the scheduler's has no waits with a timeout. Time
+//! advances only when a wait times out, to the end of that wait. The scheduler considers a thread in a timed wait
+//! runnable, because any such wait may time out. A scheduler should let time pass only when no other thread is
+//! runnable; [`sleeps_until`] returns which threads to leave asleep. Under such a scheduler, a missing notification
+//! becomes visible as elapsed time.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -21,42 +21,41 @@ use shuttle_parking_lot::{self as parking_lot};
 pub use parking_lot::{Mutex, MutexGuard, RwLock};
 pub use shuttle::sync::{atomic, mpsc};
 
-/// Threads of the scheduler, with one processor.
+/// Threads of the test scheduler, which simulates a single processor.
 pub mod thread {
     use std::io;
     use std::num::NonZero;
 
     pub use shuttle::thread::*;
 
-    /// Returns one: parallel work then runs on the calling thread.
+    /// Returns 1, so that parallel work runs on the calling thread.
     pub fn available_parallelism() -> io::Result<NonZero<usize>> {
         Ok(NonZero::<usize>::MIN)
     }
 }
 
 std::thread_local! {
-    /// The time since an arbitrary moment. All threads of a schedule run on one system thread.
+    /// The time since the start of the simulated clock. All threads of a schedule run on one system thread.
     static NOW: Cell<Duration> = const { Cell::new(Duration::ZERO) };
-    /// The threads in timed waits, with the latest time at which each wakes.
+    /// The threads in timed waits, each with the time at which its wait times out.
     static SLEEPERS: RefCell<BTreeMap<usize, Instant>> = const { RefCell::new(BTreeMap::new()) };
 }
 
-/// A point in the schedule's time.
+/// A point in simulated time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Instant(Duration);
 
 impl Instant {
-    /// Returns the current time, which is the end of the latest wait that timed out.
+    /// Returns the current simulated time, which is the end of the latest wait that timed out.
     pub fn now() -> Self {
         Self(NOW.get())
     }
 
-    /// Returns the time since this instant.
     pub fn elapsed(&self) -> Duration {
         Self::now() - *self
     }
 
-    /// Returns the instant that is later by `time`, if it can be represented.
+    /// Returns the instant `time` after this one, or `None` if it cannot be represented.
     pub fn checked_add(self, time: Duration) -> Option<Self> {
         self.0.checked_add(time).map(Self)
     }
@@ -78,22 +77,21 @@ impl Sub for Instant {
     }
 }
 
-/// Returns enough cores to enable the code paths that run only on machines with many.
+/// Returns a number of cores that enables the code paths for machines with many cores.
 pub fn cores() -> usize {
     64
 }
 
-/// Returns when a waiting thread wakes if it is not notified before. `None` if it does not wait or its wait
-/// has no timeout.
+/// Returns when the wait of a thread times out, or `None` if the thread does not wait or its wait has no timeout.
 pub fn sleeps_until(task: TaskId) -> Option<Instant> {
     SLEEPERS.with_borrow(|sleepers| sleepers.get(&task.into()).copied())
 }
 
-/// A condition variable for [`Mutex`], without spurious wakeups. If there are several waiters, the scheduler
-/// chooses which one is notified at random.
+/// A condition variable for [`Mutex`], without spurious wakeups. The scheduler chooses at random which of several
+/// waiting threads to notify.
 #[derive(Debug, Default)]
 pub struct Condvar {
-    /// The waiting threads. Never locked while another thread runs.
+    /// The waiting threads. This lock is never held while another thread runs.
     waiting: std::sync::Mutex<Vec<Arc<Waiter>>>,
 }
 
@@ -101,7 +99,7 @@ pub struct Condvar {
 struct Waiter {
     thread: usize,
     is_called: AtomicBool,
-    /// Wakes the thread. Parking is not suitable, because a parked thread may wake spuriously.
+    /// The semaphore that wakes the thread. Parking is unsuitable, because a parked thread may wake spuriously.
     call: BatchSemaphore,
 }
 
@@ -117,12 +115,11 @@ impl WaitTimeoutResult {
 }
 
 impl Condvar {
-    /// Creates a condition variable without waiters.
     pub const fn new() -> Self {
         Self { waiting: std::sync::Mutex::new(Vec::new()) }
     }
 
-    /// Releases the lock until notified.
+    /// Releases the lock, waits for a notification, and reacquires the lock.
     pub fn wait<T>(&self, guard: &mut MutexGuard<'_, T>) {
         let waiter = self.join();
         MutexGuard::unlocked(guard, || {
@@ -130,7 +127,7 @@ impl Condvar {
         });
     }
 
-    /// Releases the lock until notified or until the given time.
+    /// Waits like [`wait`](Self::wait), but at most until the given time.
     pub fn wait_until<T>(&self, guard: &mut MutexGuard<'_, T>, until: Instant) -> WaitTimeoutResult {
         let waiter = self.join();
         let timed_out = MutexGuard::unlocked(guard, || {
@@ -150,7 +147,7 @@ impl Condvar {
         WaitTimeoutResult(timed_out)
     }
 
-    /// Releases the lock while the condition holds, for at most the given time.
+    /// Waits while `condition` returns true, for at most the given time.
     pub fn wait_while_for<T>(
         &self,
         guard: &mut MutexGuard<'_, T>,

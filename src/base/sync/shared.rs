@@ -1,4 +1,4 @@
-//! Values that one thread replaces while others read them without a lock.
+//! Values that threads read without a lock while other threads replace them.
 
 use std::borrow::Borrow;
 use std::hash::{BuildHasher, Hash, RandomState};
@@ -7,15 +7,14 @@ use std::sync::{Arc, OnceLock};
 
 use arc_swap::ArcSwapOption;
 
-/// A cell with an optional shared value. Readers never block and never make a writer wait. A reader sees a
-/// stored value as a whole, with everything that its writer did before.
+/// A cell with an optional shared value. Readers never block and never delay a writer. A reader observes a stored value
+/// completely, together with everything that the writer did before the store.
 pub struct Swap<T>(ArcSwapOption<T>);
 
-/// The value of a cell at the time of a read.
+/// A guard for the value that a cell contained at the time of the read.
 pub struct SwapGuard<T>(arc_swap::Guard<Option<Arc<T>>>);
 
 impl<T> Swap<T> {
-    /// Creates a cell with this value.
     pub fn new(value: Option<Arc<T>>) -> Self {
         Self(ArcSwapOption::new(value))
     }
@@ -25,17 +24,16 @@ impl<T> Swap<T> {
         SwapGuard(self.0.load())
     }
 
-    /// Returns the cell's current value.
+    /// Returns the cell's current value, and increments its reference count.
     pub fn get(&self) -> Option<Arc<T>> {
         self.0.load_full()
     }
 
-    /// Replaces the cell's value.
     pub fn set(&self, value: Option<Arc<T>>) {
         self.0.store(value);
     }
 
-    /// Takes the value, given exclusive access to the cell.
+    /// Removes and returns the value.
     pub fn take(&mut self) -> Option<Arc<T>> {
         self.0.swap(None)
     }
@@ -49,15 +47,15 @@ impl<T> Deref for SwapGuard<T> {
     }
 }
 
-/// The number of maps that the keys are distributed over. A growing map makes a single infallible allocation
-/// for its whole table. With this number of maps, each such allocation is below 64 KiB up to half a million
-/// keys, and below 1 MiB up to ten million.
+/// The number of maps among which the keys are distributed. A growing map makes a single infallible allocation for its
+/// whole table. With this number of maps, each such allocation is below 64 KiB for up to half a million keys, and below
+/// 1 MiB for up to ten million keys.
 const SHARDS: usize = 256;
 
-/// A hash map whose readers never block and never make other threads wait.
+/// A hash map whose readers never block and never delay other threads.
 pub struct Map<K, V> {
     hasher: RandomState,
-    /// The maps, each of which is created with its first item.
+    /// The maps, each of which is created when its first item is added.
     shards: Vec<OnceLock<papaya::HashMap<K, V>>>,
 }
 
@@ -75,7 +73,7 @@ impl<K: Hash + Eq, V> Map<K, V> {
         &self.shards[(self.hasher.hash_one(key) >> 32) as usize % SHARDS]
     }
 
-    /// Calls `with` with the key's value and returns its result.
+    /// Calls `read` with the value of `key` and returns the result, or `None` if the map does not contain `key`.
     pub fn with<Q, R>(&self, key: &Q, read: impl FnOnce(&V) -> R) -> Option<R>
     where
         K: Borrow<Q>,
@@ -84,12 +82,10 @@ impl<K: Hash + Eq, V> Map<K, V> {
         self.shard(key).get()?.pin().get(key).map(read)
     }
 
-    /// Sets the value of a key.
     pub fn set(&self, key: K, value: V) {
         self.shard(&key).get_or_init(papaya::HashMap::new).pin().insert(key, value);
     }
 
-    /// Removes a key and its value.
     pub fn remove(&self, key: &K) {
         if let Some(shard) = self.shard(key).get() {
             shard.pin().remove(key);

@@ -1,5 +1,5 @@
-//! Values that one thread replaces while others read them, under a test scheduler: each read and each change
-//! is a point at which another thread may be scheduled.
+//! Values that threads read while other threads replace them, under a test scheduler. The scheduler may switch threads
+//! at each read and each change.
 
 use std::borrow::Borrow;
 use std::collections::HashMap;
@@ -13,32 +13,28 @@ use shuttle_parking_lot::Mutex;
 #[derive(Debug)]
 pub struct Swap<T>(Mutex<Option<Arc<T>>>);
 
-/// The value of a cell at the time of a read.
+/// A guard for the value that a cell contained at the time of the read.
 #[derive(Debug)]
 pub struct SwapGuard<T>(Option<Arc<T>>);
 
 impl<T> Swap<T> {
-    /// Creates a cell with this value.
     pub fn new(value: Option<Arc<T>>) -> Self {
         Self(Mutex::new(value))
     }
 
-    /// Returns a guard for the cell's current value.
     pub fn load(&self) -> SwapGuard<T> {
         SwapGuard(self.get())
     }
 
-    /// Returns the cell's current value.
     pub fn get(&self) -> Option<Arc<T>> {
         self.0.lock().clone()
     }
 
-    /// Replaces the cell's value.
     pub fn set(&self, value: Option<Arc<T>>) {
         let _before = std::mem::replace(&mut *self.0.lock(), value);
     }
 
-    /// Takes the value, given exclusive access to the cell.
+    /// Removes and returns the value.
     pub fn take(&mut self) -> Option<Arc<T>> {
         self.0.get_mut().take()
     }
@@ -57,12 +53,11 @@ impl<T> Deref for SwapGuard<T> {
 pub struct Map<K, V>(Mutex<HashMap<K, V>>);
 
 impl<K: Hash + Eq, V> Map<K, V> {
-    /// Creates a map with capacity for `count` items.
     pub fn with_capacity(count: usize) -> Self {
         Self(Mutex::new(HashMap::with_capacity(count)))
     }
 
-    /// Calls `with` with the key's value and returns its result.
+    /// Calls `read` with the value of `key` and returns the result, or `None` if the map does not contain `key`.
     pub fn with<Q, R>(&self, key: &Q, read: impl FnOnce(&V) -> R) -> Option<R>
     where
         K: Borrow<Q>,
@@ -71,12 +66,10 @@ impl<K: Hash + Eq, V> Map<K, V> {
         self.0.lock().get(key).map(read)
     }
 
-    /// Sets the value of a key.
     pub fn set(&self, key: K, value: V) {
         self.0.lock().insert(key, value);
     }
 
-    /// Removes a key and its value.
     pub fn remove(&self, key: &K) {
         self.0.lock().remove(key);
     }

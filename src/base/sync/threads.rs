@@ -1,5 +1,4 @@
-//! The only place that starts threads, so that tests can make thread creation fail as on a system that is
-//! short of threads.
+//! Starts all threads of the crate, so that tests can simulate a system without free threads.
 
 use std::io;
 use std::thread::{Scope, ScopedJoinHandle};
@@ -7,19 +6,19 @@ use std::thread::{Scope, ScopedJoinHandle};
 use super::thread;
 use super::thread::JoinHandle;
 
-/// Starts a thread of this name.
+/// Starts a thread with the given name.
 ///
 /// # Errors
-/// The system's error if it cannot start the thread.
+/// The error of the system if the thread cannot be started.
 pub(crate) fn start(name: &str, life: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
     refused(name)?;
     thread::Builder::new().name(name.to_owned()).spawn(life)
 }
 
-/// Starts a scoped thread of this name. It is a system thread even under a test scheduler.
+/// Starts a scoped thread with the given name. It is a system thread even under a test scheduler.
 ///
 /// # Errors
-/// The system's error if it cannot start the thread.
+/// The error of the system if the thread cannot be started.
 pub(crate) fn start_scoped<'scope, T: Send + 'scope>(
     scope: &'scope Scope<'scope, '_>,
     name: &str,
@@ -39,26 +38,26 @@ fn refused(name: &str) -> io::Result<()> {
     refusals::strike(name)
 }
 
-/// Simulated failures of thread creation, for tests that run alone in their process.
+/// Simulated failures of thread creation. Tests that use them must run alone in their process.
 #[cfg(any(test, feature = "testing"))]
 pub mod refusals {
     use std::io;
     use std::sync::{Mutex, PoisonError};
 
-    /// "Resource temporarily unavailable": the error of a system that has no thread left.
+    /// The error "resource temporarily unavailable", which a system without free threads returns.
     const EAGAIN: i32 = 11;
 
     static REFUSED: Mutex<Refused> = Mutex::new(Refused { begin: None, names: Vec::new() });
 
     struct Refused {
-        /// The prefix of the names of threads to refuse.
+        /// The prefix of the thread names to refuse, or `None` to refuse no thread.
         begin: Option<String>,
         /// The names of threads that were refused.
         names: Vec<String>,
     }
 
-    /// Refuses all later threads whose names start with `begin`; `None` refuses none. Returns the names of
-    /// the threads refused since the last call.
+    /// Refuses to start all later threads whose names start with `begin`, or no thread if `begin` is `None`. Returns
+    /// the names of the threads refused since the last call.
     pub fn refuse(begin: Option<&str>) -> Vec<String> {
         let mut refused = REFUSED.lock().unwrap_or_else(PoisonError::into_inner);
         refused.begin = begin.map(str::to_owned);

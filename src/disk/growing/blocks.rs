@@ -1,7 +1,7 @@
 //! Writes to a file past the page cache, in whole blocks.
 //!
-//! Chunks of images are whole blocks. Only the image of a long page comes in pieces of any length, with its
-//! head last. A block that a piece covers only in part waits in memory until the rest has come.
+//! Chunks of images are whole blocks. Only the image of a long page is written in pieces of any length, with its head
+//! last. A block that a piece covers only in part is kept in memory until the other bytes of the block are written.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -17,41 +17,41 @@ use crate::error::Result;
 
 const BLOCK: usize = GROUP_ALIGN as usize;
 
-/// The maximum length that is copied to aligned memory at a time.
+/// The maximum number of bytes that are copied to aligned memory at a time.
 const BOUNCE_LEN_MAX: usize = 1 << 20;
-/// The same limit if memory is short. An allocation this small does not fail.
+/// The maximum if memory is short. An allocation this small does not fail.
 const BOUNCE_LEN_SHORT: usize = 32 << 10;
 
-/// A file that is written past the page cache.
+/// A writer of a file past the page cache.
 pub(super) struct BlockWriter {
     file: Arc<dyn DiskFile>,
     space: Space,
     blocks: Mutex<Blocks>,
-    /// Aligned memory for reuse.
+    /// Aligned buffers for reuse.
     areas: Mutex<Vec<AlignedBuf>>,
 }
 
 #[derive(Default)]
 struct Blocks {
-    /// Blocks that wait for their remaining bytes, by offset.
+    /// The incomplete blocks, by file offset.
     waiting: BTreeMap<u64, WaitingBlock>,
-    /// No block at or above this offset was written to the file.
+    /// The end of the highest block written to the file.
     end: u64,
 }
 
 struct WaitingBlock {
     bytes: AlignedBuf,
-    /// The range from the first to the last byte received.
+    /// The range from the first to the last byte received, relative to the block.
     received: Range<usize>,
 }
 
 impl BlockWriter {
-    /// Creates a writer for a file of which no block was written.
+    /// Creates a writer for a file to which no block was written.
     pub fn new(file: Arc<dyn DiskFile>, space: Space) -> Self {
         Self { space, file, blocks: Mutex::default(), areas: Mutex::default() }
     }
 
-    /// Writes bytes. Whole blocks among them are written immediately.
+    /// Writes bytes at `offset`. Whole blocks are written immediately, and partial blocks once they are complete.
     pub fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         // If the file system cannot allocate space without writing, the writes allocate it.
         self.space.reach(offset + bytes.len() as u64)?;
@@ -73,9 +73,9 @@ impl BlockWriter {
         Ok(())
     }
 
-    /// Writes the waiting blocks below `end`, and discards the others. Nothing may be written afterwards.
+    /// Writes the incomplete blocks below `end`, and discards all others. No write may follow.
     pub fn flush(&self, end: u64) -> Result<()> {
-        // The file is kept until it is read back; the memory need not be.
+        // The file stays open until it is read back, but its buffers are no longer needed.
         self.areas.lock().clear();
         let waiting = std::mem::take(&mut self.blocks.lock().waiting);
         waiting.range(..end).try_for_each(|(at, block)| self.file.write_direct(*at, &block.bytes))
@@ -85,7 +85,7 @@ impl BlockWriter {
         {
             let mut blocks = self.blocks.lock();
             let end = offset + bytes.len() as u64;
-            // Discard parts left by an abandoned image: these bytes replace them.
+            // Discard parts that an abandoned image left in these blocks.
             blocks.waiting.retain(|at, _| !(offset..end).contains(at));
             blocks.end = blocks.end.max(end);
         }

@@ -1,20 +1,20 @@
-//! Files that grow while they are written, in one of three ways. Images are written through these files.
+//! Files that grow while they are written, in one of three ways. All image files are written this way.
 //!
-//! The ways are built from the operations of any file (`DiskFile`), so that the simulated disk sees each step
-//! of each of them as a point at which a crash can occur. All three produce the same bytes.
+//! The three ways use only operations that every file supports (`DiskFile`), so that the simulated disk sees each step
+//! as a point at which a crash can occur. All of them produce the same bytes.
 //!
 //! The steps, for ways other than `Buffered`:
 //!
-//! 1. **Allocate space** in steps, ahead of the bytes. A full disk is reported here, as an error. Without
+//! 1. **Allocate space** in steps before the bytes are written. A full disk is reported here, as an error. Without
 //!    allocated space, a store into a mapping would kill the process, and a sync could fail.
-//! 2. **Write**, through a mapping or past the cache.
-//! 3. **Unmap**, then **truncate** the file to its length. If a file is truncated under a mapping, the next
-//!    store kills the process.
-//! 4. **Sync**, once. This also covers stores into mappings that were removed.
+//! 2. **Write** the bytes, through a mapping or past the cache.
+//! 3. **Unmap**, then **truncate** the file to its length. If a file is truncated while it is mapped, the next store
+//!    kills the process.
+//! 4. **Sync** once. The sync also covers stores into mappings that were removed.
 //!
 //! A reused file already has its space (I13), and is truncated to its new length in step 3.
 //!
-//! A crash here leaves a file that nothing names, and that may be longer than its contents.
+//! A crash during these steps leaves an unreferenced file, which may be longer than its contents.
 
 mod blocks;
 mod parts;
@@ -31,17 +31,17 @@ use crate::base::sync::atomic::{AtomicBool, Ordering};
 use crate::error::Result;
 use crate::options::ImageIo;
 
-/// The minimum and maximum step in which space is allocated. In between, a file grows by its own length, so
-/// that a short file takes little space and a long one is extended rarely. Each step is a call that waits for
-/// the file system's journal, and starts a new mapping.
+/// The minimum and maximum number of bytes by which allocated space grows. In between, space doubles, so that a short
+/// file uses little space and a long one is extended rarely. Each step is a call that waits for the file system's
+/// journal, and starts a new mapping.
 const STEP_LEN_MIN: u64 = 64 << 10;
 const STEP_LEN_MAX: u64 = 16 << 20;
 
-/// A file that several threads write, and that is then finished.
+/// A file that several threads write concurrently, and that is then truncated and synced by [`finish`](Self::finish).
 pub(crate) struct GrowingFile {
     file: Arc<dyn DiskFile>,
     way: WriteWay,
-    /// Whether the file was truncated and synced, or that was tried.
+    /// Whether [`finish`](Self::finish) was called, successfully or not.
     is_finished: AtomicBool,
 }
 
@@ -49,12 +49,12 @@ enum WriteWay {
     Mapped(MappedParts),
     Buffered,
     Direct(BlockWriter),
-    /// A device writes most of the file through a mapping that others own: the file is never truncated.
+    /// A device writes most of the file through a mapping that other code owns, so the file is never truncated.
     InPlace,
 }
 
 impl GrowingFile {
-    /// Starts writing a file whose first `space_len` bytes are allocated. The disk must not refuse `io`.
+    /// Starts writing a file whose first `space_len` bytes are allocated. The disk must support `io`.
     pub fn new(file: Arc<dyn DiskFile>, io: ImageIo, space_len: u64) -> Self {
         let space = Space::new(file.clone(), space_len);
         let way = match io {
@@ -65,19 +65,19 @@ impl GrowingFile {
         Self { file, way, is_finished: AtomicBool::new(false) }
     }
 
-    /// Starts overwriting a file whose memory a device copies to. Writes here fill the bytes in between. The
-    /// file keeps its length: bytes after its last chunk have no meaning (SPEC).
+    /// Starts overwriting a file whose memory a device copies to. Writes through this value fill the bytes in between.
+    /// The file keeps its length: bytes after its last chunk have no meaning (SPEC).
     pub fn in_place(file: Arc<dyn DiskFile>) -> Self {
         Self { file, way: WriteWay::InPlace, is_finished: AtomicBool::new(false) }
     }
 
-    /// Writes all of `bytes` at `offset`, extending the file if needed. Readers of the file may not see them
-    /// before it is finished. Two threads may write concurrently, but not to the same bytes.
+    /// Writes all of `bytes` at `offset`, extending the file if needed. Before [`finish`](Self::finish) returns,
+    /// readers of the file may not see the bytes. Threads may write concurrently, but not to the same bytes.
     ///
     /// # Errors
     /// I/O errors.
     pub fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
-        // I7: bytes written after the sync would be named without being durable.
+        // I7: bytes written after the sync would be named by a manifest without being durable.
         assert!(!self.is_finished.load(Ordering::Relaxed), "a finished file is not written to");
         match &self.way {
             WriteWay::Mapped(parts) => parts.write_at(offset, bytes),
@@ -86,7 +86,7 @@ impl GrowingFile {
         }
     }
 
-    /// Starts writing these bytes to the medium, so that [`finish`](Self::finish) has less to do.
+    /// Starts writing these bytes to the medium, so that [`finish`](Self::finish) takes less time.
     pub fn write_back(&self, offset: u64, len: u64) {
         match self.way {
             WriteWay::Mapped(_) | WriteWay::Buffered => self.file.write_back(offset, len),
@@ -94,13 +94,13 @@ impl GrowingFile {
         }
     }
 
-    /// Whether bytes may get their space only when they are synced, so that the sync may report a full disk.
+    /// Returns whether space may be allocated as late as the sync, in which case the sync may report a full disk.
     pub fn gets_space_at_sync(&self) -> bool {
         matches!(self.way, WriteWay::Buffered)
     }
 
-    /// Makes the first `len` bytes durable, and the length. Later bytes are truncated. No write may be in
-    /// flight or follow. Called once: a failed sync is never retried.
+    /// Makes the first `len` bytes and the length durable, and truncates all later bytes. No write may be in flight or
+    /// follow. May be called only once, because a failed sync is never retried.
     ///
     /// # Errors
     /// I/O errors.
@@ -112,7 +112,7 @@ impl GrowingFile {
             WriteWay::Direct(blocks) => blocks.flush(len)?,
             WriteWay::InPlace => {}
         }
-        // Truncated under a mapping, a file would lose pages that the device still writes to.
+        // If the file were truncated, the device would still write to the removed pages.
         let may_be_cut = !matches!(self.way, WriteWay::InPlace);
         if may_be_cut && self.file.len()? != len {
             self.file.cut(len)?;
@@ -121,7 +121,7 @@ impl GrowingFile {
     }
 }
 
-/// The allocated space of a file, extended in steps.
+/// The allocated space of a file, which is extended in steps.
 struct Space {
     file: Arc<dyn DiskFile>,
     made: Mutex<MadeSpace>,
@@ -129,9 +129,9 @@ struct Space {
 
 #[derive(Clone, Copy)]
 struct MadeSpace {
-    /// Every byte below this offset is allocated.
+    /// The end of the allocated space: every byte below this offset is allocated.
     end: u64,
-    /// Whether the file system can allocate space without writing, as far as is known.
+    /// Whether the file system can allocate space without writing; true until an attempt shows otherwise.
     is_possible: bool,
 }
 
@@ -142,8 +142,8 @@ impl Space {
         Self { file, made: Mutex::new(MadeSpace { end, is_possible: true }) }
     }
 
-    /// Allocates space for the bytes below `end`. Returns the end of the allocated space, which is less than
-    /// `end` if the file system cannot allocate without writing.
+    /// Allocates space for all bytes below `end`. Returns the end of the allocated space, which is less than `end` only
+    /// if the file system cannot allocate without writing.
     fn reach(&self, end: u64) -> Result<u64> {
         let mut made = self.made.lock();
         if made.end >= end || !made.is_possible {
@@ -153,7 +153,8 @@ impl Space {
         let step = made.end.clamp(STEP_LEN_MIN, STEP_LEN_MAX);
         let wanted = needed.max(made.end + step).next_multiple_of(STEP_LEN_MIN);
         let reached = match self.file.reserve(made.end, wanted) {
-            // The bytes themselves may fit. Without this retry, a disk would be reported full too early.
+            // The bytes may fit even if the whole step does not. Without this retry, the disk would be reported full
+            // too early.
             Err(error) if error.is_no_space() => {
                 self.file.reserve(made.end, needed).map(|done| (done, needed))
             }
@@ -181,7 +182,7 @@ mod tests {
     const WAYS: [ImageIo; 3] = [ImageIo::Mapped, ImageIo::Buffered, ImageIo::Direct];
     const NAME: FileName = FileName::Pages(1);
 
-    /// Creates a file to write, if the disk supports this way.
+    /// Creates a file for writing, or returns `None` if the disk does not support this way.
     fn growing(disk: &dyn Disk, io: ImageIo) -> Option<(Arc<dyn DiskFile>, GrowingFile)> {
         disk.make_folder(Folder::Root).unwrap();
         disk.make_folder(Folder::Pages).unwrap();
@@ -197,8 +198,8 @@ mod tests {
         (0..len).map(|at| ((at + seed) % 251) as u8 + 1).collect()
     }
 
-    /// Writes as images are written: whole chunks; a long image in pieces, with its head last; and abandoned
-    /// long images, whose space the next ones reuse. Returns the bytes that the file should contain.
+    /// Writes the way images are written: whole chunks; a long image in pieces, with its head last; and abandoned long
+    /// images, whose space the next ones reuse. Returns the expected contents of the file.
     fn write(growing: &GrowingFile) -> Vec<u8> {
         let mut expected = Vec::new();
         let mut put = |offset: usize, bytes: &[u8]| {
@@ -302,8 +303,7 @@ mod tests {
         }
     }
 
-    /// Space is allocated in steps that are longer than the next write. A step that does not fit is not an
-    /// error.
+    /// Space is allocated in steps that are longer than the next write. A step that does not fit is not an error.
     #[test]
     fn disk_is_full_exactly_when_bytes_do_not_fit() {
         for io in WAYS {
@@ -322,7 +322,7 @@ mod tests {
         }
     }
 
-    /// A device may still write to the pages that would be truncated.
+    /// A device may still write to the pages that truncation would remove.
     #[test]
     fn a_file_that_a_device_writes_keeps_its_length() {
         let disk = SimDisk::new();
@@ -335,7 +335,7 @@ mod tests {
         assert_eq!(file.len().unwrap(), 8192);
     }
 
-    /// The page cache is left to other programs.
+    /// Direct writes leave the page cache to other programs.
     #[test]
     fn direct_writes_leave_nothing_in_the_page_cache() {
         let directory = tempfile::tempdir().unwrap();

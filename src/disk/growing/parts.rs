@@ -1,7 +1,7 @@
 //! Writes to a file through mappings of its parts.
 //!
-//! A part begins and ends at a step of the file's space allocation. Only a few parts are mapped at a time:
-//! mapped memory counts as the process's own, and a snapshot of any length should use little of it.
+//! A part begins and ends at a step of the file's space allocation. Only a few parts are mapped at a time, because
+//! mapped memory counts as the process's own, and a snapshot of any length should use little memory.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -12,30 +12,29 @@ use crate::disk::{DiskFile, Window};
 use crate::error::Result;
 use crate::options::LogIo;
 
-/// The maximum number of mapped parts of a file. After a long image is written, its head comes last, which
-/// maps the head's part again.
+/// The maximum number of mapped parts of a file. The head of a long image is written last, after its part was unmapped,
+/// and maps that part again.
 const MAPPED_MAX: usize = 3;
 
-/// A file that is written through mappings of its parts.
+/// A writer of a file through mappings of its parts.
 pub(super) struct MappedParts {
     file: Arc<dyn DiskFile>,
     space: Space,
     parts: Mutex<Vec<Part>>,
 }
 
-/// Bytes of the file that are mapped together.
+/// A range of the file that is mapped as one unit.
 struct Part {
     range: Range<u64>,
     window: Option<Arc<dyn Window>>,
 }
 
 impl MappedParts {
-    /// Creates a file without parts.
     pub fn new(file: Arc<dyn DiskFile>, space: Space) -> Self {
         Self { space, file, parts: Mutex::default() }
     }
 
-    /// Stores bytes. Lack of space is reported as an error here, never as a signal.
+    /// Stores bytes at `offset`. A lack of space is returned as an error, and never raises a signal.
     pub fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         let end = offset + bytes.len() as u64;
         self.make_parts(end)?;
@@ -44,7 +43,7 @@ impl MappedParts {
             let (range, window) = self.window_at(at)?;
             let stop = end.min(range.end);
             let piece = &bytes[(at - offset) as usize..(stop - offset) as usize];
-            // Outside the lock: threads that write to other parts continue meanwhile.
+            // The copy runs outside the lock, so that threads that write to other parts continue.
             window.put(at - range.start, piece)?;
             at = stop;
         }
@@ -55,13 +54,13 @@ impl MappedParts {
     pub fn unmap(&self) {
         for part in self.parts.lock().iter_mut() {
             let window = part.window.take();
-            // The file is truncated next: a thread that still stores would kill the process.
+            // The file is truncated next: a thread that stored bytes afterwards would kill the process.
             assert!(window.is_none_or(|window| Arc::strong_count(&window) == 1), "no write is under way");
         }
     }
 
-    /// Adds a part that reaches at least `end`, with its space allocated. Existing space is also mapped in
-    /// steps: a part of unlimited length would count as the process's memory.
+    /// Adds parts up to at least `end`, and allocates their space. Existing space is also mapped in steps, because the
+    /// whole length of a part counts as the process's memory.
     fn make_parts(&self, end: u64) -> Result<()> {
         let mut parts = self.parts.lock();
         let start = parts.last().map_or(0, |part| part.range.end);
@@ -70,8 +69,8 @@ impl MappedParts {
         }
         let mut reached = self.space.reach(end)?;
         if reached < end {
-            // A file system that cannot allocate without writing gets zeros, whose space is allocated once
-            // they are synced.
+            // If the file system cannot allocate space without writing, zeros are written, whose space is allocated by
+            // the sync.
             reached = end.next_multiple_of(STEP_LEN_MIN);
             self.file.write_zeros(start, reached, LogIo::Mapped)?;
             self.file.sync()?;
@@ -82,7 +81,7 @@ impl MappedParts {
         Ok(())
     }
 
-    /// Returns the part that contains this byte, mapped.
+    /// Returns the part that contains the byte at offset `at`, and maps the part if needed.
     fn window_at(&self, at: u64) -> Result<(Range<u64>, Arc<dyn Window>)> {
         let mut parts = self.parts.lock();
         let index = parts.partition_point(|part| part.range.end <= at);
