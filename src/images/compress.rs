@@ -1,5 +1,4 @@
-//! Chooses the images to compress, by a quick test of whether compression pays, and compresses them with
-//! several threads.
+//! Chooses the images that a quick test finds worth compressing, and compresses them with several threads.
 
 use std::convert::Infallible;
 use std::ops::Range;
@@ -12,28 +11,29 @@ use crate::base::parallel;
 use crate::error::Result;
 use crate::options::Compression;
 
-/// Zstd's fastest regular level: with a disk of 1 to 3 GB/s a snapshot would wait for anything slower.
+/// Zstd's fastest regular level. With a disk of 1 to 3 GB/s, a snapshot would have to wait for a slower level.
 const LEVEL: i32 = 1;
-/// An image is stored compressed if that saves at least this many percent of its bytes.
+/// The minimum percentage of bytes that compression must save for an image to be stored compressed.
 const SAVED_PERCENT_MIN: u64 = 12;
-/// A shorter page is stored uncompressed: images start on 16-byte boundaries, and each decompression has a
-/// cost.
+/// The minimum length in bytes of a page to compress. Shorter pages gain little, because images start on 16-byte
+/// boundaries and each decompression has a cost.
 const LEN_MIN: usize = 256;
-/// A page of at least this length is compressed whole only if samples of it show that it pays.
+/// The minimum length in bytes of a page that is sampled before it is compressed.
 const SAMPLED_LEN_MIN: usize = 256 << 10;
-/// The number of samples of such a page, and their length.
+/// The number of samples of a page, and their length in bytes.
 const SAMPLES: u64 = 4;
 const SAMPLE_LEN: usize = 16 << 10;
-/// The number of pieces compressed together, which keeps the list of their frames short.
+/// The number of pieces that are compressed together, which limits the length of the list of their frames.
 const PIECES_AT_ONCE: usize = 1024;
-/// The number of bytes below which one thread suffices: starting another costs as much as compressing about
-/// 50 KiB.
+/// The number of bytes below which one thread suffices: starting another thread costs as much as compressing about 50
+/// KiB.
 const PARALLEL_LEN_MIN: usize = 256 << 10;
 const THREADS_MAX: usize = 8;
 
 const _: () = assert!(SAMPLES as usize * SAMPLE_LEN < SAMPLED_LEN_MIN && SAMPLE_LEN <= COMPRESSED_PIECE_LEN);
 
-/// Compresses each page that is worth it, with up to `threads_max` threads. The others are `None`.
+/// Compresses the pages for which compression saves enough, with up to `threads_max` threads. Returns `None` for all
+/// others.
 ///
 /// # Errors
 /// `OutOfMemory`.
@@ -69,13 +69,13 @@ pub(super) fn compress(
     Ok(images)
 }
 
-/// Whether storing `stored_len` bytes instead of `page_len` saves enough.
+/// Returns whether storing `stored_len` bytes instead of `page_len` saves enough.
 pub(super) fn pays(page_len: u64, stored_len: u64) -> bool {
     stored_len
         <= page_len / 100 * (100 - SAVED_PERCENT_MIN) + page_len % 100 * (100 - SAVED_PERCENT_MIN) / 100
 }
 
-/// Tests quickly whether it is worth compressing the whole page.
+/// Returns whether samples of the page indicate that compression saves enough.
 fn pays_by_samples(page: &[u8]) -> bool {
     if page.len() < SAMPLED_LEN_MIN {
         return page.len() >= LEN_MIN;
@@ -86,14 +86,14 @@ fn pays_by_samples(page: &[u8]) -> bool {
     pays_by_samples_of(&samples)
 }
 
-/// Returns the ranges of the samples of a page that is long enough for them.
+/// Returns the ranges of a page that are sampled.
 pub(super) fn sample_ranges(page_len: u64) -> impl Iterator<Item = Range<u64>> {
     let len = (SAMPLE_LEN as u64).min(page_len);
     let apart = (page_len - len) / (SAMPLES - 1);
     (0..SAMPLES).map(move |sample| sample * apart..sample * apart + len)
 }
 
-/// Whether these samples show that it is worth compressing the whole page.
+/// Returns whether these samples indicate that compressing the page saves enough.
 pub(super) fn pays_by_samples_of(samples: &[impl AsRef<[u8]>]) -> bool {
     let samples: Vec<&[u8]> = samples.iter().map(AsRef::as_ref).collect();
     let whole: Vec<(usize, Range<usize>)> =
@@ -103,7 +103,7 @@ pub(super) fn pays_by_samples_of(samples: &[impl AsRef<[u8]>]) -> bool {
     frames.is_some_and(|frames| pays(bytes, frames.iter().map(|frame| frame.len() as u64).sum()))
 }
 
-/// Compresses each piece to a frame, in order; `None` if zstd runs out of memory.
+/// Compresses each piece to a frame, in order. An element is `None` if zstd ran out of memory.
 pub(super) fn compress_pieces(
     pages: &[&[u8]],
     pieces: &[(usize, Range<usize>)],
@@ -133,7 +133,7 @@ pub(super) fn compress_pieces(
 mod tests {
     use super::*;
 
-    /// Returns incompressible bytes.
+    /// Returns `len` incompressible bytes.
     fn noise(len: usize) -> Vec<u8> {
         let mut state = 0x9e37_79b9_7f4a_7c15_u64;
         let next = |_| {
@@ -149,7 +149,7 @@ mod tests {
     fn only_compressible_bytes_are_compressed() {
         let mut half = noise(1 << 20);
         half[1 << 19..].fill(0);
-        // One sample of four is zeros, so the whole page is tried, and does not pay.
+        // One sample of four is zeros, so the whole page is compressed, which does not save enough.
         let mut end = noise(4 << 20);
         end[(4 << 20) - SAMPLE_LEN..].fill(0);
         let pages = [

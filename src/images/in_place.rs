@@ -1,14 +1,14 @@
-//! Image chunks that a device copies to the file's own memory: the host only reserves the chunk's space and
-//! writes its head.
+//! Image chunks that a device copies directly to the file's memory. The host only reserves space for a chunk and writes
+//! its head.
 //!
-//! 1. **Reserve**: a chunk reserves space of its final length after all others.
-//! 2. **Copy**: the device copies the images there, and checksums what it sends (`snapshot/in_place.rs`).
-//! 3. **Head**: with the sums, the host writes the chunk's head before the images.
-//! 4. **Verify**, once the snapshot is published: the device checksums the bytes in the file (I7, I12). The
-//!    copies that it sent are freed by then: if the file has other bytes, the next open starts from the
-//!    previous snapshot.
+//! 1. **Reserve**: a chunk reserves space of its final length after all other chunks.
+//! 2. **Copy**: the device copies the images to this space, and checksums the bytes that it sends
+//!    (`snapshot/in_place.rs`).
+//! 3. **Head**: the host writes the chunk's head, which contains the sums, before the images.
+//! 4. **Verify**: once the snapshot is published, the device checksums the bytes in the file (I7, I12). The copies on
+//!    the device are freed by then. If the file contains other bytes, the next open starts from the previous snapshot.
 //!
-//! A crash in steps 1 to 3 leaves an image file that nothing names, with chunks that have no heads.
+//! A crash in steps 1 to 3 leaves an unreferenced image file, whose chunks have no heads.
 
 use remanent_format::image::{Chunk, ImageHeader, ImageRef};
 use remanent_format::{FileName, PageInfo, Place};
@@ -20,13 +20,13 @@ use crate::error::{Error, Result};
 use crate::memory::arena::FileTarget;
 
 impl ImageWriter {
-    /// Returns the file's memory, if a device copies to it.
+    /// Returns the file's memory if a device copies to it.
     pub fn target(&self) -> Option<&FileTarget> {
         self.target.as_ref()
     }
 
-    /// Reserves space for a chunk of this length. Returns `None` if the file's memory does not extend that
-    /// far. Reserved but unused space stays without a head, and no reader looks there.
+    /// Reserves space for a chunk of this length, and returns the offset of the chunk. Returns `None` if the chunk
+    /// would end past the file's memory. Reserved but unused space has no head, and is never read.
     pub fn take_place(&self, chunk_len: u64) -> Option<u64> {
         let reach = self.target.as_ref()?.byte_len();
         let _no_other_appends = self.tail.lock();
@@ -37,9 +37,11 @@ impl ImageWriter {
         Some(offset)
     }
 
-    /// Writes the head of a chunk whose images are in place, each with the CRC-32 that the device computed.
-    /// `from` is the place that the device copied them from; with `None` the device did not copy all of them,
-    /// and the host reads them back. Returns the references in page order.
+    /// Writes the head of a chunk whose images are in place, each with the CRC-32 that the device computed. Returns the
+    /// references to the images in page order.
+    ///
+    /// `from` is the place that the device copied the images from. If it is `None`, the device did not copy all images,
+    /// and the host reads them back.
     pub fn finish_in_place(
         &self,
         offset: u64,
@@ -50,7 +52,7 @@ impl ImageWriter {
         let images = collected(pages.iter().map(|(info, sum)| new_image(info, *sum, None)))?;
         let chunk = Chunk::plan(self.number, offset, &images)
             .map_err(|defect| Error::from(defect.at(FileName::Pages(self.number), offset)))?;
-        // I7: a longer chunk would extend into the next one, which another thread wrote.
+        // I7: a longer chunk would overwrite the next one, which another thread wrote.
         assert!(chunk.len == chunk_len, "a chunk that is not as long as its place");
         let head = self.encode_head(&chunk)?;
         self.growing
@@ -69,9 +71,8 @@ impl ImageWriter {
         self.growing.write_at(at, bytes).map_err(|error| no_space(self.number, end, error))
     }
 
-    /// Checks a chunk whose images a device copied into place: the host reads its head back, and the device
-    /// its images (I7). A transient bit flip during that must not stop a store, so they are read twice if
-    /// needed.
+    /// Verifies a chunk whose images a device copied: the host reads its head back, and the device its images (I7). If
+    /// the sums differ, the device computes them once more, because a transient bit flip must not stop a store.
     pub(super) fn verify_in_place(&self, chunk: &Chunk, from: Place) -> Result<()> {
         let len = Chunk::head_len(chunk.images.len() as u64);
         let no_memory = || Error::OutOfMemory { place: Place::Host, len };

@@ -1,11 +1,10 @@
-//! Images of long pages, written piece by piece: only one piece is held in memory, however long the page is.
+//! Images of long pages, written piece by piece, so that only one piece is in memory at a time.
 //!
-//! The length of the image is known only when its last piece is compressed. So nothing else is appended to
-//! the file meanwhile, and the head of the image's chunk, which states the length, is written last. An
-//! abandoned image leaves bytes that no head describes: the next chunk overwrites them, or no reader ever
-//! looks there.
+//! The length of the image is known only after its last piece is compressed. Therefore no other chunk is appended to
+//! the file in between, and the chunk's head, which states the length, is written last. An abandoned image leaves bytes
+//! that no head describes. The next chunk overwrites them, or no reader accesses them.
 //!
-//! A crash here leaves an image file that nothing names, as with any other chunk.
+//! A crash here leaves an unreferenced image file, as with any other chunk.
 
 use std::ops::Range;
 
@@ -20,23 +19,23 @@ use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 use crate::options::Compression;
 
-/// Bytes of a page that are held at a time; also the maximum length of a page that is held whole.
+/// The number of bytes of a page that are in memory at a time, and the maximum length of a page that is kept whole.
 pub(crate) const PIECE_BYTES: u64 = 4 << 20;
 
-/// Receives the bytes of one range of a page, with their CRC-32.
+/// A function that receives the bytes of one range of a page, with their CRC-32.
 pub(crate) type Sink<'s> = &'s mut dyn FnMut(&[u8], u32) -> Result<()>;
 
-/// Whether a source may be asked for the same bytes again.
+/// Whether a source may be asked again for the same bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ReadPass {
-    /// The bytes may be requested again: this is a sample, or a piece that is stored uncompressed if
-    /// compression does not pay.
+    /// The bytes may be requested again: they are a sample, or belong to a page that is stored uncompressed if
+    /// compression does not save enough.
     First,
-    /// Neither these bytes nor any before them are requested again.
+    /// Neither these bytes nor any before them will be requested again.
     Last,
 }
 
-/// Passes the bytes of a range of a page to a sink. Returns `false` if they no longer exist.
+/// A function that passes the bytes of a range of a page to a sink. It returns `false` if the bytes no longer exist.
 pub(crate) type PieceSource<'s, E = Error> =
     &'s mut dyn FnMut(Range<u64>, ReadPass, Sink<'_>) -> Result<bool, E>;
 
@@ -46,8 +45,8 @@ fn pieces(len: u64, piece_len: u64) -> impl Iterator<Item = Range<u64>> {
 }
 
 impl ImageWriter {
-    /// Writes one non-empty page as a separate chunk. Returns `None`, without having written an image, if the
-    /// source no longer had the bytes.
+    /// Writes one non-empty page as a separate chunk, and returns the reference to its image. Returns `None`, without
+    /// having written an image, if the source no longer had the bytes.
     pub fn write_long<E: From<Error>>(
         &self,
         info: &PageInfo,
@@ -77,7 +76,7 @@ impl ImageWriter {
         self.stream_uncompressed(info, piece_len, source)
     }
 
-    /// Like [`write_long`](Self::write_long), for a page that is in memory.
+    /// Writes a page in memory like [`write_long`](Self::write_long).
     pub(super) fn write_long_page(&self, info: &PageInfo, bytes: &[u8]) -> Result<ImageRef> {
         assert!(info.len == bytes.len() as u64);
         let mut source = |range: Range<u64>, _: ReadPass, sink: Sink<'_>| {
@@ -88,7 +87,7 @@ impl ImageWriter {
         Ok(written.expect("the bytes are at hand"))
     }
 
-    /// Like [`write_long`](Self::write_long), for bytes of any length that are stored uncompressed.
+    /// Writes bytes of any length like [`write_long`](Self::write_long), always uncompressed.
     pub fn write_uncompressed_stream<E: From<Error>>(
         &self,
         info: &PageInfo,
@@ -159,7 +158,8 @@ impl ImageWriter {
             if !pays_so_far {
                 return Ok(Streamed::DoesNotPay);
             }
-            // The disk works while the next piece is made, and the sync at the end has less to do.
+            // Starting the write now keeps the disk busy while the next piece is compressed, and shortens the sync at
+            // the end.
             self.growing.write_back(from, at - from);
         }
         let image = NewImage {
@@ -173,7 +173,7 @@ impl ImageWriter {
         let chunk = Chunk::plan(self.number, start, &[image])
             .map_err(|defect| Error::from(defect.at(FileName::Pages(self.number), start)))?;
         let end = chunk.offset + chunk.len;
-        assert!(end >= at); // I7: the head that is written last covers every byte of the image.
+        assert!(end >= at); // I7: the head, which is written last, covers every byte of the image.
         let padding = vec![0; (end - at) as usize];
         self.growing.write_at(at, &padding).map_err(full(end))?;
         self.growing.write_at(start, &self.encode_head(&chunk)?).map_err(full(end))?;
@@ -184,7 +184,7 @@ impl ImageWriter {
         Ok(Streamed::Image(image))
     }
 
-    /// Reads the chunk of a long page back past the cache and checks it (I7).
+    /// Reads the chunk of a long page back past the cache and verifies it (I7).
     pub(super) fn verify_long(&self, chunk: &Chunk) -> Result<()> {
         let mut head = AlignedBuf::new(Chunk::head_len(1) as usize);
         self.file.read_past_cache(chunk.offset, &mut head)?;
@@ -201,6 +201,6 @@ enum Streamed {
     Image(ImageRef),
     /// The source no longer had the bytes.
     Gone,
-    /// Compressed, the image would take nearly as much space as the page.
+    /// Compression does not save enough space.
     DoesNotPay,
 }

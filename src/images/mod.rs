@@ -1,7 +1,7 @@
-//! Writing image files: pages' bytes in chunks, appended and synced before anything names them.
+//! Writes image files: the bytes of pages are appended in chunks, and synced before any record names them.
 //!
-//! A crash here loses nothing: an image file that no manifest, no table and no batch names has no meaning,
-//! and the next open removes it.
+//! A crash here loses nothing. An image file that no manifest, table or batch names has no meaning, and the next open
+//! removes it.
 
 pub(crate) mod disk_pages;
 pub(crate) mod numbers;
@@ -38,20 +38,20 @@ use crate::error::{Error, Result};
 use crate::memory::arena::FileTarget;
 use crate::options::{Compression, ImageIo};
 
-/// A chunk is written when its images reach this many bytes; a longer page has a chunk of its own.
+/// The number of bytes of images at which a chunk is written. A longer page has its own chunk.
 pub(crate) const CHUNK_BYTES: u64 = 2 << 20;
-/// The maximum number of images in a chunk, as a bound for stores of tiny pages.
+/// The maximum number of images in a chunk, a bound for stores of tiny pages.
 const CHUNK_IMAGES: usize = 4096;
 const _: () = assert!(CHUNK_IMAGES <= CHUNK_IMAGES_MAX as usize);
-/// The maximum number of threads that make chunks, or read them back. One thread checksums and copies more
-/// slowly than a disk writes; four were faster than every disk that was measured.
+/// The maximum number of threads that create chunks or read them back. One thread checksums and copies more slowly than
+/// a disk writes. Four were faster than every disk that was measured.
 pub(crate) const THREADS_MAX: usize = 4;
-/// The maximum number of files that a snapshot writes.
+/// The maximum number of image files that a snapshot writes.
 pub(crate) const IMAGE_FILES_MAX: u64 = THREADS_MAX as u64;
-/// The maximum bytes of pages in flight to chunks, unless a single page is longer.
+/// The maximum number of bytes of pages in chunks that are being created, unless a single page is longer.
 const IN_FLIGHT_BYTES: u64 = 32 << 20;
 
-/// Divides pages into chunks of at most `bytes_max` bytes, in order. A longer page gets a chunk of its own.
+/// Divides pages into chunks of at most `bytes_max` bytes, in order. A longer page gets its own chunk.
 ///
 /// # Errors
 /// `OutOfMemory`.
@@ -66,7 +66,8 @@ pub(crate) fn chunks<T>(pages: &[T], bytes_max: u64, len: impl Fn(&T) -> u64) ->
     Ok(chunks)
 }
 
-/// Returns how many images with these lengths in bytes fit in the next chunk: at least one, if there is one.
+/// Returns how many images with these lengths in bytes fit in the next chunk. The result is at least 1 if there are any
+/// images.
 fn next_chunk(bytes_max: u64, lens: impl IntoIterator<Item = u64>) -> usize {
     let mut bytes = 0;
     let fits = lens.into_iter().take(CHUNK_IMAGES).take_while(|len| {
@@ -77,16 +78,16 @@ fn next_chunk(bytes_max: u64, lens: impl IntoIterator<Item = u64>) -> usize {
     fits.count()
 }
 
-/// Returns the number of threads that make chunks, given the bytes of the longest one.
+/// Returns the number of threads that create chunks, given the length of the longest chunk in bytes.
 pub(crate) fn chunk_threads(longest: u64) -> usize {
     let fit = IN_FLIGHT_BYTES / longest.max(CHUNK_BYTES);
     parallel::threads((fit as usize).clamp(1, THREADS_MAX))
 }
 
-/// Fills a slice with the bytes of a page from an offset on.
+/// A function that fills a slice with the bytes of a page, starting at an offset.
 pub(crate) type PageRead<'r, E> = &'r mut dyn FnMut(&PageInfo, u64, &mut [u8]) -> Result<(), E>;
 
-/// How images are written.
+/// The way in which images are written.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct ImageOptions {
     pub compression: Compression,
@@ -94,15 +95,15 @@ pub(crate) struct ImageOptions {
 }
 
 impl ImageOptions {
-    /// Whether a device copies images to the files' own memory, if the file system supports that. Compression
-    /// is done by the host and excludes it.
+    /// Returns whether a device copies images to the files' memory, if the file system supports that. The host would
+    /// have to compress, so compression excludes this.
     pub fn is_in_place(&self) -> bool {
         self.io == ImageIo::Mapped && self.compression == Compression::Off
     }
 }
 
-/// Appends images to one file, which is new or was a spare. Threads share it: each one writes its own chunks,
-/// which are in the file in the order in which they were ready.
+/// A writer that appends images to one file, which is new or was a spare. Several threads may share it. Each thread
+/// writes its own chunks, whose order in the file is the order of completion.
 pub(crate) struct ImageWriter {
     disk: Arc<dyn Disk>,
     store: StoreId,
@@ -110,18 +111,18 @@ pub(crate) struct ImageWriter {
     /// The maximum number of threads that compress a chunk, or read chunks back.
     threads_max: usize,
     number: u64,
-    /// The file, for reads once it is synced.
+    /// The file, for reads after it is synced.
     file: Arc<dyn DiskFile>,
     /// The same file, for writing.
     growing: GrowingFile,
     written: Mutex<WrittenChunks>,
-    /// Held while a chunk reserves its space after all others, and while a chunk of yet unknown length is
-    /// appended. Taken before `written`.
+    /// A lock that is held while a chunk reserves its space, and while a chunk of yet unknown length is appended. It is
+    /// taken before `written`.
     tail: Mutex<()>,
     /// The file's memory, if a device copies to it.
     target: Option<FileTarget>,
-    /// Buffers in which chunks are assembled. Memory that was touched before is faster to write to than new
-    /// memory.
+    /// Buffers in which chunks are assembled. They are reused, because memory that was touched before is faster to
+    /// write to.
     areas: Mutex<Vec<Vec<u8>>>,
 }
 
@@ -129,14 +130,13 @@ struct WrittenChunks {
     /// The offset of the next chunk.
     end: u64,
     chunks: Vec<Chunk>,
-    /// The chunks whose images a device copied into place, by offset, with the place that it copied them
-    /// from.
+    /// The chunks whose images a device copied, by offset, with the place that they were copied from.
     placed: BTreeMap<u64, Place>,
 }
 
 impl ImageWriter {
-    /// Creates image file `number`. A lack of space is a clean failure, here and in later calls: the caller
-    /// then abandons the file.
+    /// Creates image file `number`. If this or a later call returns that the disk is full, the caller must abandon the
+    /// file.
     pub fn create(
         disk: Arc<dyn Disk>,
         store: StoreId,
@@ -150,7 +150,7 @@ impl ImageWriter {
         Self::over(disk, store, number, new, None, purpose, options)
     }
 
-    /// Starts image file `number` over a spare, which durably has its name (I13). With a target, a device
+    /// Starts image file `number` in a spare that already has its new name durably (I13). With a target, a device
     /// writes to its memory.
     fn over(
         disk: Arc<dyn Disk>,
@@ -195,9 +195,10 @@ impl ImageWriter {
         }
     }
 
-    /// Writes non-empty pages chunk by chunk. `read` fills a slice with a page's bytes from an offset on. No
-    /// more than one chunk is held at a time or, of a long page, one piece, which may be requested twice.
-    /// Returns the references in the same order.
+    /// Writes non-empty pages chunk by chunk, and returns the references to their images in the same order. `read`
+    /// fills a slice with a page's bytes, starting at an offset.
+    ///
+    /// Only one chunk, or one piece of a long page, is in memory at a time. A piece may be requested twice.
     pub fn write_pages<E: From<Error>>(
         &self,
         pages: &[PageInfo],
@@ -211,7 +212,7 @@ impl ImageWriter {
         Ok(references)
     }
 
-    /// Writes the pages of one chunk, as [`write_pages`](Self::write_pages) does.
+    /// Writes the pages of one chunk like [`write_pages`](Self::write_pages).
     fn write_read_chunk<E: From<Error>>(
         &self,
         chunk: &[PageInfo],
@@ -242,16 +243,17 @@ impl ImageWriter {
         Ok(self.write_chunk(&images)?)
     }
 
-    /// Writes one chunk of images, and returns the references in the same order.
+    /// Writes one chunk of images, and returns the references to them in the same order.
     pub fn write_chunk(&self, pages: &[(&PageInfo, &[u8])]) -> Result<Vec<ImageRef>> {
         let sums = collected(pages.iter().map(|(_, bytes)| crc32fast::hash(bytes)))?;
         self.write_frames(pages, &sums, &self.compress(pages)?)
     }
 
-    /// Like [`write_chunk`](Self::write_chunk), for pages that are in `staged` at the positions of the
-    /// chunk's payloads, each with the CRC-32 of its bytes. The first page follows the room for the head;
-    /// each other one starts on a 16-byte boundary after the previous one. Unless some of them are
-    /// compressed, `staged` becomes the chunk and is written without a copy.
+    /// Writes one chunk of images like [`write_chunk`](Self::write_chunk), from pages that are in `staged` at the
+    /// positions of the chunk's payloads, each with the CRC-32 of its bytes.
+    ///
+    /// The first page must follow the room for the head. Each other page must start on the first 16-byte boundary after
+    /// the previous one. If no page is compressed, `staged` becomes the chunk and is written without a copy.
     pub fn write_staged(
         &self,
         pages: &[(&PageInfo, usize, u32)],
@@ -281,7 +283,7 @@ impl ImageWriter {
         self.write(chunk, staged)
     }
 
-    /// Writes one chunk of images, all stored uncompressed.
+    /// Writes one chunk of images, all of them uncompressed.
     pub fn write_uncompressed(&self, pages: &[(&PageInfo, &[u8])]) -> Result<Vec<ImageRef>> {
         let sums = collected(pages.iter().map(|(_, bytes)| crc32fast::hash(bytes)))?;
         self.write_frames(pages, &sums, &collected(pages.iter().map(|_| None))?)
@@ -307,7 +309,7 @@ impl ImageWriter {
         let images = pages.iter().zip(sums).zip(frames);
         let images = images.map(|(((info, _), sum), frames)| new_image(info, *sum, frames.as_deref()));
         let chunk = self.append_chunk(&collected(images)?)?;
-        // One buffer, one write: header, table, payloads, padding.
+        // The header, table, payloads and padding are assembled in one buffer and written with one call.
         let mut bytes = self.areas.lock().pop().unwrap_or_default();
         bytes.clear();
         make_room(&mut bytes, chunk.len as usize)?;
@@ -324,30 +326,31 @@ impl ImageWriter {
         Ok(references)
     }
 
-    /// Writes a chunk; its bytes are the first of `bytes`.
+    /// Writes a chunk, which consists of the first bytes of `bytes`.
     fn write(&self, chunk: Chunk, bytes: &[u8]) -> Result<Vec<ImageRef>> {
         let (bytes, end) = (&bytes[..chunk.len as usize], chunk.offset + chunk.len);
         self.growing.write_at(chunk.offset, bytes).map_err(|error| no_space(self.number, end, error))?;
-        // The disk works while the next chunks are made, and the sync at the end has less to do.
+        // Starting the write now keeps the disk busy while the next chunks are created, and shortens the sync at the
+        // end.
         self.growing.write_back(chunk.offset, chunk.len);
         let references = collected(chunk.images.iter().map(|header| header.image))?;
         push(&mut self.written.lock().chunks, chunk)?;
         Ok(references)
     }
 
-    /// Reserves space for a chunk after all others.
+    /// Reserves space for a chunk after all other chunks.
     fn append_chunk(&self, images: &[NewImage]) -> Result<Chunk> {
         let _no_other_appends = self.tail.lock();
         let mut written = self.written.lock();
         let chunk = Chunk::plan(self.number, written.end, images)
             .map_err(|defect| Error::from(defect.at(FileName::Pages(self.number), written.end)))?;
-        // I7: chunks of several threads must not share bytes, or one would overwrite what another wrote.
+        // I7: if chunks of several threads shared bytes, one thread would overwrite bytes of another.
         assert!(chunk.offset >= written.end);
         written.end += chunk.len;
         Ok(chunk)
     }
 
-    /// Returns the bytes that were written so far or are being written.
+    /// Returns the number of bytes that were written so far or are being written.
     pub fn byte_len(&self) -> u64 {
         self.written.lock().end
     }
@@ -358,18 +361,18 @@ impl ImageWriter {
         self.disk.sync_folder(Folder::Pages)
     }
 
-    /// Makes the file durable, but not its name. Nothing may be written to it afterwards.
+    /// Makes the file durable, but not its name. No further write may follow.
     fn sync_bytes(&self) -> Result<()> {
         let len = self.byte_len();
         self.growing.finish(len).map_err(|error| match error {
-            // Its space was already allocated: the file system broke its promise.
+            // The file's space was already allocated, so this is a failure of the file system.
             Error::Io { action: "sync", .. } if !self.growing.gets_space_at_sync() => error,
             error => no_space(self.number, len, error),
         })
     }
 
-    /// Reads everything back past the cache and checks it (I7). The device reads back the images that it
-    /// copied to the file's memory.
+    /// Reads all chunks back past the cache and verifies them (I7). The device reads back the images that it copied to
+    /// the file's memory.
     pub fn verify(&self) -> Result<()> {
         let WrittenChunks { chunks, placed, .. } = &*self.written.lock();
         let is_long = |chunk: &Chunk| chunk.images.iter().any(|image| image.len > PIECE_BYTES);
@@ -400,8 +403,8 @@ impl ImageWriter {
         self.check_head(chunk, bytes)?;
         for ImageHeader { image, len, .. } in &chunk.images {
             let at = (image.offset - chunk.offset) as usize;
-            // A verified snapshot permits recycling of the log that could replace the image, so a checksum is
-            // not enough here: the image must decode to the page.
+            // The log that could replace the image may be recycled once the snapshot is verified, so a checksum does
+            // not suffice: the image must decode to the page.
             image
                 .check_content(&bytes[at..at + image.stored_len as usize], *len)
                 .map_err(|defect| defect.at(file, image.offset))?;
@@ -409,7 +412,7 @@ impl ImageWriter {
         Ok(())
     }
 
-    /// Checks that a chunk's first bytes are its header and its table.
+    /// Checks that the first bytes of a chunk are its header and its table.
     fn check_head(&self, chunk: &Chunk, bytes: &[u8]) -> Result<()> {
         let damaged = |defect: Defect| Error::from(defect.at(FileName::Pages(self.number), chunk.offset));
         let header = ChunkHeader::decode(bytes).map_err(damaged)?;
@@ -429,22 +432,21 @@ impl ImageWriter {
     }
 }
 
-/// Describes a page that becomes an image, with the CRC-32 of its bytes; `frames` is its compressed form, if
-/// any.
+/// Describes a page that becomes an image. `crc` is the CRC-32 of its bytes, and `frames` its compressed form, if any.
 fn new_image(info: &PageInfo, crc: u32, frames: Option<&[u8]>) -> NewImage {
     let compressed =
         frames.map(|frames| CompressedBytes { len: frames.len() as u64, crc: crc32fast::hash(frames) });
     NewImage { page: info.page, epoch: info.epoch, lsn: info.lsn, len: info.len, crc, compressed }
 }
 
-/// Resizes a buffer to `len` bytes, allocating fallibly.
+/// Resizes a buffer to `len` bytes, with a fallible allocation.
 pub(crate) fn resize(bytes: &mut Vec<u8>, len: u64) -> Result<()> {
     make_room(bytes, (len as usize).saturating_sub(bytes.len()))?;
     bytes.resize(len as usize, 0);
     Ok(())
 }
 
-/// Turns a lack of space into a clean failure: while images are written, nothing names them yet.
+/// Converts a lack of space to an error that leaves the store unchanged: no record names images that are being written.
 fn no_space(number: u64, needed: u64, error: Error) -> Error {
     if error.is_no_space() { Error::disk_full(FileName::Pages(number), needed) } else { error }
 }

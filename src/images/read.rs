@@ -1,5 +1,5 @@
-//! Reading many images in file order, with neighbors in one read. Otherwise a store of tiny pages would read
-//! the medium once per page.
+//! Reads many images in file order, neighboring images with one read. Otherwise a store of tiny pages would read the
+//! medium once per page.
 
 use std::borrow::{Borrow, Cow};
 use std::collections::BTreeMap;
@@ -17,18 +17,18 @@ use crate::base::parallel;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 
-/// The maximum length of a run in bytes, unless its only image is longer. With the rest of its first and last
-/// blocks that is 4 MiB, the length of a staging buffer.
+/// The maximum length of a run in bytes, unless its only image is longer. With the remainders of its first and last
+/// blocks, a run has at most 4 MiB, the length of a staging buffer.
 pub(crate) const RUN_BYTES: u64 = (4 << 20) - 2 * GROUP_ALIGN;
 
 /// The maximum gap between two images of a run. A disk reads that many bytes in the time of another request.
 const GAP_BYTES: u64 = 64 << 10;
 
-/// Bytes that are read and checksummed at a time. They fit in a CPU's L2 cache, and a disk is as fast as with
-/// more.
+/// The number of bytes that are read and checksummed at a time. They fit in a CPU's L2 cache, and longer reads are not
+/// faster.
 pub(crate) const SUMMED_AT_ONCE: usize = 512 << 10;
 
-/// A request to read one image.
+/// A request to read the image of one page.
 #[derive(Clone, Copy)]
 pub(crate) struct ImageRequest {
     pub page: PageId,
@@ -38,14 +38,14 @@ pub(crate) struct ImageRequest {
 }
 
 impl ImageRequest {
-    /// Whether the page is read piece by piece: it is too long to hold at once, however short its image is,
-    /// or its image is an overlay over a base.
+    /// Returns whether the page is read piece by piece, because it is too long to keep in memory, or because its image
+    /// is an overlay over a base.
     pub fn is_long(&self) -> bool {
         self.len > RUN_BYTES || !self.image.is_whole()
     }
 }
 
-/// Returns the read requests for those of these pages that have an image.
+/// Returns read requests for those of the given pages that have an image.
 pub(crate) fn wanted(
     pages: impl IntoIterator<Item = impl Borrow<PageInfo>>,
     images: &BTreeMap<PageId, ImageRef>,
@@ -56,13 +56,13 @@ pub(crate) fn wanted(
     pages.into_iter().filter_map(move |info| image(info.borrow()))
 }
 
-/// Images that are close enough together in one file to be read at once.
+/// Images that are close enough together in one file to be read with one read.
 pub(crate) struct ImageRun<'a> {
     /// The requests, at least one, in file order.
     images: &'a [ImageRequest],
 }
 
-/// Groups images into runs. A long image is a run of its own.
+/// Groups images into runs. A long image is a separate run.
 pub(crate) fn runs(wanted: &mut [ImageRequest]) -> impl Iterator<Item = ImageRun<'_>> {
     wanted.sort_unstable_by_key(|wanted| (wanted.image.file, wanted.image.offset));
     let same_run = |first: &ImageRef, reached: u64, image: &ImageRef| {
@@ -88,28 +88,26 @@ pub(crate) fn runs(wanted: &mut [ImageRequest]) -> impl Iterator<Item = ImageRun
 }
 
 impl<'a> ImageRun<'a> {
-    /// Returns the number of images in the run.
     pub fn count(&self) -> u64 {
         self.images.len() as u64
     }
 
-    /// Returns the page of the run's first image.
     pub fn first_page(&self) -> PageId {
         self.images[0].page
     }
 
-    /// Returns the stored bytes of the run's images, including the bases of overlays.
+    /// Returns the number of stored bytes in the run's images, including the bases of overlays.
     pub fn bytes(&self) -> u64 {
         self.images.iter().flat_map(|wanted| wanted.image.files()).map(|(_, stored_len)| stored_len).sum()
     }
 
-    /// Returns the run's image, if it has only one.
+    /// Returns the run's image if it has only one.
     pub fn only(&self) -> Option<&'a ImageRequest> {
         if let [only] = self.images { Some(only) } else { None }
     }
 
-    /// Returns the damaged images of the run, each with its damage. A run that cannot be read at once is read
-    /// image by image, and an image that is longer than a run piece by piece.
+    /// Returns the damaged images of the run, each with its damage. If a single read of the run fails, the images are
+    /// read one by one. An image that is longer than a run is read piece by piece.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -127,21 +125,23 @@ impl<'a> ImageRun<'a> {
         }
     }
 
-    /// Reads the run into memory from `take`. No memory is taken if the file ends too early.
+    /// Reads the run into memory that `take` allocates. No memory is allocated if the file ends too early.
     pub fn read<B: DerefMut<Target = [u8]>>(
         &self,
         source: &DiskSource,
         take: impl FnOnce(usize) -> Result<B>,
     ) -> Result<FilePiece<B>> {
         let first = &self.images[0].image;
-        // Where images overlap, as only in a forged manifest, the last one may not end last.
+        // Images overlap only in a forged manifest. The last image may then not have the highest end.
         let ends = self.images.iter().map(|wanted| wanted.image.offset + wanted.image.stored_len);
         FilePiece::read(source, first.file, first.offset..ends.max().expect("at least one"), take)
     }
 
-    /// Returns the pages in the piece that [`ImageRun::read`] returned, each with the offset of its stored
-    /// bytes there. They are proven by now if the host sums; a compressed image always is, because its bytes
-    /// are proven before they are decompressed (I9).
+    /// Returns the pages in the piece that [`ImageRun::read`] returned, each with the offset of its stored bytes in the
+    /// piece.
+    ///
+    /// Images that the host sums are verified by this call. This always includes compressed images, whose bytes are
+    /// verified before they are decompressed (I9).
     pub fn pages<'b, B: DerefMut<Target = [u8]>>(
         &self,
         read: &'b FilePiece<B>,
@@ -161,26 +161,25 @@ impl<'a> ImageRun<'a> {
     }
 }
 
-/// The side that checks an image's bytes against its checksum.
+/// The side that compares an image's bytes with its checksum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SummedBy {
     /// The host, before any byte is passed on.
     Host,
-    /// The device that the bytes are copied to, after their arrival.
+    /// The device that receives the bytes, after their arrival.
     Device,
 }
 
-/// A piece of an image file in memory. It consists of whole blocks, as far as the file has them, so that a
-/// direct read fills it without a copy.
+/// A piece of an image file in memory. It consists of whole blocks, except at the end of the file, so that a direct
+/// read fills it without a copy.
 pub(crate) struct FilePiece<B> {
-    /// The piece's offset in the file.
+    /// The offset of the piece in the file.
     pub start: u64,
-    /// The bytes of the piece.
     pub bytes: B,
 }
 
 impl<B: DerefMut<Target = [u8]>> FilePiece<B> {
-    /// Reads the blocks that contain `range` into memory from `take`.
+    /// Reads the blocks that contain `range` into memory that `take` allocates.
     pub fn read(
         source: &DiskSource,
         file: u64,
@@ -190,8 +189,8 @@ impl<B: DerefMut<Target = [u8]>> FilePiece<B> {
         Self::read_by(source, file, range, take, usize::MAX, |_| {})
     }
 
-    /// Like [`read`](Self::read), and also computes the CRC-32 of `range`, while the bytes just read are
-    /// still in the CPU's cache. From the page cache, this makes reading with sums an eighth faster.
+    /// Reads blocks like [`read`](Self::read), and also computes the CRC-32 of `range` while the bytes are in the CPU's
+    /// cache. This makes reading with sums from the page cache an eighth faster.
     pub fn read_summed(
         source: &DiskSource,
         file: u64,
@@ -221,7 +220,7 @@ impl<B: DerefMut<Target = [u8]>> FilePiece<B> {
         let at = |defect: Defect| defect.at(name, range.start);
         let unreadable = |error: std::io::Error| at(Defect::of_read(&error));
         let have = source.len(name).map_err(unreadable)?.ok_or_else(|| at(Defect::Missing))?;
-        // I9: a manifest or a frame names the range, so it is checked before memory is taken for it.
+        // I9: the range comes from a manifest or a frame, so it is checked before memory is allocated for it.
         if have < range.end {
             return Err(at(Defect::Truncated { needed: range.end, have }).into());
         }
@@ -243,7 +242,7 @@ fn aligned(len: usize) -> Result<AlignedBuf> {
     AlignedBuf::try_new(len).ok_or(Error::OutOfMemory { place: Place::Host, len: len as u64 })
 }
 
-/// Proves images by reading all of them with several threads.
+/// Verifies images by reading all of them with several threads.
 ///
 /// # Errors
 /// [`crate::Error::Damaged`].
@@ -252,8 +251,8 @@ pub(crate) fn prove(source: &DiskSource, wanted: impl IntoIterator<Item = ImageR
     damaged.into_iter().next().map_or(Ok(()), |(_, damage)| Err(damage.into()))
 }
 
-/// Returns the damaged images, each with its damage. Up to `threads_max` threads read them; an image longer
-/// than a run is read piece by piece.
+/// Returns the damaged images, each with its damage. Up to `threads_max` threads read them. An image longer than a run
+/// is read piece by piece.
 ///
 /// # Errors
 /// `OutOfMemory`.
@@ -293,7 +292,7 @@ mod tests {
             block - 1..block + 1,
             100..SUMMED_AT_ONCE,
             block + 7..block + SUMMED_AT_ONCE + 5,
-            // The range ends, or begins, at a boundary of the blocks that are read at a time.
+            // The range ends or begins at a boundary of the blocks that are read at a time.
             3 * block..3 * block + SUMMED_AT_ONCE,
             SUMMED_AT_ONCE - 1..len - 1,
         ] {
@@ -305,8 +304,8 @@ mod tests {
         }
     }
 
-    /// Only a forged manifest names overlapping images. Each is judged by what its entry says, and no byte
-    /// past its end is read.
+    /// Only a forged manifest names overlapping images. Each image is checked against its own entry, and no byte past
+    /// its end is read.
     #[test]
     fn overlapping_images_are_allowed() {
         let disk = SimDisk::new();

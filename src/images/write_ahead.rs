@@ -1,13 +1,13 @@
-//! Images that are written before their batch, which then only names them.
+//! Images that are written before their batch, which then contains only references to them.
 //!
 //! 1. The files get their numbers, and are protected from removal from then on.
-//! 2. The images, and the files' names, are written and synced: a frame must never name a file that a crash
-//!    takes away (I7 for batches).
-//! 3. The batch is logged. From here on the files are kept while replay may start before the batch.
+//! 2. The images and the files' names are written and synced, because a frame must never name a file that a crash could
+//!    remove (I7 for batches).
+//! 3. The batch is logged. From here on, the files are kept while replay may start before the batch.
 //!
-//! A batch that is refused, or finds no space, removes its files. If it is unknown whether the frame is in
-//! the log, they are left, because recovery may find the frame. A crash before step 3 leaves files that no
-//! frame names; the next open detects this during replay.
+//! If a batch is refused or finds no space, its files are removed. If it is unknown whether the frame is in the log,
+//! the files are left, because recovery may find the frame. A crash before step 3 leaves files that no frame names. The
+//! next open detects such files during replay.
 
 use std::ops::Range;
 
@@ -22,7 +22,7 @@ use crate::base::phases::Phase;
 use crate::error::Result;
 use crate::images::numbers::ImageFiles;
 
-/// The images of a batch that is not logged yet. Dropping this removes their files.
+/// The images of a batch that is not logged yet. Dropping this value removes their files.
 pub(crate) struct PendingImages<'a> {
     files: &'a ImageFiles,
     numbers: Range<u64>,
@@ -31,7 +31,7 @@ pub(crate) struct PendingImages<'a> {
 }
 
 impl<'a> PendingImages<'a> {
-    /// Writes non-empty pages to new files, and makes them durable. A lack of space is a clean failure.
+    /// Writes non-empty pages to new files, and makes the files durable. A lack of space changes nothing.
     pub fn write(
         files: &'a ImageFiles,
         store: StoreId,
@@ -44,12 +44,12 @@ impl<'a> PendingImages<'a> {
         Self::make(files, store, options, count, |writers| writers.write_all(&pages))
     }
 
-    /// Like [`write`](Self::write), for pages of these lengths that `read` provides piece by piece. Each page
-    /// is read by one of several threads, using that thread's own value from `equip`. Of a long page, only
-    /// one piece is held at a time.
+    /// Writes pages of these lengths like [`write`](Self::write), with bytes that `read` provides piece by piece. Each
+    /// page is read by one of several threads, with that thread's own state from `equip`. Only one piece of a long page
+    /// is in memory at a time.
     ///
     /// # Errors
-    /// Any error of `read` is also a clean failure.
+    /// The errors of `read` and of a full disk leave the store unchanged.
     pub fn write_read<W>(
         files: &'a ImageFiles,
         store: StoreId,
@@ -71,36 +71,36 @@ impl<'a> PendingImages<'a> {
         write: impl FnOnce(&ImageWriters) -> Result<Vec<ImageRef>>,
     ) -> Result<Self> {
         let _phase = phases::enter(Phase::WriteAhead);
-        // 1. From here on the numbers are used up, whatever happens to the files.
+        // 1. From here on the numbers are assigned for good, whether or not the files are created.
         let numbers = files.begin_for_batch(count);
         let writers = ImageWriters::create_ahead(files, store, numbers.clone(), options);
         let writers = writers.inspect_err(|_| numbers.clone().for_each(|file| files.forget(file)))?;
-        // 2. Dropping this before the batch is logged removes the files.
+        // 2. Dropping this value before the batch is logged removes the files.
         let mut ahead = Self { files, numbers, images: Vec::new(), is_refused: true };
         ahead.images = write(&writers)?;
         writers.sync()?;
         Ok(ahead)
     }
 
-    /// Returns the images, in page order.
+    /// Returns the references to the images, in page order.
     pub fn images(&self) -> &[ImageRef] {
         &self.images
     }
 
-    /// 3. Records that batch `lsn` is logged: the files are kept.
+    /// 3. Records that batch `lsn` is logged, so that the files are kept.
     pub fn logged(mut self, lsn: Lsn) {
         self.is_refused = false;
         self.numbers.clone().for_each(|file| self.files.logged(file, lsn));
     }
 
-    /// Leaves the files, because it is unknown whether the batch is logged. The next open decides.
+    /// Keeps the files, because it is unknown whether the batch is logged. The next open will find out.
     pub fn leave(&mut self) {
         self.is_refused = false;
     }
 }
 
-/// Describes a page to the image writer. Neither epoch nor Lsn is known before the batch is logged, and an
-/// image does not record its place.
+/// Describes a page to the image writer. Epoch and Lsn are unknown before the batch is logged, and an image does not
+/// record its place.
 fn info(page: PageId, len: u64) -> PageInfo {
     PageInfo::new(page, len, Place::Host)
 }

@@ -1,11 +1,11 @@
-//! Several image files that are written at the same time, for one snapshot or one batch.
+//! Several image files that are written concurrently, for one snapshot or one batch.
 //!
-//! The kernel allows one thread at a time to write to a file through its cache. Four threads that append to
-//! one file on tmpfs write no more than one thread does: 2.7 GB/s on 2 cores, against 5.7 with one file for
-//! each of two threads. So each writing thread has a file to itself meanwhile. Writing through a mapping or
-//! past the cache gained less or nothing.
+//! The kernel allows one thread at a time to write to a file through its cache. Four threads that append to one file on
+//! tmpfs write no faster than one thread: 2.7 GB/s on 2 cores, compared with 5.7 GB/s if two threads have one file
+//! each. So each writing thread has its own file during a write. Writing through a mapping or past the cache gained
+//! less or nothing.
 //!
-//! A crash here leaves image files that nothing names.
+//! A crash here leaves unreferenced image files.
 
 use std::convert::Infallible;
 use std::ops::Range;
@@ -24,44 +24,42 @@ use crate::disk::image_spares::{ImageSpares, ReusedFile};
 use crate::error::{Error, Result};
 use crate::memory::arena::{FileTarget, RegisteredFile};
 
-/// The number of chunks that justifies another file, with its name and its sync. Without this limit a store
-/// would have many small files: beyond a number of files, snapshots rewrite some of them.
+/// The number of chunks per additional file. Without this limit a store would have many small files, and above a number
+/// of files, snapshots rewrite some of them.
 const CHUNKS_MIN: u64 = 8;
 
-/// The excess length that a file written in place may have over its images: one byte in `TAIL_SHARE`, plus
-/// `TAIL_MIN`.
+/// The maximum excess length of a file written in place over its images: one byte in `TAIL_SHARE`, plus `TAIL_MIN`.
 const TAIL_SHARE: u64 = 4;
 const TAIL_MIN: u64 = 64 << 10;
 
-/// Returns the number of files to write concurrently for this many bytes, in chunks of `chunk_len`.
+/// Returns the number of files to write concurrently for `bytes` bytes in chunks of `chunk_len`.
 pub(crate) fn file_count(bytes: u64, chunk_len: u64, threads: usize) -> u64 {
     (bytes / (CHUNKS_MIN * chunk_len)).clamp(1, threads as u64)
 }
 
-/// Returns the number of files to write concurrently for a batch with pages of these lengths, so that no file
-/// stays empty.
+/// Returns the number of files to write concurrently for a batch with pages of these lengths, so that no file is empty.
 pub(super) fn ahead_file_count<P>(pages: &[P], len: impl Fn(&P) -> u64) -> Result<u64> {
     let bytes = pages.iter().map(&len).sum();
     let chunks = chunks(pages, CHUNK_BYTES, len)?.len() as u64;
     Ok(file_count(bytes, CHUNK_BYTES, parallel::threads(THREADS_MAX)).min(chunks.max(1)))
 }
 
-/// Appends images to one or more new files.
+/// A writer that appends images to one or more new files.
 pub(crate) struct ImageWriters {
     disk: Arc<dyn Disk>,
     spares: Arc<ImageSpares>,
     files: Vec<ImageWriter>,
     /// The number of files that were spares.
     reused: usize,
-    /// For each file, the number of threads that append to it, and the sequence number of its last chunk
-    /// among all chunks.
+    /// For each file, the number of threads that append to it, and the sequence number of its last chunk among all
+    /// chunks.
     uses: Mutex<Vec<(usize, u64)>>,
 }
 
 impl ImageWriters {
-    /// Starts the image files with these numbers, for a snapshot that writes about `len` bytes. Up to
-    /// `threads_max` threads compress a chunk, or read chunks back. A lack of space is a clean failure, here
-    /// and in later calls: the caller then abandons the files.
+    /// Starts the image files with these numbers, for a snapshot that writes about `len` bytes. Up to `threads_max`
+    /// threads compress a chunk, or read chunks back. If this or a later call returns that the disk is full, the caller
+    /// must abandon the files.
     pub fn create(
         image_files: &ImageFiles,
         store: StoreId,
@@ -79,8 +77,7 @@ impl ImageWriters {
         Ok(writers)
     }
 
-    /// Starts the image files with these numbers, for a batch. A lack of space is a clean failure, as for
-    /// [`create`](Self::create).
+    /// Starts the image files with these numbers, for a batch. A full disk is handled as for [`create`](Self::create).
     pub fn create_ahead(
         image_files: &ImageFiles,
         store: StoreId,
@@ -101,14 +98,14 @@ impl ImageWriters {
         Ok(writers)
     }
 
-    /// Creates writers without files yet.
+    /// Creates a writer without files.
     fn none(image_files: &ImageFiles, numbers: &Range<u64>) -> Self {
         let uses = Mutex::new(numbers.clone().map(|_| (0, 0)).collect());
         let (disk, spares) = (image_files.disk().clone(), image_files.spares().clone());
         Self { disk, spares, files: Vec::new(), reused: 0, uses }
     }
 
-    /// Starts each file over a spare if one of about its length exists.
+    /// Starts each file, in a spare if there is one of about its length.
     fn begin_files(
         &mut self,
         store: StoreId,
@@ -139,8 +136,8 @@ impl ImageWriters {
         Ok(())
     }
 
-    /// Returns the memory of a spare, if a device may copy to it. A file written in place keeps its length,
-    /// so a spare that is much too long is unregistered and will be truncated.
+    /// Returns the memory of a spare if a device may copy to it. A file written in place keeps its length, so a spare
+    /// that is much too long is unregistered and will be truncated.
     fn target(&self, number: u64, reused: &mut ReusedFile, file_len: u64) -> Option<FileTarget> {
         let kept = reused.kept_ready.take()?;
         let target = kept.downcast::<RegisteredFile>().ok().and_then(|file| file.target());
@@ -152,18 +149,18 @@ impl ImageWriters {
         target
     }
 
-    /// Whether a device copies images to the memory of one of the files.
+    /// Returns whether a device copies images to the memory of one of the files.
     pub fn is_in_place(&self) -> bool {
         self.files.iter().any(|file| file.target().is_some())
     }
 
-    /// Returns the number of files that were started over spares.
+    /// Returns the number of files that were spares.
     pub fn reused_count(&self) -> u64 {
         self.reused as u64
     }
 
-    /// Appends a chunk to the file with the fewest appending threads and, among those, to the one that has
-    /// waited longest. So as many chunks as there are files leave none of them empty.
+    /// Calls `append` with the file that has the fewest appending threads. Among several such files, uses the one with
+    /// the oldest last chunk. Thus no file is empty once there are as many chunks as files.
     pub fn append<T>(&self, append: impl FnOnce(&ImageWriter) -> T) -> T {
         let file = {
             let mut uses = self.uses.lock();
@@ -177,7 +174,7 @@ impl ImageWriters {
         appended
     }
 
-    /// Writes non-empty pages that are in memory, with several threads. Returns the references in the same
+    /// Writes non-empty pages in memory, with several threads. Returns the references to their images in the same
     /// order.
     pub fn write_all(&self, pages: &[(PageInfo, &[u8])]) -> Result<Vec<ImageRef>> {
         let write = |(): &mut (), file: &ImageWriter, chunk: &[(PageInfo, &[u8])]| match chunk {
@@ -187,9 +184,8 @@ impl ImageWriters {
         self.write_chunks(pages, |(info, _)| info.len, || (), write)
     }
 
-    /// Like [`write_all`](Self::write_all), for pages whose bytes `read` provides: a chunk's pages, or a
-    /// piece of a long page at a time. Each page is read by one thread, using that thread's own value from
-    /// `equip`.
+    /// Writes pages like [`write_all`](Self::write_all), with bytes that `read` provides: the pages of a chunk, or one
+    /// piece of a long page, at a time. Each page is read by one thread, with that thread's own state from `equip`.
     pub fn write_read<W>(
         &self,
         pages: &[PageInfo],
@@ -220,14 +216,13 @@ impl ImageWriters {
         Ok(references)
     }
 
-    /// Returns the bytes that were written so far or are being written.
+    /// Returns the number of bytes that were written so far or are being written.
     pub fn byte_len(&self) -> u64 {
         self.files.iter().map(ImageWriter::byte_len).sum()
     }
 
-    /// Makes the files and their names durable (I7). All are synced concurrently, so that a file system's
-    /// journal is written once. A lack of space for one of them is a clean failure only if no other failed in
-    /// another way.
+    /// Makes the files and their names durable (I7). All files are synced concurrently, so that a file system's journal
+    /// is written once. A lack of space leaves the store unchanged only if no other file failed in another way.
     pub fn sync(&self) -> Result<()> {
         let count = self.files.len();
         let sync = |(): &mut (), index: usize| Ok::<_, Infallible>(self.files[index].sync_bytes());
@@ -240,7 +235,7 @@ impl ImageWriters {
         }
     }
 
-    /// Reads everything back past the cache and checks it (I7).
+    /// Reads all files back past the cache and verifies them (I7).
     pub fn verify(&self) -> Result<()> {
         self.files.iter().try_for_each(ImageWriter::verify)
     }

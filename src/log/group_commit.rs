@@ -1,65 +1,63 @@
-//! Group commit: decides which committers a sync serves, and whether the next sync waits for more of them.
+//! Group commit: determines which committers a sync serves, and whether the next sync waits for more committers.
 //!
-//! Threads that commit repeatedly split into two halves. One half waits while the group of the other half is
-//! synced, so each thread waits for two syncs per commit. For short groups, a sync that serves both halves
-//! takes little longer than one that serves a single half. So the next sync begins only when the committers
-//! that the last one served are back with another commit.
+//! Threads that commit repeatedly split into two halves. One half waits while the group of the other half is synced, so
+//! each thread waits for two syncs per commit. For short groups, a sync that serves both halves takes little longer
+//! than one that serves a single half. Therefore the next sync begins only when the committers that the last sync
+//! served have each appended another batch.
 //!
-//! Some of them may not come back. The log waits for them for at most half a sync, counted from the end of
-//! the last one. If most of them did not come in that time, it does not wait at all for a while. `remanent
-//! bench commit --threads 8 --len 4KiB --ack durable` on 2 cores reached 0.87 of the raw loop's commits
-//! without this wait and 1.00 with it.
+//! Some of these committers may not return. The log waits for them for at most half the duration of a sync, counted
+//! from the end of the last sync. If most of them did not return in time, the log stops waiting for a while. `remanent
+//! bench commit --threads 8 --len 4KiB --ack durable` on 2 cores reached 0.87 of the raw loop's commits without this
+//! wait and 1.00 with it.
 //!
-//! A long group keeps the disk busy in proportion to its bytes, and copying and checksumming the next group
-//! takes CPU time in the same proportion. The disk should write one half while the CPUs prepare the other. So
-//! no sync waits once it covers [`ENOUGH_BYTES`].
+//! A long group keeps the disk busy in proportion to its bytes, and copying and checksumming the next group takes CPU
+//! time in the same proportion. The disk should write one half while the CPUs prepare the other. Therefore no sync
+//! waits once it covers [`ENOUGH_BYTES`].
 //!
-//! This is guarded by the log's lock; nothing here blocks. A crash here loses nothing: a batch counted here
-//! was not yet acknowledged as durable.
+//! The log's lock guards this state, and no function here blocks. A crash loses nothing, because the counted batches
+//! were not yet acknowledged as durable.
 
 use std::time::Duration;
 
 use crate::base::sync::Instant;
 
-/// The maximum number of syncs that begin immediately, after repeated waits in vain, before the log tries to
-/// wait again.
+/// The maximum number of syncs that begin immediately, after repeated unsuccessful waits, before the log waits again.
 const IMMEDIATE_SYNCS_LIMIT: u32 = 32;
 
-/// A group of this length waits for no further committer. When the log waited for 8 threads that committed 64
-/// KiB each, a write of six frames took 320 us and the disk was idle for 165 us before the next one. With
-/// this bound a write takes four frames and 240 us, and the disk is idle for 40 us, as in the raw loop (0.80
-/// and 0.92 of its commits).
+/// The length in bytes from which a group waits for no further committer.
+///
+/// Without this bound, 8 threads that committed 64 KiB each wrote six frames at a time, which took 320 us, and the disk
+/// was idle for 165 us before the next write. With the bound, a write contains four frames and takes 240 us, and the
+/// disk is idle for 40 us, as in the raw loop. This raised the commits from 0.80 to 0.92 of the raw loop's.
 const ENOUGH_BYTES: u64 = 128 << 10;
 
-/// The committers that wait for their batches to become durable, and the time for which the next sync waits
-/// for more of them.
+/// The committers that wait for their batches to become durable, and the time that the next sync waits for others.
 pub(super) struct Waiters {
-    /// Committers that the current sync serves.
+    /// The number of committers that the current sync serves.
     served_now: usize,
-    /// Committers that the next sync will serve.
+    /// The number of committers that the next sync will serve.
     served_next: usize,
-    /// Committers that the last sync served.
+    /// The number of committers that the last sync served.
     served_last: usize,
-    /// Committers among those that have not come back with another commit.
+    /// The number of committers that the last sync served and that have not appended another batch yet.
     away: usize,
-    /// Whether one of them will wake up by itself to begin the sync without the committers that are away.
+    /// Whether a waiting committer will wake at the end of `patience` to begin the sync.
     pub is_watched: bool,
     /// The times at which the last sync began and ended.
     began: Instant,
     ended: Instant,
-    /// How long the next sync waits for the committers that are away.
+    /// The maximum time after the last sync that the next sync waits for committers that are away.
     patience: Duration,
     /// The duration of the last sync.
     took: Duration,
-    /// The number of syncs still to begin immediately because waiting was in vain.
+    /// The number of syncs that will still begin immediately, because waiting was unsuccessful.
     immediate_syncs: u32,
-    /// The initial value of `immediate_syncs`, doubled each time, so that a load whose threads never return
-    /// pays little.
+    /// The next initial value of `immediate_syncs`. It doubles after each unsuccessful wait, so that a workload whose
+    /// threads never return rarely waits.
     immediate_syncs_max: u32,
 }
 
 impl Waiters {
-    /// Creates the state without any waiting committer.
     pub fn new(now: Instant) -> Self {
         Self {
             served_now: 0,
@@ -84,27 +82,26 @@ impl Waiters {
     /// Counts a committer whose batch the next sync will cover.
     pub fn arrive(&mut self) {
         self.served_next += 1;
-        // `away` is zero during a sync, so a committer that arrives then is not mistaken for one that
-        // returned.
+        // `away` is zero during a sync, so a committer that arrives during a sync is not counted as one that returned.
         self.away = self.away.saturating_sub(1);
     }
 
-    /// Whether a committer is waiting that will begin the next sync.
+    /// Returns whether a committer is waiting that will begin the next sync.
     pub fn has_next(&self) -> bool {
         self.served_next > 0
     }
 
-    /// Returns the time until which the next sync waits for more, given the bytes that it covers so far;
-    /// `None` if it may begin.
+    /// Returns the time until which the next sync waits for more committers, or `None` if it may begin now. `bytes` is
+    /// the number of bytes that the sync covers so far.
     pub fn more_until(&self, bytes: u64, now: Instant) -> Option<Instant> {
         let until = self.ended + self.patience;
         (self.away > 0 && bytes < ENOUGH_BYTES && self.immediate_syncs == 0 && now < until).then_some(until)
     }
 
-    /// Records that a sync begins; it serves every committer that is waiting.
+    /// Records that a sync begins, which serves all waiting committers.
     pub fn begin(&mut self, now: Instant) {
-        // The wait was in vain only if it ran to its end. A sync that began early because its group was long
-        // enough says nothing about the committers that were away.
+        // The wait was unsuccessful only if it lasted for all of `patience`. A sync that began earlier because its
+        // group was long enough gives no information about the committers that were away.
         let waited = !self.patience.is_zero() && now >= self.ended + self.patience;
         if self.immediate_syncs > 0 {
             self.immediate_syncs -= 1;
@@ -114,18 +111,19 @@ impl Waiters {
             self.immediate_syncs_max = (2 * self.immediate_syncs_max).clamp(1, IMMEDIATE_SYNCS_LIMIT);
             self.immediate_syncs = self.immediate_syncs_max;
         }
-        // The committer that kept watch may wake only after this sync has ended. A stale flag would keep
-        // others from watching for the next sync, which would then begin late.
+        // The watching committer may wake only after this sync has ended. A stale flag would prevent others from
+        // watching for the next sync, which would then begin late.
         self.is_watched = false;
         self.served_now += std::mem::take(&mut self.served_next);
         self.away = 0;
         self.began = now;
     }
 
-    /// Records that the sync has ended; returns the number of committers it served.
+    /// Records that the sync has ended, and returns the number of committers that it served.
     pub fn end(&mut self, now: Instant) -> usize {
         let took = now - self.began;
-        // An unusually long sync says nothing about the next one, so the shorter of the last two counts.
+        // The shorter of the last two durations counts, because an unusually long sync is no indication for the next
+        // one.
         self.patience = took.min(self.took) / 2;
         self.took = took;
         self.ended = now;
@@ -141,7 +139,7 @@ mod tests {
 
     const SYNC: Duration = Duration::from_micros(100);
 
-    /// The waiters, with a simulated clock.
+    /// Waiters with a simulated clock.
     struct Log {
         waiters: Waiters,
         now: Instant,
@@ -169,12 +167,12 @@ mod tests {
             self.waiters.end(self.now)
         }
 
-        /// Returns how long the next sync waits if no committer comes.
+        /// Returns the time that the next sync waits if no committer arrives.
         fn waits(&self) -> Duration {
             self.waits_with(0)
         }
 
-        /// Returns how long it waits if it covers this many bytes.
+        /// Returns the time that the next sync waits if it covers `bytes` bytes and no committer arrives.
         fn waits_with(&self, bytes: u64) -> Duration {
             self.waiters.more_until(bytes, self.now).map_or(Duration::ZERO, |until| until - self.now)
         }
@@ -202,7 +200,7 @@ mod tests {
             [ENOUGH_BYTES - 1, ENOUGH_BYTES].map(|bytes| log.waits_with(bytes)),
             [SYNC / 2, Duration::ZERO]
         );
-        // The absence of a wait says nothing about the committers that are away.
+        // A sync without a wait gives no information about the committers that are away.
         log.sync(SYNC);
         assert_eq!(log.waits(), SYNC / 2);
     }
@@ -212,7 +210,7 @@ mod tests {
         let mut log = Log::with(4);
         log.arrive(4);
         log.waiters.begin(log.now);
-        // The other half, and one committer whose batch the sync has already covered.
+        // The other half arrives, and one committer whose batch the sync already covers.
         (0..3).for_each(|_| log.waiters.arrive());
         log.waiters.arrive_late();
         log.now += SYNC;
@@ -230,7 +228,7 @@ mod tests {
         log.arrive(1);
         assert_eq!(log.waits(), Duration::ZERO);
         log.sync(SYNC);
-        // The keeper began this sync, and it served no committer.
+        // The keeper began this sync, which served no committer.
         assert_eq!(log.sync(SYNC), 0);
         log.arrive(1);
         assert_eq!(log.waits(), Duration::ZERO);
@@ -245,13 +243,13 @@ mod tests {
             let waits = log.waits();
             waited.push(waits > Duration::ZERO);
             log.now += waits;
-            // A sync still serves the other three: each time one that ends after they came.
+            // A sync still serves the other three, because each time a sync ends after they arrived.
             (0..3).for_each(|_| log.waiters.arrive_late());
             log.sync(SYNC);
         }
         let tries: Vec<usize> = (0..80).filter(|at| waited[*at]).collect();
         assert_eq!(tries, [0, 2, 5, 10, 19, 36, 69]);
-        // Now most of them come back.
+        // Now most of the committers return.
         for _ in 0..40 {
             log.arrive(3);
             log.waiters.arrive_late();
@@ -273,7 +271,7 @@ mod tests {
     #[test]
     fn sync_without_committer_keeps_absence_unknown() {
         let mut log = Log::with(4);
-        // The keeper began it, or a committer that needed a new segment.
+        // The keeper began this sync, or a committer that needed a new segment.
         log.arrive(1);
         log.sync(SYNC);
         assert_eq!(log.waits(), SYNC / 2);

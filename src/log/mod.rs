@@ -1,12 +1,10 @@
-//! Writing the log to disk: segment files, appending, and the threads that sync, seal and create empty
-//! segments.
+//! Writes the log to disk: segment files, appends, and the threads that sync, seal and create empty segments.
 //!
-//! An appended frame survives the death of the process, unless the log is direct; a synced frame survives a
-//! power cut. A crash inside this folder loses no acknowledged frame, because each acknowledgement follows
-//! the write or sync that it promises.
+//! An appended frame survives the death of the process, unless the log is direct. A synced frame survives a power cut.
+//! A crash in this folder loses no acknowledged frame, because each acknowledgement follows the write or sync that it
+//! confirms.
 //!
-//! Reading the log back is done by the format crate (`remanent_format::log`), so that a verifier uses the
-//! same rules as recovery.
+//! The format crate (`remanent_format::log`) reads the log, so that a verifier uses the same rules as recovery.
 
 pub(crate) mod segments;
 mod state;

@@ -1,8 +1,7 @@
-//! The state of the log: the current segment, the empty ones after it, and the bytes not yet covered by a
-//! sync.
+//! The state of the log: the current segment, the empty segments after it, and the bytes that are not synced.
 //!
-//! It is guarded by one lock of [`super::writer::Log`]. Nothing here blocks or touches the disk, so a
-//! committer holds that lock for about as long as copying its frame takes.
+//! The lock of [`super::writer::Log`] guards this state. No function here blocks or accesses the disk, so a committer
+//! holds the lock for about the time to copy its frame.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -21,42 +20,42 @@ use crate::base::sync::Instant;
 use crate::disk::Window;
 use crate::error::Error;
 
-/// The number of empty segments kept ready after the current one. I8 requires one. With the second, a roll
-/// finds the required successor already made, so that no frame waits for it.
+/// The number of empty segments to keep after the current one. I8 requires one. With the second, the required successor
+/// already exists when the log enters the first, so no frame waits for it.
 pub(super) const EMPTY_COUNT: usize = 2;
 
-/// The log as an open leaves it, with the position of the next frame.
+/// The state of the log after an open, from which [`Log`](super::writer::Log) starts.
 pub(crate) struct LogStart {
     /// The point after the last batch.
     pub point: LogPoint,
-    /// The chain hash that the next frame names: the hash of the opening seal (I3).
+    /// The chain hash that the next frame must state: the hash of the opening seal (I3).
     pub chain: u32,
     /// The offset at which the opening seal ends.
     pub offset: u64,
     /// The opening segment, which receives frames first.
     pub current: SegmentFile,
-    /// The empty segment after it.
+    /// The empty segment after the opening segment.
     pub next: SegmentFile,
-    /// Snapshots that the opening seal records as verified.
+    /// The snapshots that the opening seal records as verified.
     pub verified: Vec<VerifiedSnapshot>,
 }
 
-/// A batch of a mapped log that comes this long after the previous one is announced to followers, because
-/// appending to a mapping makes no system call that would notify them. Followers poll for longer than that
-/// after a batch, and at most 200 batches per second pay for the announcement.
+/// The minimum pause between two batches after which followers of a mapped log are notified of the second, because an
+/// append to a mapping makes no system call that would notify them. Followers poll for longer than this after each
+/// batch. At most 200 batches per second pay for the notification.
 pub(crate) const NOTIFY_AFTER: Duration = Duration::from_millis(5);
 
-/// How long a check that no other writer has opened the store remains valid for further writes to the log.
-/// Another writer cannot reuse one of this writer's segments that soon: it first reads the log and syncs its
-/// opening. A check takes two system calls, more than a small frame does.
+/// The time for which a check that no other writer has opened the store covers further writes to the log. Another
+/// writer cannot reuse one of this writer's segments that soon, because it first reads the log and syncs its opening. A
+/// check takes two system calls, which is more than a small frame takes.
 const CHECK_AFTER: Duration = Duration::from_millis(1);
 
-/// Bounds of [`LogState::sync_after_bytes`]. After a crash an open copies the bytes that no sync covered, so
-/// the upper bound holds however long segments are.
+/// The bounds of [`LogState::sync_after_bytes`]. After a crash, an open copies the bytes that no sync covered, so the
+/// upper bound applies regardless of the length of segments.
 const SYNC_AFTER_MIN: u64 = 128 << 10;
 const SYNC_AFTER_MAX: u64 = 8 << 20;
 
-/// Bounds of [`LogState::upcoming_len`]: a minimum for a log that was idle, and at most one long segment.
+/// The bounds of [`LogState::upcoming_len`]: a minimum for a log that was idle, and at most one long segment.
 const UPCOMING_MIN: u64 = 64 << 10;
 const UPCOMING_MAX: u64 = 16 << 20;
 
@@ -64,64 +63,65 @@ const UPCOMING_MAX: u64 = 16 << 20;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LogStats {
-    /// Number of batches appended.
+    /// The number of batches appended.
     pub batches: u64,
-    /// Number of seals appended.
+    /// The number of seals appended.
     pub seals: u64,
-    /// Bytes of frames, padding included.
+    /// The number of bytes in frames, including padding.
     pub bytes: u64,
-    /// Number of groups made durable.
+    /// The number of groups made durable.
     pub syncs: u64,
-    /// Number of segments entered.
+    /// The number of segments entered.
     pub rolls: u64,
 }
 
-/// The state of an open log, behind the lock of [`super::writer::Log`].
+/// The state of an open log, guarded by the lock of [`super::writer::Log`].
 pub(super) struct LogState {
     pub current: OpenSegment,
     pub empty: VecDeque<OpenSegment>,
     pub point: LogPoint,
     pub chain: u32,
     pub offset: u64,
-    /// Whether the next frame joins the group of the last one. A sync closes the group, because the last
-    /// block of a synced group must not be written again (I5).
+    /// Whether the next frame joins the group of the last frame. A sync closes the group, because the last block of a
+    /// synced group must not be written again (I5).
     pub group_open: bool,
-    /// Ranges that no sync covers yet.
+    /// The ranges that no sync covers yet.
     pub dirty: Vec<DirtyRange>,
     pub dirty_bytes: u64,
     pub dirty_since: Option<Instant>,
-    /// When this writer was last verified to be the newest one; `None` if it must be checked again before the
-    /// next frame.
+    /// The time at which this writer was last verified to be the newest one, or `None` if a check is required before
+    /// the next frame.
     pub checked: Option<Instant>,
-    /// Segments that the log has left, each with its last batch, until that batch is durable.
+    /// The segments that the log has left, each with its last batch. A segment is removed once its last batch is
+    /// durable.
     pub left_behind: VecDeque<(u64, Lsn)>,
-    /// Number of synced seals. A snapshot counts as recorded only after its seal is among them (I7).
+    /// The number of synced seals. A snapshot counts as recorded only after its seal is synced (I7).
     pub seals_durable: u64,
-    /// Number of seals given up because the disk was full or the system short of a resource.
+    /// The number of seals that were given up because the disk was full or the system short of a resource.
     pub seals_refused: u64,
     /// The reason why the last seal was given up.
     pub seal_refusal: Option<Error>,
     pub durable: Lsn,
-    /// Whether a thread is syncing; other threads wait for it.
+    /// Whether a thread is syncing. Other threads wait for it.
     pub is_syncing: bool,
     /// The newest batch that the last sync covers. Later batches wait for the next sync.
     pub sync_target: Lsn,
-    /// Number of syncs begun. Its parity selects the condition variable on which a committer waits.
+    /// The number of syncs begun. Its parity selects the condition variable on which a committer waits.
     pub syncs_begun: usize,
     pub waiters: Waiters,
-    /// Whether the keeper sleeps until it is woken. If not, it checks again by itself before the next frame
-    /// is due, which saves an append the system call.
+    /// Whether the keeper sleeps until it is notified. If not, it will check again before the next frame is due, and an
+    /// append saves the system call that notifies it.
     pub is_keeper_asleep: bool,
-    /// Whether a task, or a thread with a time limit, waits for the next sync, so that the keeper must begin
-    /// it immediately.
+    /// Whether a task, or a thread with a time limit, waits for the next sync. The keeper must then begin the sync
+    /// immediately.
     pub is_sync_wanted: bool,
-    /// Whether the last frame is a seal that covers everything before it.
+    /// Whether the last frame is a seal that covers all previous frames.
     pub sealed: bool,
     pub must_seal_now: bool,
     /// Whether a seal was given up that may use the reserve when the store closes.
     pub is_seal_missed: bool,
     pub last_append: Instant,
-    /// When the newest batch since the open was appended, as far as [`Self::ends_silence`] was called.
+    /// The time at which [`Self::ends_silence`] was last called for a batch.
     last_batch: Option<Instant>,
     pub verified: Vec<VerifiedSnapshot>,
     pub grow_after: Option<Instant>,
@@ -129,13 +129,13 @@ pub(super) struct LogState {
     pub must_stop: bool,
     pub watch: GrowthWatch,
     pub stats: LogStats,
-    /// Bytes of the images that were written in advance for appended batches.
+    /// The number of bytes of images that were written in advance for appended batches.
     pub ahead_bytes: u64,
-    /// The point before which the log is no longer kept, if a retention determined one.
+    /// The point before which the log is no longer kept, or `None` if retention has not determined one.
     pub replay_start: Option<LogPoint>,
 }
 
-/// A segment that receives frames, now or later. Only the window keeps its file open.
+/// A segment that receives frames now or later. Only its window keeps the file open.
 pub(super) struct OpenSegment {
     pub number: u64,
     pub len: u64,
@@ -156,21 +156,20 @@ pub(super) struct UpcomingRange {
     pub len: u64,
 }
 
-/// What must be done before a frame can be stored.
+/// The action that is required before a frame can be stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Room {
-    /// The frame fits now.
+    /// None: the frame fits in the current segment.
     Ready,
-    /// The frame fits in the next segment, which [`LogState::roll`] enters.
+    /// [`LogState::roll`] must enter the next segment, in which the frame fits.
     NextSegment,
-    /// A segment must be created first, which takes syncs and is done without the state lock.
+    /// A segment must be created, which requires syncs and is done without the state lock.
     AfterGrowth,
-    /// This batch must become durable first, or a power cut could find more than two unsynced segments.
+    /// This batch must become durable. Otherwise a power cut could find more than two unsynced segments.
     AfterSync(Lsn),
 }
 
 impl LogState {
-    /// Creates the state of a log that was just opened.
     pub fn new(start: LogStart) -> Self {
         // I8: the empty segment after the opening exists, and the walk finds it by its number.
         assert!(start.next.number == start.current.number + 1);
@@ -216,36 +215,37 @@ impl LogState {
         }
     }
 
-    /// Whether the next write to the log needs a new check that this writer is the newest one.
+    /// Returns whether the next write to the log requires a new check that this writer is the newest one.
     pub fn is_check_due(&self, now: Instant) -> bool {
         self.checked.is_none_or(|at| now - at >= CHECK_AFTER)
     }
 
-    /// Determines where a frame of `frame_len` bytes fits. If it does not fit yet, the caller does what the
-    /// result says, without this lock, and asks again.
+    /// Determines where a frame of `frame_len` bytes fits. If it does not fit yet, the caller performs the returned
+    /// action without this lock, and calls again.
     ///
-    /// Asking changes nothing. When the log entered the next segment for a frame that was then refused, it
-    /// had a blank segment in its line; a longer frame skipped it, and the next open took the gap for damage.
+    /// The call changes nothing, because the frame may still be refused. If the log entered the next segment for a
+    /// refused frame, a later, longer frame could skip that segment, and the next open would treat the empty segment as
+    /// damage.
     pub fn room_for(&self, frame_len: u64) -> Room {
         if self.next_offset() + frame_len <= self.current.len {
             return Room::Ready;
         }
         let long_enough = self.empty.front().is_some_and(|next| SEGMENT_HEADER_BLOCK + frame_len <= next.len);
-        // I8: the segment after the one that the log enters exists, synced, with its name. A reader treats a
-        // missing newest segment as damage, so its absence must never be normal.
+        // I8: the segment after the one that the log enters exists, synced, with its name. A reader treats a missing
+        // newest segment as damage, so its absence must never be normal.
         if !long_enough || self.empty.len() < EMPTY_COUNT {
             return Room::AfterGrowth;
         }
-        // No frame enters a segment before the last but one is durable, so that a power cut never finds more
-        // than two of them unsynced.
+        // No frame enters a segment before the frames of the segment before the previous one are durable, so that a
+        // power cut never finds more than two unsynced segments.
         if let Some(&(_, last)) = self.left_behind.back() {
             return Room::AfterSync(last);
         }
         Room::NextSegment
     }
 
-    /// Enters the next segment, for a frame that is stored under the same lock. [`Self::room_for`] must have
-    /// returned [`Room::NextSegment`].
+    /// Enters the next segment, for a frame that is stored under the same lock. [`Self::room_for`] must have returned
+    /// [`Room::NextSegment`].
     pub fn roll(&mut self) {
         let _phase = phases::enter(Phase::SegmentRoll);
         if self.point.lsn > self.durable {
@@ -253,25 +253,24 @@ impl LogState {
         }
         let number_left = self.current.number;
         self.current = self.empty.pop_front().expect("two are ready");
-        assert!(self.current.number == number_left + 1); // I3: the walk looks for the next frame there.
+        assert!(self.current.number == number_left + 1); // I3: the walk expects the next frame there.
         assert!(!self.empty.is_empty()); // I8
         self.offset = SEGMENT_HEADER_BLOCK;
-        // A frame that joins a group directly follows the previous one, so the first frame of a segment
-        // starts a group.
+        // A frame that joins a group directly follows the previous one, so the first frame of a segment starts a group.
         self.group_open = false;
-        // Another writer may have taken the empty segment as a spare.
+        // Another writer may have reused the empty segment as a spare.
         self.checked = None;
         self.stats.rolls += 1;
     }
 
-    /// Whether a batch appended at `now` is the first one after a pause.
+    /// Returns whether a batch appended at `now` is the first one after a pause, and records the time of this batch.
     pub fn ends_silence(&mut self, now: Instant) -> bool {
         let last = self.last_batch.replace(now);
         last.is_none_or(|last| last + NOTIFY_AFTER <= now)
     }
 
-    /// Returns the number of bytes of frames to expect until the keeper checks again: four times the bytes
-    /// that no sync covers yet, because several syncs may pass until then, within fixed bounds.
+    /// Returns the expected number of bytes of frames until the keeper checks again: four times the unsynced bytes,
+    /// because several syncs may run until then, within fixed bounds.
     pub fn upcoming_len(&self) -> u64 {
         self.dirty_bytes.saturating_mul(4).clamp(UPCOMING_MIN, UPCOMING_MAX)
     }
@@ -289,25 +288,24 @@ impl LogState {
         upcoming.filter(|upcoming| upcoming.len > 0).collect()
     }
 
-    /// Returns the time until which the next sync waits for more; `None` if it may begin.
+    /// Returns the time until which the next sync waits for more committers, or `None` if it may begin now.
     pub fn more_until(&self) -> Option<Instant> {
         self.waiters.more_until(self.dirty_bytes, Instant::now())
     }
 
-    /// Returns the number of unsynced bytes at which the keeper syncs immediately. After a crash an open
-    /// copies these bytes, and on a full disk it has only the reserve for them. Each segment of the reserve
-    /// is as long as this one.
+    /// Returns the number of unsynced bytes at which the keeper syncs immediately. After a crash, an open copies these
+    /// bytes, and on a full disk only the reserve, whose segments have the length of the current one, has space for
+    /// them.
     pub fn sync_after_bytes(&self) -> u64 {
         (self.current.len / 2).clamp(SYNC_AFTER_MIN, SYNC_AFTER_MAX)
     }
 
-    /// Returns the bytes that a replay reads for the batches appended so far: frames, and the images that
-    /// they name.
+    /// Returns the number of bytes that a replay of the appended batches reads: frames, and the images that they name.
     pub fn replay_bytes(&self) -> u64 {
         self.stats.bytes + self.ahead_bytes
     }
 
-    /// Returns the end of a log that has stopped, or `None` if some frame is not synced.
+    /// Returns the end of a log that has stopped, or `None` if a frame is not synced.
     pub fn closed_end(&self) -> Option<ClosedEnd> {
         if !self.must_stop || self.is_syncing || !self.dirty.is_empty() {
             return None;
@@ -324,8 +322,8 @@ impl LogState {
         })
     }
 
-    /// Returns the offset of the next frame: directly after the last one in an open group, otherwise on a new
-    /// block (I5).
+    /// Returns the offset of the next frame: directly after the last frame in an open group, otherwise on a new block
+    /// (I5).
     pub fn next_offset(&self) -> u64 {
         align_up(self.offset, if self.group_open { FRAME_ALIGN } else { GROUP_ALIGN })
     }
@@ -337,18 +335,18 @@ pub(super) fn live(segment: SegmentFile) -> OpenSegment {
     OpenSegment { number, len, window }
 }
 
-/// A request of the watcher: the log growth that it waits for.
+/// The growth of the log for which the watcher waits.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct GrowthWatch {
-    /// A batch, or a number of bytes of frames and of images written in advance: either suffices.
+    /// A batch, and a number of bytes of frames and of images written in advance. Reaching either ends the wait. `None`
+    /// if no watcher waits.
     pub(super) wanted: Option<(Lsn, u64)>,
-    /// Whether the watcher was called before it could wait. Without this flag a call in that gap would be
-    /// lost.
+    /// Whether the watcher was called before it began to wait. Without this flag, such a call would be lost.
     pub(super) is_called: bool,
 }
 
 impl GrowthWatch {
-    /// Whether the log has reached the growth that the watcher waits for.
+    /// Returns whether the log has reached the growth that the watcher waits for.
     pub fn is_reached(&self, lsn: Lsn, bytes: u64) -> bool {
         self.wanted.is_some_and(|wanted| lsn >= wanted.0 || bytes >= wanted.1)
     }
@@ -380,7 +378,7 @@ mod tests {
     #[test]
     fn sync_waits_until_enough_bytes() {
         let mut state = opened();
-        // Two syncs that took hours have served two threads, and one of the threads is back.
+        // Two syncs that took hours have served two threads, and one of the threads has returned.
         for began in [state.last_append; 2] {
             (0..2).for_each(|_| state.waiters.arrive());
             state.waiters.begin(began);
@@ -393,7 +391,7 @@ mod tests {
         }
     }
 
-    /// A frame may still be refused after its room is determined: the log must then be unchanged.
+    /// A frame may still be refused after its room is determined. The log must then be unchanged.
     #[test]
     fn room_request_does_not_move_log() {
         let mut state = opened();

@@ -1,10 +1,10 @@
 //! The log's two threads: the keeper, which syncs and seals, and the maker, which creates empty segments.
 //!
-//! They are separate because creating a segment takes syncs of its own. A frame is synced at most
-//! [`SYNC_AFTER`] after it was logged, and filling the reserve takes longer than that.
+//! They are separate because creating a segment requires syncs. A frame must be synced at most [`SYNC_AFTER`] after it
+//! was logged, and filling the reserve takes longer than that.
 //!
-//! A crash here loses only frames that were not acknowledged as durable. A segment being created is a
-//! temporary file, which the next open removes.
+//! A crash here loses only frames that were not acknowledged as durable. A segment being created is a temporary file,
+//! which the next open removes.
 
 use std::time::Duration;
 
@@ -19,10 +19,10 @@ use crate::error::Result;
 
 /// The maximum delay from logging a frame to syncing it, if no committer waits for it earlier.
 const SYNC_AFTER: Duration = Duration::from_millis(10);
-/// A busy period ends when nothing was appended for this long; a seal then records that all of it is durable.
+/// The time without appends after which a busy period ends. A seal then records that all frames are durable.
 const SEAL_AFTER: Duration = Duration::from_millis(10);
-/// How long the maker waits after a full disk or another shortage. Retrying immediately would only take CPU
-/// time from the thread that frees space.
+/// The time that the maker waits after a full disk or another shortage. An immediate retry would only take CPU time
+/// from the thread that frees space.
 const GROW_AGAIN_AFTER: Duration = Duration::from_millis(500);
 
 impl Log {
@@ -31,17 +31,18 @@ impl Log {
         loop {
             match self.next_task() {
                 KeeperTask::Sync => {
-                    // Read before the sync, which resets the byte count that the result depends on.
+                    // The length is determined before the sync, which resets the byte count that it depends on.
                     let len = self.state.lock().upcoming_len();
                     self.or_fail(Self::sync);
                     self.prefault(len);
-                    // After the sync that is due, because on a busy disk prefaulting may wait, too.
+                    // Prefaulting follows the sync that is due, because it may also wait on a busy disk.
                 }
                 KeeperTask::Seal => self.or_fail(Self::seal),
                 KeeperTask::Stop => break,
             }
         }
-        // The last wake-up: threads and tasks that wait for progress must learn that there will be none.
+        // This is the last notification: threads and tasks that wait for progress must find out that there will be
+        // none.
         self.notify_threads();
         self.wake_tasks_of_failed();
     }
@@ -53,14 +54,13 @@ impl Log {
         self.progress.notify_all();
     }
 
-    /// Waits until a sync or a seal is due, or the log stops.
+    /// Waits until a sync or a seal is due or the log stops, and returns the task.
     fn next_task(&self) -> KeeperTask {
         let mut state = self.state.lock();
         loop {
             if self.check().is_err() {
-                // The log has failed, so nothing more becomes durable. Waiting threads must be notified: a
-                // thread that found the log sound just before the failure has gone to sleep since, under this
-                // lock.
+                // The log has failed, so no further batch becomes durable. Waiting threads must be notified: a thread
+                // that checked the log just before the failure may have gone to sleep since, under this lock.
                 if state.must_stop {
                     return KeeperTask::Stop;
                 }
@@ -68,30 +68,30 @@ impl Log {
                 drop(state);
                 self.wake_tasks_of_failed();
                 state = self.state.lock();
-                // A stop that came meanwhile has sent its notification.
+                // If the log was stopped in between, its notification was already sent.
                 if !state.must_stop {
                     self.work.wait(&mut state);
                 }
                 continue;
             }
-            // Set again only before an indefinite sleep. An append that finds it unset saves the system call
-            // of a wake-up.
+            // The flag is set only before an indefinite sleep. An append that finds it unset saves the system call of a
+            // notification.
             state.is_keeper_asleep = false;
             let now = Instant::now();
             let sync_at = state.dirty_since.map(|since| since + SYNC_AFTER);
-            // A seal that records a snapshot comes first and waits for no pause, because a steady stream of
-            // commits would keep the snapshot from ending.
+            // A seal that records a snapshot has priority and waits for no pause, because a steady stream of commits
+            // would otherwise keep the snapshot from completing.
             if state.must_seal_now {
                 return KeeperTask::Seal;
             }
             let is_much = state.dirty_bytes >= state.sync_after_bytes();
-            // A waiting committer begins its own sync; the clock is for batches without one.
+            // A waiting committer begins its own sync. The deadline is for batches without a waiting committer.
             let due =
                 state.must_stop || state.is_sync_wanted || is_much || sync_at.is_some_and(|at| at <= now);
             if !state.dirty.is_empty() && due {
                 return KeeperTask::Sync;
             }
-            // I4: after a seal, marks cover everything that was acknowledged. Without it, bit rot in the last
+            // I4: after a seal, durable marks cover every acknowledged batch. Without the seal, bit rot in the last
             // group of an idle log would look like a torn tail.
             let unsealed = !state.sealed || (state.must_stop && state.is_seal_missed);
             let idle = state.dirty.is_empty() && !state.is_syncing && unsealed;
@@ -114,9 +114,9 @@ impl Log {
         }
     }
 
-    /// Prefaults the memory of the next frames, so that no committer waits for it. While a snapshot kept the
-    /// disk busy, a first store into a page took 2 to 4 ms at times, and 0.2 ms with this. If a segment is
-    /// recycled meanwhile nothing is lost, because no byte is changed.
+    /// Prefaults the memory of the next `len` bytes of frames, so that no committer waits for page faults. While a
+    /// snapshot kept the disk busy, a first store into a page sometimes took 2 to 4 ms, and 0.2 ms with prefaulting. No
+    /// byte is changed, so a segment may be recycled concurrently.
     fn prefault(&self, len: u64) {
         let upcoming = self.state.lock().upcoming(len);
         for range in upcoming {
@@ -124,10 +124,10 @@ impl Log {
         }
     }
 
-    /// Makes everything that was logged so far durable.
+    /// Makes all frames logged so far durable.
     fn sync(&self) -> Result<()> {
         let mut state = self.state.lock();
-        // Another thread's sync may have begun before the newest frame, so the keeper checks again after it.
+        // Another thread's sync may have begun before the newest frame, so the keeper checks again after that sync.
         while !state.dirty.is_empty() || state.is_syncing {
             self.check()?;
             match SyncGuard::begin(self, &mut state) {
@@ -143,12 +143,12 @@ impl Log {
 
     /// Appends a seal and syncs it.
     ///
-    /// The seal of an idle log states that everything is durable (I4). A batch that arrived in between is
-    /// synced first, and the seal is retried later. A seal that records snapshots cannot wait for a pause
-    /// that may never come: it states what is durable so far.
+    /// The seal of an idle log states that all batches are durable (I4). If a batch arrives in between, the batch is
+    /// synced first, and the seal is retried later. A seal that records snapshots cannot wait for a pause, which may
+    /// never occur, and states which batches are durable so far.
     ///
-    /// If the disk is too full for a seal, or the system short of a resource, only the seal is lost. The
-    /// batches before it are durable; the log merely does not record that yet.
+    /// If the disk is too full for a seal, or the system is short of a resource, only the seal is lost. The batches
+    /// before it are durable, but the log does not record that yet.
     fn seal(&self) -> Result<()> {
         loop {
             let mut state = self.state.lock();
@@ -156,7 +156,7 @@ impl Log {
             if !clean && !state.must_seal_now {
                 break;
             }
-            // Under the lock: a list that is recorded meanwhile is in this seal or the next one.
+            // Encoded under the lock, so that a list recorded concurrently is in this seal or the next one.
             let payload = encode_seal(&state.verified);
             match state.room_for(frame_len(payload.len() as u64)) {
                 room @ (Room::Ready | Room::NextSegment) => {
@@ -164,8 +164,7 @@ impl Log {
                         state.roll();
                     }
                     self.put(&mut state, FrameKind::Seal, &payload, crc32fast::hash(&payload), false)?;
-                    // A seal among unsynced frames covers only what is durable so far, so it does not seal
-                    // the log.
+                    // A seal among unsynced frames covers only the durable ones, so it does not seal the log.
                     state.sealed = clean;
                     state.must_seal_now = false;
                     state.is_seal_missed = false;
@@ -173,16 +172,16 @@ impl Log {
                     break;
                 }
                 Room::AfterGrowth => {
-                    // A seal that only ends a busy period must not use the reserve. Batches would follow it
-                    // into the segment that it took from there, and on a full disk slow commits used up the
-                    // whole reserve that way.
+                    // A seal that only ends a busy period must not use the reserve. Batches would follow it into the
+                    // segment that it took from the reserve. On a full disk, slow commits used up the whole reserve
+                    // that way.
                     let last = state.must_seal_now || state.must_stop;
                     drop(state);
                     match self.grow(&[], if last { SpacePurpose::Seal } else { SpacePurpose::User }) {
                         Ok(_) => {}
                         Err(error) if error.is_passing() => {
                             let mut state = self.state.lock();
-                            // Given up until the next batch: otherwise the keeper would retry without a
+                            // The seal is given up until the next batch. Otherwise the keeper would retry without a
                             // pause.
                             state.sealed = true;
                             state.is_seal_missed = !last;
@@ -197,7 +196,7 @@ impl Log {
                     }
                 }
                 Room::AfterSync(_) => {
-                    // The segment before the last one is not durable yet, so the seal waits as a batch does.
+                    // The segment before the last one is not durable yet, so the seal waits like a batch.
                     drop(state);
                     self.sync()?;
                 }
@@ -206,20 +205,20 @@ impl Log {
         self.sync()
     }
 
-    /// Runs the maker: keeps two empty segments ready and the reserve full, until the log stops.
+    /// Runs the maker, which keeps two empty segments ready and the reserve full, until the log stops.
     pub fn keep_segments_ready(&self) {
         let mut state = self.state.lock();
         while !state.must_stop {
             let lacking = state.empty.len() < EMPTY_COUNT || !state.reserve_full;
             match state.grow_after {
-                // Nothing is created for a poisoned store, which takes no more batches.
+                // No segments are created for a poisoned store, which accepts no more batches.
                 _ if !lacking || self.poison.check().is_err() => self.room.wait(&mut state),
                 Some(at) if at > Instant::now() => {
                     self.room.wait_until(&mut state, at);
                 }
                 _ => {
                     drop(state);
-                    // Space that is too little for a segment may suffice for the reserve.
+                    // Space that is too small for a segment may suffice for the reserve.
                     let grown = self.grow(&[], SpacePurpose::User);
                     let reserve_full = self.pool.add_to_reserve();
                     state = self.state.lock();

@@ -1,10 +1,9 @@
-//! Waiting until batches are logged, and until they are durable.
+//! Waits until batches are logged or durable.
 //!
-//! The keeper ([`super::threads`]) syncs when a sync is due; a waiting committer syncs earlier if no other
-//! thread does.
+//! The keeper ([`super::threads`]) syncs when a sync is due. A waiting committer syncs earlier if no other thread does.
 //!
-//! The frames of a direct log are in the process's own memory until a sync. So a batch there is `Logged` only
-//! once it is `Durable` ([`Log::wait_logged`]).
+//! Until a sync, the frames of a direct log are in the process's own memory. Therefore a batch of a direct log is
+//! `Logged` only once it is `Durable` ([`Log::wait_logged`]).
 
 use remanent_format::Lsn;
 use remanent_format::frame::VerifiedSnapshot;
@@ -27,10 +26,10 @@ impl Log {
         }
     }
 
-    /// Like [`wait_logged`](Self::wait_logged), for the applier.
+    /// Waits like [`wait_logged`](Self::wait_logged), with the lowest priority, for the applier.
     ///
-    /// No committer waits for the applier, and its copies take CPU time from committers. So if a committer
-    /// will sync, the applier leaves the sync to it, and is woken after all committers.
+    /// No committer waits for the applier, and copies made by the applier take CPU time from committers. Therefore, if
+    /// a committer will sync, the applier leaves the sync to that committer, and is woken after all committers.
     pub fn wait_logged_last(&self, lsn: Lsn) -> Result<()> {
         if self.io != LogIo::Direct {
             return Ok(());
@@ -38,8 +37,8 @@ impl Log {
         let mut state = self.state.lock();
         while state.durable < lsn {
             if state.is_syncing {
-                // Also if the log has failed meanwhile: a batch that this sync makes durable is visible to
-                // readers, and must be applied.
+                // The wait continues even if the log has failed in between: a batch that this sync makes durable is
+                // visible to readers, and must be applied.
                 self.progress.wait(&mut state);
                 continue;
             }
@@ -57,32 +56,32 @@ impl Log {
 
     /// Waits until the appended batch `lsn` survives a power cut.
     ///
-    /// If no sync is running, the caller syncs for every batch appended so far. Handing the sync to another
-    /// thread would cost two more context switches: with 4 KiB commits of 8 threads on two cores, a mapped
-    /// log then reached 0.27 of the raw loop's commits instead of 0.73. If more committers are expected
-    /// ([`super::group_commit`]), the last one to arrive begins the sync.
+    /// If no sync is running, the caller syncs every batch appended so far. A sync by another thread would cost two
+    /// more context switches: with 4 KiB commits of 8 threads on two cores, a mapped log then reached 0.27 of the raw
+    /// loop's commits instead of 0.73. If more committers are expected ([`super::group_commit`]), the last one to
+    /// arrive begins the sync.
     pub fn wait_durable(&self, lsn: Lsn) -> Result<()> {
         let mut state = self.state.lock();
         if state.durable >= lsn {
             return Ok(());
         }
-        // The current sync covers batches up to its target; a later batch needs the next sync.
+        // The current sync covers batches up to its target. A later batch needs the next sync.
         if state.is_syncing && lsn <= state.sync_target {
             state.waiters.arrive_late();
         } else {
             state.waiters.arrive();
         }
         while state.durable < lsn {
-            // First in the loop: after a failure no sync will ever reach this batch.
+            // Checked first in the loop: after a failure no sync will ever reach this batch.
             self.check()?;
-            // Recomputed in each iteration: a sync that began meanwhile may cover this batch.
+            // Recomputed in each iteration, because a sync that began in between may cover this batch.
             let round = state.syncs_begun + usize::from(lsn > state.sync_target);
             let synced = &self.synced[round % 2];
             if state.is_syncing {
                 synced.wait(&mut state);
                 continue;
             }
-            // One committer watches the clock for all that wait; waking each of them would be useless.
+            // One committer watches the clock for all waiting committers, because waking each of them would be useless.
             match state.more_until() {
                 None => state = self.sync_all(state)?,
                 Some(_) if state.waiters.is_watched => synced.wait(&mut state),
@@ -96,7 +95,7 @@ impl Log {
         Ok(())
     }
 
-    /// Whether batch `lsn` survives the death of the process. An error means that it never will.
+    /// Returns whether batch `lsn` survives the death of the process. Returns an error if it never will.
     pub fn is_logged(&self, lsn: Lsn) -> Result<bool> {
         match self.io {
             LogIo::Mapped | LogIo::Buffered => Ok(true),
@@ -104,7 +103,7 @@ impl Log {
         }
     }
 
-    /// Whether batch `lsn` survives a power cut. An error means that it never will.
+    /// Returns whether batch `lsn` survives a power cut. Returns an error if it never will.
     pub fn is_durable(&self, lsn: Lsn) -> Result<bool> {
         if self.durable() >= lsn {
             return Ok(true);
@@ -113,7 +112,8 @@ impl Log {
         Ok(false)
     }
 
-    /// Like [`wait_logged`](Self::wait_logged), with a deadline. Returns whether the batch is logged.
+    /// Waits like [`wait_logged`](Self::wait_logged) until the given time at the latest, and returns whether the batch
+    /// is logged.
     pub fn wait_logged_until(&self, lsn: Lsn, until: Instant) -> Result<bool> {
         match self.io {
             LogIo::Mapped | LogIo::Buffered => Ok(true),
@@ -121,8 +121,8 @@ impl Log {
         }
     }
 
-    /// Like [`wait_durable`](Self::wait_durable), with a deadline. Returns whether the batch is durable. The
-    /// keeper syncs, because a sync cannot be abandoned halfway.
+    /// Waits like [`wait_durable`](Self::wait_durable) until the given time at the latest, and returns whether the
+    /// batch is durable. The keeper runs the sync, because a sync cannot be abandoned halfway.
     pub fn wait_durable_until(&self, lsn: Lsn, until: Instant) -> Result<bool> {
         self.ask_for_sync();
         let mut state = self.state.lock();
@@ -135,7 +135,7 @@ impl Log {
         Ok(true)
     }
 
-    /// Makes the keeper sync everything that was logged so far immediately, instead of when a sync is due.
+    /// Makes the keeper sync all logged frames immediately.
     pub fn ask_for_sync(&self) {
         let mut state = self.state.lock();
         if !state.dirty.is_empty() {
@@ -145,19 +145,19 @@ impl Log {
         }
     }
 
-    /// Records these snapshots as verified in a seal, and waits until that seal is durable. Only then may the
-    /// files that they supersede be removed (I7): after a crash in between, an open would have no proof that
-    /// the snapshots are sound.
+    /// Records these snapshots as verified in a seal, and waits until that seal is durable. Only then may the files
+    /// that they supersede be removed (I7), because after an earlier crash an open would have no proof that the
+    /// snapshots are sound.
     pub fn record_verified(&self, verified: Vec<VerifiedSnapshot>) -> Result<()> {
         let mut state = self.state.lock();
         state.verified = verified;
-        // Every seal appended from now on names the new list. One that is not synced yet may name the old
+        // Every seal appended from now on names the new list. An earlier seal that is not synced yet may name the old
         // one.
         let (seals, refused) = (state.stats.seals, state.seals_refused);
         while state.seals_durable <= seals {
             self.check()?;
-            // A full disk costs the record, and the caller is notified now: it keeps the files that it wanted
-            // to remove.
+            // On a full disk the seal is given up, and the caller is notified now. It keeps the files that it wanted to
+            // remove.
             if state.seals_refused > refused
                 && let Some(refusal) = &state.seal_refusal
             {
@@ -170,8 +170,8 @@ impl Log {
         Ok(())
     }
 
-    /// Like [`wait_durable`](Self::wait_durable), for the holder of the submission lock. It waits for no
-    /// further committer, because none can append before the lock is released.
+    /// Waits like [`wait_durable`](Self::wait_durable), for the holder of the submission lock. It waits for no further
+    /// committer, because none can append before the lock is released.
     pub(super) fn sync_up_to(&self, lsn: Lsn) -> Result<()> {
         let mut state = self.state.lock();
         while state.durable < lsn {
@@ -185,9 +185,9 @@ impl Log {
         Ok(())
     }
 
-    /// Makes everything that was logged so far durable, unless another thread is syncing.
+    /// Makes all frames logged so far durable, unless another thread is syncing.
     fn sync_all<'a>(&'a self, mut state: MutexGuard<'a, LogState>) -> Result<MutexGuard<'a, LogState>> {
-        // Without the lock: committers append the next group while this one is written.
+        // The lock is released during the sync, so that committers append the next group.
         let Some(syncing) = SyncGuard::begin(self, &mut state) else { return Ok(state) };
         drop(state);
         syncing.sync()?;

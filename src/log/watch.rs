@@ -1,7 +1,7 @@
-//! Waiting for the log to grow, for the thread that takes background snapshots.
+//! Waits for growth of the log, for the thread that takes background snapshots.
 //!
-//! The thread sleeps until an append reaches the growth that it asked for. A polling thread would wake a CPU
-//! of an idle store, and would notice a burst of commits late.
+//! The thread sleeps until an append reaches the requested growth. In contrast, a polling thread would wake a CPU of an
+//! idle store, and would notice a burst of commits late.
 
 use remanent_format::Lsn;
 
@@ -10,12 +10,11 @@ use super::writer::Log;
 use crate::base::sync::Instant;
 
 impl Log {
-    /// Waits until the log contains batch `lsn`, or this many bytes since it was opened; until the time
-    /// `until`, if given; or until [`call_watcher`](Self::call_watcher). There is only one watcher.
+    /// Waits until the log contains batch `lsn` or `bytes` bytes since it was opened, until the given time, or until
+    /// [`call_watcher`](Self::call_watcher) is called. Only one thread may watch.
     pub fn watch(&self, lsn: Lsn, bytes: u64, until: Option<Instant>) {
         let mut state = self.state.lock();
-        // The request is set before the log's growth is checked, under one lock, so no append between the two
-        // is missed.
+        // The request is set before the log's growth is checked, under one lock, so no append in between is missed.
         state.watch.wanted = Some((lsn, bytes));
         let is_over = |state: &LogState| {
             state.watch.is_called || state.watch.is_reached(state.point.lsn, state.replay_bytes())
@@ -33,15 +32,15 @@ impl Log {
         state.watch = GrowthWatch::default();
     }
 
-    /// Returns the newest batch, and the bytes of frames and of images written in advance since the log was
+    /// Returns the newest batch, and the number of bytes of frames and of images written in advance since the log was
     /// opened.
     pub fn length(&self) -> (Lsn, u64) {
         let state = self.state.lock();
         (state.point.lsn, state.replay_bytes())
     }
 
-    /// Counts the bytes of the images that an appended batch names. A replay reads them, so they make a
-    /// snapshot due as frames do.
+    /// Counts the bytes of the images that an appended batch names. A replay reads them, so they make a snapshot due
+    /// like frames.
     pub fn count_ahead(&self, bytes: u64) {
         let mut state = self.state.lock();
         state.ahead_bytes += bytes;

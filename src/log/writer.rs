@@ -1,19 +1,18 @@
-//! Appending to the log. Waiting for durability is in `waits.rs`.
+//! Appends to the log. `waits.rs` implements waiting for durability.
 //!
-//! A batch is `Logged` when [`Log::append`] returns: its frame and all earlier ones are complete in the
-//! mapping or in the kernel's page cache, which outlive the process. The frames of a direct log are in the
-//! process's own memory until a sync, so a batch there is `Logged` only once its group is synced.
+//! A batch is `Logged` when [`Log::append`] returns: its frame and all earlier frames are complete in the mapping or in
+//! the kernel's page cache, which outlive the process. Until a sync, the frames of a direct log are in the process's
+//! own memory, so a batch of a direct log is `Logged` only once its group is synced.
 //!
-//! The frames of one group are contiguous. A sync closes the group, and the next frame starts on a new
-//! 4096-byte boundary, so that nothing synced is written again (I5): a power cut during such a write could
-//! destroy bytes that were already durable.
+//! The frames of one group are contiguous. A sync closes the group, and the next frame starts on a new 4096-byte
+//! boundary, so that no synced byte is written again (I5): a power cut during such a write could destroy bytes that
+//! were already durable.
 //!
-//! A device or a snapshot may poison the store while the log is sound. Then no more batches are taken, but
-//! everything that was logged is still synced and sealed. Only a failure of the log's own writes and syncs
-//! ends that.
+//! A device or a snapshot may poison the store while the log is sound. The store then accepts no more batches, but all
+//! logged batches are still synced and sealed, unless the log's own writes and syncs fail.
 //!
-//! Lock order: the store's submission lock, then `growth`, then `state`. The keeper does not take the
-//! submission lock, so a committer that waits for a sync cannot block it.
+//! Lock order: the store's submission lock, then `growth`, then `state`. The keeper does not take the submission lock,
+//! so a committer that waits for a sync cannot block the keeper.
 
 use std::sync::Arc;
 
@@ -37,34 +36,33 @@ use crate::disk::DiskFile;
 use crate::error::{Error, Result};
 use crate::options::LogIo;
 
-/// The log of an open store.
+/// The log of an open store, including its keeper and maker threads.
 pub(crate) struct Log {
     store: StoreId,
     pub(super) io: LogIo,
     pub pool: Arc<SegmentPool>,
     pub(super) poison: Arc<Poison>,
-    /// Whether a frame could not be written or synced, or a segment could not be created: nothing more
-    /// becomes durable. The store is poisoned before this is set, so that a thread which sees the flag finds
-    /// the reason.
+    /// Whether a frame could not be written or synced, or a segment could not be created. No further batch becomes
+    /// durable. The store is poisoned before this is set, so that a thread that reads the flag finds the reason.
     pub(super) failed: AtomicBool,
     pub(super) state: CachePadded<Mutex<LogState>>,
-    /// The newest logged batch, in a direct log, where a batch is appended before it is logged.
+    /// The newest logged batch of a direct log, in which a batch is appended before it is logged. `None` for other
+    /// logs.
     pub(super) logged: Option<Arc<AtomicU64>>,
-    /// Held while segments are created, which takes syncs; `state` stays free meanwhile, so that frames which
-    /// fit are appended.
+    /// A lock that is held while segments are created, which requires syncs. `state` is not locked during that time, so
+    /// frames that fit are appended.
     growth: Mutex<()>,
-    /// Notifies the keeper that something is due.
+    /// Notifies the keeper that a sync or a seal is due.
     pub(super) work: Condvar,
     /// Notifies waiters that `durable`, `seals_durable` or `failed` changed.
     pub(super) progress: Condvar,
-    /// Tasks that wait for batches to become durable.
+    /// The tasks that wait for batches to become durable.
     pub(super) wakers: Wakers,
-    /// Notify committers that their batches are durable. The two alternate: one serves the committers of the
-    /// current sync, the other those of the next sync. A committer of the next sync is woken before all
-    /// others, because it begins that sync. When it was woken last, each of 8 threads waited half a sync
-    /// longer.
+    /// Notify committers that their batches are durable. The two alternate: one serves the committers of the current
+    /// sync, the other those of the next sync. A committer of the next sync is woken before all others, because it
+    /// begins that sync. When it was woken last, each of 8 threads waited half a sync longer.
     pub(super) synced: [Condvar; 2],
-    /// Notifies the maker that something must be created.
+    /// Notifies the maker that a segment or a spare must be created.
     pub(super) room: Condvar,
     /// Notifies the watcher that the log has reached the requested growth.
     pub(super) grown: Condvar,
@@ -72,7 +70,7 @@ pub(crate) struct Log {
 }
 
 impl Log {
-    /// Takes over the log as recovery left it, and starts the keeper and the maker.
+    /// Creates the log in the state that recovery established, and starts the keeper and the maker.
     pub fn start(
         store: StoreId,
         io: LogIo,
@@ -102,7 +100,7 @@ impl Log {
             .spawn("remanent-keeper", Self::keep)
             .and_then(|()| log.spawn("remanent-maker", Self::keep_segments_ready));
         if started.is_err() {
-            // A thread that did start must not continue with a log that the caller never gets.
+            // A thread that did start must not continue with a log that is never returned.
             log.stop();
         }
         started.map(|()| log)
@@ -111,7 +109,7 @@ impl Log {
     fn spawn(self: &Arc<Self>, name: &str, life: impl FnOnce(&Self) + Send + 'static) -> Result<()> {
         let log = self.clone();
         let thread = threads::start(name, move || {
-            // A thread that panics poisons the store, so that no committer waits for it forever.
+            // A thread that panics poisons the store, so that no committer waits for the thread forever.
             let _heard_of = LogThreadGuard(&log);
             life(&log);
         });
@@ -120,20 +118,21 @@ impl Log {
         Ok(())
     }
 
-    /// Appends a batch, which is `Logged` on return unless the log is direct. Callers take turns, in the
-    /// order of their batches. A lack of space changes nothing; any other failure poisons.
+    /// Appends a batch and returns its position. The batch is `Logged` on return, unless the log is direct. Calls must
+    /// be serialized, in the order of the batches. A lack of space changes nothing. Any other failure poisons the
+    /// store.
     ///
-    /// Payload and checksum exist before the batch gets its Lsn (I1), so a failure to encode one leaves no
+    /// Payload and checksum are complete before the batch gets its Lsn (I1), so a failure to encode a batch leaves no
     /// gap in the Lsns.
     pub fn append(&self, payload: &[u8], payload_crc: u32, purpose: SpacePurpose) -> Result<LogPoint> {
         let _phase = phases::enter(Phase::Commit);
         let frame_len = frame_len(payload.len() as u64);
         let mut leaves_enough = false;
-        // The segment that was created with the payload already in it.
+        // The number of the segment that was created with the payload already in it.
         let mut made_with_it = None;
         let mut state = loop {
             let mut state = self.state.lock();
-            // Inside the loop: the store may have been poisoned while this thread created a segment or waited
+            // Checked inside the loop: the store may have been poisoned while this thread created a segment or waited
             // for a sync.
             self.poison.check()?;
             match state.room_for(frame_len) {
@@ -146,9 +145,9 @@ impl Log {
                         }
                         break state;
                     }
-                    // On a full disk the next open has priority: the log grows by a segment with each opening
-                    // that commits something. Checked only once, because a `hold_reserve` that found space
-                    // leaves filling the reserve to the maker.
+                    // On a full disk the next open has priority, because the log grows by a segment with each opening
+                    // that commits a batch. Checked only once, because `hold_reserve` leaves filling the reserve to the
+                    // maker if it finds space.
                     drop(state);
                     let kept = self.pool.hold_reserve(number, empty, purpose);
                     kept.map_err(|error| self.unless_passing(error))?;
@@ -169,12 +168,12 @@ impl Log {
         let point = self.put(&mut state, FrameKind::Batch, payload, payload_crc, is_in_place)?;
         let now = state.last_append;
         let is_to_tell = self.io == LogIo::Mapped && state.ends_silence(now);
-        // A wake-up is a system call, so the keeper is woken only out of an indefinite sleep. A keeper that
-        // has yet to seal checks again in time for this frame.
+        // A notification is a system call, so the keeper is woken only from an indefinite sleep. A keeper that has yet
+        // to seal checks again in time for this frame.
         if state.dirty_since.is_none() {
             state.dirty_since = Some(state.last_append);
         }
-        // Only the frame that crosses the bound wakes the keeper; later ones would wake it in vain.
+        // Only the frame that crosses the bound wakes the keeper. Further notifications would be useless.
         let much = state.sync_after_bytes();
         let is_much = state.dirty_bytes >= much && state.dirty_bytes - frame_len < much;
         if std::mem::take(&mut state.is_keeper_asleep) || is_much {
@@ -190,32 +189,30 @@ impl Log {
         Ok(point)
     }
 
-    /// Returns the tasks that wait for batches to become durable.
     pub fn wakers(&self) -> &Wakers {
         &self.wakers
     }
 
-    /// Returns the newest logged batch, which only rises; `None` if each batch is logged once it is appended.
+    /// Returns the newest logged batch, a value that only increases, or `None` if each batch is logged once it is
+    /// appended.
     pub fn logged_lsn(&self) -> Option<Arc<AtomicU64>> {
         self.logged.clone()
     }
 
-    /// Returns the newest durable batch.
     pub fn durable(&self) -> Lsn {
         self.state.lock().durable
     }
 
-    /// Returns the number of the segment that receives frames.
+    /// Returns the number of the segment that receives new frames.
     pub fn current_segment(&self) -> u64 {
         self.state.lock().current.number
     }
 
-    /// Returns the counters of the log since it was opened.
     pub fn stats(&self) -> LogStats {
         self.state.lock().stats
     }
 
-    /// Makes a small file from a spare, unless the next open needs the spare ([`SegmentPool::make_small`]).
+    /// Creates a small file from a spare, unless the next open needs the spare ([`SegmentPool::make_small`]).
     pub fn make_small(
         &self,
         temporary: FileName,
@@ -226,17 +223,17 @@ impl Log {
         self.pool.make_small(temporary, len, empty, purpose)
     }
 
-    /// Releases a spare so that a small file finds space, unless the next open needs the spare. Returns
-    /// whether it did.
+    /// Removes a spare to make space for a small file, unless the next open needs the spare. Returns whether a spare
+    /// was removed.
     pub fn release_one(&self, purpose: SpacePurpose) -> Result<bool> {
         let empty = self.state.lock().empty.len();
         self.pool.release_one(empty, purpose)
     }
 
-    /// Makes everything durable, seals, and ends the threads. Tolerates threads that were not started,
+    /// Makes all batches durable, seals the log, and ends its threads. Threads that were not started are skipped,
     /// because a failed start also calls this.
     pub fn stop(&self) {
-        // The keeper ends only after it has synced and sealed: marks cover all of a closed log (I4).
+        // The keeper ends only after it has synced and sealed, so durable marks cover all of a closed log (I4).
         self.state.lock().must_stop = true;
         self.work.notify_one();
         self.room.notify_one();
@@ -247,8 +244,8 @@ impl Log {
         }
     }
 
-    /// Frees the space that only an open log needs, once the log has stopped. A log that failed or did not
-    /// sync all its frames is left unchanged.
+    /// Frees the space that only an open log needs. The log must have stopped. A log that failed or did not sync all
+    /// its frames is left unchanged.
     pub fn shrink(&self) {
         if self.check().is_err() || self.poison.check().is_err() {
             return;
@@ -260,14 +257,13 @@ impl Log {
         }
     }
 
-    /// Sets the point before which the log is no longer kept. `None` keeps all of it.
+    /// Sets the point before which the log is no longer kept. `None` keeps all of the log.
     pub fn set_replay_start(&self, point: Option<LogPoint>) {
         self.state.lock().replay_start = point;
     }
 
-    /// Creates segments until two are ready, and the first of them is long enough for a frame with this
-    /// payload. Returns the number of a segment that already contains the payload, for a frame that becomes
-    /// its first.
+    /// Creates segments until two are ready, the first of which is long enough for a frame with this payload. If a
+    /// created segment already contains the payload, returns its number; the frame must become that segment's first.
     pub(super) fn grow(&self, payload: &[u8], purpose: SpacePurpose) -> Result<Option<u64>> {
         let _one_maker = self.growth.lock();
         loop {
@@ -280,8 +276,8 @@ impl Log {
             }
             let made = self.pool.make(next, count, purpose);
             let made = made.map_err(|error| self.unless_passing(error))?;
-            // The lock was not held while the segment was created. Only a thread with `growth` appends to the
-            // list, so the number is still the next one.
+            // The lock was not held while the segment was created. Only a thread with `growth` appends to the list, so
+            // the number is still the next one.
             let mut state = self.state.lock();
             let last = state.empty.back().map_or(state.current.number, |last| last.number);
             assert!(made.number == last + 1); // I8: the walk finds the segment by its number.
@@ -290,10 +286,10 @@ impl Log {
             state.reserve_full = false;
             self.room.notify_one();
         }
-        // The short segment leaves the list while it is replaced, so that no thread rolls into it: none does
-        // with fewer than two ready. A seal that the keeper had put there would be lost with the file that
-        // the rename replaces. The next open then found a broken chain under a mark and refused the store, in
-        // three of four runs of the kill suite.
+        // The short segment leaves the list while it is replaced, so that no thread enters it: with fewer than two
+        // ready segments, no thread does. Otherwise a seal that the keeper put into the short segment is lost with the
+        // replaced file. The next open then found a broken chain under a durable mark and refused the store, in three
+        // of four runs of the kill suite.
         let short = {
             let mut state = self.state.lock();
             let next = state.empty.front();
@@ -307,8 +303,8 @@ impl Log {
                 .with_surplus(|| self.pool.make_long(short.number, payload, EMPTY_COUNT - 1, purpose));
             let (next, result) = match made {
                 Ok(long) => (live(long.segment), Ok(long.holds_payload.then_some(short.number))),
-                // If the error is transient, the rename did not happen: the short segment still has its name,
-                // and takes shorter frames.
+                // If the error is transient, the rename did not happen: the short segment still has its name, and
+                // accepts shorter frames.
                 Err(error) => (short, Err(self.unless_passing(error))),
             };
             self.state.lock().empty.push_front(next);
@@ -317,15 +313,15 @@ impl Log {
         Ok(None)
     }
 
-    /// Fails the log for an error in creating a segment, unless the error is transient. A full disk and a
-    /// shortage are transient: the file that was built has no name yet, or is empty and is created again.
-    /// After any other error the folder's state is unknown.
+    /// Fails the log because a segment could not be created, unless the error is transient. A full disk and a shortage
+    /// are transient: the new file has no name yet, or is empty and will be created again. After any other error the
+    /// state of the folder is unknown.
     fn unless_passing(&self, error: Error) -> Error {
         if error.is_passing() { error } else { self.fail(error) }
     }
 
-    /// Stores a frame where it fits, and advances the log's state by it. The caller has checked
-    /// [`LogState::room_for`] under the same lock. `is_in_place` says that the payload is already in place.
+    /// Stores a frame where it fits, and advances the log's state. The caller must have checked [`LogState::room_for`]
+    /// under the same lock. `is_in_place` states that the payload is already in the file.
     pub(super) fn put(
         &self,
         state: &mut LogState,
@@ -361,14 +357,14 @@ impl Log {
         assert!(!header.group_start || offset.is_multiple_of(GROUP_ALIGN)); // I5: not in a synced block.
         assert!(header.end() <= state.current.len); // I3: a frame is within its segment.
         let (bytes, chain) = header.encode();
-        // The payload first: if the process is killed in between, there is no header, so no reader takes the
-        // payload for a frame.
+        // The payload is stored first. If the process is killed in between, no header exists, so no reader treats the
+        // payload as a frame.
         let header_len = bytes.len() as u64;
         let window = &state.current.window;
         let payload_put = if is_in_place { Ok(()) } else { window.put(offset + header_len, payload) };
         let written = payload_put.and_then(|()| window.put(offset, &bytes));
-        // A failed put may have stored a part of the frame. The log ends here, because a retry would write
-        // over bytes in an unknown state.
+        // A failed put may have stored a part of the frame. The log ends here, because a retry would overwrite bytes in
+        // an unknown state.
         written.map_err(|error| self.fail(error))?;
 
         let end = header.end();
@@ -383,11 +379,12 @@ impl Log {
         state.chain = chain;
         state.offset = end;
         state.last_append = now;
-        // Any frame, including a seal, may have been the first of its segment, which needs another empty one.
+        // Any frame, including a seal, may have been the first of its segment, in which case another empty segment is
+        // needed.
         if state.empty.len() < EMPTY_COUNT {
             self.room.notify_one();
         }
-        // A seal takes no Lsn and does not move the point, but the next frame still names its chain hash.
+        // A seal has no Lsn and does not move the point, but the next frame still states its chain hash.
         if kind == FrameKind::Batch {
             state.sealed = false;
             state.stats.batches += 1;
@@ -402,25 +399,25 @@ impl Log {
         Ok(state.point)
     }
 
-    /// Fails if another writer has opened the store since, unless that was checked a moment ago.
+    /// Returns an error if another writer has opened the store since. A recent check is not repeated.
     pub(super) fn check_writer_again(&self) -> Result<()> {
         if self.state.lock().is_check_due(Instant::now()) { self.pool.check_writer() } else { Ok(()) }
     }
 
-    /// Returns the log's error if it has failed.
+    /// Returns the store's error if the log has failed.
     pub(super) fn check(&self) -> Result<()> {
         if self.failed.load(Ordering::Acquire) { self.poison.check() } else { Ok(()) }
     }
 
-    /// Fails the log. Returns the error that every caller gets from now on, which may be an earlier one.
+    /// Fails the log with `error`. Returns the error that every caller gets from now on, which may be an earlier one.
     ///
-    /// The caller may hold locks, so the keeper wakes the waiting tasks: an executor may poll a task in the
+    /// The keeper wakes the waiting tasks, because the caller may hold locks, and an executor may poll a task in the
     /// call that wakes it.
     pub(super) fn fail(&self, error: Error) -> Error {
         let error = self.poison.set(error);
         self.failed.store(true, Ordering::Release);
-        // A thread that found the log sound and is about to wait does so under the lock. By the time the
-        // keeper has checked, under the same lock, that thread waits, and the keeper wakes it.
+        // A thread that is about to wait has checked the log under the lock. When the keeper has checked the log under
+        // the same lock, that thread waits, and the keeper wakes it.
         self.work.notify_one();
         self.notify_threads();
         error
@@ -432,7 +429,7 @@ impl Log {
         self.synced.iter().for_each(Condvar::notify_all);
     }
 
-    /// Wakes all waiting tasks of a log that has failed. The caller holds no lock.
+    /// Wakes all waiting tasks of a log that has failed. The caller must hold no lock.
     pub(super) fn wake_tasks_of_failed(&self) {
         if self.failed.load(Ordering::Acquire) {
             self.wakers.wake(Lsn(u64::MAX));
@@ -440,8 +437,8 @@ impl Log {
     }
 }
 
-/// Guards one of the log's threads. If the thread panics, the log fails, because no caller may be left
-/// waiting for it.
+/// A guard for one of the log's threads. If the thread panics, the guard fails the log, so that no caller waits
+/// forever.
 struct LogThreadGuard<'a>(&'a Log);
 
 impl Drop for LogThreadGuard<'_> {

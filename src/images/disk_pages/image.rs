@@ -14,11 +14,11 @@ use crate::disk::source::DiskSource;
 use crate::error::Result;
 use crate::images::read::ImageRequest;
 
-/// The maximum length of a page that is read whole. Recording the sums of its pieces would mean reading it
-/// twice.
+/// The maximum length of a page that is always read whole. For such a page, recording the sums of its pieces would take
+/// a second read.
 const WHOLE_LEN_MAX: u64 = 1 << 20;
 
-/// An image of a page on disk. Its files are kept while this exists.
+/// An image of a page on disk. Its files are kept for the lifetime of this value.
 pub(crate) struct DiskImage {
     image: ImageRef,
     /// The page's length in the image, in bytes.
@@ -26,9 +26,9 @@ pub(crate) struct DiskImage {
     disk: Arc<dyn Disk>,
     /// Whether the image was read back past the cache, so that a snapshot may name it (I7).
     is_proven: bool,
-    /// The sums of a long page's pieces, once it was read.
+    /// The sums of a long page's pieces, or `None` until the page is first read.
     pieces: Mutex<Option<Arc<ProvenImage>>>,
-    /// The sums of the previous image, over which this one may be an overlay.
+    /// The sums of the previous image, which may be the base of this image if this is an overlay.
     base: Option<Arc<ProvenImage>>,
     _files: Vec<FileUse>,
 }
@@ -46,12 +46,11 @@ impl DiskImage {
         Arc::new(Self { image, len, disk, is_proven, pieces: Mutex::new(None), base, _files: files })
     }
 
-    /// Returns the image's reference, as in manifests.
     pub fn image(&self) -> &ImageRef {
         &self.image
     }
 
-    /// Whether the image was read back past the cache.
+    /// Returns whether the image was read back past the cache.
     pub fn is_proven(&self) -> bool {
         self.is_proven
     }
@@ -61,21 +60,21 @@ impl DiskImage {
         self.len
     }
 
-    /// Returns a request to read the image as that of `page`.
+    /// Returns a request to read the image as the image of `page`.
     pub fn request(&self, page: PageId) -> ImageRequest {
         ImageRequest { page, len: self.len, image: self.image }
     }
 
-    /// Reads bytes of the page, all of them proven. The first partial read of a long page reads all of it;
-    /// later ones read only the pieces that contain the requested bytes.
+    /// Fills `out` with verified bytes of the page. The first partial read of a long page reads all of the page, and
+    /// later reads only the pieces that contain the requested bytes.
     ///
     /// # Errors
-    /// `Damaged` if the medium has wrong bytes, too; `OutOfMemory`.
+    /// `Damaged` if the bytes on the medium are also wrong; `OutOfMemory`.
     pub fn read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
-        // Each read reopens the file: a file kept open would keep its space after it is removed.
+        // Each read reopens the file: an open file would keep its space after it is removed.
         let cached = DiskSource::new(self.disk.clone());
         match self.read_from(&cached, offset, out) {
-            // Perhaps only the cached copy is damaged: the medium decides.
+            // The damage may affect only the cached copy, so the read is repeated from the medium.
             Err(_) => Ok(self.read_from(&DiskSource::past_cache(self.disk.clone()), offset, out)?),
             Ok(()) => Ok(()),
         }
@@ -93,14 +92,14 @@ impl DiskImage {
         self.pieces(source)?.read(source, offset, out)
     }
 
-    /// Returns the image, proven as a whole. The result is cached for a long page.
+    /// Returns the sums of the image's pieces, after verifying the whole image. The sums of a long page are cached.
     fn pieces(&self, source: &DiskSource) -> Result<Arc<ProvenImage>, Damage> {
         let prove =
             || ProvenImage::prove_over(source, &self.image, self.len, self.base.as_ref()).map(Arc::new);
         if self.len <= WHOLE_LEN_MAX {
             return prove();
         }
-        // Held during the read, so that two concurrent readers read the image once.
+        // The lock is held during the read, so that two concurrent readers read the image once.
         let mut pieces = self.pieces.lock();
         match &*pieces {
             Some(pieces) => Ok(pieces.clone()),
@@ -108,10 +107,10 @@ impl DiskImage {
         }
     }
 
-    /// Proves the whole image, including its base if it is an overlay.
+    /// Verifies the whole image, including its base if it is an overlay, and returns the sums of its pieces.
     ///
     /// # Errors
-    /// As for [`read`](Self::read).
+    /// Same as [`read`](Self::read).
     pub fn prove(&self) -> Result<Arc<ProvenImage>> {
         match self.pieces(&DiskSource::new(self.disk.clone())) {
             Err(_) => Ok(self.pieces(&DiskSource::past_cache(self.disk.clone()))?),

@@ -1,17 +1,16 @@
-//! Pages of [`Place::Disk`](remanent_format::Place::Disk): pages without memory.
+//! Pages of [`Place::Disk`](remanent_format::Place::Disk), which have no memory.
 //!
-//! The newest bytes of such a page are those of an image, overlaid with what batches have written since. The
-//! image is the newest one of the page: from a snapshot, or written in advance of a batch. Later writes are
-//! held in host memory, block by block, until a snapshot writes a new image.
+//! The current bytes of such a page are those of its newest image, overlaid with later writes of batches. The image
+//! belongs to a snapshot or was written in advance of a batch. Later writes are kept in host memory, block by block,
+//! until a snapshot writes a new image.
 //!
-//! Nothing here is on disk, so a crash loses nothing: an open finds the image through the newest snapshot and
-//! the log, and replays the log over it.
+//! None of this state is on disk, so a crash loses nothing: an open finds the image through the newest snapshot and the
+//! log, and replays the log over the image.
 //!
-//! An image may be an overlay over an older one, for a page of which little changed (`overlay.rs`).
+//! If little of a page changed, its new image may be an overlay over an older one (`overlay.rs`).
 //!
-//! A file with such an image is kept as long as the image is used, whether or not anything else needs it. So
-//! neither a page nor a reader that has captured one can find its bytes missing, or overwritten by another
-//! snapshot (I13).
+//! A file is kept while one of its images is used, even if nothing else needs the file. Thus the bytes of a page, or of
+//! a reader that has captured a page, cannot be removed or overwritten by another snapshot (I13).
 
 mod image;
 mod overlay;
@@ -37,11 +36,10 @@ use crate::base::sync::{Condvar, Instant, Mutex};
 use crate::disk::Disk;
 use crate::error::{Error, Result};
 
-/// Bytes of host memory for what batches have written to pages on disk since their images, unless the budget
-/// of [`Place::Disk`] sets another number.
+/// The default maximum number of bytes of host memory for writes to pages on disk that are not in an image yet. The
+/// budget of [`Place::Disk`] overrides this value.
 const PENDING_BYTES_MAX: u64 = 128 << 20;
-/// How long a committer waits for room before it checks again. Room comes from a snapshot, which takes
-/// longer.
+/// The interval at which a committer that waits for room checks again. A snapshot, which frees room, takes longer.
 const CHECK_INTERVAL: Duration = Duration::from_millis(5);
 
 /// The state shared by all pages on disk of a store.
@@ -51,39 +49,38 @@ pub(crate) struct DiskPages {
     counts: Arc<DiskCounts>,
     pending: Arc<PendingBytes>,
     pending_max: u64,
-    /// Whether a page on disk exists, or ever existed since the open: otherwise committers need not look for
-    /// any.
+    /// Whether a page on disk exists or has existed since the open. If not, committers need not look for such pages.
     is_any: AtomicBool,
     /// The number of committers that wait for room.
     waiting: AtomicUsize,
-    /// The reason why the last snapshot could not read a page, if any: no snapshot makes room until the page
-    /// is rewritten or deleted.
+    /// The error because of which the last snapshot could not read a page, if any. Snapshots then free no room until
+    /// the page is rewritten or deleted.
     unreadable: Mutex<Option<Error>>,
 }
 
-/// The number of images of pages on disk in each image file.
+/// The number of images of pages on disk, by image file.
 #[derive(Default)]
 struct FileUses(Mutex<BTreeMap<u64, usize>>);
 
-/// Bytes of host memory that hold what batches have written.
+/// The number of bytes of host memory that buffer writes of batches.
 #[derive(Default)]
 struct PendingBytes {
     bytes: AtomicU64,
-    /// Bytes of batches that the applier has not reached. It adds their bytes to `bytes` before it drops the
-    /// claim, so that a reader under the lock misses none.
+    /// The number of bytes claimed for batches that are not applied yet. The applier adds the bytes of a batch to
+    /// `bytes` before it drops the claim, so that a reader under the lock always counts them.
     claimed: Mutex<u64>,
     claim_reduced: Condvar,
 }
 
-/// Room for what a batch writes to pages on disk, held from its check until the applier has written it.
-/// Otherwise all batches would see the room that existed before the applier reached the first of them.
+/// Room for a batch's writes to pages on disk, reserved from the check of the batch until it is applied. Without
+/// claims, all batches would find the room that existed before the applier reached the first of them.
 #[derive(Debug)]
 pub(crate) struct PendingClaim {
     pending: Arc<PendingBytes>,
     bytes: u64,
 }
 
-/// Returns the bytes of host memory that may be pending under this budget of [`Place::Disk`].
+/// Returns the maximum number of pending bytes for a given budget of [`Place::Disk`].
 pub(crate) fn pending_max(budget: u64) -> u64 {
     if budget == u64::MAX { PENDING_BYTES_MAX } else { budget }
 }
@@ -103,19 +100,19 @@ impl DiskPages {
         }
     }
 
-    /// Returns an image of a page of length `len`. Its files are kept until the last holder drops the image.
-    /// The caller must ensure that they exist, and are kept until this returns.
+    /// Returns an image of a page of length `len`. The image's files are kept until the last holder drops the image.
+    /// The caller must ensure that the files exist until this function returns.
     pub fn image(&self, image: ImageRef, len: u64) -> Arc<DiskImage> {
         DiskImage::new(self.disk.clone(), self.files_of(&image), (image, len), false, None)
     }
 
-    /// Like [`image`](Self::image), for an image that was read back past the cache.
+    /// Returns an image like [`image`](Self::image). The image must have been read back past the cache.
     pub fn proven_image(&self, image: ImageRef, len: u64) -> Arc<DiskImage> {
         DiskImage::new(self.disk.clone(), self.files_of(&image), (image, len), true, None)
     }
 
-    /// Like [`proven_image`](Self::proven_image), for an image that replaces `before`. If it is an overlay
-    /// over the same base, it inherits what is known of the base.
+    /// Returns an image like [`proven_image`](Self::proven_image), which replaces the image `before`. If both are
+    /// overlays over the same base, the new image inherits the known sums of the base.
     pub fn image_after(&self, image: ImageRef, len: u64, before: Option<&DiskImage>) -> Arc<DiskImage> {
         DiskImage::new(self.disk.clone(), self.files_of(&image), (image, len), true, before)
     }
@@ -129,66 +126,65 @@ impl DiskPages {
         DiskPage::new(None, len, self.pending.clone())
     }
 
-    /// Creates a page with an image's bytes, or an empty page.
+    /// Creates a page with an image's bytes, or an empty page without an image.
     pub fn page(&self, image: Option<Arc<DiskImage>>) -> DiskPage {
         let len = image.as_ref().map_or(0, |image| image.page_len());
         DiskPage::new(image, len, self.pending.clone())
     }
 
-    /// Creates the table of these pages, which [`usage`](Self::usage) counts from now on. A store has one.
+    /// Creates the table of these pages, which [`usage`](Self::usage) counts from now on. A store has a single table.
     pub fn table(&self, pages: IdMap<PageId, DiskPage>) -> DiskPageTable {
         DiskPageTable::new(pages, self.counts.clone())
     }
 
-    /// Returns the number of pages in the table, and their bytes.
+    /// Returns the number of pages in the table, and their total length.
     pub fn usage(&self) -> DiskUsage {
         self.counts.usage()
     }
 
-    /// Records the places of new pages. The caller holds the submission lock, or is the only thread.
+    /// Records the places of new pages. The caller must hold the submission lock, or be the only thread.
     pub fn note(&self, places: impl IntoIterator<Item = Place>) {
         if !self.is_any() && places.into_iter().any(|place| place == Place::Disk) {
             self.is_any.store(true, Ordering::Relaxed);
         }
     }
 
-    /// Whether a page on disk exists, or ever existed since the open. A caller that does not hold the
-    /// submission lock may see the first one late.
+    /// Returns whether a page on disk exists or has existed since the open. A caller without the submission lock may
+    /// observe the first such page late.
     pub fn is_any(&self) -> bool {
         self.is_any.load(Ordering::Relaxed)
     }
 
-    /// Whether a page on disk, or a reader of one, has an image in this file.
+    /// Returns whether a page on disk, or a reader of such a page, uses an image in this file.
     pub fn uses_file(&self, file: u64) -> bool {
         self.uses.0.lock().contains_key(&file)
     }
 
-    /// Returns the bytes of host memory that hold what batches have written.
+    /// Returns the number of bytes of host memory that buffer writes of batches.
     pub fn pending_bytes(&self) -> u64 {
         self.pending.bytes.load(Ordering::Relaxed)
     }
 
-    /// Whether a snapshot is due to move pending bytes to images: half of the limit is pending, or a
-    /// committer waits for room that only a snapshot makes.
+    /// Returns whether a snapshot should move pending bytes to images, because half of the limit is pending, or because
+    /// a committer waits for room.
     pub fn is_snapshot_due(&self) -> bool {
         let pending = self.pending_bytes();
         pending >= self.pending_max / 2 || (pending > 0 && self.waiting.load(Ordering::Relaxed) > 0)
     }
 
-    /// Records whether a snapshot could read all pages. If it could not, it makes no room, nor does the next
-    /// one until the page is rewritten or deleted: committers get the error instead of waiting.
+    /// Records whether the last snapshot could read all pages. After a failure, committers get the error instead of
+    /// waiting, because no snapshot frees room until the page is rewritten or deleted.
     pub fn note_unreadable(&self, reason: Option<&Error>) {
         *self.unreadable.lock() = reason.cloned();
         self.pending.claim_reduced.notify_all();
     }
 
-    /// Returns the bytes that may become pending in addition to those that are pending or claimed.
+    /// Returns the number of bytes that may become pending in addition to those that are pending or claimed.
     pub fn room(&self) -> u64 {
         let claimed = self.pending.claimed.lock();
         self.pending_max.saturating_sub(self.pending_bytes().saturating_add(*claimed))
     }
 
-    /// Returns the maximum number of pending bytes.
     pub fn pending_max(&self) -> u64 {
         self.pending_max
     }
@@ -198,12 +194,12 @@ impl DiskPages {
         self.pending.claim(needed, u64::MAX).expect("all claims fit")
     }
 
-    /// Claims `needed` bytes, waiting until they fit within the limit. `is_coming` returns whether a snapshot
-    /// will make room, and notifies the thread that takes it.
+    /// Claims `needed` bytes, and waits until they fit within the limit. `is_coming` notifies the thread that takes
+    /// snapshots, and returns whether a snapshot will free room.
     ///
     /// # Errors
-    /// `OverBudget` if there can never be enough room, or no snapshot is coming; `Damaged` if snapshots fail
-    /// at an unreadable page; any error of `is_coming`.
+    /// `OverBudget` if there can never be enough room, or no snapshot is coming; `Damaged` if snapshots fail at an
+    /// unreadable page; any error of `is_coming`.
     pub fn wait_for_room(&self, needed: u64, is_coming: impl Fn() -> Result<bool>) -> Result<PendingClaim> {
         let full = |available: u64| Error::OverBudget {
             place: Place::Disk,
@@ -220,7 +216,8 @@ impl DiskPages {
                 Ok(claim) => return Ok(claim),
                 Err(pending) => pending,
             };
-            // Before notifying the thread that takes snapshots, which checks whether one is due.
+            // The waiting committer is counted before the snapshot thread is notified, because that thread checks the
+            // count.
             waits.get_or_insert_with(|| Waiting::new(&self.waiting));
             let unreadable = self.unreadable.lock().clone();
             unreadable.map_or(Ok(()), Err)?;
@@ -233,7 +230,7 @@ impl DiskPages {
     }
 }
 
-/// A waiting committer, counted while this exists.
+/// A guard that counts a waiting committer.
 struct Waiting<'w>(&'w AtomicUsize);
 
 impl<'w> Waiting<'w> {
@@ -258,7 +255,7 @@ impl PendingBytes {
         self.bytes.fetch_sub(bytes, Ordering::Relaxed);
     }
 
-    /// Claims bytes if all pending and claimed bytes together are at most `max`.
+    /// Claims `bytes` bytes if all pending and claimed bytes together are at most `max`.
     ///
     /// # Errors
     /// The number of bytes already pending and claimed.
@@ -280,7 +277,7 @@ impl Drop for PendingClaim {
     }
 }
 
-/// A use of an image file, which keeps the file.
+/// A use of an image file, which prevents the file from being removed.
 struct FileUse {
     uses: Arc<FileUses>,
     file: u64,

@@ -1,8 +1,8 @@
-//! New overlays: the changes of a page on disk, to be written over the page's image.
+//! New overlays: the changed bytes of a page on disk, to be written in addition to the page's image.
 //!
-//! An overlay contains everything that differs from its base, which is an image of the whole page: the pieces
-//! of the previous overlay, and what batches have written since. Once that is too large a part of the page,
-//! the page is written whole again.
+//! An overlay contains every byte that differs from its base, an image of the whole page: the pieces of the previous
+//! overlay, and the later writes of batches. If that is too large a part of the page, the whole page is written
+//! instead.
 
 use std::ops::Range;
 
@@ -14,30 +14,30 @@ use crate::base::allocation::push;
 use crate::error::{Error, Result};
 use crate::images::resize;
 
-/// A whole image is written if more than one byte in this many differs from the base.
+/// The inverse of the maximum share of a page that may differ from the base. If more differs, a whole image is written.
 const OVERLAY_SHARE: u64 = 8;
-/// Pieces with at most this many bytes between them are merged: a row of the table takes 16.
+/// The maximum gap between two pieces that are merged. An additional row in the table of pieces would take 16 bytes.
 const GAP_BYTES: u64 = 64;
-/// Limits the table of pieces that a reader holds relative to the page: at most one piece per 2 KiB of the
+/// The bounds on the number of pieces, whose table readers keep in memory: one piece per `PIECE_SHARE` bytes of the
 /// page, or `PIECES_FREE` if that is more.
 const PIECE_SHARE: u64 = 2 << 10;
 const PIECES_FREE: u64 = 64;
 
-/// An overlay to be written, from which its payload is read.
+/// An overlay to be written, which provides the bytes of its payload.
 pub(crate) struct NewOverlay<'p> {
     page: &'p DiskPage,
     overlay: Overlay,
     head: Vec<u8>,
-    /// CRC-32 of the page's bytes.
+    /// The CRC-32 of the page's bytes.
     sum: u32,
-    /// The bytes of the page around the position read last.
+    /// The bytes of the page around the position of the last read.
     window: Window,
 }
 
 struct Window {
     at: u64,
     bytes: Vec<u8>,
-    /// The number of bytes processed together: as many as the image proves at once.
+    /// The number of bytes that are read and verified at a time.
     len: u64,
 }
 
@@ -46,8 +46,8 @@ impl Window {
         Self { at: 0, bytes: Vec::new(), len }
     }
 
-    /// Moves to the window that contains `offset`, in a page of length `len`. Returns the window's offset,
-    /// and room for its bytes.
+    /// Moves to the window that contains `offset` in a page of length `len`. Returns the offset of the window, and the
+    /// buffer to fill with its bytes.
     fn seek_to(&mut self, offset: u64, len: u64) -> Result<(u64, &mut [u8])> {
         self.at = offset - offset % self.len;
         resize(&mut self.bytes, self.len.min(len - self.at))?;
@@ -64,14 +64,14 @@ impl Window {
 }
 
 impl DiskPage {
-    /// Returns the overlay of everything that differs from the image of the whole page. Returns `None` if
-    /// there is no such image, or too much differs. Must not run on the applier's thread.
+    /// Returns an overlay of all bytes that differ from the image of the whole page. Returns `None` if there is no such
+    /// image, or if too many bytes differ. Must not run on the applier's thread.
     ///
     /// # Errors
     /// `Damaged`; `OutOfMemory`.
     pub fn overlay(&self) -> Result<Option<NewOverlay<'_>>> {
         let (Some(image), len) = (self.image_below(), self.byte_len()) else { return Ok(None) };
-        // A whole image without differences is written whole, to another file.
+        // A whole image without differences is copied as a whole to another file.
         if image.image().is_whole() && self.written().next().is_none() {
             return Ok(None);
         }
@@ -79,8 +79,7 @@ impl DiskPage {
         if is_too_much(self.written().map(|run| run.end - run.start).sum()) {
             return Ok(None);
         }
-        // I7: the contents of the previous overlay must not be lost, so its table is proven before it is
-        // trusted.
+        // I7: the contents of the previous overlay must not be lost, so its table is verified first.
         let proven = image.prove()?;
         let before = proven.overlay().map_or(&[][..], Overlay::pieces);
         let pieces = joined(before, self.written())?;
@@ -96,8 +95,8 @@ impl DiskPage {
         Ok(Some(NewOverlay { page: self, overlay, head, sum, window: Window::new(proven.window_len()) }))
     }
 
-    /// Returns the CRC-32 of the page's bytes; `before` is that of its image. Reads only the image's bytes
-    /// near those that changed.
+    /// Returns the CRC-32 of the page's bytes, given the CRC-32 `before` of its image. Reads only bytes of the image
+    /// near changed ones.
     fn sum_by_changes(&self, before: u32, mut window: Window) -> Result<u32> {
         let (image, len) = (self.image_below().expect("asked before"), self.byte_len());
         let mut sum = before;
@@ -122,7 +121,7 @@ fn pieces_max(len: u64) -> u64 {
     PIECES_FREE.max(len / PIECE_SHARE)
 }
 
-/// Merges two ascending sequences of ranges, joining neighbors.
+/// Merges two ascending sequences of ranges, and joins neighboring ranges.
 fn joined(before: &[Range<u64>], written: impl Iterator<Item = Range<u64>>) -> Result<Vec<Range<u64>>> {
     let mut pieces: Vec<Range<u64>> = Vec::new();
     let (mut before, mut written) = (before.iter().cloned().peekable(), written.peekable());
@@ -141,12 +140,12 @@ fn joined(before: &[Range<u64>], written: impl Iterator<Item = Range<u64>>) -> R
 }
 
 impl NewOverlay<'_> {
-    /// Returns the payload as a page without an id, the form that the image writer needs.
+    /// Returns the payload in the form of a page without an id, for the image writer.
     pub fn payload(&self) -> PageInfo {
         PageInfo::new(PageId(0), self.overlay.stored_len(), Place::Disk)
     }
 
-    /// Reads bytes of the payload.
+    /// Fills `out` with bytes of the payload.
     ///
     /// # Errors
     /// `Damaged`; `OutOfMemory`.
@@ -176,7 +175,7 @@ impl NewOverlay<'_> {
         Ok(())
     }
 
-    /// Returns the page's image, once the payload is written as `payload`.
+    /// Returns the reference to the page's image after its payload was written as `payload`.
     pub fn image(&self, payload: &ImageRef) -> ImageRef {
         self.overlay.reference(payload, self.sum)
     }

@@ -1,4 +1,4 @@
-//! A page on disk: its image, and what batches have written over it.
+//! A page on disk: its image, and the later writes of batches.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -15,22 +15,19 @@ use crate::device::{Lane, Span};
 use crate::error::Result;
 use crate::memory::staging::StagingPool;
 
-/// The unit in which written bytes of a page are held. In a page with scattered single-element writes, each
-/// element takes one block: with blocks of 4 KiB, one changed element in a thousand took as much memory as
-/// the page.
+/// The size in bytes of the blocks in which written bytes of a page are kept. Each scattered single-element write takes
+/// one block. With blocks of 4 KiB, one changed element in a thousand took as much memory as the page.
 pub(super) const BLOCK_LEN: usize = 512;
 const WORDS: usize = BLOCK_LEN / 64;
-/// Bytes read at a time when a whole page is processed.
+/// The number of bytes that are read at a time when a whole page is processed.
 const READ_AT_ONCE: u64 = 4 << 20;
 
-/// A page on disk as of one batch. A clone keeps that state whatever batches come later: it shares the blocks
-/// that have not changed since.
+/// A page on disk as of one batch. A clone is unaffected by later batches, and shares the unchanged blocks.
 #[derive(Clone, Debug)]
 pub(crate) struct DiskPage {
     len: u64,
     image: Option<Arc<DiskImage>>,
-    /// The leading bytes of the image that belong to the page. Bytes after them are zeros, because the page
-    /// was shortened or is longer than its image.
+    /// The number of leading bytes of the image that belong to the page. The page's bytes after them are zeros.
     image_len: u64,
     /// The blocks that batches wrote to, by block number.
     blocks: BTreeMap<u64, Arc<Block>>,
@@ -38,35 +35,35 @@ pub(crate) struct DiskPage {
     pending: Arc<PendingBytes>,
 }
 
-/// Identifies whether a clone of a page is an earlier state of it.
+/// A version that identifies whether a clone of a page is an earlier state of that page.
 #[derive(Clone, Copy, Debug)]
 struct Lineage {
-    /// A number that changes when the page is resized, or replaced by another image in a batch.
+    /// A number that changes when the page is resized or a batch replaces its image.
     number: u64,
-    /// The number of writes since then.
+    /// The number of writes since `number` changed.
     writes: u64,
-    /// The number of those writes that the image contains.
+    /// The number of these writes that the image contains.
     in_image: u64,
 }
 
 impl Lineage {
     fn new() -> Self {
-        /// Numbers of this process: no two lineages share one.
+        /// The next lineage number, unique within the process.
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        // Only uniqueness matters.
+        // A relaxed operation suffices, because only uniqueness matters.
         Self { number: NEXT.fetch_add(1, Ordering::Relaxed), writes: 0, in_image: 0 }
     }
 }
 
-/// Bytes that batches wrote.
+/// A block with bytes that batches wrote.
 struct Block {
     bytes: [u8; BLOCK_LEN],
-    /// One bit for each byte that was written.
+    /// A bit mask of the bytes that were written.
     written: [u64; WORDS],
     pending: Arc<PendingBytes>,
 }
 
-/// Bytes of host memory per block, including its counts and its entry in the map.
+/// The number of bytes of host memory per block, including its reference counts and its entry in the map.
 const BLOCK_BYTES: u64 = size_of::<Block>() as u64 + 48;
 
 /// Returns the number of blocks that overlap `len` bytes from `offset` on.
@@ -90,26 +87,25 @@ pub(crate) fn pending_bytes_of_write(offset: u64, len: u64) -> u64 {
     blocks(offset, len).saturating_mul(BLOCK_BYTES)
 }
 
-/// Returns the maximum number of bytes that writes of `count` elements may make pending, in a range of `len`
-/// bytes from `offset` on.
+/// Returns the maximum number of bytes that writes of `count` elements within `len` bytes from `offset` on may make
+/// pending.
 pub(crate) fn pending_bytes_of_elements(count: u64, offset: u64, len: u64) -> u64 {
     // Each element overlaps at most two blocks.
     blocks(offset, len).min(count.saturating_mul(2)).saturating_mul(BLOCK_BYTES)
 }
 
 impl DiskPage {
-    /// Creates a page of an image's bytes, or of `len` zeros.
+    /// Creates a page with the bytes of an image, or with `len` zeros.
     pub(super) fn new(image: Option<Arc<DiskImage>>, len: u64, pending: Arc<PendingBytes>) -> Self {
         let image_len = image.as_ref().map_or(0, |image| image.page_len());
         Self { len, image, image_len, blocks: BTreeMap::new(), lineage: Lineage::new(), pending }
     }
 
-    /// Returns the page's length in bytes.
     pub fn byte_len(&self) -> u64 {
         self.len
     }
 
-    /// Applies a batch's operation to the page. The caller handles operations that name an image.
+    /// Applies an operation of a batch to the page. The caller handles operations that name an image.
     pub fn apply(&mut self, op: &Op<'_>) {
         match op {
             Op::Resize { len, .. } => self.resize(*len),
@@ -127,7 +123,7 @@ impl DiskPage {
             let (number, within) = (at / BLOCK_LEN as u64, at as usize % BLOCK_LEN);
             let (here, after) = rest.split_at(rest.len().min(BLOCK_LEN - within));
             let new = || Arc::new(Block::new(self.pending.clone()));
-            // The copy of a snapshot or a reader keeps the block as it was.
+            // If a snapshot or a reader shares the block, the write goes to a copy.
             Arc::make_mut(self.blocks.entry(number).or_insert_with(new)).write(within, here);
             at += here.len() as u64;
             rest = after;
@@ -139,7 +135,7 @@ impl DiskPage {
         if len < self.len {
             self.image_len = self.image_len.min(len);
             let (last, within) = (len / BLOCK_LEN as u64, len as usize % BLOCK_LEN);
-            // Bytes after the end must not reappear when the page is extended again.
+            // Bytes after the end are dropped, because they must not reappear when the page is extended again.
             self.blocks.split_off(&(last + u64::from(within > 0)));
             if within > 0
                 && let Some(block) = self.blocks.get_mut(&last)
@@ -150,47 +146,47 @@ impl DiskPage {
         self.len = len;
     }
 
-    /// Returns the page's image if the page consists of exactly its bytes.
+    /// Returns the page's image if the page consists of exactly the image's bytes.
     pub fn only_image(&self) -> Option<&Arc<DiskImage>> {
         self.image_below().filter(|_| self.blocks.is_empty())
     }
 
-    /// Returns the page's image if it is as long as the page, so that all differences are in the blocks.
+    /// Returns the page's image if it has the page's length, in which case all differences are in the blocks.
     pub(super) fn image_below(&self) -> Option<&Arc<DiskImage>> {
         let is_as_long = |image: &&Arc<DiskImage>| self.image_len == self.len && image.page_len() == self.len;
         self.image.as_ref().filter(is_as_long)
     }
 
-    /// Returns the image that the page is read from.
+    /// Returns the image that the page is read from, if any.
     pub fn image(&self) -> Option<&Arc<DiskImage>> {
         self.image.as_ref()
     }
 
-    /// Estimates the bytes of the page's next image, if that may be an overlay.
+    /// Estimates the number of bytes in the page's next image, assuming an overlay where that is possible.
     pub fn next_image_bytes(&self) -> u64 {
         let changed = self.blocks.len() as u64 * BLOCK_LEN as u64;
         let before = match self.image.as_ref().map(|image| image.image()) {
             Some(image) if !image.is_whole() => image.stored_len,
-            // Without changes the page is written whole.
+            // A page without changes is written as a whole.
             _ if changed == 0 => self.len,
             _ => 0,
         };
         (before + changed).min(self.len)
     }
 
-    /// Returns the ranges of the page that batches wrote since its image, in order.
+    /// Returns the ranges of the page that batches wrote since its image, in ascending order.
     pub(super) fn written(&self) -> impl Iterator<Item = Range<u64>> {
         self.blocks.iter().flat_map(|(number, block)| block.written_at(number * BLOCK_LEN as u64))
     }
 
-    /// Overwrites bytes of the image, which begin at `offset`, with what batches wrote.
+    /// Overwrites image bytes that begin at `offset` with the bytes that batches wrote.
     pub(super) fn apply_pieces(&self, offset: u64, bytes: &mut [u8]) {
         for (number, block) in self.blocks_in(&(offset..offset + bytes.len() as u64)) {
             block.copy_to(number * BLOCK_LEN as u64, bytes, offset);
         }
     }
 
-    /// Returns the page with only the blocks that overlap these bytes, to read the bytes from.
+    /// Returns a copy of the page with only the blocks that overlap `bytes`, to read these bytes from.
     pub fn part(&self, bytes: &Range<u64>) -> Self {
         let blocks = self.blocks_in(bytes).map(|(number, block)| (number, block.clone())).collect();
         let Self { len, image_len, lineage, .. } = *self;
@@ -204,7 +200,7 @@ impl DiskPage {
         self.blocks.range(numbers).map(|(number, block)| (*number, block))
     }
 
-    /// Reads bytes of the page. Must not run on the applier's thread, because it waits for the disk.
+    /// Fills `out` with bytes of the page. Must not run on the applier's thread, because it waits for the disk.
     ///
     /// # Errors
     /// `Damaged`; `OutOfMemory`.
@@ -226,10 +222,10 @@ impl DiskPage {
         Ok(())
     }
 
-    /// Copies bytes of the page, from `offset` on, to device memory. Must not run on the applier's thread.
+    /// Copies bytes of the page from `offset` on to device memory. Must not run on the applier's thread.
     ///
     /// # Errors
-    /// As for [`read`](Self::read); a device error.
+    /// Same as [`read`](Self::read); a device error.
     pub fn upload(&self, offset: u64, staging: &StagingPool, target: Span) -> Result<()> {
         let mut piece = Vec::new();
         make_room(&mut piece, target.len.min(READ_AT_ONCE) as usize)?;
@@ -246,7 +242,7 @@ impl DiskPage {
     /// Returns the CRC-32 of the page's bytes. Must not run on the applier's thread.
     ///
     /// # Errors
-    /// As for [`read`](Self::read).
+    /// Same as [`read`](Self::read).
     pub fn sum(&self) -> Result<u32> {
         let mut bytes = Vec::new();
         make_room(&mut bytes, self.len.min(READ_AT_ONCE) as usize)?;
@@ -260,7 +256,7 @@ impl DiskPage {
         Ok(sum.finalize())
     }
 
-    /// Whether batches wrote all of these bytes, so that none of the image's is visible.
+    /// Returns whether batches wrote all of these bytes, so that no byte of the image is visible.
     fn is_written(&self, bytes: Range<u64>) -> bool {
         let mut next = bytes.start;
         for (number, block) in self.blocks_in(&bytes) {
@@ -274,12 +270,11 @@ impl DiskPage {
         next == bytes.end
     }
 
-    /// Switches to the image that was made from `gathered`, an earlier clone of this page. Later writes stay
-    /// pending.
+    /// Switches to the image that was made from `gathered`, an earlier clone of this page. Later writes remain pending.
     ///
-    /// A page that was resized since, or is made of another image, is unchanged: the next snapshot makes an
-    /// image of it. So is a page whose image contains more than the clone: dropping blocks again, based on an
-    /// older clone, would lose writes that are in neither.
+    /// A page that was resized or got another image since then is unchanged, and the next snapshot creates its image. A
+    /// page whose image contains more than the clone is unchanged too: dropping blocks based on the older clone would
+    /// lose writes that are in neither image.
     pub fn rebase(&mut self, gathered: &Self, image: Option<Arc<DiskImage>>) {
         let (now, then) = (self.lineage, gathered.lineage);
         if now.number != then.number || now.in_image > then.writes {
@@ -309,7 +304,7 @@ impl Block {
         each_word(range, |word, bits| self.written[word] &= !bits);
     }
 
-    /// Returns the runs of bytes that were written, as ranges of the page; the block begins at `start`.
+    /// Returns the runs of written bytes as ranges of the page, for a block that begins at `start`.
     fn written_at(&self, start: u64) -> impl Iterator<Item = Range<u64>> {
         let mut at = 0;
         std::iter::from_fn(move || {
@@ -326,14 +321,14 @@ impl Block {
         })
     }
 
-    /// Whether all of these bytes were written.
+    /// Returns whether all of these bytes were written.
     fn has(&self, range: Range<usize>) -> bool {
         let mut has_all = true;
         each_word(range, |word, bits| has_all &= self.written[word] & bits == bits);
         has_all
     }
 
-    /// Copies the written bytes to `out`, which begins at `offset` of the page. The block begins at `start`.
+    /// Copies the written bytes to `out`, which begins at `offset` of the page, for a block that begins at `start`.
     fn copy_to(&self, start: u64, out: &mut [u8], offset: u64) {
         let from = offset.saturating_sub(start).min(BLOCK_LEN as u64) as usize;
         let to = (offset + out.len() as u64).saturating_sub(start).min(BLOCK_LEN as u64) as usize;
@@ -343,7 +338,7 @@ impl Block {
             let rest = self.written[word] >> bit;
             let gap = rest.trailing_zeros() as usize;
             if gap > 0 {
-                // No byte before the next set bit, or before the word's end.
+                // No bit is set before the next set bit, or before the end of the word.
                 at += gap.min(64 - bit);
                 continue;
             }
@@ -380,7 +375,7 @@ impl std::fmt::Debug for PendingBytes {
     }
 }
 
-/// Calls `each` with the words that contain a range of bits, and a mask of those bits.
+/// Calls `each` with each word that contains part of a range of bits, and a mask of those bits.
 fn each_word(bits: Range<usize>, mut each: impl FnMut(usize, u64)) {
     let mut at = bits.start;
     while at < bits.end {

@@ -1,4 +1,4 @@
-//! The table of pages on disk by id, with their total size.
+//! The table of pages on disk by id, with their total number and size.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -9,25 +9,24 @@ use remanent_format::state::id_map::IdMap;
 
 use super::page::DiskPage;
 
-/// Number and size of the pages in [`Place::Disk`](remanent_format::Place::Disk), which have no memory.
+/// The number and size of the pages in [`Place::Disk`](remanent_format::Place::Disk).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DiskUsage {
-    /// Number of pages, including those of length 0.
+    /// The number of pages, including those of length 0.
     pub pages: u64,
-    /// Sum of their lengths.
+    /// The total length of the pages, in bytes.
     pub bytes: u64,
 }
 
-/// Number and bytes of the pages, for threads that do not hold the table. The two values may be of different
-/// moments.
+/// Counters of the pages, for threads without access to the table. The two values may belong to different moments.
 #[derive(Debug, Default)]
 pub(super) struct DiskCounts {
     pages: AtomicU64,
     bytes: AtomicU64,
 }
 
-/// The table of pages on disk. All changes go through its methods, which keep the counts.
+/// The table of pages on disk. All changes go through its methods, which update the counters.
 #[derive(Debug)]
 pub(crate) struct DiskPageTable {
     pages: IdMap<PageId, DiskPage>,
@@ -41,14 +40,14 @@ impl DiskCounts {
 }
 
 impl DiskPageTable {
-    /// Creates a table of these pages. The counts must belong to no other table.
+    /// Creates a table of these pages. `counts` must belong to no other table.
     pub(super) fn new(pages: IdMap<PageId, DiskPage>, counts: Arc<DiskCounts>) -> Self {
         counts.pages.store(pages.len() as u64, Ordering::Relaxed);
         counts.bytes.store(pages.values().map(DiskPage::byte_len).sum(), Ordering::Relaxed);
         Self { pages, counts }
     }
 
-    /// Inserts a page, replacing one with the same id.
+    /// Inserts a page, and replaces a page with the same id.
     pub fn insert(&mut self, page: PageId, new: DiskPage) {
         self.counts.pages.fetch_add(1, Ordering::Relaxed);
         self.counts.bytes.fetch_add(new.byte_len(), Ordering::Relaxed);
@@ -57,14 +56,13 @@ impl DiskPageTable {
         }
     }
 
-    /// Removes a page if it exists.
     pub fn remove(&mut self, page: PageId) {
         if let Some(old) = self.pages.remove(page) {
             self.left(&old);
         }
     }
 
-    /// Removes all pages except the wanted ones.
+    /// Removes all pages for which `wanted` returns false.
     pub fn retain(&mut self, wanted: impl Fn(PageId) -> bool) {
         let counts = &self.counts;
         self.pages.retain(|page, old| {
@@ -77,7 +75,7 @@ impl DiskPageTable {
         });
     }
 
-    /// Changes a page in place. Returns `None` if it does not exist.
+    /// Calls `change` with a page, and returns its result, or `None` if the page does not exist.
     pub fn change<T>(&mut self, page: PageId, change: impl FnOnce(&mut DiskPage) -> T) -> Option<T> {
         let changed = self.pages.get_mut(page)?;
         let before = changed.byte_len();

@@ -10,10 +10,10 @@ use super::*;
 use crate::testing::sim_disk::SimDisk;
 
 const PAGE: PageId = PageId(1);
-/// A page of several blocks, the last of which is partial.
+/// The length of a page of several blocks, the last of which is partial.
 const LEN: usize = 3 * 4096 + 100;
 
-/// One change to a page, whose bytes are derived from `seed`.
+/// A change to a page, whose bytes are derived from `seed`.
 #[derive(Clone, Debug)]
 enum Change {
     Write {
@@ -39,9 +39,9 @@ enum Change {
     Resize {
         len: usize,
     },
-    /// A copy is taken, from which an image is made.
+    /// Clones the page, to make an image of the clone later.
     Gather,
-    /// The image of the oldest copy is finished.
+    /// Completes the image of the oldest clone.
     Rebase,
 }
 
@@ -65,7 +65,7 @@ fn drawn(seed: u8, len: usize) -> Vec<u8> {
     (0..len).map(|at| seed ^ (at as u8).wrapping_mul(31) ^ (at >> 8) as u8).collect()
 }
 
-/// A disk with image files, each of which contains the bytes of one page.
+/// Image files on a simulated disk, each of which contains the bytes of one page.
 struct Images {
     disk: Arc<SimDisk>,
     pages: DiskPages,
@@ -92,12 +92,12 @@ impl Images {
         Some(self.pages.image(image, stored_len))
     }
 
-    /// Makes the image that a snapshot makes of a copy: an overlay if little changed.
+    /// Creates the image that a snapshot creates of a clone: an overlay if little changed.
     fn gather(&mut self, copy: &DiskPage, bytes: &[u8]) -> Option<Arc<DiskImage>> {
         let Some(mut new) = copy.overlay().unwrap() else { return self.write(bytes) };
         let len = new.payload().len;
         let mut payload = vec![7; len as usize];
-        // In parts that end anywhere.
+        // The payload is read in parts that end at arbitrary positions.
         for at in (0..len).step_by(77) {
             new.read(at, &mut payload[at as usize..len.min(at + 77) as usize]).unwrap();
         }
@@ -118,8 +118,8 @@ fn read_all(page: &DiskPage) -> Vec<u8> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
 
-    /// A page on disk equals what the simplest code makes of its operations; copies never change; images that
-    /// arrive late, out of order or never change nothing but the memory that is held.
+    /// A page on disk equals the result of the simplest implementation of its operations, and clones never change.
+    /// Images that arrive late, out of order or never only affect the memory in use.
     #[test]
     fn page_equals_replayed_operations(
         changes in prop::collection::vec(change(), 1..40),
@@ -155,7 +155,8 @@ proptest! {
                 }
                 Change::Scatter { indices, seed } => {
                     for index in indices.into_iter().filter(|index| 4 * *index as usize + 4 <= len) {
-                        // As one element each: an operation of its own form is what the format crate tests.
+                        // The elements are expected as separate writes, because the format crate tests the operation
+                        // itself.
                         let bytes = drawn(seed, 4);
                         let op = Op::Write { page: PAGE, offset: 4 * u64::from(index), bytes: &bytes };
                         page.apply(&op);
@@ -194,7 +195,7 @@ proptest! {
                 prop_assert_eq!(&bytes, &plain[from..to]);
             }
         }
-        // With an image of the newest copy, nothing is pending any more.
+        // With an image of the newest clone, no bytes are pending.
         let copy = page.clone();
         let image = images.gather(&copy, &plain);
         page.rebase(&copy, image);
@@ -204,8 +205,7 @@ proptest! {
     }
 }
 
-/// Memory is proportional to the blocks that are held, and a file is in use as long as anything is read from
-/// it.
+/// Memory is proportional to the blocks in use, and a file remains in use while a page is read from it.
 #[test]
 fn memory_and_files_are_counted() {
     let mut images = Images::new();
@@ -231,7 +231,7 @@ fn memory_and_files_are_counted() {
     assert_eq!(read_all(&page), [0; 3]);
 }
 
-/// A committer waits as long as a snapshot is coming. It is refused if none is, or none could help.
+/// A committer waits while a snapshot is coming. It is refused if none is coming, or none could help.
 #[test]
 fn room_is_awaited_only_if_it_can_free_up() {
     let disk: Arc<SimDisk> = Arc::new(SimDisk::new());
@@ -250,7 +250,7 @@ fn room_is_awaited_only_if_it_can_free_up() {
     over(21 << 10, true);
     let failed = pages.wait_for_room(8 << 10, || Err(Error::Closed)).unwrap_err();
     assert!(matches!(failed, Error::Closed));
-    // A waiting committer makes a snapshot due, however little is pending.
+    // A waiting committer makes a snapshot due, however few bytes are pending.
     let short = DiskPages::new(Arc::new(SimDisk::new()), 64 << 10);
     let mut little = short.zeros(1 << 20);
     little.apply(&Op::Write { page: PAGE, offset: 0, bytes: &[1] });
@@ -291,7 +291,7 @@ fn no_wait_for_impossible_snapshot() {
     });
 }
 
-/// Batches are logged much faster than they are applied: claims that wait for the applier count.
+/// Batches are logged much faster than they are applied, so claims that wait for the applier count as well.
 #[test]
 fn claim_counts_until_released() {
     let pages = DiskPages::new(Arc::new(SimDisk::new()), 16 << 10);
@@ -304,14 +304,14 @@ fn claim_counts_until_released() {
     drop(claims);
     let claim = pages.wait_for_room(12 << 10, || Ok(false)).unwrap();
     assert_eq!(is_refused(8 << 10), Some(4 << 10));
-    // A caller that cannot wait.
+    // This caller cannot wait.
     let more = pages.claim(32 << 10);
     assert_eq!(is_refused(1), Some(0));
     drop((claim, more));
     drop(pages.wait_for_room(16 << 10, || Ok(false)).unwrap());
 }
 
-/// A page of which little changed gets an overlay, repeatedly; any other page gets none.
+/// A page of which little changed repeatedly gets an overlay. Any other page gets none.
 #[test]
 fn overlay_contains_changes_since_full_image() {
     let mut images = Images::new();
@@ -326,11 +326,11 @@ fn overlay_contains_changes_since_full_image() {
     assert!(page.overlay().unwrap().is_none(), "nothing changed");
     for (at, len, stored) in [
         (5, 100, 64 + 16 + 100),
-        // Close enough to be one piece with it.
+        // This write is close enough to be merged with the previous piece.
         (160, 10, 64 + 16 + 165),
-        // In another block, and across the boundary of two.
+        // This write is in another block and crosses a block boundary.
         (8100, 200, 64 + 2 * 16 + 165 + 200),
-        // Over an earlier change.
+        // This write overlaps an earlier change.
         (8150, 50, 64 + 2 * 16 + 165 + 200),
         (0, 5, 64 + 2 * 16 + 170 + 200),
     ] {
@@ -340,7 +340,7 @@ fn overlay_contains_changes_since_full_image() {
         let image = images.gather(&copy, &plain);
         assert!(image.as_ref().is_some_and(|image| !image.image().is_whole()));
         page.rebase(&copy, image);
-        // It can be written to another file unchanged.
+        // The page can be written to another file unchanged.
         assert_eq!(page.overlay().unwrap().map(|new| new.payload().len), Some(stored), "{at}");
         assert!(read_all(&page) == plain, "{at}");
         assert!(images.pages.uses_file(1), "the base");

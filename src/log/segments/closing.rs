@@ -1,22 +1,22 @@
-//! Frees the space of a closing log that only an open log needs: most spares, the empty segments except the
-//! first, the space after the last frame, and the frames before the kept log.
+//! Frees the space of a closing log that only an open log needs: most spares, all empty segments except the first, the
+//! space after the last frame, and the frames before the kept log.
 //!
-//! Only spares, which contain nothing, are shortened in place. A segment is replaced by a shorter file in one
-//! rename, after that file was written completely, synced and read back. So a crash at any point leaves either
-//! the longer or the shorter file, both valid and with the same frames:
+//! Only spares, which contain no data, are shortened in place. A segment is replaced through a rename by a shorter file
+//! that was written completely, synced and read back. So a crash at any point leaves either the longer or the shorter
+//! file, both valid and with the same frames:
 //!
-//! 1. **Spares** are cut to the minimum length or removed, including those of images. The closed log keeps as
-//!    many as the open log had spares and empty segments to give, so that the next open, and deletes after it,
-//!    find them even if the disk is full by then.
-//! 2. **Empty segments** except the first are removed in descending order: a gap would look like a lost
-//!    segment. The first one stays, because a segment with frames has a successor (I8), but is made short.
-//! 3. **The last segment** is cut after its frames. Frames before the kept log are left out and become a hole:
-//!    each remaining frame keeps its offset (I3).
+//! 1. **Spares**, including those of images, are cut to the minimum length or removed. The closed log keeps as many
+//!    spares as the open log had spares and empty segments in reserve, so that the next open and later deletes succeed
+//!    even if the disk is full by then.
+//! 2. **Empty segments** except the first are removed in descending order, because a gap would look like a lost
+//!    segment. The first one remains, because a segment with frames has a successor (I8), but it is made short.
+//! 3. **The last segment** is cut after its frames. Frames before the kept log are omitted and become a hole. Each
+//!    remaining frame keeps its offset (I3).
 //!
-//! Steps 2 and 3 need syncs, so they are skipped if step 1 is enough. Nothing is freed on a nearly full disk:
-//! another program would take the space, and the next open would lack it.
+//! Steps 2 and 3 need syncs, so they are skipped if step 1 frees enough space. On a nearly full disk no space is freed,
+//! because another program would take the space, and the next open would lack it.
 //!
-//! A failure costs only space, so the caller just reports it.
+//! A failure costs only space, so the caller merely logs it.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -31,32 +31,33 @@ use super::{NOTHING, SegmentPool};
 use crate::disk::DiskFile;
 use crate::error::{Error, Result};
 
-/// Number of spares that a closed log keeps: those for opens, two of the reserve, and one in place of the
+/// The maximum number of spares that a closed log keeps: those for opens, two of the reserve, and one in place of the
 /// removed empty segment.
 const SPARES_MAX: usize = SPARES_FOR_OPENS + 3;
 
-/// Bytes of a closed log that may hold no frame: its spares, an empty segment, and space after the last frame.
+/// The maximum number of bytes in a closed log that contain no frame: its spares, an empty segment, and space after the
+/// last frame.
 const UNUSED_BYTES_MAX: u64 = (SPARES_MAX as u64 + 2) * SEGMENT_LEN_MIN;
 
-/// A closing log frees nothing if the disk has fewer free bytes than this many times the whole reserve.
+/// The minimum free space on the disk, as a multiple of the whole reserve, for which a closing log frees any space.
 const RESERVES_FREE_MIN: u64 = 4;
 
-/// Number of bytes that are copied at a time.
+/// The number of bytes that are copied at a time.
 const PIECE_LEN: u64 = 64 << 10;
 
-/// The last segment is replaced if that frees at least one byte for this many that are copied.
+/// The maximum number of bytes to copy per freed byte. If replacing the last segment copies more, it is skipped.
 const COPIED_PER_BYTE_MAX: u64 = 16;
 
-/// The end of a log that has stopped and is completely synced.
+/// The end of a log that has stopped and whose frames are all synced.
 pub(crate) struct ClosedEnd {
     /// The incarnation of the last frame.
     pub incarnation: Incarnation,
     /// The number of the segment with the last frame.
     pub number: u64,
     pub len: u64,
-    /// The offsets of the frames in it that a replay or a reader may need, including padding.
+    /// The offsets of the frames in the last segment that a replay or a reader may need, including padding.
     pub needed: Range<u64>,
-    /// The numbers and lengths of the empty segments after it, at least one.
+    /// The numbers and lengths of the empty segments after the last one, at least one.
     pub empty: Vec<(u64, u64)>,
 }
 
@@ -64,22 +65,22 @@ impl SegmentPool {
     /// Frees the space that a closed log does not need.
     ///
     /// # Errors
-    /// Returns errors of the file system. The log still contains all its frames.
+    /// Errors of the file system. The log still contains all its frames.
     pub fn shrink(&self, mut end: ClosedEnd) -> Result<()> {
         self.disk.check_writer()?;
         if self.free_bytes() < RESERVES_FREE_MIN.saturating_mul(self.reserve_bytes()) {
             return Ok(());
         }
-        // 1.
+        // Step 1.
         self.image_spares.release()?;
         self.shrink_spares()?;
-        // 2.
+        // Step 2.
         while self.unused_bytes(&end) > UNUSED_BYTES_MAX && end.empty.len() > 1 {
             let (number, len) = end.empty.pop().expect("more than one");
             self.open_own(number, len, None)?;
             self.disk.remove(FileName::Segment(number))?;
             if end.empty.len() > 1 {
-                // A power cut that undid only this removal would leave a gap after the next one.
+                // Without this sync, a power cut could undo only this removal, and leave a gap after the next one.
                 self.disk.sync_folder(Folder::Log)?;
             }
         }
@@ -92,25 +93,25 @@ impl SegmentPool {
             self.replace(*next)?;
             *len = SEGMENT_LEN_MIN;
         }
-        // 3.
+        // Step 3.
         if self.unused_bytes(&end) > UNUSED_BYTES_MAX { self.shrink_last(&end) } else { Ok(()) }
     }
 
-    /// Returns the bytes that an open log reserves for a full disk once its segments have grown.
+    /// Returns the number of bytes that an open log keeps in reserve once its segments have reached their full length.
     fn reserve_bytes(&self) -> u64 {
         let opens = self.rules.open_spare_count() as u64 * self.first_len();
         (self.rules.reserve as u64).saturating_mul(self.rules.len).saturating_add(opens)
     }
 
-    /// Returns the bytes of the log that hold no needed frame.
+    /// Returns the number of bytes of the log that contain no needed frame.
     fn unused_bytes(&self, end: &ClosedEnd) -> u64 {
         let spares: u64 = self.spares.lock().files.iter().map(|spare| spare.len).sum();
         let empty: u64 = end.empty.iter().map(|(_, len)| len).sum();
         spares + empty + (end.len - end.needed.end) + (end.needed.start - SEGMENT_HEADER_BLOCK)
     }
 
-    /// Cuts the shortest spares and removes the others. Neither is synced: a power cut may bring back a
-    /// spare's length or name, which costs only its space.
+    /// Cuts the shortest spares and removes the others. The changes are not synced: after a power cut, a spare may have
+    /// its old length or name again, which costs only its space.
     fn shrink_spares(&self) -> Result<()> {
         let mut spares = self.spares.lock();
         let kept_max =
@@ -123,7 +124,7 @@ impl SegmentPool {
         while let Some(&Spare { number, len }) = spares.files.get(at) {
             let file = self.disk.open(FileName::Spare(number), true)?;
             if !file.has_one_name()? {
-                // A copy of the directory made of hard links may use the same file.
+                // Another directory may contain hard links to the file, made when the directory was copied.
                 self.give_up(&mut spares, at)?;
                 continue;
             }
@@ -136,7 +137,6 @@ impl SegmentPool {
         Ok(())
     }
 
-    /// Replaces the last segment by a shorter file with the same frames.
     fn shrink_last(&self, end: &ClosedEnd) -> Result<()> {
         let ClosedEnd { number, len, ref needed, .. } = *end;
         let len_new = align_up(needed.end, GROUP_ALIGN).max(SEGMENT_LEN_MIN);
@@ -155,11 +155,12 @@ impl SegmentPool {
                 source.file.read_at(at, piece)?;
                 target.write_at(at, piece)
             })?;
-            // Zeros up to the minimum length: a file with a hole at its end cannot become a spare.
+            // The file is padded with zeros to the minimum length, because a file with a hole at its end cannot become
+            // a spare.
             target.write_zeros(needed.end, len_new, self.io)?;
             target.sync()?;
-            // The frames are durable in the old file. The copy replaces it only after it was read back from
-            // the medium: an ineffective sync or a corrupted byte would lose them all.
+            // The frames are durable in the old file. The copy replaces it only after it was read back from the medium:
+            // an ineffective sync or a corrupted byte would lose all frames.
             let mut expected = vec![0; PIECE_LEN as usize];
             by_pieces(needed, |at, piece| {
                 let expected = &mut expected[..piece.len()];
@@ -172,19 +173,19 @@ impl SegmentPool {
         self.replace(number)
     }
 
-    /// Renames the synced temporary file of a segment to the segment's name. The folder is not synced: a power
-    /// cut may bring back the longer file, which costs only its space.
+    /// Renames the synced temporary file of a segment to the segment's name. The folder is not synced: after a power
+    /// cut the longer file may have the name again, which costs only its space.
     fn replace(&self, number: u64) -> Result<()> {
         let temporary = FileName::Temporary(Folder::Log, number);
         let renamed = self.rename(temporary, FileName::Segment(number));
         renamed.inspect_err(|_| self.remove_unfinished(temporary))
     }
 
-    /// Opens a segment of this log that is to be replaced or removed, and checks that no incarnation except
-    /// `opened_by` opened it.
+    /// Opens a segment of this log that is to be replaced or removed, and checks that no incarnation except `opened_by`
+    /// opened the segment.
     ///
     /// # Errors
-    /// Returns damage if another writer has replaced the file, which is possible where locks fail.
+    /// Damage if another writer has replaced the file, which is possible where locks do not work.
     fn open_own(&self, number: u64, len: u64, opened_by: Option<Incarnation>) -> Result<OwnSegment> {
         let name = FileName::Segment(number);
         let file = self.disk.open(name, false)?;
@@ -212,7 +213,7 @@ fn differs(file: FileName, at: u64) -> Error {
     defect.at(file, at).into()
 }
 
-/// Calls `each` with the offset of each piece of a range, in ascending order, and a buffer of its length.
+/// Calls `each` for each piece of a range, in ascending order, with the piece's offset and a buffer of its length.
 fn by_pieces(range: &Range<u64>, mut each: impl FnMut(u64, &mut [u8]) -> Result<()>) -> Result<()> {
     let mut piece = vec![0; PIECE_LEN as usize];
     let mut at = range.start;

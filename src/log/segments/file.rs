@@ -1,4 +1,4 @@
-//! The file of a segment: written whole and synced under a temporary name, then named.
+//! Writes a segment's file completely and syncs it under a temporary name, before the file gets its name.
 
 use std::sync::Arc;
 
@@ -11,10 +11,10 @@ use crate::disk::{DiskFile, Window};
 use crate::error::{Error, Result};
 use crate::options::LogIo;
 
-/// The bytes by which a folder grows for a name that does not fit. XFS refuses a rename if they are not free.
+/// The number of bytes by which a folder grows when a new name does not fit. XFS refuses a rename if they are not free.
 const FOLDER_BLOCK: u64 = 4096;
 
-/// A fully written segment file, and the window through which frames are written to it.
+/// A completely written segment file, and the window through which frames are written to it.
 pub(crate) struct SegmentFile {
     pub number: u64,
     pub len: u64,
@@ -23,9 +23,8 @@ pub(crate) struct SegmentFile {
 }
 
 impl SegmentFile {
-    /// Opens a segment's window before the segment gets its name. If the window were refused after the
-    /// rename, the log would continue with the segment that this one has replaced, and its frames would be in
-    /// a file without a name.
+    /// Opens a segment's window. This must precede the rename to the segment's name: if the window were refused after
+    /// the rename, the log would continue with the replaced segment, and its frames would be in a file without a name.
     pub(super) fn new(number: u64, len: u64, file: Arc<dyn DiskFile>, io: LogIo) -> Result<Self> {
         let window = Arc::from(file.window(io)?);
         Ok(Self { number, len, file, window })
@@ -37,8 +36,8 @@ impl SegmentPool {
         SegmentHeader { store: self.store, segment, segment_len, opening }
     }
 
-    /// Writes a whole segment under a temporary name, and syncs it. A lack of space is a clean failure.
-    /// `content` holds the offset and the bytes of everything but the header.
+    /// Writes and syncs a complete segment under a temporary name. A lack of space changes nothing. `content` contains
+    /// the offset and the bytes of the segment's content after its header.
     pub(super) fn build(
         &self,
         number: u64,
@@ -46,11 +45,11 @@ impl SegmentPool {
         opening: Option<Opening>,
         content: (u64, &[u8]),
     ) -> Result<Arc<dyn DiskFile>> {
-        assert!(len.is_multiple_of(GROUP_ALIGN)); // I5: the last group of a segment ends on a block, too.
+        assert!(len.is_multiple_of(GROUP_ALIGN)); // I5: the last group of a segment ends on a block.
         let (at, bytes) = content;
         // I3: a frame is within its segment.
         assert!(at >= SEGMENT_HEADER_BLOCK && at + bytes.len() as u64 <= len);
-        // Spare image files are a convenience; segments are not.
+        // Spare image files are given up for segments, because a store can work without the spares.
         self.image_spares.retry_without_spares(|| self.build_once(number, len, opening, content))
     }
 
@@ -67,18 +66,18 @@ impl SegmentPool {
             front.resize(at as usize, 0);
             file.write_at(0, &front)?;
             file.write_at(at, bytes)?;
-            // Every byte is written before the file is mapped: a hole, as `ftruncate` would make, would turn
-            // a full disk into SIGBUS.
+            // Every byte is written before the file is mapped. A hole, which `ftruncate` would create, would turn a
+            // full disk into SIGBUS.
             let end = at + bytes.len() as u64;
-            // In a direct log, the zeros also bypass the page cache: over cached zeros, 256 KiB took 212 to
-            // 252 us to write instead of 189 to 215.
+            // In a direct log, the zeros also bypass the page cache. Over cached zeros, 256 KiB took 212 to 252 us to
+            // write instead of 189 to 215.
             file.write_zeros(end, len, self.io)?;
             file.sync()?;
             Ok(file)
         })
     }
 
-    /// Creates a file and writes a segment to it. If writing fails, the file is removed, because a full disk
+    /// Creates a file with `make` and fills it with `write`. If writing fails, the file is removed, because a full disk
     /// needs its space.
     pub(super) fn written<T>(
         &self,
@@ -88,7 +87,7 @@ impl SegmentPool {
         write: impl FnOnce(T) -> Result<Arc<dyn DiskFile>>,
     ) -> Result<Arc<dyn DiskFile>> {
         let temporary = FileName::Temporary(Folder::Log, number);
-        // Only for a file that was created: a failed `make` left none, and removing it would fail too.
+        // The file is removed only if it was created: a failed `make` left no file.
         let remove = |_: &Error| self.remove_unfinished(temporary);
         make(temporary).and_then(|made| write(made).inspect_err(remove)).map_err(|error| {
             if error.is_no_space() { Error::disk_full(FileName::Segment(number), len) } else { error }
@@ -101,7 +100,7 @@ impl SegmentPool {
         }
     }
 
-    /// Renames a file of the log. A lack of space for the name is a clean failure: nothing has changed.
+    /// Renames a file of the log. If there is no space for the name, nothing has changed.
     pub(super) fn rename(&self, source: FileName, target: FileName) -> Result<()> {
         self.image_spares.retry_without_spares(|| {
             self.disk.rename(source, target).map_err(|error| {
@@ -110,16 +109,16 @@ impl SegmentPool {
         })
     }
 
-    /// Durably renames a fully written and synced file to its segment name. Without the folder's sync, a
-    /// power cut could undo the rename and leave frames in the segment before it (I8).
+    /// Durably renames a completely written and synced file to its segment name. Without the sync of the folder, a
+    /// power cut could undo the rename, although the preceding segment already contains frames (I8).
     pub(super) fn publish(&self, source: FileName, number: u64) -> Result<()> {
         self.rename(source, FileName::Segment(number))?;
         self.disk.sync_folder(Folder::Log)
     }
 }
 
-/// Returns the header block of a segment, padded with zeros because the block of a spare contains the bytes
-/// of an older header.
+/// Returns the header block of a segment. It is padded with zeros, because the block of a spare contains the bytes of
+/// an older header.
 pub(super) fn header_block(header: &SegmentHeader) -> Vec<u8> {
     let mut block = header.encode().to_vec();
     block.resize(SEGMENT_HEADER_BLOCK as usize, 0);

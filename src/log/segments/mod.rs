@@ -1,21 +1,21 @@
-//! Segment files: written whole before they get their name, and reused when no longer needed.
+//! Segment files, which are written completely before they get their name, and reused when no longer needed.
 //!
-//! A crash here loses nothing. Recovery reads no temporary files, and spares have no contents. A segment with
-//! its name is empty, synced and in its folder before the first frame enters its predecessor (I8).
+//! A crash here loses nothing. Recovery reads no temporary files, and spares contain no data. A segment with its name
+//! is empty, synced and in its folder before the first frame enters its predecessor (I8).
 //!
-//! A log that grows takes its segments from [`SegmentPool::make`]. An open publishes its first segment
-//! separately, and a full disk has its own order of claims.
+//! A growing log creates its segments with [`SegmentPool::make`]. An open publishes its first segment separately. On a
+//! full disk, claims to space have a fixed order.
 //!
 //! | file | contents |
 //! |---|---|
 //! | `file` | writing, syncing and naming a segment |
 //! | `spares` | the files that wait to become segments, by length |
-//! | `reserve` | the claims on a full disk |
+//! | `reserve` | the claims to space on a full disk |
 //! | `opening` | the segment that an open publishes |
 //! | `closing` | freeing space when the log closes |
 //!
-//! Lock order: the log's `growth` lock, then `spares`. The log's state lock is never held while files are
-//! created, so a committer that finds room does not wait for them.
+//! Lock order: the log's `growth` lock, then `spares`. The log's state lock is never held while files are created, so a
+//! committer whose frame fits does not wait for them.
 
 mod file;
 mod spares;
@@ -45,51 +45,49 @@ use crate::disk::image_spares::ImageSpares;
 use crate::error::{Error, Result};
 use crate::options::LogIo;
 
-/// The log's next segment is made from a spare only if the spare is at most this many times as long as
-/// needed.
+/// The maximum length of a spare that becomes the log's next segment, as a multiple of the needed length.
 const LONGER_MAX: u64 = 8;
 
-/// Short spares that are kept for opens beyond the reserve; an open uses two of them.
+/// The number of short spares that are kept for opens in addition to the reserve. An open uses two of them.
 const FIRST_SPARES_MAX: usize = 4;
 
 /// The offset of the payload of a segment's first frame.
 const FIRST_PAYLOAD_AT: u64 = SEGMENT_HEADER_BLOCK + FRAME_HEADER_LEN;
 
-/// The content of an empty segment after its header.
+/// The content of an empty segment after its header, as an offset and bytes.
 const NOTHING: (u64, &[u8]) = (SEGMENT_HEADER_BLOCK, &[]);
 
-/// A segment without frames that was created for a long one.
+/// A segment without frames that was created for a long frame.
 pub(crate) struct LongSegment {
     pub segment: SegmentFile,
-    /// Whether the frame's payload is already at its position, provided that the frame is the segment's
-    /// first.
+    /// Whether the frame's payload is already in the file, where it belongs if the frame is the segment's first.
     pub holds_payload: bool,
 }
 
-/// Creates segments and takes them back.
+/// Creates segments, and takes them back when they are no longer needed.
 ///
-/// The first segments of an opening are short. Each later one is twice as long as the one before, up to the
-/// usual length, so that the space that a store takes is proportional to the bytes that it logs. Growth
-/// restarts with each opening, because no state on disk records how far it had come; six steps reach 16 MiB.
+/// The first segments of an opening are short. Each later segment is twice as long as the previous one, up to the usual
+/// length, so that the space used by a store is proportional to the bytes that it logs. Growth restarts with each
+/// opening, because no state on disk records the reached length. Six steps reach 16 MiB.
 pub(crate) struct SegmentPool {
     disk: Arc<dyn Disk>,
     store: StoreId,
     rules: SegmentRules,
-    /// How segments will be written: a direct window needs its zeros on the medium, a mapped one in small
+    /// The mode in which segments are written. A direct window needs its zeros on the medium, and a mapped one in small
     /// pages.
     io: LogIo,
-    /// Held while files are created, so that two threads never use the same spare.
+    /// The spares. The lock is held while files are created, so that two threads never use the same spare.
     spares: Mutex<Spares>,
     /// The number of spares, for a lock-free check before each batch.
     count: Arc<AtomicUsize>,
-    /// Spare image files, which are released for the log on a full disk.
+    /// The spare image files, which are removed when the log needs space on a full disk.
     image_spares: Arc<ImageSpares>,
 }
 
 impl SegmentPool {
-    /// Creates a pool with the spares of earlier runs. Removes spares that are longer than segments are now.
-    /// Also removes spares that were copied with holes, because a hole in a mapped file turns a full disk
-    /// into SIGBUS, and spares with a second name, because a hard-linked copy of the directory reads them.
+    /// Creates a pool with the spares of earlier runs. Spares that cannot be used are removed: spares longer than the
+    /// current maximum of segments; spares that were copied with holes, because a hole in a mapped file turns a full
+    /// disk into SIGBUS; and spares with a second name, because a hard-linked copy of the directory reads them.
     pub fn new(
         disk: Arc<dyn Disk>,
         store: StoreId,
@@ -102,7 +100,7 @@ impl SegmentPool {
             if let Some(FileName::Spare(number)) = FileName::parse(Folder::Log, &name) {
                 let spare = disk.open(FileName::Spare(number), false)?;
                 let len = spare.len()?;
-                // A length that this build would not make is rejected: a later walk must find groups on whole
+                // A length that this build would not create is rejected, because a later walk must find groups on whole
                 // blocks (I9).
                 let is_usable =
                     (SEGMENT_LEN_MIN..=rules.len).contains(&len) && len.is_multiple_of(GROUP_ALIGN);
@@ -128,8 +126,8 @@ impl SegmentPool {
         Ok(Self { disk, store, rules, io, spares: Mutex::new(spares), count, image_spares })
     }
 
-    /// Returns the free space, as far as the system reports it. Only a hint: another process may take the
-    /// space at any moment, so every caller also handles a failed write.
+    /// Returns the free space as reported by the system. The value is only a hint: another process may take the space
+    /// at any moment, so every caller also handles a failed write.
     fn free_bytes(&self) -> u64 {
         self.disk
             .free_bytes()
@@ -140,17 +138,16 @@ impl SegmentPool {
             .unwrap_or(u64::MAX)
     }
 
-    /// Fails if another writer has opened the store since.
+    /// Returns an error if another writer has opened the store since.
     pub fn check_writer(&self) -> Result<()> {
         self.disk.check_writer()
     }
 
-    /// Returns the spare image files, which are released for the log.
     pub fn image_spares(&self) -> &Arc<ImageSpares> {
         &self.image_spares
     }
 
-    /// Returns the length in bytes up to which segments grow.
+    /// Returns the maximum length of segments in bytes.
     pub fn segment_len(&self) -> u64 {
         self.rules.len
     }
@@ -159,21 +156,21 @@ impl SegmentPool {
         FIRST_LEN.min(self.rules.len)
     }
 
-    /// Creates the empty segment `number`; file and name are durable on return.
-    ///
-    /// `empty` is the number of empty segments of the log.
+    /// Creates the empty segment `number`. Its file and name are durable on return. `empty` is the number of empty
+    /// segments that the log already has.
     pub fn make(&self, number: u64, empty: usize, purpose: SpacePurpose) -> Result<SegmentFile> {
         let _phase = phases::enter(Phase::SegmentRoll);
         let mut spares = self.spares.lock();
         let wanted = if purpose == SpacePurpose::Open { self.first_len() } else { spares.next_len };
         let at_hand = match purpose {
             SpacePurpose::Open => {
-                // Zeros and syncs of two new segments took a third of the time of opening a small store.
+                // A spare is preferred, because writing and syncing the zeros of two new segments took a third of the
+                // time of opening a small store.
                 let at = spares.open_spare_count();
                 spares.files.get(at).is_some_and(|spare| spare.len <= wanted).then_some(at)
             }
             SpacePurpose::User | SpacePurpose::Delete | SpacePurpose::Seal => {
-                // A spare that is much longer is left for a log that has grown.
+                // A spare that is much longer is kept until the log has grown.
                 let fits = wanted..=wanted.saturating_mul(LONGER_MAX);
                 let beyond = spares.reserve().end..spares.files.len();
                 beyond.into_iter().find(|at| fits.contains(&spares.files[*at].len))
@@ -184,13 +181,14 @@ impl SegmentPool {
             None => self.make_for(&mut spares, number, wanted, purpose),
         };
         let made = match made {
-            // As short as a segment may be: a spare of any length suffices for a seal or for a few deletes.
+            // The segment has the minimum length, because a spare of any length suffices for a seal or for a few
+            // deletes.
             Err(Error::DiskFull { .. }) if self.may_take(&spares, empty, purpose) => {
                 self.create_from_reserve(&mut spares, number, SEGMENT_LEN_MIN)?
             }
             made => made?,
         };
-        // An opening begins with short segments whatever the spare was, so its two segments do not count as
+        // An opening begins with short segments regardless of the spares' lengths, so its two segments do not count as
         // growth.
         if purpose != SpacePurpose::Open {
             spares.grown(made.len);
@@ -198,8 +196,8 @@ impl SegmentPool {
         Ok(made)
     }
 
-    /// Creates a segment, of length `wanted` if there is space for that. Otherwise a shorter one is enough: a
-    /// spare beyond the reserve, or half the length, repeatedly. An open tries the shortest length next.
+    /// Creates a segment of length `wanted` if there is space. Otherwise uses a spare beyond the reserve, or halves the
+    /// length repeatedly. An open tries the minimum length directly after `wanted`.
     fn make_for(
         &self,
         spares: &mut Spares,
@@ -208,7 +206,7 @@ impl SegmentPool {
         purpose: SpacePurpose,
     ) -> Result<SegmentFile> {
         let mut len = wanted;
-        // User batches leave space on a full disk for the names and manifests of the deletes that free it.
+        // Batches of users leave space on a full disk for the names and manifests of deletes, which free space.
         let shortest = if purpose == SpacePurpose::Open { SEGMENT_LEN_MIN } else { self.first_len() };
         loop {
             let checked = match purpose {
@@ -240,15 +238,15 @@ impl SegmentPool {
     fn create_segment(&self, number: u64, len: u64, content: (u64, &[u8])) -> Result<SegmentFile> {
         let file = self.build(number, len, None, content)?;
         let temporary = FileName::Temporary(Folder::Log, number);
-        // Window first, name second (see `SegmentFile::new`). If either fails, the file is removed.
+        // The window is opened before the rename (see `SegmentFile::new`). If either fails, the file is removed.
         let segment = SegmentFile::new(number, len, file, self.io);
         let segment = segment.and_then(|segment| self.publish(temporary, number).map(|()| segment));
         segment.inspect_err(|_| self.remove_unfinished(temporary))
     }
 
-    /// Makes segment `number` from a spare: header, sync, name, folder, in this order, so that a segment is
-    /// never seen with an old header. A crash in between leaves a spare, which recovery does not read. Its
-    /// stale frames name another position and prove nothing (I3).
+    /// Creates segment `number` from a spare. The order is header, sync, rename, sync of the folder, so that a segment
+    /// never has an old header. A crash in between leaves a spare, which recovery does not read. Its stale frames state
+    /// another position and are invalid (I3).
     fn create_from_spare(&self, spares: &mut Spares, at: usize, number: u64) -> Result<SegmentFile> {
         let Spare { number: spare, len } = spares.files[at];
         let file = self.disk.open(FileName::Spare(spare), true)?;
@@ -256,17 +254,17 @@ impl SegmentPool {
         file.sync()?;
         let segment = SegmentFile::new(number, len, file, self.io)?;
         self.publish(FileName::Spare(spare), number)?;
-        // Only now: after a failed rename the file is still the spare in the list.
+        // The spare leaves the list only now, because after a failed rename it is still a spare.
         spares.take(at);
         Ok(segment)
     }
 
-    /// Makes a segment of at least `needed` bytes from the reserve. If there is no space for its name,
-    /// another spare is removed. If that is the last spare, a new segment that is shorter than it takes its
-    /// space.
+    /// Creates a segment of at least `needed` bytes from the reserve. If there is no space for its name, another spare
+    /// is removed. If no other spare exists, this one is removed as well, and a shorter new segment uses its space.
     fn create_from_reserve(&self, spares: &mut Spares, number: u64, needed: u64) -> Result<SegmentFile> {
         loop {
-            // The long spares first, except one: the next open may have to copy batches of that length.
+            // Long spares are used first. One of them is kept, because the next open may have to copy batches of that
+            // length.
             let kept = spares.open_spare_count();
             let from = if kept + 1 < spares.files.len() { kept } else { 0 };
             let fits = |at: &usize| spares.files[*at].len >= needed;
@@ -275,7 +273,7 @@ impl SegmentPool {
             };
             match self.create_from_spare(spares, at, number) {
                 Err(Error::DiskFull { .. }) => {
-                    // XFS needs a block to extend the folder; a removed spare frees one.
+                    // XFS needs a block to extend the folder, and a removed spare frees a block.
                     let other = (0..spares.files.len()).rev().find(|other| *other != at);
                     self.give_up(spares, other.unwrap_or(at))?;
                 }
@@ -284,11 +282,11 @@ impl SegmentPool {
         }
     }
 
-    /// Creates a segment with room for the frame of `payload`, which replaces the empty segment `number` by a
-    /// rename. The caller has ensured that the segment after it exists (I8).
+    /// Creates a segment with room for the frame of `payload`, which replaces the empty segment `number` through a
+    /// rename. The caller must have ensured that the following segment exists (I8).
     ///
-    /// A segment that is too long to be reused contains the payload from the start: its bytes are written
-    /// once, instead of zeros first. Without a header they are not a frame (I3). The window of a direct log
+    /// If the segment is too long for later reuse, the file already contains the payload, so that these bytes are
+    /// written once instead of after zeros. Without a header they are not a frame (I3). The window of a direct log
     /// would write them a second time.
     pub fn make_long(
         &self,
@@ -301,13 +299,13 @@ impl SegmentPool {
         let mut spares = self.spares.lock();
         let needed = SEGMENT_HEADER_BLOCK + frame_len(payload.len() as u64);
         let needed = needed.next_multiple_of(GROUP_ALIGN);
-        // More frames of this length are likely, so the segment has room for more than one.
+        // More frames of this length are likely, so the segment has room for several.
         let wanted = needed.next_power_of_two().saturating_mul(2).clamp(spares.next_len, self.rules.len);
         let len = needed.max(wanted);
         let holds_payload = len > self.rules.len && self.io != LogIo::Direct;
         let content = if holds_payload { (FIRST_PAYLOAD_AT, payload) } else { NOTHING };
         let made = match self.create_segment(number, len, content) {
-            // Space for one frame is enough.
+            // A length that fits a single frame suffices.
             Err(Error::DiskFull { .. }) if needed.max(self.first_len()) < len => {
                 self.create_segment(number, needed.max(self.first_len()), NOTHING)
             }
@@ -325,13 +323,13 @@ impl SegmentPool {
         Ok(long)
     }
 
-    /// Takes back unneeded segments: as spares while more of those are useful, otherwise they are removed.
-    /// Oldest first, so that a crash leaves no gap among the needed ones (I8).
+    /// Takes back segments that are no longer needed, and keeps them as spares while more spares are useful. All others
+    /// are removed. The oldest segment is first, so that a crash leaves no gap among the needed ones (I8).
     ///
-    /// Enough spares are kept that a log which grows from snapshot to snapshot creates no new segment. A new
-    /// segment costs as many bytes of zeros as it will contain frames, and the frames wait for them. With a
-    /// single spare beyond the reserve, 8 threads that each committed 64 KiB durably spent half of their time
-    /// waiting for segments.
+    /// The number of spares suffices for a log that grows from snapshot to snapshot without creating segments. A new
+    /// segment costs as many bytes of zeros as it will contain frames, and the frames wait for these zeros. With a
+    /// single spare beyond the reserve, 8 threads that each committed 64 KiB durably spent half of their time waiting
+    /// for segments.
     pub fn recycle(&self, numbers: &[u64]) -> Result<()> {
         if numbers.is_empty() {
             return Ok(());
@@ -342,14 +340,13 @@ impl SegmentPool {
             let segment = FileName::Segment(number);
             let file = self.disk.open(segment, false)?;
             let len = file.len()?;
-            // A segment from which a close left out frames has a hole. A mapped log must never store to it: on
-            // a full disk that ends the process.
+            // A segment in which a close omitted frames has a hole. A mapped log must never store into the hole: on a
+            // full disk that kills the process.
             if self.is_wanted(&spares, len) && file.has_one_name()? && file.is_without_holes()? {
                 let spare = spares.next_number();
                 match self.rename(segment, FileName::Spare(spare)) {
                     Ok(()) => spares.add(Spare { number: spare, len }),
-                    // On a full XFS there may be no block for the new name; removing the segment still frees
-                    // its space.
+                    // On a full XFS there may be no block for the new name. Removing the segment still frees its space.
                     Err(Error::DiskFull { .. }) => self.disk.remove(segment)?,
                     Err(error) => return Err(error),
                 }
@@ -360,15 +357,15 @@ impl SegmentPool {
         self.disk.sync_folder(Folder::Log)
     }
 
-    /// Whether a segment of this length is useful as a spare.
+    /// Returns whether a segment of this length is useful as a spare.
     fn is_wanted(&self, spares: &Spares, len: u64) -> bool {
-        // A segment that was made long for one frame is never a spare: the pool of the next run would remove
-        // it.
+        // A segment that was created for one long frame never becomes a spare, because the pool of the next run would
+        // remove it.
         let SegmentRules { len: len_max, spare_bytes, .. } = self.rules;
         if len > len_max || !len.is_multiple_of(GROUP_ALIGN) {
             return false;
         }
-        // Spares that are kept back come first: without them a full disk refuses batches.
+        // Reserved spares have priority: without them a full disk refuses batches.
         if spares.files.len() < self.rules.reserve || spares.lacking() > 0 && len <= FIRST_LEN {
             return true;
         }
@@ -384,7 +381,7 @@ impl SegmentPool {
         spare_bytes > 0 && (surplus == 0 || surplus + len <= spare_bytes)
     }
 
-    /// Notifies the followers of the log that a batch was stored in segment `number` through a mapping.
+    /// Notifies followers that a batch was stored in segment `number` through a mapping.
     pub fn notify_followers(&self, number: u64) {
         self.disk.notify_watchers(FileName::Segment(number));
     }

@@ -1,6 +1,7 @@
-//! The opening segment of an incarnation: built whole, then published by the rename that commits an open.
+//! The opening segment of an incarnation, which is written completely and then published by the rename that commits an
+//! open.
 //!
-//! A crash before that rename leaves the log as it was (I5). A crash after it leaves the new incarnation.
+//! A crash before the rename leaves the log unchanged (I5). A crash after it leaves the new incarnation.
 
 use std::sync::Arc;
 
@@ -17,14 +18,14 @@ use crate::error::{Error, Result};
 impl SegmentPool {
     /// Writes the opening segment `number` under a temporary name, and syncs it.
     ///
-    /// Uses a short spare if one exists. An open must work on a full disk: there the segment is as short as
-    /// its frames allow, or uses any spare that is long enough. As a last resort a spare is removed for its
-    /// space, which also makes room for the segment after the opening.
+    /// Uses a short spare if one exists. An open must succeed on a full disk. There the segment is as short as its
+    /// frames allow, or uses any spare that is long enough. As a last resort, a spare is removed for its space, which
+    /// also makes room for the segment after the opening.
     pub fn build_opening(&self, number: u64, opening: Opening, frames: &[u8]) -> Result<SegmentFile> {
         let mut spares = self.spares.lock();
         let needed = align_up(SEGMENT_HEADER_BLOCK + frames.len() as u64, GROUP_ALIGN);
-        // The segment after the opening needs space as well. If the disk has space for neither and only one
-        // spare is left, the spare is not used whole: its space is enough for two shorter segments.
+        // The segment after the opening needs space as well. If the disk has space for neither and only one spare is
+        // left, that spare is removed instead of reused, because its space suffices for two shorter segments.
         let free = self.free_bytes();
         let is_cramped = free < self.first_len() && spares.files.len() < 2;
         let is_short = |spare: &Spare| (needed..=self.first_len()).contains(&spare.len);
@@ -67,15 +68,14 @@ impl SegmentPool {
         frames: &[u8],
     ) -> Result<SegmentFile> {
         let Spare { number: spare, len } = spares.files[at];
-        // 1. Durably rename the file, so that it is no longer a spare, before writing to it. Otherwise a
-        //    power cut could keep the new frames and undo the rename: a spare would contain frames of a
-        //    position that is yet to be written, and might become the segment of that position.
+        // 1. Durably rename the file, so that it is no longer a spare, before writing to it. Otherwise a power cut
+        //    could keep the new frames and undo the rename. The spare would then contain frames of a position that is
+        //    yet to be written, and might become the segment of that position.
         self.rename(FileName::Spare(spare), FileName::Temporary(Folder::Log, number))?;
         spares.take(at);
         let file = self.written(number, len, Ok, |temporary| {
             self.disk.sync_folder(Folder::Log)?;
-            // 2. The stale frames in the file name other positions, so none of them is valid after the new
-            //    ones (I3).
+            // 2. The stale frames in the file state other positions, so none of them is valid after the new ones (I3).
             let file = self.disk.open(temporary, true)?;
             file.write_at(0, &header_block(&self.header(number, len, Some(opening))))?;
             file.write_at(SEGMENT_HEADER_BLOCK, frames)?;
@@ -89,7 +89,7 @@ impl SegmentPool {
         SegmentFile::new(number, len, file, self.io).inspect_err(|_| self.remove_unfinished(temporary))
     }
 
-    /// Durably gives the fully written and synced opening segment `number` its name. This is the commit point
+    /// Durably renames the completely written and synced opening segment `number` to its name. This is the commit point
     /// of an open (I5). Spares are removed if there is no space for the name.
     pub fn publish_opening(&self, number: u64) -> Result<()> {
         let mut spares = self.spares.lock();
@@ -102,12 +102,12 @@ impl SegmentPool {
         }
     }
 
-    /// Takes back an opening segment that got no name: it becomes a spare for the next attempt.
+    /// Takes back an opening segment that was not published, as a spare for the next attempt.
     pub fn retract(&self, opening: &SegmentFile) {
         let mut spares = self.spares.lock();
         let temporary = FileName::Temporary(Folder::Log, opening.number);
         let number = spares.next_number();
-        // Its frames name a position that nothing follows, and recovery does not read spares.
+        // The frames in the file state a position without successors, and recovery does not read spares.
         match self.disk.rename(temporary, FileName::Spare(number)) {
             Ok(()) => spares.add(Spare { number, len: opening.len }),
             Err(error) if error.is_no_space() => self.remove_unfinished(temporary),

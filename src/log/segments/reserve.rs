@@ -1,8 +1,8 @@
-//! Space kept back for a full disk: the purposes that may use it, and how it is filled and released.
+//! Space reserved for a full disk: the purposes that may use it, and how the reserve is filled and released.
 //!
-//! The order of claims is: the next open, then seals, then deletes, then other batches. Before spares were
-//! kept for opens, random histories on a simulated full disk reached a store that could not be opened any
-//! more within forty steps (`docs/decisions.md`).
+//! The order of priority is: the next open, seals, deletes, other batches. Before spares were kept for opens, random
+//! histories on a simulated full disk led to a store that could no longer be opened within forty steps
+//! (`docs/decisions.md`).
 
 use std::io::ErrorKind;
 use std::sync::Arc;
@@ -16,70 +16,69 @@ use super::{NOTHING, SegmentPool};
 use crate::disk::DiskFile;
 use crate::error::{Error, Result};
 
-/// The purpose of a request for space. On a full disk, the reserve is for purposes that free space or end a
-/// log.
+/// The purpose of a request for space. On a full disk, only purposes that free space or end a log may use the reserve.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SpacePurpose {
     /// A batch that does more than delete pages.
     User,
-    /// A batch that only deletes, so that a full disk can be emptied.
+    /// A batch that only deletes pages, and thus frees space.
     Delete,
-    /// A seal that ends the log, or records the verified snapshots.
+    /// A seal that ends the log or records verified snapshots.
     Seal,
-    /// An open. It uses spares before it creates a segment; the maker refills the reserve later.
+    /// An open. It uses spares before it creates a segment, and the maker refills the reserve later.
     Open,
 }
 
 impl SpacePurpose {
-    /// Returns how many segments must remain after this write, counting spares and the log's empty segments.
-    /// The log itself has at least one of them.
+    /// Returns the minimum number of segments that must remain after this write, counting spares and the log's empty
+    /// segments. The log itself has at least one empty segment.
     fn leaves(self) -> usize {
         match self {
             // The spares are kept for opens, so an open may use the last one.
             SpacePurpose::Open => 0,
-            // The manifest of a snapshot that frees space may use the spare held for it.
+            // The manifest of a snapshot that frees space may use the spare reserved for it.
             SpacePurpose::Seal => SPARES_FOR_OPENS - 1,
             SpacePurpose::Delete => SPARES_FOR_OPENS + 1,
-            // Two more than a delete leaves: the user must be able to delete on a disk that refuses other
-            // batches, even after the next open, which may have to remove a spare for a name.
+            // Two more than after a delete: the user must be able to delete pages on a disk that refuses other batches,
+            // even after the next open, which may have to remove a spare for a name.
             SpacePurpose::User => SPARES_FOR_OPENS + 3,
         }
     }
 }
 
 impl SegmentPool {
-    /// Whether this purpose may use a spare that is kept back and still leave enough for an open.
+    /// Returns whether this purpose may use a reserved spare and still leave enough for an open.
     pub(super) fn may_take(&self, spares: &Spares, empty: usize, purpose: SpacePurpose) -> bool {
         purpose == SpacePurpose::Open || purpose != SpacePurpose::User && self.is_left(spares, empty, purpose)
     }
 
-    /// Whether enough for an open remains with one spare less.
+    /// Returns whether enough segments for an open remain with one spare fewer.
     fn is_left(&self, spares: &Spares, empty: usize, purpose: SpacePurpose) -> bool {
         self.rules.reserve == 0 || spares.files.len() + empty > purpose.leaves()
     }
 
-    /// Whether a frame may be written while `empty` segments of the log are empty, so that the store can
-    /// still be opened afterwards. One comparison per batch, without a lock.
+    /// Returns whether the store can still be opened after a frame is written while `empty` segments of the log are
+    /// empty. The check is one comparison per batch, without a lock.
     pub fn leaves_enough(&self, empty: usize, purpose: SpacePurpose) -> bool {
         self.rules.reserve == 0 || self.count.load(Ordering::Acquire) + empty >= purpose.leaves()
     }
 
-    /// Establishes [`leaves_enough`](Self::leaves_enough) if possible. If the disk has space, the maker fills
-    /// the reserve soon, and no frame waits for it.
+    /// Ensures [`leaves_enough`](Self::leaves_enough) if possible. If the disk has space, returns immediately, and the
+    /// maker fills the reserve soon.
     ///
     /// # Errors
-    /// [`Error::DiskFull`] with nothing changed.
+    /// [`Error::DiskFull`], without any change.
     pub fn hold_reserve(&self, number: u64, empty: usize, purpose: SpacePurpose) -> Result<()> {
         while !self.leaves_enough(empty, purpose) {
             let needed = self.lacking_bytes();
-            // There is space, so this frame need not wait for a file: the maker fills the reserve.
+            // There is space, so the maker fills the reserve, and this frame does not wait for a file.
             if self.free_bytes() >= needed {
                 break;
             }
             match self.add_to_reserve() {
                 Ok(false) => {}
                 Ok(true) => break,
-                // The maker may have filled the reserve first; then the full disk refused only the surplus.
+                // If the maker has filled the reserve in between, the full disk only refused a surplus file.
                 Err(Error::DiskFull { .. }) if self.leaves_enough(empty, purpose) => break,
                 Err(Error::DiskFull { needed, .. }) => {
                     return Err(Error::disk_full(FileName::Segment(number), needed));
@@ -90,8 +89,8 @@ impl SegmentPool {
         Ok(())
     }
 
-    /// Refuses a segment for a user's batch if the disk has too little space for it and for the missing
-    /// reserve. Freed space belongs to the reserve first; otherwise a later open finds none.
+    /// Returns an error if the disk lacks the space for a segment of a user's batch and for the missing reserve. Freed
+    /// space goes to the reserve first, because otherwise a later open may find none.
     pub(super) fn check_reserve_space(&self, spares: &Spares, number: u64, len: u64) -> Result<()> {
         let lacking = spares.lacking() as u64;
         if lacking == 0 {
@@ -104,21 +103,21 @@ impl SegmentPool {
         Ok(())
     }
 
-    /// Estimates the bytes that fill the reserve and the spares kept for opens. Doubled, because other files
-    /// take space at the same time.
+    /// Estimates the number of bytes that are missing from the reserve and the spares for opens. The estimate is
+    /// doubled, because other files need space at the same time.
     fn lacking_bytes(&self) -> u64 {
         let lacking =
             self.rules.reserved_spare_count().saturating_sub(self.count.load(Ordering::Acquire)) as u64;
         2 * lacking * self.first_len()
     }
 
-    /// Adds one spare if the reserve needs one, and returns whether the reserve is full. One at a time,
-    /// because a committer that needs a segment meanwhile, or a `close`, then waits for only one file.
+    /// Adds one spare if the reserve needs one, and returns whether the reserve is full. Only one is added per call, so
+    /// that a concurrent `close`, or a committer that needs a segment, waits for only one file.
     pub fn add_to_reserve(&self) -> Result<bool> {
         let mut spares = self.spares.lock();
         if !spares.is_full() {
-            // Two empty segments follow the current one. While segments grow, half of the next length is
-            // twice the current one's.
+            // Two empty segments follow the current one. While segments grow, half of the next length is twice the
+            // current one's.
             let is_grown = spares.next_len == self.rules.len;
             let mut len = match spares.is_short_of_long_spares() {
                 false => SEGMENT_LEN_MIN,
@@ -138,14 +137,13 @@ impl SegmentPool {
                     }
                 }
             }
-            // A spare without a durable name would be lost in a power cut, and with it the guarantee that the
-            // next open finds it.
+            // If the spare's name were not durable, a power cut could remove the spare, on which the next open relies.
             let temporary = FileName::Temporary(Folder::Log, number);
             self.rename(temporary, FileName::Spare(number))
                 .inspect_err(|_| self.remove_unfinished(temporary))?;
             self.disk.sync_folder(Folder::Log)?;
             spares.add(Spare { number, len });
-            // The new spare replaces a short one. Short ones are kept for the next open, within the limit.
+            // The new spare replaces a short one. Short spares are kept for the next open, within the limit.
             let is_too_much = spares.are_too_many();
             let is_old =
                 |spare: &Spare| spare.len < spares.reserve_len() && (spare.len > FIRST_LEN || is_too_much);
@@ -159,11 +157,11 @@ impl SegmentPool {
         Ok(spares.is_full())
     }
 
-    /// Fills the reserve as far as there is space. On a full disk, freed space belongs to the reserve first:
-    /// another writer that takes it may leave none for the next open.
+    /// Fills the reserve as far as space permits. On a full disk, freed space goes to the reserve first, because
+    /// another program could take it and leave none for the next open.
     pub fn fill(&self) -> Result<()> {
         loop {
-            // On a disk with space the maker does this, and no caller waits for it.
+            // If the disk has space, the maker fills the reserve, and no caller waits.
             let lacking = self.lacking_bytes();
             if lacking == 0 || self.free_bytes() >= lacking {
                 return Ok(());
@@ -176,8 +174,8 @@ impl SegmentPool {
         }
     }
 
-    /// Runs `make`. If its files find no space, releases the spares beyond the reserve and runs it once more.
-    /// A `make` that fails for lack of space must have changed nothing.
+    /// Runs `make`. If `make` returns that the disk is full, removes the spares beyond the reserve and runs it once
+    /// more. A `make` that fails for lack of space must have changed nothing.
     pub fn with_surplus<T>(&self, mut make: impl FnMut() -> Result<T>) -> Result<T> {
         match make() {
             Err(Error::DiskFull { .. }) if self.release_surplus()? => make(),
@@ -185,26 +183,25 @@ impl SegmentPool {
         }
     }
 
-    /// Releases the spares that are not kept back, and those of images. Returns whether there were any.
+    /// Removes the spares beyond the reserve and all spares of images. Returns whether there were any.
     pub fn release_surplus(&self) -> Result<bool> {
         let had_images = self.image_spares.release()?;
         let mut spares = self.spares.lock();
         let (kept, reserve) = (spares.open_spare_count(), spares.reserve());
         let beyond = (kept.min(reserve.start)..reserve.start).chain(reserve.end..spares.files.len());
         let had_any = beyond.clone().count() > 0;
-        // From the last one on, so that the other indices stay valid.
+        // Removal starts with the last spare, so that the other indices stay valid.
         for at in beyond.rev() {
             self.give_up(&mut spares, at)?;
         }
         Ok(had_any || had_images)
     }
 
-    /// Makes the small file `temporary`, of `len` bytes, from a spare, if one can be spared while `empty`
-    /// segments of the log are empty. The file contains old bytes of the log. Returns `None` if no spare is
-    /// available.
+    /// Creates the small file `temporary` of `len` bytes from a spare. The file contains old bytes of the log. Returns
+    /// `None` if no spare is available while `empty` segments of the log are empty.
     ///
-    /// A rename needs less space than a new file. XFS creates none, however short, if fewer than 188 KiB are
-    /// free (Linux 6.18): it sets aside space for 64 inodes and for the blocks that lead to them.
+    /// A rename needs less space than a new file. XFS creates no file, however short, if fewer than 188 KiB are free
+    /// (Linux 6.18), because it allocates space for 64 inodes and for the blocks that lead to them.
     ///
     /// A crash leaves the spare, or a file under a temporary name, which the next open removes.
     pub fn make_small(
@@ -216,7 +213,7 @@ impl SegmentPool {
     ) -> Result<Option<Arc<dyn DiskFile>>> {
         let mut spares = self.spares.lock();
         loop {
-            // The longest one, to free the space of its other bytes.
+            // The longest spare is used, because the space of its other bytes is freed.
             let longest = spares.files.len().checked_sub(1).filter(|at| spares.files[*at].len >= len);
             let longest = longest.filter(|_| self.is_left(&spares, empty, purpose));
             let Some(at) = longest else { return Ok(None) };
@@ -225,7 +222,7 @@ impl SegmentPool {
                     spares.take(at);
                     break;
                 }
-                // XFS needs a block to extend the folder; a removed spare frees one.
+                // XFS needs a block to extend the folder, and a removed spare frees a block.
                 Err(Error::DiskFull { .. }) if at > 0 => self.give_up(&mut spares, at - 1)?,
                 Err(Error::DiskFull { .. }) => return Ok(None),
                 // The log's folder may be a separate mount.
@@ -235,8 +232,8 @@ impl SegmentPool {
                 Err(error) => return Err(error),
             }
         }
-        // The file must durably stop being a spare before it is written to. Otherwise a power cut could leave
-        // it both names, and frames of the log would be written to a manifest.
+        // The file must durably lose its spare name before it is written to. Otherwise a power cut could leave it both
+        // names, and frames of the log would be written to a manifest.
         let made = self.disk.sync_folder(Folder::Log).and_then(|()| {
             let file = self.disk.open(temporary, true)?;
             file.cut(len)?;
@@ -245,8 +242,8 @@ impl SegmentPool {
         made.inspect_err(|_| self.remove_unfinished(temporary))
     }
 
-    /// Removes one spare so that a small file finds space, if one can be spared while `empty` segments of the
-    /// log are empty. Returns whether anything was removed.
+    /// Removes one spare to make space for a small file, unless the spare is needed while `empty` segments of the log
+    /// are empty. Returns whether a spare was removed.
     pub fn release_one(&self, empty: usize, purpose: SpacePurpose) -> Result<bool> {
         if self.image_spares.release()? {
             return Ok(true);
@@ -255,8 +252,7 @@ impl SegmentPool {
         if leaves { self.release_reserve() } else { Ok(false) }
     }
 
-    /// Removes one spare, regardless of what it is held for, because an open must find space. Returns whether
-    /// there was one.
+    /// Removes one spare, including reserved ones, because an open must find space. Returns whether there was one.
     pub fn release_reserve(&self) -> Result<bool> {
         if self.image_spares.release()? {
             return Ok(true);
@@ -268,8 +264,8 @@ impl SegmentPool {
         }
     }
 
-    /// Removes a spare for its space. The removal is not durable immediately: a crash may bring the spare
-    /// back, which costs only its space.
+    /// Removes a spare for its space. The removal is not durable immediately: after a crash the spare may reappear,
+    /// which costs only its space.
     pub(super) fn give_up(&self, spares: &mut Spares, at: usize) -> Result<()> {
         let spare = spares.take(at);
         self.disk.remove(FileName::Spare(spare.number))

@@ -1,4 +1,4 @@
-//! The spares by length: those kept for opens, the reserve, and the surplus.
+//! The spares by length, in three groups: those kept for opens, the reserve, and the surplus.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -6,70 +6,71 @@ use std::sync::atomic::Ordering;
 
 use crate::base::sync::atomic::AtomicUsize;
 
-/// The length of a log's first segments, unless segments are shorter anyway. A log of 16 MiB segments takes
-/// 80 MB before anything is written; with this length, a young store or an opening with few commits takes
-/// little space. A segment of 16 KiB contains three groups, so an opening with few commits would take two.
+/// The length of a log's first segments, unless segments are shorter anyway.
+///
+/// A log with segments of 16 MiB takes 80 MB before anything is written. With this length, a young store or an opening
+/// with few commits takes little space. With segments of 16 KiB, which contain three groups, an opening with few
+/// commits would need two.
 pub(super) const FIRST_LEN: u64 = 64 << 10;
 
-/// Segments shorter than this grow faster than longer ones, so that a log that is busy from the start soon has
-/// long segments.
+/// The length below which segments grow by `STEEP_GROWTH` instead of `GROWTH`, so that a log that is busy from the
+/// start quickly reaches long segments.
 const STEEP_LEN: u64 = 256 << 10;
 const STEEP_GROWTH: u64 = 4;
 const GROWTH: u64 = 2;
 
-/// The number of spares, of any length, that are held in addition to the reserve, so that a store on a full
-/// disk can be opened again.
+/// The number of spares, of any length, that are kept in addition to the reserve, so that a store on a full disk can be
+/// opened again.
 ///
-/// An open uses two segments: its own, and an empty one after it. It recovers the empty one with which the
-/// log ended. It recovers its own only if the store committed nothing since the open; otherwise the log has
-/// grown by one segment. So two must remain after the next open, for later opens, and the next open itself
-/// uses two more. The fifth is for the manifest of a snapshot that frees the space of deleted pages, even if
-/// the store is opened between the delete and the snapshot.
+/// An open uses two segments: its own, and an empty one after it. It recovers the empty segment at the end of the log.
+/// It recovers its own segment only if the store commits nothing after the open; otherwise the log has grown by one
+/// segment. So two spares must remain after the next open, for later opens, and the next open itself uses two more. The
+/// fifth is for the manifest of a snapshot that frees the space of deleted pages, even if the store is opened between
+/// the delete and the snapshot.
 pub(super) const SPARES_FOR_OPENS: usize = 5;
 
-/// While segments grow, a spare is long enough for the reserve if its length is at least one in this many of
-/// the next segment's. So the reserve is not replaced at each step.
+/// The inverse of the minimum length of a reserve spare relative to the next segment, while segments grow. A spare this
+/// short suffices, so the reserve is not replaced at each growth step.
 const RESERVE_SHARE: u64 = 4;
 
-/// The lengths of segments, and the number of spares to keep.
+/// The maximum length of segments, and the number of spares to keep.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SegmentRules {
-    /// The length in bytes up to which a log's segments grow.
+    /// The maximum length in bytes to which a log's segments grow.
     pub len: u64,
-    /// Number of spares that are kept back for a full disk.
+    /// The number of spares that are kept in reserve for a full disk.
     pub reserve: usize,
-    /// Bytes of spares that are kept in addition to those. At least one spare is kept, unless this is 0. They
-    /// are released to any caller that finds the disk full.
+    /// The maximum number of bytes of spares beyond the reserved ones. At least one such spare is kept, unless this is
+    /// 0. They are removed when the disk is full.
     pub spare_bytes: u64,
 }
 
 impl SegmentRules {
-    /// Returns the number of spares kept for opens: none if nothing is kept back at all.
+    /// Returns the number of spares to keep for opens, which is 0 without a reserve.
     pub(super) fn open_spare_count(&self) -> usize {
         if self.reserve == 0 { 0 } else { SPARES_FOR_OPENS }
     }
 
-    /// Returns the total number of spares that are kept back.
+    /// Returns the total number of spares to keep in reserve and for opens.
     pub(super) fn reserved_spare_count(&self) -> usize {
         self.reserve.saturating_add(self.open_spare_count())
     }
 }
 
-/// A file that is ready to become a segment: preallocated and synced, under a name that recovery does not
-/// read.
+/// A preallocated and synced file that can become a segment. Recovery does not read files with its kind of name.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Spare {
     pub number: u64,
     pub len: u64,
 }
 
-/// The spares by length, and the length of the next segment.
+/// The spares of a log, and the length of its next segment.
 pub(super) struct Spares {
     /// The spares, in ascending order of length.
     pub files: Vec<Spare>,
-    /// The length of the next segment that is created because the log grows.
+    /// The length of the next segment that is created for growth.
     pub next_len: u64,
-    /// Whether the log has all of the three segments that it begins with.
+    /// Whether the log has all three segments with which it begins.
     has_begun: bool,
     rules: SegmentRules,
     /// The number of spares, for readers that hold no lock.
@@ -82,20 +83,19 @@ impl Spares {
         Self { files: Vec::new(), next_len, has_begun: false, rules, count: Arc::default() }
     }
 
-    /// Returns the minimum length of a spare in the reserve: that of the segment that receives frames. After
-    /// a crash an open copies the batches that no mark proves, and on a full disk it has only the reserve for
-    /// them.
+    /// Returns the minimum length of a spare in the reserve, which is the length of the current segment. After a crash,
+    /// an open copies the batches that no durable mark covers, and on a full disk only the reserve has space for them.
     pub(super) fn reserve_len(&self) -> u64 {
-        // While segments grow, the current one is at most a quarter as long as the next one to be created.
+        // While segments grow, the current segment is at most a quarter as long as the next one to be created.
         if self.next_len == self.rules.len { self.rules.len } else { self.next_len / RESERVE_SHARE }
     }
 
-    /// Returns the number of spares kept for opens now, which are the shortest ones.
+    /// Returns the number of existing spares that are kept for opens, the shortest ones.
     pub(super) fn open_spare_count(&self) -> usize {
         self.rules.open_spare_count().min(self.files.len())
     }
 
-    /// Returns the indices of the reserve among the spares: the shortest that are long enough, otherwise the
+    /// Returns the indices of the spares that form the reserve: the shortest that are long enough, otherwise the
     /// longest.
     pub(super) fn reserve(&self) -> Range<usize> {
         let count = self.rules.reserve;
@@ -104,13 +104,13 @@ impl Spares {
         start..(start + count).min(self.files.len())
     }
 
-    /// Whether fewer spares than required are long enough for the reserve.
+    /// Returns whether too few spares are long enough for the reserve.
     pub(super) fn is_short_of_long_spares(&self) -> bool {
         let short = self.files.partition_point(|spare| spare.len < self.reserve_len());
         self.files.len() - short < self.rules.reserve
     }
 
-    /// Returns the number of missing spares, of the reserve and of those kept for opens.
+    /// Returns the number of spares that are missing from the reserve and from those for opens.
     pub(super) fn lacking(&self) -> usize {
         self.rules.reserved_spare_count().saturating_sub(self.files.len())
     }
@@ -135,22 +135,22 @@ impl Spares {
         self.files.iter().map(|spare| spare.number + 1).max().unwrap_or(0)
     }
 
-    /// Returns the bytes of the spares that are neither kept for opens nor in the reserve.
+    /// Returns the total length of the spares that are neither kept for opens nor in the reserve.
     pub(super) fn surplus_bytes(&self) -> u64 {
         let (kept, reserve) = (self.open_spare_count(), self.reserve());
         let surplus = self.files.iter().enumerate().filter(|(at, _)| *at >= kept && !reserve.contains(at));
         surplus.map(|(_, spare)| spare.len).sum()
     }
 
-    /// Whether the spares beyond the reserve take more bytes than allowed. The allowance is at least the
-    /// longest spare.
+    /// Returns whether the spares beyond the reserve take more bytes than allowed. The allowance is at least the length
+    /// of the longest spare.
     pub(super) fn are_too_many(&self) -> bool {
         let longest = self.files.last().map_or(0, |spare| spare.len);
         let allowed = if self.rules.spare_bytes == 0 { 0 } else { self.rules.spare_bytes.max(longest) };
         self.surplus_bytes() > allowed
     }
 
-    /// Records that the log got a segment of this length because it grew or because it begins.
+    /// Records that the log got a segment of this length, for its growth or at its beginning.
     pub(super) fn grown(&mut self, len: u64) {
         // An opening with few commits keeps a short reserve.
         if !std::mem::replace(&mut self.has_begun, true) && len <= self.next_len {
