@@ -5,21 +5,22 @@
     dcp.async_save(state, storage_writer=StorageWriter("runs/7/step-100"), async_stager=stager)
 
 The path of a checkpoint is `root/name`. Each rank has a store, `root/.remanent/rank-K`, which contains all checkpoints
-of the root: pages that did not change since the previous one are not written again. A checkpoint is a named snapshot of
-each rank's store, and `root/name/.metadata` lists these snapshots. It is written last and atomically, once the
-snapshots of all ranks are durable: after a crash of any rank at any moment, the path contains the previous checkpoint,
-or none, and never a mix. Without collectives (`use_collectives=False`), this holds for each rank alone.
+in the root, so pages that did not change since the previous checkpoint are not written again. A checkpoint is a named
+snapshot of each rank's store, and `root/name/.metadata` lists these snapshots. That file is written last and
+atomically, once the snapshots of all ranks are durable. After a crash of any rank at any moment, the path therefore
+contains the previous checkpoint or none, and never a mixture. Without collectives (`use_collectives=False`), this
+applies to each rank separately.
 
-`dcp_to_torch_save` and `torch_save_to_dcp` are DCP's converters for these checkpoints; other functions convert from and
-to DCP's own checkpoints and safetensors files.
+`dcp_to_torch_save` and `torch_save_to_dcp` correspond to DCP's converters of the same names. Other functions convert to
+and from DCP's own checkpoints and safetensors files.
 
-To give up a checkpoint, remove `root/name` or move it out of the root. The next save of the same ranks to the root
-frees its space, but not before a minute after the checkpoint was saved. A checkpoint may be renamed within the root.
+To delete a checkpoint, remove `root/name` or move it out of the root. The next save of the same ranks to the root frees
+its disk space, but not before one minute after the checkpoint was saved. A checkpoint may be renamed within the root.
 
-Checksums verify every byte that is loaded, and also `.metadata`, which is JSON: nothing is unpickled except values that
-are not tensors, which DCP's own planner pickles. A checkpoint can be loaded with another number of ranks than saved it.
-All ranks need access to the root, for example on a shared file system. Saves to the same root take turns: a rank's
-store is open while the rank writes.
+Checksums verify every byte that is loaded, including `.metadata`, which is JSON. Nothing is unpickled, except values
+that are not tensors, which DCP's own planner pickles. A checkpoint can be loaded by another number of ranks than saved
+it. All ranks need access to the root, for example on a shared file system. Saves to the same root wait for each other,
+because a rank's store is open while the rank writes.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def __dir__() -> list[str]:
 
 @dataclass(frozen=True)
 class StoredItem:
-    """The location of an item of a checkpoint: a page in a snapshot of a rank's store, and its length in bytes."""
+    """The location of an item of a checkpoint: a page in a snapshot of a rank's store. `length` is in bytes."""
 
     store: str
     store_id: str
@@ -124,7 +125,7 @@ class StoredItem:
 
 
 class _AtPath:
-    """The path handling that a writer and a reader of a checkpoint share."""
+    """The handling of the checkpoint's path in `StorageWriter` and `StorageReader`."""
 
     _path: Path
 
@@ -142,18 +143,18 @@ class _AtPath:
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: _Path) -> bool:
-        """Returns whether a checkpoint may have this path."""
+        """Returns whether `checkpoint_id` can be the path of a checkpoint."""
         return filesystem.FileSystem.validate_checkpoint_id(checkpoint_id)
 
 
 class StorageWriter(_AtPath, storage.StorageWriter):
-    """Saves DCP checkpoints, for `dcp.save` and `dcp.async_save`.
+    """Saves checkpoints with `dcp.save` and `dcp.async_save`.
 
-    :param path: the checkpoint, `root/name`. The `checkpoint_id` of a call overrides it.
-    :param overwrite: whether an existing checkpoint of this name may be replaced. It stays complete until the new one
-        is.
-    :param verify: whether the save returns only once everything it wrote was read back from the disk. A load verifies
-        every byte in either case.
+    :param path: the path of the checkpoint, `root/name`. A call's `checkpoint_id` overrides it.
+    :param overwrite: whether an existing checkpoint at this path may be replaced. The existing checkpoint remains
+        complete until the new one is complete.
+    :param verify: whether to read back everything from the disk before the save returns. Loads verify every byte in
+        either case.
     :param options: options of `Store`, such as `image_io`.
 
     >>> import torch, torch.distributed.checkpoint as dcp
@@ -178,7 +179,7 @@ class StorageWriter(_AtPath, storage.StorageWriter):
         self._together = True
 
     def reset(self, checkpoint_id: _Path | None = None) -> None:
-        """Begins another checkpoint, in another path if one is given."""
+        """Begins another checkpoint, at `checkpoint_id` if that is given."""
         if checkpoint_id:
             self._go_to(checkpoint_id)
         self.save_id = uuid.uuid4().hex
@@ -186,12 +187,16 @@ class StorageWriter(_AtPath, storage.StorageWriter):
 
     # DCP looks for a parameter named `kwargs`.
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Receives the number of this rank and whether the ranks save together."""
+        """Records the number of this rank and whether the ranks save together. Called by DCP."""
         self._rank = _rank(kwargs)
         self._together = kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Rejects items that cannot be stored, before anything is written."""
+        """Raises an error for items that cannot be stored, before anything is written.
+
+        :raises RefusedError: an element type cannot be stored, or a name is too long.
+        :raises TakenError: the checkpoint exists and `overwrite` is False.
+        """
         for item in plan.items:
             dtype = None if item.tensor_data is None else item.tensor_data.properties.dtype
             if dtype is not None and dtype not in conversion.SHORT:
@@ -205,7 +210,7 @@ class StorageWriter(_AtPath, storage.StorageWriter):
         return plan if self._together else replace(plan, storage_data=_store_of(self._rank))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Leaves the plans unchanged: each rank writes its own items to its own store."""
+        """Returns the plans without changes to their items, because each rank writes its own items to its own store."""
         # Nothing else may be set here: a planner that caches plans gives ranks a plan of an earlier save.
         return [replace(plan, storage_data=_store_of(rank)) for rank, plan in enumerate(plans)]
 
@@ -219,7 +224,7 @@ class StorageWriter(_AtPath, storage.StorageWriter):
             self._saving = None
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's items and takes its snapshot, which is durable when this returns."""
+        """Writes this rank's items and takes its snapshot. The snapshot is durable when the call returns."""
         store_name = plan.storage_data or _store_of(self._rank)
         self._end_saving()
         # The save is announced before the checkpoints are listed, so that another save that lists them later finds it.
@@ -242,7 +247,7 @@ class StorageWriter(_AtPath, storage.StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Makes the checkpoint visible, once all ranks have their snapshots on disk."""
+        """Makes the checkpoint visible. Called by DCP once the snapshots of all ranks are durable."""
         metadata.version = filesystem.CURRENT_DCP_VERSION
         metadata.storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
         metadata.storage_meta = self.storage_meta()
@@ -257,21 +262,21 @@ class StorageWriter(_AtPath, storage.StorageWriter):
         self._end_saving()
 
     def storage_meta(self) -> StorageMeta | None:
-        """Returns what DCP's planners need to know about this save."""
+        """Returns the path and the id of this save, which DCP stores in the metadata."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
 
 class StorageReader(_AtPath, storage.StorageReader):
-    """Loads checkpoints that `StorageWriter` saved, for `dcp.load`. It takes no lock: a save may run concurrently.
+    """Loads checkpoints of `StorageWriter` with `dcp.load`. No lock is taken, so a save may run concurrently.
 
-    :param path: the checkpoint, `root/name`. The `checkpoint_id` of a call overrides it.
-    :param cast: whether elements are converted to the types of the tensors that they are loaded into, as with DCP's own
-        reader. If False, tensors with other element types are rejected.
+    :param path: the path of the checkpoint, `root/name`. A call's `checkpoint_id` overrides it.
+    :param cast: whether to convert elements to the types of the target tensors, as DCP's own reader does. If False,
+        tensors with other element types are rejected.
 
-    DCP raises a `CheckpointException` that contains the errors of ranks: `NoStateError` if the checkpoint does not
-    exist, `RefusedError` for a tensor that cannot hold the checkpoint's values, before any tensor of the rank changes,
-    and `DamagedError` if bytes on disk are not what was written. Tensors that were loaded before the error keep their
-    new values.
+    Errors of ranks are contained in the `CheckpointException` that DCP raises. `NoStateError` means that the checkpoint
+    does not exist. `RefusedError` means that a tensor cannot represent the checkpoint's values; no tensor of that rank
+    has changed. `DamagedError` means that bytes on disk differ from the bytes written; tensors that were already loaded
+    keep their new values.
     """
 
     def __init__(self, path: _Path, *, cast: bool = False) -> None:
@@ -285,14 +290,18 @@ class StorageReader(_AtPath, storage.StorageReader):
         self._items: dict[MetadataIndex, StoredItem] = {}
 
     def reset(self, checkpoint_id: _Path | None = None) -> None:
-        """Begins to load another checkpoint, from another path if one is given."""
+        """Begins to load another checkpoint, at `checkpoint_id` if that is given."""
         if checkpoint_id:
             self._go_to(checkpoint_id)
         self.load_id = uuid.uuid4().hex
         self._items = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Returns the contents of the checkpoint."""
+        """Returns the metadata of the checkpoint, which lists its items.
+
+        :raises NoStateError: there is no checkpoint at this path.
+        :raises DamagedError: the metadata is damaged.
+        """
         rank = kwargs.get("rank")
         if rank is not None and _metadata_path(self._path, None).exists():
             # DCP requests the metadata of a single rank if that of all ranks cannot be read: it would belong to another
@@ -305,24 +314,25 @@ class StorageReader(_AtPath, storage.StorageReader):
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any,
                               **kwargs: Any) -> None:
-        """Receives the result of `read_metadata`."""
+        """Records the items in `metadata`, the result of `read_metadata`. Called by DCP."""
         self._items = metadata.storage_data
         self._dtypes = {name: said.properties.dtype for name, said in metadata.state_dict_metadata.items()
                         if isinstance(said, TensorStorageMetadata)}
         self._save_id = None if metadata.storage_meta is None else metadata.storage_meta.save_id
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Leaves the plan unchanged, since each rank reads what it needs, and adds the id of the save."""
+        """Returns the plan with the id of the save. The items are unchanged, because each rank reads the items that it
+        needs."""
         return replace(plan, storage_data=self._save_id)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Rejects a load in which ranks found different saves."""
+        """Raises `RefusedError` if the checkpoint was replaced after some of the ranks had read its metadata."""
         if len({plan.storage_data for plan in plans}) > 1:
             raise RefusedError(f"{self._path} was saved over while its ranks began to load", remedy="load again")
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads items into the tensors that the planner names, limited to the rows of a page that contain them."""
+        """Reads items into the planner's tensors. Only the rows of a page that contain an item are read."""
         by_snapshot: defaultdict[tuple[str, str, str], list[ReadItem]] = defaultdict(list)
         for item in plan.items:
             if item.type.name != "BYTE_IO":
@@ -346,7 +356,7 @@ class StorageReader(_AtPath, storage.StorageReader):
         return done
 
     def _refuse_misfit(self, item: ReadItem, target: torch.Tensor) -> None:
-        """Rejects a tensor that cannot hold the values of an item unchanged."""
+        """Raises `RefusedError` if a tensor cannot represent the values of an item unchanged."""
         name = item.storage_index.fqn
         saved = self._dtypes.get(name, target.dtype)
         if target.size() != item.lengths:
@@ -371,7 +381,7 @@ class StorageReader(_AtPath, storage.StorageReader):
 
 
 def is_of_dcp(path: _Path) -> bool:
-    """Returns whether a checkpoint was saved by DCP's own `FileSystemWriter`, so that `FileSystemReader` loads it.
+    """Returns whether DCP's own `FileSystemWriter` saved a checkpoint, so that `FileSystemReader` can load it.
 
     >>> import torch, torch.distributed.checkpoint as dcp
     >>> from remanent.dcp import StorageWriter, is_of_dcp
@@ -398,7 +408,7 @@ def _rank(kwargs: dict[str, Any]) -> int:
 
 @dataclass
 class _Write:
-    """A page to write: its content, and its previous version, if any."""
+    """A page to write: its contents, and the existing page of the same item or None."""
 
     key: str
     said: dict[str, Any]
@@ -407,10 +417,10 @@ class _Write:
 
 
 def _write_items(store: _native.Store, plan: SavePlan, planner: SavePlanner) -> list[tuple[str, int]]:
-    """Changes the store to contain exactly these items. Returns the key and length of each.
+    """Changes the store to contain exactly these items. Returns the key and the length in bytes of each item's page.
 
-    The changes are several concurrent batches of bounded length: a state between two checkpoints is in no snapshot, and
-    so in no checkpoint.
+    The changes are committed in several concurrent batches of limited length. States between these batches belong to no
+    checkpoint, because no snapshot contains them.
     """
     before = {_identity(info.metadata): info for info in store.pages() if "name" in info.metadata}
     taken = set(store.keys())
@@ -461,8 +471,8 @@ def _write_group(store: _native.Store, group: list[_Write]) -> None:
 
 
 class _Jobs:
-    """Threads that read and write while the calling thread asks the planner for more. The engine's calls release the
-    interpreter's lock. Waiting work holds bytes, so its amount is limited to what the threads can do."""
+    """Runs reads and writes on threads while the calling thread asks the planner for more. The number of waiting jobs
+    is limited, because each holds bytes in memory."""
 
     def __init__(self) -> None:
         threads = min(_THREADS_MAX, len(os.sched_getaffinity(0)))
@@ -471,7 +481,8 @@ class _Jobs:
         self._running: deque[tuple[concurrent.futures.Future[None] | None, Callable[[], None] | None]] = deque()
 
     def run(self, job: Callable[[], None] | None, finish: Callable[[], None] | None = None) -> None:
-        """Runs a job on a thread, and then `finish` on the calling thread, in the order of the jobs."""
+        """Runs `job` on a thread, and then `finish` on the calling thread. Calls of `finish` are in the order of the
+        jobs."""
         while len(self._running) >= self._room:
             self._finish()
         self._running.append((None if job is None else self._pool.submit(job), finish))
@@ -495,12 +506,12 @@ class _Jobs:
 
 
 def _identity(said: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
-    """Returns what identifies the item of a page: the name of the whole, and the offset of the page's part in it."""
+    """Returns the identity of a page's item: the name of the whole tensor, and the offset of the page's part in it."""
     return said.get("part of", said["name"]), tuple(said.get("offset", ()))
 
 
 def _resolved(item: WriteItem, planner: SavePlanner) -> tuple[dict[str, Any], torch.Tensor]:
-    """Returns the metadata of an item's page, and its bytes."""
+    """Returns the metadata for an item's page, and the item's bytes."""
     data = planner.resolve_data(item)
     if isinstance(data, io.BytesIO):
         held = data.getbuffer()
@@ -520,7 +531,7 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> tuple[dict[str, Any], to
 
 @dataclass
 class _RowBlock:
-    """Some rows of a page, and the part of the target that they are copied to."""
+    """Some rows of a page, and the part of the target tensor that receives them."""
 
     view: _native.View
     key: str
@@ -539,7 +550,7 @@ class _RowBlock:
 
 
 def _row_blocks(view: _native.View, key: str, item: ReadItem, target: torch.Tensor) -> Iterator[_RowBlock]:
-    """Yields the rows of a page that contain a tensor, some megabytes at a time."""
+    """Yields the rows of a page that contain an item, in blocks of up to `_READ_BYTES` bytes."""
     said = view.info(key).metadata
     dtype, shape = conversion.DTYPE[said["dtype"]], tuple(said["shape"])
     offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
@@ -579,7 +590,7 @@ def _open_store(directory: Path, options: dict[str, Any]) -> _native.Store:
 
 
 def _give_up(store: _native.Store, store_name: str, root: Path) -> None:
-    """Gives up the snapshots that no checkpoint of the root names and no save is about to name."""
+    """Removes the snapshots that no checkpoint of the root lists and that no save in progress will list."""
     saving, stores = _saving(root / _STORES), _kept_snapshots(root)
     named = {snapshot for store_id, snapshot in (stores or {}).get(store_name, ()) if store_id == store.id}
     if not named:
@@ -598,7 +609,7 @@ def _store_of(rank: int) -> str:
 
 
 class _Saving:
-    """Announces a save in progress, until it ends or its process dies."""
+    """Announces a save in progress by a locked file, until the save ends or its process dies."""
 
     def __init__(self, stores: Path, save_id: str) -> None:
         self.token = save_id[:_TOKEN_LEN]
@@ -612,13 +623,13 @@ class _Saving:
         os.replace(unlocked, self._path)
 
     def end(self) -> None:
-        """Ends the save: its checkpoint is visible, or never will be."""
+        """Removes the file. The checkpoint is then either visible or abandoned."""
         if self._file >= 0:
             self._path.unlink(missing_ok=True)
             self.leave()
 
     def leave(self) -> None:
-        """Closes the file. The lock ends with its last descriptor."""
+        """Closes the file without removing it. The lock is released with the last descriptor."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -632,7 +643,8 @@ _savings: weakref.WeakSet[_Saving] = weakref.WeakSet()
 
 
 def _leave_savings() -> None:
-    """Leaves the parent's saves to the parent: a forked child neither keeps their locks nor ends them."""
+    """Closes the files of the parent's saves in a forked child, so that the child neither keeps the locks nor removes
+    the files."""
     for saving in list(_savings):
         saving.leave()
 
@@ -641,7 +653,7 @@ os.register_at_fork(after_in_child=_leave_savings)
 
 
 def _saving(stores: Path) -> frozenset[str]:
-    """Returns the tokens of the saves in progress, and removes the files of those that died."""
+    """Returns the tokens of the saves in progress, and removes the files of saves whose process died."""
     tokens = set()
     for entry in os.scandir(stores):
         if not entry.name.startswith("saving-"):
@@ -661,8 +673,8 @@ def _saving(stores: Path) -> frozenset[str]:
 
 
 def _kept_snapshots(root: Path) -> dict[str, set[tuple[str, str]]] | None:
-    """Returns the snapshots that checkpoints of the root name, by store; None if a checkpoint cannot be read or may be
-    in the middle of a rename."""
+    """Returns the snapshots that checkpoints of the root list, by store. Returns None if a checkpoint cannot be read,
+    or may be in the middle of a rename."""
     kept: dict[str, set[tuple[str, str]]] = {}
     try:
         listed = _listed(root)
@@ -691,7 +703,8 @@ def _kept_snapshots(root: Path) -> dict[str, set[tuple[str, str]]] | None:
 # Paths.
 
 def _root_of(checkpoint: Path) -> Path:
-    """Returns the folder that contains a checkpoint's stores. Its path may be a link from elsewhere."""
+    """Returns the folder that contains a checkpoint's stores. The checkpoint's path may be a symbolic link in another
+    folder."""
     if (checkpoint.parent / _STORES).is_dir():
         return checkpoint.parent
     return checkpoint.resolve().parent
@@ -704,7 +717,7 @@ def _metadata_path(checkpoint: Path, rank: int | None) -> Path:
 
 
 class _Listed(NamedTuple):
-    """The folders of a root, and the time when it was last changed."""
+    """The folders of a root, and the time in nanoseconds at which the root last changed."""
 
     changed: int
     # Names and inodes.
@@ -717,9 +730,9 @@ def _listed(root: Path) -> _Listed:
 
 
 def _metadata_files(checkpoint: Path, *, is_there: bool = False) -> list[Path]:
-    """Returns the metadata files in a folder: that of all ranks, and those of ranks that saved alone.
+    """Returns the metadata files in a folder: that of all ranks, and those of ranks that saved separately.
 
-    :param is_there: whether to raise an error if the folder no longer exists.
+    :param is_there: whether to raise an error if the folder does not exist.
     """
     try:
         names = [entry.name for entry in os.scandir(checkpoint)]
@@ -732,7 +745,7 @@ def _metadata_files(checkpoint: Path, *, is_there: bool = False) -> list[Path]:
 
 
 def _encode(found: Metadata) -> bytes:
-    """Encodes the metadata as three lines of JSON: a checksum of the others, the stores, and everything else."""
+    """Returns the metadata as three lines of JSON: a checksum of the other lines, the stores, and all other values."""
     tensors: dict[str, Any] = {}
     for name, entry in found.state_dict_metadata.items():
         if isinstance(entry, BytesStorageMetadata):
@@ -767,9 +780,9 @@ def _adapt(path: str, value: object) -> object | None:
 
 
 def _proven(path: Path) -> tuple[bytes, bytes]:
-    """Reads a metadata file, verified by its checksum. Returns the stores, and everything else.
+    """Reads a metadata file and verifies its checksum. Returns the JSON of the stores and of all other values.
 
-    :raises NoStateError: the file does not exist, or this package did not write it.
+    :raises NoStateError: the file does not exist, or was not written by this package.
     """
     try:
         content = path.read_bytes()

@@ -1,8 +1,8 @@
-"""Durable trees of JAX arrays: `save(tree, directory)` and `restore(directory, template)`.
+"""Saves and restores trees of JAX arrays durably: `save(tree, directory)` and `restore(directory, template)`.
 
-Leaves are arrays of one process (including sharded ones whose shards are all in this process), random keys, NumPy
-arrays and plain values. As in `remanent.torch`, versions are durable, only changed elements are logged, checksums
-verify what is loaded, nothing is pickled, and a leaf that cannot be stored is rejected by its path.
+Leaves can be arrays of one process (including sharded arrays whose shards are all in this process), random keys, NumPy
+arrays and plain values. As in `remanent.torch`, versions are durable, only changed elements are logged, loads are
+verified by checksums, and nothing is pickled. A leaf that cannot be stored is rejected by its path.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _is_key(leaf: object) -> bool:
 def check(path: str, leaf: Any) -> None:
     """Checks that an array can be stored and restored exactly, without reading its elements.
 
-    :raises RefusedError: it cannot. The message names its path.
+    :raises RefusedError: the array cannot be stored. The message names its path.
     """
     if isinstance(leaf, jax.core.Tracer):
         raise RefusedError(f"{path}: a traced value has no elements yet", remedy="save outside of jit, grad and vmap")
@@ -78,7 +78,7 @@ def on_host(path: str, leaf: Any) -> numpy.ndarray[Any, Any]:
 
 
 def _weak(shape: tuple[int, ...], dtype: Any, elements: Any = None) -> jax.Array:
-    """Returns a weakly typed array with these elements or zeros. JAX has weak types only for the types of Python
+    """Returns a weakly typed array with these elements, or with zeros. JAX has weak types only for the types of Python
     scalars."""
     dtype = numpy.dtype(dtype)
     kind = {"i": int, "u": int, "f": float, "c": complex}.get(dtype.kind, float)
@@ -98,16 +98,18 @@ def _flatten(tree: Any) -> list[tuple[str, Any]]:
 def save(tree: Any, directory: _Path, *, note: str | None = None, name: str | None = None, durable: bool = True,
          keep: int | None = KEEP_DEFAULT, keep_for: float | None = None, keep_bytes: int | None = None,
          progress: bool | None = None) -> int:
-    """Saves `tree` as the newest version in `directory`, completely or not at all. Returns the Lsn of the version.
+    """Saves `tree` as the newest version in `directory`, completely or not at all, and returns the Lsn of the version.
 
     :param note: a remark of up to 64 KiB.
-    :param name: a name of 1 to 64 bytes, which keeps the version until it is given up.
-    :param durable: whether to return once the version survives a power cut, or else once it survives the death of the
-        process.
-    :param keep: the number of newest versions to keep; None keeps all. `keep`, `keep_for` (seconds) and `keep_bytes`
-        are those of `remanent.torch.save_file`.
-    :param progress: False shows no progress bar; None shows one for long work if standard error is a terminal and tqdm
-        is installed.
+    :param name: a name of 1 to 64 bytes that keeps the version until `remanent.torch.prune` gives up the name.
+    :param durable: whether to return only after the version survives a power cut. If False, the call returns once the
+        version survives the death of the process.
+    :param keep: the number of newest versions to keep; None keeps all.
+    :param keep_for: versions younger than this many seconds are also kept.
+    :param keep_bytes: the disk space in bytes beyond which older versions are removed, as for
+        `remanent.torch.save_file`.
+    :param progress: False disables the progress bar. None shows it for long saves if standard error is a terminal and
+        tqdm is installed.
     :raises RefusedError: a leaf cannot be stored. The message names its path. Nothing is saved.
     :raises LockedError: another process has the store open.
 
@@ -126,7 +128,7 @@ def save(tree: Any, directory: _Path, *, note: str | None = None, name: str | No
 
 
 def taken(tree: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Returns the leaves of a tree by path, as JSON, and those that are arrays."""
+    """Returns the leaves of a tree by path as JSON, and the arrays among them by path."""
     held: list[Any] = []
     arrays: dict[str, Any] = {}
     seen: set[str] = set()
@@ -155,7 +157,8 @@ def taken(tree: Any) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _refuse_overlaps(arrays: dict[str, numpy.ndarray[Any, Any]]) -> None:
-    """Rejects NumPy arrays that share part of their memory: they would be restored separately."""
+    """Raises `RefusedError` for NumPy arrays that share part of their memory, because they would be restored
+    separately."""
     bounds = sorted((*numpy.lib.array_utils.byte_bounds(array), path) for path, array in arrays.items() if array.size)
     for at, (_, end, path) in enumerate(bounds):
         for start, _, other in itertools.islice(bounds, at + 1, None):
@@ -167,8 +170,8 @@ def _refuse_overlaps(arrays: dict[str, numpy.ndarray[Any, Any]]) -> None:
 
 
 def _properties(leaf: Any) -> dict[str, Any]:
-    """Returns what else a compiled function depends on: whether the type is weak, and the device to which an array is
-    committed."""
+    """Returns the properties of an array on which a compiled function also depends: whether its type is weak, and the
+    device to which it is committed."""
     found: dict[str, Any] = {}
     if not _is_key(leaf) and leaf.weak_type:
         found["weak"] = True
@@ -185,7 +188,7 @@ def _name_of(device: Any) -> str:
 def write(leaves: list[Any], arrays: dict[str, Any], directory: _Path, *, note: str | None, name: str | None,
           durable: bool, kept: KeptVersions = KeptVersions(KEEP_DEFAULT), progress: bool | None = False,
           structure: Any = None) -> int:
-    """Saves the result of `taken` as the newest version. `structure` is kept with it, as JSON."""
+    """Saves the result of `taken` as the newest version. `structure` is stored with it as JSON."""
     def blocks() -> Iterator[Block]:
         for path, leaf in arrays.items():
             array = on_host(path, leaf)
@@ -199,7 +202,7 @@ def write(leaves: list[Any], arrays: dict[str, Any], directory: _Path, *, note: 
 
 
 def read_tree(view: _native.View) -> tuple[dict[str, Any], dict[str, tuple[str, ArrayLayout]]]:
-    """Returns the leaves of a version and the locations of its arrays, by path."""
+    """Returns the leaves of a version, and the page and layout of each of its arrays, by path."""
     manifest = page_tree.read_manifest(view)
     if not isinstance(manifest.tree, dict) or "leaves" not in manifest.tree:
         raise NoStateError("the store holds no tree of JAX's", remedy="use `remanent.torch`")
@@ -208,7 +211,7 @@ def read_tree(view: _native.View) -> tuple[dict[str, Any], dict[str, tuple[str, 
 
 
 def read_elements(view: _native.View, key: str, array: ArrayLayout) -> numpy.ndarray[Any, Any]:
-    """Reads the elements of an array to the host, verified by checksums."""
+    """Reads the elements of an array to the host and verifies their checksums."""
     elements = numpy.empty(array.shape, jax.numpy.dtype(_native.dtype(array.dtype)[0]))
     if elements.nbytes:
         view.read_into(key, elements.reshape(-1).view(numpy.uint8))
@@ -224,22 +227,27 @@ def _is_array(held: Any) -> bool:
 
 
 def same_as(held: Any) -> str | None:
-    """Returns the path of the leaf that this one is identical to, or None."""
+    """Returns the path of the leaf with which this leaf is identical, or None."""
     kind, *rest = tag_of(held)
     return rest[0] if kind == "same" else None
 
 
 def saved_properties(held: Any) -> dict[str, Any]:
-    """Returns what `_properties` recorded for an array; empty for versions that do not contain it."""
+    """Returns the properties that `_properties` recorded for an array. The result is empty for older versions without
+    them."""
     _, _, *rest = tag_of(held)
     return rest[0] if rest else {}
 
 
 def shapes(directory: _Path, *, at: int | str | None = None) -> dict[str, Any]:
-    """Returns the contents of a version by path: shapes and types of arrays, and plain values themselves. No array is
-    read.
+    """Returns the contents of a version by path: shapes and element types of arrays, and plain values unchanged. No
+    array is read.
 
-    For a random key, these are the shape and type of its data. `at` and errors are those of `restore`.
+    For a random key, the shape and type are those of the key's data.
+
+    :param at: the version, as for `restore`.
+    :raises NoStateError: the version does not exist, or is not a tree of this module.
+    :raises NoStoreError: `directory` contains no store.
 
     >>> import jax.numpy as jnp, remanent.jax
     >>> lsn = remanent.jax.save({"w": jnp.zeros((2, 3)), "step": 3}, directory)
@@ -264,18 +272,21 @@ def shapes(directory: _Path, *, at: int | str | None = None) -> dict[str, Any]:
 
 def restore(directory: _Path, template: Any = None, *, at: int | str | None = None,
             progress: bool | None = None) -> Any:
-    """Loads a version of a tree, with each byte verified by checksums.
+    """Loads a version of a tree. Each byte is verified by a checksum.
 
-    :param template: a tree of the same structure, of arrays or `jax.ShapeDtypeStruct`s. Arrays get its shardings, and
-        are uncommitted where the template has an uncommitted array or no sharding. Without a template, the result is a
-        dict from paths to leaves, and arrays that were committed to one device are committed to it again.
+    :param template: a tree of the same structure, with arrays or `jax.ShapeDtypeStruct`s. Arrays get the template's
+        shardings. An array is uncommitted where the template has an uncommitted array or no sharding. Without a
+        template, the result is a dict from paths to leaves, and each array is committed to the device to which it was
+        committed when it was saved.
     :param at: an Lsn, "lsn:N", "snapshot:N" or the name of a version; None loads the newest.
     :param progress: as for `save`.
-    :raises NoStateError: the version is not kept, or does not match the template's leaves, shapes and element types.
+    :raises NoStateError: the version does not exist, or does not match the template's leaves, shapes and element types.
+    :raises NoStoreError: `directory` contains no store.
+    :raises DamagedError: bytes on disk differ from the bytes that were written.
 
-    Weakly typed arrays are weakly typed again, with or without a template. An array that was sharded, or committed to a
-    device that this process does not have, is uncommitted on the default device unless a template places it; a
-    `UserWarning` names it.
+    Weakly typed arrays are restored as weakly typed, with or without a template. Without a template, an array that was
+    sharded, or committed to a device that this process does not have, is restored uncommitted on the default device,
+    and a `UserWarning` names the array.
     """
     with _native.View(directory, at) as view:
         held, where = read_tree(view)
@@ -328,12 +339,12 @@ def refuse_other_elements(path: str, shape: tuple[int, ...], dtype: Any, like: A
 
 
 def sharding_of(like: Any) -> Any:
-    """Returns the sharding that a template requests; None if it leaves the array uncommitted."""
+    """Returns the sharding that a template requests, or None if it leaves the array uncommitted."""
     return None if isinstance(like, jax.Array) and not like.committed else getattr(like, "sharding", None)
 
 
 def _device_of(name: str | None) -> Any:
-    """Returns the device with this name; None if this process has none."""
+    """Returns the device with this name, or None if this process does not have it."""
     platform = (name or "").partition(":")[0]
     try:
         return next((each for each in jax.devices(platform) if _name_of(each) == name), None) if platform else None
@@ -342,7 +353,8 @@ def _device_of(name: str | None) -> Any:
 
 
 def placed_array(path: str, elements: numpy.ndarray[Any, Any], is_weak: bool, sharding: Any) -> jax.Array:
-    """Returns a JAX array with these elements."""
+    """Returns a JAX array with these elements and the requested sharding. Raises `NoStateError` if JAX would change
+    their type."""
     placed = jax.device_put(elements)
     if placed.dtype != elements.dtype:
         raise NoStateError(f"{path}: this JAX makes {placed.dtype} of {elements.dtype}",

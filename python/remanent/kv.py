@@ -1,9 +1,9 @@
 """An on-disk cache of blocks by key that survives restarts.
 
-Blocks are the attention keys and values of a run of tokens, as inference engines split them, named by a hash of all
-tokens up to their end. The store is the index: a block that was reported as stored is found under its key after the
-process was killed, and every block is verified by its checksum before it is returned. `remanent.integrations.vllm` and
-`remanent.integrations.lmcache` are built on it.
+A block contains the attention keys and values of a run of tokens, as an inference engine divides them, and is named by
+a hash of all tokens up to its end. The store serves as the index, so a block that was reported as stored can be loaded
+under its key after the process was killed. Every block is verified by its checksum before it is returned.
+`remanent.integrations.vllm` and `remanent.integrations.lmcache` are based on this module.
 
 >>> from remanent.kv import BlockCache
 >>> identity = {"model": "a model", "revision": "1", "dtype": "bfloat16", "tokens": 16, "hash": "sha256"}
@@ -85,14 +85,14 @@ def __dir__() -> list[str]:
 
 @dataclass(slots=True, frozen=True)
 class _Task:
-    """A block to store, or a buffer to fill, as bytes."""
+    """A block to store, or a buffer to fill."""
 
     key: bytes
     data: memoryview
     kind: str | None
 
     def release(self) -> None:
-        """Releases the buffer to its owner. The frames of an exception may keep this task longer than its job."""
+        """Releases the buffer to its owner. The frames of an exception may keep the task alive longer than its job."""
         with contextlib.suppress(BufferError):
             self.data.release()
 
@@ -101,7 +101,7 @@ class _Task:
 
 
 class _StoreJob:
-    """A call of `store`, and the future that it returned."""
+    """A call of `store`, and the future that the call returned."""
 
     def __init__(self, work: list[_Task]) -> None:
         self.work = work
@@ -115,21 +115,25 @@ class _StoreJob:
 
 
 class BlockCache:
-    """A cache of blocks of bytes by key, up to `capacity` bytes. The least recently used blocks make room for new ones.
+    """A cache of up to `capacity` bytes of blocks by key. The least recently used blocks are evicted to make room for
+    new ones.
 
-    `path` is the directory of the cache's own store, which is created if it does not exist. `identity` is everything
-    that the meaning of a block's bytes depends on, as plain values, so that blocks of one model are never returned for
-    another. Opening a cache with another identity raises `MismatchError`, whose message states what differs.
+    :param path: the directory of the cache's store, which is created if it does not exist.
+    :param identity: all values on which the meaning of a block's bytes depends, as plain values by name. Blocks of one
+        model are therefore never returned for another.
+    :param capacity: the largest total bytes of blocks. Each block counts as at least 4 KiB. The directory uses up to
+        twice as much disk space, plus 300 MB for the log and spare files. If an existing cache contains more, its
+        oldest blocks are deleted.
+    :param readers: the number of threads that read blocks from disk.
+    :param ack: when a block counts as stored. With "logged", stored blocks survive the death of the process, and with
+        "durable" also a power cut.
+    :param on_stored: called with keys and lengths after a batch has added blocks. The call is made on a thread of the
+        cache, and must neither wait for the cache nor close it.
+    :param on_deleted: likewise called after a batch has deleted blocks.
+    :raises MismatchError: the existing cache has another identity. The message states the values that differ.
+    :raises InvalidError: `capacity`, `readers` or `ack` is out of range.
 
-    `capacity` counts the bytes of blocks, at least 4 KiB for each. The directory takes up to twice as much, plus 300 MB
-    for the log and spare files. If the cache contains more than `capacity`, the oldest blocks are deleted.
-
-    `ack` determines when a block counts as stored: with "logged" it survives the death of the process, with "durable"
-    also a power cut. `readers` threads read blocks from disk.
-
-    `on_stored` and `on_deleted` are called on a thread of the cache, with keys and lengths, after a batch has added or
-    deleted blocks. They must neither wait for the cache nor close it. The cache's methods can be called from any
-    thread.
+    The methods can be called from any thread.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, identity: Mapping[str, Any], capacity: int, readers: int = 4,
@@ -164,27 +168,28 @@ class BlockCache:
         self._readers = ThreadPoolExecutor(readers, "remanent-kv-read")
 
     def __contains__(self, key: bytes) -> bool:
-        """Returns whether the block is in the cache, without waiting."""
+        """Returns whether the cache contains a block with this key, without waiting. A block that could not be read
+        recently counts as missing."""
         block = self._index.get(key)
         return block is not None and (block.unreadable_until == 0 or time.monotonic() >= block.unreadable_until)
 
     def __len__(self) -> int:
-        """Returns the number of blocks."""
+        """Returns the number of blocks in the cache."""
         return len(self._index)
 
     def __iter__(self) -> Iterator[bytes]:
-        """Iterates over the keys, least recently used first."""
+        """Returns an iterator over the keys, least recently used first."""
         with self._lock:
             return iter(list(self._index))
 
     @property
     def path(self) -> str:
-        """The directory of the cache."""
+        """The path of the cache's directory."""
         return self._store.path
 
     @property
     def nbytes(self) -> int:
-        """The total bytes of the blocks."""
+        """The total length of the blocks in bytes."""
         return self._index.nbytes
 
     @property
@@ -193,27 +198,29 @@ class BlockCache:
         return self._index.capacity
 
     def length(self, key: bytes) -> int | None:
-        """Returns the length of a block in bytes, or None if it is not in the cache, without waiting."""
+        """Returns the length of a block in bytes, or None if the block is not in the cache, without waiting."""
         block = self._index.get(key)
         return None if block is None else block.nbytes
 
     def is_arriving(self, key: bytes) -> bool:
-        """Returns whether an unfinished job stores the block, without waiting."""
+        """Returns whether a call of `store` for this block is unfinished, without waiting."""
         return key in self._arriving
 
     def store(self, keys: Iterable[bytes], blocks: Iterable[Any], kinds: Iterable[str] | None = None) -> Future[int]:
-        """Stores blocks. The future's result is the number of bytes of new blocks; the call itself does not wait for
-        the disk.
+        """Stores blocks, without waiting for the disk. Returns a future of the number of bytes in new blocks.
 
-        A block is any object with the buffer protocol. The cache keeps a reference until the future is done or
-        cancelled, and the block must not change before then. If a buffer does not own its memory, the caller must keep
-        its owner alive. A block that is already in the cache is not written again, since equal keys mean equal bytes.
-        Only a block of another length or kind is replaced, unless it is locked; `kinds` contains a word for each block
-        that describes how its bytes are interpreted (such as type and shape). Earlier keys are treated as the prefix of
-        later ones and are kept longer.
+        Equal keys imply equal bytes, so a block that is already in the cache is not written again. Only a block of
+        another length or kind is replaced, unless it is locked. Earlier keys are treated as prefixes of later ones and
+        are evicted later.
 
-        The future fails unless all blocks are in the cache: with `OverBudgetError` if they exceed what the cache can
-        hold, otherwise with the store's error (such as `DiskFullError`). Some of the blocks may be in the cache then.
+        :param blocks: objects with the buffer protocol, one per key. A block must not change until the future is done
+            or canceled. The cache keeps a reference until then. If a buffer does not own its memory, the caller must
+            keep the owner alive.
+        :param kinds: a word per block that describes how its bytes are interpreted, such as its type and shape.
+
+        The future fails unless all blocks are in the cache at the end. It fails with `OverBudgetError` if the blocks
+        exceed the capacity, and otherwise with the error of the store, such as `DiskFullError`. Some of the blocks may
+        have been stored.
         """
         self._check_process()
         job = _StoreJob(_tasks(keys, blocks, kinds))
@@ -236,47 +243,47 @@ class BlockCache:
 
     def load(self, keys: Iterable[bytes], outs: Iterable[Any],
              kinds: Iterable[str] | None = None) -> Future[list[bool]]:
-        """Reads blocks into writable buffers of their lengths. The future's result is a list of whether each buffer was
-        filled.
+        """Reads blocks into buffers, without waiting for the disk. Returns a future of a list that states whether each
+        buffer was filled.
 
-        The cache keeps references to the buffers until the future is done; see `store` for the memory behind them.
+        :param outs: writable buffers with the lengths of the blocks, one per key. The cache keeps references to the
+            buffers until the future is done. See `store` for buffers that do not own their memory.
 
-        The contents of a filled buffer are verified by the block's checksum. False means that the block is missing, has
-        another length or kind than its buffer, could not be read, or was found to be damaged and was dropped; the
-        buffer may contain anything then. A block that could not be read counts as missing for ten seconds. The call
-        itself does not wait for the disk.
+        The contents of a filled buffer are verified by the block's checksum. A result of False means that the block is
+        missing, has another length or kind than the buffer, could not be read, or was damaged and therefore deleted.
+        The buffer's contents are then undefined. A block that could not be read counts as missing for ten seconds.
         """
         return self._submit(self._readers, self._load_all, _tasks(keys, outs, kinds))
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Marks blocks as used, in the order in which a request uses them. Loading a block does this too."""
+        """Marks blocks as used, in the order in which a request uses them. `load` also marks its blocks."""
         keys = list(keys)
         with self._lock:
             self._index.touch(keys)
         self._log_uses_if_many()
 
     def lock(self, keys: Iterable[bytes]) -> list[bool]:
-        """Prevents blocks from being evicted. Returns for each whether it is in the cache and therefore locked.
+        """Protects blocks from eviction. Returns, for each key, whether the block is in the cache and therefore locked.
 
-        Locks are counted. Each is released by `unlock`, and none outlives the process.
+        Locks are counted. Each lock is released by one call of `unlock`, or when the process ends.
         """
         keys = list(keys)
         with self._lock:
             return [key in self and self._index.keep(key) for key in keys]
 
     def unlock(self, keys: Iterable[bytes]) -> None:
-        """Releases locks."""
+        """Releases one lock of each block."""
         keys = list(keys)
         with self._lock:
             for key in keys:
                 self._index.let_go(key)
 
     def delete(self, keys: Iterable[bytes]) -> Future[int]:
-        """Deletes blocks. The future's result is their number; locked and missing blocks are skipped."""
+        """Deletes blocks and returns a future of their number. Locked and missing blocks are skipped."""
         return self._submit(self._writer, self._delete_all, list(keys))
 
     def drain(self) -> None:
-        """Waits until all jobs begun so far have finished or failed."""
+        """Waits until all jobs that have begun are finished or have failed."""
         while True:
             with self._lock:
                 jobs = list(self._jobs)
@@ -285,7 +292,7 @@ class BlockCache:
             concurrent.futures.wait(jobs)
 
     def close(self) -> None:
-        """Finishes jobs in progress and closes the store. The next `BlockCache` finds the stored blocks."""
+        """Finishes the jobs in progress and closes the store. A later `BlockCache` finds the stored blocks."""
         self._is_closing = True
         if self._store.closed:
             return
@@ -306,10 +313,10 @@ class BlockCache:
         return f"<BlockCache {self._store.path}: {len(self)} blocks, {self.nbytes} of {self.capacity} bytes>"
 
     def _read_index(self) -> int:
-        """Reads the blocks and the number of the last use. The pages themselves are the index.
+        """Reads the index from the metadata of all pages. Returns the number of the last use.
 
-        The batch that last changed a page determines when it was used. A batch logs uses, in order, before it stores;
-        of the blocks that it stores, the first ones are evicted last.
+        The last use of a block is the batch that last changed its page. A batch logs uses, in order, before it stores
+        blocks. Of the blocks that a batch stores, the first ones are evicted last.
         """
         def last_use(info: PageInfo) -> tuple[int, bool, int]:
             use = info.metadata.get(_USES)
@@ -374,8 +381,8 @@ class BlockCache:
     # Methods of the writing thread.
 
     def _store_waiting(self) -> None:
-        """Stores waiting blocks, as many as fit into one batch but at least those of one call, so that short calls are
-        cheap."""
+        """Stores the waiting blocks of several calls in one batch, as many as fit but at least those of one call. This
+        keeps short calls cheap."""
         jobs: list[_StoreJob] = []
         nbytes = blocks = 0
         with self._lock:
@@ -396,7 +403,7 @@ class BlockCache:
 
     def _store_jobs(self, jobs: list[_StoreJob], stored: dict[bytes, int]) -> None:
         """Stores the blocks of calls and completes their futures. `stored` contains new blocks that no future has
-        counted."""
+        counted yet."""
         held: list[Block] = []
         refused: set[bytes] = set()
         failure: BaseException | None = None
@@ -434,7 +441,7 @@ class BlockCache:
                 job.future.set_exception(failure)
 
     def _store_some(self, work: list[_Task], held: list[Block], stored: dict[bytes, int], refused: set[bytes]) -> None:
-        """Stores blocks in one batch. Those that are in the cache afterwards are added to `held` and locked."""
+        """Stores blocks in one batch. Blocks that are in the cache afterwards are locked and added to `held`."""
         new: list[_Task] = []
         made: dict[bytes, Block] = {}
         with self._lock:
@@ -477,7 +484,8 @@ class BlockCache:
         return len(out)
 
     def _write_quietly(self) -> None:
-        """Logs uses and evicts down to the capacity: work that no caller waits for."""
+        """Logs uses and evicts blocks down to the capacity. Failures are logged, because no caller waits for this
+        work."""
         with self._lock:
             self._is_write_queued = False
             out = self._index.make_room(0)
@@ -489,13 +497,13 @@ class BlockCache:
             self._tell_written(out, {})
 
     def _tell_written(self, out: Mapping[bytes, Block], made: Mapping[bytes, Block]) -> None:
-        """Reports what a batch has changed, after the index was updated."""
+        """Calls `on_deleted` and `on_stored` for the changes of a batch, after the index was updated."""
         self._tell(self._on_deleted, {key: block.nbytes for key, block in out.items()})
         self._tell(self._on_stored, {key: block.nbytes for key, block in made.items()})
 
     def _write(self, out: Mapping[bytes, Block], new: list[_Task]) -> None:
-        """Writes one batch that deletes, stores, and logs uses. If it fails, deleted blocks are put back into the
-        index."""
+        """Writes one batch that deletes blocks, stores blocks and logs uses. If the batch fails, deleted blocks are
+        added to the index again."""
         with self._lock:
             used = self._index.take_uses()
         if not (out or new or used):
@@ -534,7 +542,7 @@ class BlockCache:
         self._store.commit(batch, ack=self._ack)
 
     def _delete_damaged(self, key: bytes) -> None:
-        """Deletes a block that was dropped from the index, unless it was stored again."""
+        """Deletes a block that was removed from the index, unless it was stored again."""
         if key in self._index or _page(key) not in self._store:
             return
         try:
@@ -597,8 +605,8 @@ class BlockCache:
 
 
 def _page(key: bytes) -> bytes:
-    """Returns the key of a block's page, of at most 64 bytes. For a long key it is a hash, which is longer than any
-    short key."""
+    """Returns the key of a block's page. This is the block's key if that is shorter than 64 bytes, and otherwise a hash
+    of 64 bytes."""
     return key if len(key) < _PAGE_KEY_MAX else hashlib.blake2b(key, digest_size=_PAGE_KEY_MAX).digest()
 
 
@@ -617,7 +625,7 @@ def _as_bytes(block: Any) -> memoryview:
 
 
 def _clear_frames(error: BaseException | None) -> None:
-    """Clears the frames that an exception passed through: they hold batches, and with them callers' buffers."""
+    """Clears the frames through which an exception passed. They reference batches, and thereby callers' buffers."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__

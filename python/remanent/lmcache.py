@@ -1,4 +1,4 @@
-"""Alias of `remanent.integrations.lmcache`: importing it returns that module."""
+"""Alias of `remanent.integrations.lmcache`. Importing this module returns that one."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Alias of `remanent.integrations.orbax`: importing it returns that module."""
+"""Alias of `remanent.integrations.orbax`. Importing this module returns that one."""
 
 import sys
 

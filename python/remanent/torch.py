@@ -1,14 +1,14 @@
-"""Durable torch tensors: versioned files of tensors, and checkpoints of training runs.
+"""Saves torch tensors durably, as versions in a directory, and checkpoints of training runs.
 
     save_file(tensors, directory, note=…)      load_file(directory, device=…, at=…)      safe_open(directory)
     versions(directory)      prune(directory, keep=…)      save_model(model, directory)      load_model(model, directory)
     Checkpointer(directory, model, optimizer, …).save(step)      .restore(at=…)
     diff(directory, before, after)      blame(directory, name, index)      and those of a Checkpointer
 
-Both keep state in a store as durable versions. Each version logs only the changed elements, and checksums verify what
-is loaded. Nothing is pickled: tensors are pages, all other values are typed, and a value that cannot be stored
-faithfully is rejected by name. Saved state is on disk and takes no memory in addition to the tensors themselves, except
-that `save_file` holds copies of non-contiguous tensors until everything is written.
+State is kept in a store as durable versions. Each version logs only the changed elements, and loads are verified by
+checksums. Nothing is pickled: tensors are pages, and all other values have explicit types. A value that cannot be
+restored exactly is rejected by name. Saved state is on disk and needs no memory in addition to the tensors themselves,
+except that `save_file` holds copies of non-contiguous tensors until they are written.
 """
 
 from __future__ import annotations
@@ -60,33 +60,36 @@ def __dir__() -> list[str]:
 def save_file(tensors: Mapping[str, torch.Tensor], directory: _Path, metadata: Mapping[str, str] | None = None, *,
               note: str | None = None, name: str | None = None, durable: bool = True, keep: int | None = KEEP_DEFAULT,
               keep_for: float | None = None, keep_bytes: int | None = None, progress: bool | None = None) -> int:
-    """Saves `tensors` as the newest version in `directory`, completely or not at all. Returns the Lsn of the version.
+    """Saves `tensors` as the newest version in `directory`, completely or not at all, and returns the Lsn of the
+    version.
 
-    The directory is a store, which is created if it does not exist. Only elements that differ from the previous version
-    are logged, up to 512 MiB including the memory that they take until a snapshot. A tensor of which a quarter or more
-    changed is written whole. Tensors that are not in `tensors` are deleted. Tensors that overlap in memory (tied
-    weights, views) are stored once and overlap again when they are loaded. Any shape and stride, empty and scalar
-    tensors, and all element types up to `complex128` are supported.
+    The directory contains a store, which is created if it does not exist. Only elements that differ from the previous
+    version are logged. Logged changes occupy memory until a snapshot, up to 512 MiB. A tensor of which a quarter or
+    more changed is written completely. Tensors of the previous version that are not in `tensors` are deleted. Tensors
+    that overlap in memory (tied weights, views) are stored once, and overlap again after a load. Tensors of any shape
+    and stride are supported, including empty and scalar tensors, with all element types up to `complex128`.
 
-    Disk usage is at most 1.5 × `keep` + 2 times the bytes of all tensors, 32 times by default, if all tensors change in
-    each version, and less if fewer of them change. Named versions take additional space.
+    If all tensors change in each version, disk usage is at most 1.5 × `keep` + 2 times the bytes of all tensors, which
+    is 32 times by default. It is less if fewer tensors change. Named versions use additional space.
 
-    :param metadata: text by name, which `safe_open(directory).metadata()` returns and `remanent export` writes.
-    :param note: a remark of up to 64 KiB that is kept with the version in the log.
-    :param name: a name of 1 to 64 bytes, which keeps the version until `prune` gives it up.
-    :param durable: whether to return once the version survives a power cut, or else once it survives the death of the
-        process.
-    :param keep: the number of newest versions to keep; None keeps all. Older ones without a name are removed by this
-        save or later ones, from one snapshot to the next: up to half as many may remain in addition.
-    :param keep_for: the time in seconds for which versions are kept in addition.
-    :param keep_bytes: the bytes of disk that the directory may take. Beyond that, the oldest versions are removed,
-        regardless of `keep` and `keep_for`, except the newest one and those with names. During a save, the directory
-        takes in addition what the new version writes.
-    :param progress: False shows no progress bar; None shows one for long work if standard error is a terminal and tqdm
-        is installed.
-    :raises RefusedError: a value is not a plain tensor but another type, a sparse or quantized tensor, or a subclass
-        such as DTensor; or a name or metadata is not a str. Nothing is saved.
-    :raises TakenError: another version has the name. Nothing is saved.
+    :param metadata: text by name, which `safe_open(directory).metadata()` returns and `remanent export` writes to the
+        file.
+    :param note: a remark of up to 64 KiB that is stored with the version in the log.
+    :param name: a name of 1 to 64 bytes that keeps the version until `prune` gives up the name.
+    :param durable: whether to return only after the version survives a power cut. If False, the call returns once the
+        version survives the death of the process.
+    :param keep: the number of newest versions to keep; None keeps all. Older unnamed versions are removed by this save
+        or a later one. All versions between two snapshots are removed together, so up to half as many additional
+        versions may remain.
+    :param keep_for: versions younger than this many seconds are also kept.
+    :param keep_bytes: the disk space in bytes that the directory may use. Beyond that, the oldest versions are removed
+        regardless of `keep` and `keep_for`, except for the newest version and named versions. During a save, the
+        directory also contains the data of the new version.
+    :param progress: False disables the progress bar. None shows it for long saves if standard error is a terminal and
+        tqdm is installed.
+    :raises RefusedError: a value is not a plain tensor, for example a sparse or quantized tensor or a DTensor; or a
+        name or a value of `metadata` is not a str. Nothing is saved.
+    :raises TakenError: another version has this name. Nothing is saved.
     :raises ForeignDirectoryError: `directory` is a file or contains something other than a store. Nothing is saved.
     :raises LockedError: another process has the store open.
 
@@ -113,20 +116,21 @@ def save_file(tensors: Mapping[str, torch.Tensor], directory: _Path, metadata: M
 
 def load_file(directory: _Path, device: str | int | torch.device = "cpu", *, names: Iterable[str] | None = None,
               at: _At = None, progress: bool | None = None) -> dict[str, torch.Tensor]:
-    """Loads the tensors of a version in `directory`, by name. Each byte is verified by checksums before it is returned.
+    """Loads the tensors of a version in `directory` and returns them by name. Each byte is verified by a checksum
+    before it is returned.
 
-    The call takes no lock: a writer can continue in the meantime, and all tensors are from the same version. It loads
-    what `save_file` and `remanent import` saved.
+    The version can be one of `save_file` or of `remanent import`. No lock is taken, so a writer can continue
+    concurrently. All tensors are from the same version.
 
     :param device: the device of the loaded tensors: "cpu", "cuda", a GPU number or a `torch.device`.
     :param names: the names of the tensors to load; None loads all. `safe_open` reads parts of a tensor.
-    :param at: the version: an Lsn, "lsn:N", "snapshot:N", the name of a version, or an entry of `versions`; None loads
-        the newest.
+    :param at: the version: an Lsn, "lsn:N", "snapshot:N", the name of a version or an entry of `versions`; None loads
+        the newest version.
     :param progress: as for `save_file`.
-    :raises NoStoreError: the store does not exist, or `directory` is a file, such as a safetensors file.
-    :raises NoStateError: the store contains no tensors, or the version is not kept.
-    :raises UnknownKeyError: no tensor has one of the names.
-    :raises DamagedError: bytes on disk are not what was written.
+    :raises NoStoreError: `directory` contains no store, or is a file, such as a safetensors file.
+    :raises NoStateError: the store contains no tensors, or the version does not exist.
+    :raises UnknownKeyError: the version has no tensor with one of the names.
+    :raises DamagedError: bytes on disk differ from the bytes that were written.
 
     >>> import torch, remanent.torch
     >>> lsn = remanent.torch.save_file({"w": torch.ones(2, 2), "empty": torch.empty(0, 3)}, directory, name="start")
@@ -156,10 +160,11 @@ def _loaded(view: _native.View, manifest: page_tree.Manifest, where: torch.devic
 
 def save_model(model: torch.nn.Module, directory: _Path, metadata: Mapping[str, str] | None = None, **options: Any
                ) -> int:
-    """Saves the state of a model as `save_file` does, with tied weights stored once. Returns the Lsn of the version.
+    """Saves the state of a model as `save_file` does, and returns the Lsn of the version. Tied weights are stored once.
 
     :param options: keyword arguments of `save_file`, such as `note`, `name` and `keep`.
-    :raises RefusedError: extra state is not a tensor, or an error of `save_file`. Nothing is saved.
+    :raises RefusedError: the model has extra state that is not a tensor, or `save_file` raises this error. Nothing is
+        saved.
 
     >>> import torch, remanent.torch
     >>> model = torch.nn.Linear(2, 1)
@@ -173,14 +178,16 @@ def save_model(model: torch.nn.Module, directory: _Path, metadata: Mapping[str, 
 
 def load_model(model: torch.nn.Module, directory: _Path, strict: bool = True, device: str | int | torch.device = "cpu",
                *, at: _At = None) -> tuple[list[str], list[str]]:
-    """Loads a version into a model. Returns the names of tensors missing from the version and of tensors missing from
-    the model.
+    """Loads a version into a model. Returns the names of the model's tensors that the version does not contain, and the
+    names of the version's tensors that the model does not have.
 
-    :param strict: whether to reject a difference in names.
+    :param strict: whether to raise an error if such names exist.
     :param device: the device to which tensors are loaded before they are copied to the model's tensors.
-    :raises MismatchError: names, a shape or an element type differ, or the model is on the meta device. Nothing
-        changes.
-    :raises NoStoreError, NoStateError, DamagedError: as for `load_file`. Nothing changes.
+    :raises MismatchError: a shape or element type differs, the model is on the meta device, or names differ and
+        `strict` is True. Nothing changes.
+    :raises NoStoreError: `directory` contains no store. Nothing changes.
+    :raises NoStateError: the version does not exist. Nothing changes.
+    :raises DamagedError: bytes on disk differ from the bytes that were written. Nothing changes.
     """
     refuse_fake_tensors()
     refuse_file(directory, loads=True)

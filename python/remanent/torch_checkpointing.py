@@ -1,4 +1,4 @@
-"""Alias of `remanent.integrations.torch_checkpointing`: importing it returns that module."""
+"""Alias of `remanent.integrations.torch_checkpointing`. Importing this module returns that one."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Alias of `remanent.integrations.torchtitan`: importing it returns that module."""
+"""Alias of `remanent.integrations.torchtitan`. Importing this module returns that one."""
 
 import sys
 

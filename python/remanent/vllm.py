@@ -1,4 +1,4 @@
-"""Alias of `remanent.integrations.vllm`: importing it returns that module."""
+"""Alias of `remanent.integrations.vllm`. Importing this module returns that one."""
 
 import sys
 

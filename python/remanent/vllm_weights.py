@@ -1,4 +1,4 @@
-"""Alias of `remanent.integrations.vllm_weights`: importing it returns that module."""
+"""Alias of `remanent.integrations.vllm_weights`. Importing this module returns that one."""
 
 import sys
 

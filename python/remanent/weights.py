@@ -1,11 +1,12 @@
-"""Weight synchronization: one process publishes the changed elements of each step, and others apply them in order.
+"""Synchronizes weights between processes. One process publishes the changed elements of each step, and other processes
+apply them in order.
 
     publisher = Publisher(directory)          subscriber = Subscriber(directory)
     publisher.publish(model, step)            subscriber.apply_to(model)      # between two batches of work
 
-The publisher's store contains the newest weights and the log of what each step changed. A subscriber, in any process on
-the machine, keeps no copy: it scatters the changes of a step directly into its live tensors, on any device. A
-subscriber that falls too far behind restarts from the newest snapshot and counts this in `restarts`.
+The publisher's store contains the newest weights, and a log of the changes in each step. A subscriber, in any process
+on the same machine, keeps no copy of the weights. It writes the changes of a step directly into its live tensors, on
+any device. A subscriber that falls too far behind reads all weights again and counts this in `restarts`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def _tensors(model: Any) -> dict[str, torch.Tensor]:
 
 
 def checksum(model: Any) -> int:
-    """Returns the CRC-32 of all tensors of a model, or of a dict of tensors, in the order of their names.
+    """Returns the CRC-32 of all tensors of a module, or of a dict of tensors, in the order of their names.
 
     >>> import torch, remanent.weights
     >>> one = {"a": torch.ones(3), "b": torch.zeros(2)}
@@ -67,13 +68,15 @@ def checksum(model: Any) -> int:
 
 
 class Publisher:
-    """Publishes the weights of a model, step by step. Only one process at a time can publish to a directory.
+    """Publishes the weights of a model step by step. Only one process at a time can publish to a directory.
 
-    :param check: whether each step contains the checksum of all weights, which subscribers then compare.
-    :param log_kept: the number of bytes of log to keep for subscribers that fall behind.
-    :param device: the device of the pages, with which weights are compared and which take as much memory as the
-        weights. "host" copies weights on a GPU to the host at each step. "cuda:0", or another GPU that holds the
-        weights, finds the changes on that GPU and copies nothing else from it.
+    :param directory: the directory of the publisher's store, which is created if it does not exist.
+
+    :param check: whether each step contains a checksum of all weights, which subscribers compare with their own.
+    :param log_kept: the bytes of log to keep for subscribers that fall behind.
+    :param device: the device of the pages, which are compared with the weights and occupy as much memory. With "host",
+        weights on a GPU are copied to the host at each step. With "cuda:0", or another GPU that contains the weights,
+        the GPU finds the changes, and only these are copied from it.
     :param options: options of `Store`.
 
     >>> import torch, remanent.weights
@@ -103,15 +106,16 @@ class Publisher:
         return f"Publisher({self.store!r})"
 
     def publish(self, model: Any, step: int) -> _native.Ticket:
-        """Logs what changed since the previous step and makes it visible to subscribers. Returns a ticket to wait on.
+        """Logs the changes since the previous step and makes them visible to subscribers. Returns a `Ticket` to wait
+        on.
 
-        The weights are read as the current streams of their devices leave them, and may change once this returns. The
-        changes of a step are logged as one batch of at most 1 GiB: a changed element takes its own bytes and up to four
-        more.
+        The weights are read after work that is already queued on the current streams of their devices. They may change
+        once the call returns. The changes of a step are logged as one batch of at most 1 GiB. A changed element needs
+        its own bytes and up to four more.
 
-        :param model: a module, or tensors by name.
-        :param step: the number of the step.
-        :raises RefusedError: a tensor is not plain. The message names it.
+        :param model: a module, or a dict of tensors by name.
+        :param step: the number of the step, which subscribers report.
+        :raises RefusedError: a value is not a plain tensor. The message names the value.
         """
         tensors = _tensors(model)
         batch = self.store.batch(note=f"step {step}")
@@ -133,7 +137,7 @@ class Publisher:
         return self.store.submit(batch)
 
     def close(self) -> None:
-        """Closes the store. Subscribers stay usable and find new steps once it is opened again."""
+        """Closes the store. Subscribers remain usable, and find new steps once a publisher opens the store again."""
         self.store.close()
 
     def __enter__(self) -> Publisher:
@@ -144,21 +148,21 @@ class Publisher:
 
 
 class Subscriber:
-    """Follows the weights that a publisher publishes to `directory`. See `Publisher` for an example.
+    """Applies the weights that a publisher publishes to `directory`. See `Publisher` for an example.
 
-    `step` is the last step applied, or None before the first. `restarts` counts how often all weights were read again:
-    at the first call, after the subscriber fell too far behind, after tensors were added, removed or changed shape, and
-    if the tensors are not those that the last call left.
+    `step` is the last step that was applied, or None. `restarts` counts how often all weights were read: at the first
+    call, after the subscriber fell too far behind, after tensors were added, removed or changed their shape, and
+    whenever the tensors are not in the state in which the last call left them.
 
-    A step is applied only to the bytes that it was computed from. Each call compares the locations of the tensors with
-    those at the last call and, before it applies a step, the sums of their bytes with those after the last call. A
-    model that was replaced, cleared, or whose memory was freed and allocated again therefore receives all weights.
-    Without a new step the bytes are not read: an engine that wakes up with other contents and needs its weights
-    immediately creates a new `Subscriber`.
+    A step is applied only to the bytes from which it was computed. Each call compares the locations of the tensors with
+    those at the last call. Before it applies a step, it also compares the sums of their bytes with those after the last
+    call. A model that was replaced or cleared, or whose memory was freed and allocated again, therefore receives all
+    weights. Without a new step, the bytes are not read. If an engine wakes up with other contents and needs its weights
+    immediately, create a new `Subscriber`.
 
-    For tensors on a GPU, the bytes of a step are copied there as the log stores them, and the GPU decodes which
-    elements they belong to. This takes GPU memory for the bytes of the step, 256 MiB at most, and some 100 MB for the
-    indices. For other GPUs and longer steps, the changes are decoded on the host.
+    For tensors on a GPU, the bytes of a step are copied to the GPU as they are in the log, and the GPU decodes which
+    elements they change. This needs GPU memory for the bytes of the step, 256 MiB at most, and about 100 MB for the
+    indices. For longer steps, and for tensors on a second GPU, the host decodes the changes.
     """
 
     def __init__(self, directory: _Path) -> None:
@@ -177,16 +181,18 @@ class Subscriber:
         return f"Subscriber({self._directory!r}, step={self.step}, restarts={self.restarts})"
 
     def apply_to(self, model: Any, *, timeout: float = 0.0) -> int | None:
-        """Updates the tensors of `model` in place to the newest step. Returns that step, or None if there is none yet.
+        """Updates the tensors of `model` in place to the newest step. Returns that step, or None if no step was
+        published yet.
 
-        Call it between two uses of the weights: during the call, the tensors contain a mix of two steps.
+        Do not use the weights during the call, because the tensors then contain a mixture of two steps.
 
-        :param model: a module, or tensors by name, contiguous and with the publisher's shapes and element types.
-        :param timeout: the time in seconds to wait for a step if none is new since the last call.
-        :raises NoStateError: the publisher has other tensors, or the memory of a tensor of the model was freed. The
-            next call reads all weights again.
-        :raises DivergedError: a checksum differs, or a crash removed a step that was applied. The next call reads all
-            weights again.
+        :param model: a module, or a dict of tensors by name. The tensors must be contiguous and have the publisher's
+            shapes and element types.
+        :param timeout: the seconds to wait for a step if no step is new since the last call.
+        :raises NoStateError: the publisher has other tensors, or the memory of one of the model's tensors was freed.
+            The next call reads all weights again.
+        :raises DivergedError: a checksum differs, or a crash removed a step that was already applied. The next call
+            reads all weights again.
         """
         live = Live(_tensors(model), self._uploads)
         try:
@@ -216,12 +222,11 @@ class Subscriber:
         return self.step
 
     def _names(self) -> list[str]:
-        """Returns the names of the publisher's tensors."""
         return sorted(array.name for arrays in self._arrays.values() for array in arrays)
 
     def _restart(self, live: Live) -> bool:
-        """Reads all weights and returns whether there are any. If not, the subscriber waits at the beginning of the
-        log."""
+        """Reads all weights and returns True. If there are none yet, returns False, and the subscriber waits for the
+        first batch of the log."""
         self.restarts += 1
         replica = _native.Replica(self._directory)
         self._follower = _native.Follower(self._directory, replica.position)
@@ -278,4 +283,5 @@ def _are_equal(sums: dict[torch.device, torch.Tensor], others: dict[torch.device
 
 
 class _Another(Exception):
-    """Raised if a batch changes more than elements, or the tensors are not those that it was computed from."""
+    """Raised if a batch changes more than elements, or if the tensors differ from those for which the batch was
+    computed."""

@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: versions of its state in a store."""
+"""Saves and restores the state of a training run as versions in a store."""
 
 from __future__ import annotations
 
@@ -74,64 +74,65 @@ _T = TypeVar("_T")
 
 
 class Checkpointer:
-    """Saves and restores the state of a training run: model, optimizer, scheduler, random numbers, and other objects
-    with a state.
+    """Saves and restores the state of a training run: model, optimizer, scheduler, random number generators, and other
+    objects with a state.
 
-    `save(step)` saves the state as the newest version, completely or not at all; only what changed is written.
-    `restore()` loads a version into the existing objects. After a process is killed at any moment, its successor finds
-    the last version whose save had returned, or the one in progress, but never a mix. A save takes some megabytes of
-    host memory in addition to the tensors, regardless of their number; a save that does not wait takes up to `room`
-    bytes.
+    `save(step)` saves the state as the newest version. A version is saved completely or not at all, and only changed
+    bytes are written. `restore()` loads a version into the existing objects. The process can be killed at any moment:
+    the next process finds either the last version whose save returned or the version that was being saved, never a
+    mixture of both. A save needs a few megabytes of host memory in addition to the tensors, regardless of their number.
+    A save with `wait=False` needs up to `room` bytes.
 
-    From time to time, Python's garbage collector scans all objects, which takes 0.1 s or more with torch imported, and
-    the objects that `state_dict` creates make this more frequent. Calling `gc.collect()` and `gc.freeze()` before the
-    loop keeps these scans short.
+    Python's garbage collector periodically scans all objects, which takes 0.1 s or more after torch is imported. The
+    objects that `state_dict` creates make these scans more frequent. Call `gc.collect()` and `gc.freeze()` before the
+    training loop to keep the scans short.
 
-    :param directory: the store of the run, which is created if it does not exist. Only one process at a time can have
-        it open.
+    :param directory: the directory of the run's store, which is created if it does not exist. Only one process at a
+        time can open the store.
     :param model: a module, or any object with `state_dict` and `load_state_dict`.
-    :param extra: more such objects by name, or dicts of plain values, such as a loader's position, which `restore`
-        fills.
+    :param extra: other objects with these two methods, by name, or dicts of plain values, such as the position of a
+        data loader. `restore` fills the dicts.
     :param rng: whether to save the random states of Python, NumPy (if it is imported), torch and all GPUs.
-    :param keep: the number of newest versions without a name to keep. Others are removed in the background.
-    :param keep_for: the time in seconds for which versions without a name are kept in addition.
-    :param room: the bytes of host memory for saves that do not wait. State that fits is copied there, and the call
-        returns while it is being written. If the state is larger, the rest is written first.
-    :param device_room: the bytes of memory on each GPU that are used in addition. State that fits is copied within the
+    :param keep: the number of newest unnamed versions to keep. Older unnamed versions are removed in the background.
+    :param keep_for: unnamed versions younger than this many seconds are also kept.
+    :param room: the bytes of host memory for saves with `wait=False`. State that fits is copied into this memory, and
+        is written after the call returns. If the state is larger, the call first waits until all but `room` bytes are
+        written.
+    :param device_room: the bytes of additional memory on each GPU for these saves. State that fits is copied within the
         GPU, which takes a hundredth of the time of a copy to the host.
-    :param overlap: whether a save that does not wait leaves parameters and the optimizer's state in place until
-        `optimizer.step` is called, which then waits for their copies. They are copied concurrently with the next
-        forward and backward pass. Nothing else may change them meanwhile: no CUDA graph captured with the step in it,
-        no compiled step, no optimizer that changes parameters elsewhere, and no assignment before the step
-        (`Saved.wait_copied`).
-    :param digests: whether tensors on the model's GPU are captured by digests: the GPU finds the chunks of 64 KiB that
-        changed since the previous save, and only these are copied from it. They are logged before the call returns and
-        need no `room`. This is for states of which little changes, such as those with frozen layers: a first save, and
-        the first save of a process or after `restore`, writes everything. Changes are held in host memory until their
-        version is on disk, in up to half of `budget={"disk": bytes}`, which is 512 MiB by default; tensors beyond that
-        are written whole. Tensors of more than 2 GiB, non-contiguous tensors and those on other devices are saved as
-        without digests. The memory of captured tensors is kept alive until the next save. For a model on the host, the
-        host finds the changes.
-    :param process_group: the ranks that save together, each its own state; see below.
+    :param overlap: whether a save with `wait=False` copies parameters and optimizer state concurrently with the next
+        forward and backward pass. `optimizer.step` waits for the copies. Before that step, nothing else may change
+        these tensors: no CUDA graph that contains the step, no compiled step, no optimizer that changes parameters
+        outside of `step`, and no assignment. `Saved.wait_copied` waits for the copies earlier.
+    :param digests: whether to capture tensors on the model's GPU by digests. The GPU finds the chunks of 64 KiB that
+        changed since the previous save, and only these chunks are copied to the host. They are logged before the call
+        returns and need no `room`. Use digests if only a small part of the state changes, for example if layers are
+        frozen. The first save of a process and the first save after `restore` write everything. Changes are held in
+        host memory until their version is on disk, in up to half of `budget={"disk": bytes}`, which is 512 MiB by
+        default. Tensors beyond that are written completely. Tensors of more than 2 GiB, non-contiguous tensors and
+        tensors on other devices are saved without digests. The memory of captured tensors is kept alive until the next
+        save. For a model on the host, the host finds the changes.
+    :param process_group: the ranks that save together, each with its own state; see below.
     :param options: options of `Store`, such as `log_io`. A `budget={"disk": bytes}` of less than 32 MiB may be too
-        small for one batch of a save, which is then rejected. `compression=True` uses a fifth less disk space for
-        weights in bfloat16, and takes two to three times as long.
+        small for one batch of a save, which is then rejected. `compression=True` reduces the disk space of bfloat16
+        weights by a fifth and makes saves two to three times slower.
 
-    With `process_group`, each of its ranks creates one checkpointer with the same directory, which all ranks can
-    access, and makes the same calls in the same order, except that any rank may call `versions` and `close` alone. A
-    version exists once it is durable on all ranks: whichever ranks are killed, at any moment, `restore` restores the
-    same version on all of them. If one rank cannot save, none does; if one rank cannot read, nothing changes on any
-    rank. Each rank saves its part of a DTensor, and its own copy of any other tensor. The ranks' stores are named
-    `rank-N` in the directory.
+    With `process_group`, each rank creates one checkpointer for the same directory, which all ranks must be able to
+    access. All ranks make the same calls in the same order. Only `versions` and `close` may be called by a single rank.
+    A version exists once it is durable on all ranks. Even if ranks are killed at any moment, `restore` therefore
+    restores the same version on all ranks. If one rank cannot save, no rank saves. If one rank cannot read, no rank
+    changes its state. Each rank saves its part of a DTensor, and its own copy of any other tensor. The store of rank N
+    is the subdirectory `rank-N`.
 
-    A run can continue with another number of ranks or another mesh: `restore` redistributes DTensors to the layout of
-    the model. It rejects tensors for which this is ambiguous, such as those of stages that each have a tensor of the
-    same name. A DTensor can only be restored to a DTensor. Other values are restored on rank K from rank K of the ranks
-    that saved; additional ranks take the values of these ranks in turn, and keep their own random states.
+    A run can continue with another number of ranks or another mesh. `restore` redistributes DTensors to the layout of
+    the model. It rejects tensors for which the redistribution is ambiguous, such as tensors of different pipeline
+    stages with the same name. A DTensor can only be restored to a DTensor. Rank K restores all other values from rank K
+    of the saved version. Additional ranks restore these values from the saved ranks in turn, and keep their own random
+    states.
 
-    Values can be tensors as in `save_file`, None, bool, int, float, complex, str, bytes, list, tuple, dict and NumPy
-    arrays; `torch.dtype`, `torch.device` and `torch.Size`. Any other value is rejected by name before anything is
-    saved.
+    Values can be tensors as in `save_file`, None, bool, int, float, complex, str, bytes, list, tuple, dict, NumPy
+    arrays, `torch.dtype`, `torch.device` and `torch.Size`. Any other value is rejected by an error that names the
+    value, before anything is saved.
 
     >>> import torch, remanent.torch
     >>> model = torch.nn.Linear(2, 1)
@@ -186,7 +187,7 @@ class Checkpointer:
             else:
                 self._parts = checked()
             self._rng = rng
-            # Each save takes its own snapshot: no others are needed.
+            # Each save takes a snapshot, so periodic ones are not needed.
             own: dict[str, Any] = {"device": "host" if device.type == "cpu" else str(device), "compression": False,
                                    "snapshot_log_bytes": None, "snapshot_interval": None, "snapshots_kept": 1}
             if digests:
@@ -205,7 +206,7 @@ class Checkpointer:
                 self._ranks.end()
             self._worker.shutdown(wait=False)
             raise
-        # The engine's default.
+        # The engine's default is 128 MiB.
         self._pending_max: int = (opened.get("budget") or {}).get("disk", 128 << 20)
         self._copies = Copies(self.store, device, "digests") if digests else None
         self._writers = concurrent.futures.ThreadPoolExecutor(_WRITERS + 1, "remanent-checkpoint-write")
@@ -223,17 +224,17 @@ class Checkpointer:
         self._step: int | None = None
 
     def _waited(self, work: Callable[[], _T]) -> _T:
-        """Runs work on the thread of saves. A wait for it can be interrupted, and the work continues: ranks stay in
-        step even if one of them raises."""
+        """Runs `work` on the worker thread and returns the result. Ctrl-C ends the wait but not the work, so that all
+        ranks still complete the same calls."""
         done = self._worker.submit(work)
         while not concurrent.futures.wait([done], 0.1).done:
             pass
         return done.result()
 
     def _after_saves(self, doing: str, work: Callable[[], _T]) -> _T:
-        """Runs work on all ranks once the save in progress has ended.
+        """Runs `work` after the save in progress, on all ranks if there are several, and returns the result.
 
-        :param doing: a description of the work that follows "to".
+        :param doing: the operation as an infinitive without "to", for messages that compare ranks.
         """
         self._check_open()
         ranks = self._ranks
@@ -249,7 +250,7 @@ class Checkpointer:
         return self._waited(in_step)
 
     def _tell_failure(self) -> None:
-        """Raises the failure of the last save, unless its caller was already notified."""
+        """Raises the error of the last save unless a caller has already received that error."""
         last = self._last
         if last is not None and last._has_ended and not last._told.is_set():
             last.wait()
@@ -260,29 +261,32 @@ class Checkpointer:
              busy: str = "wait", progress: bool | None = None) -> Saved:
         """Saves the current state as the version of `step`.
 
-        If the previous save is still in progress, this save waits for it, is refused, or is left to the next save. Once
-        this returns, the state may be changed by the host, and by work that is queued on the current streams of its
-        GPUs from then on or ordered after it. Other streams must be ordered first, as for any torch operation. With
-        `overlap`, parameters and the optimizer's state may only be changed by `optimizer.step`.
+        If the previous save is still in progress, `busy` determines whether this save waits, is refused or is left to
+        the next save. After the call returns, the host may change the state, and so may work that is queued on the
+        current streams of the GPUs from then on. Work on other streams must first be ordered after these streams, as
+        for any torch operation. With `overlap`, only `optimizer.step` may change parameters and optimizer state.
 
-        :param step: a number of at least 0, and at least the step of the newest version or, after `restore`, of the
-            restored version, from which history continues. Saving a step again replaces its previous version.
-        :param name: a name that keeps the version until `give_up(name)`: 1 to 64 bytes, not beginning with "step ",
-            "lsn:", "snapshot:" or "name:".
-        :param note: a remark that is kept with the version; "step N" by default.
-        :param wait: whether to return only once the version is durable. If False, the call returns once the state is
-            copied or its copies are queued on streams, and `Saved.wait` reports when the version is durable; a process
-            that is killed before then finds the previous version.
-        :param busy: what to do while the previous save is in progress: "wait", "refuse" or "coalesce". `Saved.seconds`
-            is the duration of a save. "coalesce" saves nothing in that case and returns immediately; the returned
-            object completes with the next save, whose step is `Saved.version_step`. Saves with a name, saves that
-            `wait`, and a save that some rank waits for are never coalesced. Make the last save of a run such a save, or
-            `close` raises an error.
-        :param progress: whether a save that waits shows a progress bar: False never; None for long work if standard
-            error is a terminal and tqdm is installed. With several ranks, the first one shows it.
-        :raises InvalidError: the step is too low. Nothing is saved.
-        :raises InUseError: the save is refused. Nothing is saved.
-        :raises RefusedError: a value cannot be stored, and the message names it; or a CUDA graph is being captured.
+        :param step: an integer that is at least 0 and at least the step of the newest version. After `restore`, history
+            continues from the restored version, and the step must be at least that version's step. Saving a step again
+            replaces its previous version.
+        :param name: a name of 1 to 64 bytes that keeps the version until `give_up(name)`. The name must not begin with
+            "step ", "lsn:", "snapshot:" or "name:".
+        :param note: a remark to store with the version. The default is "step N".
+        :param wait: whether to return only after the version is durable. If False, the call returns once the state is
+            copied or its copies are queued on streams, and `Saved.wait` waits for durability. If the process is killed
+            before then, the next process finds the previous version.
+        :param busy: what to do while the previous save is in progress: "wait" for it, "refuse" this save, or
+            "coalesce". A coalesced save returns immediately without saving; the returned object completes with the next
+            save, whose step is `Saved.version_step`. Saves with a name, saves with `wait=True`, and saves for which
+            another rank waits are never coalesced. Make the last save of a run one of these, or `close` raises an
+            error. `Saved.seconds` is the duration of a save.
+        :param progress: whether a save with `wait=True` shows a progress bar. False disables the bar. None shows it for
+            long saves if standard error is a terminal and tqdm is installed. With several ranks, only the first rank
+            shows it.
+        :raises InvalidError: the step is below the run's current step, or another argument is invalid. Nothing is
+            saved.
+        :raises InUseError: `busy` is "refuse" and the previous save is in progress. Nothing is saved.
+        :raises RefusedError: a value cannot be stored (the message names the value), or a CUDA graph is being captured.
             Nothing is saved.
         """
         began = time.monotonic()
@@ -298,7 +302,7 @@ class Checkpointer:
             is_next = not is_left
             if is_next:
                 _refuse_modes()
-                # Only once the previous save has ended is it known whether its step counts.
+                # The step of the previous save counts only if that save succeeds.
                 self._finish()
             step = self._next_step(step)
             if is_left:
@@ -354,7 +358,7 @@ class Checkpointer:
         return saved
 
     def _next_step(self, step: int) -> int:
-        """Returns the step to save, after checking that it does not go back."""
+        """Returns `step` as an int after checking that it is not below the run's current step."""
         step = _whole_number("step", step)
         if step < 0:
             raise InvalidError(f"step: {step} is below 0", remedy="count steps from 0")
@@ -365,7 +369,8 @@ class Checkpointer:
         return step
 
     def _reached(self) -> int | None:
-        """Returns the current step of the run. A failed save does not count."""
+        """Returns the step of the newest save that has not failed, or of a later restore; None if the run has no
+        version."""
         last, left = self._last, self._left.newest_step
         if left is not None:
             return left
@@ -374,7 +379,7 @@ class Checkpointer:
         return self._versions.newest_step() if self._step is None else self._step
 
     def _forget_last(self) -> None:
-        """Ends the last save, on which no thread works any more; its step counts if the save succeeded."""
+        """Clears the last save, whose threads have finished, and records its step if the save succeeded."""
         last, self._last = self._last, None
         if last is not None and last.done():
             self._step = last.step
@@ -383,7 +388,7 @@ class Checkpointer:
         return Bar(nbytes, what, progress if self._ranks is None or self._ranks.rank == 0 else False)
 
     def _is_left_to_next(self, busy: str, waits: bool) -> bool:
-        """Returns whether a save is left to the next one because the previous one is in progress."""
+        """Returns whether a save is coalesced because the previous one is in progress."""
         if busy not in ("wait", "refuse", "coalesce"):
             raise InvalidError(f"busy: {busy!r} is none of \"wait\", \"refuse\" and \"coalesce\"")
         if busy == "wait":
@@ -407,9 +412,9 @@ class Checkpointer:
         return tree, *self._divided(extents_there(found))
 
     def _divided(self, found: list[Extent]) -> tuple[list[Extent], list[Extent]]:
-        """Divides tensors into those that are captured in place and the others.
+        """Divides tensors into those that are captured in place and all others.
 
-        Tensors that share a storage are either all captured or none of them.
+        Tensors that share a storage are always in the same list.
         """
         if self._copies is None:
             return [], found
@@ -420,7 +425,7 @@ class Checkpointer:
         return captured, [each for each in found if not each.nbytes or each.storage in others]
 
     def _settle(self, *, patient: bool = False) -> None:
-        """Waits until no thread has work of a save left, however that work ended.
+        """Waits until no thread works on a save, whether the save succeeded or failed.
 
         :param patient: whether to continue waiting after Ctrl-C.
         """
@@ -436,7 +441,7 @@ class Checkpointer:
                     raise
 
     def _copy(self, passage: Passage, tensors: list[Extent], reading: Reading, wait: bool) -> None:
-        """Copies the state into the room or queues its copies; copies that may happen later are deferred."""
+        """Copies the state for the writer. Copies that may be made after `save` returns are left to `_copy_later`."""
         streams = self._room.streams
         if wait:
             # The call waits anyway: bytes on the host are read in place.
@@ -483,9 +488,9 @@ class Checkpointer:
             self._reading.hold_back()
 
     def _write(self, passage: Passage, capture: Capture, step: int, note: str, tree: str, bar: Bar) -> _native.Ticket:
-        """Writes a version: first what is captured, then what arrives through the room.
+        """Writes a version: first the captured tensors, then the blocks that arrive through `passage`.
 
-        A long version takes several batches, of which those from the room are written concurrently.
+        A long version consists of several batches. Those with blocks from `passage` are written concurrently.
         """
         batch = self.store.batch(note=note)
         running: deque[_Running] = deque()
@@ -562,7 +567,7 @@ class Checkpointer:
         return ticket
 
     def _make_way(self, nbytes: int) -> None:
-        """Keeps the current version before a save overwrites it; removes what an interrupted save left."""
+        """Keeps the current version before a save overwrites its pages, or removes the pages of an interrupted save."""
         root = self.store.root
         if SAVING in root:
             held = page_tree.read_manifest(self.store).pages if page_tree.MANIFEST_KEY in self.store else {}
@@ -579,7 +584,8 @@ class Checkpointer:
 
     def _write_and_keep(self, passage: Passage, capture: Capture, save: int, step: int, name: str | None, note: str,
                         tree: Any, nbytes: int, bar: Bar) -> tuple[int, float]:
-        """Writes the version and returns its Lsn and the time when it was durable and kept."""
+        """Writes the version, and returns its Lsn and the monotonic time in seconds at which the version was durable
+        and kept."""
         try:
             try:
                 passage.wait_for_start()
@@ -625,41 +631,42 @@ class Checkpointer:
     # Restoring.
 
     def restore(self, at: int | str | Version | None = None, *, cast: bool = False, progress: bool | None = None) -> int:
-        """Loads a version into model, optimizer and the other objects, in place. Returns its step.
+        """Loads a version in place into the model, the optimizer and the other objects, and returns the version's step.
 
-        Values are restored as they were saved, or the call is rejected by name and changes nothing. The whole version
-        is verified before the first change, so it is read twice, the second time mostly from the page cache.
+        Values are restored exactly as they were saved. If a value does not fit, the call raises an error that names the
+        value and changes nothing. All bytes of the version are verified before the first change, so the version is read
+        twice, the second time mostly from the page cache.
 
         Tensors, including those of optimizers and dicts, stay in place if they have the saved shapes, element types and
-        strides: bytes are read from the files into their memory, on a GPU without a copy of the version on the host. An
-        optimizer's state is not cast to the type of its parameters. Groups with `param_names` are matched by these
-        names. A version of a compiled model or of a model in DistributedDataParallel fits the plain model, and vice
-        versa.
+        strides. Their bytes are read from the files into their memory; for tensors on a GPU, no copy of the version is
+        made on the host. An optimizer's state is not cast to the type of its parameters. Parameter groups with
+        `param_names` are matched by these names. A version of a compiled model or of a model in DistributedDataParallel
+        fits the plain model, and vice versa.
 
-        Values without such memory are held in host memory until everything is verified, or on the GPU for the state of
-        an optimizer that has made no step yet. The same applies to modules and optimizers that load through a method or
-        hook of their own.
+        Values without such memory are held in host memory until the whole version is verified. The state of an
+        optimizer that has made no step yet is held on the GPU instead. The same applies to modules and optimizers that
+        load through their own method or hook.
 
-        Objects with their own `load_state_dict`, and dicts, receive their state first; then the bytes are read; then
-        modules and optimizers load with the tensors' new values; random states come last. If an object raises, changes
-        are reverted as far as that is possible without a copy of the tensors, and the error names the rest. Random
-        states of GPUs that this process does not have are skipped.
+        Objects with their own `load_state_dict`, and dicts, receive their state first. Then the bytes are read, and
+        modules and optimizers load the new values of their tensors. Random states are restored last. If an object
+        raises an error, changes are reverted as far as that is possible without a copy of the tensors, and the error
+        names the changes that remain. Random states of GPUs that this process does not have are skipped.
 
-        The load runs after the work that is queued on the current streams of the GPUs, and before work queued on them
-        afterwards.
+        The load runs after work that is already queued on the current streams of the GPUs, and before work that is
+        queued later.
 
-        :param at: a step (int), a name, a Version or, without `process_group`, "lsn:N" or "snapshot:N"; None restores
-            the newest version. Write a name that looks like one of the other forms as "name:S".
-        :param cast: whether elements of a model and of its optimizer's state are converted to the types of the model,
-            as `load_state_dict` does. If False, a version with other element types is rejected.
-        :param progress: as for `save`, with one bar while the version is verified and one while it is loaded.
+        :param at: a step (int), a name, or a `Version`; None restores the newest version. Without `process_group`,
+            "lsn:N" and "snapshot:N" are also accepted. Write a name that has one of these forms as "name:S".
+        :param cast: whether to convert elements of the model and of its optimizer's state to the types of the model, as
+            `load_state_dict` does. If False, a version with other element types is rejected.
+        :param progress: as for `save`. One bar shows the verification and another one the load.
         :raises NoStateError: the version does not exist.
-        :raises InvalidError: the model has other tensors, shapes or element types, or is on the meta device; or the
-            optimizer has other parameter groups. Nothing changed.
-        :raises RestoreFailedError: an object could not load its state. `changed` names the objects with values of the
-            version.
-        :raises DamagedError: bytes on disk are not what was written. If they became damaged after their verification, a
-            note names what changed.
+        :raises InvalidError: the model has other tensors, shapes or element types than the version, or is on the meta
+            device; or the optimizer has other parameter groups. Nothing changed.
+        :raises RestoreFailedError: an object could not load its state. `changed` names the objects that now have values
+            of the version.
+        :raises DamagedError: bytes on disk differ from the bytes that were written. If the damage occurred after the
+            verification, a note names the changed objects.
         :raises RefusedError: a CUDA graph is being captured.
         """
         if not (at is None or isinstance(at, (str, Version))):
@@ -691,7 +698,8 @@ class Checkpointer:
 
     def _proven(self, views: Views, targets: Targets, layouts: Any, cast: bool,
                 progress: bool | None) -> tuple[int, Restoration, PutBack]:
-        """Returns the step of a version with every byte verified, what loads it, and what puts its values back."""
+        """Verifies a version and returns its step, the `Restoration` that loads its bytes, and the `PutBack` that loads
+        its values."""
         root = views.own.root
         if "step" not in root:
             raise NoStateError("the version is none of a run", remedy="`versions` lists those that are kept")
@@ -710,29 +718,30 @@ class Checkpointer:
         return int(root["step"]), restoration, changes
 
     def versions(self) -> list[Version]:
-        """Returns the versions that are kept, oldest first."""
+        """Waits for the save in progress and returns the kept versions, oldest first."""
         self._finish()
         return self._versions.listed()
 
     def give_up(self, name: str) -> None:
-        """Gives up a version by name, and removes what only it needs. The newest version stays, without its name.
+        """Removes the name of a version, and the version with it. The newest version is kept without its name.
 
         :raises NoStateError: no version has this name.
-        :raises RefusedError: it is the newest version, and a later save was interrupted. Nothing changed.
+        :raises RefusedError: the version is the newest one, and a later save was interrupted. Nothing changed.
         """
         self._after_saves(f"give up {name!r}", lambda: self._versions.give_up(name))
 
     def diff(self, before: int | str | Version, after: int | str | Version | None = None
              ) -> dict[str, Difference | None]:
-        """Returns the tensors that differ between two versions, by name: the number of elements, the first one, and the
-        largest difference.
+        """Compares two versions and returns a `Difference` for each tensor that differs, by name.
 
-        The value is None for a tensor that only one version has, or that has another shape or element type. Pages that
-        no batch changed in between are not read. With `process_group`, this covers the tensors of this rank.
+        The value is None for a tensor that only one version contains, or whose shape or element type differs. Pages
+        that no batch changed between the two versions are not read. With `process_group`, only tensors of this rank are
+        compared.
 
         :param before: a step, a name or a Version, as for `restore`.
         :param after: another version; None uses the newest.
-        :raises NoStateError, DamagedError: as for `restore`.
+        :raises NoStateError: a version does not exist.
+        :raises DamagedError: bytes on disk differ from the bytes that were written.
 
         >>> import torch, remanent.torch
         >>> state = {"w": torch.zeros(2, 3)}
@@ -749,16 +758,16 @@ class Checkpointer:
         return self._after_saves(f"compare {named(before)} and {named(after)}", differing)
 
     def blame(self, name: str, index: int | Sequence[int]) -> list[ElementChange]:
-        """Returns the versions in which an element of a tensor differs from the previous version, oldest first.
+        """Returns the kept versions in which an element of a tensor differs from the previous version, oldest first.
 
-        Several changes between two kept versions appear as one. With `process_group`, this covers this rank's part of
-        the tensor, in versions with the same number of ranks.
+        Several changes between two kept versions are reported as one. With `process_group`, only this rank's part of
+        the tensor is searched, in versions with the same number of ranks.
 
-        :param name: the name as `diff` returns it: "model/…", "optimizer/…", or the name in `extra`.
+        :param name: the tensor's name as in the result of `diff`: "model/…", "optimizer/…", or a name in `extra`.
         :param index: an index for each dimension of the tensor, or a single int; negative indices count from the end.
         :raises NoStateError: no version has this tensor.
         :raises OutOfBoundsError: the element exists in no version.
-        :raises DamagedError: bytes on disk are not what was written.
+        :raises DamagedError: bytes on disk differ from the bytes that were written.
 
         >>> import torch, remanent.torch
         >>> state = {"w": torch.zeros(2, 3)}
@@ -781,20 +790,20 @@ class Checkpointer:
 
     def bisect(self, is_good: Callable[[Version], bool | None], *, good: int | str | Version,
                bad: int | str | Version | None = None) -> Version:
-        """Returns the first version for which `is_good` returns False, by binary search between a good and a later bad
-        version.
+        """Returns the first version for which `is_good` returns False, found by binary search between a good version
+        and a later bad version.
 
-        About log2(n) of n versions are tested. `is_good` may `restore` the version and evaluate the model, or read it
-        in another way; what it restored last remains. With `process_group`, all ranks test the same versions, and a
-        version is good if it is good on all of them.
+        About log2(n) of n versions are tested. `is_good` may call `restore` and evaluate the model, or read the version
+        in another way. The state that it restored last remains in place. With `process_group`, all ranks test the same
+        versions, and a version is good if it is good on all ranks.
 
-        :param is_good: called with a Version; returns True for good, False for bad, and None if it cannot be determined
-            for this version. An exception ends the search on all ranks.
+        :param is_good: receives a `Version` and returns True for a good version, False for a bad one, and None if the
+            result cannot be determined. An exception ends the search on all ranks.
         :param good: a version known to be good: its step, its name, or a Version.
         :param bad: a later version known to be bad; None uses the newest.
         :raises InvalidError: the good version is not older than the bad one.
-        :raises NoStateError: one of them is not kept, or the verdict could not be determined for versions next to the
-            first bad one.
+        :raises NoStateError: `good` or `bad` is not kept, or `is_good` returned None for versions next to the first bad
+            one.
 
         >>> import torch, remanent.torch
         >>> state = {"w": torch.zeros(3)}
@@ -830,16 +839,19 @@ class Checkpointer:
         return first_bad(versions, number_of(versions, good), number_of(versions, bad), judged)
 
     def fork(self, directory: _Path, at: int | str | Version | None = None) -> None:
-        """Creates a new store in `directory` that begins at a version of this one. Images are shared, not copied.
+        """Creates a store in `directory` whose history begins at a version of this run. Images are shared, not copied.
 
         With `process_group`, the new run has as many ranks as saved the version.
+
+        :param at: the version, as for `restore`; None uses the newest.
+        :raises NoStateError: the version does not exist.
         """
         self._after_saves(f"fork {named(at)}", lambda: self._versions.fork(directory, at))
 
     def close(self) -> None:
         """Waits for the save in progress and closes the store.
 
-        :raises InUseError: the last save was left to a next save, which was never made.
+        :raises InUseError: the last save was coalesced, and no save followed.
         """
         try:
             if not self.store.closed:
@@ -885,7 +897,7 @@ class Checkpointer:
 
 
 class _Running(NamedTuple):
-    """A batch that a thread commits."""
+    """A batch that a writer thread is committing."""
 
     committed: concurrent.futures.Future[Any]
     # The number of blocks of the room that it uses.
@@ -895,7 +907,7 @@ class _Running(NamedTuple):
 
 
 def _gathered(ranks: Ranks, verdict: bool | None, failure: BaseException | None) -> list[bool | None]:
-    """Returns the verdicts of all ranks; raises if one failed."""
+    """Returns the verdicts of all ranks, or raises the failure of the first rank that failed."""
     def told() -> bool | None:
         if failure is not None:
             raise failure
@@ -922,7 +934,7 @@ def _whole_number(what: str, number: Any) -> int:
 
 
 def _refuse_modes() -> None:
-    """Rejects a save or restore under a torch mode that records work instead of doing it."""
+    """Raises `RefusedError` under a torch mode that records operations instead of running them."""
     refuse_fake_tensors()
     _refuse_capture()
 

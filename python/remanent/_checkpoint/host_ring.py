@@ -1,12 +1,12 @@
-"""Room in memory that holds the bytes of a save until they are written, while the state already changes.
+"""Buffers the bytes of a save in memory, so that the state can change while the bytes are being written.
 
-One thread sends blocks and another one writes them. The sender copies each block into a ring of host memory, first in,
-first out, and waits while it is full. The writer frees memory once the batch that reads it is committed. A block longer
-than the ring is not copied: its sender waits until it is committed.
+One thread sends blocks, and another thread writes them. The sender copies each block into a ring of host memory, and
+waits while the ring is full. The writer frees a block's memory once the batch with the block is committed. A block
+longer than the ring is not copied; the sender waits until the block is committed.
 
-A GPU may have its own room. Blocks that fit are first copied there, and then from that copy into the ring.
+A GPU may have a buffer of its own. Blocks that fit are first copied into this buffer, and from there into the ring.
 
-The memory is reused by the next save. The blocks in flight belong to a single save: see `Passage`.
+The next save reuses the memory. A `Passage` tracks the blocks of a single save.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ _ALIGN = 256
 
 
 class WriterEndedError(Exception):
-    """Raised if the writer ended before everything was written; its own exception gives the reason."""
+    """Raised in the sender if the writer ended before all blocks were written. The writer's own exception states the
+    reason."""
 
 
 class Room:
-    """Up to `nbytes` of host memory and `device_nbytes` of each GPU's memory, for one save at a time."""
+    """The memory for one save at a time: up to `nbytes` on the host and `device_nbytes` on each GPU."""
 
     def __init__(self, nbytes: int, device_nbytes: int = 0) -> None:
         self.nbytes = nbytes
@@ -48,7 +49,7 @@ class Room:
         self._aside: dict[torch.device, torch.Tensor] = {}
 
     def begin(self, tensors: Iterable[Extent]) -> Passage:
-        """Begins a save of these tensors. Nothing of an earlier save may be in flight."""
+        """Starts a save of `tensors` and returns its `Passage`. No block of an earlier save may be in flight."""
         # Tensors that share memory are all counted.
         lengths: dict[torch.device, list[int]] = defaultdict(list)
         for each in tensors:
@@ -60,7 +61,8 @@ class Room:
         return Passage(self, size, {device: min(aside[device], self.device_nbytes) for device in gpus})
 
     def memory(self, size: int) -> torch.Tensor:
-        """Returns the ring's memory, allocated again if it is shorter than `size`: no save has bytes in it then."""
+        """Returns the ring's memory, allocated again if it is shorter than `size` bytes. No save may use the memory at
+        that time."""
         if self._memory.numel() < size:
             # An inference tensor could not be written to outside of inference mode.
             with torch.inference_mode(False):
@@ -68,7 +70,7 @@ class Room:
         return self._memory
 
     def memory_aside(self, device: torch.device, size: int) -> torch.Tensor:
-        """Returns a GPU's memory for copies within the GPU, allocated again if it is shorter than `size`."""
+        """Returns at least `size` bytes of memory on a GPU for copies within the GPU."""
         if device not in self._aside or self._aside[device].numel() < size:
             with torch.inference_mode(False):
                 self._aside[device] = torch.empty(size, dtype=torch.uint8, device=device)
@@ -76,7 +78,7 @@ class Room:
 
 
 class Passage:
-    """The blocks of one save in flight from its sender to its writer, through a ring of `size` bytes."""
+    """Passes the blocks of one save from its sender to its writer through a ring of `size` bytes."""
 
     def __init__(self, room: Room, size: int, aside_sizes: dict[torch.device, int]) -> None:
         self._room = room
@@ -100,10 +102,10 @@ class Passage:
     # The sender's side.
 
     def set_aside(self, blocks: Iterable[Block], aside: list[Block]) -> Iterator[Block]:
-        """Copies blocks on a GPU within its memory as far as there is room, appending the copies to `aside`; yields the
-        others.
+        """Copies blocks within their GPU while its buffer has room, appends the copies to `aside`, and yields all other
+        blocks.
 
-        The generator is passed to `send`, which runs it on the room's streams. The copies are made when it is
+        Pass the generator to `send`, which runs it on the room's streams. The copies are made when the generator is
         exhausted.
         """
         together: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
@@ -123,16 +125,18 @@ class Passage:
             self._room.streams.copy_within(targets, sources)
 
     def start_writer(self) -> None:
-        """Allows the writer to begin, which repeatedly takes the interpreter from the sender."""
+        """Allows the writer to begin. From then on, the writer and the sender compete for the interpreter lock."""
         if not self._started:
             with self._changed:
                 self._started = True
                 self._changed.notify_all()
 
     def send(self, blocks: Iterable[Block], *, copied: bool = True) -> None:
-        """Returns once all blocks are copied or committed, or will be copied by work queued on the room's streams.
+        """Sends blocks to the writer. Returns once each block is copied or committed, or its copy is queued on the
+        room's streams.
 
-        :param copied: whether blocks on the host are copied. If not, they must stay unchanged until they are committed.
+        :param copied: whether to copy blocks in host memory. If False, these blocks must not change until they are
+            committed.
         :raises WriterEndedError: the writer has ended.
         """
         with self._room.streams.entered():
@@ -167,7 +171,7 @@ class Passage:
             self._changed.notify_all()
 
     def give_up(self, error: BaseException | None = None) -> None:
-        """Makes the sender and the writer end as soon as possible, the writer with `error`."""
+        """Ends the sender and the writer as soon as possible. The writer raises `error`."""
         self.start_writer()
         with self._changed:
             self._error = error or InterruptedError("the save was ended before all of its state was copied")
@@ -217,7 +221,8 @@ class Passage:
             self._wait_until(lambda: self._place(nbytes) is not None)
 
     def _place(self, nbytes: int) -> int | None:
-        """Returns a free place for a block after the newest one, or None."""
+        """Returns the offset of `nbytes` free bytes in the ring after the newest block, or None if the ring is too
+        full."""
         oldest_place = next((place for place in self._held if place is not None), None)
         newest_place = next((place for place in reversed(self._held) if place is not None), None)
         if oldest_place is None or newest_place is None:
@@ -232,14 +237,13 @@ class Passage:
     # The writer's side.
 
     def wait_for_start(self) -> None:
-        """Waits until the writer may begin."""
         with self._changed:
             while not self._started:
                 self._changed.wait()
 
     def blocks(self) -> Iterator[Block | None]:
-        """Yields the blocks as they arrive. None asks the writer to commit the blocks that it has: the sender waits for
-        them."""
+        """Yields the blocks as they arrive. A None asks the writer to commit the blocks that it has received, because
+        the sender waits for their memory."""
         parcel: Sequence[Block | None]
         while True:
             with self._changed:
@@ -265,13 +269,13 @@ class Passage:
                             raise self._error
 
     def take(self) -> int:
-        """Returns the number of blocks received since the last call: those of the writer's batch."""
+        """Returns the number of blocks received since the last call, which belong to the writer's current batch."""
         with self._changed:
             taken, self._given = self._given, 0
             return taken
 
     def free(self, count: int) -> None:
-        """Frees the memory of the oldest blocks that were taken, which are committed."""
+        """Frees the memory of the `count` oldest blocks, whose batch is committed."""
         with self._changed:
             for _ in range(count):
                 self._held.popleft()
@@ -279,7 +283,7 @@ class Passage:
 
     @property
     def waits(self) -> bool:
-        """Whether the sender waits for memory."""
+        """Whether the sender is waiting for free memory in the ring."""
         return self._waits
 
     def ended(self) -> None:

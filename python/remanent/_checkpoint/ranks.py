@@ -1,4 +1,4 @@
-"""Communication between the ranks of a process group."""
+"""Exchanges messages between the ranks of a process group."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _TIMEOUT = datetime.timedelta(minutes=30)
 
 
 class Ranks:
-    """The ranks of a process group. All of them call each method, in the same order.
+    """The ranks of a process group. All ranks must call the same methods in the same order.
 
-    They use a separate group (gloo, over the network), so that their communication on another thread does not interfere
-    with the collectives of the training. Messages are JSON, and nothing is unpickled. Ranks that are out of step leave
-    the group, after which all communication fails immediately.
+    Messages use a separate Gloo group over the network, so that messages from another thread do not interfere with the
+    collectives of the training. Messages are JSON, and nothing is unpickled. If two ranks make different calls, they
+    leave the group, after which all communication fails immediately.
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
@@ -47,7 +47,7 @@ class Ranks:
             raise _unreachable() from error
 
     def gather(self, said: Any) -> list[Any]:
-        """Returns what each rank says, in the order of the ranks."""
+        """Returns the values that all ranks passed as `said`, in rank order."""
         own = _bytes_of([self.doing, said])
         lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.count)]
         self._all(lambda group: group.allgather([lengths], [torch.tensor([len(own)], device="cpu")]))
@@ -64,7 +64,7 @@ class Ranks:
         return [said for _, said in told]
 
     def tell(self, said: Any) -> Any:
-        """Returns what the first rank says."""
+        """Returns the value that the first rank passed as `said`."""
         own = _bytes_of(said if self.rank == 0 else None)
         length = torch.tensor([len(own)], device="cpu")
         self._all(lambda group: group.broadcast([length]))
@@ -73,8 +73,8 @@ class Ranks:
         return _value_of(told)
 
     def _all(self, begin: Callable[[Any], Any]) -> None:
-        """Runs one collective. If it is interrupted, the next one would not match those of other ranks, so the rank
-        leaves."""
+        """Runs one collective. If the collective fails or is interrupted, the next one would not match those of other
+        ranks, so this rank leaves the group."""
         if self._group is None:
             raise _unreachable()
         try:
@@ -87,7 +87,8 @@ class Ranks:
             raise
 
     def by_first(self, work: Callable[[], Any]) -> Any:
-        """Returns the JSON result of the first rank's work; if it fails, it fails on all ranks."""
+        """Runs `work` on the first rank and returns its JSON result on all ranks. If `work` fails, all ranks raise an
+        error."""
         failure: BaseException | None = None
         said = None
         if self.rank == 0:
@@ -103,7 +104,7 @@ class Ranks:
         return said["done"]
 
     def all_or_none(self, work: Callable[[], _T]) -> _T:
-        """Returns the result of this rank's work; if it fails on any rank, it fails on all of them."""
+        """Returns the result of `work` on this rank. If `work` fails on any rank, all ranks raise an error."""
         failure: BaseException | None = None
         try:
             done = work()
@@ -116,12 +117,12 @@ class Ranks:
         return done
 
     def end(self) -> None:
-        """Leaves the group. The other ranks then find it gone."""
+        """Leaves the group. Later messages of the other ranks fail."""
         self._group = None
 
 
 def described(error: BaseException) -> dict[str, Any]:
-    """Describes a failure for other ranks, with its attributes."""
+    """Returns a failure and its attributes as JSON values, to send to other ranks."""
     said = {"kind": type(error).__name__, "message": str(error), "details": {}}
     if isinstance(error, Error):
         said["details"] = {name: value for name, value in error.__dict__.items()
@@ -130,7 +131,7 @@ def described(error: BaseException) -> dict[str, Any]:
 
 
 def failure_of(rank: int, said: dict[str, Any]) -> Error:
-    """Returns the failure of another rank: of the same class if it is one of this package."""
+    """Returns the failure of another rank as an exception, with the same class if the class belongs to this package."""
     kind = getattr(_errors, said["kind"], None) if said["kind"] in _errors.__all__ else None
     if kind is not None:
         error: Error = kind(f"rank {rank}: {said['message']}", **said["details"])
@@ -140,7 +141,7 @@ def failure_of(rank: int, said: dict[str, Any]) -> Error:
 
 
 def raise_first(failures: list[dict[str, Any] | None]) -> None:
-    """Raises the failure of the first rank that failed."""
+    """Raises the failure of the first rank that failed, if any."""
     for rank, said in enumerate(failures):
         if said is not None:
             raise failure_of(rank, said)

@@ -1,4 +1,4 @@
-"""A version of a run that is first verified and then loaded into the run's own tensors."""
+"""Verifies a version of a run, and then loads the version into the run's own tensors."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from remanent._versions.run_versions import Views
 
 
 class Restoration:
-    """A version with every byte verified, of which the parts without memory in the run are read.
+    """A verified version that can be loaded into the run's tensors. Values without a tensor in the run are already
+    read.
 
-    :param views: the version.
-    :param targets: the tensors of the run, which are still unchanged.
-    :param layouts: the layouts of its DTensors.
-    :param bar: counts the verified bytes.
+    :param views: the views of the version.
+    :param targets: the tensors of the run.
+    :param layouts: the layouts of the run's DTensors, or None if the run has a single process.
+    :param bar: a progress bar that counts the verified bytes.
     :param cast: whether a model's element types may differ from the version's.
-    :raises InvalidError: the version does not fit. Nothing changed.
+    :raises InvalidError: the version does not fit the run. Nothing changed.
     """
 
     def __init__(self, views: Views, targets: Targets, layouts: Any, bar: Bar, *, cast: bool) -> None:
@@ -60,7 +61,7 @@ class Restoration:
         self._tensors = [targets.tensors[name] for name in in_place]
         tensors = read | dict(zip(in_place, self._tensors, strict=True))
         own_wholes = {name: targets.wholes[name] for name in in_place if name in targets.wholes}
-        #: The state, with the run's own tensors, still unchanged, where bytes can be read into them.
+        #: The state. It contains the run's own tensors, still unchanged, where bytes can be read into them.
         self.state: dict[str, Any] = _state(manifest, tensors, own_wholes, wholes)
         #: The modules, each with the names of its tensors into which bytes are read.
         self.modules: dict[str, tuple[LiveModule, set[str]]] = {}
@@ -69,7 +70,7 @@ class Restoration:
             self.modules[part] = live, {names_of_part[name] for name, said in outline[part].items()
                                         if isinstance(said, Described) and said.array in set(in_place)}
             self.state[part] = live.adopted(self.state[part], names_of_part)
-        #: The parts that have such tensors.
+        #: The parts with tensors into which bytes are read.
         self.parts_in_place = {part for part, said in outline.items()
                                if any(each.array in set(in_place) for each in described_in(said))}
 
@@ -81,7 +82,8 @@ class Restoration:
     def load(self, bar: Bar) -> None:
         """Reads the version into the run's own tensors, verifying each byte again.
 
-        It runs after the work on the current streams of their GPUs, and before work that is queued on them afterwards.
+        The load runs after work that is queued on the current streams of the GPUs, and before work that is queued
+        later.
         """
         try:
             for device in {memory.device for memory in self._memory.values()}:
@@ -104,7 +106,7 @@ class Restoration:
 
 def _by_home(manifest: Manifest, in_place: Iterable[str], targets: Targets,
              names: set[str]) -> dict[torch.device, dict[str, Arrays]]:
-    """Returns the other pages, by the device on which their bytes are needed."""
+    """Returns the pages that are not in `in_place`, grouped by the device that needs their bytes."""
     found: dict[torch.device, dict[str, Arrays]] = {}
     for key, arrays in manifest.pages.items():
         if key not in in_place:
@@ -115,8 +117,8 @@ def _by_home(manifest: Manifest, in_place: Iterable[str], targets: Targets,
 
 
 def _outline(manifest: Manifest) -> dict[str, Any]:
-    """Returns the state with `Described` in place of tensors, and only the kind of other values that JSON cannot
-    represent."""
+    """Returns the state with a `Described` in place of each tensor. A value that JSON cannot represent is replaced by
+    its kind."""
     arrays = {array.name: array for of_page in manifest.pages.values() for array in of_page}
 
     def adapt(tag: list[Any]) -> Any:
@@ -133,7 +135,7 @@ def _outline(manifest: Manifest) -> dict[str, Any]:
 
 
 def _tensors_in(tree: Any) -> Iterator[tuple[str, str, Any]]:
-    """Yields the tensors and DTensors in the JSON of a state: kind, name and description."""
+    """Yields the kind, name and description of each tensor and DTensor in the JSON of a state."""
     if isinstance(tree, dict):
         kind, *rest = tree.get(page_tree.TAG, [None])
         if kind in ("tensor", "dtensor"):
@@ -146,7 +148,7 @@ def _tensors_in(tree: Any) -> Iterator[tuple[str, str, Any]]:
 
 def _state(manifest: Manifest, tensors: Mapping[str, torch.Tensor], own_wholes: Mapping[str, Any],
            wholes: Any) -> dict[str, Any]:
-    """Returns the state as it was saved. DTensors are the run's own, or have the layout from `layouts_of`."""
+    """Returns the state as it was saved. Its DTensors are the run's own, or have the layouts of `wholes`."""
     def adapt(tag: list[Any]) -> Any:
         kind, *rest = tag
         if kind == "dtensor":

@@ -1,5 +1,4 @@
-"""The tensors of a run at the start of a restore, and which pages of a version can be read directly into their memory.
-"""
+"""Finds the tensors of a run into whose memory a restore can read pages directly."""
 
 from __future__ import annotations
 
@@ -19,7 +18,8 @@ from remanent._tensors.conversion import PLAIN_TYPES, SHORT, is_cuda
 
 
 class _Place(NamedTuple):
-    """The location of a tensor whose elements have no gaps: its storage, its offset and its length in bytes."""
+    """The location of a tensor without gaps between its elements: the address of its storage, the offset and length in
+    bytes."""
 
     device: torch.device
     base: int
@@ -34,10 +34,10 @@ class _Place(NamedTuple):
 class Targets:
     """The tensors of a run's parts, by their names in a version.
 
-    These are the tensors of dicts and of parts that torch's own code loads. A module or optimizer whose own load or
-    hook treats a state differently may omit or convert values, so its tensors are not included.
+    Only tensors of dicts and of parts that torch's own code loads are included. A module or optimizer with its own load
+    method or hook may omit or convert values.
 
-    :param of_rank: whether the run is one of several ranks, for which this rank's part of a DTensor counts.
+    :param of_rank: whether the run is one of several ranks. If True, a DTensor is represented by this rank's part.
     """
 
     def __init__(self, parts: Mapping[str, Any], *, of_rank: bool) -> None:
@@ -73,12 +73,12 @@ class Targets:
                 self._parameters[name] = dict(enumerate(in_order(part)))
 
     def fit(self, outline: Mapping[str, Any], *, cast: bool) -> dict[str, dict[str, str]]:
-        """Adopts a version's names for the tensors, after checking that the version fits; see `Restoration`.
+        """Checks that a version fits the run, and renames the tensors to the version's names.
 
         :param outline: the version's state, with `Described` in place of tensors.
         :param cast: whether a model's element types may differ from the version's.
-        :returns: the model's name for each name of a module's state.
-        :raises InvalidError: the version does not fit. Nothing changed.
+        :returns: for each module, a dict from names in the version to names in the model.
+        :raises InvalidError: the version does not fit the run. Nothing changed.
         """
         names: dict[str, dict[str, str]] = {}
         for part, module in self.modules.items():
@@ -102,7 +102,7 @@ class Targets:
         return names
 
     def _rename(self, names: Mapping[str, str]) -> None:
-        """Renames the model's tensors to a version's names."""
+        """Renames tensors. `names` maps the names in a version to the current names."""
         held = [(then, self.tensors.pop(now, None), self.wholes.pop(now, None)) for then, now in names.items()]
         for then, tensor, whole in held:
             if tensor is not None:
@@ -116,13 +116,13 @@ class Targets:
         self.wholes = {name: whole for name, whole in self.wholes.items() if not name.startswith(prefix)}
 
     def devices(self) -> set[torch.device]:
-        """Returns the CUDA GPUs on which the run has tensors, or will have some."""
+        """Returns the CUDA devices of the run's tensors and of its optimizers' parameters."""
         parameters = [parameter for of_part in self._parameters.values() for parameter in of_part.values()]
         return {tensor.device for tensor in [*self.tensors.values(), *parameters] if is_cuda(tensor.device)}
 
     def home(self, names: list[str]) -> torch.device:
-        """Returns the device on which the tensors of a page are or will be: the GPU on which the run has all of them,
-        or that of the parameter for which an optimizer creates them at its first step. Otherwise the host."""
+        """Returns the GPU on which the run has all tensors in `names`, or on which an optimizer creates them at its
+        first step. Returns the host if there is no such GPU."""
         devices = {self._home(name) for name in names}
         return devices.pop() if len(devices) == 1 else torch.device("cpu")
 
@@ -135,7 +135,7 @@ class Targets:
         return device if is_cuda(device) else torch.device("cpu")
 
     def _parameter(self, name: str) -> torch.Tensor | None:
-        """Returns the parameter for which an optimizer keeps the value with this name."""
+        """Returns the parameter to which the optimizer state `name` belongs, or None."""
         for part, parameters in self._parameters.items():
             prefix = f"{page_tree.segment(part)}/state/"
             if name.startswith(prefix):
@@ -145,13 +145,13 @@ class Targets:
 
     def memory_of(self, pages: Mapping[str, Arrays], lengths: Mapping[str, int],
                   names: set[str]) -> dict[str, torch.Tensor]:
-        """Returns the memory into which each page of a version can be read unchanged, for pages with such memory.
+        """Returns the memory into which a page of a version can be read unchanged, for each page with such memory.
 
-        All arrays of such a page are tensors of the run, with the same shapes, element types and strides, and at the
-        same relative locations as in the page; no byte of it belongs to anything else, and no other tensor of the run
-        overlaps it.
+        All arrays of such a page are tensors of the run with the same shapes, element types and strides, and at the
+        same relative locations as in the page. Each byte of the page belongs to one of these tensors, and no other
+        tensor of the run overlaps them.
 
-        :param names: the arrays that stand for tensors in the version and may do so in the run.
+        :param names: the arrays that are tensors in the version and may be tensors of the run.
         """
         found = {}
         for key, arrays in pages.items():
@@ -180,7 +180,7 @@ class Targets:
 
 
 class _Found:
-    """The tensors of one part."""
+    """Collects the tensors of one part."""
 
     def __init__(self, of_rank: bool) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -260,7 +260,7 @@ def _span(tensor: torch.Tensor) -> int:
 
 
 def _is_alike(tensor: torch.Tensor, array: ArrayLayout) -> bool:
-    """Returns whether the elements are in the same order as in the page."""
+    """Returns whether a tensor has the element type, shape and order of elements of an array in a page."""
     if SHORT[tensor.dtype] != array.dtype or tuple(tensor.shape) != array.shape:
         return False
     stride = page_tree.contiguous_stride(array.shape) if array.stride is None else array.stride
@@ -269,8 +269,8 @@ def _is_alike(tensor: torch.Tensor, array: ArrayLayout) -> bool:
 
 
 def _overlapping(tensors: Mapping[str, torch.Tensor], others: Iterable[torch.Tensor]) -> dict[str, set[str]]:
-    """Returns for each tensor the names of those with which it shares memory, directly or through others, including its
-    own. Tensors without a name have the empty one."""
+    """Returns, for each name, the names of all tensors that share memory with that tensor, directly or through other
+    tensors. Each set includes the tensor's own name. Tensors in `others` have the empty name."""
     ranges = []
     for name, tensor in [*tensors.items(), *(("", tensor) for tensor in others)]:
         start = tensor.data_ptr() if tensor.numel() and not tensor.is_meta and tensor.layout is torch.strided else 0

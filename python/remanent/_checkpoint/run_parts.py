@@ -1,4 +1,4 @@
-"""The parts of a training run: the objects with state, and the devices of their tensors."""
+"""Collects the objects of a training run that have a state, and finds the devices of their tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from remanent._tensors.conversion import PLAIN_TYPES
 
 
 def parts_of(model: Any, optimizer: Any, scheduler: Any, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the objects with state, by their names in a version."""
+    """Returns the objects that have a state, by their names in a version."""
     parts: dict[str, Any] = {}
     for name, part in (("model", model), ("optimizer", optimizer), ("scheduler", scheduler)):
         if part is not None:
@@ -33,13 +33,13 @@ def parts_of(model: Any, optimizer: Any, scheduler: Any, extra: Mapping[str, Any
 
 
 def device_of(model: Any) -> torch.device:
-    """Returns the GPU of a model; the host if it is on none."""
+    """Returns the device of the model's first parameter on a GPU, or the host if there is none."""
     parameters = model.parameters() if hasattr(model, "parameters") else ()
     return next((each.device for each in parameters if each.is_cuda), torch.device("cpu"))
 
 
 def refuse_overlap(optimizer: Any) -> None:
-    """Rejects an optimizer whose steps cannot be detected."""
+    """Raises `InvalidError` if the steps of `optimizer` cannot be intercepted."""
     if not hasattr(optimizer, "register_step_pre_hook"):
         raise InvalidError("overlap: it needs an optimizer of torch's, whose steps wait for the copies of a save")
     if any(group.get("capturable") for group in optimizer.param_groups):
@@ -48,9 +48,9 @@ def refuse_overlap(optimizer: Any) -> None:
 
 
 def stepped(optimizer: Any, tensors: list[Extent]) -> tuple[list[Extent], list[Extent]]:
-    """Divides tensors into those that only an optimizer changes, in its steps, and the others.
+    """Divides tensors into those that only `optimizer.step` changes and all others.
 
-    A tensor that shares its storage with one that something else may change belongs to the others.
+    A tensor that shares a storage with one of the others belongs to the others.
     """
     if optimizer is None:
         return [], tensors

@@ -1,4 +1,4 @@
-"""A save in progress: what it captures, what still reads the state, and when it is durable."""
+"""The state of a save in progress: its captured tensors, its pending copies and its result."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from remanent._tensors.working_copies import Copies
 
 
 class Reading:
-    """The copies of a save that read the state itself."""
+    """The pending copies of a save, during which the state must not change."""
 
     def __init__(self) -> None:
         self._queued = threading.Event()
         self._end = Moment({})
 
     def ends(self, end: Moment) -> None:
-        """Records that all copies are queued and run until `end`. Later calls have no effect."""
+        """Records that all copies are queued and will be complete at `end`. Later calls have no effect."""
         if not self._queued.is_set():
             self._end = end
             self._queued.set()
 
     def hold_back(self) -> None:
-        """Orders the caller's later work after the copies, on the host and on its current streams."""
+        """Waits until the copies are queued, and orders the caller's current streams after the copies."""
         self._queued.wait()
         self._end.hold_back()
 
     def wait(self) -> None:
-        """Waits for the copies."""
+        """Waits until all copies are complete."""
         self._queued.wait()
         self._end.wait()
 
 
 class Capture:
-    """The part of a save that is captured in place, in its first batches."""
+    """The tensors of a save that are captured in place and written in its first batches."""
 
     def __init__(self, copies: Copies | None, tensors: list[Extent]) -> None:
         self._copies = copies
@@ -52,7 +52,7 @@ class Capture:
             copies.arrive()
 
     def blocks(self) -> Iterator[Block | None]:
-        """Yields the blocks for `page_tree.put`, which commits at each None."""
+        """Yields the blocks for `page_tree.put`, which commits a batch at each None."""
         if self._copies is not None and not self.ended.is_set():
             yield from self._copies.blocks(self._tensors)
             # The first batch creates new pages, and the second captures them.
@@ -61,22 +61,22 @@ class Capture:
             self.ended.set()
 
     def begin(self, batch: _native.Batch) -> _native.Batch:
-        """Captures the tensors for which the previous batch created pages."""
+        """Captures the tensors for which the previous batch created pages, and returns `batch`."""
         assert self._copies is not None
         self._copies.capture_begun(batch)
         return batch
 
 
 class Saved:
-    """A save that may still be in progress: its state is captured, and becomes durable in the background.
+    """Handle to a save, returned by `Checkpointer.save`. The version becomes durable in the background.
 
-    A save that was left to the next one (`busy="coalesce"`) has captured nothing, and completes when that one does.
+    A coalesced save (`busy="coalesce"`) captures nothing, and completes when the next save does.
     """
 
     def __init__(self, step: int, reading: Reading, began: float) -> None:
         self.step = step
-        #: The step of the version, which is a later one if the save was left to the next; None until that one has
-        #: begun.
+        #: The step of the saved version. For a coalesced save, this is the step of the next save, or None until that
+        #: save begins.
         self.version_step: int | None = None
         self._reading = reading
         self._began = began
@@ -86,16 +86,16 @@ class Saved:
         self._told = threading.Event()
 
     def _begins(self, done: concurrent.futures.Future[tuple[int, float]]) -> None:
-        """Records that the save is a version of its own."""
+        """Records that the save writes a version of its own."""
         self.version_step, self._done = self.step, done
 
     def _goes_with(self, other: Saved) -> None:
-        """Joins the next save, to which it was left. A caller that is notified of that save's outcome is notified of
+        """Joins `other`, the next save. A caller that receives the outcome of one of the two saves has received
         both."""
         self.version_step, self._told, self._done = other.version_step, other._told, other._done
 
     def _fails(self, error: BaseException) -> None:
-        """Records that the save was left to a next one that does not exist."""
+        """Records that a coalesced save failed, because the next save could not begin or was never made."""
         done: concurrent.futures.Future[tuple[int, float]] = concurrent.futures.Future()
         done.set_exception(error)
         self._done = done
@@ -110,15 +110,16 @@ class Saved:
 
     @property
     def seconds(self) -> float | None:
-        """The seconds from the call to the durable version; None if it failed or is not durable yet.
+        """The seconds from the call of `save` until the version was durable. None if the save has failed or is in
+        progress.
 
-        Saves at shorter intervals wait for each other.
+        Saves at shorter intervals than this wait for each other.
         """
         return self._done.result()[1] - self._began if self._done is not None and self.done() else None
 
     @property
     def lsn(self) -> int:
-        """The Lsn of the version's batch. Waits until it is durable."""
+        """The Lsn of the version's batch. Waits until the version is durable."""
         self.wait()
         assert self._done is not None
         return self._done.result()[0]
@@ -128,9 +129,10 @@ class Saved:
         return self._done is not None and self._done.done() and self._done.exception() is None
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until the version is durable and kept, up to `timeout` seconds. Returns whether it is.
+        """Waits until the version is durable and kept. Returns False if that takes more than `timeout` seconds.
 
-        :raises InUseError: without `timeout`, if the save was left to the next one and that has not begun.
+        :raises InUseError: the call has no `timeout`, and the next save, to which this save was left, has not begun.
+        :raises Error: the save failed. The error is that of the save.
         """
         until = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -151,7 +153,7 @@ class Saved:
                 return False
 
     def wait_copied(self) -> None:
-        """Waits until nothing reads the state any more, after which all of it may be changed in any way."""
+        """Waits until the state is copied. From then on, all of it may be changed in any way."""
         self._reading.wait()
 
     def __repr__(self) -> str:
@@ -159,37 +161,36 @@ class Saved:
 
 
 class LeftSaves:
-    """Saves requested while another one was in progress, which are left to the next one."""
+    """The coalesced saves, which complete with the next save."""
 
     def __init__(self) -> None:
         self._saves: list[Saved] = []
 
     @property
     def newest_step(self) -> int | None:
-        """The step of the last save that was left, or None."""
+        """The step of the last coalesced save, or None."""
         return self._saves[-1].step if self._saves else None
 
     def add(self, step: int, reading: Reading, began: float) -> Saved:
-        """Adds a save that is left to the next one, while the current one reads the state."""
+        """Adds a coalesced save and returns its handle. `reading` belongs to the save in progress."""
         saved = Saved(step, reading, began)
         self._saves.append(saved)
         return saved
 
     def go_with(self, saved: Saved) -> None:
-        """Ties the outcome of the saves that were left to `saved`, the next one."""
+        """Completes the coalesced saves with `saved`, the next save."""
         for left in self._saves:
             left._goes_with(saved)
         self._saves = []
 
     def fail(self, error: BaseException) -> None:
-        """Fails the saves that were left, because the next one could not begin."""
+        """Fails the coalesced saves, because the next save could not begin."""
         for left in self._saves:
             left._fails(error)
         self._saves = []
 
     def end(self, why: str) -> InUseError | None:
-        """Fails the saves that were left, because no next one follows. Returns the error of the last of them, if
-        any."""
+        """Fails the coalesced saves, because no save follows. Returns the error of the last of them, or None."""
         error = None
         for left in self._saves:
             error = InUseError(f"the save of step {left.step} was left to the next one, but {why}",

@@ -1,4 +1,4 @@
-"""A bound on the memory that batches of a save may hold until the next snapshot, computed before they are committed."""
+"""Computes an upper bound on the memory that a batch of a save will occupy until the next snapshot."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _LONGER_MAX = 5 << 20
 
 
 class WaitingBytes:
-    """An upper bound for one batch after another, counted as blocks are added.
+    """Computes the upper bound for one batch at a time, from the blocks added to the batch.
 
-    The store reports the held bytes of applied batches; this covers batches that are not applied yet.
+    The store reports the bytes of applied batches. This class covers batches that are not applied yet.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class WaitingBytes:
             yield block
 
     def begin_next(self) -> int:
-        """Returns the bytes of the batch that ends. The last block also counts for the next batch."""
+        """Returns the bytes of the current batch and begins the next one. The last block counts for both batches."""
         total = self._short * _CLAIMED_BYTES + min(self._longer, _LONGER_MAX)
         self._short = self._longer = 0
         self._count(self._last)

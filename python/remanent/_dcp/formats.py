@@ -1,4 +1,4 @@
-"""Conversion of checkpoints of `remanent.dcp` from and to files of other formats, with one call each."""
+"""Functions that convert checkpoints of `remanent.dcp` to and from other file formats."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _Path = str | os.PathLike[str]
 def dcp_to_torch_save(checkpoint: _Path, path: _Path) -> None:
     """Converts a checkpoint of `StorageWriter` to a `torch.save` file, like DCP's function of the same name.
 
-    The whole state is held in memory of this process. The file is put in place atomically and durably.
+    The whole state is held in host memory. The file replaces any existing file atomically, and is durable when the call
+    returns.
 
-    :raises CheckpointException: as for `StorageReader`. Nothing is written.
+    :raises CheckpointException: the checkpoint cannot be read; see `StorageReader`. Nothing is written.
 
     >>> import torch, torch.distributed.checkpoint as dcp
     >>> from remanent.dcp import StorageWriter, dcp_to_torch_save, torch_save_to_dcp
@@ -39,22 +40,23 @@ def dcp_to_torch_save(checkpoint: _Path, path: _Path) -> None:
 
 
 def torch_save_to_dcp(path: _Path, checkpoint: _Path) -> None:
-    """Converts a `torch.save` file to a checkpoint, like DCP's function of the same name.
+    """Converts a `torch.save` file to a checkpoint of `StorageWriter`, like DCP's function of the same name.
 
-    No code that the file names is run: it is loaded with `weights_only=True`, and files that cannot be loaded this way
-    are rejected. The whole state is held in memory of this process.
+    The file is loaded with `weights_only=True`, so no code in the file is run, and files with objects of other classes
+    are rejected. The whole state is held in host memory.
 
-    :raises TakenError: the path already contains a checkpoint.
-    :raises UnpicklingError: raised by torch for a file with objects of other classes.
+    :raises TakenError: `checkpoint` already contains a checkpoint.
+    :raises UnpicklingError: the file contains objects of other classes. Raised by torch.
     """
     _check_free(checkpoint)
     _write(torch.load(path, map_location="cpu", weights_only=True), checkpoint)
 
 
 def dcp_to_remanent(source: _Path, checkpoint: _Path) -> None:
-    """Converts a checkpoint that DCP's own `FileSystemWriter` saved. DCP unpickles what it reads from it.
+    """Converts a checkpoint of DCP's own `FileSystemWriter` to one of `StorageWriter`. DCP unpickles the source's
+    metadata, so the source must be trusted.
 
-    :raises TakenError: the path already contains a checkpoint.
+    :raises TakenError: `checkpoint` already contains a checkpoint.
 
     >>> import torch, torch.distributed.checkpoint as dcp
     >>> from remanent.dcp import dcp_to_remanent, is_of_dcp, remanent_to_dcp
@@ -84,14 +86,14 @@ def dcp_to_safetensors(checkpoint: _Path, path: _Path, *, key: str | None = None
                        metadata: dict[str, str] | None = None) -> None:
     """Writes the tensors of a checkpoint to a safetensors file, unsharded.
 
-    It does the same as DCP's `HuggingFaceStorageWriter` with `consolidate_safetensors_files`, without pickle and in one
-    step. The package `safetensors` must be installed.
+    The result is that of DCP's `HuggingFaceStorageWriter` with `consolidate_safetensors_files`, in one step and without
+    pickle. The package `safetensors` must be installed.
 
-    :param key: the entry of the state to write, such as "model"; None writes the whole state. Tensors are named by the
-        keys that lead to them from there, joined by ".".
-    :param metadata: text by name for the file's own metadata.
+    :param key: the entry of the state to write, such as "model"; None writes the whole state. A tensor's name consists
+        of the keys below this entry, joined by ".".
+    :param metadata: text by name, for the metadata in the file's header.
     :raises RefusedError: a value is not a tensor. Nothing is written.
-    :raises NoStateError: the state has no such entry.
+    :raises NoStateError: the state has no entry `key`.
 
     >>> import torch, torch.distributed.checkpoint as dcp
     >>> from remanent.dcp import StorageWriter, dcp_to_safetensors, safetensors_to_dcp
@@ -114,14 +116,14 @@ def dcp_to_safetensors(checkpoint: _Path, path: _Path, *, key: str | None = None
 
 
 def safetensors_to_dcp(path: _Path, checkpoint: _Path, *, key: str | None = None) -> None:
-    """Converts a safetensors file to a checkpoint, or a directory of them, with or without an index, as Hugging Face
-    uses. The package `safetensors` must be installed.
+    """Converts a safetensors file to a checkpoint of `StorageWriter`. A directory of such files, with or without an
+    index as used by Hugging Face, is also accepted. The package `safetensors` must be installed.
 
-    :param key: the entry of the state under which the tensors are put, such as "model"; None puts them at the top.
-        Names are unchanged, so a state loads them by the same names.
-    :raises NoStateError: there is no such file.
+    :param key: the entry of the state that receives the tensors, such as "model"; None stores them at the top level.
+        The tensors keep their names.
+    :raises NoStateError: `path` contains no safetensors file.
     :raises InvalidError: two files contain a tensor of the same name.
-    :raises TakenError: the path already contains a checkpoint.
+    :raises TakenError: `checkpoint` already contains a checkpoint.
     """
     from safetensors.torch import load_file
 
@@ -164,7 +166,7 @@ def _check_free(checkpoint: _Path) -> None:
 
 
 def _read(reader: Any) -> dict[str, Any]:
-    """Reads the whole state of a checkpoint, nested as it was saved."""
+    """Returns the whole state of a checkpoint, nested as it was saved."""
     state: dict[str, Any] = {}
     # DCP's own converters load with this call: the public one only fills an existing state.
     planner: Any = default_planner._EmptyStateDictLoadPlanner
@@ -179,7 +181,8 @@ def _write(state: dict[str, Any], checkpoint: _Path) -> None:
 
 
 def _published(path: Path, write: Callable[[Path], object]) -> None:
-    """Writes a file next to its final path and then moves it there atomically. It is durable when this returns."""
+    """Writes a file under a temporary name and renames it to `path` atomically. The file is durable when the call
+    returns."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)

@@ -1,4 +1,4 @@
-"""Copies of a state in host memory that is reused from save to save, for `dcp.async_save`."""
+"""A stager for `dcp.async_save` that reuses its host memory from save to save."""
 
 from __future__ import annotations
 
@@ -26,25 +26,27 @@ _ALIGN = 64
 
 
 class Stager(AsyncStager):
-    """Copies the state to the host, for `dcp.async_save(…, async_stager=Stager())`. Use one stager for all saves of a
+    """Copies the state to the host for `dcp.async_save(…, async_stager=Stager())`. Use one stager for all saves of a
     run.
 
-    The copies are in one piece of host memory, as long as this rank's tensors, which the next save reuses; it is pinned
-    if there is a GPU. A save that begins while the previous one is being written takes a second piece. Tensors on the
-    host are copied once. Tensors that overlap in memory (tied weights, views) are copied together and overlap again.
-    For a DTensor, the part of this rank is copied. Values that are not tensors are copied during the call.
+    The copies occupy one piece of host memory, as long as this rank's tensors, which the next save reuses. The memory
+    is pinned if there is a GPU. A save that begins while the previous save is being written allocates a second piece.
+    Tensors on the host are copied once. Tensors that overlap in memory (tied weights, views) are copied together, and
+    their copies overlap in the same way. For a DTensor, the part of this rank is copied. Values that are not tensors
+    are copied during the call.
 
-    When the state may change after `async_save`:
+    The options determine when the state may change after `async_save`:
 
-    - By default: immediately, by the host and by work queued on the current streams of its GPUs from then on. Copies
-      from GPUs are queued during the call, on separate streams, and the current streams wait for them. `async_save`
-      returns an `AsyncSaveResponse`.
-    - `wait=True`: likewise, but the call returns once everything is copied, and `async_save` returns a plain future,
-      which some trainers expect.
-    - `overlap=True`: once the response's `staging_completion` is done. Everything is copied concurrently with training,
-      including tensors on the host; wait before `optimizer.step`.
+    - By default, immediately: by the host, and by work that is queued on the current streams of the GPUs after the
+      call. Copies from GPUs are queued on separate streams, and the current streams wait for them. `async_save` returns
+      an `AsyncSaveResponse`.
+    - With `wait=True`, also immediately. The call returns after everything is copied, and `async_save` returns a plain
+      future, which some trainers expect.
+    - With `overlap=True`, once `staging_completion` of the response is done. Everything, including tensors on the host,
+      is copied concurrently with training. Wait for it before `optimizer.step`.
 
-    :raises RefusedError: raised by `async_save` if a value cannot be copied. The message names it. Nothing is saved.
+    :raises RefusedError: raised by `async_save` if a value cannot be copied. The message names the value. Nothing is
+        saved.
 
     >>> import torch, torch.distributed.checkpoint as dcp
     >>> from remanent.dcp import Stager, StorageReader, StorageWriter
@@ -78,7 +80,7 @@ class Stager(AsyncStager):
 
     @torch.no_grad()
     def stage(self, state_dict: dict[str, Any]) -> concurrent.futures.Future[dict[str, Any]] | dict[str, Any]:
-        """Returns a copy of a state, or its future; see the class."""
+        """Copies `state_dict` and returns the copy. Without `wait`, returns a future of the copy."""
         if self._is_closed:
             raise ClosedError("the stager is closed")
         # Copies of only one save at a time are in flight.
@@ -98,19 +100,19 @@ class Stager(AsyncStager):
         return self._last
 
     def synchronize_staging(self) -> None:
-        """Waits for the copies of the last save."""
+        """Waits until the copies of the last save are complete."""
         if self._last is not None:
             self._last.result()
 
     def close(self) -> None:
-        """Waits for the copies in flight, and frees the memory once the last save is written."""
+        """Waits for the copies in flight. The memory is freed once the last save is written."""
         self._is_closed = True
         self._settle()
         self._worker.shutdown()
         self._memory.close()
 
     def _settle(self) -> None:
-        """Waits until no copy is in flight, whatever the outcome."""
+        """Waits until no copy is in flight, whether the copies succeeded or failed."""
         if self._last is not None:
             concurrent.futures.wait([self._last])
             self._last = None
@@ -126,7 +128,7 @@ class Stager(AsyncStager):
         return filled
 
     def _copy(self, found: list[Extent]) -> tuple[dict[str, torch.Tensor], Moment]:
-        """Returns copies of tensors by name, which are complete at the returned moment."""
+        """Copies tensors. Returns the copies by name, and the moment at which they are complete."""
         copies: dict[str, torch.Tensor] = {}
         # Tensors that share memory are all counted, each with the full length of its span.
         place = self._memory.take(sum(max(each.nbytes, each.end - each.start) + _ALIGN + 16 for each in found))
@@ -145,21 +147,21 @@ class Stager(AsyncStager):
 
 
 class _Slot:
-    """A placeholder for a tensor in a tree: its name, and a function that converts its copy."""
+    """A placeholder for a tensor in a tree. `made` converts the copy of the tensor named `name`."""
 
     def __init__(self, name: str, made: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.name, self.made = name, made
 
 
 class _Taken:
-    """The contents of a state: its tensors by name, and the tree of all other values."""
+    """Separates a state into its tensors, by name, and a tree of all other values."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self._parts = parts_module()
 
     def tree(self, path: str, value: Any) -> Any:
-        """Returns a copy of a state with slots in place of its tensors."""
+        """Returns a copy of `value` with a `_Slot` in place of each tensor."""
         kind = type(value)
         name = path.removeprefix("/")
         if kind is dict or kind is OrderedDict:
@@ -177,7 +179,7 @@ class _Taken:
             raise RefusedError(f"{name}: a {kind.__name__} cannot be copied: {error}") from error
 
     def _take(self, name: str, tensor: torch.Tensor) -> str:
-        """Returns the name of a tensor's slot: its path, extended if another tensor has the same one."""
+        """Adds a tensor and returns its slot's name, which is extended if another tensor has the same path."""
         while name in self.tensors:
             name += "~"
         self.tensors[name] = tensor
@@ -185,7 +187,7 @@ class _Taken:
 
 
 def _filled(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Returns the tree with copies of tensors in place of its slots."""
+    """Returns the tree with the copies of tensors in place of its slots."""
     if isinstance(tree, _Slot):
         return tree.made(tensors[tree.name])
     kind = type(tree)
@@ -208,7 +210,7 @@ def _like(value: Any, made: list[Any]) -> Any:
 
 
 class _Memory:
-    """Pieces of host memory, one for each save whose copies are in use."""
+    """Allocates host memory for copies in one piece per save, and reuses pieces that are free."""
 
     def __init__(self) -> None:
         # Unused pieces. The garbage collector returns them, in any thread, so there is no lock.
@@ -216,9 +218,10 @@ class _Memory:
         self._is_closed = False
 
     def take(self, size: int) -> Callable[[int], torch.Tensor]:
-        """Takes a piece of memory. Returns a function that allocates bytes from it, one tensor after another.
+        """Reserves a piece of memory, and returns a function that allocates tensors of a number of bytes from that
+        piece.
 
-        The piece is in use until the last of these tensors and their views is deleted.
+        The piece is free again when the last of these tensors and their views is deleted.
         """
         piece = self._piece(max(size, 1))
         lease = (ctypes.c_ubyte * len(piece.memory)).from_buffer(piece.memory)
@@ -237,7 +240,7 @@ class _Memory:
         return place
 
     def close(self) -> None:
-        """Frees unused pieces now, and all others once they are unused."""
+        """Frees the unused pieces now, and each other piece when its last tensor is deleted."""
         self._is_closed = True
         self._drop_free()
 
@@ -279,7 +282,7 @@ class _Piece:
                 self._pinned = address
 
     def end(self) -> None:
-        """Unpins the piece, which no copy uses any more."""
+        """Unpins the piece. No copy may use the piece any more."""
         if self._pinned is not None:
             torch.cuda.cudart().cudaHostUnregister(self._pinned)  # type: ignore[no-untyped-call]
             self._pinned = None

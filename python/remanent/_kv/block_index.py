@@ -1,4 +1,4 @@
-"""The index of a cache's blocks: the order of their last use and their locks, without bytes or a store."""
+"""An in-memory index of a cache's blocks, with the order of their last use and their locks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CHARGE_MIN = 4096
 
 
 class Block:
-    """A block in the cache: its length, and how its bytes are interpreted."""
+    """The index entry of a block: its length in bytes, its kind and its locks."""
 
     __slots__ = ("_is_there", "_locks", "charge", "kind", "nbytes", "unreadable_until")
 
@@ -30,7 +30,7 @@ class Block:
 
 
 class BlockIndex:
-    """The blocks by key. The caller holds the cache's lock, except for `get`, `in` and `len`."""
+    """The blocks of a cache by key. The caller must hold the cache's lock, except for `get`, `in` and `len`."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -57,19 +57,19 @@ class BlockIndex:
 
     @property
     def uses_waiting(self) -> int:
-        """The number of blocks whose last use is not logged."""
+        """The number of blocks whose last use is not logged yet."""
         return len(self._used)
 
     def add(self, blocks: Iterable[tuple[bytes, Block]]) -> None:
-        """Adds blocks as most recently used, except for those whose use is still to be logged. The first of them stays
-        longest."""
+        """Adds blocks as the most recently used ones, after blocks whose use is not logged yet. The first of `blocks`
+        is evicted last."""
         for key, block in reversed(list(blocks)):
             self._insert(key, block)
         for used in self._used:
             self._blocks.move_to_end(used)
 
     def put_back(self, blocks: Mapping[bytes, Block]) -> None:
-        """Adds removed blocks that still exist as least recently used."""
+        """Adds removed blocks that the store still contains, as the least recently used ones."""
         for key, block in reversed(list(blocks.items())):
             self._insert(key, block)
             self._blocks.move_to_end(key, last=False)
@@ -94,14 +94,15 @@ class BlockIndex:
         return block
 
     def hold(self, block: Block, change: int) -> None:
-        """Adds (1) or removes (-1) a lock of a block. A locked block stays; for a removed one nothing is counted."""
+        """Adds (1) or removes (-1) a lock of a block. The number of locked bytes changes only if the index contains the
+        block."""
         was_locked = block.is_locked
         block._locks += change
         if block._is_there and was_locked != block.is_locked:
             self.locked += block.charge if block.is_locked else -block.charge
 
     def keep(self, key: bytes) -> bool:
-        """Locks a block by key. Returns whether it is in the cache and therefore locked."""
+        """Locks the block with `key` against eviction. Returns False if the index does not contain the block."""
         block = self._blocks.get(key)
         if block is None:
             return False
@@ -110,7 +111,7 @@ class BlockIndex:
         return True
 
     def let_go(self, key: bytes) -> None:
-        """Removes a lock of `keep`."""
+        """Removes a lock that `keep` added."""
         if key not in self._kept:
             return
         self._kept[key] -= 1
@@ -121,7 +122,7 @@ class BlockIndex:
             self.hold(block, -1)
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Records a use of blocks. Earlier blocks are the prefix of later ones and stay longest."""
+        """Records a use of blocks. Earlier blocks are prefixes of later ones, so they are evicted later."""
         for key in reversed(list(keys)):
             if key in self._blocks:
                 self._blocks.move_to_end(key)
@@ -129,17 +130,18 @@ class BlockIndex:
                 self._used[key] = None
 
     def take_uses(self) -> list[bytes]:
-        """Takes the blocks whose use is to be logged now, in the order of that use."""
+        """Returns the blocks whose use is not logged yet, in the order of that use, and clears the list."""
         used, self._used = list(self._used), {}
         return used
 
     def put_uses_back(self, used: Iterable[bytes]) -> None:
-        """Returns uses that could not be logged, ordered before later ones."""
+        """Puts back uses that could not be logged. They count as older than uses recorded since."""
         there = {key: None for key in used if key in self._blocks}
         self._used = {**there, **self._used}
 
     def make_room(self, needed: int) -> dict[bytes, Block]:
-        """Removes blocks, oldest first, until `needed` bytes are free or no more can be removed."""
+        """Removes unlocked blocks, least recently used first, until `needed` bytes are free. Returns the removed
+        blocks."""
         excess = self.charged + needed - self.capacity
         keys = []
         for key, block in self._blocks.items():

@@ -1,4 +1,4 @@
-"""The store of a block cache: opened for blocks of one identity, with bounded disk space."""
+"""Opens the store of a block cache, and bounds its disk space."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ _INTERVAL_MIN, _INTERVAL_MAX = 32 << 20, 4 << 30
 
 
 def snapshot_interval(capacity: int) -> int:
-    """Returns the bytes of blocks after which a cache of this capacity takes a snapshot."""
+    """Returns the bytes of blocks after which a cache of `capacity` bytes takes a snapshot."""
     return min(max(capacity // 8, _INTERVAL_MIN), _INTERVAL_MAX)
 
 
 def open_store(path: str | os.PathLike[str], identity: Mapping[str, Any], interval: int) -> Store:
-    """Opens or creates the store of a cache. A store with another identity is rejected with the values that differ."""
+    """Opens or creates the store of a cache. Raises `MismatchError` with the values that differ if an existing store
+    has another identity."""
     try:
         text = json.dumps(dict(identity), sort_keys=True, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -52,7 +53,7 @@ def open_store(path: str | os.PathLike[str], identity: Mapping[str, Any], interv
 
 
 def _difference(there: str, here: str) -> str:
-    """Returns what differs between two identities."""
+    """Returns the values that differ between two identities, as text for an error message."""
     old, new = json.loads(there), json.loads(here)
     # The values are compared as text, since 1 and 1.0 are equal but not the same.
     said = [(name, *(json.dumps(each[name], sort_keys=True) if name in each else "nothing" for each in (old, new)))
@@ -61,10 +62,10 @@ def _difference(there: str, here: str) -> str:
 
 
 class Space:
-    """Bounds the space of deleted blocks while blocks arrive faster than the disk writes them.
+    """Bounds the disk space of deleted blocks, even if blocks arrive faster than the disk writes them.
 
-    A snapshot frees the space. The engine takes one in the background after `interval` bytes; if as many more were
-    stored without one, the next batch waits for a snapshot.
+    A snapshot frees the space. The engine takes a snapshot in the background after `interval` bytes. If twice as many
+    bytes were stored without a snapshot, the next batch waits for one.
     """
 
     def __init__(self, store: Store, interval: int) -> None:
@@ -74,7 +75,7 @@ class Space:
         self._stored = 0
 
     def claim(self, nbytes: int) -> None:
-        """Counts bytes that are about to be stored, and waits for a snapshot if too many were stored since the last
+        """Counts bytes that are about to be stored. Waits for a snapshot if too many bytes were stored since the last
         one."""
         snapshots = self._store.stats()["snapshots_taken"]
         if snapshots != self._snapshots:

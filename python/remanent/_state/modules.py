@@ -1,4 +1,4 @@
-"""The state of a live module at a restore: its tensors by name, and which of them its own code loads."""
+"""Describes a live module for a restore: its tensors by name, and which of them its own code loads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _AS_RUN_HAD_IT = "make the model as the run had it"
 
 
 class Described(NamedTuple):
-    """A tensor of a version, described before any of its bytes are read."""
+    """The description of a tensor in a version, which is known before any bytes are read."""
 
     array: str
     shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class Described(NamedTuple):
 
 
 class LiveModule:
-    """A module's tensors by their names in its state, and the parts of it that load values with their own code."""
+    """The tensors of a module by their names in its state, and the submodules that load values with their own code."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
@@ -63,21 +63,22 @@ class LiveModule:
         self.is_forgiving = bool(own) or any(each._load_state_dict_post_hooks for each in module.modules())
 
     def loads_itself(self, name: str) -> bool:
-        """Returns whether code outside of torch determines how this value is loaded."""
+        """Returns whether code outside of torch loads the value `name`."""
         return name.startswith(self._own)
 
     def is_extra(self, name: str) -> bool:
-        """Returns whether the value is passed unchanged to a module's `set_extra_state`."""
+        """Returns whether the value `name` is passed unchanged to a module's `set_extra_state`."""
         return name in self._extra
 
     def special(self, name: str) -> tuple[str, torch.nn.Module] | None:
-        """Returns the torch module that loads this value with its own code, as observers do, with its prefix."""
+        """Returns the torch module that loads the value `name` with its own code, such as an observer, and the module's
+        prefix. Returns None if there is no such module."""
         prefix = name[: name.rfind(".") + 1]
         module = self._special.get(prefix)
         return None if module is None else (prefix, module)
 
     def refused_plain(self, name: str) -> str | None:
-        """Returns why torch's load would reject a plain tensor for this name of the model's state; None if it would not."""
+        """Returns the reason why torch would reject a plain tensor for `name` in the model's state, or None."""
         if self.loads_itself(name) or self.is_extra(name) or self.special(name):
             return None
         tensor = self.state[name]
@@ -94,7 +95,7 @@ class LiveModule:
         return None
 
     def adopted(self, state: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str, Any]:
-        """Returns a version's state by the model's names, with its modules' versions, if any, by the model's paths."""
+        """Returns `state` with its names, and the module paths in its metadata, replaced by those of the model."""
         if all(then == now for then, now in names.items()):
             return state
         made: OrderedDict[str, Any] = OrderedDict((names[name], value) for name, value in state.items())
@@ -114,7 +115,7 @@ def _is_of_torch(function: Callable[..., Any]) -> bool:
 
 
 def without(name: str, wrappers: tuple[str, ...], *, leading: bool = False) -> str:
-    """Returns a name without the segments that wrappers add, anywhere or only at its beginning."""
+    """Returns a name without the segments that wrappers add, either all of them or only leading ones."""
     segments = name.split(".")
     if leading:
         while len(segments) > 1 and segments[0] in wrappers:
@@ -124,10 +125,10 @@ def without(name: str, wrappers: tuple[str, ...], *, leading: bool = False) -> s
 
 
 def renamed(live: LiveModule, saved: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the model's name for each name of a version's state, which differs only because of wrappers.
+    """Returns the model's name for each name in a version's state. Names may differ by the segments that wrappers add.
 
-    A compiled model's names begin with `_orig_mod.`, those of a model in DataParallel with `module.`. All names must be
-    equal without these segments; otherwise the version's names are unchanged.
+    For example, names of a compiled model begin with `_orig_mod.`, and names of a model in DataParallel with `module.`.
+    If the names are not equal without these segments, the version's names are returned unchanged.
     """
     names = live.state.keys()
     if names != saved.keys():
@@ -147,7 +148,7 @@ _SIMPLIFICATIONS: tuple[Callable[[str], str], ...] = (
 
 
 def _versions_by_now(live: LiveModule, metadata: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the versions of a state's modules, by the modules' paths in the model."""
+    """Returns the versions of a state's modules by the modules' paths in the model."""
     if all(then == now for then, now in names.items()):
         return dict(metadata)
     every = _SIMPLIFICATIONS[-1]
@@ -167,7 +168,8 @@ def described_in(value: Any) -> Iterator[Described]:
 
 
 def refuse_misfit(part: str, live: LiveModule, saved: Mapping[str, Any], *, cast: bool, in_inference: bool) -> None:
-    """Rejects a state that torch would not load as it is: torch itself rejects states after loading part of them.
+    """Raises `InvalidError` if torch would not load a state unchanged. Torch itself raises only after it has loaded a
+    part of the state.
 
     :param saved: the version's state by the model's names, with `Described` in place of tensors.
     :param cast: whether elements may be converted to the model's types.
@@ -202,7 +204,7 @@ def refuse_misfit(part: str, live: LiveModule, saved: Mapping[str, Any], *, cast
 
 
 def _refuse_places(part: str, live: LiveModule, saved: Mapping[str, Any], in_inference: bool) -> None:
-    """Rejects tensors without memory for a value."""
+    """Raises `InvalidError` for tensors whose memory does not exist or cannot be written."""
     for name, tensor in live.objects.items():
         if name not in saved or live.is_extra(name) or is_lazy(tensor):
             continue
@@ -219,17 +221,17 @@ def _refuse_places(part: str, live: LiveModule, saved: Mapping[str, Any], in_inf
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor has no shape yet."""
+    """Returns whether a tensor is uninitialized and has no shape yet."""
     has_none: Callable[[Any], bool] = torch.nn.parameter.is_lazy
     return has_none(tensor)
 
 
 class ModuleLoad:
-    """The load of a state into one module, prepared after checking that it will succeed.
+    """The load of a state into one module. The constructor checks that the load will succeed.
 
-    :param state: the version's state by the model's names, with the module's own tensors where bytes are read into
-        them.
-    :param in_place: the names of these tensors.
+    :param state: the version's state by the model's names. It contains the module's own tensors where bytes are read
+        into them.
+    :param in_place: the names of the tensors into which bytes are read.
     :raises InvalidError: torch would reject a value. Nothing changed.
     """
 
@@ -254,7 +256,7 @@ class ModuleLoad:
         _rehearse(part, live, self._state)
 
     def load(self) -> None:
-        """Loads the values, after bytes were read into the module's own tensors."""
+        """Loads the values. Bytes must already have been read into the module's own tensors."""
         with torch.no_grad():
             for target, source in self._copies:
                 target.copy_(source)
@@ -263,7 +265,8 @@ class ModuleLoad:
 
 
 def _squeezed(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Returns a view of an expanded tensor that contains each location once; None if the tensor is not expanded."""
+    """Returns a view of an expanded tensor in which each memory location occurs once. Returns None if the tensor is not
+    expanded."""
     if is_lazy(tensor) or type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided or tensor.is_meta:
         return None
     expanded = [dim for dim, (length, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
@@ -278,7 +281,8 @@ def _squeezed(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def _fitting(name: str, own: torch.Tensor, squeezed: torch.Tensor,
              value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what must be written into an expanded tensor to give it a value, if possible."""
+    """Returns the view of an expanded tensor to write to, and the part of `value` to write. Raises `InvalidError` if
+    `value` differs in elements that share a memory location."""
     narrow = value
     for dim, length in enumerate(squeezed.shape):
         if length < own.shape[dim]:
@@ -291,7 +295,7 @@ def _fitting(name: str, own: torch.Tensor, squeezed: torch.Tensor,
 
 
 def _rehearse(part: str, live: LiveModule, state: Mapping[str, Any]) -> None:
-    """Tests values of other shapes on copies of those torch modules that resize what they load."""
+    """Tests values of other shapes on copies of the torch modules that resize their tensors during a load."""
     tried: set[str] = set()
     for name, value in state.items():
         own = live.state.get(name)

@@ -1,4 +1,5 @@
-"""The state of an optimizer, restored as it was saved and, where possible, into the tensors that it already has."""
+"""Restores the state of an optimizer as it was saved, where possible into the tensors that the optimizer already
+has."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ _AS_RUN_HAD_IT = "make the optimizer as the run had it"
 
 
 def loads_as_torch_does(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether an optimizer takes each value of a state unchanged: it has neither its own load nor a hook before
-    it that may inspect the current state."""
+    """Returns whether an optimizer loads each value of a state unchanged. This is the case if it has neither its own
+    `load_state_dict` nor a pre-hook, which may inspect the current state."""
     return _has_load_of_torch(optimizer) and not getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None)
 
 
@@ -28,7 +29,7 @@ def _has_load_of_torch(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def in_order(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Returns its parameters, each once, in the order in which its state numbers them."""
+    """Returns the parameters of an optimizer, each once, in the order in which its state numbers them."""
     return list(dict.fromkeys(parameter for group in optimizer.param_groups for parameter in group["params"]))
 
 
@@ -37,11 +38,11 @@ _Pairs = list[tuple[dict[str, Any], _Group]]
 
 
 def refuse_other_groups(part: str, optimizer: torch.optim.Optimizer, saved: Sequence[_Group]) -> dict[int, torch.Tensor]:
-    """Rejects a version's groups if its parameters are not those of the optimizer. Returns the parameters by their
+    """Checks that a version's parameter groups fit the optimizer, and returns the optimizer's parameters by their
     numbers in the version.
 
-    Only an optimizer with its own load or hook knows how it treats other groups. It is not given groups whose
-    parameters have the same names in another order, since it would not check them.
+    If the optimizer has its own load method, only the names of parameters and their order are checked. If the optimizer
+    has a pre-hook, nothing is checked. The result is empty in both cases.
 
     :raises InvalidError: the parameters differ. Nothing changed.
     """
@@ -57,15 +58,15 @@ def refuse_other_groups(part: str, optimizer: torch.optim.Optimizer, saved: Sequ
 
 
 def _names(groups: Sequence[_Group]) -> list[list[str]] | None:
-    """Returns the names of parameters by group, if all have names and all names are distinct."""
+    """Returns the names of parameters by group, or None if a parameter has no name or two have the same name."""
     names = [list(group["param_names"]) for group in groups if group.get("param_names") is not None]
     every = [name for of_group in names for name in of_group]
     return names if len(names) == len(groups) and len(set(every)) == len(every) else None
 
 
 def _paired(part: str, groups: list[dict[str, Any]], saved: Sequence[_Group]) -> _Pairs:
-    """Pairs each group with the version's group of the same parameters: by their names if both have them, else in
-    order."""
+    """Pairs each group with the version's group of the same parameters. The parameters are matched by name if both
+    sides have names, and otherwise in order."""
     sizes, saved_sizes = ([len(group["params"]) for group in each] for each in (groups, saved))
     now, then = _names(groups), _names(saved)
     if now is not None and then is not None and now != then:
@@ -96,16 +97,17 @@ def _numbers(pairs: _Pairs) -> dict[int, torch.Tensor]:
 
 
 class OptimizerLoad:
-    """The load of a state into a torch optimizer, prepared after checking that it will succeed.
+    """The load of a state into a torch optimizer. The constructor checks that the load will succeed.
 
-    `Optimizer.load_state_dict` casts a state to the type of its parameter. This load restores each value as it was
-    saved: into the optimizer's existing tensor if that has the same type, so that no additional memory is needed and
-    CUDA graphs find the state in place. Tensors of other shapes or types, and those that share memory with others, in
-    the optimizer or in the version, are replaced. Hooks and `__setstate__` run as in `load_state_dict`. For an
-    optimizer with its own `load_state_dict`, that is called, and values that it cast are restored as they were saved.
+    `Optimizer.load_state_dict` casts a state to the type of its parameter. This class instead restores each value as it
+    was saved. If the optimizer already has a tensor of the same type and shape, the value is copied into that tensor,
+    so that no additional memory is needed and CUDA graphs remain valid. Tensors of other shapes or types, and tensors
+    that share memory with others, are replaced. Hooks and `__setstate__` run as in `load_state_dict`. The
+    `load_state_dict` of an optimizer that has its own is called, and values that it cast are then restored as they were
+    saved.
 
-    :param cast: whether states are cast to the types of their parameters, as `Optimizer.load_state_dict` does.
-    :raises InvalidError: the version's groups differ. Nothing changed.
+    :param cast: whether to cast states to the types of their parameters, as `Optimizer.load_state_dict` does.
+    :raises InvalidError: the version has other parameter groups. Nothing changed.
     """
 
     def __init__(self, part: str, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, cast: bool) -> None:
@@ -135,7 +137,7 @@ class OptimizerLoad:
         self._groups = [self._group(at, *pair, stays) for at, pair in enumerate(pairs)]
 
     def _in_place(self, state: Mapping[Any, Any], numbers: Mapping[int, torch.Tensor]) -> dict[Any, Any]:
-        """Returns the version's state with the optimizer's own tensors, which will receive the values."""
+        """Returns the version's state with the optimizer's own tensors in place of those whose values can be copied."""
         own = list(numbers.values())
         live = dict(_tensors((number, self._optimizer.state.get(parameter)) for number, parameter in numbers.items()))
         loaded = dict(_tensors(state.items()))
@@ -151,7 +153,7 @@ class OptimizerLoad:
         return held
 
     def _placed(self, parameter: torch.Tensor, values: Any, group: _Group, number: int) -> Any:
-        """Returns a parameter's state on the devices on which its optimizer keeps it."""
+        """Returns a parameter's state on the devices on which the optimizer keeps that state."""
         live = self._optimizer.state.get(parameter)
         live = live if isinstance(live, Mapping) else {}
         stays = not (group.get("capturable") or group.get("fused"))
@@ -204,7 +206,7 @@ class OptimizerLoad:
         return made
 
     def load(self) -> None:
-        """Loads the state, after bytes were read into the optimizer's own tensors."""
+        """Loads the state. Bytes must already have been read into the optimizer's own tensors."""
         optimizer = self._optimizer
         if self._has_own_load:
             optimizer.load_state_dict(self._given)
@@ -219,11 +221,11 @@ class OptimizerLoad:
             hook(optimizer)
 
     def undo(self) -> None:
-        """Restores the optimizer's previous state and groups. Values copied into its tensors remain."""
+        """Restores the previous state and groups of the optimizer. Values that were copied into its tensors remain."""
         self._optimizer.__dict__.update(self._before)
 
     def _put_back_what_was_cast(self) -> None:
-        """Replaces tensors that an optimizer's own load passed to torch's, which cast them."""
+        """Restores the saved values of tensors that an optimizer's own load passed to torch, which cast them."""
         ids = [number for group in self._given["param_groups"] for number in group["params"]]
         own = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         for number, parameter in zip(ids, own, strict=False):
@@ -234,7 +236,7 @@ class OptimizerLoad:
 
 
 def _uncast(saved: Any, now: Any) -> Any:
-    """Returns a value with tensors as they were saved, where it contains them as torch casts them."""
+    """Returns `now` with each tensor replaced by the saved one if it is the result of torch's cast of that tensor."""
     if isinstance(saved, torch.Tensor) and isinstance(now, torch.Tensor):
         is_cast = saved.dtype != now.dtype and saved.shape == now.shape and torch.equal(
             saved.to(now.device, now.dtype), now)
@@ -254,7 +256,7 @@ _K = TypeVar("_K")
 
 
 def _tensors(states: Any) -> Iterator[tuple[_Key, torch.Tensor]]:
-    """Yields the tensors of parameters' states, by the parameter's number and the tensor's name."""
+    """Yields the tensors in parameters' states, with the parameter's number and the tensor's name as the key."""
     for number, values in states:
         for name, value in values.items() if isinstance(values, dict) else ():
             if isinstance(value, torch.Tensor) and _is_strided(value):
@@ -269,7 +271,7 @@ def _is_strided(tensor: torch.Tensor) -> bool:
 
 
 def _is_alike(live: torch.Tensor, loaded: torch.Tensor) -> bool:
-    """Returns whether a tensor can hold another tensor's elements unchanged."""
+    """Returns whether the elements of `loaded` can be copied into `live` unchanged."""
     parts = parts_module()
     if parts is not None and isinstance(live, parts.DTensor) | isinstance(loaded, parts.DTensor):
         if type(live) is not type(loaded):
@@ -292,7 +294,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def apart(tensors: dict[_K, torch.Tensor], all_tensors: list[torch.Tensor]) -> set[_K]:
-    """Returns the tensors that share no memory with any other of `all_tensors`."""
+    """Returns the keys of the tensors that share no memory with any other tensor in `all_tensors`."""
     shared: set[int] = set()
     # The tensor so far that reaches furthest.
     last: tuple[torch.device, int] | None = None
@@ -307,7 +309,7 @@ def apart(tensors: dict[_K, torch.Tensor], all_tensors: list[torch.Tensor]) -> s
 
 
 def _addresses(tensor: torch.Tensor, number: int) -> tuple[torch.device, int, int, int]:
-    """Returns the memory between a tensor's first and last element, and the tensor's number."""
+    """Returns a tensor's device, the addresses of its first byte and of the end of its last element, and `number`."""
     local = _local(tensor)
     if not local.numel() or not _is_strided(local):
         return local.device, 0, 0, number

@@ -1,10 +1,11 @@
-"""Named arrays of bytes as pages of a store, with a tree of plain values.
+"""Stores named arrays of bytes as pages of a store, with a tree of plain values.
 
-A *block* is one page: the bytes of one array, or of several that share memory. A further page, the manifest, contains
-JSON: which arrays are in which page, and how; and a tree of plain values, in which names stand for arrays. Nothing is
-pickled. A page with one whole array also has `name`, `dtype` and `shape` in its metadata, like the pages that `remanent
-import` creates, so that `remanent diff`, `blame` and `bisect` know its elements. If all pages are of that kind and
-there is no tree, the header of a safetensors file is stored with them: `remanent export` writes the file.
+A *block* is one page: the bytes of one array, or of several arrays that share memory. An additional page, the manifest,
+contains JSON. The manifest lists the arrays of each page and their layout, and contains a tree of plain values, in
+which names represent arrays. Nothing is pickled. A page with a single complete array also has `name`, `dtype` and
+`shape` in its metadata, like the pages that `remanent import` creates. `remanent diff`, `blame` and `bisect` can
+therefore interpret its elements. If all pages are of that kind and there is no tree, the header of a safetensors file
+is stored as another page, and `remanent export` writes the file.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ _COST_MIN = 20 << 10
 
 
 class Plan(Protocol):
-    """Converts one library's arrays: see `flatten`."""
+    """Converts the arrays of one library; see `flatten`."""
 
     def __call__(self, path: str, value: object) -> object | None:
-        """Returns the JSON value that stands for this value if it belongs to the library, else None."""
+        """Returns the JSON value that represents `value` if it belongs to the library, else None."""
 
 
 class Captures(Protocol):
-    """Captures blocks in place: see `_copies`."""
+    """Captures blocks in place; see `Copies`."""
 
     def capture(self, batch: _native.Batch, key: str, block: Block, width: int) -> None: ...
 
@@ -74,10 +75,10 @@ Arrays = tuple[ArrayLayout, ...]
 
 
 def update(batch: _native.Batch, updates: Iterable[Update], logged_max: int | None = None) -> bool:
-    """Adds updates to a batch. Returns whether anything changed. Each update reads its page.
+    """Adds updates to a batch and returns whether any element changed. Each update reads its page.
 
-    :param logged_max: the bytes of memory that the changed elements of all pages may take until the next snapshot. A
-        page whose changes would take more is written whole. None uses the default of `Batch.update`.
+    :param logged_max: the bytes of memory that the changed elements of all pages may occupy until the next snapshot. A
+        page whose changes would exceed this is written completely. None uses the default of `Batch.update`.
     """
     changed = False
     for key, block in updates:
@@ -88,7 +89,7 @@ def update(batch: _native.Batch, updates: Iterable[Update], logged_max: int | No
 
 @dataclass
 class Manifest:
-    """The contents of a store: arrays by page, and the tree."""
+    """The contents of a store: its arrays by page, and the tree of plain values."""
 
     pages: dict[str, Arrays]
     tree: Any = None
@@ -96,7 +97,7 @@ class Manifest:
 
 
 class LastManifest:
-    """The last manifest that was written, kept for the next read: most of it will be written again."""
+    """The last manifest that was written, cached for the next save, which usually repeats most of it."""
 
     def __init__(self) -> None:
         self._text: bytes | None = None
@@ -114,7 +115,7 @@ class LastManifest:
         return self._pages
 
     def put(self, pages: dict[str, Arrays], tree: str, metadata: Mapping[str, str] | None) -> bytes:
-        """Returns the text of a manifest with these pages and this tree."""
+        """Returns the JSON of a manifest with these pages and this tree, and caches it."""
         if not self._listed or pages != self._pages or list(pages) != list(self._pages):
             listed = {key: [array.listed() for array in arrays] for key, arrays in pages.items()}
             self._listed = json.dumps(listed, separators=(",", ":"))
@@ -125,7 +126,8 @@ class LastManifest:
 
 
 def key_of(name: str, taken: Callable[[str], bool]) -> str:
-    """Returns the key of an array's page: its name if possible, else the beginning of the name and a hash."""
+    """Returns the key for an array's page: the array's name if possible, or else the beginning of the name and a
+    hash."""
     if name and len(name.encode()) <= _KEY_LEN_MAX and name not in _RESERVED and not taken(name):
         return name
     for number in range(1 << 20):
@@ -137,7 +139,8 @@ def key_of(name: str, taken: Callable[[str], bool]) -> str:
 
 
 def read_manifest(reader: _native.Reader) -> Manifest:
-    """Returns the contents of a store. For a store that `remanent import` filled, these are its tensors."""
+    """Returns the manifest of a store. The tensors of a store that `remanent import` filled are also returned as a
+    manifest."""
     if MANIFEST_KEY in reader:
         try:
             held = json.loads(reader[MANIFEST_KEY])
@@ -160,7 +163,7 @@ def read_manifest(reader: _native.Reader) -> Manifest:
 
 
 def _metadata_of(reader: _native.Reader) -> dict[str, str] | None:
-    """Returns the metadata of an imported safetensors file."""
+    """Returns the metadata in the header of an imported safetensors file, or None."""
     if HEADER_KEY not in reader:
         return None
     try:
@@ -172,14 +175,15 @@ def _metadata_of(reader: _native.Reader) -> dict[str, str] | None:
 
 
 def _of_file(array: ArrayLayout) -> tuple[str, list[int]]:
-    """Returns the dtype and shape of an array in a weight file, which counts numbers even if two form an element."""
+    """Returns the dtype and shape of an array in a weight file. There, the shape counts 4-bit numbers, not pairs of
+    them."""
     if array.dtype != _PAIRS or not array.shape:
         return array.dtype, list(array.shape)
     return _NUMBERS, [*array.shape[:-1], 2 * array.shape[-1]]
 
 
 def _of_metadata(said: Mapping[str, Any]) -> ArrayLayout:
-    """Returns the array of a page with name, dtype and shape as in a weight file."""
+    """Returns the layout of an array whose page has the name, dtype and shape of a weight file in its metadata."""
     *outer, last = said["shape"] or [1]
     if said["dtype"] == _NUMBERS and last % 2 == 0:
         return ArrayLayout(said["name"], _PAIRS, [*outer, last // 2])
@@ -187,7 +191,7 @@ def _of_metadata(said: Mapping[str, Any]) -> ArrayLayout:
 
 
 def _header(pages: Mapping[str, Arrays], sizes: Mapping[str, int], metadata: Mapping[str, str] | None) -> bytes | None:
-    """Returns the header of a safetensors file with these arrays; None if it could not contain them."""
+    """Returns the header of a safetensors file with these arrays, or None if such a file cannot contain them."""
     entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     offset = 0
     for key, arrays in pages.items():
@@ -208,22 +212,25 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | Non
         last: LastManifest | None = None, metadata: Mapping[str, str] | None = None) -> tuple[_native.Batch, bool]:
     """Changes the store to contain exactly these arrays and this tree. Unchanged data is not logged.
 
-    The caller must be the store's only writer meanwhile. Blocks are taken one at a time, so that a caller can copy each
-    from a GPU when it is needed; their bytes are read at the commit of the batch and must not change before then.
+    The caller must be the only writer of the store during the call. Blocks are requested one at a time, so that the
+    caller can copy each from a GPU when it is needed. Their bytes are read when the batch is committed and must not
+    change before then.
 
-    Pages on disk take no memory in addition to their blocks. If little of a page changed, its changed elements are
-    logged and held in memory until the next snapshot, up to `logged_max` bytes for all pages; any other changed page is
-    written whole. Pages in memory are compared in place, and only changes are logged. For captured blocks, the commit
-    finds the changes, and they count as changed here. New captured blocks on disk are begun: they are captured in the
-    batch after the next flush.
+    Pages on disk need no memory in addition to their blocks. If only a small part of a page changed, its changed
+    elements are logged, and held in memory until the next snapshot, up to `logged_max` bytes for all pages. Any other
+    changed page is written completely. Pages in memory are compared in place, and only changes are logged. For captured
+    blocks, the commit finds the changes, so these blocks count as changed here. Captured blocks without a page on disk
+    get one, and are captured in the batch after the next flush.
 
-    `flush` adds the given updates to the batch, commits it, now or later, and returns a new one. With it, only some
-    megabytes of blocks are held at a time, and the store is between two versions until the last batch. None in place of
-    a block requests a flush. Returns the last batch, and whether anything in it changed.
+    `flush` adds the passed updates to the batch, commits the batch now or later, and returns a new one. With `flush`,
+    only a few megabytes of blocks are held at a time, and the store is between two versions until the last batch. A
+    None in place of a block requests a flush.
 
-    :param tree: the tree, as JSON.
-    :param last: the manifest of the previous call, which is updated for the next one.
-    :param metadata: text by name that is kept with the arrays.
+    :returns: the last batch, and whether it contains a change.
+
+    :param tree: the tree as JSON text.
+    :param last: the manifest of the previous call, updated for the next call.
+    :param metadata: text values by name that are stored with the arrays.
     """
     last = last or LastManifest()
     old = last.pages(store)
@@ -315,9 +322,9 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | Non
 def save(directory: str | os.PathLike[str], blocks: Iterable[Block], tree: str = "null", *, note: str | None,
          name: str | None, durable: bool, kept: KeptVersions = KeptVersions(KEEP_DEFAULT),
          metadata: Mapping[str, str] | None = None) -> int:
-    """Saves these arrays and this tree as the newest version in `directory`, like `put`. Returns its Lsn.
+    """Saves these arrays and this tree as the newest version in `directory`, as `put` does, and returns its Lsn.
 
-    Afterwards, versions that are not kept are removed.
+    Versions that `kept` does not keep are then removed.
     """
     segments = log_files(directory)
     with open_store(directory) as store:
@@ -344,7 +351,7 @@ def save(directory: str | os.PathLike[str], blocks: Iterable[Block], tree: str =
 
 
 def _width_of(block: Block) -> int:
-    """Returns the bytes per element of the first array, by which the block is compared with its page."""
+    """Returns the bytes per element of the first array. The block is compared with its page in units of this size."""
     return min(16, _native.dtype(block.arrays[0].dtype)[2])
 
 
@@ -371,7 +378,8 @@ TAG = plain_values.TAG
 
 
 class Leaves(NamedTuple):
-    """Values that `flatten` keeps as they are: those of exactly these types."""
+    """Types whose values `flatten` collects instead of converting them. Only values of exactly these types are
+    collected."""
 
     kinds: frozenset[type]
     # The tag that, with the name, stands for such a value; the name is its path without the leading slash.
@@ -382,11 +390,12 @@ class Leaves(NamedTuple):
 
 
 def flatten(path: str, value: object, adapt: Plan, leaves: Leaves | None = None) -> Any:
-    """Converts a value to JSON that `unflatten` converts back. `adapt` converts arrays and objects of other libraries.
+    """Converts a value to JSON, which `unflatten` converts back. `adapt` converts arrays and objects of other
+    libraries.
 
-    No two places of the value have the same path. A path ends in the key of a dict: unchanged if it is a name, with
-    `~0` for `~` and `~1` for `/`; in decimal if it is an integer, or an index of a list; and as `~:` followed by the
-    key's JSON if it is anything else, or a name that looks like an integer among keys that are not all names.
+    Each value has a unique path, which ends with its key in a dict or its index in a list. A key that is a name is
+    unchanged, except that `~` becomes `~0` and `/` becomes `~1`. An integer is written in decimal. Any other key, or a
+    name that looks like an integer in a dict whose keys are not all names, becomes `~:` and the key's JSON.
 
     >>> from remanent._state.page_tree import flatten, unflatten
     >>> value = {"lr": 0.1, 3: (1, None), "big": 1 << 70, "raw": b"x", "$": [True]}
@@ -400,20 +409,20 @@ def flatten(path: str, value: object, adapt: Plan, leaves: Leaves | None = None)
 
 
 def unflatten(held: Any, adapt: Callable[[list[Any]], Any] = plain_values.unknown) -> Any:
-    """Converts JSON of `flatten` back to its value. `adapt` converts the tags that the `adapt` of `flatten` created.
+    """Converts JSON of `flatten` back to a value. `adapt` converts the tags that the `adapt` of `flatten` created.
 
-    :raises NoStateError: a value is of a class that the program has not imported, or that has changed since.
+    :raises NoStateError: a value has a class that the program has not imported, or that has changed since the save.
     """
     return plain_values.Decoder(adapt).value(held)
 
 
 def segment(name: str) -> str:
-    """Returns a name as it appears in paths of `flatten`, if all sibling keys are names."""
+    """Returns a name as it appears in paths of `flatten` if all keys of its dict are names."""
     return _native.segment(name)
 
 
 def path_of(*names: str) -> str:
-    """Returns the path of `flatten` for a value in nested dicts whose keys are all names."""
+    """Returns the path that `flatten` gives a value in nested dicts whose keys are all names."""
     return "/".join(map(segment, names))
 
 

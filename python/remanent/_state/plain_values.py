@@ -1,9 +1,8 @@
-"""Conversion of plain values to JSON and back: those that the native walk (`_native.flatten`) leaves to Python, and
-keys.
+"""Converts plain values to JSON and back. Covers the values that `_native.flatten` leaves to Python, and dict keys.
 
-A value is restored with the same bits and type, or it is rejected by its path. JSON that stands for such a value is
-`{"$": [kind, …]}`. A mutable container in several places of a state is stored once and is a single object again; one
-that contains itself is rejected. `_user_types` handles classes that a program defines.
+A value is restored with the same bits and type, or is rejected by its path. JSON of the form `{"$": [kind, …]}`
+represents such a value. A mutable container in several places of a state is stored once and restored as a single
+object. A container that contains itself is rejected. `user_types` handles classes that a program defines.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _FACTORIES: dict[str, type] = {
 
 
 class _Kind(NamedTuple):
-    """How the values of a type are stored; the tag has the type's name."""
+    """The conversion of values of one type. The tag of such a value begins with the type's name."""
 
     # Returns what follows the name in the tag: plain JSON, and the content for the walk, or None.
     encode: Callable[[str, Any], tuple[list[Any], Any]]
@@ -51,7 +50,7 @@ class _Kind(NamedTuple):
 
 
 def encode_or_leave(path: str, value: Any) -> Any:
-    """Encodes a value like `encode`, for a walk that looks for tensors: values that cannot be stored are omitted."""
+    """Encodes a value as `encode` does, but omits values that cannot be stored. Used to search a state for tensors."""
     try:
         return encode(path, value) or {}
     except RefusedError:
@@ -59,10 +58,10 @@ def encode_or_leave(path: str, value: Any) -> Any:
 
 
 def encode(path: str, value: Any) -> Encoded | None:
-    """Returns the beginning of a value's tag; the content that the walk writes after it, or None; and whether the value
-    is a mutable container. None for an unknown type.
+    """Returns the first elements of a value's tag, the content that the native code writes after them (or None), and
+    whether the value is a mutable container. Returns None for an unknown type.
 
-    :raises RefusedError: the value would not be restored as it is. The message names its path.
+    :raises RefusedError: the value could not be restored exactly. The message names its path.
     """
     kind = _KINDS.get(type(value))
     if kind is not None:
@@ -75,7 +74,7 @@ def encode(path: str, value: Any) -> Encoded | None:
 
 
 def key(path: str, value: Any, depth: int = 0) -> Any:
-    """Returns a dict key, or an element of a set, as JSON.
+    """Returns the JSON of a dict key or a set element.
 
     :raises RefusedError: the key is not a plain value. The message names the path of its container.
     """
@@ -105,7 +104,7 @@ def key(path: str, value: Any, depth: int = 0) -> Any:
 
 
 class Decoder:
-    """Decodes the JSON that a walk wrote, with a single call for all of it."""
+    """Decodes the JSON of a state. A single call of `value` must decode all of it."""
 
     def __init__(self, adapt: Callable[[list[Any]], Any]) -> None:
         self._adapt = adapt
@@ -156,7 +155,7 @@ class Decoder:
         return made
 
     def _plain(self, held: Any) -> Any:
-        """Returns a value whose containers the walk did not count."""
+        """Decodes a value whose containers have no numbers in the tree."""
         return Decoder(self._adapt).value(held)
 
     def _items(self, name: str, items: list[Any], attributes: Any = None) -> Any:
@@ -170,7 +169,7 @@ class Decoder:
 
 
 def unknown(tag: list[Any]) -> Any:
-    """Rejects a tag of an unknown kind."""
+    """Raises `NoStateError` for a tag of an unknown kind."""
     raise NoStateError(f"the version holds a value of kind {tag[0]!r}, which this release of remanent does not know",
                        remedy="read it with the release that wrote it, or a later one")
 
@@ -185,12 +184,12 @@ def _plain(path: str, value: Any) -> Any:
 
 
 def _number(number: float) -> Any:
-    """Returns a float as JSON, which has neither infinities nor NaNs."""
+    """Returns a float as JSON. Infinities and NaNs, which JSON cannot represent, become a tag."""
     return number if abs(number) < float("inf") else {TAG: ["float", float_text(number)]}
 
 
 def float_text(number: float) -> str:
-    """Returns a number as text, including the bits of a NaN."""
+    """Returns a float as text that preserves all bits, including those of a NaN."""
     [bits] = struct.unpack("<Q", struct.pack("<d", number))
     return repr(number) if number == number or bits == _NAN_BITS else f"nan:{bits:016x}"
 
@@ -302,8 +301,8 @@ def _uuid(path: str, value: uuid.UUID) -> tuple[list[Any], Any]:
 
 
 def _numpy_scalar(path: str, value: Any, numpy: Any) -> list[Any]:
-    """Returns a scalar by its bytes. NumPy has no names for the types of ml_dtypes, which are named as in that module.
-    """
+    """Returns the tag of a NumPy scalar, which contains the scalar's bytes. Types of ml_dtypes are named as in that
+    module."""
     kind, dtype = type(value), value.dtype
     if kind is numpy.str_:
         return ["numpy_str", str.__str__(value)]
@@ -319,9 +318,10 @@ def _numpy_scalar(path: str, value: Any, numpy: Any) -> list[Any]:
 
 
 def numpy_dtype(name: str) -> Any:
-    """Returns the dtype that a version names: a NumPy dtype, or one of ml_dtypes if the program has imported that.
+    """Returns the dtype with a name from a version: a NumPy dtype, or one of ml_dtypes if the program has imported that
+    package.
 
-    :raises NoStateError: the program has not imported it.
+    :raises NoStateError: the program has not imported ml_dtypes.
     """
     import numpy
 
@@ -341,7 +341,7 @@ def _made_numpy(name: str, content: str) -> Any:
 
 
 def _made_scalar(name: str, value: Any) -> Any:
-    """Decodes a scalar of an older version, which contains its value and not its bytes."""
+    """Decodes a scalar of an older version, which contains the value instead of the bytes."""
     import numpy
 
     return numpy.dtype(name).type(value)

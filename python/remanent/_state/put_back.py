@@ -1,4 +1,4 @@
-"""The changes of a restore to the parts of a run, in an order in which most failures leave everything unchanged."""
+"""Applies a restore to the parts of a run, in an order in which most failures leave everything unchanged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from remanent._state.rng import RngLoad
 
 
 class _Change(NamedTuple):
-    """A change of one part, and how to undo it: None if that is not possible."""
+    """A change of one part, and a function that reverts the change, or None if it cannot be reverted."""
 
     part: str
     do: Callable[[], object]
@@ -24,18 +24,19 @@ class _Change(NamedTuple):
 
 
 class PutBack:
-    """All changes of a restore, prepared after checking as far as possible that each part accepts its state.
+    """All changes of a restore. The constructor checks, as far as possible, that each part accepts its state.
 
-    1. Parts with their own `load_state_dict`, and dicts. A failure here happens before any tensor of a model changes.
-    2. Bytes, from the files into the run's own tensors.
-    3. Modules and optimizers, whose hooks find the new values in these tensors.
-    4. Random states, which the previous steps may have used.
+    1. Parts with their own `load_state_dict`, and dicts, are loaded. If one of them fails, no tensor of a model has
+      changed.
+    2. Bytes are read from the files into the run's own tensors.
+    3. Modules and optimizers are loaded. Their hooks find the new values in these tensors.
+    4. Random states are loaded last, because the previous steps may use random numbers.
 
-    If a step fails, the previous ones are undone as far as that is possible without a copy of the tensors.
+    If a step fails, the previous steps are reverted as far as that is possible without a copy of the tensors.
 
-    :param states: the version's state of each part, and of `rng`.
-    :param modules: the modules, with the names of their tensors into which bytes are read.
-    :param in_place: the parts that have such tensors.
+    :param states: the version's state of each part and of `rng`.
+    :param modules: the modules, each with the names of its tensors into which bytes are read.
+    :param in_place: the parts with tensors into which bytes are read.
     :raises InvalidError: a part does not accept its state. Nothing changed.
     """
 
@@ -63,11 +64,11 @@ class PutBack:
         self._rng = RngLoad(states["rng"]) if "rng" in states else None
 
     def run(self, load: Callable[[], None]) -> None:
-        """Makes the changes.
+        """Makes the changes in order.
 
         :param load: reads the bytes into the run's own tensors.
-        :raises RestoreFailedError: a part could not load its state. Errors of `load` are raised with a note that names
-            what changed.
+        :raises RestoreFailedError: a part could not load its state. Errors of `load` are raised unchanged, with a note
+            that names the changed parts.
         """
         begun: list[_Change] = []
         is_loading = False
@@ -126,8 +127,8 @@ def _of_object(name: str, part: Any, state: Any) -> _Change:
 
 
 def _undo_of(part: Any) -> Callable[[], object] | None:
-    """Returns a function that restores the state of one of torch's own small objects, such as schedulers and gradient
-    scalers. The states of other objects may be large, and querying them may have side effects."""
+    """Returns a function that restores the current state of a small torch object, such as a scheduler or gradient
+    scaler. Returns None for other objects, whose states may be large and have side effects when read."""
     if isinstance(part, torch.nn.Module) or type(part).__module__.split(".")[0] != "torch":
         return None
     with contextlib.suppress(Exception):

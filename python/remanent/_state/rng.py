@@ -1,4 +1,4 @@
-"""The states of random number generators: those of Python, NumPy, torch and its devices."""
+"""Saves and loads the states of the random number generators of Python, NumPy, torch and its devices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DEVICES = ("cuda", "xpu")
 
 
 def rng_state() -> dict[str, Any]:
-    """Returns the states of all generators; those of devices only if the process uses them."""
+    """Returns the states of all generators. States of devices are included only if the process uses the devices."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -31,10 +31,10 @@ def rng_state() -> dict[str, Any]:
 
 
 class RngLoad:
-    """States to load into generators, after checking that they fit.
+    """States to load into generators. The constructor checks that each generator accepts its state.
 
-    Devices that this process does not have are skipped, as is NumPy if it is not installed. Generators that the version
-    lacks keep their states.
+    States of devices that this process does not have are skipped, as is the state of NumPy if NumPy is not installed.
+    Generators without a state in the version are unchanged.
 
     :raises InvalidError: a generator would reject its state. Nothing changed.
     """

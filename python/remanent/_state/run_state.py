@@ -1,4 +1,4 @@
-"""The state of a training run as tensors and a tree of plain values."""
+"""Separates the state of a training run into tensors and a tree of plain values."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from remanent._tensors import numpy_arrays
 
 
 def flatten_state(state: object, tensors: dict[str, torch.Tensor], *, of_rank: bool) -> str:
-    """Returns the state as JSON text, and adds its tensors to `tensors` by their paths.
+    """Returns the state as JSON text and adds its tensors to `tensors`, by their paths.
 
-    :param of_rank: whether it is the state of one of several ranks, for which this rank's part of a DTensor is taken.
+    :param of_rank: whether the state belongs to one of several ranks. If True, this rank's part of each DTensor is
+        added.
     """
     leaves = page_tree.Leaves(frozenset((torch.Tensor,)), "tensor", tensors, "requires_grad")
     # The local parts of DTensors must be taken without gradients.
@@ -71,10 +72,10 @@ class _Capture:
 
 
 def made(tag: list[Any], tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Returns the value of a tag of `flatten_state`, except for DTensors.
+    """Returns the value that a tag of `flatten_state` represents, except for DTensors.
 
-    :param tensors: the tensors by name, including those of arrays.
-    :raises NoStateError: the tag is from a later release.
+    :param tensors: the tensors by name, including those that contain arrays.
+    :raises NoStateError: the tag was written by a later release.
     """
     kind, *rest = tag
     if kind == "tensor":
@@ -91,7 +92,7 @@ def made(tag: list[Any], tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _typed(tensor: torch.Tensor, kind: str | None = None, requires_grad: bool = False) -> torch.Tensor:
-    """Returns the tensor, or a view of it, with its original type."""
+    """Returns the tensor, or a view of it, with the type and `requires_grad` that it had when it was saved."""
     wanted = torch.nn.Parameter if kind == "Parameter" else torch.Tensor
     if kind is None or type(tensor) is wanted and tensor.requires_grad == requires_grad:
         return tensor
@@ -100,7 +101,8 @@ def _typed(tensor: torch.Tensor, kind: str | None = None, requires_grad: bool = 
 
 
 def parts_module() -> Any:
-    """Returns `dtensors` if DTensors were imported. Otherwise there are none, and importing them takes a while."""
+    """Returns the module `dtensors` if the program has imported DTensors, else None. Importing DTensors takes a
+    while."""
     if "torch.distributed.tensor" not in sys.modules:
         return None
     from remanent._tensors import dtensors
@@ -109,6 +111,6 @@ def parts_module() -> Any:
 
 
 def layouts_of(run: Mapping[str, Any]) -> Any:
-    """Returns the layouts of a run's DTensors; None if there are none."""
+    """Returns the layouts of a run's DTensors, or None if the program has not imported DTensors."""
     parts = parts_module()
     return None if parts is None else parts.Layouts(run)

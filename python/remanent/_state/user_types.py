@@ -1,9 +1,9 @@
-"""Values of classes that a program defines: named tuples, enum members, dataclasses, and subclasses of numbers and
-strings.
+"""Encodes values of classes that a program defines: named tuples, enum members, dataclasses, and subclasses of numbers
+and strings.
 
 A version contains the name of such a class, `module:qualified name`. The class is looked up only in modules that the
-program has imported: a restore imports no module and runs no code that a version names. The class found must be of the
-same kind, with the same fields or members, and its instances are created without calling it. A value with additional
+program has already imported, so a restore imports no module and runs no code named in a version. The class must be of
+the same kind, with the same fields or members. Instances are created without calling the class. A value with additional
 state, which would be lost, is rejected when it is saved.
 """
 
@@ -28,7 +28,7 @@ _AS_THEN = "import the module, with the class as it was when the version was sav
 
 
 class Encoded(NamedTuple):
-    """A value for the walk: the beginning of its tag, and the content that follows as the tag's last element."""
+    """An encoded value: the first elements of its tag, and the content that becomes the tag's last element."""
 
     head: list[Any]
     content: Any
@@ -40,7 +40,8 @@ Code = Callable[[str, Any], Any]
 
 
 def encode(path: str, value: Any, code: Code) -> Encoded | None:
-    """Encodes a value of a program's own class, like `_values.encode`."""
+    """Encodes a value of a class that the program defines, as `plain_values.encode` does. Returns None for other
+    values."""
     kind = type(value)
     if isinstance(value, enum.Enum):
         return _member(path, value, code)
@@ -72,12 +73,12 @@ def _members(kind: type) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Returns whether an enum's value can be compared with the one in a version."""
+    """Returns whether an enum member's value can be compared with the value in a version."""
     return value is None or type(value) in (bool, *_PLAIN) and value == value
 
 
 def _combines(kind: Any) -> bool:
-    """Returns whether an enum creates combined flags without its own code."""
+    """Returns whether an enum creates combined flags without code of its own."""
     own, of_flags = (getattr(each._missing_, "__func__", None) for each in (kind, enum.Flag))
     return own is of_flags
 
@@ -104,7 +105,7 @@ def _is_made_plainly(kind: Any) -> bool:
 
 
 def _slot(kind: type, name: str) -> Any:
-    """Returns the slot of an attribute; None if it is in the instance's `__dict__`."""
+    """Returns the slot descriptor of an attribute, or None if the attribute is in the instance's `__dict__`."""
     for each in kind.__mro__:
         found = vars(each).get(name)
         if isinstance(found, types.MemberDescriptorType):
@@ -113,7 +114,7 @@ def _slot(kind: type, name: str) -> Any:
 
 
 def _refuse_attributes(path: str, value: Any, fields: dict[str, Any]) -> None:
-    """Rejects a value with more state than its class's base, or than its fields."""
+    """Raises `RefusedError` if a value has attributes in addition to `fields`."""
     kind = type(value)
     held = set(getattr(value, "__dict__", {}))
     for each in kind.__mro__:
@@ -133,7 +134,7 @@ def _has(value: Any, slot: Any) -> bool:
 
 
 def _is_thin(kind: type, base: type) -> bool:
-    """Returns whether a class is derived from this base by Python code alone."""
+    """Returns whether all classes between `kind` and `base` are defined in Python."""
     found: Any = kind
     while found is not base and found is not object and found.__flags__ & _DEFINED_IN_PYTHON:
         found = found.__base__
@@ -146,13 +147,13 @@ def _refused(path: str, kind: type, reason: str) -> RefusedError:
 
 
 def _fields_of(kind: type) -> tuple[str, ...] | None:
-    """Returns the fields of a named tuple."""
+    """Returns the field names of a named tuple class, or None for another class."""
     fields = next((vars(each)["_fields"] for each in kind.__mro__ if "_fields" in vars(each)), None)
     return fields if isinstance(fields, tuple) else None
 
 
 def _name(path: str, kind: type) -> str:
-    """Returns the name of a class by which it can be found again."""
+    """Returns the name by which a restore can find the class. Raises `RefusedError` if there is none."""
     name = f"{kind.__module__}:{kind.__qualname__}"
     if _found(name) is not kind:
         raise _refused(path, kind, f"is of a class that is not found as {name}, as one inside of a function is not")
@@ -160,7 +161,7 @@ def _name(path: str, kind: type) -> str:
 
 
 def _found(name: str) -> Any:
-    """Returns the object with this name, or None. Only dicts are searched: no attribute access may run code."""
+    """Returns the object with this name, or None. Only dicts are searched, because attribute access could run code."""
     module, _, qualified = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in qualified.split("."):

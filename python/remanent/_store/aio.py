@@ -1,5 +1,4 @@
-"""Asynchronous waits. Store threads signal an eventfd that the event loop watches; none takes the interpreter's lock.
-"""
+"""Asynchronous waits. Store threads signal an eventfd that the event loop watches, without the interpreter lock."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ _SLICE = 0.25
 
 
 class _Ringer:
-    """The eventfd of one event loop, and the tasks that wait for it."""
+    """The eventfd of one event loop, and the tasks that wait for its signals."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.event_fd = _native.EventFd()
@@ -52,7 +51,8 @@ _ringers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Ringer] = weakre
 
 
 async def _rung(poll: Callable[[_native.EventFd, int], tuple[bool, Waiting | None]]) -> None:
-    """Waits until `poll` returns that it is done. It is called again each time the eventfd reports its number."""
+    """Calls `poll` until it returns True as its first value. Between calls, waits until the eventfd reports the number
+    that was passed to `poll`."""
     loop = asyncio.get_running_loop()
     ringer = _ringers.get(loop)
     if ringer is None:
@@ -73,7 +73,7 @@ async def _rung(poll: Callable[[_native.EventFd, int], tuple[bool, Waiting | Non
 
 
 async def acknowledged(ticket: Ticket, ack: str) -> None:
-    """Waits until the ticket's batch is acknowledged. Cancelling ends the wait; the batch stays submitted."""
+    """Waits until the ticket's batch is acknowledged. Cancellation ends the wait, and the batch stays submitted."""
 
     def poll(event_fd: _native.EventFd, number: int) -> tuple[bool, Waiting | None]:
         waiting = ticket._poll(event_fd, number, ack)
@@ -83,7 +83,7 @@ async def acknowledged(ticket: Ticket, ack: str) -> None:
 
 
 async def read(reading: ReadMany) -> ManyBytes:
-    """Waits for the bytes. Cancelling ends the wait; the read continues."""
+    """Waits for the bytes of a read and returns them. Cancellation ends the wait, and the read continues."""
     await _rung(lambda event_fd, number: (reading._poll(event_fd, number), None))
     return reading.result()
 
@@ -101,7 +101,8 @@ _reading: weakref.WeakKeyDictionary[Follower | ChangeStream, concurrent.futures.
 
 
 async def _done(reading: concurrent.futures.Future[bool | None]) -> None:
-    """Waits until the read is over. A cancelled task leaves it to the others, which `wrap_future` would not."""
+    """Waits until the read has ended. Cancellation does not cancel the read, as `wrap_future` would, because other
+    tasks may wait for it."""
     loop = asyncio.get_running_loop()
     over: asyncio.Future[None] = loop.create_future()
 
@@ -118,7 +119,7 @@ async def _done(reading: concurrent.futures.Future[bool | None]) -> None:
 
 
 async def _fetched(source: Follower | ChangeStream) -> bool:
-    """Waits until the source keeps its next item. Returns False if there will be none."""
+    """Waits until the source has an item that can be taken. Returns False if the source has ended."""
     while True:
         # Only one thread at a time reads from a source, for the tasks of all loops. A read started for a cancelled task
         # is awaited.
@@ -135,7 +136,7 @@ async def _fetched(source: Follower | ChangeStream) -> bool:
 
 
 async def next_batch(follower: Follower) -> FollowedBatch:
-    """Returns the next batch. A batch read for a cancelled task stays in the follower for the next one."""
+    """Returns the follower's next batch. If the task is canceled, the batch stays in the follower for the next call."""
     while True:
         await _fetched(follower)
         batch = follower._take()
@@ -145,7 +146,7 @@ async def next_batch(follower: Follower) -> FollowedBatch:
 
 
 async def next_event(stream: ChangeStream) -> AppliedBatch | Lagged:
-    """Returns the next event. An event read for a cancelled task stays in the stream for the next one."""
+    """Returns the stream's next event. If the task is canceled, the event stays in the stream for the next call."""
     while await _fetched(stream):
         event = stream._take()
         if event is not None:
@@ -154,7 +155,7 @@ async def next_event(stream: ChangeStream) -> AppliedBatch | Lagged:
 
 
 def _begin_anew() -> None:
-    """Makes a forked child start with new threads and eventfds: the parent's threads do not exist there."""
+    """Resets the module in a forked child, where the parent's threads do not exist."""
     global _readers, _beginning
     _readers, _beginning = _threads(), threading.Lock()
     _reading.clear()

@@ -1,4 +1,4 @@
-"""Binary search for the first bad version of a store."""
+"""Binary search for the first bad state of a store."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ _At = int | str | _native.SnapshotInfo
 
 def bisect(path: str | os.PathLike[str], is_good: Callable[[_native.View], bool | None], *, good: _At,
            bad: _At | None = None) -> int:
-    """Returns the Lsn of the first version for which `is_good` returns False, between a good and a later bad version.
+    """Returns the Lsn of the first state for which `is_good` returns False, found by binary search between a good state
+    and a later bad state.
 
-    The search takes no lock and writes nothing. It tests about log2(n) of n versions, each as a View that is closed
+    The search takes no lock and writes nothing. About log2(n) of n states are tested, each as a `View` that is closed
     after the test.
 
-    :param is_good: called with a View; returns True for good, False for bad, and None if it cannot be determined for
-        this version. An exception ends the search.
+    :param is_good: receives a `View` and returns True for a good state, False for a bad one, and None if the result
+        cannot be determined. An exception ends the search.
     :param good: a state known to be good: an Lsn, "lsn:N", "snapshot:N", the name of a snapshot or a SnapshotInfo.
     :param bad: a later state known to be bad; None uses the newest.
     :raises InvalidError: the good state is not older than the bad one.
-    :raises NoStateError: a version in between is not kept, or the verdict could not be determined for versions next to
-        the first bad one.
-    :raises NoStoreError, DamagedError: as for `View`.
+    :raises NoStateError: a state between `good` and `bad` is not retained, or `is_good` returned None for states next
+        to the first bad one.
+    :raises NoStoreError: the directory contains no store.
+    :raises DamagedError: a file of the store is damaged.
 
     >>> with remanent.Store(directory, log_kept=1 << 30) as store:
     ...     for step in range(100):

@@ -1,4 +1,4 @@
-"""HTML tables for notebooks. All contents of a store are escaped, and page contents are not shown."""
+"""HTML tables for notebooks. All text from a store is escaped, and contents of pages are not shown."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _shape(metadata: Mapping[str, Any]) -> str:
 
 
 def reader(pages: _native.Reader) -> str:
-    """Returns a table of a store, view or replica: its title, its pages and its root."""
+    """Returns the HTML for a store, view or replica: a title, a table of its pages and a table of its root."""
     title = f"<p><b>{_cell(repr(pages))}</b></p>"
     try:
         infos, root, lsn = pages.pages(), pages.root, pages.lsn
@@ -60,7 +60,7 @@ def reader(pages: _native.Reader) -> str:
 
 
 def _value(value: Any) -> str:
-    """Returns the text of a root entry; for bytes, their length."""
+    """Returns the text of a root entry. Bytes and containers are represented by their length."""
     if isinstance(value, bytes):
         return f"{len(value)} bytes"
     if isinstance(value, (list, dict)):
@@ -69,7 +69,7 @@ def _value(value: Any) -> str:
 
 
 def snapshot(info: _native.SnapshotInfo) -> str:
-    """Returns a table of a snapshot."""
+    """Returns the HTML table for a snapshot."""
     name = "" if info.name is None else info.name
     rows = [("id", info.id), ("name", name), ("state of lsn", info.end), ("pages", info.pages),
             ("images", _size(info.bytes)), ("of them its own", _size(info.bytes_written)),

@@ -1,7 +1,8 @@
-"""Engine events as records of Python's `logging`, under the logger "remanent".
+"""Passes engine events to Python's `logging`, as records of the logger "remanent".
 
-A store thread writes an event to a queue and continues; a single Python thread takes it from the queue and passes it to
-the handlers. No store thread ever waits for a handler. The Python thread is started only when a handler wants events.
+A store thread adds an event to a queue and continues. A single Python thread takes events from the queue and passes
+them to the handlers, so no store thread ever waits for a handler. The Python thread is started only if a handler
+receives events.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _ended = False
 
 
 def _wanted() -> int | None:
-    """Returns the lowest level that a handler receives; None if there is no handler."""
+    """Returns the lowest level that a handler receives, or None if there is no handler."""
     logger: logging.Logger | None = _LOGGER
     if _LOGGER.disabled:
         return None
@@ -36,15 +37,15 @@ def _wanted() -> int | None:
 
 
 def update_logging() -> None:
-    """Updates the engine to the current handlers and level of the logger "remanent".
+    """Applies the current handlers and level of the logger "remanent" to the engine.
 
-    This also happens whenever a store, view, follower or replica is opened. Call it after handlers or the level change
+    Opening a store, view, follower or replica has the same effect. Call this function if handlers or the level change
     while a store is open. Without handlers, an event costs the engine almost nothing.
 
-    Engine events have their original time and thread, and their values in `record.fields`. For example,
-    "remanent.snapshot" reports each snapshot at INFO; recovered problems are at WARNING, and failures that stop the
-    store at ERROR. TRACE is level 5. If events arrive faster than handlers process them, some are dropped, and a record
-    at WARNING states how many.
+    Records have the original time and thread of the event, and its values in `record.fields`. For example,
+    "remanent.snapshot" reports each snapshot at INFO. Problems from which the store recovered are logged at WARNING,
+    and failures that stop the store at ERROR. TRACE is level 5. If events arrive faster than handlers process them,
+    some events are dropped, and a record at WARNING states how many.
 
     >>> import logging
     >>> class Shown(logging.Handler):
@@ -78,7 +79,7 @@ def update_logging() -> None:
 
 
 def flush_logging(timeout: float = 5.0) -> bool:
-    """Waits until handlers have received all engine events so far, up to `timeout` seconds. Returns whether they have.
+    """Waits up to `timeout` seconds until handlers have received all engine events so far. Returns False on timeout.
 
     >>> remanent.flush_logging()
     True
@@ -134,12 +135,12 @@ def _emit(level: int, target: str, file: str, line: int, thread: tuple[str, int]
 
 
 def _name_of(native: int) -> str:
-    """Returns the name of a Python thread, if it still exists."""
+    """Returns the name of the Python thread with this native id, or "thread N" if the thread has ended."""
     return next((thread.name for thread in threading.enumerate() if thread.native_id == native), f"thread {native}")
 
 
 def _end() -> None:
-    """Passes the remaining events to the handlers while they still exist."""
+    """Passes the remaining events to the handlers before the interpreter exits."""
     global _ended
     with _lock:
         _ended = True
@@ -152,7 +153,7 @@ def _end() -> None:
 
 
 def _begin_anew() -> None:
-    """Makes a forked child start its own thread once it opens something: the parent's does not exist there."""
+    """Resets the module in a forked child, where the parent's thread does not exist."""
     global _lock, _given, _thread, _mark
     _lock, _given, _thread, _mark = threading.Lock(), threading.Condition(), None, 0
 

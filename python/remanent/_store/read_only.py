@@ -1,4 +1,4 @@
-"""Read-only dicts and lists for copies of a store's contents: a change would be lost, so it is rejected."""
+"""Read-only dicts and lists for copies of a store's contents, so that changes to a copy are not lost silently."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from remanent._errors import InvalidTypeError
 
 
 def freeze(copy: Any, what: str, instead: str) -> Any:
-    """Returns the same value with classes that reject changes; other values are returned as they are.
+    """Returns `copy` with read-only dicts and lists in place of its dicts and lists.
 
-    :param what: what the value is a copy of.
-    :param instead: what the caller must do instead of changing it.
+    :param what: a description of the copy, for the error.
+    :param instead: how to change the original, for the error.
     """
     if isinstance(copy, dict):
         return ReadOnlyDict({name: freeze(value, what, instead) for name, value in copy.items()}, what, instead)
@@ -21,7 +21,8 @@ def freeze(copy: Any, what: str, instead: str) -> Any:
 
 
 class _ReadOnly:
-    """Rejects every method that changes a dict or list. Copies and unpickled values can be changed."""
+    """Raises `InvalidTypeError` for each method that changes a dict or list. Copies and unpickled values can be
+    changed."""
 
     _what: str
     _instead: str

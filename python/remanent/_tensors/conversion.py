@@ -1,4 +1,4 @@
-"""Conversion of torch tensors to pages and back: which bytes of which storage a page holds."""
+"""Converts torch tensors to pages and back."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ PLAIN_TYPES: frozenset[type] = frozenset((torch.Tensor, torch.nn.Parameter, torc
 
 
 def plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor if its elements are in one storage as they are. Otherwise it is rejected by name."""
+    """Returns the tensor if its elements are stored unchanged in one storage. Raises `RefusedError` for any other
+    tensor."""
     kind = type(tensor)
     if torch.nn.parameter.is_lazy(tensor):
         raise RefusedError(f"{name}: it has no shape and no elements yet", remedy="run the model once before the save")
@@ -58,7 +59,7 @@ def plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Kinds(NamedTuple):
-    """The torch types and functions that `_native.extents` needs."""
+    """The torch types and functions that `_native.extents` uses."""
 
     tensor: type
     strided: torch.layout
@@ -71,14 +72,15 @@ _KINDS = _Kinds(torch.Tensor, torch.strided, frozenset(dtype for dtype in SHORT 
 
 
 def extents(tensors: dict[str, torch.Tensor]) -> list[Extent]:
-    """Returns the extents to store. A tensor that cannot be stored is rejected by name."""
+    """Returns the memory extents of tensors. Raises `RefusedError` for a tensor that cannot be stored."""
     return _native.extents(tensors, _KINDS)
 
 
 def blocks(found: Iterable[Extent], *, on_host: bool = True) -> Iterator[Block]:
-    """Yields the pages of these tensors. Tensors that overlap in memory share a page, so that they share memory again.
+    """Yields the pages of tensors. Tensors that overlap in memory share a page, so that they share memory again after a
+    load.
 
-    The bytes are on the host, or where the tensors are.
+    :param on_host: whether to copy the bytes of tensors on other devices to the host.
     """
     for group in _native.extents_by_page(list(found)):
         if not group[0].nbytes:
@@ -91,8 +93,8 @@ def blocks(found: Iterable[Extent], *, on_host: bool = True) -> Iterator[Block]:
 
 
 def blocks_in_place(found: list[Extent]) -> Iterator[Block]:
-    """Yields the pages of these tensors, leaving the bytes of tensors on CUDA GPUs there for the commit to copy. Tensors
-    whose elements had to be reordered are copied to the host, which has more room."""
+    """Yields the pages of tensors. The bytes of tensors on CUDA GPUs stay there until the commit copies them. Tensors
+    whose elements had to be reordered are copied to the host, which has more memory."""
     held = {each.storage for each in found}
     for block in blocks(found, on_host=False):
         data = block.data
@@ -104,17 +106,17 @@ def blocks_in_place(found: list[Extent]) -> Iterator[Block]:
 
 
 def is_cuda(device: torch.device) -> bool:
-    """Returns whether the device is a CUDA GPU: other device types use the same name."""
+    """Returns whether the device is a CUDA GPU. Torch uses the name "cuda" for ROCm devices, too."""
     return device.type == "cuda" and torch.version.hip is None
 
 
 def _array(extent: Extent) -> ArrayLayout:
-    """Returns the layout of a tensor that is the only one of its page."""
+    """Returns the layout of a tensor that has a page of its own."""
     return ArrayLayout(extent.name, SHORT[extent.tensor.dtype], extent.tensor.shape)
 
 
 def _block_of_one(extent: Extent, on_host: bool) -> Block:
-    """Returns the page of a tensor that shares memory with no other one."""
+    """Returns the page of a tensor that shares no memory with other tensors."""
     tensor = extent.tensor
     if tensor.is_contiguous():
         return Block((_array(extent),), bytes_of(tensor, on_host), extent.nbytes)
@@ -131,7 +133,7 @@ def _block_of_one(extent: Extent, on_host: bool) -> Block:
 
 
 def _has_shared_elements(tensor: torch.Tensor) -> bool:
-    """Returns whether several elements of a tensor share a location, such as those of overlapping windows."""
+    """Returns whether several elements of a tensor share a memory location, as in overlapping windows."""
     reached = 0
     for step, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if length > 1:
@@ -145,7 +147,7 @@ def _has_shared_elements(tensor: torch.Tensor) -> bool:
 
 
 def _block(part: Part, on_host: bool) -> Block:
-    """Returns the page of tensors that share memory, or of one whose elements are in another order."""
+    """Returns the page of tensors that share memory, or of one tensor whose elements are not in row-major order."""
     group = part.extents
     first = group[0]
     if part.places is not None:
@@ -166,7 +168,7 @@ def _block(part: Part, on_host: bool) -> Block:
 
 
 def _packed(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor's elements in row-major order, copied on the current stream if necessary."""
+    """Returns the tensor's elements in row-major order, copied on the current stream if the order differs."""
     packed = tensor if tensor.is_contiguous() else bits(tensor).contiguous()
     if packed is not tensor and tensor.is_cuda:
         # The owner may free the tensor before the copy has run.
@@ -175,14 +177,14 @@ def _packed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor, on_host: bool = True) -> torch.Tensor:
-    """Returns a contiguous tensor's bytes, on the host or in place."""
+    """Returns the bytes of a contiguous tensor, as a view or as a copy on the host."""
     # A dimension of one element may have any stride.
     flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     return flat.cpu() if on_host else flat
 
 
 def tensor_of(content: bytes | memoryview) -> torch.Tensor:
-    """Returns a copy of bytes, on the host."""
+    """Returns a copy of `content` as a tensor on the host."""
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
@@ -195,8 +197,8 @@ def read_page(reader: _native.Reader, key: str) -> torch.Tensor:
 
 def load_pages(view: _native.View, pages: Mapping[str, Arrays],
                device: torch.device = torch.device("cpu")) -> Iterator[tuple[torch.Tensor, Arrays]]:
-    """Yields the bytes of pages in order, on `device` if it is a CUDA GPU and otherwise on the host. Some pages are
-    prefetched."""
+    """Yields the bytes of pages in order, on `device` if it is a CUDA GPU and otherwise on the host. Pages that fit are
+    read several at a time."""
     lengths = {key: view.info(key).length for key in pages}
     there, name = torch.device("cpu"), "host"
     if is_cuda(device):
@@ -212,7 +214,8 @@ def load_pages(view: _native.View, pages: Mapping[str, Arrays],
 
 
 def together(lengths: Mapping[str, int], device: torch.device = torch.device("cpu")) -> Iterator[list[str]]:
-    """Yields groups of pages that one call reads or verifies: up to a number of bytes, or one longer page."""
+    """Yields groups of pages to read or verify with one call. A group has a limited number of bytes, or is a single
+    longer page."""
     at_once = _TOGETHER_ON_GPU if is_cuda(device) else _TOGETHER
     group: list[str] = []
     held = 0

@@ -1,4 +1,4 @@
-"""Streams that copy the bytes of a save from the GPUs, concurrently with their owner's work."""
+"""CUDA streams that copy the bytes of a save from the GPUs, concurrently with the work of the caller."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ _WIDE = torch.int64
 
 
 class Moment:
-    """A point in the copies of a save, on each of its GPUs."""
+    """A point in the copies of a save, on each of its GPUs: all copies queued before that point are complete."""
 
     def __init__(self, events: dict[torch.device, torch.cuda.Event]) -> None:
         self._events = events
 
     def hold_back(self) -> None:
-        """Makes work that the caller queues on its current streams from now on wait for it, without waiting itself."""
+        """Makes work that the caller queues on its current streams from now on wait for this moment. Does not block the
+        host."""
         for device, event in self._events.items():
             torch.cuda.current_stream(device).wait_event(event)
 
     def wait(self) -> None:
-        """Waits for it."""
+        """Blocks the calling thread until this moment is reached on all GPUs."""
         for event in self._events.values():
             event.synchronize()
 
 
 class CurrentStreams:
-    """The current streams of some GPUs at construction, for use by another thread."""
+    """The streams of some GPUs that were current at construction, for use by another thread."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._streams = [torch.cuda.current_stream(device) for device in devices]
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Runs work that the calling thread queues in this block on these streams."""
+        """Makes these streams the current ones of the calling thread within the block."""
         with contextlib.ExitStack() as stack:
             for stream in self._streams:
                 stack.enter_context(torch.cuda.stream(stream))
@@ -44,13 +45,13 @@ class CurrentStreams:
 
 
 class CopyStreams:
-    """A stream for each GPU, used by one save at a time."""
+    """One copy stream per GPU, used by one save at a time."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def begin(self, devices: Iterable[torch.device]) -> None:
-        """Orders copies from these GPUs after the work queued on their current streams now."""
+        """Orders copies from these GPUs after work that is already queued on their current streams."""
         # A failed save may have left copies in flight into memory that is reused.
         self.synchronize()
         for device in devices:
@@ -60,14 +61,14 @@ class CopyStreams:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Runs work that the calling thread queues in this block on these streams."""
+        """Makes these streams the current ones of the calling thread within the block."""
         with contextlib.ExitStack() as stack:
             for stream in self._streams.values():
                 stack.enter_context(torch.cuda.stream(stream))
             yield
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies bytes within the block of `entered`. Those from a GPU have arrived at a later `moment`."""
+        """Copies bytes. Must be called within `entered`. A copy from a GPU is complete at the next `moment`."""
         stream = self._streams.get(source.device)
         target.copy_(source, non_blocking=stream is not None)
         if stream is not None:
@@ -75,8 +76,8 @@ class CopyStreams:
             source.record_stream(stream)
 
     def copy_within(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        """Copies bytes within a GPU, within the block of `entered`, all in one operation. For many short copies, a GPU
-        takes longer to start each one than to run it, and it queues only about a thousand."""
+        """Copies bytes within a GPU in one operation. Must be called within `entered`. Many short copies would take
+        longer to start than to run, and a GPU queues only about a thousand operations."""
         by_width: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
         for target, source in zip(targets, sources, strict=True):
             # A GPU thread copies a few elements at a time, whatever their width.
@@ -92,7 +93,7 @@ class CopyStreams:
             source.record_stream(stream)
 
     def moment(self) -> Moment:
-        """Returns the end of all copies queued so far."""
+        """Returns the moment at which all copies queued so far are complete."""
         events = {}
         for device, stream in self._streams.items():
             # A blocking event, whose waiter sleeps: the waiting thread is not the one that trains.
@@ -101,6 +102,6 @@ class CopyStreams:
         return Moment(events)
 
     def synchronize(self) -> None:
-        """Waits for all copies."""
+        """Blocks the calling thread until all copies are complete."""
         for stream in self._streams.values():
             stream.synchronize()

@@ -1,4 +1,4 @@
-"""DTensors: the part that a rank holds, and restoring the tensor for the current ranks."""
+"""Saves the part of a DTensor that a rank has, and restores DTensors for the current ranks."""
 
 from __future__ import annotations
 
@@ -34,14 +34,12 @@ _PLACEMENTS: dict[str, Callable[..., Placement]] = {
 
 
 class _Layout(NamedTuple):
-    """The layout of a DTensor."""
-
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
 
 
 class _Part(NamedTuple):
-    """A part of a DTensor as a rank saved it: its page, and its offset in the whole."""
+    """A part of a DTensor as a rank saved it: the part's page and layout, and its offset in the DTensor."""
 
     rank: int
     key: str
@@ -50,29 +48,29 @@ class _Part(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """All parts of a DTensor, and the layouts that ranks recorded for it."""
+    """All saved parts of a DTensor, and the distinct layouts that ranks recorded for it."""
 
     parts: list[_Part]
     divisions: set[str]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns what this rank holds of a tensor: all of it if it is not a DTensor. Call it without gradients."""
+    """Returns this rank's part of a DTensor, or any other tensor unchanged. Must be called without gradients."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def with_local(tensor: DTensor, part: torch.Tensor) -> DTensor:
-    """Returns a tensor with the same layout of which this rank holds another part, on any device."""
+    """Returns a DTensor with the layout of `tensor` and `part` as this rank's part."""
     return DTensor(part, tensor._spec, requires_grad=False)
 
 
 def own_rank() -> int:
-    """Returns this process's rank, as meshes number it."""
+    """Returns this process's rank in the numbering of device meshes."""
     return dist.get_rank()
 
 
 def described(name: str, tensor: DTensor, rank: int) -> dict[str, Any]:
-    """Describes the layout of the whole, and the offset of this rank's part in it, as JSON."""
+    """Returns the layout of a DTensor and the offset of this rank's part in it, as JSON values."""
     layout = _Layout(tensor.device_mesh, tensor.placements)
     return {"shape": list(tensor.shape), "stride": list(tensor.stride()),
             **_described(name, tensor.shape, layout, rank)}
@@ -100,9 +98,10 @@ def _box(shape: torch.Size, layout: _Layout, rank: int) -> tuple[tuple[int, ...]
 
 
 def _has_boxes(division: Mapping[str, Any]) -> bool:
-    """Returns whether each part of a whole with this layout is a single box.
+    """Returns whether each part of a DTensor with this layout is a single box.
 
-    A strided shard is divided further by the placements that follow: without these its parts are in pieces.
+    A strided shard is divided further by the placements that follow. Without those placements, its parts consist of
+    several pieces.
     """
     placements = division["placements"]
     for at, (kind, *given) in enumerate(placements):
@@ -134,7 +133,7 @@ def _key(mesh: DeviceMesh) -> str:
 
 
 class Layouts:
-    """The current layouts of a run's tensors.
+    """The current layouts of a run's DTensors.
 
     :param run: the parts of the run, by name.
     """
@@ -173,20 +172,21 @@ class Layouts:
 
 
 class Wholes:
-    """The DTensors of a version, in the current layout of the run."""
+    """The DTensors of a version in the current layout of the run."""
 
     def __init__(self, views: Views, layouts: Layouts) -> None:
         self._views, self._layouts = views, layouts
 
     def is_own(self, name: str, said: Any) -> bool:
-        """Returns whether the part that this rank saved is the one that it currently holds of the tensor."""
+        """Returns whether this rank's part of the tensor is the same part that this rank saved."""
         shape = torch.Size(said["shape"])
         # All of `described` except the shape and strides of the whole.
         now = _described(name, shape, self._layouts.of(name, shape, said), own_rank())
         return self._views.number is not None and all(said[key] == value for key, value in now.items())
 
     def whole(self, name: str, part: torch.Tensor, said: Any) -> DTensor:
-        """Returns the tensor of which this is the rank's part in a version. The bytes stay in place."""
+        """Returns the DTensor whose saved part is `part`, in the current layout. If the part is still this rank's own,
+        its bytes stay in place."""
         shape = torch.Size(said["shape"])
         layout = self._layouts.of(name, shape, said)
         if not self.is_own(name, said):
@@ -195,7 +195,7 @@ class Wholes:
         return DTensor(part, DTensorSpec(layout.mesh, layout.placements, tensor_meta=meta), requires_grad=False)
 
     def _joined(self, name: str, shape: torch.Size, layout: _Layout, dtype: torch.dtype) -> torch.Tensor:
-        """Returns this rank's part, assembled from what other ranks saved."""
+        """Returns this rank's part, assembled from the parts that other ranks saved."""
         own_shape, own_offset = _box(shape, layout, own_rank())
         joined = torch.zeros(own_shape, dtype=dtype, device="cpu")
         if own_offset is None:
@@ -230,7 +230,7 @@ class Wholes:
 
     @functools.cached_property
     def _parts(self) -> dict[str, _Parts]:
-        """The parts of each tensor that all ranks saved."""
+        """The parts that all ranks saved, by tensor."""
         found: dict[str, _Parts] = {}
         for rank in range(self._views.count):
             manifest = page_tree.read_manifest(self._views.of(rank))
@@ -245,7 +245,7 @@ class Wholes:
         return found
 
     def _read(self, part: _Part, within: tuple[slice, ...]) -> torch.Tensor:
-        """Reads a box of a part. If its rows are contiguous, no other rows are read."""
+        """Reads a box of a part. If the part's rows are contiguous, only the rows of the box are read."""
         view, array = self._views.of(part.rank), part.array
         if array.stride is not None or not within:
             page = read_page(view, part.key)
@@ -274,7 +274,7 @@ def _dtensors(part: str, state: Any) -> dict[str, DTensor]:
 
 
 def _described_in(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the DTensors in the JSON of a state: their names and descriptions."""
+    """Yields the name and description of each DTensor in the JSON of a state."""
     if isinstance(tree, dict):
         kind, *rest = tree.get(page_tree.TAG, [None])
         if kind == "dtensor":

@@ -1,4 +1,4 @@
-"""Live tensors into which the changes of a publisher's steps are written."""
+"""Writes the changes of a publisher's steps into live tensors."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Changes(Protocol):
     def bytes_of(self, operation: Any, name: str, device: torch.device) -> torch.Tensor: ...
 
     def indices_of(self, operation: Any, device: torch.device) -> Iterator[torch.Tensor]:
-        """Yields the elements that a sparse delta changes, in order, some at a time."""
+        """Yields the indices of the elements that a sparse delta changes, in order and in pieces."""
 
 
 class Plain:
-    """Changes with the bytes of each operation separately."""
+    """Changes whose bytes are copied to a device separately for each operation."""
 
     def __init__(self, batch: _native.FollowedBatch) -> None:
         self.operations: Sequence[Any] = batch.operations
@@ -58,9 +58,9 @@ class Plain:
 
 
 class Packed:
-    """Changes with the bytes of all operations as in the log, uploaded to a GPU unchanged, which decodes the indices.
+    """Changes whose bytes are uploaded to a GPU together, as they are in the log. The GPU decodes the indices.
 
-    :param device: that GPU. Operations for other devices have their bytes separately.
+    :param device: the GPU. The bytes of operations for other devices are copied separately.
     """
 
     def __init__(self, batch: _native.FollowedBatch, device: torch.device, uploads: Uploads) -> None:
@@ -111,7 +111,8 @@ class Packed:
                 start, following = piece, indices[-1] + 1
 
     def _read_together(self, first: int) -> None:
-        """Decodes the indices of several sparse deltas from this one on: a GPU takes as long for many as for one."""
+        """Decodes the indices of several sparse deltas at once, from number `first` on. A GPU needs as long for many as
+        for one."""
         together: list[Any] = []
         length = 0
         for operation in self._sparse[first:]:
@@ -132,17 +133,17 @@ class Packed:
 
 
 def _reads_gaps(device: torch.device) -> bool:
-    """Returns whether a device decodes packed indices faster than the host."""
+    """Returns whether a device decodes packed indices faster than the host does."""
     return device.type == "cuda"
 
 
 def _is_short(operation: Any) -> bool:
-    """Returns whether the operation is a sparse delta with gaps that can be decoded together with others."""
+    """Returns whether the operation is a sparse delta that can be decoded together with others."""
     return bool(operation["gaps"]) and 0 < operation["indices"][1] - operation["indices"][0] <= _GAPS_LEN
 
 
 def _skipped(gaps: torch.Tensor) -> torch.Tensor:
-    """Returns for each gap the sum of all gaps up to it. The encoding is that of `FollowedBatch._layout`.
+    """Returns, for each gap, the sum of all gaps up to it. `gaps` contains the encoding of `FollowedBatch._layout`.
 
     >>> import torch
     >>> from remanent._tensors.live_tensors import _skipped
@@ -160,7 +161,7 @@ def _skipped(gaps: torch.Tensor) -> torch.Tensor:
 
 
 class Uploads:
-    """Pinned memory that a GPU reads at the rate of the bus, reused from batch to batch."""
+    """Uploads bytes to GPUs through pinned memory that is reused from batch to batch."""
 
     def __init__(self) -> None:
         self._pinned: torch.Tensor | None = None
@@ -168,7 +169,7 @@ class Uploads:
         self._taken: Any = None
 
     def brought(self, given: memoryview, device: torch.device) -> torch.Tensor:
-        """Returns these bytes on a device. On a GPU they are available in the order of its current stream."""
+        """Returns the bytes on a device. On a GPU, they can be used by work on the current stream."""
         if device.type != "cuda":
             return tensor_of(given).to(device)
         bytes_there = torch.empty(len(given), dtype=torch.uint8, device=device)
@@ -188,7 +189,7 @@ class Uploads:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of a contiguous tensor, in its own storage."""
+    """Returns the bytes of a contiguous tensor as a view of its storage."""
     tensor = tensor.detach()
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     start = int(tensor.storage_offset()) * tensor.element_size()
@@ -196,7 +197,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sums_of(flat: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields the sums of each row of `_ROW_LEN` bytes, as 64-bit numbers, and of the remaining bytes."""
+    """Yields the 64-bit sum of each row of `_ROW_LEN` bytes, and the sum of the remaining bytes."""
     whole = len(flat) // _ROW_LEN * _ROW_LEN
     # The widest integers to which the bytes are aligned.
     width = math.gcd(8, int(flat.storage_offset()))
@@ -205,15 +206,15 @@ def _sums_of(flat: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 class Live:
-    """Live tensors, accessed as bytes of a publisher's pages."""
+    """Live tensors, accessed through the byte offsets of a publisher's pages."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], uploads: Uploads) -> None:
         self.tensors = tensors
         self._uploads = uploads
 
     def changes(self, batch: _native.FollowedBatch) -> Changes:
-        """Returns the changes of a batch in the form that suits the tensors: packed for the GPU that holds most of
-        them."""
+        """Returns the changes of a batch, packed for the GPU with most of the tensors, or plain if no tensor is on a
+        GPU or the batch is too long."""
         by_device = collections.Counter(tensor.device for tensor in self.tensors.values() if _reads_gaps(tensor.device))
         if not by_device or len(memoryview(batch)) > _PACKED_MAX:
             return Plain(batch)
@@ -230,9 +231,10 @@ class Live:
                 raise NoStateError(f"{array.name}: weights that are followed lie row by row, on both sides")
 
     def places(self, names: Iterable[str]) -> list[Place | None]:
-        """Returns the identity and location of these tensors; None for a tensor that the model does not have.
+        """Returns the device, address, element type, shape and strides of each tensor, or None for a tensor that the
+        model lacks.
 
-        :raises NoStateError: the memory of a tensor was freed, such as by an engine that sleeps.
+        :raises NoStateError: the memory of a tensor was freed, for example by an engine in sleep mode.
         """
         found: list[Place | None] = []
         for name in names:
@@ -248,10 +250,10 @@ class Live:
         return found
 
     def sums(self, names: Iterable[str]) -> dict[torch.device, torch.Tensor]:
-        """Returns sums of the bytes that these tensors contain now, by device. Each byte is read once, in place.
+        """Returns sums of the bytes in these tensors, by device. Each byte is read once, in place.
 
         Sums detect memory that was cleared, discarded or filled with other weights. They do not detect 8-byte words
-        that changed places within a row of 8 KiB.
+        that were swapped within a row of 8 KiB.
         """
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for tensor in map(self.tensors.__getitem__, names):
@@ -260,15 +262,14 @@ class Live:
         return {device: torch.cat(sums) for device, sums in by_device.items()}
 
     def device_of(self, arrays: Arrays) -> torch.device:
-        """Returns the device of a page's tensor, or of the first of its tensors."""
+        """Returns the device of the first tensor of a page."""
         return self.tensors[arrays[0].name].device
 
     def _flat(self, array: ArrayLayout) -> torch.Tensor:
-        """Returns a live tensor's bytes, for writing."""
         return _bytes_of(self.tensors[array.name])
 
     def write(self, arrays: Arrays, offset: int, given: torch.Tensor) -> None:
-        """Writes bytes of a page, from `offset` on, to its tensors."""
+        """Writes bytes of a page, beginning at `offset`, to the page's tensors."""
         for array in arrays:
             flat = self._flat(array)
             start, end = max(offset, array.offset), min(offset + len(given), array.offset + flat.numel())

@@ -1,7 +1,7 @@
-"""Conversion of NumPy arrays to tensors and back, preserving dtype, shape, memory order and overlaps.
+"""Converts NumPy arrays to tensors and back. The dtype, shape, memory order and overlaps are preserved.
 
-An array's own memory is stored, with its strides, if it has no gaps. An array with negative strides, or of texts, is
-stored as a copy and restored in C order. Restored arrays are writable.
+An array without gaps is stored from its own memory, with its strides. An array with negative strides, or an array of
+strings, is stored as a copy and restored in C order. Restored arrays are writable.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _INTEGERS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "int64"}
 
 
 class Arrays:
-    """The arrays of one state."""
+    """Converts the arrays of one state to tensors."""
 
     def __init__(self) -> None:
         # The memory of arrays that are stored as copies, as start and end addresses.
         self._copied: dict[str, tuple[int, int]] = {}
 
     def taken(self, name: str, array: Any) -> tuple[torch.Tensor, list[Any]]:
-        """Returns the array as a tensor, and what its tag contains after its name.
+        """Returns the array as a tensor, and the elements of its tag that follow the name.
 
-        :raises RefusedError: the array would not be restored as it is.
+        :raises RefusedError: the array could not be restored exactly.
         """
         import numpy
 
@@ -51,10 +51,10 @@ class Arrays:
         return tensor, said
 
     def refuse_shared(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Rejects arrays that are stored as copies and share memory with another value, since the sharing would be
-        lost.
+        """Raises `RefusedError` if an array that is stored as a copy shares memory with another value, because the
+        sharing would be lost.
 
-        :param tensors: all tensors of the state, including those of arrays.
+        :param tensors: all tensors of the state, including those that contain arrays.
         """
         if not self._copied:
             return
@@ -74,7 +74,7 @@ class Arrays:
 
 
 def _bounds(array: Any) -> tuple[int, int]:
-    """Returns the start and end address of an array's memory."""
+    """Returns the addresses of an array's first byte and of the end of its last byte."""
     steps = [(length - 1) * step for length, step in zip(array.shape, array.strides, strict=True)]
     start = array.__array_interface__["data"][0]
     return (start + sum(step for step in steps if step < 0),
@@ -93,7 +93,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def made(tensor: torch.Tensor, name: str | None = None) -> Any:
-    """Returns the array for a tensor and the tag contents that `taken` returned."""
+    """Returns the array for a tensor and the tag elements that `Arrays.taken` returned."""
     if name is None:
         return tensor.numpy()
     dtype = numpy_dtype(name)
@@ -106,7 +106,7 @@ def made(tensor: torch.Tensor, name: str | None = None) -> Any:
 
 
 def _said(name: str, dtype: Any) -> list[Any]:
-    """Returns the name of a dtype that torch has no tensors of; empty for others."""
+    """Returns the name of a dtype for which torch has no type, in a list. The list is empty for other dtypes."""
     reason = None
     if dtype.type.__module__ == "ml_dtypes":
         return [dtype.name]
@@ -127,7 +127,7 @@ def _said(name: str, dtype: Any) -> list[Any]:
 
 
 def _as_numbers(array: Any) -> Any:
-    """Returns a copy in C order; for texts, with their bytes in an additional dimension."""
+    """Returns a copy in C order. For an array of strings, the copy has an additional dimension with their bytes."""
     import numpy
 
     copied = numpy.array(array, order="C", copy=True)
@@ -138,7 +138,7 @@ def _as_numbers(array: Any) -> Any:
 
 
 def _owner(array: Any) -> Any:
-    """Returns the array that owns this one's memory without gaps, or None."""
+    """Returns the array that owns the memory of `array`, or None if the owner's memory has gaps."""
     import numpy
 
     owner = array
@@ -149,7 +149,7 @@ def _owner(array: Any) -> Any:
 
 
 def _in_place(array: Any, owner: Any) -> torch.Tensor | None:
-    """Returns a tensor of the array's memory, in a storage that spans the owner; None if that is not possible."""
+    """Returns a tensor over the array's memory, whose storage spans the owner. Returns None if that is not possible."""
     import numpy
 
     kind = _kind(array.dtype)
@@ -166,7 +166,7 @@ def _in_place(array: Any, owner: Any) -> torch.Tensor | None:
 
 
 class _Writable:
-    """Wraps an array so that torch does not warn of read-only memory; nothing writes to it."""
+    """Wraps an array so that torch does not warn about read-only memory. The memory is not written."""
 
     def __init__(self, array: Any) -> None:
         self._array = array
@@ -175,7 +175,7 @@ class _Writable:
 
 
 def _kind(dtype: Any) -> torch.dtype:
-    """Returns the torch element type with these bits."""
+    """Returns the torch element type whose elements have the same bits."""
     if dtype.kind in "mM" or dtype.type.__module__ == "ml_dtypes":
         found: torch.dtype = getattr(torch, _INTEGERS[dtype.itemsize])
     else:

@@ -1,8 +1,8 @@
-"""Tensors with overlapping memory: which of them share elements, and how they are stored without unused bytes.
+"""Determines how tensors that overlap in memory are stored without unused bytes.
 
-A page of overlapping tensors holds the memory from their first to their last byte if they use at least half of it.
-Otherwise they are divided into runs of adjacent elements: those without common bytes are stored in separate pages, and
-the others are packed if each of them still has a single stride per dimension.
+If overlapping tensors use at least half of the memory between their first and last byte, their page contains all of
+that memory. Otherwise, tensors without common bytes are stored in separate pages. The others are packed, provided that
+each of them still has a single stride per dimension.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 
 
 class Part(NamedTuple):
-    """The tensors of one page."""
+    """The tensors that share one page."""
 
     extents: tuple[Extent, ...]
     # The offset of each tensor in the packed page, in bytes, and its strides there, in elements; None for a page that
@@ -47,12 +47,13 @@ class Part(NamedTuple):
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a view of the tensor with elements that torch can copy: it cannot copy all types."""
+    """Returns a view of the tensor whose elements have an integer type of the same width, since torch cannot copy all
+    types."""
     return tensor.view(_BITS[tensor.itemsize])
 
 
 def squeezed(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a view of the tensor without the repetitions of `expand`; the tensor itself if there are none."""
+    """Returns a view of the tensor without the repetitions of `expand`, or the tensor itself if there are none."""
     for dim, (length, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if step == 0 and length > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -60,18 +61,18 @@ def squeezed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def expanded_stride(tensor: torch.Tensor, stride: Sequence[int]) -> tuple[int, ...]:
-    """Returns strides of `squeezed(tensor)`, with zeros for dimensions that `expand` repeated."""
+    """Returns `stride`, the strides of `squeezed(tensor)`, with zeros for dimensions that `expand` repeated."""
     return tuple(0 if own == 0 and length > 1 else step
                  for length, own, step in zip(tensor.shape, tensor.stride(), stride, strict=True))
 
 
 def span(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Returns the number of elements from the first one to the end of the last one."""
+    """Returns the number of elements from the first element to the end of the last one, including gaps."""
     return 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
 
 
 def together_or_apart(group: tuple[Extent, ...]) -> list[Part]:
-    """Returns the pages of tensors that overlap."""
+    """Returns the pages in which overlapping tensors are stored."""
     used = sum(squeezed(each.tensor).nbytes for each in group)
     if used >= _USED_MIN * (max(each.end for each in group) - group[0].start):
         return [Part(group, None)]
@@ -80,7 +81,7 @@ def together_or_apart(group: tuple[Extent, ...]) -> list[Part]:
 
 
 class _Runs:
-    """The bytes of a tensor, as runs of equal length."""
+    """The bytes of a tensor as runs of equal length."""
 
     def __init__(self, extent: Extent) -> None:
         self.extent = extent
@@ -105,7 +106,7 @@ class _Runs:
 
 
 def _components(runs: list[_Runs]) -> Iterator[list[int]]:
-    """Yields groups of tensors that share bytes, directly or through others."""
+    """Yields groups of tensors that share bytes, directly or through other tensors, as indices into `runs`."""
     starts = torch.cat([each.starts for each in runs])
     ends = torch.cat([each.starts + each.length for each in runs])
     owners = torch.cat([torch.full_like(each.starts, at) for at, each in enumerate(runs)])
@@ -133,7 +134,7 @@ def _components(runs: list[_Runs]) -> Iterator[list[int]]:
 
 
 def _part(runs: list[_Runs]) -> Part:
-    """Returns the page of tensors that share bytes, packed if possible."""
+    """Returns the page of tensors that share bytes, without unused bytes if possible."""
     extents = tuple(each.extent for each in runs)
     if len(runs) == 1:
         return Part(extents, None)
@@ -157,12 +158,13 @@ def _part(runs: list[_Runs]) -> Part:
 
 
 def _is_ragged(runs: list[_Runs]) -> bool:
-    """Returns whether tensors with several element widths share memory."""
+    """Returns whether the tensors have elements of several widths."""
     return len({each.extent.tensor.itemsize for each in runs}) > 1
 
 
 def _place(runs: _Runs, starts: torch.Tensor) -> tuple[int, tuple[int, ...]] | None:
-    """Returns the offset and strides of a tensor whose runs start at these places; None if it would have no strides."""
+    """Returns the offset and strides of a tensor whose runs begin at `starts`, or None if no strides describe these
+    places."""
     width = runs.extent.tensor.itemsize
     grid = starts.reshape([count for _, count, _ in runs.outer])
     steps: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Checks of tensors' storages, which may be freed or shortened while the tensors exist."""
+"""Checks the storages of tensors, which may be freed or shortened while the tensors exist."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from remanent._tensors.conversion import extents
 
 
 def extents_there(tensors: dict[str, torch.Tensor]) -> list[Extent]:
-    """Returns the extents of tensors whose elements all exist. A tensor that cannot be stored is rejected by name.
+    """Returns the memory extents of tensors. Raises `RefusedError` for a tensor that cannot be stored, or whose storage
+    does not contain all of its elements.
 
-    If a storage was freed with `resize_(0)`, as sharded trainers do, its tensors keep their shapes and an invalid
-    address.
+    Sharded trainers free a storage with `resize_(0)`. Its tensors then keep their shapes and have an invalid address.
     """
     found = extents(tensors)
     _refuse_shared_views(tensors, found)
@@ -27,7 +27,8 @@ def extents_there(tensors: dict[str, torch.Tensor]) -> list[Extent]:
 
 
 def _refuse_shared_views(tensors: dict[str, torch.Tensor], found: list[Extent]) -> None:
-    """Rejects a conjugate or negative view of memory that another tensor also uses: the view is stored as a copy."""
+    """Raises `RefusedError` for a conjugate or negative view of memory that another tensor also uses, because such a
+    view is stored as a copy."""
     views = {name: given for each, (name, given) in zip(found, tensors.items(), strict=True)
              if each.tensor is not given and (given.is_conj() or given.is_neg())}
     if not views:

@@ -1,4 +1,4 @@
-"""Reading parts of versions like `safetensors.safe_open`, tensors as safetensors bytes in memory, and models."""
+"""Implements `safe_open`, which reads parts of a version, conversion to safetensors bytes, and loading of models."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _MODULES = "torch module versions"
 
 
 def checked_tensors(tensors: object) -> dict[str, torch.Tensor]:
-    """Returns a dict of tensors by name. Anything else is rejected by name, with a remedy."""
+    """Returns `tensors` as a dict. Raises `RefusedError` for anything but a dict of tensors by name."""
     if not isinstance(tensors, Mapping):
         kind = type(tensors).__name__
         raise _refused(f"tensors: {_a(kind)} is no dict of tensors by name", "give {name: tensor}")
@@ -51,7 +51,7 @@ def checked_tensors(tensors: object) -> dict[str, torch.Tensor]:
 
 
 def _instead(value: object) -> str:
-    """Returns how to save a value that is not a tensor."""
+    """Returns advice on how to save a value that is not a tensor."""
     if isinstance(value, Mapping):
         return "save its tensors by names such as 'outer.inner', or all of it with `Checkpointer`"
     if type(value).__module__ == "numpy":
@@ -68,7 +68,7 @@ def _a(kind: str) -> str:
 
 
 def checked_metadata(metadata: object) -> dict[str, str] | None:
-    """Returns text by name. Anything else is rejected by name."""
+    """Returns `metadata` as a dict. Raises `RefusedError` for anything but None or a dict of text by name."""
     if metadata is None:
         return None
     if not isinstance(metadata, Mapping):
@@ -82,7 +82,7 @@ def checked_metadata(metadata: object) -> dict[str, str] | None:
 
 
 def refuse_file(path: _Path, *, loads: bool) -> None:
-    """Rejects a path that is a file: versions are in a directory."""
+    """Raises an error if `path` is a file, because versions are saved in a directory."""
     if not os.path.isfile(path):
         return
     if not loads:
@@ -100,7 +100,7 @@ def refuse_file(path: _Path, *, loads: bool) -> None:
 
 
 def checked_device(device: str | int | torch.device) -> torch.device:
-    """Returns a device on which this torch can hold tensors."""
+    """Returns `device` as a `torch.device`. Raises an error if this torch cannot create tensors on that device."""
     try:
         found = torch.device(f"cuda:{device}" if type(device) is int else device)
     except (RuntimeError, TypeError, ValueError) as error:
@@ -113,7 +113,7 @@ def checked_device(device: str | int | torch.device) -> torch.device:
 
 
 def chosen(names: Iterable[str] | None, pages: Mapping[str, page_tree.Arrays]) -> dict[str, page_tree.Arrays]:
-    """Returns the pages of these tensors with only those arrays, or all pages for None."""
+    """Returns the pages that contain the named tensors, each with only these tensors. None selects all tensors."""
     if names is None:
         return dict(pages)
     if isinstance(names, str):
@@ -127,7 +127,7 @@ def chosen(names: Iterable[str] | None, pages: Mapping[str, page_tree.Arrays]) -
 
 
 def unknown(name: object, known: Iterable[str]) -> UnknownKeyError:
-    """Returns the error that a version has no such tensor."""
+    """Returns the error for a tensor name that a version does not contain."""
     names = list(known)
     near = difflib.get_close_matches(str(name), names, 3) or names[:3]
     return UnknownKeyError(f"the version has no tensor named {name!r}; of its {len(names)}, the nearest are "
@@ -135,7 +135,7 @@ def unknown(name: object, known: Iterable[str]) -> UnknownKeyError:
 
 
 class TensorSlice:
-    """A tensor of a version, of which an index reads a part. Created by `safe_open.get_slice`."""
+    """A tensor of a version that is read by indexing. Created by `safe_open.get_slice`."""
 
     def __init__(self, view: _native.View, key: str, array: ArrayLayout, device: torch.device) -> None:
         self._view, self._key, self._array, self._device = view, key, array, device
@@ -144,19 +144,22 @@ class TensorSlice:
         return f"TensorSlice({self._array.name!r}, dtype={self._array.dtype!r}, shape={self.get_shape()})"
 
     def get_shape(self) -> list[int]:
-        """Returns the tensor's shape."""
+        """Returns the shape of the whole tensor."""
         return list(self._array.shape)
 
     def get_dtype(self) -> str:
-        """Returns the element type by its safetensors name: "F32", "BF16", …"""
+        """Returns the name of the element type in safetensors files, such as "F32" or "BF16"."""
         return self._array.dtype
 
     @torch.inference_mode(False)
     def __getitem__(self, index: _Index | tuple[_Index, ...]) -> torch.Tensor:
-        """Reads the part selected by an index of ints, slices, None and `...`.
+        """Reads the elements that an index selects. The index may contain ints, slices, None and `...`.
 
-        This takes memory for the elements from the first to the last one of the part. The first read of a tensor
-        verifies all of it.
+        The read needs memory for all elements between the first and the last selected one. The first read of a tensor
+        verifies the whole tensor.
+
+        :raises InvalidError: the index contains another value.
+        :raises DamagedError: bytes on disk differ from the bytes that were written.
         """
         refuse_fake_tensors()
         parts = index if isinstance(index, tuple) else (index,)
@@ -184,17 +187,19 @@ class TensorSlice:
 
 
 class safe_open:
-    """A version that is read tensor by tensor, or in parts of a tensor, like `safetensors.safe_open`.
+    """Opens a version to read single tensors or parts of tensors, like `safetensors.safe_open`.
 
-    Checksums verify every byte before it is returned. No lock is taken: a writer can continue in the meantime, and the
-    version stays as it was at the open until this is closed. Each call reads its own copy: tensors that shared memory
-    do not share it here.
+    Every byte is verified by a checksum before it is returned. No lock is taken. A writer can continue concurrently,
+    and the opened version does not change until `close` is called. Each call returns a separate copy, so tensors that
+    shared memory when they were saved do not share it here.
 
-    :param directory: a directory of `save_file` or `remanent import`.
-    :param framework: "pt".
-    :param device: the device of the tensors: "cpu", "cuda", a GPU number or a `torch.device`.
+    :param directory: a directory that `save_file` or `remanent import` created.
+    :param framework: "pt", the only supported framework.
+    :param device: the device of the returned tensors: "cpu", "cuda", a GPU number or a `torch.device`.
     :param at: the version, as for `load_file`; None opens the newest.
-    :raises NoStoreError, NoStateError, DamagedError: as for `load_file`.
+    :raises NoStoreError: `directory` contains no store.
+    :raises NoStateError: the version does not exist.
+    :raises DamagedError: a file of the store is damaged.
 
     >>> import torch, remanent.torch
     >>> w = torch.arange(6.0).reshape(3, 2)
@@ -233,11 +238,11 @@ class safe_open:
         return list(self._found)
 
     def metadata(self) -> dict[str, str] | None:
-        """Returns the text that was saved as `metadata`, or None."""
+        """Returns the `metadata` that was saved with the tensors, or None."""
         return None if self._metadata is None else dict(self._metadata)
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """Reads a tensor.
+        """Reads a whole tensor and returns it on the device of `safe_open`.
 
         :raises UnknownKeyError: the version has no tensor of this name.
         """
@@ -246,14 +251,14 @@ class safe_open:
         return part[...]
 
     def get_tensors(self, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
-        """Reads tensors by name; all of them if `names` is None.
+        """Reads several tensors and returns them by name. If `names` is None, reads all tensors.
 
-        :raises UnknownKeyError: the version has no tensor of one of the names.
+        :raises UnknownKeyError: the version has no tensor of one of these names.
         """
         return {name: self.get_tensor(name) for name in (self.keys() if names is None else names)}
 
     def get_slice(self, name: str) -> TensorSlice:
-        """Returns a tensor that is read by indexing.
+        """Returns a `TensorSlice`, which reads parts of a tensor by indexing.
 
         :raises UnknownKeyError: the version has no tensor of this name.
         """
@@ -266,7 +271,7 @@ class safe_open:
         return self._found[name]
 
     def close(self) -> None:
-        """Closes the version, after which slices can no longer be read."""
+        """Closes the version. Its slices can no longer be read."""
         self._view.close()
 
     def __enter__(self) -> Self:
@@ -278,14 +283,14 @@ class safe_open:
 
 
 def save(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Returns the bytes of a safetensors file with these tensors, like `safetensors.torch.save`. safetensors must be
-    installed.
+    """Returns the bytes of a safetensors file with these tensors, like `safetensors.torch.save`. The package
+    `safetensors` must be installed.
 
-    Such bytes have no checksums. `save_file` keeps tensors with checksums and versions, including tensors that share
-    memory.
+    The bytes have no checksums. `save_file` instead stores tensors with checksums and versions, including tensors that
+    share memory.
 
-    :raises RefusedError: such a file cannot hold a value unchanged: tensors that share memory, `complex128`, or a value
-        that is not a plain tensor.
+    :raises RefusedError: a safetensors file cannot contain a value unchanged. This applies to tensors that share
+        memory, to `complex128`, and to values that are not plain tensors.
 
     >>> import torch, remanent.torch
     >>> data = remanent.torch.save({"w": torch.ones(2)}, {"format": "pt"})
@@ -310,12 +315,12 @@ def save(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
 
 
 def load(data: bytes) -> dict[str, torch.Tensor]:
-    """Returns the tensors in the bytes of a safetensors file, like `safetensors.torch.load`. safetensors must be
-    installed.
+    """Returns the tensors in the bytes of a safetensors file, like `safetensors.torch.load`. The package `safetensors`
+    must be installed.
 
-    The tensors are not verified: such a file has no checksums.
+    A safetensors file has no checksums, so the tensors are not verified.
 
-    :raises InvalidError: `data` is not such a file.
+    :raises InvalidError: `data` is not the contents of a safetensors file.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load as decode
@@ -330,7 +335,7 @@ def load(data: bytes) -> dict[str, torch.Tensor]:
 
 
 def model_state(model: torch.nn.Module, metadata: Mapping[str, str] | None) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns what `save_model` saves: the state, and the metadata with the module versions."""
+    """Returns the state that `save_model` saves, and `metadata` extended by the versions of the model's modules."""
     state = model.state_dict()
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
@@ -348,9 +353,10 @@ def model_state(model: torch.nn.Module, metadata: Mapping[str, str] | None) -> t
 
 def load_into(model: torch.nn.Module, loaded: dict[str, torch.Tensor], metadata: Mapping[str, str] | None,
               strict: bool) -> tuple[list[str], list[str]]:
-    """Loads tensors into a model. Returns the names that only the model has and the names that it lacks.
+    """Loads tensors into a model. Returns the names of the model's tensors that are missing in `loaded`, and the names
+    in `loaded` that the model does not have.
 
-    Nothing changes if a tensor does not fit.
+    If a tensor does not fit, an error is raised and nothing changes.
     """
     from collections import OrderedDict
 

@@ -1,4 +1,4 @@
-"""Handling of torch's global settings and modes, so that the package's calls behave the same under all of them."""
+"""Handles torch's global settings and modes, so that the package behaves the same under all of them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from remanent._errors import RefusedError
 
 
 def refuse_fake_tensors() -> None:
-    """Rejects a call while a torch mode creates tensors without elements.
+    """Raises an error while a torch mode creates tensors without elements.
 
-    :raises RefusedError: `FakeTensorMode` is active, such as while a program is traced. Nothing changed.
+    :raises RefusedError: such a mode is active, for example `FakeTensorMode` while a program is traced.
     """
     kind = type(torch.empty(0, dtype=torch.uint8, device="cpu"))
     if kind is not torch.Tensor:

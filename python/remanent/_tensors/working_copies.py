@@ -1,4 +1,4 @@
-"""Tensors as working copies of the pages that hold them, captured in place and not copied to the host."""
+"""Registers tensors as working copies of pages, so that their changes are captured without a copy to the host."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from remanent._tensors.conversion import blocks
 
 
 class Copies:
-    """The working copies of a store's pages, each valid as long as its tensor stays in place.
+    """The working copies of a store's pages. Each is valid as long as its tensor stays in place.
 
-    A working copy keeps its tensor's memory alive. `end` drops those that are no longer used.
+    A working copy keeps the memory of its tensor alive. `end` drops working copies that are no longer used.
 
-    :param device: the device of captured tensors: the one that the store's kernels, or the host's loops, can access.
-    :param shadow: what they are compared with, as in `Store.working_copy`.
+    :param device: the device of the tensors to capture, which the store's kernels (or the host) must be able to access.
+    :param shadow: the reference for comparisons, as in `Store.working_copy`.
     """
 
     def __init__(self, store: _native.Store, device: torch.device, shadow: str) -> None:
@@ -33,7 +33,8 @@ class Copies:
         self._begun: list[tuple[str, Block, int]] = []
 
     def blocks(self, found: Iterable[Extent]) -> Iterator[Block]:
-        """Yields the pages of tensors. Those on the device are captured, the others copied to the host."""
+        """Yields the pages of tensors. Tensors on `device` are marked to be captured, and all others are copied to the
+        host."""
         # A failed save may have left something.
         self._begun, self._used = [], set()
         for block in blocks(found, on_host=False):
@@ -45,12 +46,13 @@ class Copies:
                 yield block.moved(block.data.cpu())
 
     def arrive(self) -> None:
-        """Orders captures after the work queued on the device's current stream."""
+        """Orders captures after work that is already queued on the device's current stream."""
         if self.device.type == "cuda":
             torch.cuda.default_stream(self.device).wait_stream(torch.cuda.current_stream(self.device))
 
     def capture(self, batch: _native.Batch, key: str, block: Block, width: int) -> None:
-        """Adds a capture to the batch that changes a page, of the same length as the block, to the block's contents."""
+        """Adds a capture to `batch` that changes a page to the contents of `block`. The page must have the length of
+        the block."""
         info = self._store.info(key)
         while block.nbytes % width or block.data.data_ptr() % width:
             # Tensors of several widths overlap in the block.
@@ -67,20 +69,20 @@ class Copies:
         batch.capture(held[1])
 
     def begin(self, key: str, block: Block, width: int) -> None:
-        """Records that a batch creates a page of the block's length, for `capture_begun`."""
+        """Records that a batch creates a page for `block`, which `capture_begun` will capture."""
         self._begun.append((key, block, width))
 
     def capture_begun(self, batch: _native.Batch) -> None:
-        """Captures the blocks passed to `begin`, once that batch is committed."""
+        """Captures the blocks that were passed to `begin`. The batch that creates their pages must be committed."""
         begun, self._begun = self._begun, []
         for each in begun:
             self.capture(batch, *each)
 
     def end(self) -> None:
-        """Drops the working copies that were not captured since `blocks` was called."""
+        """Drops the working copies that were not captured since the last call of `blocks`."""
         for key in self._held.keys() - self._used - {key for key, _, _ in self._begun}:
             del self._held[key]
 
     def let_go(self) -> None:
-        """Drops all working copies, so that the next captures start from nothing."""
+        """Drops all working copies. The next captures create new ones."""
         self._held, self._begun = {}, []

@@ -1,4 +1,4 @@
-"""Small JSON files that verify themselves: one line per part, preceded by a line with their checksum."""
+"""Small JSON files with a checksum. The first line contains the checksum, and each further line contains one part."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from remanent._errors import DamagedError
 
 
 def begins(kind: str) -> bytes:
-    """Returns the bytes with which a file of this kind begins, in any version."""
+    """Returns the first bytes of a file of this kind, which are the same in all versions of the format."""
     return f'{{"remanent {kind}": '.encode()
 
 
@@ -30,9 +30,9 @@ def seal(kind: str, parts: Iterable[Any]) -> bytes:
 
 
 def parts_of(kind: str, content: bytes, path: Path) -> list[bytes]:
-    """Returns the parts of a file's contents, each as JSON.
+    """Returns the parts of a file's contents, each as the bytes of its JSON.
 
-    :raises DamagedError: the contents are not what was written, in this version of the format.
+    :raises DamagedError: the contents are damaged, or were written by a newer version of this package.
     """
     first, _, body = content.partition(b"\n")
     if first != _sum_line(kind, body):

@@ -1,4 +1,4 @@
-"""Files and folders with durable names: they survive a power cut once a call has returned."""
+"""File operations whose result survives a power cut once the call has returned."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from remanent._errors import NoStoreError
 
 
 class HeldDirectory:
-    """A directory that is kept open, with its current path: it may be moved, or the process may change its working
-    directory."""
+    """A directory that is kept open, so that its current path is known even if the directory is moved or the process
+    changes its working directory."""
 
     def __init__(self, path: Path) -> None:
         self._path = path.absolute()
         self._handle: int | None = None
 
     def make(self) -> None:
-        """Creates the directory if it does not exist, and keeps it open."""
+        """Creates the directory if it does not exist, and opens it."""
         make_folder(self._path)
         self._handle = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
 
     @property
     def path(self) -> Path:
-        """The current path.
+        """The current path of the directory.
 
         :raises NoStoreError: the directory was removed.
         """
@@ -44,7 +44,7 @@ class HeldDirectory:
 
 
 def make_folder(path: Path) -> None:
-    """Creates a folder and its parents. Their names are durable when this returns."""
+    """Creates a folder and its missing parents. Their names are durable when the call returns."""
     missing = [path]
     while not missing[-1].parent.exists():
         missing.append(missing[-1].parent)
@@ -68,7 +68,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def publish(path: Path, content: bytes) -> None:
-    """Replaces a file atomically. The new contents are durable when this returns."""
+    """Replaces a file atomically. The new contents are durable when the call returns."""
     temporary = path.with_name(path.name + ".tmp")
     _write(temporary, content)
     os.replace(temporary, path)
@@ -76,9 +76,9 @@ def publish(path: Path, content: bytes) -> None:
 
 
 def create(path: Path, content: bytes) -> None:
-    """Creates a new file atomically. It is durable when this returns.
+    """Creates a file atomically. The file is durable when the call returns.
 
-    :raises FileExistsError: the file exists with other contents.
+    :raises FileExistsError: the file already exists with other contents.
     """
     temporary = path.with_name(path.name + ".tmp")
     _write(temporary, content)
@@ -93,7 +93,7 @@ def create(path: Path, content: bytes) -> None:
 
 
 def remove(paths: Iterable[Path]) -> None:
-    """Removes files. The removal is durable when this returns."""
+    """Removes files if they exist. The removal is durable when the call returns."""
     folders = set()
     for path in paths:
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Progress bars for long work, on standard error if it is a terminal and tqdm is installed."""
+"""Progress bars on standard error, for long work."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _S = TypeVar("_S", bound=_Sized | None)
 
 
 class Bar:
-    """A progress bar that counts to `total` bytes.
+    """A progress bar that counts up to `total` bytes.
 
-    :param shown: False shows no bar; None shows one if standard error is a terminal and tqdm is installed.
+    :param shown: False shows no bar. None or True shows one if standard error is a terminal and tqdm is installed.
     """
 
     def __init__(self, total: int, what: str, shown: bool | None = None) -> None:
@@ -39,12 +39,11 @@ class Bar:
                          file=sys.stderr)
 
     def add(self, count: int) -> None:
-        """Records that `count` more bytes are done."""
         if self._bar is not None:
             self._bar.update(count)
 
     def counting(self, pieces: Iterable[_S]) -> Iterator[_S]:
-        """Yields the pieces, each of which counts as done when the next one is requested."""
+        """Yields the pieces. Each piece counts as done when the next one is requested."""
         for piece in pieces:
             yield piece
             if piece is not None:

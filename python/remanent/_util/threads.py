@@ -1,4 +1,4 @@
-"""Running work on a thread pool as long as threads can be started."""
+"""Runs work on a thread pool, even at interpreter exit."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _T = TypeVar("_T")
 
 def started(pool: concurrent.futures.ThreadPoolExecutor, work: Callable[..., _T],
             *given: Any) -> concurrent.futures.Future[_T]:
-    """Runs work on a thread of the pool. At interpreter exit, when no thread can be started, the work runs immediately
-    in the calling thread, and its errors are raised here."""
+    """Runs work on a thread of the pool and returns its future. At interpreter exit, when no thread can be started, the
+    work runs in the calling thread before the call returns, and errors of the work are raised here."""
     try:
         return pool.submit(work, *given)
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Differences of tensors between two versions, and the history of an element across versions."""
+"""Compares tensors of two versions, and finds the history of an element across versions."""
 
 from __future__ import annotations
 
@@ -25,28 +25,31 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of a tensor between two versions, compared by bits: a NaN equals itself, and 0.0 differs from
-    -0.0."""
+    """The difference between a tensor in one version and in another. Elements are compared by their bits, so a NaN
+    equals itself, and 0.0 differs from -0.0."""
 
     #: The number of elements that differ.
     elements: int
-    #: The index of the first one in row-major order, with an entry for each dimension.
+    #: The index of the first differing element in row-major order, with one entry per dimension.
     first: tuple[int, ...]
-    #: The largest absolute difference; `inf` if one is infinite, `nan` if one of the elements is or was NaN.
+    #: The largest absolute difference of two elements. This is `inf` if a difference is infinite, and `nan` if one of
+    #: the differing elements is NaN in either version.
     largest: float
-    #: The number of differing elements that are or were NaN.
+    #: The number of differing elements that are NaN in either version.
     nans: int = 0
 
 
 @dataclass(frozen=True)
 class ElementChange:
-    """A change of an element of a tensor: its values before and after, or None if the element did not exist."""
+    """A change of an element of a tensor, with its values before and after. A value is None if the element did not
+    exist."""
 
-    #: The Lsn of the batch that made the change; for a run, the last batch of the version that first contains it.
+    #: The Lsn of the batch that made the change. For a run, this is the last batch of the first version with the
+    #: change.
     lsn: int
-    #: The step of that version; None if it is not a version of a run.
+    #: The step of the version, or None if the version does not belong to a run.
     step: int | None
-    #: The note of the batch; for a run, the name of the version.
+    #: The note of the batch. For a run, this is the name of the version.
     note: str | None
     #: A bool, int, float or complex, or None.
     before: Any
@@ -54,15 +57,18 @@ class ElementChange:
 
 
 def diff(directory: _Path, before: int | str, after: int | str | None = None) -> dict[str, Difference | None]:
-    """Returns the tensors that differ between two versions in a directory of `save_file`, by name.
+    """Compares two versions in a directory of `save_file`, and returns a `Difference` for each tensor that differs, by
+    name.
 
-    The value is None for a tensor that only one version has, or that has another shape or element type. Pages that no
-    batch changed in between are not read. Takes no lock: a writer can continue in the meantime. For runs, use
-    `Checkpointer.diff`.
+    The value is None for a tensor that only one version contains, or whose shape or element type differs. Pages that no
+    batch changed between the two versions are not read. No lock is taken, so a writer can continue concurrently. For
+    runs, use `Checkpointer.diff`.
 
     :param before: an Lsn, "lsn:N", "snapshot:N" or the name of a version, as for `load_file`.
     :param after: another version; None uses the newest.
-    :raises NoStoreError, NoStateError, DamagedError: as for `load_file`.
+    :raises NoStoreError: `directory` contains no store.
+    :raises NoStateError: one of the versions does not exist.
+    :raises DamagedError: bytes on disk differ from the bytes that were written.
 
     >>> import torch, remanent.torch
     >>> tensors = {"w": torch.zeros(2, 3), "b": torch.ones(3)}
@@ -80,15 +86,16 @@ def blame(directory: _Path, name: str, index: int | Sequence[int], *, at: int | 
           ) -> list[ElementChange]:
     """Returns the changes of an element of a tensor in a directory of `save_file`, oldest first.
 
-    The changes go back as far as the log is kept and, before that, compare the kept snapshots. Takes no lock. For runs,
-    use `Checkpointer.blame`.
+    The result covers the versions in the log. Earlier changes are found by comparing the snapshots that are still kept.
+    No lock is taken. For runs, use `Checkpointer.blame`.
 
     :param name: the name of the tensor.
     :param index: an index for each dimension of the tensor, or a single int; negative indices count from the end.
     :param at: the last version to consider, as for `load_file`; None uses the newest.
-    :raises NoStateError: the version has no tensor of that name.
+    :raises NoStateError: the version does not exist, or has no tensor of this name.
     :raises OutOfBoundsError: the tensor has no such element.
-    :raises NoStoreError, DamagedError: as for `load_file`.
+    :raises NoStoreError: `directory` contains no store.
+    :raises DamagedError: bytes on disk differ from the bytes that were written.
 
     >>> import torch, remanent.torch
     >>> w = torch.zeros(2, 3)
@@ -111,7 +118,7 @@ def blame(directory: _Path, name: str, index: int | Sequence[int], *, at: int | 
 
 
 def difference(old: _native.View, new: _native.View) -> dict[str, Difference | None]:
-    """Returns how the tensors of two versions differ: see `diff`."""
+    """Returns the differences between the tensors of two versions; see `diff`."""
     before, after = _arrays(old), _arrays(new)
     cpu = torch.device("cpu")
     differ: dict[str, Difference | None] = {name: None for name in before.keys() ^ after.keys()}
@@ -133,7 +140,7 @@ def difference(old: _native.View, new: _native.View) -> dict[str, Difference | N
 
 
 def _compared(left: torch.Tensor, right: torch.Tensor) -> Difference | None:
-    """Compares two tensors of the same shape and type. Returns None if they are equal."""
+    """Compares two tensors of the same shape and element type. Returns None if they are equal."""
     if not left.numel():
         return None
     flat = [each.contiguous().reshape(-1) for each in (left, right)]
@@ -155,7 +162,7 @@ def _compared(left: torch.Tensor, right: torch.Tensor) -> Difference | None:
 
 
 def element_changes(versions: Sequence[Version], contents: Iterable[Content]) -> list[ElementChange]:
-    """Returns the versions in which an element differs from the previous version: see `Checkpointer.blame`.
+    """Returns the versions in which an element differs from the previous version; see `Checkpointer.blame`.
 
     :param contents: the result of `content_of` for each version.
     """
@@ -180,7 +187,7 @@ def element_changes(versions: Sequence[Version], contents: Iterable[Content]) ->
 
 
 def content_of(view: _native.View, name: str, index: int | Sequence[int]) -> Content:
-    """Returns an element's bytes and value, or the reason why a version does not contain it."""
+    """Returns the bytes and the value of an element, or the error that states why the version does not contain it."""
     try:
         key, array = _found(_arrays(whole(view)), name)
         place = _place(array, _checked(index))
@@ -191,7 +198,8 @@ def content_of(view: _native.View, name: str, index: int | Sequence[int]) -> Con
 
 
 def first_bad(versions: Sequence[Version], good: int, bad: int, is_good: Callable[[Version], bool | None]) -> Version:
-    """Returns the first bad version between a good and a later bad one, given by their indices."""
+    """Returns the first bad version between a good and a later bad one. `good` and `bad` are indices into
+    `versions`."""
     if good >= bad:
         raise InvalidError("good: that version is not older than the bad one",
                            remedy="give an older version as good, or a later one as bad")
@@ -207,7 +215,8 @@ def first_bad(versions: Sequence[Version], good: int, bad: int, is_good: Callabl
 
 
 def number_of(versions: Sequence[Version], at: int | str | Version | None) -> int:
-    """Returns the index of a version given by its step, its name, or itself; None stands for the newest."""
+    """Returns the index of a version in `versions`. The version is given by its step, its name or itself, and None
+    selects the newest."""
     kind, value = _native.state_point(at) if isinstance(at, str) else ("step", at)
     if kind == "snapshot":
         raise InvalidError(f"{at!r} is no version of a run", remedy="give a step, a name, \"lsn:N\" or a Version")
@@ -226,7 +235,7 @@ def number_of(versions: Sequence[Version], at: int | str | Version | None) -> in
 
 
 def _arrays(view: _native.View) -> dict[str, tuple[str, ArrayLayout]]:
-    """Returns the tensors of a version by name, with their pages and their locations in them."""
+    """Returns, for each tensor of a version by name, the key of its page and its layout in the page."""
     return {array.name: (key, array) for key, arrays in page_tree.read_manifest(view).pages.items() for array in arrays}
 
 
@@ -242,7 +251,7 @@ def _checked(index: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def _place(array: ArrayLayout, index: tuple[int, ...]) -> tuple[int, int]:
-    """Returns the offset of an element in its page and its length, in bytes."""
+    """Returns the offset of an element in its page and the length of the element, in bytes."""
     shape = array.shape
     if len(index) != len(shape) or any(not -length <= at < length for at, length in zip(index, shape, strict=False)):
         raise OutOfBoundsError(f"{array.name}: there is no element {index} in a tensor of shape {shape}")

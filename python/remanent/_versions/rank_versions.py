@@ -1,9 +1,9 @@
-"""Versions of a run of several ranks: points at which all ranks are on disk.
+"""Versions of a run with several ranks. A version is a *point* at which the states of all ranks are on disk.
 
-A point is a file that the first rank creates once the snapshots of all ranks' stores are durable, and that lists them.
-Snapshots that no point lists belong to no version. After a crash of any rank at any moment, the newest point or the one
-before it remains, and never a mix. Only the first rank creates and removes points: it holds the lock of its store,
-which is in the same directory.
+A point is a file that lists a snapshot of each rank's store. The first rank creates the file once all of these
+snapshots are durable. Snapshots that no point lists belong to no version. After a crash of any rank at any moment,
+either the newest point or the previous one remains, and never a mixture of both. Only the first rank creates and
+removes points, because it holds the lock of its store, which is in the same directory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ENDING = ".point"
 
 
 class Part(NamedTuple):
-    """A rank's part of a point: a snapshot of its store, and the Lsn of its last batch."""
+    """One rank's part of a point: a snapshot of the rank's store, and the Lsn of its last batch."""
 
     store_id: str
     snapshot: str
@@ -51,7 +51,7 @@ class Part(NamedTuple):
 
 
 class Point(NamedTuple):
-    """A version of all ranks."""
+    """A version of all ranks, with the time of its creation in seconds since 1970."""
 
     number: int
     step: int
@@ -60,7 +60,7 @@ class Point(NamedTuple):
     parts: list[Part]
 
     def part(self, rank: int) -> Part:
-        """Returns the part from which a rank continues. If there are more ranks than saved, they take the parts in
+        """Returns the part from which a rank continues. If there are more ranks than parts, ranks use the parts in
         turn."""
         return self.parts[rank % len(self.parts)]
 
@@ -73,8 +73,8 @@ def _store_of(directory: Path, rank: int) -> Path:
 
 
 class SharedVersions:
-    """The versions of a run of several ranks. All ranks call each method in the same order, except `check_name` and
-    `listed`."""
+    """The versions of a run with several ranks. All ranks must call the same methods in the same order, except for
+    `check_name` and `listed`."""
 
     def __init__(self, ranks: Ranks, process_group: dist.ProcessGroup, directory: _Path, keep: Keep,
                  options: Mapping[str, Any], *, always_prune: bool) -> None:
@@ -165,7 +165,7 @@ class SharedVersions:
         return self._snapshots_of(kept)
 
     def _remove_left_stores(self, kept: list[Point]) -> None:
-        """Removes the stores of ranks that no longer exist, once no point lists them."""
+        """Removes the stores of ranks that no longer exist, unless a point lists a snapshot of such a store."""
         ranks, directory = max([self._ranks.count, *(len(point.parts) for point in kept)]), self._held.path
         try:
             for folder in directory.glob("rank-*"):
@@ -185,7 +185,8 @@ class SharedVersions:
             logging.getLogger("remanent").warning("a store that is not needed any more stays: %s", error)
 
     def _kept_snapshots(self) -> list[list[str]] | None:
-        """Returns the snapshots that points list, by rank; None if a point cannot be read, which might list any."""
+        """Returns the snapshots that points list, by rank. Returns None if a point cannot be read, because that point
+        may list any snapshot."""
         points, all_read = self._points.readable()
         return self._snapshots_of(points) if all_read else None
 
@@ -194,11 +195,12 @@ class SharedVersions:
                 for rank in range(self._ranks.count)]
 
     def _give_up_unnamed(self) -> None:
-        """Gives up what ranks have of a save that failed on one of them, and of earlier ones."""
+        """Removes the snapshots of a save that failed on one rank, and of earlier failed saves, on all ranks."""
         self._give_up_all_but(self._ranks.by_first(self._kept_snapshots))
 
     def _give_up_all_but(self, kept: list[list[str]] | None) -> None:
-        """Begins to give up the snapshots of this rank's store that no point lists."""
+        """Starts to remove the snapshots of this rank's store that no point lists. `kept` contains the listed snapshots
+        by rank; None removes nothing."""
         self._removal.wait()
         # The first rank decides: others may see an earlier state of a shared folder.
         own = None if kept is None else set(kept[self._ranks.rank])
@@ -323,7 +325,7 @@ def _forked(view: _native.View, step: int, target: Path) -> Part:
 
 
 class _Points:
-    """The points of a directory, which may be moved."""
+    """The files of the points of a run."""
 
     def __init__(self, directory: Callable[[], Path]) -> None:
         self._directory = directory
@@ -333,7 +335,7 @@ class _Points:
         return self._directory() / "points"
 
     def readable(self) -> tuple[list[Point], bool]:
-        """Returns the readable points, oldest first, and whether all were readable."""
+        """Returns the readable points, oldest first, and whether all points could be read."""
         points, all_read = [], True
         for path in self._paths():
             try:
@@ -347,9 +349,9 @@ class _Points:
         return points, all_read
 
     def newest(self) -> Point | None:
-        """Returns the newest point, or None.
+        """Returns the newest point, or None if there is none.
 
-        :raises DamagedError: it is damaged: the one before it is not the newest.
+        :raises DamagedError: the newest point is damaged. The previous point must not be used in its place.
         """
         paths = self._paths()
         return _read(paths[-1]) if paths else None
@@ -365,7 +367,7 @@ class _Points:
         durable_files.create(self._path(number), _encoded(point))
 
     def forget_name(self, point: Point) -> None:
-        """Makes a point a version without a name."""
+        """Removes the name of a point."""
         durable_files.publish(self._path(point.number), _encoded(point._replace(name=None)))
 
     def remove(self, points: Iterable[Point]) -> None:

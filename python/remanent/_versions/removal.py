@@ -1,4 +1,4 @@
-"""Removal of given-up versions in the background, since deleting gigabytes of files takes a while."""
+"""Removes versions in the background, since deleting gigabytes of files takes a while."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from remanent._util.threads import started
 
 
 class Removal:
-    """Gives up versions of a store and removes what nothing else needs, on a separate thread.
+    """Removes versions of a store, and the data that only they use, on a separate thread.
 
-    :param always: whether there is work even if no version is given up: captured changes are held in memory until their
-        version has been read back, which happens first.
+    :param always: whether to run after each save even if no version is to be removed. Captured changes stay in memory
+        until their version has been read back, which the removal does first.
     """
 
     def __init__(self, store: _native.Store, *, always: bool) -> None:
@@ -24,7 +24,7 @@ class Removal:
         self._last: concurrent.futures.Future[None] | None = None
 
     def begin(self, gone: list[str]) -> None:
-        """Begins to give up versions, by the names of their snapshots. No other removal may be in progress."""
+        """Starts to remove versions, given by the names of their snapshots. No other removal may be in progress."""
         if gone or self._always:
             self._last = started(self._thread, self._remove, gone)
 
@@ -36,12 +36,13 @@ class Removal:
             logging.getLogger("remanent").warning("what is not needed any more stays: %s", error)
 
     def wait(self) -> None:
-        """Waits until everything is removed."""
+        """Waits until the removal in progress has ended."""
         if self._last is not None:
             self._last.result()
 
     def make_room(self, nbytes: int) -> None:
-        """Waits before a save of this number of bytes if it needs the memory or the disk space."""
+        """Waits for the removal in progress if a save of `nbytes` bytes needs the memory or disk space that it
+        frees."""
         if self._last is None or self._last.done():
             return
         found = os.statvfs(self._store.directory)

@@ -1,8 +1,8 @@
-"""Retention of the versions that `save_file` keeps in a directory, removal of older ones, and listing.
+"""Lists the versions that `save_file` keeps in a directory, and removes older ones.
 
-Each save is one batch. A version can be loaded as long as a snapshot at or before it is kept, with the log from there
-on. Saves therefore take a snapshot from time to time, and versions are removed from one snapshot to the next. A version
-with a name has its own snapshot, which needs no log.
+Each save is one batch. A version can be loaded as long as a snapshot at or before the version is kept, together with
+the log after that snapshot. Saves therefore take a snapshot from time to time, and all versions between two snapshots
+are removed together. A version with a name has a snapshot of its own, which needs no log.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SAVED_AT = "saved at"
 
 @dataclass(frozen=True)
 class ListedVersion:
-    """A version that can be loaded, as `versions` lists it."""
+    """A version that can be loaded, as returned by `versions`."""
 
     #: The Lsn of the version's batch. `load_file(directory, at=lsn)` loads it.
     lsn: int
@@ -43,25 +43,25 @@ class ListedVersion:
     name: str | None
     #: The note that was saved with the version, if its batch is still in the log.
     note: str | None
-    #: The time when it was saved, in seconds since 1970; None if unknown.
+    #: The time of the save in seconds since 1970, or None if unknown.
     created: float | None
-    #: The bytes that its batch wrote to the log and to images; None if the batch is no longer in the log.
+    #: The bytes that the version's batch wrote to the log and to images, or None if the batch is no longer in the log.
     nbytes: int | None
-    #: The step, for a version of a training run.
+    #: The step of a version of a training run, or None.
     step: int | None = None
-    #: For a run of several ranks, the Lsn of each rank's batch.
+    #: The Lsn of each rank's batch, for a run with several ranks.
     ranks: tuple[int, ...] = ()
 
 
 def versions(directory: _Path) -> list[ListedVersion]:
-    """Lists the versions in `directory` that can be loaded, oldest first. Takes no lock, and reads the log but no
+    """Returns the versions in `directory` that can be loaded, oldest first. No lock is taken. The log is read, but no
     tensors.
 
-    The list contains what `save_file` and `remanent import` saved, and the versions of a `Checkpointer`, including runs
-    of several ranks. `remanent versions` prints the same list.
+    The list contains versions that `save_file` and `remanent import` saved, and versions of a `Checkpointer`, including
+    those of runs with several ranks. `remanent versions` prints the same list.
 
     :raises NoStoreError: the directory contains neither a store nor a run.
-    :raises DamagedError: a damaged file hides versions.
+    :raises DamagedError: a file is damaged, so that versions may be missing in the list.
 
     >>> import torch, remanent.torch
     >>> for step in range(3):
@@ -74,17 +74,18 @@ def versions(directory: _Path) -> list[ListedVersion]:
 
 
 def at_of(at: int | str | ListedVersion | None) -> int | str | None:
-    """Returns a version in the form that a view accepts."""
+    """Returns a version in a form that `View` accepts."""
     return at.lsn if isinstance(at, ListedVersion) else at
 
 
 @dataclass(frozen=True)
 class KeptVersions:
-    """The rules for which earlier versions are kept.
+    """Determines which earlier versions are kept.
 
     :param count: the number of newest versions to keep; None keeps all.
-    :param seconds: the time for which versions are kept in addition.
-    :param nbytes: the bytes of disk that the directory may take before versions are removed that the other two keep.
+    :param seconds: versions younger than this many seconds are also kept.
+    :param nbytes: the disk space that the directory may use. Beyond this, versions are removed even if `count` and
+        `seconds` keep them.
     """
 
     count: int | None
@@ -101,7 +102,7 @@ class KeptVersions:
                                "limit")
 
     def apply(self, store: _native.Store, segments: Set[str]) -> None:
-        """Removes what is not kept. The caller must be the store's only writer meanwhile.
+        """Removes the versions that are not kept. The caller must be the only writer of the store during the call.
 
         :param segments: the result of `log_files` before the store was opened.
         """
@@ -126,7 +127,8 @@ class KeptVersions:
         return oldest
 
     def _is_snapshot_due(self, store: _native.Store, used: int) -> bool:
-        """Returns whether enough was saved since the newest snapshot to remove versions up to a new one."""
+        """Returns whether enough was saved since the newest snapshot that a new snapshot allows versions to be
+        removed."""
         snapshots = store.snapshots()
         newest = max((info.end for info in snapshots), default=0)
         since = store.lsn - newest
@@ -138,7 +140,8 @@ class KeptVersions:
         return used > self.nbytes or used * since // max(1, held) >= self.nbytes // _PARTS_OF_BYTES
 
     def _fit(self, store: _native.Store, segments: Set[str], nbytes: int) -> None:
-        """Removes the oldest versions until the directory takes at most `nbytes` of disk, or one version is left."""
+        """Removes the oldest versions until the directory uses at most `nbytes` of disk space or one version is
+        left."""
         used = _disk_bytes(store, segments)
         for count in range(len(store.snapshots()), 0, -1):
             if used <= nbytes:
@@ -150,7 +153,7 @@ class KeptVersions:
 
 
 def _snapshots_from(store: _native.Store, lsn: int) -> int:
-    """Returns the number of snapshots needed to load this version and all later ones."""
+    """Returns the number of newest snapshots that are needed to load version `lsn` and all later ones."""
     snapshots = store.snapshots()
     first = max((info.id for info in snapshots if info.end <= lsn), default=None)
     return _ALL if first is None else sum(info.id >= first for info in snapshots)
@@ -164,7 +167,7 @@ def _remove(store: _native.Store, snapshots_kept: int) -> None:
 
 
 def log_files(directory: _Path) -> frozenset[str]:
-    """Returns the names of the log's files."""
+    """Returns the names of the files in the log folder."""
     try:
         return frozenset(os.listdir(os.path.join(directory, "log")))
     except FileNotFoundError:
@@ -172,9 +175,11 @@ def log_files(directory: _Path) -> frozenset[str]:
 
 
 def _disk_bytes(store: _native.Store, segments: Set[str]) -> int:
-    """Returns the bytes of disk that the store's directory takes, without what an open store keeps ready for its log.
+    """Returns the disk space that the store's directory uses, in bytes. Space that only an open store reserves for its
+    log is not counted.
 
-    :param segments: the log's files from before the open. For others, the logged bytes count instead of their length.
+    :param segments: the log files that existed before the store was opened. For other log files, the logged bytes are
+        counted instead of the file length.
     """
     found = int(store.stats()["log_bytes"])
     for folder, _, names in os.walk(store.directory):
@@ -193,8 +198,8 @@ def _disk_bytes(store: _native.Store, segments: Set[str]) -> int:
 def keep_named(store: _native.Store, name: str) -> None:
     """Keeps the newest version under a name.
 
-    A second snapshot of the same state, which writes no page, keeps the versions after it loadable once the name is
-    given up.
+    A second snapshot of the same state, which writes no page, allows the versions after it to be loaded even after the
+    name is removed.
     """
     store.snapshot(name)
     store.snapshot(exact=True)
@@ -202,16 +207,17 @@ def keep_named(store: _native.Store, name: str) -> None:
 
 def prune(directory: _Path, *, keep: int | None = None, keep_for: float | None = None, keep_bytes: int | None = None,
           give_up: Sequence[str] = ()) -> list[ListedVersion]:
-    """Removes versions from a directory of `save_file`. Returns those that can no longer be loaded.
+    """Removes versions from a directory of `save_file`, and returns those that can no longer be loaded.
 
-    `keep`, `keep_for` and `keep_bytes` are those of `save_file`, and None sets no limit. As there, versions are removed
-    from one snapshot to the next, so up to half as many as are kept may stay in addition. The newest version stays.
+    `keep`, `keep_for` and `keep_bytes` have the meaning of `save_file`, and None sets no limit. Versions between two
+    snapshots are removed together, so up to half as many additional versions as are kept may remain. The newest version
+    is never removed.
 
-    :param give_up: names that no longer keep their versions.
+    :param give_up: names to remove, which then no longer keep their versions.
     :raises NoStateError: no version has one of the names. Nothing is removed.
-    :raises RefusedError: later versions are computed from a named version, or the directory is that of a
+    :raises RefusedError: later versions are computed from a version in `give_up`, or the directory belongs to a
         `Checkpointer`, which has its own `keep` and `give_up`. Nothing is removed.
-    :raises NoStoreError: the directory contains no store.
+    :raises NoStoreError: `directory` contains no store.
     :raises LockedError: another process has the store open.
 
     >>> import torch, remanent.torch
@@ -247,7 +253,7 @@ def prune(directory: _Path, *, keep: int | None = None, keep_for: float | None =
 
 
 def _check_alone(store: _native.Store, listed: Sequence[ListedVersion], name: str) -> None:
-    """Refuses to give up the only snapshot that versions without a name are computed from."""
+    """Raises `RefusedError` if `name` has the only snapshot from which later unnamed versions are computed."""
     snapshots = store.snapshots()
     [own] = [info for info in snapshots if info.name == name]
     lsns = {version.lsn for version in listed}
@@ -267,6 +273,6 @@ PENDING_BYTES = 1 << 30
 
 
 def open_store(directory: _Path, *, create: bool = True) -> _native.Store:
-    """Opens a directory of versions for a save. Only `KeptVersions` removes anything."""
+    """Opens a directory of versions for a save. The store itself removes nothing; only `KeptVersions` does."""
     return _native.Store(directory, create=create, device="host", page_load="on_demand", snapshots_kept=_ALL,
                          log_kept=_ALL_BYTES, spare_bytes=0, budget={"disk": PENDING_BYTES})

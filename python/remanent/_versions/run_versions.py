@@ -1,4 +1,4 @@
-"""The versions of a run: which of them are kept, and how they are found."""
+"""Keeps, finds and removes the versions of a run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _R = TypeVar("_R", bound=_native.Reader)
 
 
 def whole(reader: _R) -> _R:
-    """Returns the reader, after checking that its state is not that of an interrupted save."""
+    """Returns `reader` after checking that its state is not that of an interrupted save."""
     if SAVING in reader.root:
         raise NoStateError("a save of a run was ended halfway there", remedy="give a version: `versions` lists them")
     return reader
@@ -36,8 +36,8 @@ def whole(reader: _R) -> _R:
 
 @dataclass(frozen=True)
 class Version:
-    """A version of a run that is kept: its step, the Lsn of its batch, its name if any, and its time in seconds since
-    1970."""
+    """A kept version of a run: its step, the Lsn of its batch, its name or None, and the time of the save in seconds
+    since 1970."""
 
     step: int
     lsn: int
@@ -46,13 +46,13 @@ class Version:
 
 
 def did_you_mean(wanted: str, known: Iterable[str]) -> str:
-    """Returns the end of a message about an unknown name: the most similar known one."""
+    """Returns a suggestion to append to an error about an unknown name: the most similar known name, if any."""
     near = _native.nearest(wanted, list(known))
     return "" if near is None else f"; did you mean {near!r}?"
 
 
 def no_version(at: int | str | Version, kept: Iterable[_Kept]) -> NoStateError:
-    """Returns the error that no such version of a run is kept."""
+    """Returns the error for a version that a run does not keep."""
     names = [each.name for each in kept if each.name is not None]
     if isinstance(at, str):
         name = at.removeprefix("name:")
@@ -63,14 +63,14 @@ def no_version(at: int | str | Version, kept: Iterable[_Kept]) -> NoStateError:
 
 
 def named(at: int | str | Version | None) -> str:
-    """Returns how errors name a version, identical on all ranks."""
+    """Returns the text by which errors name a version. The text is the same on all ranks."""
     if isinstance(at, Version):
         return f"of step {at.step}" if at.name is None else f"named {at.name!r}"
     return repr(at)
 
 
 class _Kept(Protocol):
-    """What is known about a version that may be removed."""
+    """The properties of a version that determine whether it is removed."""
 
     @property
     def step(self) -> object: ...
@@ -87,14 +87,14 @@ _K = TypeVar("_K", bound=_Kept)
 
 @dataclass(frozen=True)
 class Keep:
-    """The number of newest versions without a name to keep, and the seconds for which others are kept."""
+    """The number of newest unnamed versions to keep, and the age in seconds up to which older ones are also kept."""
 
     count: int
     seconds: float | None
 
     def outlived(self, kept: Iterable[_K]) -> list[_K]:
-        """Returns the versions to remove, given versions in order. If a step was saved again, its newest version stays.
-        """
+        """Returns the versions to remove. `kept` contains versions in order. If a step was saved again, only its newest
+        version is kept."""
         newest: dict[object, _K] = {}
         gone = []
         for version in kept:
@@ -107,11 +107,12 @@ class Keep:
 
 
 class Views:
-    """A version that is being read: this rank's part, and those of the other ranks that saved it.
+    """The opened parts of a version: this rank's own part, and on request those of other ranks.
 
     :param own: the part from which this rank continues.
-    :param number: the number of that part if this rank saved it; None if this rank was not among those that saved.
-    :param opened: opens the part of a rank.
+    :param number: the number of that part if this rank saved it, or None if this rank was not among the ranks that
+        saved.
+    :param opened: opens the part of a rank, given by the rank's number.
     """
 
     def __init__(self, own: _native.View, number: int | None, count: int,
@@ -121,7 +122,7 @@ class Views:
         self._others: dict[int, _native.View] = {}
 
     def of(self, rank: int) -> _native.View:
-        """Returns the part that a rank saved."""
+        """Returns the part that rank `rank` saved."""
         if rank == self.number:
             return self.own
         if rank not in self._others:
@@ -129,7 +130,6 @@ class Views:
         return self._others[rank]
 
     def close(self) -> None:
-        """Closes all parts."""
         for view in (self.own, *self._others.values()):
             view.close()
 
@@ -138,42 +138,42 @@ class Versions(Protocol):
     """The versions that a run keeps."""
 
     def check_name(self, name: str) -> None:
-        """Rejects a name that another version has."""
+        """Raises `InvalidError` if another version has this name."""
 
     def is_busy(self, save: int, own: bool, waits: bool) -> bool:
-        """Returns whether a save of this or another rank is in progress as the save with this number begins, and no
-        rank waits for it."""
+        """Returns whether a save of any rank is in progress when save number `save` begins, and no rank waits for
+        it."""
 
     def begin(self, nbytes: int) -> None:
-        """Prepares a save that will write this number of bytes: keeps the newest version if nothing keeps it."""
+        """Prepares a save of `nbytes` bytes. The newest version is kept if it is not kept yet."""
 
     def keep(self, save: int, lsn: int, step: int, name: str | None) -> None:
-        """Keeps the durable version of batch `lsn`, and begins to give up versions that it replaces.
+        """Keeps the durable version of batch `lsn`, and starts to remove the versions that it replaces.
 
-        :param save: the number of the save, as for `failed`. For each save one of them is called, or both in this
-            order.
+        :param save: the number of the save, as for `failed`. For each save, `keep`, `failed` or both in this order are
+            called.
         """
 
     def failed(self, save: int, error: BaseException) -> None:
-        """Records that this save made no version."""
+        """Records that this save created no version."""
 
     def view(self, at: int | str | Version | None) -> _native.View:
-        """Opens what this rank saved of a version, given by its step or name; None opens the newest."""
+        """Opens this rank's part of a version, given by step or name. None opens the newest version."""
 
     def views(self, at: int | str | Version | None) -> Views:
-        """Opens a version with the parts of all ranks, also on a rank that saved nothing of it."""
+        """Opens a version with the parts of all ranks, even on a rank that did not save a part."""
 
     def proven(self, read: Callable[[], _T]) -> _T:
-        """Returns the result of `read` on a version, if it can be read completely."""
+        """Returns the result of `read` if all ranks can read the version completely."""
 
     def newest_step(self) -> int | None:
-        """Returns the step of the newest version, or None."""
+        """Returns the step of the newest version, or None if there is no version."""
 
     def listed(self) -> list[Version]:
         """Returns the kept versions, oldest first."""
 
     def agreed(self) -> list[Version]:
-        """Returns the kept versions that all ranks see, oldest first. All ranks call it."""
+        """Returns the kept versions that all ranks see, oldest first. All ranks must call this method."""
 
     def give_up(self, name: str) -> None: ...
 
@@ -183,12 +183,13 @@ class Versions(Protocol):
 
 
 def of_step(step: int, lsn: int) -> str:
-    """Returns the name of a snapshot. The Lsn distinguishes it from that of an earlier save of the same step."""
+    """Returns the name of an unnamed version's snapshot. The Lsn distinguishes it from an earlier save of the same
+    step."""
     return f"{STEP}{step} @{lsn}"
 
 
 class _Snapshot(NamedTuple):
-    """A version without a name, as derived from its snapshot."""
+    """An unnamed version, as derived from its snapshot."""
 
     # The step as it appears in the snapshot's name.
     step: str
@@ -198,7 +199,7 @@ class _Snapshot(NamedTuple):
 
 
 def unnamed(store: _native.Store) -> Iterator[_Snapshot]:
-    """Yields the snapshots of versions without a name, oldest first."""
+    """Yields the snapshots of unnamed versions, oldest first."""
     for info in store.snapshots():
         found = re.fullmatch(STEP + r"(.*) @\d+", info.name or "")
         if found and info.name:
@@ -206,7 +207,7 @@ def unnamed(store: _native.Store) -> Iterator[_Snapshot]:
 
 
 class OwnVersions:
-    """The versions of a run of one process: named snapshots of its store."""
+    """The versions of a run with one process, which are named snapshots of its store."""
 
     def __init__(self, store: _native.Store, keep: Keep, *, always_prune: bool) -> None:
         self._store, self._keep = store, keep
@@ -224,7 +225,8 @@ class OwnVersions:
         self._keep_newest()
 
     def _keep_newest(self) -> None:
-        """Keeps the newest version if nothing does: the first one of a fork, or one whose process ended too early."""
+        """Keeps the newest version if it is not kept yet. This applies to the first version of a fork, and to a version
+        whose process ended before it was kept."""
         root = self._store.root
         kept = max((info.end for info in self._store.snapshots() if info.name is not None), default=-1)
         if "step" in root and SAVING not in root and kept < self._store.lsn:

@@ -1,4 +1,4 @@
-"""The host frameworks of the adapters, and the releases that each adapter supports."""
+"""The host frameworks of the adapters, and the releases that the adapters support."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["HOSTS", "LMCACHE", "ORBAX", "TORCHTITAN", "TORCH_CHECKPOINTING", "VL
 
 
 class Host(NamedTuple):
-    """A host framework: its name, its package on PyPI, and the oldest and newest release with which its adapters were
+    """A host framework: its name, its package on PyPI, and the oldest and newest release with which its adapter is
     tested."""
 
     name: str
@@ -22,7 +22,7 @@ class Host(NamedTuple):
 
     @property
     def supported(self) -> str:
-        """The supported releases, as the documentation states them."""
+        """The range of supported releases, as stated in the documentation."""
         return self.oldest if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
 
 
@@ -36,12 +36,11 @@ HOSTS = (VLLM, LMCACHE, TORCHTITAN, TORCH_CHECKPOINTING, ORBAX)
 
 @contextlib.contextmanager
 def importing(host: Host) -> Iterator[None]:
-    """Checks the installed release before an adapter imports its host, and adds the supported releases to import
-    errors.
+    """Checks the installed release before an adapter imports its host. Import errors state the supported releases.
 
-    A release newer than the newest tested one is not rejected: most keep the interface.
+    A release newer than the newest tested one is accepted, because most releases keep the interface.
 
-    :raises ImportError: the host is not installed, is older than the oldest release, or lacks a name.
+    :raises ImportError: the host is not installed, is older than the oldest supported release, or lacks a name.
     """
     found = _installed(host)
     if found is not None and _numbers(found) < _numbers(host.oldest):
@@ -64,7 +63,7 @@ def _installed(host: Host) -> str | None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Returns the numbers of a release for comparison: those before "rc", "dev" or "+"."""
+    """Returns the numbers of a release for comparison, without a suffix such as "rc1", "dev0" or "+cu130"."""
     found = re.match(r"\d+(\.\d+)*", version)
     numbers = [int(each) for each in found.group().split(".")] if found else []
     return tuple(numbers + [0] * (3 - len(numbers)))

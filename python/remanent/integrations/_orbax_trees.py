@@ -1,4 +1,4 @@
-"""Trees as Orbax saves and loads them: their structure as JSON, and templates for their leaves."""
+"""Converts the structure of Orbax trees to JSON and back, and loads the leaves that a template requests."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _SCALARS = (bool, int, float, str)
 
 @dataclasses.dataclass(frozen=True)
 class ArrayMetadata:
-    """The shape and dtype of a NumPy array, which loads one when used as a template."""
+    """The shape and dtype of a NumPy array. As a leaf of a template, it requests a NumPy array."""
 
     shape: tuple[int, ...]
     dtype: numpy.dtype[Any]
 
 
 def structure_of(tree: Any) -> Any:
-    """Returns the structure of a tree as JSON, with None for a leaf."""
+    """Returns the structure of a tree as JSON, with None in place of each leaf."""
     kind = type(tree)
     children = _children(tree)
     if children is None:
@@ -44,7 +44,7 @@ def structure_of(tree: Any) -> Any:
 
 
 def _children(tree: Any) -> list[tuple[Any, Any]] | None:
-    """Returns the parts of a node with their keys; None for a leaf."""
+    """Returns the children of a node with their keys, or None for a leaf."""
     if tree is None:
         return None
     found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda each: each is not tree)[0]
@@ -54,7 +54,7 @@ def _children(tree: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _name(key: Any) -> Any:
-    """Returns what names a part of a node: a dict key, an index or a field."""
+    """Returns the name of a node's child: a dict key, an index or a field name."""
     return next(getattr(key, field) for field in ("key", "idx", "name") if hasattr(key, field))
 
 
@@ -63,7 +63,7 @@ def _names(path: Any) -> tuple[str, ...]:
 
 
 def _built(structure: Any, leaves: Callable[[tuple[str, ...]], Any], at: tuple[str, ...] = ()) -> Any:
-    """Builds the tree of a structure; `leaves` returns a leaf for the names that lead to it."""
+    """Builds a tree with the given structure. `leaves` returns the leaf for the names that lead to it."""
     if structure is None:
         return leaves(at)
     kind, parts = structure
@@ -87,15 +87,14 @@ def _leaf_names(structure: Any, at: tuple[str, ...] = ()) -> list[tuple[str, ...
 
 
 def is_template(tree: Any) -> bool:
-    """Returns whether each leaf states what to load: a value, an array, its shape and dtype, a type, or a placeholder.
-    """
+    """Returns whether each leaf states what to load: a value, an array, a shape and dtype, a type or a placeholder."""
     return all(leaf is None or leaf is ... or isinstance(leaf, (type, *_SCALARS))
                or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
                for leaf in jax.tree_util.tree_leaves(tree, is_leaf=lambda each: each is None))
 
 
 class Version:
-    """A version of a tree in a store, from which the leaves of templates are loaded."""
+    """A version of a tree in a store. Loads the leaves that templates request."""
 
     def __init__(self, view: _native.View) -> None:
         self._view = view
@@ -111,12 +110,13 @@ class Version:
         self._loaded: dict[tuple[str, Any], Any] = {}
 
     def metadata(self) -> Any:
-        """Returns the tree with shapes and dtypes in place of arrays, and plain values themselves: a template that
-        loads it."""
+        """Returns the tree with shapes and dtypes in place of arrays, and with plain values unchanged. The result can
+        be used as a template that loads the version."""
         return self.tree({path: self._abstract(path) for path in self._held})
 
     def tree(self, leaves: Mapping[str, Any]) -> Any:
-        """Returns the tree of these leaves, given by path. Nodes other than dicts, lists and tuples become dicts."""
+        """Returns the tree with these leaves, which are given by path. Nodes other than dicts, lists and tuples become
+        dicts."""
         if self._structure is _UNKNOWN:
             return dict(leaves)
         if not self._paths:
@@ -141,10 +141,11 @@ class Version:
         return abstract(shape, dtype) if tag[1] == "jax" else ArrayMetadata(tuple(shape), dtype)
 
     def load_as(self, template: Any, is_partial: bool) -> Any:
-        """Returns the leaves of a template as it requests them, in its structure.
+        """Returns a tree with the structure of `template`, and each leaf loaded in the form that the template requests.
 
         :param is_partial: whether the template may omit leaves of the version.
-        :raises NoStateError: the version lacks a leaf of the template, or cannot provide it in the requested form.
+        :raises NoStateError: the version does not contain a leaf of the template, or cannot be converted to the
+            requested form.
         """
         leaves, structure = jax.tree_util.tree_flatten_with_path(template, is_leaf=lambda each: each is None)
         found = {jax.tree_util.keystr(path): self._path_of(path) for path, _ in leaves}
@@ -163,7 +164,7 @@ class Version:
         return exact if exact in self._held else self._paths.get(_names(path))
 
     def _leaf(self, path: Any, like: Any) -> Any:
-        """Returns a leaf in the form that a template requests."""
+        """Returns one leaf in the form that `like`, a leaf of the template, requests."""
         if like is ...:
             return like
         source = self._source(path)
@@ -216,7 +217,7 @@ class Version:
                                remedy="give the shape that `checkpointables_metadata` shows")
 
     def _elements(self, path: str, source: str, dtype: Any) -> Any:
-        """Returns the elements of an array, or a number as an array, converted if another dtype is requested."""
+        """Returns the elements of an array, or a number as an array, converted to `dtype` if that is not None."""
         if source in self._where:
             key, array = self._where[source]
             elements = trees.read_elements(self._view, key, array)
@@ -230,7 +231,7 @@ class Version:
             raise NoStateError(f"{path}: elements of {elements.dtype} cannot be made {dtype}") from error
 
     def _scalar(self, path: str, source: str, kind: Any) -> Any:
-        """Returns a number or text, converted to a Python type."""
+        """Returns a number or text, converted to the Python type `kind`."""
         value = self._as_saved(source)
         if isinstance(value, (jax.Array, numpy.ndarray, numpy.generic)) and not value.shape:
             value = value.item()

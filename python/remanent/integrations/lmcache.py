@@ -1,17 +1,17 @@
 """An on-disk L2 adapter for LMCache whose blocks survive restarts.
 
-LMCache keeps blocks of KV caches in host memory and queries L2 adapters for missing ones. This adapter is built on
-`remanent.kv.BlockCache`: a block that was reported as stored is found after the process was killed, is verified by its
-checksum before it is returned, and a block of another type or shape is never returned. LMCache 0.5.0 or later is
-required; its server loads the adapter with this option:
+LMCache keeps blocks of KV caches in host memory, and queries L2 adapters for missing blocks. This adapter is based on
+`remanent.kv.BlockCache`. A block that was reported as stored can be loaded after the process was killed. Each block is
+verified by its checksum before it is returned, and a block of another type or shape is never returned. LMCache 0.5.0 or
+later is required. Its server loads the adapter with this option:
 
     lmcache server --l2-adapter '{
         "type": "plugin", "module_path": "remanent.integrations.lmcache", "class_name": "RemanentL2Adapter",
         "adapter_params": {"path": "/mnt/nvme/kv", "capacity": 1000000000000, "revision": "main of 2026-11-26",
                            "chunk_size": 256}}'
 
-The adapter evicts the least recently used blocks beyond `capacity` bytes. LMCache may delete more, by its own eviction
-or by quotas.
+The adapter evicts the least recently used blocks once they exceed `capacity` bytes. LMCache may delete more blocks, by
+its own eviction or by quotas.
 """
 
 from __future__ import annotations
@@ -61,16 +61,20 @@ def __dir__() -> list[str]:
 
 
 class RemanentL2Adapter(L2AdapterInterface):
-    """An L2 adapter for LMCache in a directory. It has these parameters:
+    """An L2 adapter for LMCache that stores blocks in a directory. It has these parameters:
 
-    `path`, the directory; `capacity`, the bytes of blocks to keep (on disk they take up to twice as much); `revision`,
-    the commit of the model, or a name that you change with the weights; `chunk_size`, LMCache's own, in tokens;
-    `hash_algorithm`, LMCache's own ("blake3" by default); `durable`, true if stored blocks must survive a power cut and
-    not only the death of the process (a store then completes later); `readers`, the number of threads that read from
-    the disk.
+    - `path`: the directory.
+    - `capacity`: the bytes of blocks to keep. They use up to twice as much disk space.
+    - `revision`: the commit of the model, or a name that you change with the weights.
+    - `chunk_size`: LMCache's chunk size, in tokens.
+    - `hash_algorithm`: LMCache's hash algorithm, "blake3" by default.
+    - `durable`: whether stored blocks must survive a power cut and not only the death of the process. If true, stores
+      complete later. The default is false.
+    - `readers`: the number of threads that read from the disk, 4 by default.
 
-    A directory whose blocks have another revision, chunk size, hash or seed is rejected, and the message states what
-    differs. Models, ranks and salts are part of the keys; types and shapes are compared with those of the buffers.
+    A directory whose blocks have another revision, chunk size, hash algorithm or seed is rejected with an error that
+    states the differences. Models, ranks and salts are part of the keys. Types and shapes are compared with those of
+    the buffers.
     """
 
     def __init__(self, config: Mapping[str, Any], l1_memory_desc: L1MemoryDesc | None = None) -> None:
@@ -96,7 +100,7 @@ class RemanentL2Adapter(L2AdapterInterface):
 
     @property
     def cache(self) -> BlockCache:
-        """The cache of blocks."""
+        """The `BlockCache` that contains the blocks."""
         return self._cache
 
     def get_store_event_fd(self) -> int:
@@ -170,18 +174,19 @@ class RemanentL2Adapter(L2AdapterInterface):
             return self._loaded.pop(task_id, None)
 
     def submit_touch(self, keys: list[ObjectKey]) -> None:
-        """Marks blocks as used without reading them. LMCache 0.5.7 and later call this."""
+        """Marks blocks as used without reading them. Called by LMCache 0.5.7 and later."""
         self._cache.touch(map(_encode, keys))
         self._notify_keys_accessed(keys)
 
     def get_memory_tags(self) -> MemoryTags:
-        """Returns the kind of memory that holds the bytes: storage of this host. LMCache 0.5.7 and later call this."""
+        """Returns the kind of memory that contains the blocks, which is storage of this host. Called by LMCache 0.5.7
+        and later."""
         from lmcache.v1.distributed.api import MemoryResidency, MemorySegment, MemoryTags
 
         return MemoryTags(MemorySegment.STORAGE, MemoryResidency.LOCAL)
 
     def delete(self, keys: list[ObjectKey]) -> None:
-        """Deletes blocks, except locked ones. LMCache calls this from a thread that an exception would end."""
+        """Deletes blocks that are not locked. A failure is logged, because an exception would end LMCache's thread."""
         try:
             self._cache.delete(map(_encode, keys)).result()
         except Exception as error:
@@ -189,7 +194,8 @@ class RemanentL2Adapter(L2AdapterInterface):
 
     def list_l2_keys(self, model_name: str | None = None, page_size: int = 500,
                      cursor: str | None = None) -> KeyListPage:
-        """Returns a page of the keys, in order. The cursor is the last key of the previous page."""
+        """Returns a page of up to `page_size` keys in ascending order. `cursor` is the last key of the previous
+        page."""
         if page_size <= 0:
             raise ValueError(f"a page has at least one key, not {page_size}")
         if cursor is not None:
@@ -202,7 +208,7 @@ class RemanentL2Adapter(L2AdapterInterface):
         return KeyListPage(entries, page[-1].decode() if len(found) > len(page) else None)
 
     def close(self) -> None:
-        """Finishes jobs in progress, and closes the store and the event descriptors."""
+        """Finishes the tasks in progress, and closes the store and the event descriptors."""
         self._cache.close()
         with self._lock:
             if self._is_closed:
@@ -223,10 +229,11 @@ class RemanentL2Adapter(L2AdapterInterface):
 
     def _begin(self, begin: Callable[..., Future[Any]], keys: list[ObjectKey], objects: list[MemoryObj],
                finish: Callable[[Future[Any]], None]) -> None:
-        """Begins to store or load, and calls `finish` with the future, which has failed if the task cannot begin.
+        """Starts to store or load blocks, and calls `finish` with the future. If the task cannot begin, the future has
+        failed.
 
-        The task keeps its objects alive until then: `byte_array` is only an address, and LMCache frees the memory
-        behind it with the last reference to its object.
+        The objects are kept alive until then, because `byte_array` is only an address. LMCache frees the memory at this
+        address with the last reference to the object.
         """
         held = list(objects)
 
@@ -254,17 +261,17 @@ class RemanentL2Adapter(L2AdapterInterface):
         self._notify_keys_deleted([_decode(key) for key in keys], lengths)
 
     def register_listener(self, listener: L2AdapterListener) -> None:
-        """Adds a listener and reports the existing blocks to it: LMCache's own eviction only deletes what was reported.
-        """
+        """Adds a listener and reports the existing blocks to it. LMCache's own eviction only deletes blocks that were
+        reported."""
         super().register_listener(listener)
         for keys, lengths in self._there():
             listener.on_l2_keys_stored([_decode(key) for key in keys], lengths)
 
     def _there(self) -> Iterator[tuple[list[bytes], list[int]]]:
-        """Yields what an earlier process stored, piece by piece: the oldest piece first, and in each the newest block
-        first.
+        """Yields keys and lengths of the blocks in the cache, in pieces. The oldest piece is first, and within a piece
+        the newest block is first.
 
-        LMCache treats the first key that is reported to it as the most recently used.
+        LMCache treats the first key of a report as the most recently used.
         """
         keys = list(self._cache)
         for begin in range(0, len(keys), _TOLD_AT_ONCE):
@@ -273,7 +280,8 @@ class RemanentL2Adapter(L2AdapterInterface):
 
 
 def _params(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the parameters with their defaults. Missing and unknown ones are rejected by name."""
+    """Returns the parameters with their defaults. Raises `InvalidError` for missing and unknown names and for wrong
+    types."""
     defaults = {"hash_algorithm": "blake3", "durable": False, "readers": 4}
     needed = {"path": str, "capacity": int, "revision": str, "chunk_size": int}
     unknown = sorted(set(config) - set(defaults) - set(needed))
@@ -289,7 +297,7 @@ def _params(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _seed(algorithm: str) -> str:
-    """Returns the seed of the hashes that name blocks. Only blake3 has none."""
+    """Returns the seed of the hashes in block keys, which is empty for blake3."""
     if algorithm == "blake3":
         return ""
     seed = os.environ.get("PYTHONHASHSEED")
@@ -315,7 +323,7 @@ def _decode(key: bytes) -> ObjectKey:
 
 
 def _kind(each: MemoryObj) -> str:
-    """Returns how the bytes of a block are interpreted: format, types and shapes."""
+    """Returns the format, types and shapes of a block's contents as text."""
     meta = each.metadata
     pairs = [(meta.dtype, meta.shape)] if meta.shapes is None or meta.dtypes is None else \
         zip(meta.dtypes, meta.shapes, strict=True)

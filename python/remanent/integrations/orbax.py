@@ -1,4 +1,4 @@
-"""A handler for Orbax checkpoints (v1) with durable trees of arrays that are verified when they are loaded.
+"""An Orbax (v1) handler that saves trees of arrays durably and verifies them when they are loaded.
 
     import orbax.checkpoint.experimental.v1 as ocp
     from remanent.integrations.orbax import RemanentHandler
@@ -11,21 +11,22 @@
         ocp.save_checkpointables(path, {"weights": tree})
         tree = ocp.load_checkpointables(path, {"weights": template})["weights"]
 
-A checkpointable is a store in a folder of the checkpoint. It can contain, and rejects by path, the same values as
-`remanent.jax`: arrays whose shards are all in this process, random keys, NumPy arrays and plain values.
+A checkpointable is stored in a folder of the checkpoint. Its values are those that `remanent.jax` supports: arrays
+whose shards are all in this process, random keys, NumPy arrays and plain values. Other values are rejected by path.
 
-Templates are those of Orbax's own handler: arrays, `jax.ShapeDtypeStruct`s and NumPy arrays convert to their dtype;
-`int`, `float`, `bool` and `str`, as types or values, convert numbers; `...` omits a leaf; with the context's
+Templates are those of Orbax's own handler. Arrays, `jax.ShapeDtypeStruct`s and NumPy arrays convert to their dtype.
+`int`, `float`, `bool` and `str`, as types or values, convert numbers. `...` omits a leaf. With the context's
 `partial_load`, a template may omit leaves. The context's storage dtypes convert arrays when they are saved. Options for
-the layout of Orbax's own files have no effect. Differences from Orbax's handler:
+the layout of Orbax's own files have no effect. This handler differs from Orbax's own handler as follows:
 
-- without a template, tuples and keys of dicts are restored with their original types;
-- a template may name the types `jax.Array` and `jax.ShapeDtypeStruct`, and request a sharding of None, which places the
-  array on the default device; None in a template stands for the leaf as it was saved;
-- a leaf that only the template has is rejected, also with `partial_load`, and so are arrays of another shape,
-  regardless of `enable_padding_and_truncation`;
-- a storage dtype converts only arrays, not Python numbers; `...` cannot be saved;
-- metadata contains numbers and strings themselves and, for arrays, values that load them when used as a template.
+- Without a template, tuples and keys of dicts are restored with their original types.
+- A template may contain the types `jax.Array` and `jax.ShapeDtypeStruct`. It may request a sharding of None, which
+  places the array on the default device. None in a template loads the leaf as it was saved.
+- A leaf that only the template has is rejected, even with `partial_load`. Arrays of another shape are rejected
+  regardless of `enable_padding_and_truncation`.
+- A storage dtype converts only arrays, not Python numbers. `...` cannot be saved.
+- Metadata contains numbers and strings themselves. For arrays, it contains values that load the arrays when used as a
+  template.
 
 To use the handler for `ocp.save` and `ocp.load`, register it for the name "state".
 """
@@ -62,13 +63,14 @@ def __dir__() -> list[str]:
 
 
 class RemanentHandler:
-    """Saves and loads trees for Orbax, which instantiates it: add the class to a registry."""
+    """Saves and loads trees for Orbax. Add the class to a registry, from which Orbax instantiates it."""
 
     def __init__(self) -> None:
         self._context = get_context()
 
     async def save(self, directory: Any, checkpointable: Any) -> Awaitable[None]:
-        """Copies the arrays to the host and writes them in the background, so that the tree may change afterwards."""
+        """Copies the arrays to the host and returns an awaitable that writes them in the background. The tree may
+        change after the copy."""
         leaves, arrays = trees.taken(checkpointable)
         are_arrays = {path for path, held in leaves if trees.tag_of(held)[0] == "array"}
         dtypes = {path: dtype for path, dtype in self._storage_dtypes(checkpointable).items() if path in are_arrays}
@@ -80,17 +82,17 @@ class RemanentHandler:
         return _save(directory, leaves, copied, structure_of(checkpointable))
 
     async def load(self, directory: Any, abstract_checkpointable: Any = None) -> Awaitable[Any]:
-        """Loads a tree with the template's structure and leaves as it requests or, without a template, the tree that
-        was saved."""
+        """Loads a tree with the structure of the template and its leaves in the requested form. Without a template,
+        loads the tree as it was saved."""
         is_partial = bool(self._context.pytree_options.loading.partial_load)
         return asyncio.to_thread(_load, _store_in(directory), abstract_checkpointable, is_partial)
 
     async def metadata(self, directory: Any) -> Any:
-        """Returns the tree with shapes and dtypes in place of arrays, and plain values themselves."""
+        """Returns the saved tree with shapes and dtypes in place of arrays, and with plain values unchanged."""
         return await asyncio.to_thread(_metadata, _store_in(directory))
 
     def is_handleable(self, checkpointable: Any) -> bool:
-        """Returns whether all leaves can be stored. Only the types of arrays are checked."""
+        """Returns whether all leaves can be stored. Elements of arrays are not read."""
         try:
             trees.taken(checkpointable)
         except Error:
@@ -98,12 +100,12 @@ class RemanentHandler:
         return True
 
     def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool | None:
-        """Returns whether the value can be a template."""
+        """Returns whether the value can be used as a template."""
         return is_template(abstract_checkpointable) or self.is_handleable(abstract_checkpointable)
 
     def _storage_dtypes(self, tree: Any) -> dict[str, Any]:
-        """Returns the dtypes that the context requests, by path. Those of single leaves take precedence over that of
-        all."""
+        """Returns the storage dtypes that the context requests, by path. An option for a single leaf overrides the
+        option for all leaves."""
         saving = self._context.array_options.saving
         found = {}
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda each: each is None)[0]:
@@ -137,7 +139,8 @@ def _metadata(store: str) -> Any:
 
 
 def _copied(path: str, leaf: Any, dtype: Any) -> Any:
-    """Returns an array's elements in memory that nothing else writes, even if a step donates the original."""
+    """Returns a copy of an array's elements on the host, converted to `dtype`. The copy stays valid even if a later
+    step donates the array."""
     array = trees.on_host(path, leaf)
     if dtype is not None and array.dtype != dtype:
         try:

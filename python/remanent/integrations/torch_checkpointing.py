@@ -1,4 +1,4 @@
-"""A storage for torch_checkpointing with durable files that are verified when they are read.
+"""A storage for torch_checkpointing that writes files durably and verifies them when they are read.
 
     from torch_checkpointing import CheckpointManager
     from remanent.integrations.torch_checkpointing import RemanentStorageConfig
@@ -6,16 +6,17 @@
     manager = CheckpointManager.Config(storage_config=RemanentStorageConfig("/checkpoints")).build()
     manager.save("/checkpoints/step-100", {"model": model.state_dict()})
 
-All checkpoints are below one root. The directory tree is as torch_checkpointing creates it; a file in it is a few bytes
-that name pages of a store in `root/.remanent/`. A file exists completely or not at all: it gets its name once its bytes
-are durable, so the rename with which torch_checkpointing commits a checkpoint exposes nothing that a power cut could
-remove. Every byte that is read is verified by its checksum.
+All checkpoints are below one root folder. The directory tree is the one that torch_checkpointing creates, but each file
+in it is a *mark*: a few bytes that name pages of a store in `root/.remanent/`. A file exists completely or not at all,
+because it gets its name once its bytes are durable. The rename with which torch_checkpointing commits a checkpoint
+therefore exposes only bytes that survive a power cut. Every byte that is read is verified by its checksum.
 
-To give up a checkpoint, remove its folder; it may also be renamed within the root. The next write of a process frees
-the space of files without a name. Copies of the files are not checkpoints: to move or back up, copy the whole root.
+To delete a checkpoint, remove its folder. A folder may also be renamed within the root. The next write of a process
+frees the disk space of removed files. Copies of single files are not checkpoints. To move or back up checkpoints, copy
+the whole root.
 
-Checkpoints below the root that torch_checkpointing's own storage wrote, and those of Hugging Face, can also be loaded
-and consolidated: their files are read without verification.
+Checkpoints below the root that torch_checkpointing's own storage or Hugging Face wrote can also be loaded and
+consolidated. Their files are read without verification.
 
 >>> from remanent.integrations.torch_checkpointing import RemanentStorageConfig
 >>> from pathlib import Path
@@ -81,7 +82,7 @@ def __dir__() -> list[str]:
 
 @dataclass
 class RemanentStorageConfig(StorageConfig):
-    """The location of a `RemanentStorage`: `root`, the folder that contains all checkpoints, at any depth."""
+    """The configuration of a `RemanentStorage`. `root` is the folder that contains all checkpoints, at any depth."""
 
     root: str
 
@@ -90,9 +91,10 @@ class RemanentStorageConfig(StorageConfig):
 
 
 class RemanentStorage(Storage):
-    """Files below one root whose bytes are pages of stores. Created by `RemanentStorageConfig.create_storage`.
+    """Stores files below one root as pages of stores. Created by `RemanentStorageConfig.create_storage`.
 
-    Each process that writes has its own store for its lifetime. Reading takes no lock and can run concurrently.
+    Each process that writes has a store of its own until it ends. Reads take no lock and can run concurrently with
+    writes.
     """
 
     def __init__(self, config: RemanentStorageConfig) -> None:
@@ -100,17 +102,18 @@ class RemanentStorage(Storage):
         self._views = _Views(self._root / _STORES)
 
     def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> io.RawIOBase:
-        """Opens a file's current contents for random access. If this storage wrote the file, its bytes are verified as
+        """Opens a file's current contents for random access. If this storage wrote the file, bytes are verified when
         they are read.
 
-        Any other file, of torch_checkpointing's own storage or of Hugging Face, is read without a checksum.
+        Other files, such as those of torch_checkpointing's own storage or of Hugging Face, are read without
+        verification.
         """
         path = self._within(path)
         return open(path, "rb", buffering=0) if _is_foreign(path) else _ReadStream(path, self._views)
 
     def stream_write(self, path: Path) -> io.IOBase:
-        """Opens a new file for writing, which gets its name when the stream is closed. After an exception it does not
-        exist."""
+        """Opens a new file for writing. The file gets its name when the stream is closed. If the `with` block raises an
+        exception, the file is discarded."""
         path = self._within(path)
         if not path.parent.is_dir():
             raise RuntimeError(f"{path.parent} is no folder: make it before files in it")
@@ -142,7 +145,8 @@ class RemanentStorage(Storage):
 
     def rename(self, src_path: Path, dst_path: Path, is_directory: bool = False,
                background_cleanup: bool = False) -> None:
-        """Renames a file or folder, atomically and durably. Only a file can replace a file."""
+        """Renames a file or folder atomically and durably. An existing target must be a file, and the source must be a
+        file too."""
         source, target = self._within(src_path), self._within(dst_path)
         try:
             os.replace(source, target)
@@ -170,7 +174,10 @@ class RemanentStorage(Storage):
         return str(path)
 
     def _at(self, path: Path) -> Path:
-        """Returns a path in the root, or the root itself."""
+        """Returns the resolved path of a file or folder in the root, or the root itself.
+
+        :raises InvalidError: the path is not below the root, or belongs to the stores.
+        """
         folder, name = os.path.split(os.path.abspath(path))
         # The folder is resolved like the root; links at the last component are not followed.
         full = Path(os.path.realpath(folder), name) if name else Path(folder)
@@ -184,7 +191,10 @@ class RemanentStorage(Storage):
         return full
 
     def _within(self, path: Path) -> Path:
-        """Returns a path that can be created, renamed or removed: not the root."""
+        """Returns the resolved path of a file or folder below the root.
+
+        :raises InvalidError: the path is the root, is not below the root, or belongs to the stores.
+        """
         full = self._at(path)
         if full == self._root:
             raise InvalidError(f"{path} is the storage's root", path=str(self._root))
@@ -196,9 +206,9 @@ def _occupied(number: int, source: Path, target: Path) -> FileExistsError:
 
 
 def _is_foreign(path: Path) -> bool:
-    """Returns whether another program wrote a file.
+    """Returns whether a file was not written by this storage.
 
-    :raises DamagedError: the file is a damaged mark, which must not be taken for the file's bytes.
+    :raises DamagedError: the file is a damaged mark, whose bytes must not be read as contents.
     """
     with open(path, "rb") as file:
         content = file.read(_MARK_BYTES_MAX + 1)
@@ -215,7 +225,7 @@ def _is_foreign(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class _Mark:
-    """The contents of a file in the tree: the store and pages that hold its bytes."""
+    """The contents of a mark: the store and the pages with the file's bytes."""
 
     path: Path
     store: str
@@ -247,7 +257,8 @@ class _Mark:
 
 
 class _Views:
-    """The states of stores that open streams read from, each as of when its first stream was opened.
+    """The views of stores from which open streams read. A view shows the state at the time when its first stream was
+    opened.
 
     A view keeps the images of its state on disk, so it is closed with its last stream.
     """
@@ -267,7 +278,7 @@ class _Views:
         self._views = {}
 
     def open(self, path: Path) -> tuple[_Mark, View]:
-        """Returns the mark of a file, and a view that contains its pages; `close` releases the view."""
+        """Returns the mark of a file and a view that contains the file's pages. Pass both to `close` after use."""
         try:
             return self._open(path)
         finally:
@@ -322,7 +333,7 @@ def _page_key(key: str, number: int) -> str:
 
 
 class _ReadStream(io.RawIOBase):
-    """A stream of the bytes of a file, read from its pages."""
+    """A stream that reads a file's bytes from pages of a store."""
 
     _view: View | None = None
 
@@ -349,7 +360,7 @@ class _ReadStream(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Fills the buffer with the next bytes of the file, up to its end."""
+        """Reads the next bytes of the file into `buffer`, up to the end of the file. Returns their number."""
         if self._view is None:
             raise ValueError("the file is closed")
         out = memoryview(buffer)
@@ -374,7 +385,7 @@ class _ReadStream(io.RawIOBase):
 
 
 class _WriteStream(io.RawIOBase):
-    """A stream to a new file, written page by page and named at the end."""
+    """A stream that writes a new file page by page. The file gets its name when the stream is closed."""
 
     # Before it has begun, there is nothing to end.
     _is_ended = True
@@ -394,7 +405,7 @@ class _WriteStream(io.RawIOBase):
         return self._length
 
     def write(self, data: Any) -> int:
-        """Writes any contiguous object with the buffer protocol."""
+        """Appends the bytes of `data`, any contiguous object with the buffer protocol. Returns their number."""
         if self._is_ended:
             raise ValueError("the file is closed")
         view = memoryview(data)
@@ -430,7 +441,7 @@ class _WriteStream(io.RawIOBase):
         self._pages += 1
 
     def close(self) -> None:
-        """Makes the file durable and gives it its name."""
+        """Makes the file durable and moves it to its path."""
         if self._is_ended:
             return
         self._is_ended = True
@@ -443,7 +454,7 @@ class _WriteStream(io.RawIOBase):
             super().close()
 
     def abort(self) -> None:
-        """Discards the file and ends the stream."""
+        """Discards the file and closes the stream."""
         if not self._is_ended:
             self._is_ended = True
             self._files.end(self._key)
@@ -461,10 +472,11 @@ class _WriteStream(io.RawIOBase):
 
 
 class _Files:
-    """A store that this process writes to, and the marks of its files.
+    """The store to which this process writes, and the marks of its files.
 
-    Each mark has a second name in a folder of the store. When that is the only one left, the file was removed from the
-    tree, by any program, and its pages are deleted. A concurrent rename of a folder therefore loses nothing.
+    Each mark has a second name in a folder of the store. If the second name is the only one left, a program has removed
+    the file from the tree, and the file's pages are deleted. Since the check counts names instead of searching the
+    tree, a concurrent rename of a folder loses nothing.
     """
 
     def __init__(self, stores: Path, name: str) -> None:
@@ -490,7 +502,8 @@ class _Files:
 
     @classmethod
     def open(cls, root: Path) -> _Files:
-        """Opens the first store that no other process has open, and cleans up all others that no process has open."""
+        """Opens the first store that no other process has open. All other stores that no process has open are cleaned
+        up."""
         stores = root / _STORES
         durable_files.make_folder(stores)
         own: _Files | None = None
@@ -510,8 +523,8 @@ class _Files:
         self._store.close()
 
     def _adopt(self) -> None:
-        """Creates the second names again if the root was copied, since copying may turn the two names of a file into
-        two files."""
+        """Creates the second names of all marks again if the root was copied, because a copy may turn the two names of
+        a file into two files."""
         held = self._marks.stat()
         # The device number may change after a restart: then the search finds nothing to do.
         here, known = f"{held.st_dev}:{held.st_ino}", self._store.root.get(_MARKS)
@@ -554,7 +567,7 @@ class _Files:
             store()
 
     def publish(self, path: Path, key: str, length: int) -> None:
-        """Gives a file its name, once its pages are durable."""
+        """Moves a file to its path, after its pages have become durable."""
         self._store.wait_durable()
         mark, name = self._marks / key, self._names / key
         durable_files.publish(mark, _Mark(path, self._name, key, length, _PAGE_BYTES).encode())
@@ -571,7 +584,7 @@ class _Files:
         durable_files.sync_folder(path.parent)
 
     def _give_up(self) -> None:
-        """Deletes the pages of files that have lost their name or never got one."""
+        """Deletes the pages of files that have lost their name, and of files that never got one."""
         with self._lock:
             began = time.monotonic()
             if began < self._look_at:
@@ -608,7 +621,7 @@ _open_lock = threading.Lock()
 
 
 def _written(root: Path) -> _Files:
-    """Returns the files that this process writes to, created at its first write."""
+    """Returns the store to which this process writes files below `root`, opening it at the first write."""
     with _open_lock:
         if root not in _open_files:
             _open_files[root] = _Files.open(root)

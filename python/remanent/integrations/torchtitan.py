@@ -1,6 +1,6 @@
 """A checkpoint manager for torchtitan with durable, verified and deduplicated checkpoints.
 
-It replaces torchtitan's own manager in a configuration and supports all of its options:
+The manager replaces torchtitan's own manager in a configuration and supports all of its options:
 
     from remanent.integrations.torchtitan import CheckpointManager
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
@@ -11,10 +11,11 @@ It replaces torchtitan's own manager in a configuration and supports all of its 
             enable=True, interval=100, keep_latest_k=3, async_mode="async_with_pinned_mem")
         return config
 
-Checkpoints are those of `remanent.dcp`: data that does not change between checkpoints is written once, and `.metadata`
-exists once all ranks are durable. For "async" and "async_with_pinned_mem", `remanent.dcp.Stager` makes the copies, and
-a thread of the same process writes them. Files for Hugging Face are torchtitan's own. Checkpoints saved by torchtitan's
-own manager can be loaded, so that a run can switch to this manager and continue. torchtitan 0.3.0 or later is required.
+Checkpoints are those of `remanent.dcp`. Data that does not change between checkpoints is written once, and `.metadata`
+exists only after all ranks are durable. For "async" and "async_with_pinned_mem", `remanent.dcp.Stager` makes the
+copies, and a thread of the same process writes them. Files for Hugging Face are written by torchtitan's own manager.
+Checkpoints that torchtitan's own manager saved can be loaded, so a run can switch to this manager and continue.
+torchtitan 0.3.0 or later is required.
 """
 
 from __future__ import annotations
@@ -47,14 +48,15 @@ def __dir__() -> list[str]:
 
 
 class CheckpointManager(DcpCheckpointManager):
-    """torchtitan's checkpoint manager, saving to one store per rank; see `CheckpointManager.Config`."""
+    """A torchtitan checkpoint manager that saves to one store per rank. See `CheckpointManager.Config` for its
+    options."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(DcpCheckpointManager.Config):
-        """The options of torchtitan's manager, and `verify`."""
+        """The options of torchtitan's own manager, and `verify`."""
 
         verify: bool = False
-        """Whether a save completes only once everything it wrote was read back from the disk."""
+        """Whether to read back everything from the disk before a save completes."""
 
     def __init__(self, config: Config, **given: Any) -> None:
         super().__init__(config, **given)
@@ -71,7 +73,7 @@ class CheckpointManager(DcpCheckpointManager):
         self, state_dict: dict[str, Any], checkpoint_id: str, async_mode: AsyncMode,
         enable_garbage_collection: bool = False, to_hf: bool = False
     ) -> Future[Any] | AsyncSaveResponse | None:
-        """Saves a checkpoint, as torchtitan's own manager does."""
+        """Saves a checkpoint to `checkpoint_id`. Called by torchtitan."""
         saving: Future[Any] | AsyncSaveResponse | None = None
         if to_hf:
             saving = super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
@@ -86,7 +88,7 @@ class CheckpointManager(DcpCheckpointManager):
         return saving
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
-        """Loads a checkpoint, as torchtitan's own manager does."""
+        """Loads the checkpoint at `checkpoint_id` into `state_dict`. Called by torchtitan."""
         if from_hf or is_of_dcp(checkpoint_id):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return

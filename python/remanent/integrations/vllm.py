@@ -1,9 +1,9 @@
-"""An on-disk tier for vLLM's KV cache that survives restarts.
+"""An on-disk tier for vLLM's KV cache whose blocks survive restarts.
 
-vLLM offloads blocks of its cache from the GPU to host memory, and from there to further tiers. This tier is built on
-`remanent.kv.BlockCache`: a block that was reported as stored is found after the process was killed, is verified by its
-checksum before vLLM reads it, and is never confused with one of another model. Lookups never wait. vLLM 0.33.0 or later
-is required, which loads the tier by its configuration:
+vLLM offloads blocks of its cache from the GPU to host memory, and from there to further tiers. This tier is based on
+`remanent.kv.BlockCache`. A block that was reported as stored can be loaded after the process was killed. Each block is
+verified by its checksum before vLLM reads it, and blocks of different models are never confused. Lookups never wait.
+vLLM 0.33.0 or later is required, and loads the tier if its configuration names it:
 
     vllm serve MODEL --kv-transfer-config '{
         "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
@@ -14,8 +14,8 @@ is required, which loads the tier by its configuration:
                 "path": "/mnt/nvme/kv", "capacity": 1000000000000, "revision": "main of 2026-11-26"}]}}'
 
 Blocks are named by hashes that vLLM computes from the tokens. With `--prefix-caching-hash-algo xxhash` or
-`xxhash_cbor`, vLLM draws their seed at random in each process unless PYTHONHASHSEED is set. No block would be found
-again, so this is rejected. Set `"hash_algorithm"` to the algorithm if it is not vLLM's default.
+`xxhash_cbor`, vLLM chooses a random seed in each process unless PYTHONHASHSEED is set. A later process could then find
+no block, so this configuration is rejected. Set `"hash_algorithm"` to the algorithm if it is not vLLM's default.
 """
 
 from __future__ import annotations
@@ -65,16 +65,19 @@ def __dir__() -> list[str]:
 
 
 class RemanentTier(SecondaryTierManager):
-    """A secondary tier for vLLM's `TieringOffloadingSpec`, in a directory.
+    """A secondary tier for vLLM's `TieringOffloadingSpec` that stores blocks in a directory.
 
-    `path` is the directory, one for each engine: data-parallel engines create their own directories in it. `capacity`
-    is the number of bytes of blocks to keep; on disk they take up to twice as much. `revision` identifies the weights
-    that the blocks belong to: the commit of the model, or a name that you change with the weights. A directory whose
-    blocks have another model, revision, type, layout, number of ranks, hash or seed is rejected, and the message states
-    what differs.
-
-    With `durable`, a store completes once it survives a power cut and not only the death of the process. `readers`
-    threads read from the disk. `enable_kv_events` and `locality` are those of vLLM's own tiers.
+    :param path: the directory, one per engine. Data-parallel engines create their own directories in it.
+    :param capacity: the bytes of blocks to keep. They use up to twice as much disk space.
+    :param revision: identifies the weights to which the blocks belong: the commit of the model, or a name that you
+        change with the weights.
+    :param hash_algorithm: the value of vLLM's `--prefix-caching-hash-algo`.
+    :param durable: whether a store completes only after the blocks survive a power cut and not only the death of the
+        process.
+    :param readers: the number of threads that read from the disk.
+    :param enable_kv_events: as for vLLM's own tiers, as is `locality`.
+    :raises MismatchError: the blocks in the directory have another model, revision, type, layout, number of ranks, hash
+        algorithm or seed. The message states the differences.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -113,7 +116,7 @@ class RemanentTier(SecondaryTierManager):
 
     @property
     def cache(self) -> BlockCache:
-        """The cache of blocks."""
+        """The `BlockCache` that contains the blocks."""
         return self._cache
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -147,12 +150,12 @@ class RemanentTier(SecondaryTierManager):
             self._is_told.wait_for(lambda: self._open_jobs == 0)
 
     def shutdown(self) -> None:
-        """Finishes jobs in progress and closes the store. vLLM unmaps the memory next."""
+        """Finishes the jobs in progress and closes the store. vLLM unmaps the memory afterwards."""
         self._cache.close()
         self._memory.release()
 
     def _begin(self, job: TransferJob, begin: Callable[..., Future[Any]]) -> None:
-        """Begins to store or load. `get_finished_jobs` reports the outcome of the job, even if it cannot begin."""
+        """Starts to store or load blocks. `get_finished_jobs` reports the result, even if the job cannot begin."""
         begun = time.monotonic()
         keys = list(job.keys)
 
@@ -173,7 +176,7 @@ class RemanentTier(SecondaryTierManager):
         future.add_done_callback(finish)
 
     def _row(self, number: int) -> memoryview:
-        """Returns the memory of a block in the previous tier."""
+        """Returns the memory of block `number` in the previous tier."""
         length = self.block_size_bytes
         row = self._memory[number * length : (number + 1) * length]
         if number < 0 or row.nbytes != length:
@@ -205,9 +208,11 @@ class RemanentTier(SecondaryTierManager):
             self._events.put(OffloadingEvent(keys=told, medium=self.medium, removed=removed, locality=self.locality))
 
     def _prove_seed(self) -> None:
-        """Compares the engine's first hash with the algorithm and seed of the identity.
+        """Checks that the engine's first hash has the algorithm and seed of the identity.
 
-        vLLM computes it after it creates its tiers, so this happens at the first request.
+        vLLM computes that hash after it creates its tiers, so the check happens at the first request.
+
+        :raises InvalidError: the algorithm or the seed differs.
         """
         if self._is_seed_proven:
             return
@@ -230,7 +235,7 @@ def _taken(things: queue.SimpleQueue[Any]) -> list[Any]:
 
 
 def _seed(algorithm: str) -> str:
-    """Returns the seed of the hashes that name blocks, as vLLM will choose it."""
+    """Returns the seed that vLLM will use for the hashes in block keys."""
     try:
         get_hash_fn_by_name(algorithm)
     except ValueError as error:
@@ -246,7 +251,7 @@ def _seed(algorithm: str) -> str:
 
 
 def _identity(spec: OffloadingSpec, length: int, revision: str, algorithm: str, seed: str) -> dict[str, Any]:
-    """Returns everything that the bytes of a block with a given key depend on."""
+    """Returns all values on which the bytes of a block with a given key depend."""
     config = spec.config
     parallel = config.parallel
     return {

@@ -1,20 +1,21 @@
-"""A weight transfer engine for vLLM: workers load the weights that a trainer publishes, between two steps.
+"""A weight transfer engine for vLLM. Between two steps, workers load the weights that a trainer publishes.
 
-vLLM knows both sides by the name "remanent": in its own processes once this package is installed in the same
-environment, and in the trainer's once this module is imported. In the workers' process:
+Both sides are registered with vLLM under the name "remanent". In vLLM's own processes, this happens if the package is
+installed in their environment. In the trainer's process, it happens when this module is imported. In the workers'
+process:
 
     llm = LLM(model, weight_transfer_config={"backend": "remanent"})
 
-and in each rank of the trainer, with a vLLM client that reaches it (such as `HTTPVLLMWeightSyncClient`):
+In each rank of the trainer, with a vLLM client that can reach the workers (such as `HTTPVLLMWeightSyncClient`):
 
     engine = WeightTransferTrainerFactory.trainer_init(
         RemanentTrainerInitInfo(directory, rank=rank), client=client, source=ModuleSource(model))
     engine.send_weights()                               # after each step: workers have it when this returns
 
-The trainer's first rank logs what changed since the previous step. Each worker reads the changes from the directory,
-which it must be able to access. They are verified by checksums and belong to exactly the named version, so that all
-ranks have the same weights. A worker that was started later, or failed, loads the whole version. A trainer that drives
-the workers itself publishes with `remanent.weights.Publisher`:
+The trainer's first rank logs the changes since the previous step. Each worker reads the changes from the directory,
+which all workers must be able to access. Changes are verified by checksums and belong to exactly one version, so all
+ranks have the same weights. A worker that was started later, or that failed, loads the whole version. A trainer that
+controls the workers itself publishes with `remanent.weights.Publisher`:
 
     llm.init_weight_transfer_engine({"init_info": {"directory": directory}})
 
@@ -23,7 +24,7 @@ the workers itself publishes with `remanent.weights.Publisher`:
     llm.update_weights({"update_info": {"lsn": ticket.lsn}})
     llm.finish_weight_update()
 
-Names, shapes and types are those of the model's checkpoint, as vLLM's own loader expects them.
+Names, shapes and types must be those of the model's checkpoint, as for vLLM's own loader.
 """
 
 from __future__ import annotations
@@ -68,17 +69,17 @@ def __dir__() -> list[str]:
 
 @dataclass
 class RemanentInitInfo(WeightTransferInitInfo):
-    """The publisher's directory, as the workers see it."""
+    """The path of the publisher's directory in the workers' file system."""
 
     directory: str
 
 
 @dataclass
 class RemanentUpdateInfo(WeightTransferUpdateInfo):
-    """The version that the weights are updated to: `lsn`, the Lsn of the ticket that `publish` returned.
+    """The version to load: `lsn` is the Lsn of the ticket that `publish` returned.
 
-    If it is not logged yet, the update waits up to `timeout` seconds for it. A version that is no longer in the
-    publisher's log is rejected (`NoStateError`).
+    If the version is not logged yet, the update waits up to `timeout` seconds for it. A version that is no longer in
+    the publisher's log is rejected with `NoStateError`.
     """
 
     lsn: int
@@ -87,7 +88,7 @@ class RemanentUpdateInfo(WeightTransferUpdateInfo):
 
 @dataclass
 class _Loaded:
-    """A version: its store, its Lsn, and the location of each tensor in it."""
+    """A loaded version: its store, its Lsn, and the page and layout of each tensor."""
 
     store: str
     lsn: int
@@ -95,7 +96,7 @@ class _Loaded:
 
 
 class RemanentWeightEngine(WeightTransferEngine[RemanentInitInfo, RemanentUpdateInfo]):
-    """The engine that vLLM creates in each worker under the name "remanent"."""
+    """The engine that vLLM creates in each worker for the backend "remanent"."""
 
     init_info_cls = RemanentInitInfo
     update_info_cls = RemanentUpdateInfo
@@ -121,7 +122,7 @@ class RemanentWeightEngine(WeightTransferEngine[RemanentInitInfo, RemanentUpdate
         finalize_layerwise_reload(self.model, self.model_config)
 
     def receive_weights(self, update_info: RemanentUpdateInfo) -> None:
-        """Loads all layers in which a weight changed since the last update."""
+        """Loads all layers in which a weight changed since the last update. Called by vLLM."""
         if self._directory is None:
             raise RuntimeError("no directory to take weights from: call init_weight_transfer_engine first")
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
@@ -140,7 +141,7 @@ class RemanentWeightEngine(WeightTransferEngine[RemanentInitInfo, RemanentUpdate
             self._loaded = _Loaded(view.id, update_info.lsn, lies)
 
     def shutdown(self) -> None:
-        """Does nothing, since no connection is open."""
+        """Does nothing, because the engine has no connection to close."""
 
 
 def _version(directory: str, update: RemanentUpdateInfo) -> View:
@@ -161,7 +162,7 @@ def _version(directory: str, update: RemanentUpdateInfo) -> View:
 
 def _layers_of(changed: set[str], view: View, pages: dict[str, page_tree.Arrays],
                device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors of each layer with a changed tensor, since vLLM processes whole layers."""
+    """Yields all tensors of each layer in which a tensor changed, because vLLM processes whole layers."""
     names = sorted(array.name for arrays in pages.values() for array in arrays)
     wanted = {name for group in layerwise_groups(names) if changed & set(group) for name in group}
     read = {key: arrays for key, arrays in pages.items() if any(array.name in wanted for array in arrays)}
@@ -171,9 +172,9 @@ def _layers_of(changed: set[str], view: View, pages: dict[str, page_tree.Arrays]
 
 @dataclass
 class RemanentTrainerInitInfo(TrainerInitInfo):
-    """Where and how the trainer publishes: see `remanent.weights.Publisher`.
+    """The trainer's directory and options; see `remanent.weights.Publisher`.
 
-    :param directory: the publisher's directory, as trainer and workers see it.
+    :param directory: the publisher's directory, which trainer and workers must see under the same path.
     :param device: "host", or the GPU that contains all weights and compares them.
     :param options: other options of `Publisher`.
     """
@@ -185,10 +186,12 @@ class RemanentTrainerInitInfo(TrainerInitInfo):
 
 
 class RemanentTrainerEngine(TrainerWeightTransferEngine[RemanentTrainerInitInfo]):
-    """The trainer's side, in each of its ranks: the first one publishes, and the others help to gather sharded tensors.
+    """The trainer's side of the weight transfer, in each of its ranks. The first rank publishes, and the other ranks
+    help to gather sharded tensors.
 
-    The first rank holds gathered tensors, such as those of FSDP, completely until they are compared: on the host,
-    unless `device` is a GPU. Each tensor that the source yields must stay unchanged until all were yielded.
+    The first rank holds gathered tensors, such as those of FSDP, completely until they are compared. They are held on
+    the host unless `device` is a GPU. Each tensor that the source yields must stay unchanged until the source has
+    yielded all tensors.
     """
 
     init_info_cls = RemanentTrainerInitInfo
@@ -217,7 +220,7 @@ class RemanentTrainerEngine(TrainerWeightTransferEngine[RemanentTrainerInitInfo]
         return engine
 
     def send_weights(self) -> None:
-        """Publishes the source's weights as the next step, and makes the workers load them."""
+        """Publishes the source's weights as the next step, and waits until the workers have loaded them."""
         assert self.source is not None
         if self._publisher is None:
             for _ in self.source.iter_full():
@@ -240,7 +243,7 @@ class RemanentTrainerEngine(TrainerWeightTransferEngine[RemanentTrainerInitInfo]
 
 
 def register() -> None:
-    """Registers both sides with vLLM, which calls this in each of its own processes."""
+    """Registers the engines of both sides with vLLM. vLLM calls this function in each of its own processes."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
     for factory, name in ((WeightTransferEngineFactory, "RemanentWeightEngine"),
