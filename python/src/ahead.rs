@@ -1,4 +1,4 @@
-//! Pages that are moved to a place before they are used.
+//! Moves of pages to a place before they are used.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
@@ -13,7 +13,7 @@ use crate::errors::{OrRaise, STORE, in_use};
 use crate::gate::{Gate, Handle, check_process, detached, seconds, wait};
 use crate::page_name::{found, iterable, page_names};
 
-/// A move of pages to a place in the background; deleting this object does not stop the move. Created by
+/// A move of pages to a place in the background. Deleting this object does not stop the move. Created by
 /// `Store.prefetch`.
 ///
 /// >>> with remanent.Store(directory, device="host") as store:
@@ -38,12 +38,13 @@ impl PyPrefetch {
 
 #[pymethods]
 impl PyPrefetch {
-    /// Waits until all pages have arrived or the move has stopped, up to `timeout` seconds. Returns whether
-    /// that is the case.
+    /// Waits until all pages have arrived or the move has stopped. Returns False if this takes more than
+    /// `timeout` seconds.
     ///
-    /// Pages that are deleted in the meantime are skipped. The first wait after a failure raises it.
+    /// Pages that are deleted in the meantime are skipped. If the move failed, the first call raises its
+    /// error.
     ///
-    /// :raises OverBudgetError, LeasedError, DamagedError, ClosedError: the move failed.
+    /// :raises Error: the move failed, for example with `OverBudgetError`, `LeasedError` or `DamagedError`.
     #[pyo3(signature = (timeout=None))]
     fn wait(
         &self,
@@ -59,8 +60,8 @@ impl PyPrefetch {
         py.detach(|| self.prefetch.is_done()).or_raise(py, Some(&self.path))
     }
 
-    /// Cancels moves that have not started and waits for those in flight. Pages that have arrived stay where
-    /// they are.
+    /// Cancels the moves of pages that have not started, and waits for those in flight. Pages that have
+    /// arrived stay at their new place.
     fn cancel(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.prefetch.cancel()).or_raise(py, Some(&self.path))
     }
@@ -73,7 +74,6 @@ impl PyPrefetch {
 }
 
 self_cell! {
-    /// The steps of a reader, and the store that they borrow from.
     struct ReadAheadCell {
         owner: Arc<Store>,
         #[covariant]
@@ -87,10 +87,9 @@ struct HeldReadAhead {
     _handle: Handle,
 }
 
-/// An iterator over steps that use different pages one after another, such as the layers of a model. It
-/// yields the ids of each step's pages once they have arrived, while the pages of later steps are in flight.
-/// The number of steps prefetched depends on how long pages take to arrive and how long a step takes. Created
-/// by `Store.read_ahead`.
+/// An iterator over steps that use different pages, such as the layers of a model. Yields the ids of each
+/// step's pages once these pages have arrived. Pages of later steps are moved in the meantime. The number of
+/// prefetched steps depends on the duration of a move and of a step. Created by `Store.read_ahead`.
 ///
 /// >>> with remanent.Store(directory, device="host") as store:
 /// ...     layers = [store.put(f"layer {n}", bytes([n]) * 100, place="disk") for n in range(8)]
@@ -121,7 +120,7 @@ impl PyReadAhead {
         Ok(Self { opener, path, gate: gate.clone(), steps, ahead: Mutex::new(Some(held)) })
     }
 
-    /// Returns the reader, unless another thread is using it.
+    /// Returns the reader, or an error if another thread is using it.
     fn ahead(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, Option<HeldReadAhead>>> {
         check_process(self.opener).or_raise(py, Some(&self.path))?;
         match self.ahead.try_lock() {
@@ -131,7 +130,7 @@ impl PyReadAhead {
         }
     }
 
-    /// Returns the next step from the caller's iterable; `None` after the last one.
+    /// Returns the pages of the next step from the caller's iterable, or `None` after the last step.
     fn given(&self, py: Python<'_>) -> PyResult<Option<Vec<PageId>>> {
         let Some(pages) = self.steps.bind(py).clone().next() else { return Ok(None) };
         let names = page_names(&pages?)?;
@@ -166,7 +165,7 @@ impl PyReadAhead {
         format!("ReadAhead({:?}{})", self.path, if is_closed { ", closed" } else { "" })
     }
 
-    /// Ends the iteration, as the last step does: moves in flight continue, and the store can be closed.
+    /// Ends the iteration, as its last step does. Moves in flight continue, and the store can be closed.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         let held = self.ahead(py)?.take();
         detached(held);

@@ -1,8 +1,8 @@
-//! Arguments by name: the expected type of each, and the error for a wrong value.
+//! Extraction of arguments: the expected type of each argument, and the error for a wrong value.
 //!
-//! PyO3 extracts arguments itself and raises plain `TypeError` and `OverflowError`, which state neither the
-//! argument nor what is expected. The functions here are used in `from_py_with` of every argument that is not
-//! an arbitrary object.
+//! PyO3's own extraction raises a plain `TypeError` or `OverflowError`, which states neither the argument nor
+//! the expected value. Every argument that is not an arbitrary object uses a function of this module in
+//! `from_py_with`.
 
 use std::path::PathBuf;
 
@@ -36,7 +36,7 @@ const BYTES: &str = "bytes";
 const BYTES_OR_NONE: &str = "bytes or None";
 const FINGERPRINT_OR_NONE: &str = "32 bytes, or None";
 
-/// The longest value that an error repeats, in bytes.
+/// The largest length of a value that an error repeats, in bytes.
 const SHOWN_MAX: usize = 60;
 
 fn take<'a, 'py, T>(object: &'a Bound<'py, PyAny>, name: &str, expected: &str) -> PyResult<T>
@@ -46,8 +46,8 @@ where
     object.extract().map_err(|error: T::Error| refused(object, name, expected, error.into()))
 }
 
-/// Returns the error for an argument that could not be extracted. Errors of the object's own code are passed
-/// on.
+/// Returns the error for an argument that could not be extracted. An error raised by the object's own code is
+/// returned unchanged.
 fn refused(object: &Bound<'_, PyAny>, name: &str, expected: &str, error: PyErr) -> PyErr {
     let py = object.py();
     let remedy = || format!("give {expected}");
@@ -63,8 +63,8 @@ fn refused(object: &Bound<'_, PyAny>, name: &str, expected: &str, error: PyErr) 
     error
 }
 
-/// Defines a function for each argument: the function's name, the argument's name in errors if it differs,
-/// its type, and what is expected.
+/// Defines an extraction function for each argument. An entry contains the function's name, the argument's
+/// name in errors if that differs, its type, and the description of the expected value.
 macro_rules! arguments {
     ($($function:ident $(as $name:literal)?: $type:ty, $expected:ident;)*) => { $(
         pub fn $function(object: &Bound<'_, PyAny>) -> PyResult<$type> {
@@ -75,7 +75,7 @@ macro_rules! arguments {
     (@name $function:ident $name:literal) => { $name };
 }
 
-/// Defines such functions for arguments that borrow from the object.
+/// Defines extraction functions for arguments that borrow from the object.
 macro_rules! borrowed {
     ($($function:ident $(as $name:literal)?: $expected:ident;)*) => { $(
         pub fn $function<'a>(object: &'a Bound<'_, PyAny>) -> PyResult<&'a str> {
@@ -92,7 +92,7 @@ macro_rules! borrowed_or_none {
     )* };
 }
 
-/// Defines such functions for arguments that are objects of one class.
+/// Defines extraction functions for arguments that are objects of one class.
 macro_rules! objects {
     ($($function:ident $(as $name:literal)?: $type:ty, $expected:expr;)*) => { $(
         pub fn $function<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, $type>> {
@@ -186,12 +186,10 @@ objects! {
     pages as "pages": PyDict, DICT;
 }
 
-/// Returns the metadata of a page by name.
 pub fn metadata<'py>(object: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyDict>>> {
     optional_dict(object, "metadata")
 }
 
-/// Limits by place.
 pub fn budget<'py>(object: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyDict>>> {
     optional_dict(object, "budget")
 }
@@ -204,7 +202,7 @@ fn optional_dict<'py>(object: &Bound<'py, PyAny>, name: &str) -> PyResult<Option
     dict.map(Some).map_err(|error| refused(object, name, DICT_OR_NONE, error.into()))
 }
 
-/// Extracts a value from inside a container; `name` describes it in errors.
+/// Extracts a value from inside a container. Errors refer to the value as `name`.
 pub fn value<'a, 'py, T>(object: &'a Bound<'py, PyAny>, name: &str, expected: &str) -> PyResult<T>
 where
     T: FromPyObject<'a, 'py>,

@@ -1,4 +1,4 @@
-//! A copy of a page, as an array that other libraries can use without another copy.
+//! `Array`, a copy of a page that other libraries can use without another copy.
 
 use std::ffi::c_int;
 use std::ptr;
@@ -11,22 +11,21 @@ use crate::dlpack::{self, Export};
 use crate::dtype::Dtype;
 use crate::errors::memory_refused;
 
-/// The alignment that JAX needs to use memory without a copy.
+/// The alignment at which JAX uses memory without a copy, in bytes.
 const ALIGN: usize = 64;
 
-/// One aligned cell.
 #[repr(C, align(64))]
 #[derive(Clone, Copy)]
 struct Cell([u8; ALIGN]);
 
-/// Bytes aligned to 64.
+/// Bytes whose address is a multiple of 64.
 pub struct Aligned {
     cells: Vec<Cell>,
     len: usize,
 }
 
 impl Aligned {
-    /// Allocates `len` zeros, or fails if there is no memory.
+    /// Allocates `len` zeros.
     pub fn zeros(len: usize) -> remanent::Result<Self> {
         let count = len.div_ceil(ALIGN);
         let mut cells = Vec::new();
@@ -46,7 +45,6 @@ impl Aligned {
     }
 }
 
-/// Access to cells as bytes.
 trait Bytes {
     fn as_flattened_mut_bytes(&mut self) -> &mut [u8];
 }
@@ -59,10 +57,10 @@ impl Bytes for Vec<Cell> {
     }
 }
 
-/// A caller-owned copy of a page's bytes, with an element type and a shape, for `numpy()`, memoryview and
-/// `from_dlpack`.
+/// A copy of a page's bytes that the caller owns, with an element type and a shape. Accessible by `numpy()`,
+/// memoryview and `from_dlpack`.
 ///
-/// The memory is aligned to 64 bytes, so that JAX can use it directly. Created by `Reader.array`.
+/// The memory is aligned to 64 bytes, so that JAX uses it without another copy. Created by `Reader.array`.
 ///
 /// >>> with remanent.Store(directory) as store:
 /// ...     store["k"] = bytes(range(8))
@@ -84,13 +82,13 @@ impl Array {
 
 #[pymethods]
 impl Array {
-    /// The name of the element type.
+    /// The NumPy name of the element type, such as "int16".
     #[getter]
     fn dtype(&self) -> &'static str {
         self.dtype.name
     }
 
-    /// The shape, in elements.
+    /// The length of each dimension in elements.
     #[getter]
     fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, &self.shape)
@@ -172,10 +170,10 @@ impl Array {
         unsafe { release_buffer(view) };
     }
 
-    /// Returns a NumPy array of the same memory. An element type that NumPy lacks, such as bfloat16, becomes that
-    /// of `ml_dtypes`.
+    /// Returns a NumPy array that uses the same memory. If NumPy lacks the element type, such as bfloat16,
+    /// the array has the corresponding dtype of `ml_dtypes`.
     ///
-    /// :raises MemoryRefusedError: `ml_dtypes` cannot be imported, or it lacks the element type too.
+    /// :raises MemoryRefusedError: `ml_dtypes` cannot be imported, or also lacks the element type.
     fn numpy<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         let this = slf.get();
         as_numpy(slf, this.dtype, &this.shape, || {
@@ -189,8 +187,8 @@ impl Array {
     }
 }
 
-/// Returns an exporter's memory as a NumPy array. `bytes` exports the same memory if the buffer protocol has no
-/// format for the elements.
+/// Returns a NumPy array that uses an exporter's memory. `bytes` exports the same memory as bytes, for
+/// elements for which the buffer protocol has no format.
 pub fn as_numpy<'py, T>(
     exporter: &Bound<'py, T>,
     dtype: &Dtype,
@@ -241,7 +239,8 @@ impl MemoryBytes {
     }
 }
 
-/// Rejects what an export from host memory does not support.
+/// Returns an error if a DLPack consumer requests a stream or device that an export of host memory does not
+/// support.
 pub fn check_export(stream: Option<&Bound<'_, PyAny>>, dl_device: Option<(i32, i32)>) -> PyResult<()> {
     // -1 means that no stream needs to wait, which is always true here.
     if let Some(stream) = stream
@@ -258,7 +257,7 @@ pub fn check_export(stream: Option<&Bound<'_, PyAny>>, dl_device: Option<(i32, i
     }
 }
 
-/// The contents of a buffer-protocol view. Shape and format live as long as the object that exports them.
+/// The contents of a buffer-protocol view. The exporter keeps the shape and format alive.
 pub struct BufferParts {
     pub address: usize,
     pub len: usize,
@@ -269,7 +268,7 @@ pub struct BufferParts {
     pub read_only: bool,
 }
 
-/// Fills a view.
+/// Fills a buffer-protocol view.
 ///
 /// # Safety
 /// `view` must be a view to fill, and the parts must live as long as `owner`.
@@ -318,7 +317,7 @@ pub unsafe fn fill_buffer(
     Ok(())
 }
 
-/// Frees what a view holds in addition to the object.
+/// Frees the memory that `fill_buffer` allocated for a view.
 ///
 /// # Safety
 /// `view` must have been filled by [`fill_buffer`] and be released only once.

@@ -1,4 +1,4 @@
-//! A batch under construction, and the ways to commit it.
+//! `Batch`, a batch under construction, and its operations.
 
 use std::sync::Arc;
 
@@ -20,16 +20,15 @@ use crate::pending_batch::{BatchPage, PendingBatch};
 use crate::values::{REPORT, from_py};
 use crate::working_copy::PyWorkingCopy;
 
-/// The remedy for indices of another type.
 const UINT32: &str = "give numpy.array(indices, dtype=\"uint32\")";
 
-/// Operations that become visible and durable together or not at all, in their order. Created by
+/// Operations that become visible and durable together or not at all, in the order of the calls. Created by
 /// `Store.batch`.
 ///
-/// Host bytes are copied by the call that takes them; GPU bytes are read by the commit. Offsets and lengths
-/// are in bytes, widths in bytes per element. A missing page, a range outside its page or a key that is
-/// already taken fails the commit, and nothing changes. A key is looked up by the call, first among the
-/// batch's own pages.
+/// Bytes in host memory are copied by the call that receives them, and bytes in GPU memory are read by the
+/// commit. Offsets and lengths are in bytes, and widths in bytes per element. A call looks up a key among the
+/// batch's own new pages first and then in the store. A commit fails and changes nothing if a page is
+/// missing, a range is outside its page, or a key already exists.
 ///
 /// >>> store = remanent.Store(directory)
 /// >>> with store.batch() as batch:
@@ -49,7 +48,7 @@ impl Batch {
         Self(PendingBatch::new(gate, ack))
     }
 
-    /// Rejects elements of another type than the page's when they are written to a part of that page.
+    /// Returns an error if `elements` have another type than the page and are written to a part of it.
     fn check_fit(&self, py: Python<'_>, page: BatchPage, elements: &Elements) -> PyResult<()> {
         match elements {
             Elements::Bytes => Ok(()),
@@ -60,20 +59,21 @@ impl Batch {
 
 #[pymethods]
 impl Batch {
-    /// Creates a page with these bytes, or filled with zeros.
+    /// Creates a page with the bytes of `content`, or filled with zeros. Returns a `NewPage`.
     ///
-    /// For an array, the metadata entries `dtype` and `shape` are set, so that `numpy` and `array` return the
-    /// same array, unless `metadata` contains one of them.
+    /// For an array, the metadata entries `dtype` and `shape` are set unless `metadata` contains one of them.
+    /// `Reader.numpy` and `Reader.array` then return an array of the same type and shape.
     ///
-    /// :param content: bytes, a NumPy array or a tensor; or an int, the length of a page of zeros.
+    /// :param content: bytes, a NumPy array, a tensor, or the length in bytes (int) of a page of zeros.
     /// :param key: a key of 1 to 64 bytes.
     /// :param place: "host", "pinned", "device:N" or "disk".
     /// :param metadata: plain values by name.
-    /// :param at_commit: whether the commit reads the bytes, instead of this call copying them. They must not
-    ///     change until then. With this, a store whose pages live on the host also accepts a GPU's bytes, by
+    /// :param at_commit: whether the commit reads the bytes instead of this call. The bytes must not change
+    ///     until then. If True, a store whose pages are on the host also accepts a tensor on a GPU, by
     ///     DLPack.
-    /// :raises TypeError, BufferError: `content` does not provide contiguous bytes.
-    /// :raises MemoryRefusedError: the bytes are on a GPU, and the store's pages are not.
+    /// :raises TypeError: `content` does not provide bytes.
+    /// :raises BufferError: the bytes are not contiguous.
+    /// :raises MemoryRefusedError: the bytes are on a GPU, but the store's pages are not.
     ///
     /// >>> with remanent.Store(directory) as store, store.batch() as batch:
     /// ...     batch.create(16), batch.create(b"bytes", key="k")
@@ -92,25 +92,26 @@ impl Batch {
         create(&self.0, content, terms, self::place(py, place)?, at_commit)
     }
 
-    /// Creates a page that lives in caller-owned memory, such as a model's tensor, with its length and place.
-    /// The page's initial contents are what the memory holds at the commit, after the work that is on the
-    /// memory's current stream at this call.
+    /// Creates a page in caller-owned memory, such as a model's tensor. The page has the length and place of
+    /// the memory. Returns a `NewPage`. The page's initial contents are those of the memory at the commit,
+    /// after the work that is queued on the memory's current stream during this call.
     ///
-    /// From the commit on, only the store writes to the memory, after logging; the caller's kernels read it
-    /// under `Store.pin` or `Store.lease`. The memory is kept alive as long as a page lives in it and must
-    /// not be freed underneath it, such as by `resize_` of a torch storage. The page leaves the memory when
-    /// it is deleted, released, resized, moved, or changed while it is leased; the next commit or
-    /// `Store.trim` then drops the reference. The next open places the page in the store's own memory, unless
-    /// the `page_memory` argument of `Store` provides this memory again. The memory does not count toward any
-    /// budget.
+    /// After the commit, only the store writes to the memory, after it has logged the change. Kernels of the
+    /// caller read the page under `Store.pin` or `Store.lease`. The page keeps the memory alive. The memory
+    /// must not be freed in another way, such as by `resize_` of a torch storage. The page leaves the memory
+    /// when it is deleted, released, resized, moved, or changed during a lease. The next commit or
+    /// `Store.trim` then drops the reference. After the next open, the page is in the store's own memory,
+    /// unless the `page_memory` argument of `Store` provides this memory again. The memory does not count
+    /// toward any budget.
     ///
     /// :param memory: contiguous, writable memory on the store's device: a NumPy array or a tensor.
     /// :param key: a key of 1 to 64 bytes.
     /// :param metadata: plain values by name.
-    /// :param zeros: whether the page starts with zeros instead of the memory's contents.
-    /// :raises TypeError, BufferError: `memory` does not provide such memory.
-    /// :raises MemoryRefusedError: the memory is on another device. The commit raises it if a page already
-    ///     lives in part of the memory.
+    /// :param zeros: whether to fill the memory with zeros instead of using its contents.
+    /// :raises TypeError: `memory` does not provide memory.
+    /// :raises BufferError: the memory is not contiguous or not writable.
+    /// :raises MemoryRefusedError: the memory is on another device. Raised by the commit if the memory
+    ///     overlaps that of another page.
     ///
     /// >>> weights = bytearray(b"weights")
     /// >>> with remanent.Store(directory, device="host") as store:
@@ -131,9 +132,9 @@ impl Batch {
         create_in(&self.0, memory, NewPageTerms::take(key, metadata)?, zeros)
     }
 
-    /// Replaces bytes of a page from `offset` on. The page's metadata is unchanged.
+    /// Replaces the bytes of a page from `offset` on with `data`. The page's metadata does not change.
     ///
-    /// :raises InvalidError: `data` is an array of another dtype than the page's.
+    /// :raises InvalidError: `data` is an array whose dtype differs from the page's.
     #[pyo3(signature = (page, offset, data))]
     fn write(
         &self,
@@ -158,8 +159,10 @@ impl Batch {
         }
     }
 
-    /// Changes a page from `before` to `after`, of the same length, logging only what differs. Returns the
-    /// number of elements that differ. The page must hold `before`.
+    /// Changes a page from `before` to `after` by logging the elements that differ, and returns their number.
+    /// The page must contain `before`, and both must have the length of the page.
+    ///
+    /// :raises InvalidError: `before` and `after` have different lengths.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     store["k"] = bytes(4000)
@@ -191,23 +194,25 @@ impl Batch {
         })
     }
 
-    /// Sets the contents of a page to `data` by comparing them with what the store holds now, piece by piece.
+    /// Changes the contents of a page to `data`, after comparing `data` with the page's current contents.
     ///
-    /// `data` is in host memory or, by DLPack, on a GPU; GPU data is read after the work that is on the
-    /// current stream now. No other operation of the batch may change the page's bytes. The commit raises
-    /// ConflictError if another batch changed the page in the meantime.
+    /// `data` can be in host memory or, by DLPack, on a GPU. GPU memory is read after the work that is queued
+    /// on the current stream. No other operation of the batch may change the page's bytes.
     ///
-    /// Elements that differ are logged. The whole page is written once, outside the log, if they take more
-    /// than a quarter of the page, if the updates of the batch together take more than `logged_max` bytes, or
-    /// if the page has another length. Returns the number of elements that differ, or None if the whole page
-    /// is written: in that case the commit reads `data`, which must not change before. For a page of 256 KiB
-    /// or more, the beginning and the middle are checked first.
+    /// Elements that differ are logged. Instead, the whole page is written once, outside the log, in three
+    /// cases: the differences need more than a quarter of the page, all updates of the batch together need
+    /// more than `logged_max` bytes, or the length changes. In these cases the commit reads `data`, which
+    /// must not change before. For a page of 256 KiB or more, the beginning and the middle are compared
+    /// first.
     ///
-    /// For an array, the metadata entries `dtype` and `shape` are set as by `create`. For bytes the metadata
-    /// is unchanged, or changed as by `resize` if the page has another length.
+    /// For an array, the metadata entries `dtype` and `shape` are set as by `create`. For bytes, the metadata
+    /// changes only if the length does, as by `resize`.
     ///
-    /// Logged changes to a page on disk stay in memory until the next snapshot, and `logged_max` counts that
-    /// memory: some 600 bytes for a single element.
+    /// Logged changes to a page on disk stay in memory until the next snapshot. `logged_max` counts that
+    /// memory, which is about 600 bytes for a single element.
+    ///
+    /// :returns: the number of elements that differ, or None if the whole page is written.
+    /// :raises ConflictError: raised by the commit if another batch changed the page after this call.
     ///
     /// >>> store = remanent.Store(directory)
     /// >>> store["k"] = bytes(100_000)
@@ -229,17 +234,18 @@ impl Batch {
         update(&self.0, page, data, self::width(width)?, logged_max)
     }
 
-    /// Captures a working copy into its page: logs the elements that changed or, for a copy with digests, the
-    /// chunks of 64 KiB.
+    /// Captures a working copy into its page. Logs the elements that changed or, for a copy with digests, the
+    /// chunks of 64 KiB that changed.
     ///
-    /// The memory is read when the batch is committed or submitted, after the work that is then on the
-    /// device's default stream; it may change once that call returns. No other operation of the batch may
-    /// change the page's bytes. If the page is on disk and more than a quarter of it changed, or its changes
-    /// do not fit in memory, all of its bytes are written to a separate file that the log names. A capture of
-    /// a page in memory is subject to the limit of a batch, 1 GiB.
+    /// The memory is read when the batch is committed or submitted, after the work that is then queued on the
+    /// device's default stream. The memory may change once that call returns. No other operation of the batch
+    /// may change the page's bytes. If the page is on disk and more than a quarter of it changed, or its
+    /// changes do not fit in memory, all of its bytes are written to a separate file that the log names. If
+    /// the page is in memory, its changes count toward the limit of a batch, 1 GiB.
     ///
-    /// :param ranges: (offset, end) pairs, in bytes, to which the comparison is limited; with digests it
-    ///     covers whole chunks. A change elsewhere is found by a later capture that covers it.
+    /// :param ranges: (offset, end) pairs in bytes to which the comparison is limited. With digests, the
+    ///     ranges are extended to whole chunks. Changes outside the ranges are found by a later capture that
+    ///     covers them.
     #[pyo3(signature = (copy, ranges=None))]
     fn capture(
         &self,
@@ -257,7 +263,8 @@ impl Batch {
         })
     }
 
-    /// Replaces the elements of a range whose bit in `mask` is 1, lowest bit first.
+    /// Replaces elements of a page from byte `offset` on. An element is replaced if its bit in `mask` is 1.
+    /// Bits are counted from the lowest bit of each byte.
     #[pyo3(signature = (page, offset, mask, data, *, width=1))]
     fn write_masked(
         &self,
@@ -276,7 +283,8 @@ impl Batch {
         })
     }
 
-    /// Replaces single elements: one value of `values` for each index of `indices`, which must be distinct.
+    /// Replaces single elements. Each index in `indices`, which must be distinct, receives the value at the
+    /// same position in `values`.
     #[pyo3(signature = (page, indices, values, *, width=1))]
     fn scatter(
         &self,
@@ -306,7 +314,7 @@ impl Batch {
         })
     }
 
-    /// Repeats a pattern of 1, 2, 4, 8 or 16 bytes over `length` bytes from `offset` on.
+    /// Repeats `pattern`, which has 1, 2, 4, 8 or 16 bytes, over `length` bytes of a page from `offset` on.
     #[pyo3(signature = (page, offset, length, pattern))]
     fn fill(
         &self,
@@ -322,8 +330,8 @@ impl Batch {
         })
     }
 
-    /// Shortens a page, or extends it with zeros. Removes `shape` from its metadata, and `dtype` if it no
-    /// longer fits, unless the batch has set them.
+    /// Shortens a page, or extends it with zeros, to `length` bytes. Removes `shape` from the page's
+    /// metadata, and `dtype` if the new length does not fit it, unless the batch has set these entries.
     fn resize(
         &self,
         py: Python<'_>,
@@ -337,7 +345,7 @@ impl Batch {
         })
     }
 
-    /// Deletes a page and frees its key.
+    /// Deletes a page. Its key can be used again.
     fn delete(&self, py: Python<'_>, page: &Bound<'_, PyAny>) -> PyResult<()> {
         let page = self.0.page(page)?;
         self.0.build(py, |batch| {
@@ -345,7 +353,7 @@ impl Batch {
         })
     }
 
-    /// Moves a page to another place.
+    /// Moves a page to `place`: "host", "pinned", "device:N" or "disk".
     fn move_to(
         &self,
         py: Python<'_>,
@@ -358,14 +366,14 @@ impl Batch {
         })
     }
 
-    /// Creates a page with the bytes and metadata of another page.
+    /// Creates a page with the bytes and metadata of another page. Returns a `NewPage`.
     fn clone_page(&self, py: Python<'_>, source: &Bound<'_, PyAny>) -> PyResult<PyNewPage> {
         let source = self.0.page(source)?;
         let layout = self.0.layout(py, source)?;
         self.0.create(py, None, layout, |batch| batch.clone_page(source))
     }
 
-    /// Copies `length` bytes of one page, from `start` on, over those of another page from `offset` on.
+    /// Copies `length` bytes of page `source`, from `start` on, to `page`, from `offset` on.
     #[pyo3(signature = (source, start, length, target, offset))]
     fn copy(
         &self,
@@ -385,7 +393,7 @@ impl Batch {
         })
     }
 
-    /// Sets one entry of a page's metadata.
+    /// Sets an entry of a page's metadata to a plain value.
     fn set_metadata(
         &self,
         py: Python<'_>,
@@ -401,7 +409,7 @@ impl Batch {
         })
     }
 
-    /// Removes one entry of a page's metadata, if it exists.
+    /// Removes an entry of a page's metadata, if the entry exists.
     fn remove_metadata(
         &self,
         py: Python<'_>,
@@ -416,7 +424,7 @@ impl Batch {
         })
     }
 
-    /// Sets one entry of the root.
+    /// Sets an entry of the store's root to a plain value.
     fn set_root(
         &self,
         py: Python<'_>,
@@ -429,7 +437,7 @@ impl Batch {
         })
     }
 
-    /// Removes one entry of the root, if it exists.
+    /// Removes an entry of the store's root, if the entry exists.
     fn remove_root(
         &self,
         py: Python<'_>,
@@ -440,14 +448,14 @@ impl Batch {
         })
     }
 
-    /// Adds a remark that the log keeps with the batch.
+    /// Sets the note of the batch, a remark of up to 64 KiB that is stored in the log.
     pub fn note(&self, py: Python<'_>, #[pyo3(from_py_with = arguments::text)] text: &str) -> PyResult<()> {
         self.0.build(py, |batch| {
             batch.note(text);
         })
     }
 
-    /// Requires a page to be at this epoch at the commit, which raises ConflictError otherwise.
+    /// Makes the commit raise `ConflictError` unless the page's epoch is `epoch`.
     fn expect_epoch(
         &self,
         py: Python<'_>,
@@ -459,13 +467,17 @@ impl Batch {
         })
     }
 
-    /// The ids of the pages that the batch created, available once it is committed.
+    /// The ids of the pages that the batch created. Available after the commit.
+    ///
+    /// :raises ClosedError: the batch is not committed.
     #[getter]
     fn pages<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         REPORT.freeze_list(py, self.0.committed(py, |committed| committed.pages.clone())?)
     }
 
-    /// The Lsn of the batch, available once it is committed.
+    /// The Lsn of the batch. Available after the commit.
+    ///
+    /// :raises ClosedError: the batch is not committed.
     #[getter]
     fn lsn(&self, py: Python<'_>) -> PyResult<u64> {
         self.0.committed(py, |committed| committed.position.lsn.0)

@@ -1,4 +1,4 @@
-//! The changes of a value, and the search for the first bad version.
+//! Changes of a page's bytes, and the binary search for the first bad state.
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -12,21 +12,22 @@ use crate::errors::own;
 use crate::page_name::PageName;
 use crate::values::{REPORT, metadata_to_py};
 
-/// A change of a page's bytes, as `View.blame` returns it.
+/// A change of a page's bytes. Returned by `View.blame` and `Store.blame`.
 #[pyclass(frozen, name = "ValueChange", module = "remanent")]
 pub struct PyValueChange(remanent::history::ValueChange);
 
 #[pymethods]
 impl PyValueChange {
-    /// The Lsn of the batch. If `cause` is "snapshot", the batch that last changed the page before the
-    /// snapshot.
+    /// The Lsn of the batch that made the change. If `cause` is "snapshot", this is the last batch before the
+    /// snapshot that changed the page.
     #[getter]
     fn lsn(&self) -> u64 {
         self.0.lsn.0
     }
 
-    /// The cause: "batch"; "restore" of an older state; or "snapshot", if a snapshot contains the bytes and
-    /// the batches before it are no longer kept.
+    /// The cause of the change: "batch", "restore" (of an earlier state) or "snapshot". A change has the
+    /// cause "snapshot" if it was found by comparing snapshots, because the batches before are no longer
+    /// kept.
     #[getter]
     fn cause(&self) -> &'static str {
         match self.0.cause {
@@ -36,13 +37,13 @@ impl PyValueChange {
         }
     }
 
-    /// The bytes before; None if the page did not exist or ended before them.
+    /// The bytes before the change, or None if the page did not exist or ended before them.
     #[getter]
     fn before<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
         self.0.before.as_ref().map(|bytes| PyBytes::new(py, bytes))
     }
 
-    /// The bytes after; None if the page does not exist or ends before them.
+    /// The bytes after the change, or None if the page does not exist or ends before them.
     #[getter]
     fn after<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
         self.0.after.as_ref().map(|bytes| PyBytes::new(py, bytes))
@@ -54,7 +55,7 @@ impl PyValueChange {
         self.0.note.as_deref()
     }
 
-    /// The root after the batch; None if it is not known.
+    /// The root after the batch, or None if it is unknown.
     #[getter]
     fn root<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
         self.0.root.as_ref().map(|root| REPORT.freeze(metadata_to_py(py, root)?)).transpose()
@@ -66,13 +67,13 @@ impl PyValueChange {
     }
 }
 
-/// Returns the bytes per element according to the page's metadata; 1 if it has no known dtype.
+/// Returns the bytes per element according to the page's metadata, or 1 if the page has no known dtype.
 fn width_of(info: &PageInfo) -> u64 {
     let dtype = info.metadata.get("dtype").and_then(remanent::Value::as_str);
     dtype.and_then(|dtype| Dtype::parse(dtype).ok()).map_or(1, |dtype| dtype.item_size() as u64)
 }
 
-/// Returns the changes of a page's bytes up to a view's state.
+/// Returns the changes of a page's bytes up to the state of `view`.
 pub fn blame(
     view: &View,
     page: &PageName,
@@ -85,7 +86,7 @@ pub fn blame(
     Ok(changes.into_iter().map(PyValueChange).collect())
 }
 
-/// The binary search behind `remanent.bisect`: chooses which version to test next.
+/// The binary search of `remanent.bisect`. Chooses the version to test next.
 #[pyclass(frozen, module = "remanent._native")]
 pub struct Bisect(std::sync::Mutex<Bisection>);
 
@@ -106,12 +107,13 @@ impl Bisect {
         Ok(Self(std::sync::Mutex::new(search)))
     }
 
-    /// Returns the version to test next, or None at the end.
+    /// Returns the number of the version to test next, or None if the search has ended.
     fn next(&self) -> Option<u64> {
         self.search().next().map(|lsn| lsn.0)
     }
 
-    /// Records a verdict: True for good, False for bad, None if it cannot be determined.
+    /// Records the result for a version: True for good, False for bad, and None if it could not be
+    /// determined.
     fn tell(
         &self,
         #[pyo3(from_py_with = arguments::lsn)] lsn: u64,
@@ -125,7 +127,7 @@ impl Bisect {
         self.search().record(Lsn(lsn), verdict);
     }
 
-    /// Returns the newest version known to be good and the oldest known to be bad.
+    /// Returns the newest version known to be good and the oldest version known to be bad.
     fn bounds(&self) -> (u64, u64) {
         let search = self.search();
         (search.good().0, search.bad().0)

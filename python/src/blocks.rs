@@ -1,22 +1,22 @@
-//! The new contents of a page of tensors: its arrays, and their bytes wherever they are held.
+//! The new contents of a page of tensors: the layout of its arrays, and their bytes.
 //!
-//! A save creates one block for each page, and one layout for each tensor.
+//! A save creates one block for each page and one layout for each tensor.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PySlice, PyString, PyTuple};
 
 use crate::untracked::{untrack, untracked};
 
-/// The position and layout of an array within a page.
+/// The name, element type, shape, offset and strides of an array within a page.
 #[pyclass(frozen, module = "remanent._native")]
 pub struct ArrayLayout {
-    /// Any Python text, which may not be representable in Rust.
+    /// The name can contain text that is not valid Unicode, so it stays a Python object.
     #[pyo3(get)]
     name: Py<PyString>,
     #[pyo3(get)]
     dtype: Py<PyString>,
     shape: Vec<u64>,
-    /// None if elements are in row-major order.
+    /// The strides in elements, or None for row-major order.
     stride: Option<Vec<i64>>,
     #[pyo3(get)]
     offset: u64,
@@ -47,7 +47,7 @@ impl ArrayLayout {
         self.stride.as_ref().map(|stride| PyTuple::new(py, stride)).transpose()
     }
 
-    /// Returns the representation in JSON.
+    /// Returns the values that represent the layout in JSON.
     fn listed<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let shape = PyList::new(py, &self.shape)?.into_any();
         let stride =
@@ -70,18 +70,17 @@ impl ArrayLayout {
     }
 }
 
-/// The new contents of a page: arrays, and their bytes as a contiguous uint8 buffer.
+/// The new contents of a page: its arrays, and a contiguous uint8 buffer with their bytes.
 #[pyclass(frozen, module = "remanent._native")]
 pub struct Block {
-    /// The layouts, which refer only to text and numbers.
     #[pyo3(get)]
     arrays: Py<PyTuple>,
     data: Py<PyAny>,
     #[pyo3(get)]
     nbytes: u64,
-    /// The offset of its bytes in `data` if that also contains bytes of other blocks.
+    /// The offset of the block's bytes in `data` if `data` also contains the bytes of other blocks.
     start: Option<u64>,
-    /// Whether the commit compares it in place with its page.
+    /// Whether the commit compares the bytes in place with the page.
     #[pyo3(get)]
     captured: bool,
 }
@@ -105,7 +104,8 @@ impl Block {
         untracked(py, Self { arrays, data, nbytes, start, captured })
     }
 
-    /// The bytes of the block. If `data` also contains others, a new slice of it.
+    /// The bytes of the block. If the buffer also contains bytes of other blocks, this is a new slice of the
+    /// buffer.
     #[getter]
     fn data<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let data = self.data.bind(py);
@@ -114,9 +114,9 @@ impl Block {
         data.get_item(PySlice::new(py, start, end, 1))
     }
 
-    /// Returns the same block with its bytes in another buffer.
+    /// Returns a block with the same layouts whose bytes are in another buffer.
     ///
-    /// `start` is their offset if the buffer also contains bytes of other blocks.
+    /// `start` is the offset of the bytes if the buffer also contains bytes of other blocks.
     #[pyo3(signature = (data, *, start=None))]
     fn moved<'py>(&self, py: Python<'py>, data: Py<PyAny>, start: Option<u64>) -> PyResult<Bound<'py, Self>> {
         let arrays = self.arrays.clone_ref(py);

@@ -1,4 +1,4 @@
-//! A view of another object's bytes by the buffer protocol. PyO3's own type rejects arrays without
+//! A view of another object's bytes, by the buffer protocol. PyO3's own type rejects arrays without
 //! dimensions.
 
 use std::ffi::CStr;
@@ -10,7 +10,7 @@ use crate::dtype::Dtype;
 use crate::elements::Elements;
 use crate::errors::invalid_type;
 
-/// A view, which keeps the bytes in place.
+/// A buffer-protocol view. The exporter keeps the bytes in place as long as the view exists.
 pub struct BufferView(Box<ffi::Py_buffer>);
 
 // SAFETY: its memory stays unchanged until it is released, which happens with the interpreter's lock held.
@@ -19,10 +19,10 @@ unsafe impl Send for BufferView {}
 unsafe impl Sync for BufferView {}
 
 impl BufferView {
-    /// Takes a view of an object.
+    /// Returns a view of an object's bytes.
     ///
     /// # Errors
-    /// Errors of the object; `TypeError` for an array of Python objects, whose bytes are addresses.
+    /// Errors of the object, and `TypeError` for an array of Python objects, whose bytes are addresses.
     pub fn take(object: &Bound<'_, PyAny>) -> PyResult<Self> {
         let view = match Self::get(object, ffi::PyBUF_FULL_RO) {
             Ok(view) => view,
@@ -48,7 +48,7 @@ impl BufferView {
         Ok(Self(view))
     }
 
-    /// Returns whether elements, or parts of them, are references to objects.
+    /// Returns whether elements, or parts of elements, are references to Python objects.
     fn has_objects(&self) -> bool {
         if self.0.format.is_null() {
             return false;
@@ -59,11 +59,11 @@ impl BufferView {
         format.split(|byte| *byte == b':').step_by(2).any(|kinds| kinds.contains(&b'O'))
     }
 
-    /// Returns the elements, by the format and shape of the view; if the view has no format, by the dtype of
-    /// `object`.
+    /// Returns the element type and shape according to the view's format. If the view has no format, the
+    /// element type is the dtype of `object`.
     ///
     /// # Errors
-    /// Errors of the object's own code.
+    /// Errors raised by the object's own code.
     pub fn elements(&self, object: &Bound<'_, PyAny>) -> PyResult<Elements> {
         let shape = match (self.0.shape.is_null(), self.0.ndim) {
             (_, 0) => Vec::new(),
@@ -104,7 +104,7 @@ impl BufferView {
         self.0.readonly != 0
     }
 
-    /// Returns whether the bytes are contiguous, in the order of the elements.
+    /// Returns whether the elements are contiguous in row-major order.
     pub fn is_contiguous(&self) -> bool {
         // SAFETY: this view was filled.
         unsafe { ffi::PyBuffer_IsContiguous(&raw const *self.0, b'C' as std::ffi::c_char) != 0 }

@@ -1,4 +1,4 @@
-//! What batches change, reported within this process as soon as they are applied.
+//! `ChangeStream`: the changes of each batch, reported within this process once the batch is applied.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,12 +13,12 @@ use crate::gate::{Gate, seconds};
 use crate::handover::Handover;
 use crate::values::REPORT;
 
-/// A stream of what each batch changes, reported once it is applied: an iterator and asynchronous iterator of
-/// AppliedBatch and Lagged. Created by `Store.changes`.
+/// A stream of the changes of each batch, reported once the batch is applied. Iterable, also asynchronously.
+/// Yields `AppliedBatch` and `Lagged`. Created by `Store.changes`.
 ///
-/// Batches never wait for the stream. A consumer that falls behind by some 65,000 changes receives Lagged in
-/// place of the batches that it missed; a restore, which replaces all pages, is also reported as Lagged. The
-/// iterator ends when the store is closed.
+/// Batches never wait for the stream. A consumer that falls behind by about 65,000 changes receives a
+/// `Lagged` in place of the batches that it missed. A restore, which replaces all pages, is also reported as
+/// `Lagged`. The iteration ends when the store is closed.
 ///
 /// >>> with remanent.Store(directory) as store:
 /// ...     changes = store.changes()
@@ -47,7 +47,7 @@ impl PyChangeStream {
         Ok(Self { begin, events })
     }
 
-    /// Returns the next event. An inner `Err(Closed)` means that no more events will arrive.
+    /// Returns the next event. An inner `Err(Closed)` means that the stream has ended.
     fn next_event(
         &self,
         py: Python<'_>,
@@ -72,11 +72,11 @@ impl PyChangeStream {
         self.begin
     }
 
-    /// Returns the next event, or None if none arrives within `timeout` seconds. 0 checks once, None waits
-    /// indefinitely.
+    /// Returns the next event, or None if no event arrives within `timeout` seconds. A timeout of 0 checks
+    /// once, and None waits indefinitely.
     ///
-    /// :raises ClosedError: the store is closed and all events were returned.
-    /// :raises PoisonedError: the store failed.
+    /// :raises ClosedError: the store is closed, and all events have been returned.
+    /// :raises PoisonedError: an earlier failure stopped the store.
     /// :raises InUseError: another thread is waiting for the stream.
     #[pyo3(signature = (timeout=None))]
     fn next<'py>(
@@ -89,8 +89,8 @@ impl PyChangeStream {
         event.map(|event| event_to_py(py, event)).transpose()
     }
 
-    /// Reads the next event and keeps it for `_take`, so that a cancelled task loses nothing. Returns whether
-    /// there is one, or None if no more will arrive.
+    /// Reads the next event and keeps it for `_take`, so that no event is lost if a task is canceled. Returns
+    /// whether there is an event, or None if the stream has ended.
     fn _fetch(
         &self,
         py: Python<'_>,
@@ -99,7 +99,7 @@ impl PyChangeStream {
         Ok(self.events.fetch(py, seconds(Some(timeout))?, ChangeStream::next_timeout)?.ok())
     }
 
-    /// Takes the event that `_fetch` keeps, unless it was taken already.
+    /// Returns the event that `_fetch` read, or None if another caller has already taken the event.
     fn _take<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
         self.events.check_process(py)?;
         self.events.take(|_| ()).map(|event| event_to_py(py, event)).transpose()
@@ -124,7 +124,7 @@ impl PyChangeStream {
         slf.py().import("remanent._store.aio")?.call_method1("next_event", (slf,))
     }
 
-    /// Closes the stream, so that batches spend no more work on it.
+    /// Closes the stream. Batches no longer spend any work on it.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.events.close(py)
     }
@@ -157,7 +157,7 @@ impl Drop for PyChangeStream {
     }
 }
 
-/// The changes that one batch made.
+/// The changes of one batch. Yielded by `ChangeStream`.
 #[pyclass(frozen, name = "AppliedBatch", module = "remanent")]
 pub struct PyAppliedBatch(Arc<AppliedBatch>);
 
@@ -187,7 +187,7 @@ impl PyAppliedBatch {
     }
 }
 
-/// The changes that one batch made to a page.
+/// The changes that one batch made to one page.
 #[pyclass(frozen, name = "AppliedPage", module = "remanent")]
 pub struct PyAppliedPage {
     batch: Arc<AppliedBatch>,
@@ -206,19 +206,19 @@ impl PyAppliedPage {
 
 #[pymethods]
 impl PyAppliedPage {
-    /// The page's id.
+    /// The id of the page.
     #[getter(page)]
     fn id(&self) -> u64 {
         self.page().page.0
     }
 
-    /// The page's epoch after the batch; the last epoch if the page was deleted.
+    /// The page's epoch after the batch, or its last epoch if the batch deleted the page.
     #[getter]
     fn epoch(&self) -> u64 {
         self.page().epoch.0
     }
 
-    /// Whether the batch created the page. All of its bytes are new, so `ranges` is empty.
+    /// Whether the batch created the page. If True, all bytes are new, and `ranges` is empty.
     #[getter]
     fn created(&self) -> bool {
         self.page().changes.contains(&AppliedChange::Created)
@@ -230,7 +230,7 @@ impl PyAppliedPage {
         self.page().changes.contains(&AppliedChange::Deleted)
     }
 
-    /// The page's new length in bytes if the batch changed it, else None.
+    /// The page's new length in bytes, or None if the batch did not change the length.
     #[getter]
     fn length(&self) -> Option<u64> {
         self.find(|change| match change {
@@ -239,7 +239,7 @@ impl PyAppliedPage {
         })
     }
 
-    /// The place that the batch moved the page to, or None if it did not move.
+    /// The place to which the batch moved the page, or None if the page did not move.
     #[getter]
     fn place(&self) -> Option<String> {
         self.find(|change| match change {
@@ -248,8 +248,8 @@ impl PyAppliedPage {
         })
     }
 
-    /// The ranges of bytes that were written, as (start, end) in ascending order, which neither overlap nor
-    /// touch. For single elements, this is the range that contains them.
+    /// The ranges of bytes that the batch wrote, as (start, end) pairs in ascending order. Ranges neither
+    /// overlap nor touch. Single elements are reported as the one range that contains them.
     #[getter]
     fn ranges<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let ranges = self.find(|change| match change {
@@ -282,9 +282,9 @@ impl PyAppliedPage {
     }
 }
 
-/// A gap in a change stream: batch `lsn` and those up to the next reported one are not reported, so read the
-/// pages again. The consumer fell behind, there was no memory for the events, or a restore replaced all
-/// pages.
+/// A gap in a change stream. The batches from `lsn` up to the next reported one are not reported, so read the
+/// pages again. The cause is that the consumer fell behind, that there was no memory for events, or that a
+/// restore replaced all pages.
 #[pyclass(frozen, get_all, eq, module = "remanent")]
 #[derive(PartialEq)]
 pub struct Lagged {

@@ -1,17 +1,17 @@
-//! The copiers of this process, one for each GPU that tensors were copied from or to without a store on it.
+//! The copiers of this process: one per GPU from or to which tensors were copied without a store on that GPU.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
 use remanent::history::DeviceCopier;
 use remanent::{DeviceChoice, Result};
 
-/// The copiers, each with the process that created it: a forked child creates its own.
+/// The copiers, each with the process that created it. A forked child creates its own.
 ///
-/// They stay until the process ends: creating a GPU's context and pinned memory takes longer than many
-/// copies.
+/// Copiers are kept until the process ends, because creating a GPU's context and pinned memory takes longer
+/// than many copies.
 static COPIERS: Mutex<Vec<(u32, DeviceChoice, Arc<DeviceCopier>)>> = Mutex::new(Vec::new());
 
-/// Returns the copier for a device.
+/// Returns this process's copier for a device, which the first call creates.
 ///
 /// # Errors
 /// `DeviceUnavailable`.

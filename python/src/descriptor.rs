@@ -4,7 +4,6 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use remanent::store::MemoryDescriptor;
 
-/// Converts a descriptor to a dict.
 pub fn descriptor_to_py<'py>(py: Python<'py>, memory: &MemoryDescriptor) -> PyResult<Bound<'py, PyDict>> {
     let descriptor = PyDict::new(py);
     descriptor.set_item("address", memory.address)?;

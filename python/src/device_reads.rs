@@ -7,8 +7,8 @@ use remanent::{Error, PageId, Result, Store};
 
 use crate::memory::CudaBytes;
 
-/// Fills memory on the store's GPU with ranges of pages, each as long as its memory, all as of one batch,
-/// whose Lsn is returned.
+/// Reads ranges of pages, as of one batch, into memory on the store's GPU, and returns the Lsn of the batch.
+/// Each range is as long as its memory.
 ///
 /// # Errors
 /// As for [`Store::read_device`].
@@ -31,7 +31,7 @@ fn check_bounds(store: &Store, page: PageId, offset: u64) -> Result<()> {
     if offset > page_len { Err(Error::OutOfBounds { page, offset, len: 0, page_len }) } else { Ok(()) }
 }
 
-/// Fills memory on the GPU, one buffer for each range, with ranges of pages as of one batch.
+/// Reads ranges of pages, as of one batch, into memory on the GPU, with one buffer per range.
 pub fn fill_device(store: &Store, ranges: &[(PageId, Range<u64>)], outs: Vec<CudaBytes>) -> Result<u64> {
     let ranges = ranges.iter().zip(outs).map(|((page, range), out)| (*page, range.start, out));
     read_device(store, ranges.collect())

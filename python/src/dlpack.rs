@@ -1,4 +1,4 @@
-//! DLPack: the structures of its ABI, import of other libraries' tensors, and export of copies.
+//! DLPack: the structures of its ABI, imports of other libraries' tensors, and exports of copies.
 //!
 //! Source: `dlpack.h` 1.1 and the Python specification of the data interchange standard.
 
@@ -19,7 +19,7 @@ pub const CUDA_MANAGED: i32 = 13;
 
 /// The tensor may be read but not written.
 const READ_ONLY: u64 = 1;
-/// The tensor is a copy that its consumer owns.
+/// The tensor is a copy owned by the consumer.
 const IS_COPIED: u64 = 2;
 
 const NAME: &CStr = c"dltensor";
@@ -75,12 +75,12 @@ struct DlManagedVersioned {
     tensor: DlTensor,
 }
 
-/// A tensor of another library, kept alive until this is dropped.
+/// A tensor of another library, which is kept alive until this value is dropped.
 pub struct Imported {
     pub address: usize,
     pub len: usize,
     pub device: i32,
-    /// The number of the device among those of its kind.
+    /// The number of the device among the devices of the same kind.
     pub ordinal: i32,
     pub read_only: bool,
     pub elements: Elements,
@@ -102,7 +102,7 @@ impl Imported {
     /// Imports a tensor from an object with `__dlpack__`.
     ///
     /// # Errors
-    /// `BufferError` if it is not contiguous or in unsupported memory; errors of the object.
+    /// `BufferError` if the tensor is not contiguous or is in unsupported memory, and errors of the object.
     pub fn take(object: &Bound<'_, PyAny>) -> PyResult<Self> {
         let py = object.py();
         let (device, _): (i32, i32) = object.call_method0("__dlpack_device__")?.extract()?;
@@ -204,7 +204,7 @@ impl Drop for Imported {
     }
 }
 
-/// Returns the elements of a tensor whose length was validated.
+/// Returns the element type and shape of a tensor. The length of the tensor must have been validated.
 fn elements(tensor: &DlTensor) -> Elements {
     let shape = match tensor.ndim {
         0 => &[],
@@ -219,7 +219,7 @@ fn elements(tensor: &DlTensor) -> Elements {
 /// Returns the length of a tensor in bytes.
 ///
 /// # Errors
-/// `BufferError` if its elements are not contiguous.
+/// `BufferError` if the elements are not contiguous.
 fn contiguous_len(tensor: &DlTensor) -> PyResult<usize> {
     let ndim = usize::try_from(tensor.ndim).map_err(|_| impossible("a negative number of dimensions"))?;
     let dims = |pointer: *const i64| {
@@ -260,20 +260,20 @@ fn impossible(what: &str) -> PyErr {
     memory_refused(format!("the tensor has {what}"), "give a tensor of a library that follows DLPack")
 }
 
-/// The parts of an export in addition to the bytes.
+/// The parameters of an export.
 pub struct Export<'a> {
     pub address: usize,
     pub shape: &'a [i64],
     pub dtype: DlDtype,
-    /// Kept alive until the consumer releases the tensor.
+    /// The object that is kept alive until the consumer releases the tensor.
     pub owner: Py<PyAny>,
     pub read_only: bool,
     pub is_copy: bool,
-    /// Whether the consumer supports version 1, the first with a read-only flag.
+    /// Whether the consumer supports DLPack version 1, the first version with a read-only flag.
     pub versioned: bool,
 }
 
-/// What an export keeps alive.
+/// The objects that an export keeps alive.
 struct Context {
     _owner: Py<PyAny>,
     shape: Vec<i64>,
@@ -281,10 +281,10 @@ struct Context {
 }
 
 impl Export<'_> {
-    /// Returns the capsule for a consumer.
+    /// Returns the DLPack capsule for a consumer.
     ///
     /// # Errors
-    /// `BufferError` for read-only memory and a consumer that does not support the flag.
+    /// `BufferError` for read-only memory if the consumer does not support the read-only flag.
     pub fn capsule<'py>(self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         if self.read_only && !self.versioned {
             return Err(memory_refused(
@@ -353,8 +353,8 @@ unsafe extern "C" fn delete_versioned(managed: *mut DlManagedVersioned) {
     release(context);
 }
 
-/// Drops what an export keeps alive. Consumers call a deleter on any thread, with or without the
-/// interpreter's lock, and even after interpreter shutdown.
+/// Drops the objects that an export keeps alive. Consumers call a deleter on any thread, with or without the
+/// interpreter lock, and even after interpreter shutdown.
 fn release(context: Box<Context>) {
     let mut context = Some(context);
     Python::try_attach(|_| drop(context.take()));
@@ -362,7 +362,7 @@ fn release(context: Box<Context>) {
     std::mem::forget(context);
 }
 
-/// Destroys a capsule that no consumer took.
+/// Destroys a capsule without a version that no consumer has used.
 unsafe extern "C" fn end_old(capsule: *mut pyo3::ffi::PyObject) {
     // SAFETY: the capsule is being destroyed; a used one has another name.
     if unsafe { pyo3::ffi::PyCapsule_IsValid(capsule, NAME.as_ptr()) } == 1 {
@@ -373,7 +373,7 @@ unsafe extern "C" fn end_old(capsule: *mut pyo3::ffi::PyObject) {
     }
 }
 
-/// Destroys a capsule that no consumer took.
+/// Destroys a versioned capsule that no consumer has used.
 unsafe extern "C" fn end_versioned(capsule: *mut pyo3::ffi::PyObject) {
     // SAFETY: the capsule is being destroyed; a used one has another name.
     if unsafe { pyo3::ffi::PyCapsule_IsValid(capsule, NAME_VERSIONED.as_ptr()) } == 1 {

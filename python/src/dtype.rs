@@ -1,4 +1,4 @@
-//! Element types, with their names in this package and in weight files, in DLPack and in the buffer protocol.
+//! Element types and their names in this package, in weight files, in DLPack and in the buffer protocol.
 
 use std::ffi::CStr;
 
@@ -8,7 +8,6 @@ use pyo3::prelude::*;
 use crate::dlpack::DlDtype;
 use crate::errors::{invalid, memory_refused};
 
-/// An element type.
 #[derive(Debug)]
 pub struct Dtype {
     /// The name in NumPy, torch and JAX.
@@ -17,9 +16,9 @@ pub struct Dtype {
     pub short: &'static str,
     code: u8,
     bits: u8,
-    /// The numbers in an element.
+    /// The number of values in an element: 2 for two 4-bit floats in a byte, otherwise 1.
     lanes: u16,
-    /// The format in the `struct` module; `None` if it has none for this type.
+    /// The format in the `struct` module, or `None` if the module has no format for the type.
     pub format: Option<&'static CStr>,
 }
 
@@ -33,8 +32,8 @@ const fn dtype(
     Dtype { name, short, code, bits, lanes: 1, format }
 }
 
-/// The codes are DLPack's: 0 signed, 1 unsigned, 2 IEEE, 4 bfloat, 5 complex, 6 bool, 7 and above small
-/// floats.
+/// The element types. The codes are those of DLPack: 0 signed, 1 unsigned, 2 IEEE float, 4 bfloat, 5 complex,
+/// 6 bool, 7 and above small floats.
 static DTYPES: &[Dtype] = &[
     dtype("bool", "BOOL", 6, 8, Some(c"?")),
     dtype("uint8", "U8", 1, 8, Some(c"B")),
@@ -62,13 +61,14 @@ static DTYPES: &[Dtype] = &[
 ];
 
 impl Dtype {
-    /// Returns the type with this DLPack code and width.
+    /// Returns the element type with this DLPack code and width, if there is one.
     pub fn of_dlpack(dtype: DlDtype) -> Option<&'static Self> {
         let is_it = |known: &&Dtype| (known.code, known.bits, 1) == (dtype.code, dtype.bits, dtype.lanes);
         DTYPES.iter().find(is_it)
     }
 
-    /// Returns the type with this element size and `struct` format, if it has the machine's byte order.
+    /// Returns the element type with this `struct` format and element size, if there is one and the format
+    /// has the machine's byte order.
     pub fn of_format(format: &[u8], item_size: usize) -> Option<&'static Self> {
         let (order, kind) = match format {
             [order @ (b'@' | b'=' | b'<' | b'>' | b'!'), kind @ ..] => (*order, kind),
@@ -89,10 +89,10 @@ impl Dtype {
         Self::of_dlpack(DlDtype { code, bits, lanes: 1 })
     }
 
-    /// Returns the type with this name, in either spelling.
+    /// Returns the element type with this name, which may be the NumPy name or the name in weight files.
     ///
     /// # Errors
-    /// `ValueError` with the known names.
+    /// `ValueError` if the name is unknown. The message lists the known names.
     pub fn parse(name: &str) -> PyResult<&'static Self> {
         // The spelling of torch.
         let name = name.strip_prefix("torch.").unwrap_or(name);
@@ -102,7 +102,7 @@ impl Dtype {
         })
     }
 
-    /// Returns the bytes per element.
+    /// Returns the length of an element in bytes.
     pub fn item_size(&self) -> usize {
         usize::from(self.bits) * usize::from(self.lanes) / 8
     }
@@ -111,10 +111,11 @@ impl Dtype {
         DlDtype { code: self.code, bits: self.bits, lanes: self.lanes }
     }
 
-    /// Returns the dtype of NumPy arrays with these elements: NumPy's own, or that of the package `ml_dtypes`.
+    /// Returns the dtype of NumPy arrays with these elements, which may be a dtype of the package
+    /// `ml_dtypes`.
     ///
     /// # Errors
-    /// `MemoryRefusedError` if neither has one.
+    /// `MemoryRefusedError` if neither package has such a dtype.
     pub fn numpy<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         if self.format.is_some() {
             return py.import("numpy")?.call_method1("dtype", (self.name,));
@@ -135,11 +136,12 @@ impl Dtype {
     }
 }
 
-/// Returns the type and shape of a page's elements, as given by the caller or else by the page's metadata;
-/// one dimension of bytes if neither is known.
+/// Returns the element type and shape of a page of `len` bytes. Values that the caller does not pass are
+/// those in the page's metadata. If the metadata states no element type, the result is one dimension of
+/// uint8.
 ///
 /// # Errors
-/// `ValueError` if the page's length does not match.
+/// `ValueError` if `len` does not match the element type and shape.
 pub fn layout(
     dtype: Option<&str>,
     shape: Option<Vec<usize>>,

@@ -1,5 +1,5 @@
-//! The element type and shape of a caller's array, and the metadata entries for them: `dtype` and `shape`, as
-//! `remanent import` writes them.
+//! The element type and shape of a caller's array, and the metadata entries that record them: `dtype` and
+//! `shape`, as written by `remanent import`.
 
 use std::collections::BTreeMap;
 
@@ -13,21 +13,19 @@ use crate::errors::{invalid, invalid_type};
 pub const DTYPE: &str = "dtype";
 pub const SHAPE: &str = "shape";
 
-/// The remedy for elements whose type has no name.
 const GIVE_BYTES: &str =
     "convert the array to a dtype that has a name, or give its bytes, such as array.view(\"uint8\")";
 
-/// The elements of caller-owned memory.
+/// The element type and shape of caller-owned memory.
 #[derive(Clone, Debug)]
 pub enum Elements {
-    /// Bytes, or uint8 in one dimension: how a page without metadata is read.
+    /// Bytes, or a one-dimensional array of uint8. A page without metadata is read in this form.
     Bytes,
     Named(Layout),
-    /// Elements whose type has no name in metadata, with the producer's name for it.
+    /// Elements of a type that has no name in metadata. Contains the producer's name of the type.
     Unnamed(String),
 }
 
-/// An element type and a shape.
 #[derive(Clone, Debug)]
 pub struct Layout {
     pub dtype: &'static Dtype,
@@ -35,8 +33,8 @@ pub struct Layout {
 }
 
 impl Elements {
-    /// Elements of this type and shape. For a type without a name (`None`), `unnamed` returns the producer's
-    /// name.
+    /// Returns elements of this type and shape. If `dtype` is `None`, `unnamed` returns the producer's name
+    /// of the type.
     pub fn of(dtype: Option<&'static Dtype>, shape: Vec<u64>, unnamed: impl FnOnce() -> String) -> Self {
         match dtype {
             Some(dtype) if dtype.short == "U8" && shape.len() == 1 => Self::Bytes,
@@ -45,7 +43,7 @@ impl Elements {
         }
     }
 
-    /// Returns the layout that a page with exactly these elements records; `None` for bytes.
+    /// Returns the layout to record for a page with exactly these elements, or `None` for bytes.
     ///
     /// # Errors
     /// `InvalidTypeError` for elements whose type has no name.
@@ -60,7 +58,7 @@ impl Elements {
         }
     }
 
-    /// Rejects elements of another type than the page's when they are written to a part of that page. Bytes
+    /// Returns an error if elements of another type than the page's are written to a part of that page. Bytes
     /// fit every page.
     ///
     /// # Errors
@@ -89,12 +87,12 @@ impl Layout {
     }
 }
 
-/// What a page's metadata states about its elements after the operations of a batch so far.
+/// The element type that a page's metadata states after the operations of a batch so far.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PageLayout {
     pub dtype: Option<String>,
     pub shape: Option<Vec<u64>>,
-    /// Whether the batch's caller set it explicitly, in which case it is kept.
+    /// Whether the caller of the batch has set the entries explicitly. Updates then keep them.
     pub is_stated: bool,
 }
 
@@ -106,7 +104,7 @@ impl PageLayout {
         Self { dtype, shape, is_stated: false }
     }
 
-    /// Records that the caller sets or removes an entry.
+    /// Records that the caller has set or removed a metadata entry.
     pub fn state(&mut self, name: &str, value: Option<&Value>) {
         let entries = BTreeMap::from_iter(value.map(|value| (name.to_owned(), value.clone())));
         let named = Self::of(&entries);
@@ -122,8 +120,8 @@ impl PageLayout {
         self.dtype.as_deref() == Some(layout.dtype.short) && self.shape.as_ref() == Some(&layout.shape)
     }
 
-    /// Adds operations that make the metadata of a page match exactly these elements; `None` for bytes.
-    /// Returns what the metadata states afterwards.
+    /// Adds operations that make a page's metadata match these elements, or bytes if `layout` is `None`.
+    /// Returns the resulting state of the metadata.
     pub fn put(&self, batch: &mut WriteBatch, page: PageRef, layout: Option<&Layout>) -> Self {
         let Some(layout) = layout else { return self.drop_entries(batch, page, true) };
         if !self.is(layout) {
@@ -138,8 +136,8 @@ impl PageLayout {
         }
     }
 
-    /// Adds operations that make the metadata match a page with a new length: the shape is removed, and so is
-    /// an element type that does not fit. Returns what the metadata states afterwards.
+    /// Adds operations that make a page's metadata match a new length: the shape is removed, and also the
+    /// element type if it does not fit. Returns the resulting state of the metadata.
     pub fn put_len(&self, batch: &mut WriteBatch, page: PageRef, len: u64) -> Self {
         if self.is_stated {
             return self.clone();
@@ -166,8 +164,8 @@ impl From<&PageInfo> for PageLayout {
     }
 }
 
-/// Returns the metadata of a new page: the caller's, with the page's elements added if the caller's metadata
-/// does not state them.
+/// Returns the metadata of a new page: the caller's entries and, unless they state an element type or shape,
+/// entries for `elements`.
 ///
 /// # Errors
 /// `InvalidTypeError` for elements whose type has no name.

@@ -1,5 +1,5 @@
-//! Engine futures for an event loop. A store thread that wakes a task never takes the interpreter's lock: it
-//! records the task's number and writes to an eventfd, which the loop watches like any other file descriptor.
+//! Engine futures for an event loop. A store thread wakes a task without the interpreter lock: it records the
+//! task's number and writes to an eventfd, which the event loop watches like any other file descriptor.
 
 use std::future::Future;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -14,7 +14,7 @@ use remanent::{Ack, Result, Ticket};
 
 use crate::errors::store_io;
 
-/// An eventfd that wakes an event loop, with the numbers of the tasks to poll again.
+/// An eventfd that wakes an event loop, and the numbers of the tasks to poll again.
 #[pyclass(frozen, module = "remanent._native")]
 pub struct EventFd(Arc<WakeQueue>);
 
@@ -23,7 +23,7 @@ struct WakeQueue {
     ready: Mutex<Vec<u64>>,
 }
 
-/// A waiting task; dropping it ends the wait.
+/// A task that waits for an acknowledgement. Dropping the object ends the wait.
 #[pyclass(frozen, module = "remanent._native")]
 pub struct Waiting {
     _future: Mutex<Acknowledged>,
@@ -51,7 +51,7 @@ impl Wake for TaskWaker {
     }
 }
 
-/// The waker of a future on which several tasks of any event loop and several threads wait: the engine keeps
+/// The waker of a future on which tasks of several event loops and several threads wait. The engine keeps
 /// only one waker per future.
 #[derive(Default)]
 pub struct SharedWaker {
@@ -66,7 +66,7 @@ struct SharedWakerState {
 }
 
 impl SharedWaker {
-    /// Adds a task to be woken once.
+    /// Adds a task to wake at the next wake-up.
     pub fn add(&self, event_fd: &EventFd, id: u64) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if !state.tasks.iter().any(|(queue, task)| *task == id && Arc::ptr_eq(queue, &event_fd.0)) {
@@ -74,12 +74,12 @@ impl SharedWaker {
         }
     }
 
-    /// Returns the number of wake-ups so far; see [`wait`](Self::wait).
+    /// Returns the number of wake-ups so far, for [`wait`](Self::wait).
     pub fn count(&self) -> u64 {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).count
     }
 
-    /// Waits up to `timeout` for a wake-up after the first `count` ones.
+    /// Waits until there were more than `count` wake-ups, up to `timeout`.
     pub fn wait(&self, count: u64, timeout: Duration) {
         let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         drop(self.woken.wait_timeout_while(state, timeout, |state| state.count == count));
@@ -115,12 +115,12 @@ impl EventFd {
         Ok(Self(Arc::new(WakeQueue { event, ready: Mutex::default() })))
     }
 
-    /// Returns the file descriptor that becomes readable.
+    /// Returns the file descriptor of the eventfd, which is readable while tasks must be polled.
     fn fileno(&self) -> i32 {
         self.0.event.as_raw_fd()
     }
 
-    /// Returns and clears the numbers of the tasks to poll.
+    /// Returns the numbers of the tasks to poll, and clears them.
     fn take(&self) -> Vec<u64> {
         let mut count = 0_u64;
         // A read of an empty counter fails, which is harmless.
@@ -130,7 +130,7 @@ impl EventFd {
     }
 }
 
-/// Polls once; `None` means that the batch is acknowledged.
+/// Polls a ticket once. Returns `None` if the batch is acknowledged, and otherwise registers task `id`.
 pub fn poll(ticket: &Ticket, event_fd: &EventFd, id: u64, ack: Ack) -> Result<Option<Waiting>> {
     let mut future = ticket.acknowledged(ack);
     let waker = Waker::from(Arc::new(TaskWaker { queue: event_fd.0.clone(), id }));

@@ -1,7 +1,7 @@
 //! Torch tensors and the bytes of storage that they use, determined for each tensor at each save.
 //!
-//! Torch has no interface that returns all of this at once, so its objects are queried by attribute name, as
-//! in Python.
+//! Torch has no interface that returns all of these values at once, so the properties of its objects are
+//! queried by name, as in Python.
 
 use std::collections::{HashMap, HashSet};
 use std::mem;
@@ -14,7 +14,7 @@ use pyo3::types::{PyDict, PyFrozenSet, PyList, PyString, PyTuple};
 use crate::errors;
 use crate::untracked::{untrack, untracked};
 
-/// A plain tensor, and the bytes of storage that it uses.
+/// A plain tensor and the bytes of storage that the tensor uses.
 #[pyclass(frozen, module = "remanent._native")]
 pub struct Extent {
     #[pyo3(get)]
@@ -25,47 +25,47 @@ pub struct Extent {
     device: Py<PyAny>,
     #[pyo3(get)]
     nbytes: u64,
-    /// Whether the storage contains all elements. If the storage was freed or shortened, as sharded trainers
-    /// do with `resize_(0)`, tensors keep their shapes and an invalid address.
+    /// Whether the storage contains all elements. After a storage was freed or shortened, as by `resize_(0)`
+    /// in sharded trainers, its tensors keep their shapes and have an invalid address.
     #[pyo3(get)]
     is_there: bool,
-    /// The address of the storage, and the hash of the device to which that address belongs.
+    /// The address of the storage. `device_hash` is the hash of the device to which the address belongs.
     base: u64,
     device_hash: isize,
     addresses: Range<u64>,
 }
 
-/// The torch types and functions that the walk needs.
+/// The torch types and functions that `extents` needs.
 #[derive(FromPyObject)]
 pub struct Kinds<'py> {
-    /// The type of a tensor that is nothing but its elements.
+    /// The type of plain tensors, which consist only of their elements.
     tensor: Bound<'py, PyAny>,
-    /// The layout of a tensor whose elements are in a storage.
+    /// The layout of tensors whose elements are in a storage.
     strided: Bound<'py, PyAny>,
-    /// The element types that can be stored, except those that a view may conjugate.
+    /// The element types that can be stored, except for complex types, whose views may be conjugated.
     real: Bound<'py, PyFrozenSet>,
-    /// Called with a name and another tensor; returns the plain tensor to store, or rejects it.
+    /// A function for all other tensors. Receives the name and the tensor; returns the plain tensor to store
+    /// or raises an error.
     plain: Bound<'py, PyAny>,
 }
 
-/// Extents as Python objects.
 type Extents<'py> = Vec<Bound<'py, Extent>>;
 
 #[pymethods]
 impl Extent {
-    /// A value that identifies the tensor's storage.
+    /// The device and the address that identify the tensor's storage.
     #[getter]
     fn storage(&self, py: Python<'_>) -> (Py<PyAny>, u64) {
         (self.device.clone_ref(py), self.base)
     }
 
-    /// The offset of the first byte in use from the beginning of the storage.
+    /// The offset of the first byte that the tensor uses from the beginning of the storage.
     #[getter]
     fn start(&self) -> u64 {
         self.addresses.start - self.base
     }
 
-    /// The offset of the end of the last byte in use.
+    /// The offset of the end of the last byte that the tensor uses from the beginning of the storage.
     #[getter]
     fn end(&self) -> u64 {
         self.addresses.end - self.base
@@ -73,7 +73,8 @@ impl Extent {
 }
 
 impl Kinds<'_> {
-    /// Returns whether a tensor is plain as it is, with as few queries as possible, since each is a call.
+    /// Returns whether a tensor is plain and can be stored unchanged, with as few queries as possible,
+    /// because each query is a call.
     fn is_plain(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
         let py = tensor.py();
         let flag = |name| tensor.getattr(name)?.is_truthy();
@@ -87,10 +88,11 @@ impl Kinds<'_> {
     }
 }
 
-/// Returns the extents of these tensors. `kinds.plain` rejects tensors that cannot be stored.
+/// Returns the extents of tensors. Calls `kinds.plain` for each tensor that is not plain.
 ///
 /// # Errors
-/// `RefusedError` for tensors that share memory through two storages: they would be restored separately.
+/// `RefusedError` for tensors that share memory through two storages, because they would be restored
+/// separately.
 #[pyfunction]
 pub fn extents<'py>(tensors: &Bound<'py, PyDict>, kinds: Kinds<'_>) -> PyResult<Extents<'py>> {
     let py = tensors.py();
@@ -144,8 +146,8 @@ fn refuse_two_storages(py: Python<'_>, found: &Extents<'_>) -> PyResult<()> {
     Ok(())
 }
 
-/// Partitions extents into those that are within these tensors, on any device, and those that share their
-/// storage with bytes that are not.
+/// Divides extents into those within the memory of `tensors`, on any device, and all others. Extents that
+/// share a storage with other bytes are among the others.
 #[pyfunction]
 pub fn extents_within<'py>(
     extents: Extents<'py>,
@@ -175,8 +177,8 @@ pub fn extents_within<'py>(
     Ok(extents.into_iter().partition(|extent| !shared.contains(&extent.get().base)))
 }
 
-/// Groups extents by page. Extents that overlap in memory share a page, ordered by address; empty extents
-/// have their own pages, before the others.
+/// Groups extents by page. Extents that overlap in memory share a page and are ordered by address. Each empty
+/// extent has a page of its own, before all others.
 #[pyfunction]
 pub fn extents_by_page<'py>(py: Python<'py>, extents: Extents<'py>) -> PyResult<Bound<'py, PyList>> {
     let (empty, held): (Extents<'py>, Extents<'py>) =
@@ -215,7 +217,7 @@ pub fn extents_by_page<'py>(py: Python<'py>, extents: Extents<'py>) -> PyResult<
     Ok(pages)
 }
 
-/// Returns the addresses of the bytes that a non-empty tensor uses.
+/// Returns the addresses of the bytes that a tensor uses. The tensor must not be empty.
 fn addresses(tensor: &Bound<'_, PyAny>, nbytes: u64) -> PyResult<Range<u64>> {
     let py = tensor.py();
     let start = tensor.call_method0(intern!(py, "data_ptr"))?.extract::<u64>()?;

@@ -1,9 +1,10 @@
-//! Plain Python values as JSON, and the tensors among them, in one walk over a state of thousands of values.
+//! Converts a state of plain values to JSON and collects the tensors among them, in one walk over thousands
+//! of values.
 //!
-//! In Python, this walk took longer than everything else that a save does before it copies. It writes text
-//! and creates no Python objects for what it finds: the garbage collector would scan each of them.
+//! In Python, this walk took longer than all other work before the copies of a save. The walk writes text and
+//! creates no Python objects for what it visits, because the garbage collector would scan each of them.
 //!
-//! A tensor's name is its path, so two places of a state never have the same path: see `Walk::member`.
+//! A tensor's name is its path, so no two values of a state have the same path; see `Walk::member`.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -15,54 +16,52 @@ use pyo3::types::{PyBool, PyDict, PyFloat, PyFrozenSet, PyInt, PyList, PyString,
 
 use crate::errors;
 
-/// The remedy for a value that cannot be stored.
 const CONVERT: &str = "convert the value to one that can be stored, or leave it out of the state";
 
-/// The key that marks values that JSON cannot distinguish.
+/// The key of a JSON object that represents a value for which JSON has no type of its own.
 const TAG: &str = "$";
 const DEPTH_MAX: usize = 100;
-/// JSON readers of other languages lose precision beyond this.
+/// The largest integer written as a JSON number. JSON readers of other languages lose precision beyond it.
 const INT_MAX: i64 = 1 << 53;
-/// The bits of the NaN that `float("nan")` creates; other NaNs keep their bits.
+/// The bits of the NaN that `float("nan")` creates. Other NaNs are written with their bits.
 const NAN_BITS: u64 = 0x7ff8_0000_0000_0000;
-/// The prefix of a path segment that is not a plain name: no escaped text contains it.
+/// The prefix of a path segment for a key that is not a plain name. No escaped name begins with it.
 const OTHER_KEY: &str = "~:";
-/// The module that encodes rarer values, and keys.
+/// The module that encodes rarer values, and dict keys.
 const VALUES: &str = "remanent._state.plain_values";
 
-/// A walk over a value that writes it as JSON.
+/// A walk over a value that writes the value as JSON.
 pub struct Walk<'a, 'py> {
     py: Python<'py>,
-    /// Converts objects of other libraries.
+    /// A function that converts objects of other libraries.
     adapt: &'a Bound<'py, PyAny>,
     leaves: Option<&'a Leaves<'py>>,
-    /// The path of the current value.
     path: String,
-    /// The text written so far.
+    /// The JSON text so far.
     text: String,
     /// The mutable containers visited so far, by address.
     containers: HashMap<usize, Container<'py>>,
 }
 
-/// A mutable container of the value.
+/// A mutable container within the value.
 struct Container<'py> {
-    /// The number of containers visited before it.
+    /// The number of containers that were visited before this one.
     number: usize,
-    /// Whether the walk is inside it.
+    /// Whether the walk is inside this container.
     is_open: bool,
-    /// Kept alive, so that no other object gets its address during the walk.
+    /// Keeps the container alive, so that no other object gets its address during the walk.
     _value: Bound<'py, PyAny>,
 }
 
-/// Collects values that are kept as they are, by path.
+/// Collects values unchanged, by path.
 #[derive(FromPyObject)]
 pub struct Leaves<'py> {
-    /// The types of these values, without subclasses.
+    /// The types of the values to collect. Subclasses are not collected.
     kinds: Bound<'py, PyFrozenSet>,
-    /// The tag that, with the path, stands for such a value in the text.
+    /// The tag that represents a collected value in the text, together with its path.
     tag: Bound<'py, PyString>,
     into: Bound<'py, PyDict>,
-    /// An attribute; a value for which it is true is passed to `adapt`.
+    /// An attribute name. A value whose attribute is true is passed to `adapt` instead.
     unless: Option<Bound<'py, PyString>>,
 }
 
@@ -77,10 +76,10 @@ impl<'a, 'py> Walk<'a, 'py> {
         Self { py, adapt, leaves, path, text: String::new(), containers: HashMap::new() }
     }
 
-    /// Returns the value as JSON.
+    /// Returns the JSON text of a value.
     ///
     /// # Errors
-    /// `RefusedError` for a value that cannot be stored; errors of `adapt`.
+    /// `RefusedError` for a value that cannot be stored, and errors of `adapt`.
     pub fn flatten(mut self, value: &Bound<'py, PyAny>) -> PyResult<String> {
         self.value(value, 0)?;
         Ok(self.text)
@@ -153,8 +152,8 @@ impl<'a, 'py> Walk<'a, 'py> {
         }
     }
 
-    /// Writes a value encoded by Python code as a triple: the beginning of the tag, as JSON; the content, or
-    /// None; and whether the value is mutable.
+    /// Writes a value that Python code has encoded as the first elements of the tag, the content or None, and
+    /// whether the value is mutable.
     fn parts(
         &mut self,
         value: &Bound<'py, PyAny>,
@@ -177,7 +176,8 @@ impl<'a, 'py> Walk<'a, 'py> {
         if is_mutable { self.container(value, write) } else { write(self) }
     }
 
-    /// Writes a mutable container by calling `write`, or a reference to it if it was written before.
+    /// Writes a mutable container by calling `write`. A container that was written before is written as a
+    /// reference.
     fn container(
         &mut self,
         value: &Bound<'py, PyAny>,
@@ -217,8 +217,7 @@ impl<'a, 'py> Walk<'a, 'py> {
         })
     }
 
-    /// Writes an OrderedDict in its own order, with its additional attributes, which torch's module states
-    /// have.
+    /// Writes an OrderedDict in its own order, with its attributes, such as those of torch module states.
     fn ordered_dict(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> PyResult<()> {
         // Called as a method, since a subclass may define its own order.
         let items = value.call_method0("items")?.try_iter()?.collect::<PyResult<Vec<_>>>()?;
@@ -227,7 +226,6 @@ impl<'a, 'py> Walk<'a, 'py> {
         self.dict(&PyList::new(self.py, items)?, "OrderedDict", false, depth, attributes.as_ref())
     }
 
-    /// Writes the items of a list or tuple.
     fn items(&mut self, items: &Bound<'py, PyTuple>, depth: usize) -> PyResult<()> {
         let len = self.path.len();
         self.listed(items.len(), |walk, at| {
@@ -238,8 +236,7 @@ impl<'a, 'py> Walk<'a, 'py> {
         })
     }
 
-    /// Writes the items of a dict: as a JSON object if it is a plain dict whose keys are all strings other
-    /// than the tag.
+    /// Writes a dict. A plain dict whose keys are all strings other than the tag is written as a JSON object.
     fn dict(
         &mut self,
         items: &Bound<'py, PyList>,
@@ -285,7 +282,7 @@ impl<'a, 'py> Walk<'a, 'py> {
         })
     }
 
-    /// Writes a dict key, or an integer, as JSON.
+    /// Writes the JSON of a dict key or an integer.
     fn key(&mut self, key: &Bound<'py, PyAny>) -> PyResult<()> {
         if let Ok(name) = key.cast_exact::<PyString>() {
             return self.string(name);
@@ -294,12 +291,12 @@ impl<'a, 'py> Walk<'a, 'py> {
         self.json(&coded)
     }
 
-    /// Writes the value of a dict's key.
+    /// Writes the value for one key of a dict.
     ///
-    /// Its path is the path of the dict and a segment that no other key of the dict has: a name as it is,
-    /// with `~` as `~0` and `/` as `~1`; an integer in decimal; any other key as `~:` and its JSON. A name
-    /// that is not valid Unicode is such an other key, and so is a name that looks like an integer if not all
-    /// keys of the dict are names.
+    /// The value's path is the path of the dict and a segment that no other key of the dict has. A name is
+    /// unchanged, except that `~` becomes `~0` and `/` becomes `~1`. An integer is written in decimal. Any
+    /// other key becomes `~:` and its JSON. This also applies to a name that is not valid Unicode, and to a
+    /// name that looks like an integer if not all keys of the dict are names.
     fn member(
         &mut self,
         key: &Bound<'py, PyAny>,
@@ -334,7 +331,7 @@ impl<'a, 'py> Walk<'a, 'py> {
         Ok(())
     }
 
-    /// Writes `[…]`, whose items `item` writes.
+    /// Writes a JSON list whose items are written by `item`.
     fn listed(
         &mut self,
         count: usize,
@@ -375,14 +372,15 @@ impl<'a, 'py> Walk<'a, 'py> {
         Ok(())
     }
 
-    /// Writes a Python value that JSON represents directly.
+    /// Writes a Python value for which JSON has a type.
     fn json(&mut self, value: &Bound<'py, PyAny>) -> PyResult<()> {
         let text = self.py.import("json")?.call_method1("dumps", (value,))?;
         self.text.push_str(text.cast::<PyString>()?.to_str()?);
         Ok(())
     }
 
-    /// Writes a value that JSON cannot distinguish as `{"$":[kind,…]}`; `rest` writes what follows the kind.
+    /// Writes `{"$":[kind,…]}`, a value for which JSON has no type. `rest` writes the elements after the
+    /// kind.
     fn tagged(&mut self, kind: &str, rest: impl FnOnce(&mut Self) -> PyResult<()>) -> PyResult<()> {
         write!(self.text, "{{\"{TAG}\":[\"{kind}\",").expect("a string takes all");
         rest(self)?;
@@ -401,7 +399,7 @@ impl<'a, 'py> Walk<'a, 'py> {
 }
 
 impl Leaves<'_> {
-    /// Returns whether a value of these types is passed to `adapt`.
+    /// Returns whether a value of one of the types is passed to `adapt` instead of being collected.
     fn is_other(&self, value: &Bound<'_, PyAny>) -> PyResult<bool> {
         self.unless.as_ref().map_or(Ok(false), |name| value.getattr(name)?.is_truthy())
     }

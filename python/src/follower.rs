@@ -1,4 +1,4 @@
-//! Following a store from Python: reading each batch once, in order, and maintaining a copy of the pages.
+//! `Follower`, which reads each batch of a store once and in order, and `Replica`, a copy of the pages.
 
 use std::ffi::c_int;
 use std::path::PathBuf;
@@ -23,14 +23,15 @@ use crate::reader::Reader;
 use crate::source::{Source, locked};
 use crate::values::REPORT;
 
-/// A reader of a store's batches in order, each once, which another process may be writing. It is an endless
-/// iterator and asynchronous iterator. It takes no locks and writes nothing.
+/// Reads the batches of a store in order, each once, while another process may be writing. An endless
+/// iterator and asynchronous iterator. Takes no locks and writes nothing.
 ///
-/// :param start: "beginning", "snapshot" (after the newest snapshot), or a position as `position` returns it.
+/// :param start: "beginning", "snapshot" (after the newest snapshot), or the `position` of a batch or another
+///     follower.
 /// :raises NoStoreError: the directory contains no store.
-/// :raises OvertakenError: batches were recycled before they were read.
+/// :raises OvertakenError: log segments were recycled before their batches were read.
 /// :raises DivergedError: a crash removed the batch at the position.
-/// :raises DamagedError: bytes on disk are not what was written.
+/// :raises DamagedError: bytes on disk differ from the bytes that were written.
 ///
 /// >>> store = remanent.Store(directory)
 /// >>> store["k"] = b"v"
@@ -44,8 +45,8 @@ use crate::values::REPORT;
 /// >>> store.close()
 #[pyclass(frozen, weakref, name = "Follower", module = "remanent")]
 pub struct PyFollower {
-    /// The position of the newest batch handed over. A separate lock, so that it can be read while another
-    /// thread reads batches.
+    /// The position of the newest batch that was returned. Has a lock of its own, so that the position can be
+    /// read while another thread reads batches.
     position: Mutex<FollowerPosition>,
     batches: Handover<Follower, FollowedBatch>,
 }
@@ -97,15 +98,16 @@ impl PyFollower {
         Ok(Self { position, batches })
     }
 
-    /// The position after the newest batch handed over, as text. Another follower can continue from it.
+    /// The position after the newest batch that was returned, as text. Pass it to another `Follower` to
+    /// continue from there.
     #[getter]
     fn position(&self, py: Python<'_>) -> PyResult<String> {
         self.batches.check_process(py)?;
         Ok(self.position.lock().unwrap_or_else(PoisonError::into_inner).to_string())
     }
 
-    /// Returns the next batch, or None if none arrives within `timeout` seconds. 0 checks once, None waits
-    /// indefinitely.
+    /// Returns the next batch, or None if no batch arrives within `timeout` seconds. A timeout of 0 checks
+    /// once, and None waits indefinitely.
     #[pyo3(signature = (timeout=None))]
     fn next(
         &self,
@@ -115,8 +117,8 @@ impl PyFollower {
         self.next_batch(py, seconds(timeout)?)
     }
 
-    /// Reads the next batch and keeps it for `_take`, so that a cancelled task loses nothing. Returns whether
-    /// there is one.
+    /// Reads the next batch and keeps it for `_take`, so that no batch is lost if a task is canceled. Returns
+    /// whether there is a batch.
     fn _fetch(
         &self,
         py: Python<'_>,
@@ -126,7 +128,7 @@ impl PyFollower {
         fetched.map_err(|error| self.batches.raised(py, &error))
     }
 
-    /// Takes the batch that `_fetch` keeps, unless it was taken already.
+    /// Returns the batch that `_fetch` read, or None if another caller has already taken the batch.
     fn _take(&self, py: Python<'_>) -> PyResult<Option<PyFollowedBatch>> {
         self.batches.check_process(py)?;
         Ok(self.batches.take(|batch| self.note(batch)).map(|batch| self.handed_over(batch)))
@@ -154,7 +156,7 @@ impl PyFollower {
         format!("Follower({:?}, position={position:?}{state})", self.batches.path())
     }
 
-    /// Closes the follower.
+    /// Closes the follower. Later calls raise `ClosedError`.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.batches.close(py)
     }
@@ -176,12 +178,12 @@ impl PyFollower {
     }
 }
 
-/// A batch as it was committed, with every byte checked.
+/// A batch as it was committed. Every byte is verified. Returned by `Follower.next`.
 #[pyclass(frozen, name = "FollowedBatch", module = "remanent")]
 pub struct PyFollowedBatch {
     path: String,
     batch: FollowedBatch,
-    /// The length of the payload, as the buffer protocol needs it.
+    /// The length of the payload in bytes, in the type that the buffer protocol needs.
     payload_len: i64,
 }
 
@@ -193,13 +195,13 @@ impl PyFollowedBatch {
         self.batch.lsn().0
     }
 
-    /// The position from which a follower continues after this batch, as text.
+    /// The position after this batch, as text. A `Follower` can start from there.
     #[getter]
     fn position(&self) -> String {
         self.batch.position().to_string()
     }
 
-    /// The Lsn of the newest batch that was known to survive a power cut when this one was logged.
+    /// The Lsn of the newest batch that was durable when this batch was logged.
     #[getter]
     fn durable(&self) -> u64 {
         self.batch.durable().0
@@ -217,7 +219,7 @@ impl PyFollowedBatch {
         self.batch.restored().map(|restored| restored.of().0)
     }
 
-    /// All pages of the restored state if the batch is a restore, else an empty sequence.
+    /// The pages of the restored state if this batch is a restore, or else an empty list.
     #[getter]
     fn restored_pages<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let restored = self.batch.restored();
@@ -225,12 +227,12 @@ impl PyFollowedBatch {
         REPORT.freeze_list(py, pages.iter().cloned().map(Info))
     }
 
-    /// The operations in order, each a dict with "kind" and the entries of that kind.
+    /// The operations in order. Each is a dict with "kind" and the entries of that kind.
     ///
-    /// The kinds are "create", "write", "masked", "scatter" (elements of `width` bytes; `indices`, an Array
-    /// of uint32, count them from byte `base` on), "fill", "resize", "delete", "set_metadata",
-    /// "remove_metadata", "set_root", "remove_root", "note", "image" (the page's whole content is in a file,
-    /// which `image(page)` reads), "restore" and "other".
+    /// The kinds are "create", "write", "masked", "scatter", "fill", "resize", "delete", "set_metadata",
+    /// "remove_metadata", "set_root", "remove_root", "note", "image", "restore" and "other". A "scatter"
+    /// changes elements of `width` bytes; `indices`, an Array of uint32, counts elements from byte `base` on.
+    /// The contents of a page after an "image" are in a file, which `image(page)` reads.
     #[getter]
     fn operations<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let list = PyList::empty(py);
@@ -245,10 +247,10 @@ impl PyFollowedBatch {
         REPORT.freeze(list)
     }
 
-    /// Returns the operations with offsets into the batch's payload, which the buffer protocol exposes, in
-    /// place of bytes. `indices`, `count` of them, are encoded as in the log: four bytes each or, if `gaps`
-    /// is true, the number of elements skipped before each one, seven bits per byte, lowest first, with the
-    /// highest bit set in all bytes but the last.
+    /// Returns the operations with offsets into the batch's payload in place of bytes. The buffer protocol
+    /// exposes the payload. `indices`, of which there are `count`, are encoded as in the log. Without `gaps`,
+    /// each takes four bytes. With `gaps`, each is the number of elements skipped before it, in groups of
+    /// seven bits, lowest first. The highest bit is set in all bytes but the last.
     fn _layout<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let list = PyList::empty(py);
         for op in py.detach(|| self.batch.operations()) {
@@ -279,7 +281,7 @@ impl PyFollowedBatch {
         unsafe { release_buffer(view) };
     }
 
-    /// Returns the whole content that an "image" operation gives to a page, read from its file and checked.
+    /// Returns the contents that an "image" operation gives a page. They are read from a file and verified.
     fn image<'py>(
         &self,
         py: Python<'py>,
@@ -297,10 +299,10 @@ impl PyFollowedBatch {
     }
 }
 
-/// A copy of a store's pages in host memory, kept up to date by applying a follower's batches.
+/// A copy of a store's pages in host memory. Applying a follower's batches keeps the copy up to date.
 ///
-/// :param path: a store whose newest snapshot is the initial state. Without a path the replica begins empty,
-///     before the first batch.
+/// :param path: the directory of a store whose newest snapshot is the initial state. None creates an empty
+///     replica, for the state before the first batch.
 ///
 /// >>> with remanent.Store(directory) as store:
 /// ...     store["k"] = b"v"
@@ -313,7 +315,7 @@ pub struct PyReplica;
 
 #[pymethods]
 impl PyReplica {
-    /// Creates an empty replica, or one with the newest snapshot of the store in `path`.
+    /// Creates an empty replica, or one with the newest snapshot of the store at `path`.
     #[new]
     #[pyo3(signature = (path=None))]
     fn new(
@@ -332,7 +334,7 @@ impl PyReplica {
         Ok(PyClassInitializer::from(reader).add_subclass(Self))
     }
 
-    /// Applies the next batch.
+    /// Applies a batch, which must be the next one.
     ///
     /// :raises DivergedError: the batch is not the next one after `position`.
     fn apply(
@@ -349,7 +351,7 @@ impl PyReplica {
         format!("Replica(position={:?})", Self::position(slf))
     }
 
-    /// The position after the last batch applied, as text. A follower for this replica continues from it.
+    /// The position after the last applied batch, as text. Pass it to a `Follower` for this replica.
     #[getter]
     fn position(slf: PyRef<'_, Self>) -> String {
         let Source::Replica(replica) = &slf.as_super().source else { unreachable!("made with one") };

@@ -11,40 +11,40 @@ use remanent::{Ack, Error, Result, Store};
 
 use crate::errors::{OrRaise, STORE, invalid, own};
 
-/// How long a wait lasts before it checks for Ctrl-C.
+/// The longest wait between two checks for Ctrl-C.
 const SLICE: Duration = Duration::from_millis(50);
 
 /// The stores of this process, to be closed before interpreter shutdown.
 static OPEN: Mutex<Vec<Weak<Gate>>> = Mutex::new(Vec::new());
 
-/// An open store, with the calls that are inside it and the handles that depend on it.
+/// An open store, with the number of calls inside it and of handles that keep it open.
 pub struct Gate {
     /// The id of the process that opened the store.
     opener: u32,
-    /// The store's directory, as given by the caller.
+    /// The store's directory, as passed by the caller.
     pub path: String,
-    /// What commits wait for by default.
+    /// The acknowledgement that commits wait for by default.
     pub ack: Ack,
     state: Mutex<GateState>,
-    /// Notified when no call is inside the store, or it is closed.
+    /// Notified when the last call leaves the store, and when the store is closed.
     quiet: Condvar,
 }
 
 struct GateState {
     store: Option<Arc<Store>>,
-    /// A thread is closing the store: it has been taken from `store` and is not closed yet.
+    /// Whether a thread has taken the store to close it, and has not finished yet.
     is_closing: bool,
     calls: usize,
     handles: usize,
 }
 
-/// A call that is inside the store and keeps it open.
+/// A call inside the store, which keeps the store open.
 pub struct Call<'g> {
     gate: &'g Gate,
     store: ManuallyDrop<Arc<Store>>,
 }
 
-/// A lease or view, which prevents its store from being closed.
+/// The part of a lease, pin or view that keeps its store open.
 pub struct Handle {
     gate: Arc<Gate>,
 }
@@ -54,8 +54,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Rejects a handle that a forked child inherited, before any lock is touched: the thread that holds the lock
-/// may not exist in the child.
+/// Returns `Error::Forked` for a handle that a forked child inherited. Called before any lock is taken,
+/// because the holder of a lock may not exist in the child.
 pub fn check_process(opener: u32) -> Result<()> {
     if std::process::id() == opener { Ok(()) } else { Err(Error::Forked { opener }) }
 }
@@ -79,7 +79,7 @@ impl Gate {
         gate
     }
 
-    /// Enters the store for one call.
+    /// Enters the store for one call, which keeps the store open.
     ///
     /// # Errors
     /// `Forked`, `Closed`.
@@ -91,7 +91,7 @@ impl Gate {
         Ok(Call { gate: self, store: ManuallyDrop::new(store) })
     }
 
-    /// Enters the store for the lifetime of a lease or view.
+    /// Enters the store for the lifetime of a lease, pin or view.
     ///
     /// # Errors
     /// `Forked`, `Closed`.
@@ -103,12 +103,13 @@ impl Gate {
         Ok((Handle { gate: self.clone() }, store))
     }
 
-    /// Runs a call without the interpreter's lock.
+    /// Runs a call without the interpreter lock.
     pub fn call<T: Send>(&self, py: Python<'_>, run: impl FnOnce(&Store) -> Result<T> + Send) -> PyResult<T> {
         py.detach(|| self.enter().and_then(|call| run(&call))).or_raise_of(py, Some(&self.path), STORE)
     }
 
-    /// Runs a call that does not wait: releasing the interpreter's lock would cost more than the call.
+    /// Runs a call that does not wait. The interpreter lock stays held, because releasing it would cost more
+    /// than the call.
     pub fn inspect<T>(&self, py: Python<'_>, run: impl FnOnce(&Store) -> Result<T>) -> PyResult<T> {
         self.enter().and_then(|call| run(&call)).or_raise_of(py, Some(&self.path), STORE)
     }
@@ -125,11 +126,11 @@ impl Gate {
         check_process(self.opener).is_ok() && lock(&self.state).store.is_none()
     }
 
-    /// Closes the store once no call is inside it. When this returns, the store is closed, by this or another
-    /// thread.
+    /// Closes the store once no call is inside it. When this returns, this or another thread has closed the
+    /// store.
     ///
     /// # Errors
-    /// `InUseError` while leases or views depend on the store; errors of closing it.
+    /// `InUseError` while leases, pins or views depend on the store, and errors of closing it.
     pub fn close(&self, py: Python<'_>) -> PyResult<()> {
         let closed = py.detach(|| {
             check_process(self.opener)?;
@@ -199,7 +200,7 @@ impl Drop for Handle {
     }
 }
 
-/// Drops a value whose destructor waits for a disk or device, without the interpreter's lock.
+/// Drops a value without the interpreter lock, because its destructor may wait for a disk or device.
 pub fn detached<T: Send>(value: T) {
     let mut value = Some(value);
     // Without an interpreter there is no lock to release.
@@ -207,7 +208,8 @@ pub fn detached<T: Send>(value: T) {
     drop(value);
 }
 
-/// Closes all open stores, before interpreter shutdown but not in a forked child.
+/// Closes all stores of this process that are still open. Called before interpreter shutdown, and ignores
+/// stores that a forked child inherited.
 pub fn close_all(py: Python<'_>) {
     let gates: Vec<Arc<Gate>> = {
         let own = std::process::id();
@@ -228,7 +230,7 @@ fn is_main_thread() -> bool {
     u32::try_from(thread) == Ok(std::process::id())
 }
 
-/// Waits in slices and checks for Ctrl-C between them. `wait` waits up to the given time and returns whether
+/// Waits in slices and checks for Ctrl-C after each. `wait` waits up to the passed time and returns whether
 /// the wait is over.
 pub fn wait<F>(py: Python<'_>, timeout: Option<Duration>, path: Option<&str>, mut wait: F) -> PyResult<bool>
 where
@@ -249,7 +251,7 @@ where
     }
 }
 
-/// Converts seconds given by Python.
+/// Converts seconds from Python to a `Duration`.
 pub fn seconds(seconds: Option<f64>) -> PyResult<Option<Duration>> {
     seconds
         .map(|seconds| {

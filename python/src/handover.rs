@@ -1,4 +1,4 @@
-//! A source that many threads and tasks read from: one thread reads at a time, and each item is handed over
+//! A source that many threads and tasks read from. One thread reads at a time, and each item is returned
 //! once.
 
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
@@ -10,18 +10,18 @@ use remanent::{Error, Result};
 use crate::errors::{Handle, OrRaise, in_use, to_py};
 use crate::gate::{check_process, detached, wait};
 
-/// A source, and an item that was read from it but not handed over yet.
+/// A source, and an item that was read but not returned yet.
 pub struct Handover<S, T> {
     opener: u32,
     path: String,
-    /// The error message for a caller that finds another thread reading.
+    /// The error message for a caller that calls while another thread reads.
     busy: &'static str,
-    /// The kind of object, for errors after it was closed.
+    /// The kind of object, for errors after the source was closed.
     handle: Handle,
-    /// `None` once closed. Locked while a thread reads.
+    /// `None` after the source was closed. Locked while a thread reads.
     source: Mutex<Option<S>>,
-    /// The item, filled in by the thread that holds the source. It has its own lock, so that a task can take
-    /// its item while another thread reads on.
+    /// The item, set by the thread that reads from the source. Has a lock of its own, so that a task can take
+    /// its item while another thread continues to read.
     kept: Mutex<Option<T>>,
 }
 
@@ -35,7 +35,7 @@ impl<S: Send, T: Send> Handover<S, T> {
         &self.path
     }
 
-    /// Rejects a source that a forked child inherited.
+    /// Returns an error if a forked child inherited the source.
     ///
     /// # Errors
     /// `ForkedError`.
@@ -52,7 +52,7 @@ impl<S: Send, T: Send> Handover<S, T> {
         }
     }
 
-    /// Locks the source, unless another thread is reading from it.
+    /// Locks the source, or returns an error if another thread is reading.
     fn source(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, Option<S>>> {
         self.check_process(py)?;
         match self.source.try_lock() {
@@ -62,7 +62,8 @@ impl<S: Send, T: Send> Handover<S, T> {
         }
     }
 
-    /// Returns the exception for an error, which depends on whether the source or its store is closed.
+    /// Returns the exception for an error. The exception depends on whether the source or its store is
+    /// closed.
     pub fn raised(&self, py: Python<'_>, error: &Error) -> PyErr {
         let is_closed = self.source(py).is_ok_and(|source| source.is_none());
         match error {
@@ -75,18 +76,18 @@ impl<S: Send, T: Send> Handover<S, T> {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes the kept item; `note` sees it before another caller can take the next one.
+    /// Takes the kept item. `note` is called with the item before another caller can take the next one.
     pub fn take(&self, note: impl FnOnce(&T)) -> Option<T> {
         let mut kept = self.kept();
         kept.as_ref().map(note);
         kept.take()
     }
 
-    /// Reads the next item, for at most `timeout`, and keeps it. Returns whether there is one; an inner
-    /// `Err(Closed)` means that no more will arrive.
+    /// Reads the next item, for at most `timeout`, and keeps it. Returns whether there is an item. An inner
+    /// `Err(Closed)` means that the source has ended.
     ///
     /// # Errors
-    /// `InUseError` while another thread reads; errors of `read`.
+    /// `InUseError` while another thread reads, and errors of `read`.
     pub fn fetch(
         &self,
         py: Python<'_>,
@@ -124,8 +125,8 @@ impl<S: Send, T: Send> Handover<S, T> {
         Ok(if is_over { Err(Error::Closed) } else { Ok(received) })
     }
 
-    /// Returns the next item, or `None` if none arrives in time. An inner `Err(Closed)` means that no more
-    /// will arrive.
+    /// Returns the next item, or `None` if no item arrives in time. An inner `Err(Closed)` means that the
+    /// source has ended.
     ///
     /// # Errors
     /// As for [`fetch`](Self::fetch).

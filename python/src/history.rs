@@ -1,4 +1,4 @@
-//! The history of a store: snapshots, changes of a page, and earlier states to restore or fork.
+//! Snapshots of a store, changes of a page, and restores and forks of earlier states.
 
 use std::path::{Path, PathBuf};
 
@@ -11,12 +11,11 @@ use crate::gate::Gate;
 use crate::page_name::{PageName, state_point};
 use crate::snapshot::{Pruned, SnapshotInfo};
 
-/// Returns the current directory of the store.
 pub fn here(store: &Store) -> Result<PathBuf, Error> {
     Ok(store.directory()?.expect("a store that was opened by its path lies in a file system"))
 }
 
-/// Returns the changes of a page's bytes up to now.
+/// Returns the changes of a page's bytes up to the newest state.
 pub fn blame(
     gate: &Gate,
     page: &Bound<'_, PyAny>,
@@ -30,7 +29,7 @@ pub fn blame(
     })
 }
 
-/// Finds the first bad version, up to the newest state if `bad` is `None`.
+/// Finds the first bad state. The search ends at the newest state if `bad` is `None`.
 pub fn bisect<'py>(
     gate: &Gate,
     is_good: &Bound<'py, PyAny>,
@@ -46,7 +45,6 @@ pub fn bisect<'py>(
     bisect.call((directory, is_good), Some(&bounds))
 }
 
-/// Takes a snapshot.
 pub fn snapshot(
     py: Python<'_>,
     gate: &Gate,
@@ -67,19 +65,19 @@ pub fn snapshot(
     gate.call(py, |store| store.snapshot_with(options)).map(|info| SnapshotInfo::from(&info))
 }
 
-/// Restores all pages and the root to an earlier state, and returns the Lsn of the batch that does so.
+/// Restores all pages and the root to an earlier state. Returns the Lsn of the restoring batch.
 pub fn restore(py: Python<'_>, gate: &Gate, at: &Bound<'_, PyAny>) -> PyResult<u64> {
     let point = state_point(at)?;
     gate.call(py, |store| store.restore(&point).map(|position| position.lsn.0))
 }
 
-/// Creates a new store that begins at an earlier state, and returns its id.
+/// Creates a store whose history begins at an earlier state, and returns its id.
 pub fn fork(py: Python<'_>, gate: &Gate, path: &Path, at: &Bound<'_, PyAny>) -> PyResult<String> {
     let point = state_point(at)?;
     gate.call(py, |store| store.fork(path, &point).map(|id| id.to_string()))
 }
 
-/// Removes what these rules do not keep, or only reports it.
+/// Removes the snapshots and files that no rule keeps. With `dry_run`, only returns them.
 pub fn prune(
     py: Python<'_>,
     gate: &Gate,

@@ -1,4 +1,4 @@
-//! A lease: temporary access to a page's bytes in place.
+//! `Lease`: temporary read access to a page's bytes in place.
 
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -23,7 +23,6 @@ use crate::gate::{Gate, Handle, check_process, detached};
 use crate::page_info::Info;
 
 self_cell! {
-    /// A lease and the store that it borrows from.
     struct LeaseCell {
         owner: Arc<Store>,
         #[covariant]
@@ -31,18 +30,18 @@ self_cell! {
     }
 }
 
-/// A lease, followed in drop order by the count that keeps its store open.
+/// A lease, and the count that keeps its store open. The fields are dropped in this order.
 struct HeldLease {
     cell: LeaseCell,
     _handle: Handle,
 }
 
-/// The right to read a page in place: its bytes stay what they were when the lease began. Created by
+/// Read access to a page in place. The bytes stay as they were when the lease began. Created by
 /// `Store.lease`.
 ///
-/// A memoryview or NumPy array shows the store's own memory, read-only, and prevents the lease from ending.
-/// DLPack returns a copy, because consumers such as torch ignore the read-only flag; `copy=False` returns the
-/// memory itself to a consumer that respects the flag.
+/// A memoryview or NumPy array accesses the store's own memory, read-only, and must be deleted before the
+/// lease can end. DLPack returns a copy, because consumers such as torch ignore the read-only flag. With
+/// `copy=False`, DLPack returns the memory itself to a consumer that respects the flag.
 ///
 /// >>> import numpy
 /// >>> with remanent.Store(directory, device="host") as store:
@@ -111,7 +110,7 @@ impl PyLease {
         py.detach(|| run(self.held()?.cell.borrow_dependent())).or_raise_of(py, Some(&self.path), LEASE)
     }
 
-    /// Returns the address of the bytes, once all batches in flight are applied.
+    /// Waits until all batches in flight are applied and returns the address of the bytes.
     fn bytes_address(&self, py: Python<'_>) -> PyResult<usize> {
         self.inspect(py, |lease| lease.bytes().map(|bytes| bytes.as_ptr() as usize))
     }
@@ -131,50 +130,52 @@ impl PyLease {
         self.info.epoch.0
     }
 
-    /// The Lsn of the newest batch whose changes the bytes include.
+    /// The Lsn of the newest batch whose changes are included in the bytes.
     #[getter]
     fn lsn(&self) -> u64 {
         self.lsn
     }
 
-    /// The length in bytes.
+    /// The length of the page in bytes.
     #[getter]
     fn nbytes(&self) -> u64 {
         self.info.len
     }
 
-    /// The name of the element type.
+    /// The NumPy name of the element type, such as "float32".
     #[getter]
     fn dtype(&self) -> &'static str {
         self.dtype.name
     }
 
-    /// The shape, in elements.
+    /// The length of each dimension in elements.
     #[getter]
     fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, pyo3::types::PyTuple>> {
         pyo3::types::PyTuple::new(py, &self.shape)
     }
 
-    /// The address of the bytes for kernels, available once `on` was called with a stream; None if pages live
-    /// only on the host.
+    /// The address of the bytes for kernels, or None if pages are only in host memory. Call `on` with a
+    /// stream first.
     #[getter]
     fn address(&self, py: Python<'_>) -> PyResult<Option<u64>> {
         self.inspect(py, |lease| Ok(lease.address()))
     }
 
-    /// Returns the location of the page's bytes, for a transport that registers memory (NIXL, UCX, verbs).
+    /// Returns the location of the page's bytes as a dict, for a transport that registers memory (NIXL, UCX,
+    /// verbs).
     ///
     /// The keys are "address", "len", "kind" ("device", "pinned", "host" or "unified"), "gpu" (the CUDA
-    /// ordinal), "store", "page" and "epoch". The location is valid as long as this object; end the
+    /// ordinal), "store", "page" and "epoch". The location is valid until the lease ends, so end the
     /// registration first. Transports may only read.
     ///
-    /// :raises DeviceError: pages live only in host memory, or the page is empty.
+    /// :raises DeviceError: pages are only in host memory, or the page is empty.
     fn descriptor<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         descriptor_to_py(py, &self.inspect(py, |lease| lease.descriptor())?)
     }
 
-    /// Allows work that is enqueued on `stream` from now on to read the page. `stream` is a CUDA handle as a
-    /// number.
+    /// Allows work that is queued on `stream` from now on to read the page.
+    ///
+    /// :param stream: a CUDA stream handle as an int.
     fn on(&self, py: Python<'_>, #[pyo3(from_py_with = arguments::stream)] stream: u64) -> PyResult<()> {
         self.inspect(py, |lease| {
             // SAFETY: the caller names a stream that it owns and keeps until the lease has ended.
@@ -183,9 +184,9 @@ impl PyLease {
         })
     }
 
-    /// Ends the lease.
+    /// Ends the lease. Does nothing if the lease has already ended.
     ///
-    /// :raises MemoryRefusedError: views of its memory are still held.
+    /// :raises MemoryRefusedError: views of the lease's memory still exist.
     fn end(&self, py: Python<'_>) -> PyResult<()> {
         check_process(self.opener).or_raise(py, Some(&self.path))?;
         let held = {
@@ -304,8 +305,10 @@ impl PyLease {
         self.exports.fetch_sub(1, Ordering::AcqRel);
     }
 
-    /// Returns the bytes as a read-only NumPy array in the store's memory, which prevents the lease from
-    /// ending. Errors are those of `Array.numpy`.
+    /// Returns the bytes as a read-only NumPy array in the store's memory. The lease cannot end before the
+    /// array is deleted.
+    ///
+    /// :raises MemoryRefusedError: NumPy and `ml_dtypes` have no such element type.
     fn numpy<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         let (py, this) = (slf.py(), slf.get());
         as_numpy(slf, this.dtype, &this.shape, || {
@@ -327,7 +330,7 @@ impl Drop for PyLease {
     }
 }
 
-/// One export of a lease's memory, by DLPack or as bytes, alive as long as its consumer holds it.
+/// An export of a lease's memory, by DLPack or as bytes. Exists as long as its consumer uses the memory.
 #[pyclass(frozen, module = "remanent._native")]
 struct Exported {
     address: usize,

@@ -169,8 +169,8 @@ mod _native {
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 
-    /// Runs the `remanent` command. `program` is the command line that starts it again, for commands that
-    /// kill themselves.
+    /// Runs the `remanent` command and returns its exit code. `program` is the command line that starts the
+    /// command again, for subcommands that kill their own process.
     #[pyfunction]
     fn command(py: Python<'_>, program: Vec<OsString>, arguments: Vec<OsString>) -> u8 {
         py.detach(|| remanent_tools::main_as(program, arguments))
@@ -188,8 +188,8 @@ mod _native {
         listed_versions::list(py, path)
     }
 
-    /// Returns a value as JSON text. `adapt` converts objects of other libraries; `leaves` collects values
-    /// that are kept as they are.
+    /// Returns a value as JSON text. `adapt` converts objects of other libraries, and `leaves` collects
+    /// values unchanged.
     #[pyfunction]
     #[pyo3(signature = (path, value, adapt, leaves=None))]
     fn flatten<'py>(
@@ -201,7 +201,7 @@ mod _native {
         Walk::new(value.py(), path, adapt, leaves.as_ref()).flatten(value)
     }
 
-    /// Parses the text of a state. Returns "lsn", "snapshot" or "name", and the number or name.
+    /// Parses the text of a state. Returns its kind ("lsn", "snapshot" or "name") and the number or name.
     #[pyfunction]
     fn state_point<'py>(
         py: Python<'py>,
@@ -215,7 +215,7 @@ mod _native {
         })
     }
 
-    /// Returns the most similar of these names, or None if none is similar.
+    /// Returns the name in `names` that is most similar to `wanted`, or None if none is similar.
     #[pyfunction]
     fn nearest(
         #[pyo3(from_py_with = arguments::text)] wanted: &str,
@@ -224,14 +224,14 @@ mod _native {
         remanent::error::nearest(wanted, names.iter().map(String::as_str)).map(str::to_owned)
     }
 
-    /// Escapes a name for use as a segment of the paths that `flatten` creates.
+    /// Escapes a name for use as a segment of a path in `flatten`.
     #[pyfunction]
     fn segment(name: &str) -> std::borrow::Cow<'_, str> {
         super::flatten::escaped(name)
     }
 
-    /// Returns the dtype with this name, in any spelling, as its NumPy name, its name in metadata, and its
-    /// bytes per element.
+    /// Returns the NumPy name of an element type, its name in metadata, and its bytes per element. `name` can
+    /// be either name.
     #[pyfunction]
     fn dtype(
         #[pyo3(from_py_with = arguments::name)] name: &str,

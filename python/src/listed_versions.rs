@@ -1,4 +1,4 @@
-//! The versions in a directory, as a caller sees them.
+//! Lists the versions in a directory.
 
 use std::path::PathBuf;
 
@@ -7,11 +7,11 @@ use remanent_tools::Failure;
 
 use crate::errors::own;
 
-/// A version: its Lsn, step, name, note, time in seconds, bytes, and the Lsns of its ranks.
+/// A version: its Lsn, step, name, note, time in seconds since 1970, bytes, and the Lsn of each rank.
 pub type ListedVersion =
     (u64, Option<u64>, Option<String>, Option<String>, Option<f64>, Option<u64>, Vec<u64>);
 
-/// Lists the versions in the directory of a store, or of a run with several ranks, oldest first.
+/// Returns the versions in the directory of a store, or of a run with several ranks, oldest first.
 ///
 /// # Errors
 /// `NoStoreError`, `DamagedError`, `StoreIOError`.

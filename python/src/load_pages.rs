@@ -1,4 +1,4 @@
-//! Loading whole pages of a view into caller-owned memory, on the host or on a GPU.
+//! Loads whole pages of a view into caller-owned memory, on the host or on a GPU.
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -10,10 +10,10 @@ use crate::memory::{CudaBytes, Input, Output};
 use crate::page_name::PageName;
 use crate::source::PastSource;
 
-/// Fills memory on `device` with whole pages.
+/// Reads whole pages into memory on `device`.
 ///
 /// # Errors
-/// `TypeError`, `ValueError`, `BufferError`; errors of the store.
+/// `TypeError`, `ValueError`, `BufferError` for the memory, and errors of the store.
 pub fn load_pages(view: &PastSource, pages: &Bound<'_, PyDict>, device: &str) -> PyResult<()> {
     let py = pages.py();
     let choice: DeviceChoice = device.parse().or_raise(py, None)?;
@@ -52,7 +52,8 @@ fn load_host(view: &PastSource, pages: &mut [(PageName, Output)]) -> Result<()> 
     view.read_pages(&mut named.collect::<Result<Vec<_>>>()?)
 }
 
-/// Rejects memory in which two pages would share a byte: several threads fill it concurrently.
+/// Returns an error if the memory of two pages overlaps, because several threads fill the memory
+/// concurrently.
 fn check_apart(pages: &[(PageName, Output)]) -> Result<()> {
     let mut ranges: Vec<_> = pages.iter().map(|(_, memory)| memory.addresses()).collect();
     ranges.retain(|range| !range.is_empty());

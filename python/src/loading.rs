@@ -1,4 +1,4 @@
-//! Waiting for pages that an open left on disk, with a progress bar.
+//! Waits, with a progress bar, for pages that an open left on disk.
 
 use std::time::{Duration, Instant};
 
@@ -6,8 +6,8 @@ use pyo3::prelude::*;
 
 use crate::gate::{Gate, wait};
 
-/// Waits until all pages are loaded, up to `timeout`, and returns whether they are. `progress` is that of
-/// `remanent._util.progress`.
+/// Waits until all pages are loaded, up to `timeout`, and returns whether they are. `progress` is passed to
+/// `remanent._util.progress.Bar`.
 pub fn wait_loaded(
     py: Python<'_>,
     gate: &Gate,
@@ -34,10 +34,10 @@ pub fn wait_loaded(
     waited
 }
 
-/// How often the progress bar is updated.
+/// The interval between updates of the progress bar.
 const BAR_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Waits until all pages are loaded, up to `timeout`, and returns whether they are.
+/// Waits until all pages are loaded, up to `timeout`, without a progress bar. Returns whether they are.
 fn wait_part(py: Python<'_>, gate: &Gate, timeout: Duration) -> PyResult<bool> {
     let mut first = true;
     wait(py, Some(timeout), Some(&gate.path), |slice| {

@@ -1,5 +1,5 @@
-//! Engine events for Python's `logging`. A store thread writes its event to a queue and continues; a Python
-//! thread takes it from the queue. While no handler wants events, an event costs one load.
+//! Queues engine events for Python's `logging`. A store thread adds an event to a queue and continues; a
+//! Python thread takes events from the queue. While no handler receives events, an event costs one load.
 
 use std::collections::VecDeque;
 use std::fmt::{Debug, Write};
@@ -17,15 +17,15 @@ use tracing::{Event, Level, Metadata, Subscriber};
 
 use crate::gate::check_process;
 
-/// The largest number of queued records; further records are only counted.
+/// The largest number of queued records. Further records are counted and dropped.
 const QUEUED_MAX: usize = 256;
 
-/// The lowest level that is forwarded, as a number: 0 nothing, 1 errors, up to 5 for everything.
+/// The lowest level that is forwarded: 0 for nothing, 1 for errors, up to 5 for everything.
 static LEVEL: AtomicU8 = AtomicU8::new(0);
 
-/// The queue of this process. It is never freed, so that a thread about to write to it can always do so. A
-/// forked child starts with a new queue, because a thread that does not exist in the child may hold the lock
-/// of the parent's.
+/// The queue of this process. A queue is never freed, because a thread may be about to write to it. A forked
+/// child starts with a new queue, because a thread that does not exist in the child may hold the lock of the
+/// parent's queue.
 static QUEUE: AtomicPtr<LogQueue> = AtomicPtr::new(ptr::null_mut());
 
 struct LogQueue {
@@ -38,18 +38,17 @@ struct LogQueue {
 struct QueueState {
     records: VecDeque<LogRecord>,
     left_out: u64,
-    /// How many times a thread asked to be notified once everything before is taken.
+    /// The number of marks that were set. `take` returns a mark's number once all earlier records are taken.
     marks: u64,
     is_over: bool,
 }
 
-/// The contents of one event.
 struct LogRecord {
     level: Level,
     target: &'static str,
     file: &'static str,
     line: u32,
-    /// The name of the thread if it is a Rust thread, and its system id.
+    /// The name of the thread (empty for a Python thread) and its system id.
     thread: (String, i32),
     seconds: f64,
     message: String,
@@ -57,7 +56,7 @@ struct LogRecord {
 }
 
 impl LogQueue {
-    /// Returns the queue of this process, if it exists.
+    /// Returns the queue of this process, or `None` before the first open.
     fn current() -> Option<&'static Self> {
         let queue = QUEUE.load(Ordering::Acquire);
         // SAFETY: null, or leaked by `begin_queue` and never freed.
@@ -80,8 +79,9 @@ impl LogQueue {
         self.more.notify_one();
     }
 
-    /// Takes the queued records, with the number of records dropped after them and the number of the last
-    /// mark; `None` at the end. Waits up to `timeout` for a record, or for a mark after `mark`.
+    /// Takes the queued records. Also returns the number of records dropped after them and the number of the
+    /// last mark. Waits up to `timeout` for a record, or for a mark after `mark`. Returns `None` once the
+    /// queue has ended.
     fn take(&self, timeout: Duration, mark: u64) -> Option<(VecDeque<LogRecord>, u64, u64)> {
         let waits =
             |state: &mut QueueState| state.records.is_empty() && state.marks == mark && !state.is_over;
@@ -95,7 +95,6 @@ impl LogQueue {
     }
 }
 
-/// The subscriber that queues the engine's events.
 struct Forwarder;
 
 fn filter() -> LevelFilter {
@@ -155,7 +154,6 @@ impl Subscriber for Forwarder {
     fn exit(&self, _: &Id) {}
 }
 
-/// The message and the fields of an event, as text.
 #[derive(Default)]
 struct EventText {
     message: String,
@@ -181,14 +179,14 @@ impl Visit for EventText {
     }
 }
 
-/// Replaces the queue. The previous one remains for threads that are about to write to it.
+/// Replaces the queue. The previous queue is not freed, because threads may be about to write to it.
 fn begin_queue() {
     let queue = LogQueue { opener: std::process::id(), state: Mutex::default(), more: Condvar::new() };
     QUEUE.store(Box::leak(Box::new(queue)), Ordering::Release);
 }
 
-/// Sets the lowest level that is forwarded, as a `logging` level; None forwards nothing. Returns whether
-/// events can be forwarded at all.
+/// Sets the lowest level that is forwarded, as a `logging` level; None forwards nothing. Returns whether the
+/// process can forward events at all.
 #[pyfunction]
 pub fn _log_level(py: Python<'_>, level: Option<u32>) -> bool {
     let number = match level {
@@ -218,8 +216,9 @@ pub fn _log_level(py: Python<'_>, level: Option<u32>) -> bool {
     })
 }
 
-/// Takes the queued records, with the number of records dropped and the number of the last mark; None at the
-/// end. Waits up to `timeout` seconds for a record, or for a mark after `mark`.
+/// Takes the queued records. Also returns the number of dropped records and the number of the last mark.
+/// Waits up to `timeout` seconds for a record, or for a mark after `mark`. Returns None once the queue has
+/// ended.
 #[pyfunction]
 pub fn _log_take(py: Python<'_>, timeout: f64, mark: u64) -> PyResult<Option<(Bound<'_, PyList>, u64, u64)>> {
     let timeout = Duration::try_from_secs_f64(timeout.max(0.0)).unwrap_or(Duration::MAX);
@@ -232,8 +231,8 @@ pub fn _log_take(py: Python<'_>, timeout: f64, mark: u64) -> PyResult<Option<(Bo
     Ok(Some((list, left_out, mark)))
 }
 
-/// Sets a mark after the events so far and returns its number. `_log_take` returns that number once all
-/// events before it are taken.
+/// Sets a mark after the events so far and returns the mark's number. `_log_take` returns that number once
+/// all events before the mark are taken.
 #[pyfunction]
 pub fn _log_mark() -> u64 {
     let Some(queue) = LogQueue::current() else { return 0 };
@@ -246,7 +245,7 @@ pub fn _log_mark() -> u64 {
     mark
 }
 
-/// Ends `_log_take` once the queued records are taken.
+/// Makes `_log_take` return None once the queued records are taken.
 #[pyfunction]
 pub fn _log_end() {
     if let Some(queue) = LogQueue::current() {
@@ -271,7 +270,7 @@ fn record_to_py(py: Python<'_>, record: LogRecord) -> PyResult<Bound<'_, PyTuple
     (level, target, file, line, thread, seconds, message, fields).into_pyobject(py)
 }
 
-/// Updates the level to what Python's `logging` wants now.
+/// Sets the level to that of Python's `logging`.
 pub fn update_level(py: Python<'_>) -> PyResult<()> {
     py.import("remanent._store.log")?.call_method0("update_logging").map(drop)
 }

@@ -1,9 +1,9 @@
-//! Caller-owned memory: bytes that a call reads, and buffers that it fills.
+//! Caller-owned memory: bytes that a call reads, and buffers that a call fills.
 //!
 //! Objects are accepted if they have the buffer protocol (bytes, memoryview, NumPy arrays), `__dlpack__`
-//! (torch, JAX, CuPy) or `__cuda_array_interface__` (Numba). Calls run without the interpreter's lock, and
-//! callers must not touch the memory meanwhile: if another thread writes to it, the call sees a mix of old
-//! and new bytes, as with every library that reads buffers without the lock.
+//! (torch, JAX, CuPy) or `__cuda_array_interface__` (Numba). Calls run without the interpreter lock, and
+//! callers must not change the memory during a call. If another thread writes to the memory, the call sees a
+//! mixture of old and new bytes, as in any library that reads buffers without the lock.
 
 use std::io;
 use std::ops::Range;
@@ -29,7 +29,7 @@ pub enum Input {
     Cuda(CudaBytes),
 }
 
-/// Bytes in host memory, which do not move while this is held.
+/// Bytes in host memory. They stay in place as long as this value exists.
 pub struct HostBytes {
     address: usize,
     len: usize,
@@ -41,7 +41,7 @@ pub struct HostBytes {
 pub struct CudaBytes {
     address: u64,
     len: u64,
-    /// The number of the GPU, if the producer provides it.
+    /// The CUDA number of the GPU, or `None` if the producer does not provide it.
     ordinal: Option<u32>,
     stream: Option<u64>,
     elements: Elements,
@@ -55,7 +55,6 @@ enum Owner {
 }
 
 impl HostBytes {
-    /// No bytes.
     pub const EMPTY: Self = Self { address: 0, len: 0, elements: Elements::Bytes, _owner: Owner::None };
 
     pub fn len(&self) -> usize {
@@ -82,7 +81,7 @@ impl std::fmt::Debug for HostBytes {
     }
 }
 
-/// Bytes that a commit reads; the caller must not touch them before.
+/// A source of bytes for a commit. The caller must not change the bytes before the commit.
 impl ByteSource for HostBytes {
     fn read_at(&self, offset: u64, bytes: &mut [u8]) -> io::Result<()> {
         let at = usize::try_from(offset).ok();
@@ -101,7 +100,7 @@ impl CudaBytes {
         &self.elements
     }
 
-    /// Returns the bytes as a source for a batch of a store that does not use this GPU.
+    /// Returns the bytes as a source for a batch of a store whose pages are not on this GPU.
     ///
     /// # Errors
     /// `MemoryRefused` if the producer does not provide the number of its GPU.
@@ -116,15 +115,15 @@ impl CudaBytes {
         Ok(Arc::new(copier.source(bytes)?))
     }
 
-    /// Returns the bytes, adopted by a store's device.
+    /// Returns the bytes after a store's device has adopted the memory.
     ///
     /// # Errors
-    /// `MemoryRefused` if pages live in host memory, and for memory that the device does not know.
+    /// `MemoryRefused` if pages are in host memory, or if the device does not know the memory.
     pub fn adopt(self, store: &Store) -> remanent::Result<DeviceBytes> {
         self.adopt_by(|memory| store.caller_bytes(memory))
     }
 
-    /// Returns the bytes, adopted by any device; see [`adopt`](Self::adopt).
+    /// Returns the bytes after a device has adopted the memory by `adopt`; see [`adopt`](Self::adopt).
     ///
     /// # Errors
     /// As for `adopt`.
@@ -144,18 +143,18 @@ impl CudaBytes {
 }
 
 impl Input {
-    /// Takes an object's bytes for reading.
+    /// Returns an object's bytes for reading.
     ///
     /// # Errors
-    /// `TypeError` if the object provides none, `BufferError` if they are not contiguous.
+    /// `TypeError` if the object provides no bytes, and `BufferError` if the bytes are not contiguous.
     pub fn take(object: &Bound<'_, PyAny>) -> PyResult<Self> {
         Self::take_for(object, false)
     }
 
-    /// Takes an object's memory for reading and writing.
+    /// Returns an object's memory for reading and writing.
     ///
     /// # Errors
-    /// As for [`Input::take`]; `BufferError` if the memory is read-only.
+    /// As for [`Input::take`], and `BufferError` if the memory is read-only.
     pub fn take_writable(object: &Bound<'_, PyAny>) -> PyResult<Self> {
         Self::take_for(object, true)
     }
@@ -212,7 +211,7 @@ impl Input {
         ))
     }
 
-    /// Returns what is known about the elements.
+    /// Returns the element type and shape, as far as they are known.
     pub fn elements(&self) -> &Elements {
         match self {
             Input::Host(bytes) => bytes.elements(),
@@ -228,8 +227,8 @@ impl Input {
         }
     }
 
-    /// Returns the memory into which an open places a page. It does not wait for a stream: no work is in
-    /// flight on the memory.
+    /// Returns the memory for an open that places a page in it. The open does not wait for a stream, because
+    /// no work may be in flight on the memory.
     pub fn caller_memory(self) -> CallerMemory {
         match self {
             Input::Host(bytes) => CallerMemory::from_host(Output(bytes), Place::Host),
@@ -238,10 +237,10 @@ impl Input {
         }
     }
 
-    /// Returns the memory, adopted by a store's device.
+    /// Returns the memory after a store's device has adopted it.
     ///
     /// # Errors
-    /// `MemoryRefused` for memory that the device does not know.
+    /// `MemoryRefused` if the device does not know the memory.
     pub fn adopt(self, store: &Store) -> remanent::Result<DeviceBytes> {
         match self {
             Input::Host(bytes) => store.caller_bytes(&CallerMemory::from_host(Output(bytes), Place::Host)),
@@ -249,10 +248,10 @@ impl Input {
         }
     }
 
-    /// Takes an object's bytes, which must be in host memory.
+    /// Returns an object's bytes, which must be in host memory.
     ///
     /// # Errors
-    /// As for [`Input::take`]; `BufferError` for GPU memory.
+    /// As for [`Input::take`], and `BufferError` for GPU memory.
     pub fn take_host(object: &Bound<'_, PyAny>) -> PyResult<HostBytes> {
         match Self::take(object)? {
             Input::Host(bytes) => Ok(bytes),
@@ -292,7 +291,7 @@ fn host_buffer(object: &Bound<'_, PyAny>, buffer: BufferView, is_written: bool) 
     })
 }
 
-/// Takes memory by version 3 of the interface that CuPy and Numba share.
+/// Returns memory that an object exports by version 3 of `__cuda_array_interface__`.
 fn cuda_array(object: &Bound<'_, PyAny>, is_written: bool) -> PyResult<CudaBytes> {
     let interface = object.getattr("__cuda_array_interface__")?;
     let interface = interface.cast::<PyDict>().map_err(PyErr::from)?;
@@ -349,7 +348,7 @@ fn interface_refused(what: String) -> PyErr {
     )
 }
 
-/// Returns the elements according to the interface's type string, such as `<f4`.
+/// Returns the element type and shape for the interface's type string, such as `<f4`.
 fn elements_of(typestr: &str, shape: &[u64], item: u64) -> Elements {
     let (order, kind) = typestr.split_at(typestr.len().min(1));
     let format = match kind.as_bytes().first() {
@@ -365,16 +364,15 @@ fn elements_of(typestr: &str, shape: &[u64], item: u64) -> Elements {
     Elements::of(dtype, shape.to_vec(), || typestr.to_owned())
 }
 
-/// A caller-owned buffer that a call fills.
 pub struct Output(HostBytes);
 
 impl Output {
-    /// Wraps the memory of a writable object that is known to be on the host.
+    /// Wraps the memory of a writable object. The memory must be on the host.
     pub fn of(bytes: HostBytes) -> Self {
         Self(bytes)
     }
 
-    /// Returns the range of its addresses.
+    /// Returns the range of addresses of the memory.
     pub fn addresses(&self) -> Range<usize> {
         self.0.address..self.0.address + self.0.len
     }

@@ -1,16 +1,16 @@
-//! A page that a batch creates, as a handle for its caller.
+//! `NewPage`, the handle to a page that a batch creates.
 
 use pyo3::prelude::*;
 use remanent::batch::NewPage;
 
-/// A page that a batch creates, usable in later calls of the same batch.
+/// A page that a batch creates. Later calls of the same batch accept it as a page.
 #[pyclass(frozen, name = "NewPage", module = "remanent", from_py_object)]
 #[derive(Clone)]
 pub struct PyNewPage(pub NewPage);
 
 #[pymethods]
 impl PyNewPage {
-    /// The index of the page's id in the `pages` of the committed batch.
+    /// The index of the page's id in `Batch.pages` after the commit.
     #[getter]
     fn index(&self) -> usize {
         self.0.index()

@@ -1,4 +1,4 @@
-//! The operations of a followed batch as Python objects.
+//! Converts the operations of a followed batch to Python objects.
 
 use std::num::NonZero;
 use std::thread;
@@ -12,12 +12,12 @@ use crate::dtype::Dtype;
 use crate::errors::key_to_py;
 use crate::values::{metadata_to_py, to_py};
 
-/// The number of indices that justifies an additional thread.
+/// The number of indices from which an additional thread is used.
 const INDICES_PER_THREAD: usize = 256 << 10;
 /// The largest number of threads that decode indices.
 const THREADS_MAX: usize = 8;
 
-/// Decodes the indices of sparse deltas, four bytes each, with several threads if there are many.
+/// Decodes the indices of sparse deltas to four bytes each. Uses several threads if there are many indices.
 pub fn plain_indices(ops: &[Op<'_>]) -> remanent::Result<Vec<Option<Aligned>>> {
     let plain = |op: &Op<'_>| match op {
         Op::Scatter { indices, .. } => {
@@ -67,15 +67,14 @@ pub fn plain_indices(ops: &[Op<'_>]) -> remanent::Result<Vec<Option<Aligned>>> {
     })
 }
 
-/// How a dict represents the bytes of an operation.
+/// The form in which a dict contains the bytes of an operation.
 pub enum BytesForm<'p> {
-    /// As bytes, with the indices of a sparse delta decoded to four bytes each.
+    /// Bytes. The indices of a sparse delta are decoded to four bytes each.
     Own { indices: Option<Aligned> },
-    /// As (start, end) offsets in this payload, also for indices as they are stored.
+    /// Offsets (start, end) in this payload. Indices are also offsets, to their encoding in the log.
     Within(&'p [u8]),
 }
 
-/// Converts an operation to a dict.
 pub fn operation_to_py<'py>(
     py: Python<'py>,
     op: &Op<'_>,

@@ -1,4 +1,4 @@
-//! Pages that a batch creates from the caller's content.
+//! Creates pages of a batch from a caller's content.
 
 use std::sync::Arc;
 
@@ -17,14 +17,14 @@ use crate::page_name::key;
 use crate::pending_batch::PendingBatch;
 use crate::values::metadata_from_py;
 
-/// The key and metadata that a caller gives a new page.
+/// The key and the metadata for a new page.
 pub struct NewPageTerms {
     key: Option<Key>,
     metadata: Metadata,
 }
 
 impl NewPageTerms {
-    /// Parses key and metadata.
+    /// Parses the key and the metadata.
     ///
     /// # Errors
     /// `TypeError`, `InvalidError`, `OverflowError`.
@@ -35,7 +35,7 @@ impl NewPageTerms {
     }
 }
 
-/// Creates a page of a caller's bytes or, if `content` is a number, of that many zeros.
+/// Creates a page with a caller's bytes or, if `content` is a number, with that many zeros.
 ///
 /// # Errors
 /// `TypeError`, `BufferError`, `MemoryRefusedError`, `ClosedError`.
@@ -97,7 +97,7 @@ pub fn create(
     }
 }
 
-/// Creates a page that lives in caller-owned memory and starts with its contents, or with zeros.
+/// Creates a page in caller-owned memory. The page starts with the memory's contents, or with zeros.
 ///
 /// # Errors
 /// `TypeError`, `BufferError`, `MemoryRefusedError`, `ClosedError`.

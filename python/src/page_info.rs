@@ -6,7 +6,7 @@ use remanent::PageInfo;
 use crate::errors::key_to_py;
 use crate::values::{METADATA, metadata_to_py};
 
-/// A page's id, key, length in bytes, version, place and metadata.
+/// The result of looking up a page: its id, key, length in bytes, epoch, place and metadata.
 ///
 /// >>> with remanent.Store(directory) as store:
 /// ...     store["k"] = b"v"
@@ -18,25 +18,25 @@ pub struct Info(pub PageInfo);
 
 #[pymethods]
 impl Info {
-    /// The page's id.
+    /// The id of the page.
     #[getter]
     fn page(&self) -> u64 {
         self.0.page.0
     }
 
-    /// The page's key, or None. It is a str if it is UTF-8, else bytes.
+    /// The key of the page as a str, or as bytes if the key is not UTF-8. None if the page has no key.
     #[getter]
     fn key<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
         self.0.key.as_ref().map(|key| key_to_py(py, key))
     }
 
-    /// The page's length in bytes.
+    /// The length of the page in bytes.
     #[getter]
     fn length(&self) -> u64 {
         self.0.len
     }
 
-    /// The page's version, incremented by each batch that changes content, length or metadata.
+    /// The page's version number. Each batch that changes contents, length or metadata increments it.
     #[getter]
     fn epoch(&self) -> u64 {
         self.0.epoch.0
@@ -48,13 +48,13 @@ impl Info {
         self.0.lsn.0
     }
 
-    /// The place where the page lives: "host", "pinned", "device:N" or "disk".
+    /// The place of the page: "host", "pinned", "device:N" or "disk".
     #[getter]
     fn place(&self) -> String {
         self.0.place.to_string()
     }
 
-    /// The page's metadata, as a read-only copy. `Batch.set_metadata` changes it.
+    /// The metadata of the page, as a read-only copy. To change metadata, use `Batch.set_metadata`.
     #[getter]
     fn metadata<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         METADATA.freeze(metadata_to_py(py, &self.0.metadata)?)

@@ -1,5 +1,4 @@
-//! Memory that pages live in and callers own: tensors into which an open places pages, and the memory of
-//! released pages.
+//! Page memory that callers own: tensors into which an open places pages, and the memory of released pages.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -15,12 +14,12 @@ use crate::gate::{Gate, check_process, detached};
 use crate::memory::Input;
 use crate::page_info::Info;
 
-/// An exception that a caller's callback raised while the engine called it.
+/// An exception that a caller's callback raised during an engine call.
 #[derive(Clone, Default)]
 pub struct Raised(Arc<Mutex<Option<PyErr>>>);
 
 impl Raised {
-    /// Returns the exception that the callback raised, or else the result of the call.
+    /// Returns the exception that the callback raised, if any, or else the result of the call.
     pub fn or<T>(&self, called: PyResult<T>) -> PyResult<T> {
         let raised = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
         match (called, raised) {
@@ -30,7 +29,7 @@ impl Raised {
     }
 }
 
-/// Returns options with which an open requests the memory of each page from `source`, a callable.
+/// Returns options with which an open requests the memory of each page from the callable `source`.
 pub fn page_memory(options: Options, source: Py<PyAny>, raised: &Raised) -> Options {
     let raised = raised.clone();
     options.page_memory(move |info| {
@@ -51,11 +50,11 @@ fn ask(source: &Bound<'_, PyAny>, info: &PageInfo) -> PyResult<Option<CallerMemo
     Input::take_writable(&memory).map(|memory| Some(memory.caller_memory()))
 }
 
-/// Memory that belonged to a page and now belongs to the caller. Created by `Store.release`.
+/// Memory that belonged to a page and now belongs to the caller. Returned by `Store.release`.
 ///
-/// GPU memory can be used by `torch.as_tensor`, CuPy and Numba without a copy; they keep it alive as long as
-/// they use it. If pages live on the host, `read` and `write` access the memory. If the page lived in
-/// caller-owned memory, this object refers to that memory.
+/// `torch.as_tensor`, CuPy and Numba use GPU memory without a copy and keep it alive. If pages are in host
+/// memory, `read` and `write` access the memory. If the page was in caller-owned memory, this object refers
+/// to that memory.
 ///
 /// The memory counts toward the budget of its place until this object is deleted.
 ///
@@ -90,25 +89,25 @@ impl PyPageMemory {
 
 #[pymethods]
 impl PyPageMemory {
-    /// The length in bytes.
+    /// The length of the memory in bytes.
     #[getter]
     fn nbytes(&self) -> u64 {
         self.bytes().byte_len()
     }
 
-    /// The place of the memory.
+    /// The place of the memory, such as "device:0".
     #[getter]
     fn place(&self) -> String {
         self.bytes().place().to_string()
     }
 
-    /// The address of the first byte for kernels; None if pages live on the host.
+    /// The address of the first byte for kernels, or None if pages are in host memory.
     #[getter]
     fn address(&self) -> Option<u64> {
         self.bytes().address()
     }
 
-    /// Returns `length` bytes from `offset` on, or all bytes to the end.
+    /// Returns `length` bytes from `offset` on. None reads to the end of the memory.
     ///
     /// :raises OutOfBoundsError: the range is not within the memory.
     #[pyo3(signature = (offset=0, length=None))]
@@ -125,9 +124,9 @@ impl PyPageMemory {
         })
     }
 
-    /// Replaces bytes from `offset` on.
+    /// Replaces the bytes from `offset` on with `data`.
     ///
-    /// :param data: contiguous host bytes.
+    /// :param data: contiguous bytes in host memory.
     /// :raises OutOfBoundsError: the range is not within the memory.
     /// :raises BufferError: `data` does not provide contiguous bytes.
     fn write(
@@ -140,7 +139,8 @@ impl PyPageMemory {
         written.or_raise(py, Some(&self.path))
     }
 
-    /// Version 3 of the CUDA array interface, by which CuPy, Numba and torch access GPU memory.
+    /// The memory by version 3 of the CUDA array interface, which CuPy, Numba and torch use to access GPU
+    /// memory.
     #[getter]
     fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         check_process(self.opener).or_raise(py, Some(&self.path))?;

@@ -1,4 +1,4 @@
-//! How callers name pages, by id or key, and earlier states.
+//! Parses the names that callers pass for pages (ids or keys) and for earlier states.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyInt, PyIterator, PyString};
@@ -8,18 +8,17 @@ use remanent::{Error, Key, PageId, PageInfo, Result, StatePoint, Store};
 use crate::errors::{OrRaise, invalid, invalid_type};
 use crate::page_info::Info;
 
-/// The remedies for a name of no page, or of no state.
 const LOOK_UP: &str = "look pages up with info(key) or pages()";
 const STATES: &str = "list the states with snapshots()";
 
-/// A page as a caller names it: by its id or key, or by the result of an earlier lookup.
+/// A page as named by a caller: by id, by key, or by the result of an earlier lookup.
 pub enum PageName {
     Id(PageId),
     Key(Key),
 }
 
 impl PageName {
-    /// Parses a name.
+    /// Parses the name of a page.
     ///
     /// # Errors
     /// `TypeError`, `InvalidError`.
@@ -45,7 +44,7 @@ impl PageName {
         }
     }
 
-    /// Looks the page up in `pages`.
+    /// Looks up the page in `pages`.
     pub fn find(&self, pages: &dyn ReadPages) -> Result<PageInfo> {
         match self {
             Self::Id(page) => pages.page(*page),
@@ -67,7 +66,7 @@ pub fn key(object: &Bound<'_, PyAny>) -> PyResult<Key> {
     key.map_err(Error::from).or_raise(object.py(), None)
 }
 
-/// Parses a state as a caller names it: an Lsn, text in one of the three forms, or a snapshot.
+/// Parses a state: an Lsn, text in one of the three forms, or a snapshot.
 pub fn state_point(object: &Bound<'_, PyAny>) -> PyResult<StatePoint> {
     if let Ok(text) = object.cast::<PyString>() {
         return text.to_str()?.parse().or_raise(object.py(), None);
@@ -101,11 +100,11 @@ pub fn prefix_of(object: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
     }
 }
 
-/// Iterates over the pages that a caller names.
+/// Returns an iterator over the pages that a caller names.
 ///
 /// # Errors
-/// `TypeError` if `pages` is not iterable or is the name of a single page, which would be iterated letter by
-/// letter.
+/// `TypeError` if `pages` is not iterable, or is the key of a single page, whose iteration would yield
+/// letters.
 pub fn each_page<'py>(pages: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyIterator>> {
     if pages.is_instance_of::<PyString>() || pages.is_instance_of::<PyBytes>() {
         let kind = pages.get_type().name()?;
@@ -120,7 +119,7 @@ pub fn each_page<'py>(pages: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyIterat
 /// Returns an object's iterator.
 ///
 /// # Errors
-/// `InvalidTypeError` with `message` if the object is not iterable; errors of the object's own code.
+/// `InvalidTypeError` with `message` if the object is not iterable, and errors of the object's own code.
 pub fn iterable<'py>(object: &Bound<'py, PyAny>, message: &str) -> PyResult<Bound<'py, PyIterator>> {
     object.try_iter().map_err(|error| {
         match error.is_instance_of::<pyo3::exceptions::PyTypeError>(object.py()) {

@@ -1,5 +1,5 @@
-//! Updates of pages to new bytes: the elements that differ are logged, or the page is written whole if they
-//! are many.
+//! Updates of pages to new bytes. The elements that differ are logged, or the whole page is written if too
+//! many differ.
 
 use std::sync::Arc;
 
@@ -12,30 +12,30 @@ use crate::errors::OrRaise;
 use crate::memory::{HostBytes, Input};
 use crate::pending_batch::{BatchPage, PendingBatch};
 
-/// A page is written whole if its changes take more than one part in this many.
+/// A page is written completely if its changes need more than one part in this many.
 const LOGGED_PART: u64 = 4;
-/// The default limit for the bytes that the updates of a batch log together: well below what may wait for a
-/// snapshot.
+/// The default limit for the bytes that the updates of a batch log together. It is well below the limit for
+/// changes that wait for a snapshot.
 const LOGGED_MAX: u64 = 48 << 20;
 /// The number of bytes of a page that are compared at once.
 const COMPARED_LEN: usize = 4 << 20;
 /// The number of bytes that are compared first, at the start and in the middle of a page. If more than the
-/// allowed part differs in both, most of the page has changed, and the rest need not be read.
+/// allowed part differs in both, most of the page has changed and need not be read.
 const PROBED_LEN: usize = 64 << 10;
-/// The shortest page for which comparing these parts first pays off.
+/// The shortest page for which comparing these two parts first is worthwhile.
 const PROBES_LEN_MIN: usize = 4 * PROBED_LEN;
-/// The alignment of the middle part: a whole number of elements of any width.
+/// The alignment of the middle part, which is a multiple of every element width.
 const MIDDLE_ALIGN: usize = 4 << 10;
 
 /// The new bytes of a page.
 enum NewBytes {
     Host(HostBytes),
-    /// The bytes are on a GPU and have this length; they are copied to the host piece by piece.
+    /// Bytes on a GPU, with their length. They are copied to the host in pieces.
     External(Arc<dyn ByteSource>, u64),
 }
 
 impl NewBytes {
-    /// Takes an object's bytes, and what is known about their elements.
+    /// Returns an object's bytes, and their element type and shape.
     ///
     /// # Errors
     /// `TypeError`, `BufferError`, `MemoryRefusedError`.
@@ -61,7 +61,7 @@ impl NewBytes {
         }
     }
 
-    /// Returns a piece of the bytes, copied to `held` if it is not in host memory.
+    /// Returns a piece of the bytes. A piece that is not in host memory is copied to `held`.
     fn piece<'b>(&'b self, at: usize, len: usize, held: &'b mut Vec<u8>) -> remanent::Result<&'b [u8]> {
         match self {
             Self::Host(bytes) => Ok(&bytes.as_slice()[at..at + len]),
@@ -84,12 +84,12 @@ impl NewBytes {
     }
 }
 
-/// Adds an update of a stored page to `data` to a batch. Returns the number of elements that differ, or
-/// `None` if the whole page is written.
+/// Adds an update of a page to `data` to a batch. Returns the number of elements that differ, or `None` if
+/// the whole page is written.
 ///
 /// # Errors
-/// Errors of resolving the page and taking the bytes; `ValueError` for a second update of a page; errors of
-/// reading.
+/// Errors of resolving the page, of taking the bytes and of reading, and `ValueError` for a second update of
+/// the same page.
 pub fn update(
     pending: &PendingBatch,
     page: &Bound<'_, PyAny>,
@@ -126,8 +126,8 @@ pub fn update(
     Ok(count)
 }
 
-/// Computes the changes from the page to `data` and the bytes they take, with the page as it was compared.
-/// The changes are `None` if they take more than `left` bytes or the page is to be written whole.
+/// Computes the changes from a page to `data`, the bytes that they need, and the page as it was compared. The
+/// changes are `None` if they need more than `left` bytes or if the page must be written completely.
 fn changes(
     store: &Store,
     page: PageId,
@@ -182,8 +182,8 @@ fn changes(
     Ok((info, Some((changes, taken))))
 }
 
-/// Returns the bytes that changes take until the next snapshot: in the log, or in the memory that holds the
-/// changes of a page on disk.
+/// Returns the bytes that changes need until the next snapshot: in the log or, for a page on disk, in the
+/// memory for its changes.
 fn taken(info: &PageInfo, changes: &mut PageChanges) -> u64 {
     if info.place == Place::Disk { changes.pending_bytes().max(changes.cost()) } else { changes.cost() }
 }

@@ -1,8 +1,8 @@
-//! The operations of a batch until it is submitted, and its submission.
+//! Collects the operations of a batch until the batch is submitted.
 //!
-//! Threads share a batch, and its lock is held while operations are added. No Python code runs under that
-//! lock: no exception is created, and no object of the caller is dropped. Another thread that holds the
-//! interpreter's lock, or that a free-threaded interpreter must stop, may be waiting for the batch.
+//! Threads share a batch, whose lock is held while operations are added. No Python code runs under that lock:
+//! no exception is created, and no object of the caller is dropped. Otherwise a thread that waits for the
+//! batch could hold the interpreter lock, or could be one that a free-threaded interpreter must stop.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -18,10 +18,9 @@ use crate::new_page::PyNewPage;
 use crate::page_name::PageName;
 use crate::ticket::{Committed, Ticket};
 
-/// The remedy for a batch that was already used.
 const NEW_BATCH: &str = "make a new one with store.batch()";
 
-/// A page that an operation of a batch names.
+/// A page that is named in an operation of a batch.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub enum BatchPage {
     New(NewPage),
@@ -37,16 +36,15 @@ impl From<BatchPage> for PageRef {
     }
 }
 
-/// Why a batch takes no more operations.
+/// The reason why a batch accepts no more operations.
 #[derive(Clone, Copy)]
 enum BatchEnd {
-    /// A thread is submitting it.
     Submitting,
-    /// It was committed with this Lsn.
+    /// The batch was committed with this Lsn.
     Committed(u64),
-    /// A commit failed before the batch was logged.
+    /// The commit failed before the batch was logged.
     Refused,
-    /// Its block raised an exception.
+    /// The `with` block of the batch raised an exception.
     GivenUp,
 }
 
@@ -63,7 +61,7 @@ impl BatchEnd {
     }
 }
 
-/// A batch that threads add operations to, until one of them submits it.
+/// A batch to which threads add operations until one of them submits the batch.
 pub struct PendingBatch {
     pub gate: Arc<Gate>,
     /// The acknowledgement that a commit waits for; `None` uses the store's default.
@@ -73,13 +71,13 @@ pub struct PendingBatch {
 
 struct PendingState {
     batch: Result<WriteBatch, BatchEnd>,
-    /// What the metadata of pages states about their elements after the operations so far.
+    /// The element types that the metadata of pages states after the operations so far.
     layouts: HashMap<BatchPage, PageLayout>,
-    /// The keys of pages that this batch creates.
+    /// The pages that this batch creates, by key.
     created: HashMap<Key, NewPage>,
-    /// The bytes that its updates log, or keep in memory until the next snapshot.
+    /// The bytes that the updates of this batch log or keep in memory until the next snapshot.
     logged: u64,
-    /// The pages that it updates.
+    /// The pages that this batch updates.
     updated: HashSet<PageId>,
     committed: Option<Committed>,
 }
@@ -101,14 +99,14 @@ impl PendingBatch {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds operations. If `add` is not called, it is dropped after the lock is released, with everything it
-    /// owns.
+    /// Adds operations. If the batch accepts none, `add` and all values in it are dropped after the lock is
+    /// released.
     fn add<T>(&self, add: impl FnOnce(&mut WriteBatch) -> T) -> Result<T, BatchEnd> {
         let mut state = self.lock();
         state.batch.as_mut().map(add).map_err(|end| *end)
     }
 
-    /// Returns the exception for a batch that takes no more operations.
+    /// Returns the exception for a batch that accepts no more operations.
     fn ended(&self, py: Python<'_>, end: BatchEnd) -> PyErr {
         own(py, "ClosedError", &end.message(), NEW_BATCH, Some(&self.gate.path))
     }
@@ -121,8 +119,9 @@ impl PendingBatch {
         self.add(add).map_err(|end| self.ended(py, end))
     }
 
-    /// Adds operations that copy the caller's bytes, without the interpreter's lock. `add` only borrows the
-    /// bytes: dropping them takes that lock, which a thread must not wait for while it holds the batch.
+    /// Adds operations that copy the caller's bytes, without the interpreter lock. `add` must only borrow the
+    /// bytes: dropping them needs the interpreter lock, for which a thread must not wait while it holds the
+    /// batch.
     ///
     /// # Errors
     /// `ClosedError`.
@@ -134,7 +133,7 @@ impl PendingBatch {
         py.detach(|| self.add(add)).map_err(|end| self.ended(py, end))
     }
 
-    /// Creates a page, which later calls can name by its key.
+    /// Creates a page. Later calls of the batch can refer to the page by its key.
     ///
     /// # Errors
     /// `ClosedError`.
@@ -157,7 +156,7 @@ impl PendingBatch {
         created.map(PyNewPage).map_err(|end| self.ended(py, end))
     }
 
-    /// Resolves the page that a caller names, in this batch or in the store.
+    /// Returns the page that a caller names, from this batch or from the store.
     ///
     /// # Errors
     /// `TypeError`, `UnknownKeyError`.
@@ -174,10 +173,10 @@ impl PendingBatch {
         }
     }
 
-    /// Resolves the page of the store that a caller names.
+    /// Returns the page of the store that a caller names.
     ///
     /// # Errors
-    /// `TypeError`, `UnknownKeyError`; `ValueError` for a page that the batch creates.
+    /// `TypeError`, `UnknownKeyError`, and `ValueError` for a page that the batch creates.
     pub fn page_of_store(&self, object: &Bound<'_, PyAny>) -> PyResult<PageId> {
         let own = || {
             invalid(
@@ -205,8 +204,8 @@ impl PendingBatch {
         self.gate.inspect(py, |store| store.page_by_key(key)).map(|info| info.page)
     }
 
-    /// Returns what a page's metadata states about its elements after the operations so far. For a missing
-    /// page, which fails the commit, this is empty.
+    /// Returns what a page's metadata states about its elements after the operations so far. The result is
+    /// empty for a missing page, which fails the commit.
     ///
     /// # Errors
     /// `ClosedError` if the store is closed.
@@ -221,7 +220,8 @@ impl PendingBatch {
         })
     }
 
-    /// Adds operations that change what a page's metadata states; `add` returns what it states afterwards.
+    /// Adds operations that change what a page's metadata states about its elements. `add` returns the new
+    /// statement.
     ///
     /// # Errors
     /// `ClosedError`.
@@ -240,13 +240,13 @@ impl PendingBatch {
         added.map_err(|end| self.ended(py, end))
     }
 
-    /// Returns the bytes that its updates log, or keep in memory until the next snapshot.
+    /// Returns the bytes that the updates of this batch log or keep in memory until the next snapshot.
     pub fn logged(&self) -> u64 {
         self.lock().logged
     }
 
-    /// Adds the only update of a page that a batch may have: a second one would ignore the first. `add` is
-    /// called only for the first. `logged` is the number of bytes that the update logs.
+    /// Adds the update of a page, of which a batch may have only one, because a second update would ignore
+    /// the first. `logged` is the number of bytes that the update logs.
     ///
     /// # Errors
     /// `ValueError`, `ClosedError`.
@@ -277,12 +277,12 @@ impl PendingBatch {
         Ok(())
     }
 
-    /// Returns whether it was neither submitted nor discarded.
+    /// Returns whether the batch was neither submitted nor discarded.
     pub fn is_open(&self) -> bool {
         self.lock().batch.is_ok()
     }
 
-    /// Returns its state as text for `repr`.
+    /// Returns the state of the batch as text for `repr`.
     pub fn state_text(&self) -> String {
         match self.lock().batch.as_ref().err() {
             None => "open".to_owned(),
@@ -293,16 +293,16 @@ impl PendingBatch {
         }
     }
 
-    /// Discards its operations.
+    /// Discards the operations of the batch.
     pub fn give_up(&self) {
         let operations = std::mem::replace(&mut self.lock().batch, Err(BatchEnd::GivenUp));
         detached(operations);
     }
 
-    /// Passes the position and pages of the committed batch to `inspect`.
+    /// Calls `inspect` with the position and the pages of the committed batch.
     ///
     /// # Errors
-    /// `ClosedError` if it is not committed.
+    /// `ClosedError` if the batch is not committed.
     pub fn committed<T>(&self, py: Python<'_>, inspect: impl FnOnce(&Committed) -> T) -> PyResult<T> {
         let inspected = self.lock().committed.as_ref().map(inspect);
         let path = Some(self.gate.path.as_str());
@@ -313,8 +313,8 @@ impl PendingBatch {
     /// Submits the batch to the store of this gate.
     ///
     /// # Errors
-    /// `ValueError` if it belongs to another store; `ClosedError` if it was submitted or discarded; errors of
-    /// a submit.
+    /// `ValueError` if the batch belongs to another store, `ClosedError` if it was already submitted or
+    /// discarded, and errors of the submission.
     pub fn submit(&self, py: Python<'_>, gate: &Arc<Gate>) -> PyResult<Ticket> {
         if !Arc::ptr_eq(gate, &self.gate) {
             let remedy = "commit it to the store whose batch() made it";
@@ -343,11 +343,11 @@ impl PendingBatch {
         Ok(ticket)
     }
 
-    /// Submits the batch and waits for an acknowledgement, in slices: `ack` if given, else the batch's, else
-    /// the store's.
+    /// Submits the batch and waits, in slices, for an acknowledgement. The acknowledgement is `ack`, or else
+    /// that of the batch, or else that of the store.
     ///
     /// # Errors
-    /// As for [`submit`](Self::submit); errors of a wait.
+    /// As for [`submit`](Self::submit), and errors of the wait.
     pub fn commit(&self, py: Python<'_>, gate: &Arc<Gate>, ack: Option<Ack>) -> PyResult<Ticket> {
         let ticket = self.submit(py, gate)?;
         ticket.wait_for(py, ack.or(self.ack).unwrap_or(gate.ack), None)?;

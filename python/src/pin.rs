@@ -1,4 +1,4 @@
-//! A pin: a page that keeps its address while batches change it.
+//! `Pin`: a page that keeps its address while batches change it.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -14,7 +14,6 @@ use crate::errors::{OrRaise, PIN, STORE};
 use crate::gate::{Gate, Handle, check_process, detached};
 
 self_cell! {
-    /// A pin and the store that it borrows from.
     struct PinCell {
         owner: Arc<Store>,
         #[covariant]
@@ -22,19 +21,19 @@ self_cell! {
     }
 }
 
-/// A pin, followed in drop order by the count that keeps its store open.
+/// A pin, and the count that keeps its store open. The fields are dropped in this order.
 struct HeldPin {
     cell: PinCell,
     _handle: Handle,
 }
 
-/// The promise that a page keeps its address, for captured CUDA graphs and other holders of pointers. Created
-/// by `Store.pin`.
+/// Keeps the address of a page constant, for captured CUDA graphs and other users of pointers. Created by
+/// `Store.pin`.
 ///
-/// Batches change the page in place, and kernels that read it at the same time may see part of a change, so
-/// wait for them before committing. Kernels must not write to the page: their writes would not be logged.
-/// Operations that would change the page's address raise LeasedError and change nothing: resizing, moving,
-/// deleting or leasing the page, and `restore`.
+/// Batches change the page in place. Kernels that read the page at the same time may see part of a change, so
+/// wait for them before a commit. Kernels must not write to the page, because their writes would not be
+/// logged. Operations that would change the page's address raise `LeasedError` and change nothing: resizing,
+/// moving, deleting or leasing the page, and `restore`.
 ///
 /// >>> with remanent.Store(directory) as store:
 /// ...     store["k"] = b"here"
@@ -98,36 +97,37 @@ impl PyPin {
         self.page
     }
 
-    /// The page's length in bytes, which does not change.
+    /// The length of the page in bytes, which does not change.
     #[getter]
     fn nbytes(&self) -> u64 {
         self.len
     }
 
-    /// The address of the bytes for kernels, constant while the pin exists. None if pages live only in host
-    /// memory, and for an empty page.
+    /// The address of the bytes for kernels, constant while the pin exists. None if pages are only in host
+    /// memory, or if the page is empty.
     #[getter]
     fn address(&self, py: Python<'_>) -> PyResult<Option<u64>> {
         self.inspect(py, |pin| Ok(pin.address()))
     }
 
-    /// Returns the location of the page's bytes, for a transport that registers memory (NIXL, UCX, verbs).
+    /// Returns the location of the page's bytes as a dict, for a transport that registers memory (NIXL, UCX,
+    /// verbs).
     ///
     /// The keys are "address", "len", "kind" ("device", "pinned", "host" or "unified"), "gpu" (the CUDA
-    /// ordinal), "store", "page" and "epoch". The location is valid as long as this object; end the
+    /// ordinal), "store", "page" and "epoch". The location is valid until the pin ends, so end the
     /// registration first. Transports may only read.
     ///
-    /// :raises DeviceError: pages live only in host memory, or the page is empty.
+    /// :raises DeviceError: pages are only in host memory, or the page is empty.
     fn descriptor<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         descriptor_to_py(py, &self.inspect(py, |pin| pin.descriptor())?)
     }
 
-    /// Makes work that is enqueued on `stream` from now on see every batch submitted so far. The stream waits
-    /// on the device; the call does not wait.
+    /// Makes work that is queued on `stream` from now on see all batches submitted so far. The stream waits
+    /// on the device, and the call returns immediately.
     ///
-    /// :param stream: a CUDA handle as a number.
-    /// :raises DeviceError: a graph is being captured from the stream, the stream is another device's, or
-    ///     pages live in host memory.
+    /// :param stream: a CUDA stream handle as an int.
+    /// :raises DeviceError: a graph is being captured from the stream, the stream belongs to another device,
+    ///     or pages are in host memory.
     /// :raises ClosedError: the pin has ended.
     fn on(&self, py: Python<'_>, #[pyo3(from_py_with = arguments::stream)] stream: u64) -> PyResult<()> {
         self.inspect(py, |pin| {
@@ -137,7 +137,7 @@ impl PyPin {
         })
     }
 
-    /// Ends the pin, after which the page may be moved. Ending twice is allowed.
+    /// Ends the pin, after which the page may be moved. Does nothing if the pin has already ended.
     fn end(&self, py: Python<'_>) -> PyResult<()> {
         check_process(self.opener).or_raise(py, Some(&self.path))?;
         let held = self.pin.lock().unwrap_or_else(PoisonError::into_inner).take();

@@ -6,7 +6,8 @@ use remanent::{PageId, Position, Result, Store};
 use crate::gate::Gate;
 use crate::page_name::{found, page_names};
 
-/// Moves pages by calling `run`, and returns the Lsn of the batch that moved them, if one was needed.
+/// Moves pages by calling `run`. Returns the Lsn of the batch that moved them, or `None` if no batch was
+/// needed.
 pub fn move_pages(
     gate: &Gate,
     pages: &Bound<'_, PyAny>,

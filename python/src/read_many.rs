@@ -1,4 +1,4 @@
-//! Reading ranges of many pages with one call, as of one batch.
+//! Reads ranges of many pages with one call, as of one batch.
 
 use std::ffi::c_int;
 use std::future::Future;
@@ -23,7 +23,7 @@ use crate::gate::{Gate, check_process, seconds, wait};
 use crate::memory::{Input, Output};
 use crate::page_name::{PageName, each_page, iterable};
 
-/// The ranges that a caller names, looked up in the store.
+/// The ranges that a caller passes, looked up in the store.
 pub struct FoundRanges {
     ranges: Vec<(PageId, Range<u64>)>,
     infos: Vec<PageInfo>,
@@ -68,7 +68,8 @@ impl FoundRanges {
     }
 }
 
-/// A read of many ranges that is in flight: wait for it, or `await` it. Created by `Store.read_many`.
+/// A read of many ranges in flight. Call `wait` or `result`, or `await` the object. Created by
+/// `Store.read_many`.
 ///
 /// >>> import asyncio
 /// >>> store = remanent.Store(directory)
@@ -159,8 +160,8 @@ impl PyReadMany {
     }
 }
 
-/// Reads ranges into caller-owned buffers, each exactly as long as its range, and returns the batch as of
-/// which all bytes are. An interrupted call leaves the buffers unchanged.
+/// Reads ranges, as of one batch, into caller-owned buffers of the same lengths, and returns the batch's Lsn.
+/// An interrupted call leaves the buffers unchanged.
 pub fn fill(py: Python<'_>, gate: &Gate, found: FoundRanges, outs: &Bound<'_, PyAny>) -> PyResult<u64> {
     let outs = iterable(outs, "outs are an iterable of buffers, such as a list")?
         .map(|out| Input::take_writable(&out?))
@@ -208,12 +209,13 @@ pub fn fill(py: Python<'_>, gate: &Gate, found: FoundRanges, outs: &Bound<'_, Py
 
 #[pymethods]
 impl PyReadMany {
-    /// Returns whether the read has completed or failed, so that `result` does not wait.
+    /// Returns whether the read has completed or failed. If True, `result` does not wait.
     fn done(&self, py: Python<'_>) -> PyResult<bool> {
         self.poll(&Waker::from(self.waiters.clone())).or_raise(py, Some(&self.path))
     }
 
-    /// Waits until the read is done, up to `timeout` seconds. Returns whether it is. Ctrl-C ends the wait.
+    /// Waits until the read is done. Returns False if this takes more than `timeout` seconds. Ctrl-C ends the
+    /// wait.
     #[pyo3(signature = (timeout=None))]
     fn wait(
         &self,
@@ -223,9 +225,10 @@ impl PyReadMany {
         self.wait_up_to(py, seconds(timeout)?)
     }
 
-    /// Waits for the bytes and returns them.
+    /// Waits until the read is done and returns its bytes.
     ///
-    /// :raises UnknownPageError, OutOfBoundsError: a batch deleted or shortened a page in the meantime.
+    /// :raises UnknownPageError: a batch deleted a page before the read.
+    /// :raises OutOfBoundsError: a batch shortened a page before the read.
     /// :raises ClosedError: the store was closed before the read began.
     /// :raises PoisonedError: an earlier failure stopped the store.
     fn result(&self, py: Python<'_>) -> PyResult<PyManyBytes> {
@@ -239,7 +242,7 @@ impl PyReadMany {
         task.call_method0("__await__")
     }
 
-    /// Checks whether the read is done. If it is not, `event_fd` reports `id` once it is.
+    /// Returns whether the read is done. If not, `event_fd` will report `id` once the read is done.
     fn _poll(&self, py: Python<'_>, event_fd: &Bound<'_, EventFd>, id: u64) -> PyResult<bool> {
         check_process(self.opener).or_raise(py, Some(&self.path))?;
         self.waiters.add(event_fd.get(), id);
@@ -251,11 +254,11 @@ impl PyReadMany {
     }
 }
 
-/// The bytes of many ranges of pages, all as of one batch. Created by `ReadMany.result`.
+/// The bytes of many ranges of pages, all as of one batch. Returned by `ReadMany.result`.
 ///
-/// This is a sequence of bytes. `numpy(index)` and memoryview access the store's own buffer, read-only and
-/// without a copy. The buffer returns to the store once this object and all views of it are deleted. All such
-/// buffers together use at most 256 MiB.
+/// The object is a sequence of bytes. `numpy(index)` and memoryview access the store's own buffer, read-only
+/// and without a copy. The buffer returns to the store once this object and all views of it are deleted. All
+/// such buffers together use at most 256 MiB.
 ///
 /// >>> with remanent.Store(directory) as store:
 /// ...     store["a"], store["b"] = bytes(range(4)), b"b"
@@ -268,7 +271,7 @@ pub struct PyManyBytes {
     path: String,
     infos: Arc<[PageInfo]>,
     bytes: Arc<ManyBytes>,
-    /// The length of the whole buffer, as the buffer protocol needs it.
+    /// The length of the whole buffer in bytes, in the type that the buffer protocol needs.
     shape: [i64; 1],
 }
 
@@ -283,7 +286,7 @@ impl PyManyBytes {
         Ok(&self.bytes)
     }
 
-    /// Resolves a Python index, which counts from the end if negative.
+    /// Converts a Python index, which counts from the end if negative, to the index of a range.
     fn index(&self, index: isize) -> PyResult<usize> {
         let count = self.bytes.count();
         let from_start = if index < 0 { count.checked_add_signed(index) } else { Some(index as usize) };
@@ -295,13 +298,13 @@ impl PyManyBytes {
 
 #[pymethods]
 impl PyManyBytes {
-    /// The Lsn of the batch as of which all bytes are.
+    /// The Lsn of the batch whose state the bytes show.
     #[getter]
     fn lsn(&self, py: Python<'_>) -> PyResult<u64> {
         Ok(self.bytes(py)?.lsn().0)
     }
 
-    /// The total length of all ranges, in bytes.
+    /// The total length of all ranges in bytes.
     #[getter]
     fn nbytes(&self) -> i64 {
         self.shape[0]
@@ -320,21 +323,21 @@ impl PyManyBytes {
         Ok(PyBytes::new(py, bytes.get(self.index(index)?)))
     }
 
-    /// Returns all ranges as a list of bytes.
+    /// Returns the ranges as a list of bytes objects.
     fn tolist<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let bytes = self.bytes(py)?;
         PyList::new(py, (0..bytes.count()).map(|index| PyBytes::new(py, bytes.get(index))))
     }
 
-    /// Returns a range as a read-only NumPy array in the store's buffer.
+    /// Returns one range as a read-only NumPy array in the store's buffer.
     ///
     /// :param index: the index of the range in the call.
     /// :param dtype: the element type, such as "float32" or "F32". None uses the dtype in the page's
     ///     metadata, or "uint8".
-    /// :param shape: the shape, in elements. None uses the shape in the page's metadata if the range is the
-    ///     whole page, or one dimension.
+    /// :param shape: the length of each dimension in elements. None uses the shape in the page's metadata if
+    ///     the range is the whole page, and otherwise one dimension.
     /// :raises ValueError: the length of the range does not match `dtype` and `shape`.
-    /// :raises MemoryRefusedError: as for `Array.numpy`.
+    /// :raises MemoryRefusedError: NumPy and `ml_dtypes` have no such element type.
     #[pyo3(signature = (index, dtype=None, shape=None))]
     fn numpy<'py>(
         slf: &Bound<'py, Self>,

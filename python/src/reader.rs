@@ -1,4 +1,4 @@
-//! Reading pages and the root from any source: an open store, a view, an earlier state or a replica.
+//! `Reader`: reads pages and the root from an open store, a view, an earlier state or a replica.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
@@ -16,14 +16,14 @@ use crate::page_name::{PageName, prefix_of};
 use crate::source::Source;
 use crate::values::{ROOT, metadata_to_py};
 
-/// The number of attempts to read a page into memory of its looked-up length before the engine determines the
-/// length itself.
+/// The number of attempts to read a page into memory whose length was looked up before. After these, the
+/// engine determines the length itself.
 const TRIES: usize = 2;
 
-/// The largest number of pages whose keys are compared with a missing key.
+/// The largest number of pages whose keys are compared with an unknown key.
 const COMPARED_KEYS_MAX: u64 = 1000;
 
-/// Reads a whole page into memory that `make` returns for its length.
+/// Reads a whole page into memory that `make` allocates for the page's length.
 fn read_whole<M>(
     pages: &dyn ReadPages,
     name: &PageName,
@@ -54,10 +54,10 @@ fn read_whole<M>(
     Ok((info, memory))
 }
 
-/// Read access to pages and the root: the base class of `Store`, `LiveView`, `View` and `Replica`.
+/// Read access to pages and the root. The base class of `Store`, `LiveView`, `View` and `Replica`.
 ///
-/// A page is named by its id (int), its key (str or bytes) or its PageInfo. The reader is a mapping from keys
-/// to bytes. Iteration yields the keys, as str if they are UTF-8; `pages` also finds pages without a key.
+/// A page is named by its id (int), its key (str or bytes) or its `PageInfo`. A reader is a mapping from keys
+/// to bytes. Iteration yields the keys, as str if they are UTF-8. `pages` also returns pages without a key.
 ///
 /// >>> def total(pages: remanent.Reader) -> int:
 /// ...     return sum(info.length for info in pages.pages())
@@ -75,12 +75,11 @@ impl Reader {
         Self { source }
     }
 
-    /// Runs a lookup that does not wait.
     fn inspect<T>(&self, py: Python<'_>, run: impl FnOnce(&dyn ReadPages) -> Result<T>) -> PyResult<T> {
         self.source.inspect(py, run).or_raise_of(py, self.source.path(), self.source.handle())
     }
 
-    /// Runs a call without the interpreter's lock.
+    /// Runs a call without the interpreter lock.
     fn call<T: Send>(
         &self,
         py: Python<'_>,
@@ -93,7 +92,7 @@ impl Reader {
         self.found(name.py(), &PageName::take(name)?)
     }
 
-    /// Finds the page with this name. The error for a missing key suggests the most similar key.
+    /// Looks up a page. The error for an unknown key suggests the most similar key.
     fn found(&self, py: Python<'_>, name: &PageName) -> PyResult<PageInfo> {
         match self.source.inspect(py, |pages| name.find(pages)) {
             Err(error @ Error::UnknownKey { .. }) => Err(self.unknown_key(py, &error)),
@@ -110,7 +109,8 @@ impl Reader {
         to_py_with(py, error, &addition, self.source.path())
     }
 
-    /// Returns the most similar key, if there are few enough keys to compare them all.
+    /// Returns the key that is most similar to `wanted`. Returns `None` if there are too many keys to
+    /// compare.
     fn similar_key(&self, py: Python<'_>, wanted: &str) -> Option<String> {
         let similar = |pages: &dyn ReadPages| {
             if pages.page_count()? > COMPARED_KEYS_MAX {
@@ -123,7 +123,7 @@ impl Reader {
         self.source.inspect(py, similar).ok().flatten()
     }
 
-    /// Reads a whole page directly into the memory of the returned object.
+    /// Reads a whole page directly into the memory of a new bytes object.
     fn whole<'py>(&self, py: Python<'py>, name: &PageName) -> PyResult<Bound<'py, PyBytes>> {
         for _ in 0..TRIES {
             let info = self.found(py, name)?;
@@ -151,18 +151,19 @@ impl Reader {
 
 #[pymethods]
 impl Reader {
-    /// Returns an HTML table of pages and root for notebooks, without page contents.
+    /// Returns an HTML table of the pages and the root for notebooks. Contents of pages are not shown.
     fn _repr_html_<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         slf.py().import("remanent._store.html")?.call_method1("reader", (slf,))
     }
 
-    /// The Lsn of the newest batch visible here.
+    /// The Lsn of the newest batch that is visible in this reader.
     #[getter]
     fn lsn(&self, py: Python<'_>) -> PyResult<u64> {
         self.inspect(py, |pages| pages.lsn().map(|lsn| lsn.0))
     }
 
-    /// The root, the store's own metadata, as a read-only copy. `Batch.set_root` changes it.
+    /// The root, which is the store's own metadata, as a read-only copy. To change entries, use
+    /// `Batch.set_root`.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     with store.batch() as batch:
@@ -186,12 +187,16 @@ impl Reader {
         self.inspect(py, |pages| pages.page_count())
     }
 
-    /// Returns a page's length, version, place, key and metadata.
+    /// Returns the length, epoch, place, key and metadata of a page.
+    ///
+    /// :raises UnknownPageError: no page has this id.
+    /// :raises UnknownKeyError: no page has this key.
     fn info(&self, page: &Bound<'_, PyAny>) -> PyResult<Info> {
         self.find(page).map(Info)
     }
 
-    /// Returns all pages, or those whose keys begin with `prefix` (str or bytes), ordered by id.
+    /// Returns the `PageInfo` of all pages, or of those whose keys begin with `prefix` (str or bytes),
+    /// ordered by id.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     for key in ("layer.0/w", "layer.1/w", "head"):
@@ -228,7 +233,7 @@ impl Reader {
         Ok(self.keys(py)?.try_iter()?.into_any())
     }
 
-    /// Returns the keys that IPython completes after `store["`.
+    /// Returns the keys with which IPython completes `store["`.
     fn _ipython_key_completions_<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         self.keys(py)
     }
@@ -254,7 +259,7 @@ impl Reader {
         self.whole(page.py(), &PageName::take(page)?)
     }
 
-    /// Returns a whole page as bytes, or `default` if the page does not exist.
+    /// Returns the bytes of a whole page, or `default` if the page does not exist.
     #[pyo3(signature = (page, default=None))]
     fn get<'py>(
         &self,
@@ -267,10 +272,13 @@ impl Reader {
         Ok(default)
     }
 
-    /// Returns `length` bytes of a page from `offset` on, or all bytes to its end.
+    /// Returns `length` bytes of a page from `offset` on. None reads to the end of the page.
     ///
-    /// :raises UnknownPageError, UnknownKeyError, OutOfBoundsError, DamagedError: the range cannot be read.
-    /// :raises OvertakenError: this is a view, and the bytes it refers to are no longer kept.
+    /// :raises UnknownPageError: no page has this id.
+    /// :raises UnknownKeyError: no page has this key.
+    /// :raises OutOfBoundsError: the range is not within the page.
+    /// :raises DamagedError: bytes on disk differ from the bytes that were written.
+    /// :raises OvertakenError: this is a view, and its bytes are no longer kept.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     store["k"] = b"remanent"
@@ -300,15 +308,15 @@ impl Reader {
         PyBytes::new_with(py, len as usize, |memory| self.call(py, |pages| pages.read(page, offset, memory)))
     }
 
-    /// Fills `out` with the bytes of a page from `offset` on. Returns the number of bytes, the length of
-    /// `out`.
+    /// Fills `out` with the bytes of a page from `offset` on, and returns their number, which is the length
+    /// of `out`.
     ///
     /// :param out: contiguous, writable host memory: a bytearray, a NumPy array, or a tensor with
-    ///     `__dlpack__`. For an open store whose pages live on a GPU, a tensor on that GPU is accepted too;
-    ///     its bytes come from the GPU's own memory or from pages on disk, after the work that is on the
-    ///     tensor's current stream.
-    /// :raises BufferError: `out` is not writable or is on another device. Other errors are those of `read`,
-    ///     after which part of `out` may have changed.
+    ///     `__dlpack__`. An open store whose pages are on a GPU also accepts a tensor on that GPU. Such a
+    ///     tensor is filled after the work that is queued on its current stream, from the GPU's memory or
+    ///     from pages on disk.
+    /// :raises BufferError: `out` is not writable or is on another device. Other errors are those of `read`;
+    ///     after one of them, part of `out` may have changed.
     ///
     /// >>> out = bytearray(4)
     /// >>> with remanent.Store(directory) as store:
@@ -349,7 +357,8 @@ impl Reader {
     ///
     /// :param dtype: the element type, such as "float32" or "F32". None uses the dtype in the page's
     ///     metadata, or "uint8".
-    /// :param shape: the shape, in elements. None uses the shape in the page's metadata, or one dimension.
+    /// :param shape: the length of each dimension in elements. None uses the shape in the page's metadata, or
+    ///     one dimension.
     /// :raises ValueError: the page's length does not match `dtype` and `shape`. Other errors are those of
     ///     `read`.
     ///
@@ -375,8 +384,8 @@ impl Reader {
         Ok(Array::new(bytes, dtype, &shape))
     }
 
-    /// Returns a copy of a whole page as a NumPy array. `dtype`, `shape` and errors are those of `array`, and
-    /// errors those of `Array.numpy` too.
+    /// Returns a copy of a whole page as a NumPy array. `dtype` and `shape` are those of `array`, and errors
+    /// are those of `array` and of `Array.numpy`.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     with store.batch() as batch:

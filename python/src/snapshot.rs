@@ -1,4 +1,4 @@
-//! Kept snapshots, and what a retention removes, as Python objects.
+//! Snapshots, and the result of a prune, as Python objects.
 
 use std::time::Duration;
 
@@ -8,27 +8,27 @@ use remanent::snapshot::PruneReport;
 
 use crate::values::REPORT;
 
-/// A snapshot that is kept.
+/// A snapshot of a store. Returned by `Store.snapshot` and `Store.snapshots`.
 #[pyclass(frozen, get_all, eq, module = "remanent")]
 #[derive(Clone, PartialEq)]
 pub struct SnapshotInfo {
-    /// The snapshot's number.
+    /// The number of the snapshot.
     pub id: u64,
-    /// The name, which keeps the snapshot until it is given up, or None.
+    /// The name, which keeps the snapshot until `prune` gives up the name, or None.
     pub name: Option<String>,
     /// The time when the snapshot was written, in milliseconds since 1970.
     pub created_unix_ms: u64,
-    /// The Lsn after which replay starts.
+    /// The Lsn after which an open replays the log.
     pub redo: u64,
-    /// The Lsn of the batch whose state the snapshot is.
+    /// The Lsn of the batch whose state the snapshot contains.
     pub end: u64,
-    /// The number of pages.
+    /// The number of pages in the snapshot.
     pub pages: u64,
-    /// The bytes of all its images.
+    /// The total bytes of all images that the snapshot names.
     pub bytes: u64,
-    /// The bytes of the images that this snapshot wrote; it shares the others with older snapshots.
+    /// The bytes of the images that this snapshot wrote. All other images are shared with older snapshots.
     pub bytes_written: u64,
-    /// Whether the snapshot was read back past the cache.
+    /// Whether the snapshot was read back from the disk and verified.
     pub verified: bool,
 }
 
@@ -64,7 +64,7 @@ impl SnapshotInfo {
     }
 }
 
-/// What a prune removed, or would remove.
+/// The snapshots and files that a prune removed or, with `dry_run`, would remove. Returned by `Store.prune`.
 #[pyclass(frozen, module = "remanent")]
 pub struct Pruned {
     snapshots: Vec<SnapshotInfo>,
@@ -92,19 +92,19 @@ impl Pruned {
         REPORT.freeze_list(py, self.snapshots.iter().cloned())
     }
 
-    /// The numbers of snapshots that no rule keeps but a reader holds.
+    /// The numbers of snapshots that no rule keeps but that are in use by a reader.
     #[getter]
     fn held<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         REPORT.freeze_list(py, self.held.iter().copied())
     }
 
-    /// The removed files, with their lengths in bytes.
+    /// The removed files as (path, length in bytes) pairs.
     #[getter]
     fn files<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         REPORT.freeze_list(py, self.files.iter().cloned())
     }
 
-    /// The total length of the removed files, in bytes.
+    /// The total length of the removed files in bytes.
     #[getter]
     fn bytes(&self) -> u64 {
         self.bytes
@@ -120,7 +120,7 @@ impl Pruned {
     }
 }
 
-/// Builds a retention that uses the store's own rules where no rule is given.
+/// Returns retention rules. A rule that the caller does not pass is that of the store.
 pub fn retention(
     store: &Store,
     snapshots_kept: Option<usize>,

@@ -1,4 +1,4 @@
-//! The sources that pages and the root are read from: an open store, a view of it, an earlier state or a
+//! The sources from which pages and the root are read: an open store, a view of it, an earlier state or a
 //! replica.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,7 +13,6 @@ use self_cell::self_cell;
 use crate::gate::{Gate, Handle, check_process, detached};
 
 self_cell! {
-    /// A view and the store that it borrows from.
     pub struct LiveCell {
         owner: Arc<Store>,
         #[not_covariant]
@@ -21,7 +20,6 @@ self_cell! {
     }
 }
 
-/// A source of pages.
 pub enum Source {
     Store(Arc<Gate>),
     Live(LiveSource),
@@ -29,20 +27,20 @@ pub enum Source {
     Replica(Mutex<Replica>),
 }
 
-/// A view of an open store, until it is closed.
+/// A view of an open store.
 pub type LiveSource = Closable<HeldView>;
 
-/// An earlier state, until it is closed.
+/// A view of an earlier state.
 pub type PastSource = Closable<View>;
 
-/// A view that one call may close while others read from it.
+/// A view that one call may close while other calls read from it.
 pub struct Closable<V> {
     opener: u32,
     pub path: String,
     view: Mutex<Option<Arc<V>>>,
 }
 
-/// A view, followed in drop order by the count that keeps its store open.
+/// A view, and the count that keeps its store open. The fields are dropped in this order.
 pub struct HeldView {
     cell: LiveCell,
     _handle: Handle,
@@ -74,7 +72,7 @@ impl<V: Send + Sync> Closable<V> {
     }
 }
 
-/// Locks a replica, waiting without the interpreter's lock.
+/// Locks a replica. The interpreter lock is released while the call waits.
 pub fn locked<'r>(py: Python<'_>, replica: &'r Mutex<Replica>) -> MutexGuard<'r, Replica> {
     replica.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner)
 }
@@ -89,7 +87,7 @@ impl Source {
         }
     }
 
-    /// Returns how errors name the source once it is closed.
+    /// Returns the kind of the source, for errors after it was closed.
     pub fn handle(&self) -> crate::errors::Handle {
         match self {
             Source::Store(_) | Source::Replica(_) => crate::errors::STORE,
@@ -98,7 +96,7 @@ impl Source {
         }
     }
 
-    /// Runs a call that waits for nothing except, for a replica, a batch that is being applied.
+    /// Runs a call that does not wait. Only a replica may first wait for a batch that is being applied.
     pub fn inspect<T>(&self, py: Python<'_>, run: impl FnOnce(&dyn ReadPages) -> Result<T>) -> Result<T> {
         match self {
             // Other threads can run Python code while this waits.
@@ -107,7 +105,6 @@ impl Source {
         }
     }
 
-    /// Runs a call on the pages.
     pub fn with<T>(&self, run: impl FnOnce(&dyn ReadPages) -> Result<T>) -> Result<T> {
         match self {
             Source::Store(gate) => run(&*gate.enter()?),

@@ -1,11 +1,10 @@
-//! The report of an open and the statistics of a store, as dicts.
+//! Converts the report of an open and the statistics of a store to dicts.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 use remanent::stats::Stats;
 use remanent::store::RecoveryReport;
 
-/// Converts the report of what an open found and did.
 pub fn report_to_py(py: Python<'_>, report: RecoveryReport) -> PyResult<Bound<'_, PyDict>> {
     let dict = PyDict::new(py);
     dict.set_item("created", report.created)?;
@@ -26,7 +25,6 @@ pub fn report_to_py(py: Python<'_>, report: RecoveryReport) -> PyResult<Bound<'_
     Ok(dict)
 }
 
-/// Converts counts and sizes.
 pub fn stats_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
     dict.set_item("logged", stats.logged.0)?;
@@ -65,7 +63,7 @@ pub fn stats_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, P
     Ok(dict)
 }
 
-/// Converts requests and evictions by place to a dict.
+/// Converts the requests and evictions of each place to a dict.
 fn tiers_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDict>> {
     let tiers = PyDict::new(py);
     for tier in &stats.tiers {
@@ -80,7 +78,7 @@ fn tiers_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDic
     Ok(tiers)
 }
 
-/// Converts the pages that the store moved, by source and target place, to a list.
+/// Converts the pages that the store moved, by source and target place, to a list of dicts.
 fn moves_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyList>> {
     let list = PyList::empty(py);
     for of in &stats.moves {
@@ -95,7 +93,7 @@ fn moves_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyLis
     Ok(list)
 }
 
-/// Converts transfers between places by lists of device commands to a list.
+/// Converts transfers between places, which lists of device commands made, to a list of dicts.
 fn transfers_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyList>> {
     let list = PyList::empty(py);
     for of in &stats.transfers {
@@ -111,7 +109,7 @@ fn transfers_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, P
     Ok(list)
 }
 
-/// Converts the lists of each lane, and the waits for them, to a dict.
+/// Converts the command lists of each lane, and the waits for them, to a dict.
 fn lanes_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDict>> {
     let lanes = PyDict::new(py);
     for (lane, of) in &stats.lanes {

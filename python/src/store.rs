@@ -181,13 +181,14 @@ impl PyStore {
         Ok(PyClassInitializer::from(reader).add_subclass(Self { gate }))
     }
 
-    /// The store's directory, as given to the constructor.
+    /// The path of the store's directory, as passed to the constructor.
     #[getter]
     fn path(&self) -> &str {
         &self.gate.path
     }
 
-    /// The absolute path of the store's directory now, which may have been moved since the store was opened.
+    /// The current absolute path of the store's directory. It differs from `path` after the directory was
+    /// moved.
     ///
     /// :raises NoStoreError: the directory was removed.
     #[getter]
@@ -195,7 +196,7 @@ impl PyStore {
         self.gate.inspect(py, |store| Ok(here(store)?.into_os_string()))
     }
 
-    /// The store's identity, drawn at random when the store was created, as hexadecimal text.
+    /// The identity of the store as hexadecimal text. It is chosen at random when the store is created.
     #[getter]
     fn id(&self, py: Python<'_>) -> PyResult<String> {
         self.gate.inspect(py, |store| Ok(store.id().to_string()))
@@ -219,11 +220,11 @@ impl PyStore {
 
     /// Returns counts and sizes since the store was opened, in bytes unless stated otherwise.
     ///
-    /// "on_disk" counts the pages in the place "disk" and their bytes. "pending_bytes" is the host memory
-    /// that holds what batches wrote to those pages since their newest images. "places" is page memory by
-    /// place. "tiers" counts what `ensure` asked for and what was evicted to make room. "moves" counts pages
-    /// that the store moved. "transfers" and "lanes" count what the device's lists moved and how long calls
-    /// waited for them.
+    /// "on_disk" counts the pages in the place "disk" and their bytes. "pending_bytes" is the host memory for
+    /// changes to these pages since their newest images. "places" is page memory by place. "tiers" counts the
+    /// pages that `ensure` requested and the pages that were evicted to make room. "moves" counts pages that
+    /// the store moved. "transfers" and "lanes" count the bytes that the device's command lists moved, and
+    /// the time that calls waited for them.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     store["k"] = b"abc"
@@ -234,17 +235,18 @@ impl PyStore {
         stats_to_py(py, &self.gate.inspect(py, |store| Ok(store.stats()))?)
     }
 
-    /// Sets the contents of the page with key `key`, in one batch, creating it if it does not exist. Returns
-    /// the page's id.
+    /// Sets the contents of the page with key `key` in one batch, creating the page if it does not exist.
+    /// Returns the page's id.
     ///
-    /// For an array, the metadata entries `dtype` and `shape` are set, so that `numpy` and `array` return the
-    /// same array. Plain bytes remove these entries. `store[key] = data` does the same.
+    /// For an array, the metadata entries `dtype` and `shape` are set. `numpy` and `array` then return an
+    /// array of the same type and shape. Bytes remove these entries. `store[key] = data` does the same.
     ///
     /// :param data: contiguous host memory: bytes, a NumPy array or a tensor.
-    /// :param place: the place of a new page.
-    /// :raises InvalidTypeError: metadata has no name for the element type, such as NumPy dates and
+    /// :param place: the place of a new page: "host", "pinned", "device:N" or "disk".
+    /// :raises InvalidTypeError: metadata has no name for the element type, such as NumPy's dates and
     ///     structures. Nothing changed.
-    /// :raises OverBudgetError, DiskFullError: nothing changed.
+    /// :raises OverBudgetError: the page does not fit in the budget of its place. Nothing changed.
+    /// :raises DiskFullError: the disk has no space for the batch. Nothing changed.
     /// :raises InvalidError: the key is not 1 to 64 bytes long.
     ///
     /// >>> import numpy
@@ -285,11 +287,12 @@ impl PyStore {
         })
     }
 
-    /// Returns a new batch: a context manager that commits at the end of the block and discards the batch on
-    /// an exception.
+    /// Returns a new `Batch`. As a context manager, the batch is committed at the end of the block and
+    /// discarded if the block raises an exception.
     ///
-    /// :param ack: what the commit waits for; None uses the store's `ack`.
-    /// :param note: a remark of up to 64 KiB.
+    /// :param ack: the acknowledgement that the commit waits for: "applied", "logged" or "durable". None uses
+    ///     the store's `ack`.
+    /// :param note: a remark of up to 64 KiB that is stored in the log.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     with store.batch(note="first") as batch:
@@ -312,10 +315,10 @@ impl PyStore {
         Ok(batch)
     }
 
-    /// Logs `batch` and returns a Ticket without waiting for durability.
+    /// Logs `batch` and returns a `Ticket` without waiting for durability.
     ///
-    /// :raises ConflictError, UnknownPageError, OutOfBoundsError, TakenError, OverBudgetError, DiskFullError:
-    ///     nothing changed.
+    /// :raises Error: the batch is rejected, for example with `ConflictError`, `UnknownPageError`,
+    ///     `OutOfBoundsError`, `TakenError`, `OverBudgetError` or `DiskFullError`. Nothing changed.
     /// :raises PoisonedError: an earlier failure stopped the store.
     ///
     /// >>> with remanent.Store(directory) as store:
@@ -330,7 +333,8 @@ impl PyStore {
         batch.get().0.submit(py, &self.gate)
     }
 
-    /// Submits `batch` and waits for its acknowledgement: `ack` if given, else the batch's, else the store's.
+    /// Submits `batch` and waits for its acknowledgement, which is `ack`, or else that of the batch, or else
+    /// that of the store. Returns a `Receipt`. Errors are those of `submit`.
     #[pyo3(signature = (batch, ack=None))]
     fn commit(
         &self,
@@ -342,8 +346,7 @@ impl PyStore {
         batch.get().0.commit(py, &self.gate, ack).map(|ticket| Receipt(ticket.committed()))
     }
 
-    /// Waits until batch `lsn` and all batches before it survive a power cut. None waits for the newest
-    /// batch.
+    /// Waits until batch `lsn` and all earlier batches survive a power cut. None waits for the newest batch.
     #[pyo3(signature = (lsn=None))]
     fn wait_durable(
         &self,
@@ -355,14 +358,16 @@ impl PyStore {
 
     /// Moves `pages` to `place`. Pages already at `place` are unchanged.
     ///
-    /// The pages move in one batch, or in several of 4,096 pages and 256 MiB if there are more. With tiers,
-    /// other pages are evicted if there is no room. Returns the Lsn of the last batch, or None if all pages
-    /// were already there.
+    /// The pages move in one batch, or in several batches of 4,096 pages and 256 MiB each. With tiers, other
+    /// pages are evicted if there is no room. Returns the Lsn of the last batch, or None if all pages were
+    /// already at `place`.
     ///
     /// :param pages: an iterable of pages.
     /// :param place: "host", "pinned", "device:N" or "disk".
-    /// :raises UnknownPageError, UnknownKeyError: nothing moved.
-    /// :raises OverBudgetError, LeasedError: the rejected batch moved nothing.
+    /// :raises UnknownPageError: no page has one of the ids. Nothing moved.
+    /// :raises UnknownKeyError: no page has one of the keys. Nothing moved.
+    /// :raises OverBudgetError: the pages do not fit in the budget of `place`. Earlier batches stay moved.
+    /// :raises LeasedError: a page is leased or pinned. Earlier batches stay moved.
     ///
     /// >>> with remanent.Store(directory, device="host") as store:
     /// ...     store["a"], store["b"] = b"one", b"two"
@@ -379,11 +384,13 @@ impl PyStore {
         move_pages(&self.gate, pages, |store, pages| store.ensure(pages, place))
     }
 
-    /// Starts moving `pages` to `place` in the background and returns immediately.
+    /// Starts moving `pages` to `place` in the background and returns a `Prefetch` immediately.
     ///
-    /// The pages move a few at a time, in the given order, after those of earlier calls.
+    /// The pages move a few at a time, in order, after the pages of earlier calls.
     ///
-    /// :raises UnknownPageError, UnknownKeyError: nothing moves. `Prefetch.wait` raises all other errors.
+    /// :raises UnknownPageError: no page has one of the ids. Nothing moves.
+    /// :raises UnknownKeyError: no page has one of the keys. Nothing moves. All other errors are raised by
+    ///     `Prefetch.wait`.
     fn prefetch(
         &self,
         pages: &Bound<'_, PyAny>,
@@ -393,13 +400,14 @@ impl PyStore {
         PyPrefetch::begin(pages.py(), &self.gate, pages, place)
     }
 
-    /// Iterates over `steps`, moving the pages of each step to `place` before they are used.
+    /// Returns a `ReadAhead`, which iterates over `steps` and moves the pages of each step to `place` before
+    /// their use.
     ///
-    /// Exhaust or close the iterator (it is a context manager) before the store is closed.
+    /// Exhaust the iterator, or close it as a context manager, before the store is closed.
     ///
     /// :param steps: an iterable of iterables of pages.
-    /// :raises UnknownPageError, UnknownKeyError, OverBudgetError, LeasedError, DamagedError: raised by the
-    ///     step concerned.
+    /// :raises Error: a step's pages cannot be moved, for example with `UnknownKeyError`, `OverBudgetError`
+    ///     or `LeasedError`. Raised by the iterator at that step.
     fn read_ahead(
         &self,
         steps: &Bound<'_, PyAny>,
@@ -409,14 +417,14 @@ impl PyStore {
         PyReadAhead::begin(steps.py(), &self.gate, steps, place)
     }
 
-    /// Moves pages to the first of the store's tiers, as `ensure` does.
+    /// Moves pages to the first of the store's tiers, in the same way as `ensure`.
     ///
     /// :raises InvalidError: the store was opened without tiers. Other errors are those of `ensure`.
     fn promote(&self, pages: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
         move_pages(&self.gate, pages, Store::promote)
     }
 
-    /// Moves each page one tier down from its current tier, for pages that the caller does not need soon.
+    /// Moves each page from its tier to the next lower tier. Use this for pages that are not needed soon.
     ///
     /// :raises InvalidError: the store was opened without tiers. Other errors are those of `ensure`.
     ///
@@ -431,8 +439,8 @@ impl PyStore {
         move_pages(&self.gate, pages, |store, pages| store.demote(pages).map(|()| None)).map(drop)
     }
 
-    /// Returns a view of the pages and the root at the newest batch, unaffected by later commits. Close it
-    /// before the store.
+    /// Returns a `LiveView` of the pages and the root at the newest batch. Later commits do not change the
+    /// view. Close the view before the store.
     ///
     /// >>> store = remanent.Store(directory)
     /// >>> with store.view() as view:
@@ -446,13 +454,15 @@ impl PyStore {
         Py::new(py, PyClassInitializer::from(reader).add_subclass(PyLiveView))
     }
 
-    /// Leases a page: its current bytes can be read in place and stay unchanged while batches continue. End
-    /// the lease before closing the store.
+    /// Returns a `Lease`, with which a page's current bytes can be read in place. Batches that change the
+    /// page do not change these bytes. End the lease before closing the store.
     ///
     /// :param dtype: the element type, such as "float32" or "F32". None uses the dtype in the page's
     ///     metadata, or "uint8".
-    /// :param shape: the shape, in elements. None uses the shape in the page's metadata, or one dimension.
-    /// :raises UnknownPageError, DamagedError: the page cannot be leased.
+    /// :param shape: the length of each dimension in elements. None uses the shape in the page's metadata, or
+    ///     one dimension.
+    /// :raises UnknownPageError: no page has this id.
+    /// :raises DamagedError: bytes on disk differ from the bytes that were written.
     /// :raises ValueError: the page's length does not match `dtype` and `shape`.
     ///
     /// >>> with remanent.Store(directory, device="host") as store:
@@ -472,11 +482,13 @@ impl PyStore {
         PyLease::take(slf.py(), &slf.gate, page, dtype, shape)
     }
 
-    /// Pins a page: it keeps its address, and batches change it in place. End the pin before closing the
-    /// store.
+    /// Returns a `Pin`, which keeps the address of a page constant. Batches change the page in place. End the
+    /// pin before closing the store.
     ///
-    /// :raises UnknownPageError, UnknownKeyError, DamagedError: the page cannot be pinned.
-    /// :raises LeasedError: the page is leased, or work on a lease's streams may still read it.
+    /// :raises UnknownPageError: no page has this id.
+    /// :raises UnknownKeyError: no page has this key.
+    /// :raises DamagedError: bytes on disk differ from the bytes that were written.
+    /// :raises LeasedError: the page is leased, or work on a stream of a lease may still read it.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     store["k"] = b"v"
@@ -489,19 +501,21 @@ impl PyStore {
         PyPin::take(slf.py(), &slf.gate, page)
     }
 
-    /// Makes `memory` a working copy of a page, whose changes `Batch.capture` commits to the page.
+    /// Returns a `WorkingCopy`, through which `Batch.capture` commits changes of `memory` to a page.
     ///
-    /// :param memory: a writable, contiguous array or tensor as long as the page, on the device that holds
-    ///     pages, or in host memory if that is the host. It is kept alive as long as the copy and must not be
-    ///     freed underneath it, such as by `resize_` of a torch storage.
-    /// :param width: bytes per element: 1, 2, 4, 8 or 16. An element changes as a whole.
-    /// :param shadow: what the memory is compared with. "page": the page itself, which must be in memory. A
-    ///     place, such as "host": a copy in that place, as long as the page. "digests": 16 bytes of host
-    ///     memory for each 64 KiB; chunks that changed are logged whole.
-    /// :param load: whether to copy the page's bytes to `memory` now. If false, `memory` keeps its contents,
+    /// :param memory: a writable, contiguous array or tensor with the length of the page. It must be on the
+    ///     device of the store's pages, or in host memory if pages are on the host. The working copy keeps
+    ///     the memory alive. The memory must not be freed in another way, such as by `resize_` of a torch
+    ///     storage.
+    /// :param width: the bytes per element: 1, 2, 4, 8 or 16. Changes are detected and logged by element.
+    /// :param shadow: the reference with which the memory is compared. "page" uses the page itself, which
+    ///     must be in memory. A place, such as "host", uses a copy of the page in that place. "digests" uses
+    ///     16 bytes of host memory per 64 KiB; chunks that changed are then logged completely.
+    /// :param load: whether to copy the page's bytes to `memory` now. If False, `memory` keeps its contents,
     ///     and the next capture commits them to the page.
-    /// :raises UnknownPageError, UnknownKeyError: the page does not exist.
-    /// :raises InvalidError: the dtype of the array is not that of the page.
+    /// :raises UnknownPageError: no page has this id.
+    /// :raises UnknownKeyError: no page has this key.
+    /// :raises InvalidError: the dtype of the array differs from that of the page.
     /// :raises MemoryRefusedError: the memory has another length, is not a whole number of elements, or is on
     ///     another device.
     /// :raises DeviceError: `shadow` is "page" and the page is on disk.
@@ -520,12 +534,14 @@ impl PyStore {
         PyWorkingCopy::make(slf.py(), &slf.gate, page, memory, (width, shadow), load)
     }
 
-    /// Removes a page from the store and gives its memory to the caller, such as for recovered weights that a
-    /// model continues to use. When this returns, no later open finds the page.
+    /// Removes a page from the store and returns its memory as a `PageMemory`, for example for recovered
+    /// weights that a model continues to use. After the call, no later open finds the page.
     ///
-    /// A page that lives in caller-owned memory (`Batch.create_in`) leaves that memory to the caller.
+    /// If the page is in caller-owned memory (`Batch.create_in`), the memory stays with the caller.
     ///
-    /// :raises UnknownPageError, UnknownKeyError, DamagedError: nothing changed.
+    /// :raises UnknownPageError: no page has this id.
+    /// :raises UnknownKeyError: no page has this key.
+    /// :raises DamagedError: bytes on disk differ from the bytes that were written. Nothing changed.
     /// :raises LeasedError: the page is leased or pinned. Nothing changed.
     /// :raises DeviceError: the page is on disk and has no memory. Nothing changed.
     ///
@@ -539,12 +555,16 @@ impl PyStore {
         Ok(PyPageMemory::of(&slf.gate, bytes))
     }
 
-    /// Starts reading ranges of many pages as of one batch: the newest one submitted so far, or a later one.
-    /// Returns a ReadMany to wait on or to `await`.
+    /// Starts to read ranges of many pages and returns a `ReadMany`, on which to wait. All ranges are as of
+    /// one batch, which is the newest one submitted so far or a later one.
     ///
-    /// :param pages: an iterable of pages, (page, offset) pairs and (page, offset, length) triples, in bytes.
-    /// :raises UnknownPageError, UnknownKeyError, OutOfBoundsError, DamagedError: the ranges cannot be read.
-    /// :raises OutOfMemoryError: the bytes held by all such reads together would exceed 256 MiB.
+    /// :param pages: an iterable of pages, (page, offset) pairs and (page, offset, length) triples. Offsets
+    ///     and lengths are in bytes.
+    /// :raises UnknownPageError: no page has one of the ids.
+    /// :raises UnknownKeyError: no page has one of the keys.
+    /// :raises OutOfBoundsError: a range is not within its page.
+    /// :raises DamagedError: bytes on disk differ from the bytes that were written.
+    /// :raises OutOfMemoryError: the bytes of all reads in use would exceed 256 MiB together.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     store["a"], store["b"] = b"remanent", b"pages"
@@ -555,13 +575,15 @@ impl PyStore {
         PyReadMany::begin(py, &self.gate, FoundRanges::take(&self.gate, pages)?)
     }
 
-    /// Reads ranges of many pages as of one batch into caller-owned buffers. Returns the Lsn of the batch.
+    /// Reads ranges of many pages, as of one batch, into caller-owned buffers. Returns the Lsn of the batch.
     ///
     /// :param pages: as for `read_many`.
-    /// :param outs: an iterable of as many contiguous, writable host buffers, each exactly as long as its
-    ///     range; if pages live on a GPU, tensors on that GPU are accepted, of which no two may overlap.
-    /// :raises BufferError, ValueError: nothing was read. Other errors are those of `read_many`. If the call
-    ///     fails, host buffers are unchanged, but any GPU buffer may have been filled.
+    /// :param outs: an iterable of contiguous, writable buffers in host memory, one per range and of the same
+    ///     length. If pages are on a GPU, tensors on that GPU are also accepted, which must not overlap.
+    /// :raises BufferError: a buffer is not writable or contiguous. Nothing was read.
+    /// :raises ValueError: the number or lengths of the buffers do not match the ranges. Nothing was read.
+    ///     Other errors are those of `read_many`. After an error, host buffers are unchanged, but GPU buffers
+    ///     may have been filled.
     ///
     /// >>> a, b = bytearray(8), bytearray(2)
     /// >>> with remanent.Store(directory) as store:
@@ -572,8 +594,8 @@ impl PyStore {
         fill(pages.py(), &self.gate, FoundRanges::take(&self.gate, pages)?, outs)
     }
 
-    /// Returns a stream of what each batch changes from now on, each reported once it is applied. The stream
-    /// is an iterator and an asynchronous iterator.
+    /// Returns a `ChangeStream` of the changes of each batch from now on. A batch is reported once it is
+    /// applied. The stream is an iterator and an asynchronous iterator.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     with store.changes() as changes:
@@ -584,8 +606,7 @@ impl PyStore {
         PyChangeStream::begin(py, &self.gate)
     }
 
-    /// Returns the changes of a page's bytes up to now, oldest first, as `View.blame` does for the newest
-    /// state.
+    /// Returns the changes of a page's bytes up to the newest state, oldest first; see `View.blame`.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     for value in (b"good", b"bad!"):
@@ -602,8 +623,8 @@ impl PyStore {
         history::blame(&self.gate, page, offset, length)
     }
 
-    /// Returns the first bad version of this store, as `remanent.bisect` does. If `bad` is None, the search
-    /// ends at the newest state.
+    /// Returns the Lsn of the first bad state of this store; see `remanent.bisect`. If `bad` is None, the
+    /// search ends at the newest state.
     ///
     /// >>> with remanent.Store(directory, log_kept=1 << 30) as store:
     /// ...     for step in range(20):
@@ -620,14 +641,17 @@ impl PyStore {
         history::bisect(&self.gate, is_good, good, bad)
     }
 
-    /// Takes a snapshot while commits continue, and removes what is no longer kept. Ctrl-C takes effect after
-    /// the call.
+    /// Takes a snapshot while commits continue, and removes snapshots and files that are no longer kept.
+    /// Ctrl-C takes effect after the call.
     ///
-    /// :param name: a name of 1 to 64 bytes. It keeps the snapshot until `prune` gives the name up, and makes
-    ///     the snapshot exact.
-    /// :param exact: whether the snapshot is the state of one batch, so that it needs no log.
-    /// :param verify: whether the call waits until the snapshot was read back.
-    /// :raises TakenError, DiskFullError, OutOfMemoryError: nothing changed.
+    /// :param name: a name of 1 to 64 bytes, which keeps the snapshot until `prune` gives up the name. A
+    ///     named snapshot is always exact.
+    /// :param exact: whether the snapshot contains the state of a single batch, so that the state can be
+    ///     restored without the log.
+    /// :param verify: whether to wait until the snapshot was read back and verified.
+    /// :raises TakenError: another snapshot has this name. Nothing changed.
+    /// :raises DiskFullError: the disk has no space for the snapshot. Nothing changed.
+    /// :raises OutOfMemoryError: there is not enough memory for the snapshot. Nothing changed.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     store["k"] = b"v"
@@ -644,12 +668,12 @@ impl PyStore {
         history::snapshot(py, &self.gate, name, exact, verify)
     }
 
-    /// Reads back the images that long batches wrote since the last snapshot, of new pages and of pages on
-    /// disk that were written whole. Returns the number of bytes of these pages. Ctrl-C takes effect after
-    /// the call.
+    /// Reads back and verifies the images that batches have written since the last snapshot. Returns the
+    /// number of bytes of the pages concerned. Ctrl-C takes effect after the call.
     ///
-    /// The next snapshot does this before it names the images. A caller with many batches to commit before
-    /// that snapshot can do this part of its work in the meantime.
+    /// Long batches write such images for new pages, and for pages on disk that they write completely. The
+    /// next snapshot verifies them before it names them. A caller that commits many batches before that
+    /// snapshot can do a part of this work earlier.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     with store.batch() as batch:
@@ -660,17 +684,18 @@ impl PyStore {
         self.gate.call(py, |store| store.verify_pending_images())
     }
 
-    /// Returns the snapshots that are kept, oldest first.
+    /// Returns the kept snapshots, oldest first.
     fn snapshots(&self, py: Python<'_>) -> PyResult<Vec<SnapshotInfo>> {
         self.gate.inspect(py, |store| Ok(store.snapshots().iter().map(SnapshotInfo::from).collect()))
     }
 
-    /// Restores all pages and the root to an earlier state, in one more batch. Returns its Lsn.
+    /// Restores all pages and the root to an earlier state. The restore is one more batch, whose Lsn is
+    /// returned.
     ///
-    /// :param at: an Lsn, "lsn:N", "snapshot:N", the name of a snapshot or a SnapshotInfo. Write a name that
-    ///     looks like one of the other forms as "name:S".
-    /// :raises NoStateError: the state is not kept. Nothing changed.
-    /// :raises LeasedError: a page is leased. Nothing changed.
+    /// :param at: the state: an Lsn, "lsn:N", "snapshot:N", the name of a snapshot or a `SnapshotInfo`. Write
+    ///     a name that has one of the other forms as "name:S".
+    /// :raises NoStateError: the state is not retained. Nothing changed.
+    /// :raises LeasedError: a page is leased or pinned. Nothing changed.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     store["k"] = b"good"
@@ -681,11 +706,13 @@ impl PyStore {
         history::restore(py, &self.gate, at)
     }
 
-    /// Creates a new store in `path` that begins at a state of this one, and returns its id. Images are
-    /// shared, not copied.
+    /// Creates a store at `path` whose history begins at a state of this store, and returns the new store's
+    /// id. Images are shared, not copied.
     ///
-    /// :param at: as for `restore`.
-    /// :raises NoStateError, ForeignDirectoryError, DiskFullError: no store was created.
+    /// :param at: the state, as for `restore`.
+    /// :raises NoStateError: the state is not retained. No store was created.
+    /// :raises ForeignDirectoryError: `path` is not empty. No store was created.
+    /// :raises DiskFullError: the disk has no space for the new store. No store was created.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     store["k"] = b"v"
@@ -701,11 +728,13 @@ impl PyStore {
         history::fork(py, &self.gate, &path, at)
     }
 
-    /// Removes what these rules do not keep. A rule that is not given is the store's own.
+    /// Removes the snapshots and files that no rule keeps, and returns a `Pruned`. For a rule that is None,
+    /// the store's own rule is used.
     ///
-    /// :param give_up: names that no longer keep their snapshots.
-    /// :param names_only: whether to remove only those snapshots. The newest snapshot is always kept.
-    /// :param dry_run: whether to return what would be removed without removing it.
+    /// :param give_up: names to remove, which then no longer keep their snapshots.
+    /// :param names_only: whether to remove only the snapshots named in `give_up`. The newest snapshot is
+    ///     always kept.
+    /// :param dry_run: whether to return what would be removed, without removing it.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     first, second = store.snapshot("first"), store.snapshot("second")
@@ -732,11 +761,11 @@ impl PyStore {
         })
     }
 
-    /// Compares two pages of equal length, element by element. Returns the number of elements that differ and
-    /// the index of the first one, or None.
+    /// Compares two pages of equal length element by element. Returns the number of elements that differ, and
+    /// the index of the first one or None.
     ///
-    /// :param width: bytes per element: 1, 2, 4, 8 or 16.
-    /// :raises InvalidError: the lengths differ.
+    /// :param width: the bytes per element: 1, 2, 4, 8 or 16.
+    /// :raises InvalidError: the pages have different lengths.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     store["a"], store["b"] = b"weights, before", b"weights, behind"
@@ -755,8 +784,8 @@ impl PyStore {
         Ok((compared.differing, compared.first))
     }
 
-    /// Reads everything on disk that is needed, and repairs damage from memory. Returns descriptions of the
-    /// damage.
+    /// Reads and verifies all files that the store needs, and repairs damage from memory. Returns a list of
+    /// descriptions of the damage that was found.
     fn scrub(&self, py: Python<'_>) -> PyResult<Vec<String>> {
         let report = self.gate.call(py, |store| store.scrub())?;
         Ok(report.damage.iter().map(ToString::to_string).collect())
@@ -776,9 +805,9 @@ impl PyStore {
         Ok(list)
     }
 
-    /// Waits until all pages are loaded, up to `timeout` seconds. Returns whether they are.
+    /// Waits until all pages are loaded. Returns False if this takes more than `timeout` seconds.
     ///
-    /// :param progress: False shows no progress bar. None shows one for long work if standard error is a
+    /// :param progress: False disables the progress bar. None shows it for long waits if standard error is a
     ///     terminal and tqdm is installed.
     #[pyo3(signature = (timeout=None, *, progress=None))]
     fn wait_loaded(
@@ -790,14 +819,16 @@ impl PyStore {
         wait_loaded(py, &self.gate, seconds(timeout)?, progress)
     }
 
-    /// Releases memory that no page uses any more. Returns the number of bytes returned to the driver.
+    /// Releases memory that no page uses any more. Returns the number of bytes that were returned to the
+    /// driver.
     fn trim(&self, py: Python<'_>) -> PyResult<u64> {
         self.gate.call(py, |store| store.trim())
     }
 
-    /// Makes everything durable, seals the log and releases the directory. Closing twice is allowed.
+    /// Makes all batches durable, seals the log and releases the directory. Does nothing if the store is
+    /// already closed.
     ///
-    /// :raises InUseError: leases, pins or views still use the store, which stays open.
+    /// :raises InUseError: leases, pins or views still use the store. The store stays open.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.gate.close(py)
     }

@@ -1,4 +1,4 @@
-//! A submitted batch to wait for, and its position in the log.
+//! `Ticket`, the handle to a submitted batch, and `Receipt`, the result of a commit.
 
 use pyo3::prelude::*;
 use remanent::Position;
@@ -9,14 +9,14 @@ use crate::gate::{seconds, wait};
 use crate::options::ack;
 use crate::values::REPORT;
 
-/// The position of a batch in the log, and the pages that it created.
 #[derive(Clone)]
 pub struct Committed {
     pub position: Position,
     pub pages: Vec<u64>,
 }
 
-/// The position of a committed batch in the log, and the pages that it created.
+/// The position of a committed batch in the log, and the ids of the pages that the batch created. Returned by
+/// `Store.commit`.
 #[pyclass(frozen, module = "remanent")]
 pub struct Receipt(pub Committed);
 
@@ -28,7 +28,7 @@ impl Receipt {
         self.0.position.lsn.0
     }
 
-    /// The Lsn of the batch with the incarnation in which it was acknowledged, as text.
+    /// The Lsn of the batch and the incarnation of the store that acknowledged it, as text.
     #[getter]
     fn position(&self) -> String {
         position_text(self.0.position)
@@ -49,8 +49,8 @@ pub fn position_text(position: Position) -> String {
     format!("{}:{}", position.incarnation, position.lsn)
 }
 
-/// A handle to a submitted batch: wait on it for an acknowledgement. `await ticket` waits until the batch is
-/// durable. Created by `Store.submit`.
+/// A handle to a submitted batch, on which to wait for an acknowledgement. `await ticket` waits until the
+/// batch is durable. Created by `Store.submit`.
 ///
 /// >>> import asyncio
 /// >>> store = remanent.Store(directory)
@@ -93,7 +93,7 @@ impl Ticket {
         self.ticket.position().lsn.0
     }
 
-    /// The Lsn of the batch with the incarnation in which it was acknowledged, as text.
+    /// The Lsn of the batch and the incarnation of the store that acknowledged it, as text.
     #[getter]
     fn position(&self) -> String {
         position_text(self.ticket.position())
@@ -105,16 +105,17 @@ impl Ticket {
         REPORT.freeze_list(py, self.ticket.pages().iter().map(|page| page.0))
     }
 
-    /// Returns whether the batch is acknowledged at this level, without waiting.
+    /// Returns whether the batch has the acknowledgement `ack`, without waiting.
     #[pyo3(name = "is_", signature = (ack="durable"))]
     fn is(&self, py: Python<'_>, #[pyo3(from_py_with = arguments::ack)] ack: &str) -> PyResult<bool> {
         self.ticket.is_acknowledged(self::ack(ack)?).or_raise(py, Some(&self.path))
     }
 
-    /// Waits until the batch is acknowledged, up to `timeout` seconds. Returns whether it is. Ctrl-C ends the
-    /// wait; the batch stays submitted.
+    /// Waits until the batch has the acknowledgement `ack`. Returns False if this takes more than `timeout`
+    /// seconds. Ctrl-C ends the wait, and the batch stays submitted.
     ///
-    /// :raises PoisonedError: the batch is not acknowledged and never will be.
+    /// :raises PoisonedError: an earlier failure stopped the store, so that the batch will never be
+    ///     acknowledged.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     store.submit(store.batch(note="n")).wait(timeout=60, ack="applied")
@@ -129,7 +130,7 @@ impl Ticket {
         self.wait_for(py, self::ack(ack)?, seconds(timeout)?)
     }
 
-    /// Waits asynchronously until the batch is acknowledged.
+    /// Waits asynchronously until the batch has the acknowledgement `ack`.
     #[pyo3(signature = (ack="durable"))]
     fn acknowledged<'py>(
         slf: &Bound<'py, Self>,
@@ -143,7 +144,7 @@ impl Ticket {
         Self::acknowledged(slf, "durable")?.call_method0("__await__")
     }
 
-    /// Checks whether the batch is acknowledged. If it is not, `event_fd` reports `id` once it is.
+    /// Returns None if the batch is acknowledged. Otherwise `event_fd` will report `id` once it is.
     fn _poll(
         &self,
         py: Python<'_>,

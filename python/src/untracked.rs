@@ -1,15 +1,16 @@
 //! Objects that Python's garbage collector does not scan.
 //!
-//! The collector scans every container from time to time, the sooner the more of them have been created and
-//! kept. When a save created some for each tensor, every few saves caused a scan of the whole process, which
-//! takes 0.1 s or more with torch imported.
+//! The collector scans every container from time to time, and more often if many new containers are kept. If
+//! a save created a container for each tensor, every few saves would cause a scan of the whole process, which
+//! takes 0.1 s or more after torch is imported.
 
 use pyo3::PyClass;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-/// Creates such an object. Nothing that it refers to may come to refer to it: they would never be freed.
+/// Creates an object that the garbage collector does not scan. No object to which it refers may ever refer to
+/// it, because such a cycle would never be freed.
 pub fn untracked<T>(py: Python<'_>, value: T) -> PyResult<Bound<'_, T>>
 where
     T: PyClass + Into<pyo3::PyClassInitializer<T>>,
@@ -20,7 +21,7 @@ where
     Ok(made)
 }
 
-/// Stops the collector from scanning a tuple. None of its items may come to refer to it.
+/// Stops the collector from scanning a tuple. None of the tuple's items may ever refer to the tuple.
 pub fn untrack(tuple: &Bound<'_, PyTuple>) {
     // SAFETY: tuples are tracked by the collector. It may have untracked this one already, which is not an
     // error.

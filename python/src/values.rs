@@ -1,4 +1,4 @@
-//! Metadata and root entries: conversion between the engine's typed values and plain Python values.
+//! Converts metadata and root entries between the engine's typed values and plain Python values.
 
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -7,12 +7,12 @@ use remanent::{Metadata, Value};
 
 use crate::errors::{invalid, invalid_type};
 
-/// The nesting limit of lists and dicts: the format's limit, which also stops at a value that contains
-/// itself.
+/// The nesting limit of lists and dicts, which is that of the format. It also ends the conversion of a value
+/// that contains itself.
 const DEPTH_MAX: usize = 32;
 
-/// A property that returns a copy of what the engine holds: changes to the copy would be lost, so they are
-/// rejected.
+/// The description of a property whose value is a copy of engine state. Changes to the copy would be lost, so
+/// the copy is read-only.
 #[derive(Clone, Copy)]
 pub struct ReadOnly {
     what: &'static str,
@@ -28,7 +28,8 @@ pub const METADATA: ReadOnly = ReadOnly {
 pub const REPORT: ReadOnly = ReadOnly { what: "this report", instead: "copy it with dict() or list() first" };
 
 impl ReadOnly {
-    /// Converts a dict or list, with those inside it, to a class that rejects changes.
+    /// Converts a dict or list, with the dicts and lists inside it, to a class that raises an error on
+    /// changes.
     pub fn freeze<'py, T>(self, copy: Bound<'py, T>) -> PyResult<Bound<'py, PyAny>> {
         let py = copy.py();
         static FREEZE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
@@ -38,7 +39,7 @@ impl ReadOnly {
         freeze.bind(py).call1((copy.into_any(), self.what, self.instead))
     }
 
-    /// Converts values to a list of a class that rejects changes.
+    /// Converts values to a list of a class that raises an error on changes.
     pub fn freeze_list<'py, T>(
         self,
         py: Python<'py>,
@@ -51,7 +52,6 @@ impl ReadOnly {
     }
 }
 
-/// Converts a value to Python.
 pub fn to_py<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyAny>> {
     Ok(match value {
         Value::Null => py.None().into_bound(py),
@@ -72,7 +72,6 @@ pub fn to_py<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyAny>>
     })
 }
 
-/// Converts named values to a dict.
 pub fn metadata_to_py<'py>(py: Python<'py>, entries: &Metadata) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
     for (name, value) in entries {
@@ -81,12 +80,11 @@ pub fn metadata_to_py<'py>(py: Python<'py>, entries: &Metadata) -> PyResult<Boun
     Ok(dict)
 }
 
-/// Converts a Python object to a value. Objects whose type would not be restored are rejected.
+/// Converts a Python object to a value. Returns an error for an object whose type would not be restored.
 pub fn from_py(object: &Bound<'_, PyAny>) -> PyResult<Value> {
     value_from(object, DEPTH_MAX)
 }
 
-/// Converts a dict with str keys to named values.
 pub fn metadata_from_py(dict: &Bound<'_, PyDict>) -> PyResult<Metadata> {
     entries_from(dict, DEPTH_MAX)
 }

@@ -1,4 +1,4 @@
-//! Views: an open store as of one batch, and an earlier state.
+//! `LiveView`, an open store as of one batch, and `View`, an earlier state.
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -12,10 +12,10 @@ use crate::page_name::{PageName, page_names, state_point};
 use crate::reader::Reader;
 use crate::source::{PastSource, Source};
 
-/// Pages and root of an open store as of one batch. Created by `Store.view`, whose store cannot be closed
-/// before the view.
+/// The pages and the root of an open store as of one batch. Created by `Store.view`. The store cannot be
+/// closed before the view.
 ///
-/// The view keeps no page contents: reading a page that has changed since raises OvertakenError.
+/// The view keeps no contents of pages. Reading a page that has changed since raises `OvertakenError`.
 ///
 /// >>> store = remanent.Store(directory)
 /// >>> store["k"] = b"old"
@@ -32,7 +32,7 @@ pub struct PyLiveView;
 
 #[pymethods]
 impl PyLiveView {
-    /// Closes the view, after which its store can be closed.
+    /// Closes the view. Its store can then be closed.
     fn close(slf: PyRef<'_, Self>) -> PyResult<()> {
         let reader = slf.as_super();
         let Source::Live(live) = &reader.source else { unreachable!("made with one") };
@@ -59,7 +59,7 @@ impl PyLiveView {
     }
 }
 
-/// Returns a reader as text, without reading any page.
+/// Returns a reader as text for `repr`, without reading any page.
 fn described(kind: &str, reader: &Reader) -> String {
     let path = reader.source.path().unwrap_or_default();
     match reader.source.with(|pages| pages.lsn()) {
@@ -69,13 +69,16 @@ fn described(kind: &str, reader: &Reader) -> String {
     }
 }
 
-/// A read-only state of a store. It does not take the writer's lock, so a writer in any process can run
-/// concurrently. Used as a context manager, it is closed at the end of the block.
+/// A read-only state of a store. The writer's lock is not taken, so a writer in any process can run
+/// concurrently. As a context manager, the view is closed at the end of the block.
 ///
-/// :param at: an Lsn, "lsn:N", "snapshot:N", the name of a snapshot or a SnapshotInfo; None opens the newest
-///     state. Write a name that looks like one of the other forms as "name:S".
-/// :raises NoStoreError, NoStateError, DamagedError: the state cannot be opened.
-/// :raises OvertakenError: the state cannot be locked, and a writer removes it faster than it can be read.
+/// :param path: the directory of the store.
+/// :param at: the state: an Lsn, "lsn:N", "snapshot:N", the name of a snapshot or a `SnapshotInfo`; None
+///     opens the newest state. Write a name that has one of the other forms as "name:S".
+/// :raises NoStoreError: the directory contains no store.
+/// :raises NoStateError: the state is not retained.
+/// :raises DamagedError: bytes on disk differ from the bytes that were written.
+/// :raises OvertakenError: a writer removes files of the state faster than they can be read.
 ///
 /// >>> with remanent.Store(directory) as store:
 /// ...     store["k"] = b"then"
@@ -113,31 +116,35 @@ impl PyView {
         Ok(PyClassInitializer::from(reader).add_subclass(Self))
     }
 
-    /// The identity of the store, as hexadecimal text.
+    /// The identity of the store as hexadecimal text.
     #[getter]
     fn id(slf: PyRef<'_, Self>) -> PyResult<String> {
         let past = Self::past(slf.as_super());
         Ok(past.get().or_raise_of(slf.py(), Some(&past.path), VIEW)?.id().to_string())
     }
 
-    /// The number of the snapshot that the state is computed from; None if it is the beginning of the log.
+    /// The number of the snapshot from which the state is computed, or None if it is computed from the
+    /// beginning of the log.
     #[getter]
     fn base(slf: PyRef<'_, Self>) -> PyResult<Option<u64>> {
         let past = Self::past(slf.as_super());
         Ok(past.get().or_raise_of(slf.py(), Some(&past.path), VIEW)?.base().map(|id| id.0))
     }
 
-    /// Returns the changes of a page's bytes up to this state, oldest first, as ValueChange objects.
+    /// Returns the changes of a page's bytes up to this state, oldest first, as a list of `ValueChange`.
     ///
-    /// The changes go back as far as the log is kept and, before that, compare the kept snapshots. A batch
-    /// that writes the same bytes again is not a change.
+    /// The result covers the batches in the log. Earlier changes are found by comparing the snapshots that
+    /// are still kept. A batch that writes the same bytes again is not a change.
     ///
-    /// :param offset: the offset in bytes.
-    /// :param length: the length in bytes, up to 65536. None uses the length of an element according to the
+    /// :param offset: the offset of the bytes in the page.
+    /// :param length: the number of bytes, up to 65536. None uses the length of an element according to the
     ///     page's metadata, or 1.
-    /// :raises UnknownPageError, UnknownKeyError, OutOfBoundsError, InvalidError, DamagedError: the history
-    ///     cannot be read.
-    /// :raises OvertakenError: a writer removes old files faster than they are read.
+    /// :raises UnknownPageError: no page has this id.
+    /// :raises UnknownKeyError: no page has this key.
+    /// :raises OutOfBoundsError: the range is not within the page.
+    /// :raises InvalidError: `length` is not 1 to 65536.
+    /// :raises DamagedError: bytes on disk differ from the bytes that were written.
+    /// :raises OvertakenError: a writer removes files faster than they can be read.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     store["w"] = bytes([1, 2, 3])
@@ -158,19 +165,19 @@ impl PyView {
         changes.or_raise_of(page.py(), Some(&past.path), VIEW)
     }
 
-    /// Reads whole pages into caller-owned memory, many at a time and with several threads. Every byte is
-    /// verified by checksums, on a GPU after it has arrived.
+    /// Reads many whole pages into caller-owned memory, with several threads. Every byte is verified by a
+    /// checksum, on a GPU after the copy to the GPU.
     ///
-    /// The first load to a GPU allocates what the process keeps until it ends: a driver context and up to 64
-    /// MiB of pinned host memory.
+    /// The first load to a GPU creates a driver context and up to 64 MiB of pinned host memory, which the
+    /// process keeps until it ends.
     ///
-    /// :param pages: a dict from pages to contiguous, writable memory of the page's length: a bytearray, a
-    ///     NumPy array or a tensor.
-    /// :param device: the device of all of this memory: "host", "cuda:0", …
-    /// :raises BufferError: memory is on another device or is not writable.
-    /// :raises OutOfBoundsError, MemoryRefusedError: memory is shorter or longer than its page, or overlaps
-    ///     that of another page. Other errors are those of `read`, after which any of the memory may have
-    ///     changed.
+    /// :param pages: a dict from pages to contiguous, writable memory of the page's length: bytearrays, NumPy
+    ///     arrays or tensors.
+    /// :param device: the device of all of the memory: "host", or a GPU such as "cuda:0".
+    /// :raises BufferError: the memory for a page is on another device or is not writable.
+    /// :raises OutOfBoundsError: the memory for a page does not have the page's length.
+    /// :raises MemoryRefusedError: the memory for two pages overlaps. Other errors are those of `read`; after
+    ///     one of them, any of the memory may have changed.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     store["k"], store["v"] = b"keys", b"values"
@@ -187,12 +194,13 @@ impl PyView {
         load_pages(Self::past(slf.as_super()), &pages, device)
     }
 
-    /// Verifies that whole pages can be read, with several threads: reads everything they are built from and
-    /// checks it against its checksums, without keeping it. Use it before overwriting data that would
-    /// otherwise be lost.
+    /// Verifies that whole pages can be read, with several threads. All bytes from which the pages are
+    /// computed are read and compared with their checksums. Use this method before overwriting data that
+    /// would otherwise be lost.
     ///
     /// :param pages: an iterable of pages.
-    /// :raises UnknownPageError, UnknownKeyError, DamagedError, OvertakenError: a page cannot be read.
+    /// :raises DamagedError: bytes on disk differ from the bytes that were written. Other errors are those of
+    ///     `read`.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     store["k"], store["v"] = b"keys", b"values"
@@ -208,7 +216,8 @@ impl PyView {
         proven.or_raise_of(py, Some(&past.path), VIEW)
     }
 
-    /// Creates a new store in `path` that begins at this state, and returns its id.
+    /// Creates a store at `path` whose history begins at this state, and returns the new store's id. Images
+    /// are shared, not copied.
     fn fork(
         slf: PyRef<'_, Self>,
         #[pyo3(from_py_with = arguments::path)] path: std::path::PathBuf,
@@ -218,7 +227,7 @@ impl PyView {
         forked.or_raise_of(py, Some(&past.path), VIEW).map(|id| id.to_string())
     }
 
-    /// Closes the view, after which files that only this state needs may be removed.
+    /// Closes the view. Files that only this state needs may then be removed.
     fn close(slf: PyRef<'_, Self>) -> PyResult<()> {
         let past = Self::past(slf.as_super());
         past.close().or_raise(slf.py(), Some(&past.path))

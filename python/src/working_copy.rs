@@ -1,4 +1,4 @@
-//! A working copy: caller-owned memory whose changes are captured into a page.
+//! `WorkingCopy`: caller-owned memory whose changes are captured into a page.
 
 use std::sync::Arc;
 
@@ -12,9 +12,9 @@ use crate::options::{place, width};
 
 /// Caller-owned memory whose changes `Batch.capture` logs to a page. Created by `Store.working_copy`.
 ///
-/// The page stays as the last commit left it, whatever is written to the memory in the meantime. A working
-/// copy belongs to one version of its page, and each capture advances it to the next. After another batch has
-/// changed the page, a capture raises ConflictError until `reload` is called.
+/// Writes to the memory do not change the page until a capture is committed. A working copy belongs to one
+/// version of its page, and each capture advances it to the next version. If another batch changes the page,
+/// captures raise `ConflictError` until `reload` is called.
 ///
 /// >>> import numpy
 /// >>> store = remanent.Store(directory, device="host")
@@ -71,22 +71,23 @@ impl PyWorkingCopy {
         self.copy().page().0
     }
 
-    /// The length in bytes.
+    /// The length of the memory in bytes.
     #[getter]
     fn nbytes(&self) -> u64 {
         self.copy().bytes().byte_len()
     }
 
-    /// The epoch of the page version that the memory belongs to; 0 if none.
+    /// The epoch of the page version to which the memory corresponds, or 0 if there is none.
     #[getter]
     fn epoch(&self) -> u64 {
         self.copy().epoch().0
     }
 
-    /// Copies the page's bytes to the memory again, replacing its contents: after a conflict, or to discard
-    /// changes that were not captured.
+    /// Copies the page's bytes to the memory, replacing its contents. Use this method after a conflict, or to
+    /// discard changes that were not captured.
     ///
-    /// :raises UnknownPageError, DamagedError: the page cannot be read.
+    /// :raises UnknownPageError: the page was deleted.
+    /// :raises DamagedError: bytes on disk differ from the bytes that were written.
     /// :raises MemoryRefusedError: the page's length changed.
     fn reload(&self, py: Python<'_>) -> PyResult<()> {
         self.gate.call(py, |store| store.reload(self.copy()))
