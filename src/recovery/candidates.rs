@@ -1,6 +1,6 @@
-//! The candidates of an open: finds the newest snapshot that can be loaded, and the log after it.
+//! Finds the newest snapshot that can be loaded, and the log after it.
 //!
-//! Nothing on disk changes here, so a crash loses nothing.
+//! This module writes nothing to disk, so a crash loses nothing.
 
 use std::sync::Arc;
 
@@ -22,23 +22,23 @@ use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 use crate::options::PageLoad;
 
-/// The best candidate that could be loaded, with the damage found on the way to it.
+/// The best snapshot that could be loaded, with the damage to the snapshots that were skipped.
 pub(super) struct BestCandidate<'s, 'a> {
     pub resolution: Resolution,
     pub loaded: LoadedPages<'a>,
     pub draft: CatalogDraft<'s>,
-    /// Damage to the snapshots that were skipped.
+    /// The damage to the snapshots that were skipped.
     pub harmless: Vec<Damage>,
 }
 
-/// Images that kept the open from starting at a snapshot. An older snapshot that names one of them is skipped
-/// immediately: no batch in between can have given the page another image, or the newer snapshot would not
-/// name it. Otherwise damage to one image shared by all snapshots would cause each of them to be loaded.
+/// The damaged images that prevented the open from starting at a snapshot. An older snapshot that names such an image
+/// is skipped immediately: no batch in between can have given the page another image, or the newer snapshot would not
+/// name the damaged one. Otherwise each snapshot that shares a damaged image would be loaded.
 #[derive(Default)]
 struct BlockingImages(Vec<(ImageRef, Damage)>);
 
 impl BlockingImages {
-    /// Records the image that contains a snapshot's damage. Images of pages on disk are not recorded: whether
+    /// Records the image that contains a snapshot's damage. Images of pages on disk are not recorded, because whether
     /// they are read depends on whether the snapshot is verified.
     fn note(&mut self, base: &Manifest, table: &PageTable, damage: &Damage) {
         let lies_there = |entry: &&ManifestEntry| {
@@ -50,7 +50,7 @@ impl BlockingImages {
         self.0.extend(found.map(|image| (image, damage.clone())));
     }
 
-    /// Returns the damage to a recorded image that this snapshot names.
+    /// Returns the damage to a recorded image that this snapshot names, if any.
     fn damage_to(&self, base: &Manifest) -> Option<&Damage> {
         let is_named = |image: &ImageRef| base.entries.iter().any(|entry| entry.image == Some(*image));
         self.0.iter().find(|(image, _)| is_named(image)).map(|(_, damage)| damage)
@@ -58,12 +58,12 @@ impl BlockingImages {
 }
 
 impl Recovery<'_> {
-    /// Tries the snapshots from newest to oldest, then the beginning of the log. Skipping a snapshot costs
-    /// only time: its pages come from an older one and more log. If no candidate can be loaded, returns the
-    /// newest one's damage.
+    /// Tries to load the snapshots from newest to oldest, then the state from the beginning of the log. Skipping a
+    /// snapshot costs only time, because its pages come from an older snapshot and more log. If no state can be loaded,
+    /// returns the damage of the newest one.
     ///
-    /// Only damage leads to the next candidate. After a shortage, an older snapshot would open the same
-    /// state, but the new incarnation would not record the newer ones as verified.
+    /// Only damage leads to the next candidate. After a shortage, an older snapshot would open the same state, but the
+    /// new incarnation would not record the newer snapshots as verified.
     pub(super) fn load_best<'s>(
         &self,
         source: &DiskSource,
@@ -78,7 +78,7 @@ impl Recovery<'_> {
                 }
                 let mut resolution = self.resolve(source, survey, base.as_ref())?;
                 let end = resolution.end.as_ref().expect("followed to its end");
-                // The floor is known only at the end of the log: below it, segments and images may be missing
+                // The floor is known only at the end of the log. Below the floor, segments and images may be missing
                 // although the manifest still exists.
                 Reach::of(survey, &end.verified).check_start(base.as_deref())?;
                 let loaded = load(self, source, survey, base.as_deref(), &mut resolution);
@@ -104,8 +104,8 @@ impl Recovery<'_> {
         Err(skipped.into_iter().next().unwrap_or(nothing).into())
     }
 
-    /// Follows the log from a snapshot to its end, like the single-threaded [`Survey::resolve`]. Other
-    /// threads read, prove and decode frames while this one resolves them.
+    /// Follows the log from a snapshot to its end, like the single-threaded [`Survey::resolve`]. Other threads read,
+    /// verify and decode frames while this thread resolves them.
     pub(super) fn resolve(
         &self,
         source: &DiskSource,
@@ -132,8 +132,8 @@ impl Recovery<'_> {
         Ok(following.finish(stopped.end, stopped.point)?)
     }
 
-    /// Returns a reader of the log's frames from `source`. It includes the mark of the manifests: a log that
-    /// ends below that mark has lost durable batches (I4), and is not merely torn.
+    /// Returns a reader of the log's frames from `source`. The reader includes the durable mark of the manifests: a log
+    /// that ends below that mark is not torn but has lost durable batches (I4).
     pub(super) fn frames<'s>(&'s self, source: &'s DiskSource, survey: &'s Survey) -> Frames<'s> {
         let window_len = self.options.replay_window_len;
         Frames { source, map: &survey.log, mark: survey.mark(), staging: self.staging, window_len }

@@ -1,9 +1,9 @@
-//! The catalog of an open: snapshots, tables of old states, the files that they need, and the images that
-//! need not be written again. None of it is needed to load pages, so it is built while they are loaded.
+//! Builds the catalog of an open: snapshots, tables of restored states, the files that these need, and the images that
+//! need not be written again. Loading pages does not depend on the catalog, so it is built concurrently.
 //!
-//! Building the catalog changes nothing on disk. Unnamed files are removed only after the new incarnation has
-//! begun: earlier, a refused open would have modified the store, and a crash would leave less than recovery
-//! could have used.
+//! Building the catalog changes nothing on disk. Unneeded files are removed only after the new incarnation has begun:
+//! earlier, a refused open would have modified the store, and a crash would leave less data than recovery could have
+//! used.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -28,14 +28,14 @@ use crate::images::IMAGE_FILES_MAX;
 use crate::images::disk_pages::DiskPages;
 use crate::images::numbers::ImageFiles;
 
-/// The files to keep on disk, if the pages can be loaded.
+/// The files to keep on disk, to be used if the pages can be loaded.
 pub(super) struct CatalogDraft<'s> {
     /// The snapshots that the new incarnation records as verified.
     pub verified: Vec<VerifiedSnapshot>,
-    /// The links to publish again before they are recorded (I7).
+    /// The links to publish again before their snapshots are recorded (I7).
     pub anew: Vec<&'s Manifest>,
-    /// The pages that differ from the newest snapshot. The table tracks them, so that the next snapshot
-    /// checks only these.
+    /// The pages that differ from the newest snapshot. The table tracks them, so that the next snapshot checks only
+    /// these pages.
     pub changed: Vec<PageId>,
     /// The resolved table, for commits.
     pub submitted: PageTable,
@@ -43,23 +43,22 @@ pub(super) struct CatalogDraft<'s> {
     snapshots: BTreeMap<SnapshotId, RetainedSnapshot>,
     /// The tables of restores that a replay may still reach.
     tables: BTreeMap<u64, RetainedTable>,
-    /// Images that the next snapshot need not write again. Without them the first snapshot after an open
-    /// would write every page.
+    /// The images that the next snapshot need not write again. Without them, the first snapshot after an open would
+    /// write every page.
     known: KnownImages,
-    /// Image files that batches may name, each with the newest batch that may.
+    /// The image files that batches may name, each with the newest such batch.
     for_batches: BTreeMap<u64, Lsn>,
-    /// The lowest number above those of all image files and tables. A number is never used twice: a frame
-    /// that was cut may name a file, and must not find another file's images under that name.
+    /// The lowest number above those of all image files and tables. A number is never assigned twice: a removed frame
+    /// may name a file, and must not find the images of another file under that name.
     next_file: u64,
-    /// Replay may start at this `redo` or later ones. With `None` it may also start at the beginning of the
-    /// log.
+    /// The lowest `redo` at which replay may start. With `None`, replay may also start at the beginning of the log.
     floor: Option<Lsn>,
-    /// Whether some manifest or table cannot be read, so that the files it needs are unknown.
+    /// Whether a manifest or table cannot be read, so that the files that it needs are unknown.
     is_unread: bool,
 }
 
 impl<'s> CatalogDraft<'s> {
-    /// Determines what to keep. `base` is the snapshot that is loaded, with all its entries.
+    /// Determines the files to keep. `base` is the loaded snapshot, with all its entries.
     pub fn read(
         disk: &dyn Disk,
         source: &DiskSource,
@@ -73,7 +72,7 @@ impl<'s> CatalogDraft<'s> {
         let reach = Reach::of(survey, &end.verified);
         let (mut verified, anew) = verified(survey, end, resolution.base);
         let floor = floor(survey, &reach, &verified);
-        // The seal states for each snapshot whether the log after it is kept. Without the log it is not a
+        // The seal states for each snapshot whether the log after it is kept. Without this log the snapshot is not a
         // start.
         for entry in &mut verified {
             let redo = survey.chain(entry.snapshot)?[0].redo.lsn;
@@ -84,14 +83,14 @@ impl<'s> CatalogDraft<'s> {
         let known = KnownImages::recovered(survey, base, replay_images)?;
         let mut for_batches = BTreeMap::new();
         let mut tables = BTreeMap::new();
-        // Only manifests know the numbers of files that were already removed.
+        // Only manifests contain the numbers of files that were already removed.
         let mut next_file = survey.readable().map(|manifest| manifest.next_file).max().unwrap_or(1);
         for name in disk.list(Folder::Pages)? {
             match FileName::parse(Folder::Pages, &name) {
                 Some(FileName::Pages(number)) => {
                     next_file = next_file.max(number + 1);
-                    // The frame that names the file may be one that this open does not read: in older log or
-                    // in the cut tail.
+                    // The frame that names the file may be one that this open does not read, in older log or in the
+                    // removed tail.
                     if may_be_for_a_batch(source, number, survey) {
                         for_batches.insert(number, newest_batch(survey, resolution, number));
                     }
@@ -100,8 +99,8 @@ impl<'s> CatalogDraft<'s> {
                 Some(FileName::ImageSpare(number)) => next_file = next_file.max(number + 1),
                 Some(file @ FileName::Table(number)) => {
                     next_file = next_file.max(number + 1);
-                    // An unreadable table is needed only by log older than what was replayed. Its images are
-                    // kept, because nothing says which files they are in.
+                    // An unreadable table is needed only by log older than the replayed one. Its images are kept,
+                    // because it is unknown which files contain them.
                     match read_manifest(source, file, &survey.store) {
                         Ok((table, _)) => {
                             let images = table.entries.iter().filter_map(|entry| entry.image);
@@ -115,20 +114,19 @@ impl<'s> CatalogDraft<'s> {
                 _ => {}
             }
         }
-        // Other readable links are followed by these snapshots, or are removed with the next snapshot.
+        // These snapshots follow all other readable links, or the links are removed with the next snapshot.
         let mut snapshots = BTreeMap::new();
         for VerifiedSnapshot { snapshot, manifest_crc, .. } in &verified {
             let chain = survey.chain(*snapshot)?;
             let links = chain[1..].iter().map(|link| link.snapshot).collect();
-            // The sums of the base were computed with the known images, so its entries, which are all pages,
-            // are not visited again.
+            // The sums of the base were computed with the known images, so its entries, which include all pages, are
+            // not visited again.
             let sums = match resolution.base == Some(*snapshot) {
                 true => known.sums(),
                 false => ImageTotals::of(survey.entries(*snapshot)?.map(|entry| entry.image)),
             };
-            // A snapshot takes consecutive numbers for its image files, after those of the snapshot before.
-            // If that one is gone, one of its files may be mistaken for a file of this snapshot, which then
-            // counts as having written it.
+            // A snapshot assigns consecutive numbers to its image files, after those of the previous snapshot. If that
+            // snapshot was removed, one of its files may be attributed to this snapshot.
             let next = chain[0].next_file;
             let first = match survey.links.get(&SnapshotId(snapshot.0 - 1)) {
                 Some(Ok((before, _))) => before.next_file,
@@ -155,8 +153,8 @@ impl<'s> CatalogDraft<'s> {
         })
     }
 
-    /// Builds the catalog of the open store; `end` is the newest batch. Until the floor has passed `end`,
-    /// files that an unreadable manifest or table may need are kept.
+    /// Builds the catalog of the open store. `end` is the newest batch. Until the floor has passed `end`, files that an
+    /// unreadable manifest or table may need are kept.
     pub fn into_catalog(
         self,
         disk: &Arc<dyn Disk>,
@@ -181,7 +179,7 @@ impl<'s> CatalogDraft<'s> {
 }
 
 impl Recovery<'_> {
-    /// Builds the catalog of the open store and removes unneeded files; `end` is the newest batch.
+    /// Builds the catalog of the open store and removes unneeded files. `end` is the newest batch.
     pub(super) fn keep(
         &self,
         draft: CatalogDraft<'_>,
@@ -193,28 +191,27 @@ impl Recovery<'_> {
         let (is_unread, newest) = (draft.is_unread, survey.links.keys().next_back().copied());
         let batch_files: BTreeSet<u64> = draft.for_batches.keys().copied().collect();
         let catalog = draft.into_catalog(&self.disk, spares, self.disk_pages.clone(), survey, end);
-        // Unnamed image files of snapshots come from a snapshot that a crash interrupted. If a snapshot was
-        // skipped, its images stay until newer ones replace it, as evidence of the damage.
+        // Unreferenced image files of snapshots come from a snapshot that a crash interrupted. If a snapshot was
+        // skipped, its images are kept as evidence of the damage until newer ones replace it.
         if newest == base && !is_unread {
             self.remove_unneeded_images(&catalog, survey, &batch_files)?;
         }
         Ok(catalog)
     }
 
-    /// Removes the files that a crash kept from being removed or that were being written at the time. The
-    /// opening seal durably states the floor: nothing begins below it (I8).
+    /// Removes unneeded files that a crash left. The opening seal durably states the floor, so no replay begins below
+    /// it (I8).
     fn remove_unneeded_images(
         &self,
         catalog: &Catalog,
         survey: &Survey,
         batch_files: &BTreeSet<u64>,
     ) -> Result<()> {
-        // A reader may have started, before the crash or just now, from a snapshot that is no longer a start:
-        // all files stay for it until the next snapshot. The locks are held until the removal is over, so
-        // that no reader starts meanwhile.
+        // A reader may have started, before the crash or just now, from a snapshot that is no longer a start. All files
+        // are kept for that reader until the next snapshot. The locks are held until the removal is complete, so that
+        // no reader starts in between.
         let starts = |id: &SnapshotId| catalog.snapshots.get(id).is_some_and(|kept| catalog.reaches(kept));
-        // A reader may have started from any manifest that existed at the survey, or from the beginning of
-        // the log.
+        // A reader may have started from any manifest that existed at the survey, or from the beginning of the log.
         let begun = [SnapshotId(0)].into_iter().chain(survey.links.keys().copied());
         let mut going = Vec::new();
         for id in begun.filter(|id| !starts(id)) {
@@ -223,17 +220,17 @@ impl Recovery<'_> {
                 None => return Ok(()),
             }
         }
-        // Files are judged by number: by now it is known which are named, and which belong to a batch.
+        // Files are identified by number. It is known by now which files are named, and which belong to a batch.
         let named = catalog.named_files();
         let next_file = catalog.snapshots.values().map(|kept| kept.next_file).max().unwrap_or(1);
         let floor = catalog.floor.unwrap_or_default();
         for name in self.disk.list(Folder::Pages)? {
-            // Tables stay: the next retention decides about them.
+            // Tables are kept, because the next retention decides about them.
             let Some(file @ FileName::Pages(number)) = FileName::parse(Folder::Pages, &name) else {
                 continue;
             };
-            // The number of a batch's file is known to be taken only while the file exists, or once a
-            // manifest says so. A cut frame may name it: a new file with that number would give that frame
+            // The number of a batch's file is known to be assigned only while the file exists, or once a manifest
+            // states so. A removed frame may name the number, and a new file with that number would give the frame
             // other bytes.
             let is_highest = number + 1 == catalog.files.first() && number >= next_file;
             let is_needed = named.contains(&number)
@@ -251,8 +248,8 @@ impl Recovery<'_> {
 
 /// Returns the Lsn from which replay may start once the new incarnation has begun.
 ///
-/// In a fork, and in a store of an older build, no seal states it yet, and the beginning of the log is gone.
-/// There it is the `redo` of the oldest recorded snapshot whose log exists.
+/// In a fork, and in a store of an older build, no seal states this Lsn yet, and the beginning of the log is missing.
+/// The result is then the `redo` of the oldest recorded snapshot whose log exists.
 fn floor(survey: &Survey, reach: &Reach, verified: &[VerifiedSnapshot]) -> Option<Lsn> {
     if reach.floor().is_some() || reach.beginning().is_some() {
         return reach.floor();
@@ -262,10 +259,10 @@ fn floor(survey: &Survey, reach: &Reach, verified: &[VerifiedSnapshot]) -> Optio
     links.map(|(link, _)| link.redo.lsn).min()
 }
 
-/// Returns the newest batch that may name an image file written for a batch. For a replayed frame it is
-/// known. Any other frame is at or before the `redo` of the snapshot used, and at or before the `redo` of
-/// each snapshot whose manifest says that only files from a higher number on belong to later batches. Without
-/// that bound a file would be kept as long as its segment.
+/// Returns the newest batch that may name an image file written for a batch. For a replayed frame, this batch is known.
+/// Any other frame is at or before the `redo` of the loaded snapshot. It is also at or before the `redo` of each
+/// snapshot whose manifest states that only files with higher numbers belong to later batches. Without this bound, a
+/// file would be kept as long as its segment.
 fn newest_batch(survey: &Survey, resolution: &Resolution, number: u64) -> Lsn {
     if let Some(lsn) = resolution.ahead.get(&number) {
         return *lsn;
@@ -276,8 +273,8 @@ fn newest_batch(survey: &Survey, resolution: &Resolution, number: u64) -> Lsn {
     before.fold(replayed_from, Lsn::min)
 }
 
-/// Whether an image file may have been written for a batch of this store. A file without a readable purpose
-/// may have been; an ancestor's files are present for the snapshots that share them.
+/// Returns whether an image file may have been written for a batch of this store. A file with an unreadable header
+/// counts as such a file. Files of an ancestor store do not, because only snapshots share them.
 fn may_be_for_a_batch(source: &DiskSource, number: u64, survey: &Survey) -> bool {
     let mut bytes = [0; ImageFileHeaderRaw::LEN];
     let read = source.read_at(FileName::Pages(number), 0, &mut bytes);

@@ -1,4 +1,4 @@
-//! The deltas of the log, as command lists for the device and as changes to pages in host memory.
+//! Converts the deltas of the log to command lists for the device, and to changes of pages in host memory.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -17,51 +17,50 @@ use crate::images::disk_pages::DiskPage;
 use crate::memory::arena::PageMemory;
 use crate::memory::staging::StagingPool;
 
-/// Bytes that a thread checksums in the time of decoding one operation.
+/// The number of bytes that a thread checksums in the time that it takes to decode one operation.
 const SUMMED_PER_OP: usize = 1 << 10;
 
 /// A page whose length changes during replay.
 pub(super) enum ResizedPage {
-    /// The page's bytes, no more than its final length.
+    /// The bytes of the page in host memory, up to its final length.
     Whole(PageWindow),
-    /// A page that is assembled after the replay, window by window.
+    /// The changes of a page that is assembled window by window after the replay.
     Windows(PageTrail),
 }
 
-/// The pages whose bases are newer than the batch after which the replay begins. For all other pages, every
-/// batch that is read applies.
+/// The pages whose bases are newer than the start of the replay. Every replayed batch applies to all other pages.
 ///
-/// A snapshot is gathered while batches continue, so its image of a page may contain batches after `redo`.
-/// Applying them again gives the same bytes, because the log holds after-images (I2). But a batch from before
+/// A snapshot is gathered while batches continue, so its image of a page may contain batches after `redo`. Usually,
+/// applying them again gives the same bytes, because the log contains after-images (I2). However, a batch that precedes
 /// a resize may write past the end of the page in the image.
 #[derive(Default)]
 pub(super) struct NewerBases {
-    /// For each such page, the newest batch that its base contains.
+    /// The newest batch that the base of each such page contains.
     pages: IdMap<PageId, Lsn>,
-    /// The newest of these batches: every later batch applies to every page.
+    /// The highest value in `pages`. Every later batch applies to every page.
     newest: Lsn,
 }
 
 impl NewerBases {
-    /// Builds the set from the pages, each with the newest batch that its base contains.
+    /// Creates the set from pages, each with the newest batch that its base contains.
     pub fn of(late: Vec<(PageId, Lsn)>) -> Self {
         let newest = late.iter().map(|(_, base)| *base).max().unwrap_or_default();
         Self { pages: late.into_iter().collect(), newest }
     }
 
-    /// Whether a batch must be applied to the bytes of a page in the table.
+    /// Returns whether a batch must be applied to a page of the table.
     fn applies(&self, page: PageId, lsn: Lsn) -> bool {
         // Most batches are newer than every base and need no lookup per page.
         lsn > self.newest || self.pages.get(page).is_none_or(|base| lsn > *base)
     }
 }
 
-/// The pages to which the host applies batches.
+/// The pages that the host changes during replay.
 #[derive(Default)]
 pub(super) struct HostPages {
-    /// Pages that are resized on the way.
+    /// The pages whose length changes during replay.
     pub resized: HashMap<PageId, ResizedPage>,
-    /// Pages without memory.
+    /// The pages on disk, which have no memory.
     pub on_disk: IdMap<PageId, DiskPage>,
 }
 
@@ -71,20 +70,20 @@ impl HostPages {
     }
 }
 
-/// Builds command lists from batches, ahead of the thread that submits them.
+/// Builds command lists from batches, in advance of the thread that submits them.
 pub(super) struct Deltas<'l> {
-    /// The pages' memory on the device. Deleted and unloaded pages have none.
+    /// The memory of pages on the device. Deleted and unloaded pages have none.
     pub memory: &'l IdMap<PageId, PageMemory>,
     pub on_host: &'l Mutex<HostPages>,
-    /// The batches that a page's base already contains.
+    /// The pages whose bases already contain some of the batches.
     pub late: &'l NewerBases,
     pub staging: &'l StagingPool,
-    /// Whether the device proves long writes after they arrive (I12).
+    /// Whether the device verifies long writes after they arrive (I12).
     pub crosses_bus: bool,
 }
 
 impl Deltas<'_> {
-    /// Builds the list of a run's batches for pages in device memory, in log order. Batches for pages in host
+    /// Builds the command list of a run's batches for pages in device memory, in log order. Batches for pages in host
     /// memory are applied immediately.
     pub fn list(&self, run: BatchRun) -> Result<(CommandList, Vec<ArrivalProof>)> {
         // Only one thread builds lists, so this lock is uncontended.
@@ -99,8 +98,8 @@ impl Deltas<'_> {
         for part in parts {
             list.append(part)?;
         }
-        // The device reads deltas from the memory into which the frames were read: the list owns that memory
-        // until it is done.
+        // The device reads deltas from the memory into which the frames were read, so the list owns that memory until
+        // the list completes.
         if list.is_empty() {
             self.staging.put(run.memory.into_staging());
         } else {
@@ -109,8 +108,8 @@ impl Deltas<'_> {
         Ok(list.take())
     }
 
-    /// Returns the work of a payload as an equivalent number of operations. Long writes to a GPU are
-    /// checksummed, too.
+    /// Returns the cost of a payload as an equivalent number of operations. Long writes to a GPU also need to be
+    /// checksummed.
     fn ops_of(&self, payload: &[u8]) -> usize {
         let Self { crosses_bus, .. } = *self;
         claimed_ops(payload) + if crosses_bus { payload.len() / SUMMED_PER_OP } else { 0 }
@@ -126,8 +125,8 @@ impl Deltas<'_> {
             let ops = decode_payload(run.payload(batch)).map_err(|defect| batch.damage(defect))?;
             list.make_room(&ops)?;
             let page_of = |op: &OpAt<'_>| op.op.page().filter(|page| self.late.applies(*page, lsn));
-            // A page without memory is on disk, is deleted by a later batch, or stays unloaded. In the last
-            // case no batch here changes it.
+            // A page without memory is on disk, is deleted by a later batch, or stays unloaded. In the last case no
+            // batch here changes the page.
             let target = |op: &OpAt<'_>| {
                 let page = page_of(op)?;
                 Some((page, self.memory.get(page)?))
@@ -152,7 +151,7 @@ impl Deltas<'_> {
                         .note(&batch.header, run.payload(batch), &ops, index)
                         .map_err(|defect| batch.damage(defect))?,
                     None => {
-                        // No frame that names an image applies here: from that batch on, the image is its
+                        // No frame that names an image applies here, because from that batch on, the image is the
                         // page's base.
                         let aside = stage_aside(&op.op, &BTreeMap::new(), self.staging)?;
                         list.data(op, payload, memory, aside);

@@ -1,14 +1,14 @@
-//! Loads images into device memory with several threads. Each thread moves one piece at a time from the
-//! medium to staging, while earlier pieces are copied from staging to their pages: one thread waits for the
-//! medium while another computes checksums.
+//! Loads images into device memory with several threads. Each thread reads one piece at a time from the medium to
+//! staging while earlier pieces are copied from staging to their pages. Some threads wait for the medium while others
+//! compute checksums.
 //!
-//! Where the bytes cross a bus, the device checksums them in the list that copies them (I12), and the host
-//! does not: the sum over the arrived bytes proves medium, cache, staging and bus at once. A sum that differs
-//! from the stored one does not say which of these is to blame. So the image is read again from the medium
-//! and checksummed by the host: if the host's sum is wrong too, the image is damaged. If it is right, the
-//! bytes are uploaded once more, and a device that alters them again has failed.
+//! If the bytes cross a bus, the command list that copies them also checksums them on the device (I12), and the host
+//! does not. The sum of the arrived bytes verifies medium, cache, staging and bus at once. A wrong sum does not
+//! identify the cause. The image is then read again from the medium and checksummed by the host. If the host's sum is
+//! wrong too, the image is damaged. If it is right, the bytes are uploaded once more, and a device that alters them
+//! again has failed.
 //!
-//! Nothing on disk changes here, so a crash loses nothing.
+//! This module writes nothing to disk, so a crash loses nothing.
 
 use std::borrow::Cow;
 use std::collections::VecDeque;
@@ -29,12 +29,12 @@ use crate::error::{Error, Result};
 use crate::images::read::{FilePiece, ImageRequest, ImageRun, RUN_BYTES, SUMMED_AT_ONCE, SummedBy, runs};
 use crate::memory::staging::{StagingBuf, StagingPool};
 
-/// The maximum number of threads that read images. Four keep a disk busy. From the page cache each one
+/// The maximum number of threads that read images. Four threads keep a disk busy. From the page cache, each thread
 /// delivers a few gigabytes per second, checksums included, and a GPU accepts fifty.
 const THREADS_MAX: usize = 12;
-/// The maximum number of copies in flight while a thread reads on. A lane executes them one after the other,
-/// but should never wait for the next one. From the page cache to an H200, 4 copies of 2 MiB reached 39 GB/s,
-/// 8 reached 49 and 12 reach 50. More would only need more staging, which a GPU pins at 1.5 GB/s.
+/// The maximum number of copies in flight while a thread continues reading. A lane executes them one after the other,
+/// but should never wait for the next one. From the page cache to an H200, 4 copies of 2 MiB reached 39 GB/s, 8 copies
+/// 49 GB/s and 12 copies 50 GB/s. More copies would only need more staging, which a GPU pins at 1.5 GB/s.
 const COPIES_MAX: usize = 12;
 
 /// Loads images into the memory of their pages.
@@ -42,29 +42,29 @@ const COPIES_MAX: usize = 12;
 pub(crate) struct ImageLoader<'a> {
     pub device: &'a dyn Device,
     pub staging: &'a StagingPool,
-    /// The source of images: past the cache or through it, depending on what the caller knows about them
+    /// The source of images, which reads past the cache or through it, depending on what is known about the images
     /// (I6).
     pub source: &'a DiskSource,
-    /// The lanes for uploads, used in turn: the bus idles briefly between two lists of one lane.
+    /// The lanes for uploads, which are used in turn, because the bus is briefly idle between two lists of one lane.
     pub lanes: &'a [Lane],
-    /// Returns the memory of a page, waiting until it is allocated.
+    /// A function that returns the memory of a page, and waits until it is allocated.
     pub target: &'a (dyn Fn(PageId) -> Result<Span> + Sync),
-    /// The side that proves uncompressed images. The device checksums bytes that cross a bus in any case;
-    /// with `Host`, a damaged image is detected before any of its bytes is uploaded.
+    /// The side that verifies uncompressed images. The device also checksums bytes that cross a bus. With `Host`, a
+    /// damaged image is detected before any of its bytes is uploaded.
     pub summed_by: SummedBy,
 }
 
-/// One piece of work of a loading thread.
+/// One unit of work of a loading thread.
 enum LoadStep<'a> {
     Run(ImageRun<'a>),
-    /// A range of a long image, in bytes from the start of the image.
+    /// A range of a long image, relative to the start of the image.
     Part(&'a ImageRequest, Range<u64>),
-    /// A long page that is compressed.
+    /// A long page whose image is compressed.
     Compressed(&'a ImageRequest),
 }
 
 impl LoadStep<'_> {
-    /// Returns the sort key of a piece of work: its page, and its offset in the page.
+    /// Returns the sort key of a unit of work: its page, and its offset in the page.
     fn key(&self) -> (PageId, u64) {
         match self {
             LoadStep::Run(run) => (run.first_page(), 0),
@@ -80,12 +80,13 @@ pub(crate) fn threads() -> usize {
 }
 
 impl ImageLoader<'_> {
-    /// Loads and proves images in any order with several threads, and returns when all have arrived. A long
-    /// image is read in parts, so that no more than a few megabytes per thread are held at a time. The images
-    /// come grouped by file: sorting all of them at once took a tenth of the time of loading small pages.
+    /// Loads and verifies images in any order with several threads, and returns when all have arrived. A long image is
+    /// read in parts, so that each thread needs only a few megabytes of memory.
+    ///
+    /// The images must be grouped by file: sorting all of them at once took a tenth of the time to load small pages.
     ///
     /// # Errors
-    /// [`Error::Damaged`]; or a device error, after which lists that name the memory may still be in flight.
+    /// [`Error::Damaged`]; a device error, after which command lists that name the memory may still be in flight.
     pub fn load<'i>(
         &self,
         images: impl Iterator<Item = &'i mut [ImageRequest]>,
@@ -97,15 +98,15 @@ impl ImageLoader<'_> {
         }
         let device = self.device.label();
         tracing::warn!(device, images = unlike.len(), "the device's sums are not those of the images");
-        // Read from the medium and checksummed by the host: only a damaged image fails here.
+        // The images are read from the medium and checksummed by the host, so only a damaged image fails here.
         let medium = self.source.on_medium();
         let again = ImageLoader { source: &medium, summed_by: SummedBy::Host, ..*self };
         let unlike = again.load_once(std::iter::once(&mut *unlike), threads)?;
         if unlike.is_empty() { Ok(()) } else { Err(transfer_corrupted(self.device, "pages")) }
     }
 
-    /// Loads images, and returns those for which the device's sum differs from the stored one. If the device
-    /// does not checksum, the host proves all of them.
+    /// Loads images, and returns those whose checksum on the device differs from the stored one. If the device does not
+    /// checksum, the host verifies all of them.
     fn load_once<'i>(
         &self,
         images: impl Iterator<Item = &'i mut [ImageRequest]>,
@@ -116,9 +117,9 @@ impl ImageLoader<'_> {
         let parts = parallel::for_each(threads, images, into_work)?;
         let mut work: Vec<LoadStep<'_>> = Vec::new();
         parts.into_iter().try_for_each(|part| append(&mut work, part))?;
-        // In the order in which memory is allocated concurrently, so that threads wait for it as little as
-        // possible. The parts of an image stay together, as `check_parts` requires. A stable sort would
-        // allocate memory infallibly.
+        // The work is sorted in the order in which memory is allocated concurrently, so that threads rarely wait for
+        // memory. The parts of an image stay together, as `check_parts` requires. A stable sort would allocate memory
+        // infallibly.
         work.sort_unstable_by_key(LoadStep::key);
         let copies = PendingCopies {
             loader: self,
@@ -136,26 +137,26 @@ impl ImageLoader<'_> {
                 LoadStep::Compressed(wanted) => self.load_compressed(wanted, &copies).map(|()| None),
             },
         );
-        // Also after an error: a caller that gives the memory back must know that no copy still writes to it.
+        // Also after an error, no copy may still write to memory that the caller frees.
         copies.finish_all_but(0)?;
         check_parts(work.iter().zip(checksums?))?;
         copies.found.into_inner().unlike()
     }
 
-    /// Returns the side that proves an uncompressed image.
+    /// Returns the side that verifies an uncompressed image.
     fn summed_by(&self) -> SummedBy {
         if self.device.crosses_bus() { self.summed_by } else { SummedBy::Host }
     }
 
-    /// Loads a run: images that are close together in a file, read at once.
+    /// Loads a run, whose images are close together in a file, with a single read.
     fn load_run(&self, run: &ImageRun<'_>, copies: &PendingCopies<'_>) -> Result<()> {
-        // Read directly into staging, in whole blocks of the medium: the wanted bytes are somewhere within.
+        // The run is read directly into staging, in whole blocks of the medium, which contain the requested bytes.
         let read = run.read(self.source, |len| self.staging.take(len))?;
-        // Uncompressed pages are uploaded from the buffer that they were read to. Decompressed bytes are
-        // collected and uploaded together.
+        // Uncompressed pages are uploaded from the buffer that they were read to. Decompressed bytes are collected and
+        // uploaded together.
         let (mut stored, mut decoded, mut decoded_bytes) = (Vec::new(), Vec::new(), Vec::new());
         for page in run.pages(&read, self.summed_by()) {
-            // Proven by its checksum here, before any byte is uploaded, or by the device after arrival.
+            // The host verifies the checksum here, before any byte is uploaded, or the device does after arrival.
             let (wanted, at, content) = page?;
             let target = (self.target)(wanted.page)?;
             match content {
@@ -177,8 +178,8 @@ impl ImageLoader<'_> {
         copies.upload(read.bytes, &stored)
     }
 
-    /// Decompresses a page piece by piece, so that it is never whole in host memory. The page is proven once
-    /// all of it is uploaded; until then no reader can see it.
+    /// Decompresses a page piece by piece, so that host memory never contains the whole page. The page is verified once
+    /// all of it is uploaded, and no reader can access it before.
     fn load_compressed(&self, wanted: &ImageRequest, copies: &PendingCopies<'_>) -> Result<()> {
         let target = (self.target)(wanted.page)?;
         // One piece of staging fills while earlier ones are uploaded.
@@ -213,9 +214,9 @@ impl ImageLoader<'_> {
         copies: &PendingCopies<'_>,
     ) -> Result<Option<u32>> {
         let ImageRef { file, offset, .. } = wanted.image;
-        // I9: the image's length is checked against the page's before any of it is used.
+        // I9: the image's length is checked against the page's before the image is read.
         wanted.image.check(wanted.len).map_err(|defect| defect.at(FileName::Pages(file), offset))?;
-        // Only a part: it is proven together with the others, after all were uploaded.
+        // A single part cannot be verified: all parts are verified together after they are uploaded.
         let in_file = offset + range.start..offset + range.end;
         let take = |len| self.staging.take(len);
         let (read, checksum) = match self.summed_by() {
@@ -232,57 +233,57 @@ impl ImageLoader<'_> {
     }
 }
 
-/// Bytes collected in staging, to be uploaded when it is full.
+/// A staging buffer in which bytes are collected and uploaded when it is full.
 #[derive(Default)]
 struct StagingFill {
     staged: Option<StagingBuf>,
-    /// The number of bytes filled.
+    /// The number of bytes in the buffer.
     filled: usize,
 }
 
-/// A range of a page in upload.
+/// A range of a page that is being uploaded.
 #[derive(Clone, Copy)]
 struct Part {
-    /// Its offset in staging.
+    /// The offset of the range in staging.
     at: usize,
-    /// Its destination in page memory.
+    /// The page memory that receives the range.
     target: Span,
-    /// The image that it belongs to.
+    /// The request for the image that contains the range.
     of: ImageRequest,
-    /// Its offset in the page.
+    /// The offset of the range in the page.
     offset: u64,
 }
 
-/// Copies in flight from staging to pages.
+/// The copies in flight from staging to pages.
 struct PendingCopies<'a> {
     /// The loader whose device and staging the copies use.
     loader: &'a ImageLoader<'a>,
-    /// Counts submitted lists, so that lanes take turns.
+    /// The number of submitted lists, with which lanes are used in turn.
     begun: AtomicUsize,
-    /// The copies, approximately oldest first: threads add theirs as they come.
+    /// The copies in flight, approximately oldest first, because several threads add to the queue.
     under_way: Mutex<VecDeque<Copies>>,
-    /// The device's sums of completed copies.
+    /// The sums that the device computed for completed copies.
     found: Mutex<FoundSums>,
 }
 
-/// A list that uploads parts of pages.
+/// A command list that uploads parts of pages.
 struct Copies {
     pending: Pending,
     /// The parts that the device checksums.
     summed: Vec<Part>,
 }
 
-/// The device's sums, as far as they do not prove a page.
+/// The device's sums that do not verify a page by themselves.
 #[derive(Default)]
 struct FoundSums {
-    /// Images whose page has a different sum.
+    /// The requests for images whose page has a wrong sum.
     unlike: Vec<ImageRequest>,
-    /// Parts of pages, each with its sum: only together do they prove a page.
+    /// Parts of pages, each with its sum. All parts of a page together verify it.
     parts: Vec<(Part, u32)>,
 }
 
 impl FoundSums {
-    /// Adds the sum of a part that arrived.
+    /// Adds the sum of a part that has arrived.
     fn add(&mut self, part: &Part, sum: u32) -> Result<()> {
         if part.target.len < part.of.len {
             push(&mut self.parts, (*part, sum))
@@ -293,7 +294,7 @@ impl FoundSums {
         }
     }
 
-    /// Returns the images whose pages have a different sum.
+    /// Returns the requests for images whose pages have a wrong sum.
     fn unlike(self) -> Result<Vec<ImageRequest>> {
         let Self { mut unlike, mut parts } = self;
         parts.sort_unstable_by_key(|(part, _)| (part.of.page, part.offset));
@@ -301,7 +302,7 @@ impl FoundSums {
             let mut sum = crc32fast::Hasher::new();
             let mut end = 0;
             for (part, of_part) in of_page {
-                // I6: a gap would be bytes of the page that no sum proves.
+                // I6: bytes in a gap would be part of the page without being verified by a sum.
                 assert!(part.offset == end, "a part of a page without its sum");
                 end += part.target.len;
                 sum.combine(&crc32fast::Hasher::new_with_initial_len(*of_part, part.target.len));
@@ -341,23 +342,22 @@ impl PendingCopies<'_> {
         let mut list = CommandList { commands, staging: vec![staged.into_staging()] };
         let summed = if device.crosses_bus() { collected(parts().copied())? } else { Vec::new() };
         if !summed.is_empty() {
-            // After the copies in the same list, so that the sums cover the arrived bytes.
+            // The sums follow the copies in the same list, so that they cover the arrived bytes.
             pool.add_sums(&mut list, collected(summed.iter().map(|part| part.target))?)?;
         }
-        // Any order will do: a counter is enough to spread the lists.
+        // The order of lanes does not matter, so a counter suffices to distribute the lists.
         let turn = self.begun.fetch_add(1, Ordering::Relaxed) % lanes.len();
         let pending = device.submit(lanes[turn], list)?;
         self.under_way.lock().push_back(Copies { pending, summed });
-        // The thread that adds a copy waits for the oldest one, which bounds the staging of all threads
-        // together.
+        // A thread that adds a copy waits for the oldest one, which bounds the staging of all threads together.
         self.finish_all_but(COPIES_MAX)
     }
 
-    /// Waits for the oldest copies until at most `at_most` are in flight, and returns their staging. Staging
-    /// of copies that are already done is returned as well and reused next: on the host it is still in the
-    /// processor's cache.
+    /// Waits for the oldest copies until at most `at_most` are in flight, and returns their staging buffers to the
+    /// pool. Buffers of other completed copies are also returned, and reused first, because on the host they are still
+    /// in the processor's cache.
     fn finish_all_but(&self, at_most: usize) -> Result<()> {
-        // A fence that was reached costs no wait.
+        // Waiting for a fence that was reached costs nothing.
         let is_done = |copies: &Copies| {
             let Fence { lane, value } = copies.pending.fence();
             value <= self.loader.device.reached(lane)
@@ -380,24 +380,24 @@ impl PendingCopies<'_> {
     }
 }
 
-/// Splits a run into pieces of work. A run is one piece, unless it is a single long image, which is
-/// checksummed while it is read and proven once all its parts have arrived.
+/// Splits a run into units of work. A run is one unit, unless it is a single long image. Such an image is checksummed
+/// while it is read and verified once all its parts have arrived.
 fn split(run: ImageRun<'_>) -> Vec<LoadStep<'_>> {
     let long = |wanted: &&ImageRequest| {
         wanted.image.codec == Codec::Raw && wanted.image.stored_len > SUMMED_AT_ONCE as u64
     };
     let Some(only) = run.only() else { return vec![LoadStep::Run(run)] };
     if only.is_long() && only.image.codec != Codec::Raw {
-        // A compressed image is one stream: no part of it can be read without the preceding ones.
+        // A compressed image is one stream: no part of it can be read without the preceding parts.
         return vec![LoadStep::Compressed(only)];
     }
     let Some(wanted) = Some(only).filter(long) else { return vec![LoadStep::Run(run)] };
-    // Uncompressed, so that parts of the image are parts of the page.
+    // The image is uncompressed, so parts of the image are parts of the page.
     let parts = (0..wanted.image.stored_len).step_by(RUN_BYTES as usize);
     parts.map(|at| LoadStep::Part(wanted, at..wanted.image.stored_len.min(at + RUN_BYTES))).collect()
 }
 
-/// Proves the images that were read in parts, from the parts' checksums in order.
+/// Verifies the images that were read in parts, from the parts' checksums in order.
 fn check_parts<'a>(parts: impl Iterator<Item = (&'a LoadStep<'a>, Option<u32>)>) -> Result<()> {
     let mut so_far = crc32fast::Hasher::new();
     for (work, checksum) in parts {
@@ -405,10 +405,10 @@ fn check_parts<'a>(parts: impl Iterator<Item = (&'a LoadStep<'a>, Option<u32>)>)
             continue;
         };
         let damaged = |defect: Defect| Error::from(defect.at(FileName::Pages(image.file), image.offset));
-        // The checksums of the parts combine to that of the whole: no byte is summed twice.
+        // The checksums of the parts combine to the checksum of the whole, so no byte is summed twice.
         so_far.combine(&crc32fast::Hasher::new_with_initial_len(checksum, range.end - range.start));
         if range.end == image.stored_len {
-            // The last part: only now is the image proven, and the open may continue (I6).
+            // With the last part, the image is verified, and the open may continue (I6).
             let (found, computed) = (image.stored_crc, std::mem::take(&mut so_far).finalize());
             if found != computed {
                 return Err(damaged(Defect::Checksum { what: "image", found, computed }));

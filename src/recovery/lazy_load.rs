@@ -1,13 +1,12 @@
-//! The page loader: brings pages that an open left unloaded into memory while the store is in use.
+//! The page loader, which loads pages that an open left unloaded into memory while the store is in use.
 //!
-//! A few threads take pages in file order; pages that a caller waits for come first. Each page is read from
-//! its image and proven, then the applier receives its memory, then the waiting callers are woken. In any
-//! other order a caller could read bytes that no checksum has covered.
+//! A few threads load pages in file order, but first the pages that callers wait for. The image of a page is read and
+//! verified, then the applier receives the page's memory, then the waiting callers are woken. In any other order, a
+//! caller could read bytes that no checksum has covered.
 //!
-//! Nothing on disk depends on this progress, so a crash loses nothing. An unloaded page equals its image in
-//! the newest snapshot, no batch changes it, and nothing is removed from disk while any page is unloaded. A
-//! bad image poisons the store before anything is removed, so that an open which loads everything still finds
-//! whatever could replace the image.
+//! This progress is not recorded on disk, so a crash loses nothing. An unloaded page equals its image in the newest
+//! snapshot, no batch changes the page, and no file is removed while any page is unloaded. A damaged image poisons the
+//! store before any file is removed, so that an open that loads all pages can still use older data.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -30,28 +29,27 @@ use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::images::read::{ImageRequest, RUN_BYTES, SummedBy};
 
-/// When a caller waits for a page, the pages after it in the file are loaded too, up to this many bytes: few
-/// enough not to delay the caller.
+/// The maximum number of bytes of following pages in the file that are loaded together with a page that a caller waits
+/// for. It is small enough not to delay the caller.
 const FOLLOWING_BYTES_MAX: u64 = 256 << 10;
-/// Threads for a long page: each loader may be busy with one.
+/// The maximum number of threads for one long page. Each loading thread may be busy with a long page.
 const LONG_THREADS_MAX: usize = 4;
-/// The lanes for loading. No batch uses a page's memory before it is loaded, so its bytes need not be
-/// uploaded in batch order. On these lanes they may queue with a snapshot's long copies without delaying any
-/// batch.
+/// The lanes for loading. No batch uses a page's memory before the page is loaded, so its bytes need not be uploaded in
+/// batch order. On these lanes, uploads may queue with a snapshot's long copies without delaying any batch.
 const LANES: [Lane; 2] = [Lane::Drain, Lane::Load];
 
-/// The pause after a shortage, before the next attempt.
+/// The pause between a shortage and the next attempt.
 const SHORTAGE_PAUSE: Duration = Duration::from_millis(50);
 
-/// The handle to the threads that load pages.
+/// A handle to the threads that load pages.
 pub(crate) struct PageLoader {
     loads: Loads,
-    /// The main loading thread, which the others help; `None` if no page was unloaded.
+    /// The main loading thread, which other threads assist, or `None` if no page was unloaded.
     thread: Option<JoinHandle<()>>,
 }
 
 impl PageLoader {
-    /// Starts the threads if any page is unloaded.
+    /// Starts the loading threads if any page is unloaded.
     pub fn start(engine: Arc<Engine>) -> Result<Self> {
         let loads = Loads { engine, begun: Arc::default() };
         let thread = if loads.unloaded().is_any() {
@@ -63,7 +61,7 @@ impl PageLoader {
                 life.live();
             });
             let thread = thread.map_err(|error| Error::thread("the thread that loads pages", error));
-            // Without the thread no page would ever be loaded: the open fails, and the memory is given back.
+            // Without the thread no page would ever be loaded, so the open fails, and the memory is freed.
             Some(thread.inspect_err(|_| loads.give_back())?)
         } else {
             None
@@ -73,23 +71,23 @@ impl PageLoader {
 }
 
 impl Drop for PageLoader {
-    /// Ends the threads once the pages that they are loading are done. All other unloaded pages stay on disk.
+    /// Ends the threads after the pages that they are loading. All other unloaded pages remain on disk.
     fn drop(&mut self) {
         let Some(thread) = self.thread.take() else { return };
         self.loads.unloaded().end(Error::Closed);
         if thread.join().is_err() {
             tracing::error!("the thread that loads pages panicked");
         }
-        // Only now: a running loader could still write to the memory.
+        // The memory is freed only now, because a running thread could still write to it.
         self.loads.give_back();
     }
 }
 
-/// The body of the loading threads. However it ends, even by a panic, no caller is left waiting for a page.
+/// The state of a loading thread. When the thread ends, even by a panic, waiting callers get an error.
 struct LoaderLoop(Loads);
 
 impl LoaderLoop {
-    /// Loads on several threads. Returns when no page is left or the store closes.
+    /// Loads pages on several threads. Returns when no page is left or the store closes.
     fn live(&self) {
         let Self(loads) = self;
         let threads = threads();
@@ -108,41 +106,40 @@ impl Drop for LoaderLoop {
     }
 }
 
-/// The work of the loading threads in a running engine.
+/// The loading threads' access to the running engine.
 #[derive(Clone)]
 struct Loads {
     engine: Arc<Engine>,
-    /// Counts the loads, so that they start on the lanes in turn: most have a single list.
+    /// The number of loads, with which loads start on the lanes in turn, because most loads have a single list.
     begun: Arc<AtomicUsize>,
 }
 
 impl Loads {
-    /// Returns the pages that are not loaded. The applier has no memory for them: code that forgets to wait
-    /// for one panics instead of reading wrong bytes.
+    /// Returns the set of unloaded pages. The applier has no memory for them, so code that does not wait for a page
+    /// panics instead of reading wrong bytes.
     fn unloaded(&self) -> &UnloadedSet {
         self.engine.applier.unloaded()
     }
 
-    /// Loads pages until none is left.
     fn load_all(&self) {
-        // Only pages whose images were proven on the medium are ever left unloaded (I7), so the cache may
-        // serve them.
+        // Only pages whose images were verified on the medium are ever left unloaded (I7), so they may be read from the
+        // cache.
         let proven = DiskSource::proven(self.engine.disk.clone());
         while let Some(pages) = self.unloaded().take(FOLLOWING_BYTES_MAX, RUN_BYTES) {
             self.load(&proven, pages);
         }
     }
 
-    /// Loads some pages. If an image is bad, each page is loaded again alone and from the medium, which
-    /// identifies the damaged image and rules out damage to the cache alone.
+    /// Loads some pages. If an image is damaged, each page is loaded again separately from the medium, which identifies
+    /// the damaged image and excludes damage to the cached copy.
     fn load(&self, proven: &DiskSource, pages: Vec<UnloadedPage>) {
         match self.read_patiently(proven, &pages) {
-            // A page counts as loaded only when all of it is proven.
+            // A page counts as loaded only when all of it is verified.
             Ok(true) => self.install(pages),
-            // The store is closing. The page stays on disk, where it is intact.
+            // The store is closing. The page is intact on disk.
             Ok(false) => self.unloaded().give_up(pages),
             Err(Error::Damaged(_)) => {
-                // Alone and past the cache: damage is then reported for the right page, and is on the medium.
+                // A separate read past the cache reports damage for the right page and excludes a damaged cache.
                 let medium = DiskSource::past_cache(self.engine.disk.clone());
                 for unloaded in pages {
                     match self.read_patiently(&medium, std::slice::from_ref(&unloaded)) {
@@ -156,9 +153,9 @@ impl Loads {
         }
     }
 
-    /// Calls [`read`](Self::read) repeatedly while the system is short of a resource that it needs. Callers
-    /// keep waiting for the page, and the store continues when the shortage ends: failing them would make a
-    /// transient shortage look like a lost page. Returns `false` if the store closes first.
+    /// Calls [`read`](Self::read) repeatedly while the system is short of a resource. Callers keep waiting for the
+    /// page, because an error would make a transient shortage look like a lost page. Returns `false` if the store
+    /// closes first.
     fn read_patiently(&self, source: &DiskSource, pages: &[UnloadedPage]) -> Result<bool> {
         loop {
             match self.read(source, pages) {
@@ -174,14 +171,13 @@ impl Loads {
         }
     }
 
-    /// Fails a page that cannot be loaded. If its image is not the reason, no other page can be loaded
-    /// either.
+    /// Fails a page that cannot be loaded. If its image is not the cause, no other page can be loaded either.
     ///
-    /// The store is poisoned first: a snapshot taken afterwards could release whatever can replace the image.
+    /// The store is poisoned first, because a later snapshot could remove files that can replace the image.
     fn fail(&self, unloaded: UnloadedPage, error: Error) {
         let error = error.in_store(&self.engine.disk.label());
         tracing::error!(%error, page = %unloaded.page, "a page cannot be loaded");
-        // Poison first: nothing is removed from disk after this.
+        // Poisoning must come first: no file is removed from disk after this.
         let poisoned = self.engine.poison.set(error.clone());
         if !matches!(error, Error::Damaged(_)) {
             self.unloaded().end(poisoned);
@@ -189,7 +185,7 @@ impl Loads {
         self.unloaded().fail(unloaded, error);
     }
 
-    /// Reads and proves the images of these pages, directly into their memory.
+    /// Reads and verifies the images of these pages, directly into their memory.
     fn read(&self, source: &DiskSource, pages: &[UnloadedPage]) -> Result<()> {
         let wanted = |unloaded: &UnloadedPage| ImageRequest {
             page: unloaded.page,
@@ -197,14 +193,14 @@ impl Loads {
             image: unloaded.image,
         };
         let mut images = collected(pages.iter().map(wanted))?;
-        // No batch and no reader knows this memory yet, so a failure leaves nothing to undo.
+        // No batch and no reader has access to this memory yet, so a failure leaves nothing to undo.
         let mut targets: HashMap<PageId, Span> = HashMap::new();
         for unloaded in pages {
             insert(&mut targets, unloaded.page, unloaded.memory.span())?;
         }
         let target = |page: PageId| Ok(targets[&page]);
         let is_short = pages.iter().all(|unloaded| unloaded.memory.byte_len() <= SHORT_COPY_LEN_MAX);
-        // Any order will do: a counter is enough to spread the loads.
+        // The order does not matter, so a counter suffices to distribute the loads.
         let mut lanes = LANES;
         lanes.rotate_left(self.begun.fetch_add(1, Ordering::Relaxed) % LANES.len());
         let loader = ImageLoader {
@@ -213,17 +209,17 @@ impl Loads {
             source,
             lanes: &lanes,
             target: &target,
-            // Callers wait for short pages: with host sums, no second read is needed to distinguish damage
-            // from a device fault.
+            // Callers wait for short pages. With sums of the host, no second read is needed to distinguish damage from
+            // a device fault.
             summed_by: if is_short { SummedBy::Host } else { SummedBy::Device },
         };
         loader.load(std::iter::once(&mut *images), parallel::threads(LONG_THREADS_MAX))
     }
 
-    /// Hands loaded pages to the applier, and wakes the callers that wait for them.
+    /// Passes loaded pages to the applier, and wakes the callers that wait for them.
     ///
-    /// This runs in a turn, so that no batch is applied while the memory changes hands. The callers are woken
-    /// afterwards: earlier they would find no memory in the applier's state.
+    /// The pages are passed in a turn of the applier, so that no batch is applied in between. The callers are woken
+    /// afterwards, when the applier's state contains the memory.
     fn install(&self, pages: Vec<UnloadedPage>) {
         let loaded: Vec<(PageId, u64)> =
             pages.iter().map(|unloaded| (unloaded.page, unloaded.memory.byte_len())).collect();
@@ -231,7 +227,7 @@ impl Loads {
             pages
                 .iter()
                 .for_each(|unloaded| turn.versions.moved(unloaded.page, unloaded.memory.span().memory));
-            // In the same turn as the versions: no batch comes between the two.
+            // The memory is added in the same turn as the versions, so that no batch is applied in between.
             turn.applied.memory.extend(pages.into_iter().map(|unloaded| (unloaded.page, unloaded.memory)));
             Ok(())
         });
@@ -241,14 +237,14 @@ impl Loads {
         }
     }
 
-    /// Gives back the memory of pages that stayed unloaded.
+    /// Frees the memory of pages that stayed unloaded.
     fn give_back(&self) {
         let mut memory = self.unloaded().take_memory().peekable();
         if memory.peek().is_none() {
             return;
         }
-        // An empty list after all others in each lane shows when the lists that name this memory are done. If
-        // the device fails at that, the memory stays counted and a warning is logged.
+        // An empty list after all others in each lane completes when no list uses this memory any more. If the device
+        // fails at that, the memory stays counted and a warning is logged.
         let device = &*self.engine.device;
         let last = |lane: &Lane| {
             device.submit(*lane, CommandList::default()).and_then(|last| last.finish(device)).map(drop)

@@ -1,7 +1,7 @@
-//! Caller-owned memory for the pages that an open loads: requested, checked and lent before anything is read.
+//! Caller-owned memory for the pages that an open loads, which is requested, checked and adopted before any page is
+//! read.
 //!
-//! Nothing on disk changes here. If the open fails, the caller must discard any bytes that it loaded into
-//! this memory.
+//! If the open fails, the caller must discard any bytes that were loaded into this memory.
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -15,19 +15,19 @@ use crate::error::{Error, Result};
 use crate::memory::arena::{Arena, PageMemory};
 use crate::options::PageMemorySource;
 
-/// Lent memory by page. Memory that no page has taken is returned when this is dropped.
+/// Caller-owned memory by page. Memory that no page has used is returned on drop.
 pub(super) struct LentPages<'a> {
     arena: &'a Arena,
     memory: Mutex<BTreeMap<PageId, PageMemory>>,
 }
 
 impl<'a> LentPages<'a> {
-    /// Creates an empty set: no page is in caller-owned memory.
+    /// Creates an empty set, in which no page has caller-owned memory.
     pub fn none(arena: &'a Arena) -> Self {
         Self { arena, memory: Mutex::default() }
     }
 
-    /// Asks the caller for memory for each non-empty page, and accepts what is offered.
+    /// Asks the caller for memory for each non-empty page, and adopts the memory that the caller returns.
     ///
     /// # Errors
     /// `MemoryRefused`, `MemoryInUse`, `Panicked`; a device error.
@@ -40,7 +40,8 @@ impl<'a> LentPages<'a> {
         let lent = Self::none(arena);
         let Some(PageMemorySource(source)) = source else { return Ok(lent) };
         for info in table.pages().filter(|info| info.len > 0) {
-            // Caller code: whatever it leaves half done belongs to the caller and is not used here.
+            // A panic is caught, because state that the callback leaves inconsistent belongs to the caller and is not
+            // used here.
             let given = catch_unwind(AssertUnwindSafe(|| source(&info)));
             let Some(memory) = given.map_err(|_| Error::panicked("the source of `Options::page_memory`"))?
             else {
@@ -52,7 +53,7 @@ impl<'a> LentPages<'a> {
         Ok(lent)
     }
 
-    /// Checks and accepts caller-owned memory for a page.
+    /// Checks and adopts caller-owned memory for a page.
     fn take(&self, device: &Arc<dyn Device>, info: &PageInfo, memory: &CallerMemory) -> Result<PageMemory> {
         let refused = |reason| Err(Error::MemoryRefused { len: memory.byte_len(), reason });
         let PageInfo { page, len, place, .. } = *info;
@@ -66,12 +67,11 @@ impl<'a> LentPages<'a> {
         self.arena.lend(page, &bytes)
     }
 
-    /// Whether a page has lent memory.
+    /// Returns whether the set contains memory for a page.
     pub fn has(&self, page: PageId) -> bool {
         self.memory.lock().contains_key(&page)
     }
 
-    /// Removes and returns a page's memory.
     pub fn take_out(&self, page: PageId) -> Option<PageMemory> {
         self.memory.lock().remove(&page)
     }

@@ -1,7 +1,7 @@
-//! Loading pages into device memory: images, then the log on top of them.
+//! Loads pages into device memory: images, and then the log on top of them.
 //!
-//! [`load`] is the recipe; each of its steps is a helper. [`Recovery::open`](super::Recovery::open) calls it
-//! once for each snapshot that it tries. Nothing on disk changes here, so a crash loses nothing.
+//! [`load`] shows the steps, each of which is a helper function. [`Recovery::open`](super::Recovery::open) calls it
+//! once for each snapshot that it tries. This module writes nothing to disk, so a crash loses nothing.
 
 use remanent_format::image::ImageRef;
 use remanent_format::manifest::Manifest;
@@ -35,21 +35,21 @@ use crate::images::read::{ImageRequest, SummedBy, prove};
 use crate::memory::arena::Arena;
 use crate::options::PageLoad;
 
-/// Loads the pages of a resolved table: images, then the log on top. Concurrently determines what to keep on
-/// disk.
+/// Loads the pages of a resolved table, and concurrently determines the files to keep on disk.
 ///
 /// The order of the steps matters:
 ///
-/// 1. **Claim** memory for the final table (I10), using caller-owned memory for pages that have some. If
-///    memory were allocated page by page instead, a table over the budget would be noticed only after
-///    gigabytes had been read. With tiers, pages that do not fit are moved to slower places first.
-/// 2. **Sort** the pages by what they are made from.
-/// 3. **Load** images, **allocate** memory and **determine** what to keep, all three concurrently: done
-///    sequentially, allocation alone took a third of the time of loading pages of 16 KiB.
-/// 4. **Set apart** the pages that stay unloaded, so that the replay finds no memory for them. The page
-///    loader would later overwrite whatever the replay wrote there.
-/// 5. **Replay** the log. Before step 3, an image uploaded late would overwrite what a batch wrote.
-/// 6. **Finish**: wait for the lists. Memory given back earlier would be written to by a list in flight.
+/// 1. **Claim** memory for the final table (I10), except for pages with caller-owned memory. If memory were allocated
+///    page by page instead, a table over the budget would be noticed only after gigabytes had been read. With tiers,
+///    pages that do not fit are first moved to slower places.
+/// 2. **Sort** the pages by their sources.
+/// 3. **Load** images, **allocate** memory and **determine** the files to keep, all three concurrently. Done
+///    sequentially, allocation alone took a third of the time to load pages of 16 KiB.
+/// 4. **Set apart** the pages that stay unloaded, so that the replay finds no memory for them. Otherwise the page
+///    loader would later overwrite the result of the replay.
+/// 5. **Replay** the log. This must follow step 3, because a later upload of an image would overwrite changes of
+///    batches.
+/// 6. **Finish**: wait for the command lists. Memory freed earlier would be written to by a list in flight.
 pub(super) fn load<'a, 's>(
     recovery: &Recovery<'a>,
     source: &DiskSource,
@@ -60,7 +60,7 @@ pub(super) fn load<'a, 's>(
     let bases = std::mem::take(&mut resolution.resolved.bases);
     let resolution = &*resolution;
     let table = &resolution.resolved.table;
-    // 1.
+    // Step 1.
     let requested = recovery.options.page_memory.as_ref();
     let lent = LentPages::ask(recovery.arena, &recovery.device, requested, table)?;
     let imaged = ImagedPages { bases: &bases, snapshot: base };
@@ -72,10 +72,10 @@ pub(super) fn load<'a, 's>(
     };
     let placed = lowered.as_ref().map_or(table, |lowered| &lowered.table);
     let memories = PageMemories::reserve(recovery.arena, placed, lent)?;
-    // 2.
+    // Step 2.
     let from = replay_start(survey, base);
-    // An unverified snapshot's images are loaded immediately even with on-demand loading: nothing has read
-    // them back yet (I7).
+    // The images of an unverified snapshot are loaded immediately even with on-demand loading, because they were not
+    // read back yet (I7).
     let sorter = SourceSorter {
         table,
         placed,
@@ -86,13 +86,13 @@ pub(super) fn load<'a, 's>(
         from: from.lsn,
     };
     let sources = sorter.sort(&memories)?;
-    // No longer needed once the pages are sorted: frees memory before images are read.
+    // The bases are no longer needed. This frees memory before images are read.
     drop(bases);
     let PageSources { images, zeros, resized, on_disk, late, replay_images } = sources;
     let late = NewerBases::of(late);
-    // 3.
+    // Step 3.
     let mut loader = Loader::new(recovery);
-    // Sealed bytes are proven past the cache (I6): images, and frames up to the last mark, unless following
+    // Durable bytes are verified past the cache (I6): images, and frames up to the last durable mark, unless following
     // the log already read them from the medium.
     let sealed = DiskSource::past_cache(recovery.disk.clone());
     let load = || {
@@ -102,10 +102,10 @@ pub(super) fn load<'a, 's>(
     };
     let look_up = || CatalogDraft::read(&*recovery.disk, source, survey, base, resolution, replay_images);
     let (read, (draft, ())) = parallel::join(load, || parallel::join(look_up, || memories.allocate()));
-    // Refused memory is reported before damage: an older snapshot would get no memory either, so trying one
-    // would hide the reason.
+    // A lack of memory is reported before damage. An older snapshot would lack the memory as well, so trying it would
+    // hide the cause.
     let unloaded = loader.take_memory(memories).and(read);
-    // 4. to 6.
+    // Steps 4 to 6.
     let replayed = unloaded.and_then(|unloaded| {
         loader.set_apart(unloaded)?;
         loader.replay(source, survey, resolution, from, &late)
@@ -127,23 +127,22 @@ fn replay_start(survey: &Survey, base: Option<&Manifest>) -> LogPoint {
 struct Loader<'a> {
     recovery: &'a Recovery<'a>,
     pages: PageSet,
-    /// Pages whose length changes during replay. They are assembled in host memory, because on the device
-    /// they are allocated once, at their final length.
+    /// The pages that the host changes during replay. Resized pages are among them, because on the device a page is
+    /// allocated once, with its final length.
     on_host: Mutex<HostPages>,
-    /// Commands that zero pages.
+    /// The commands that zero pages.
     list: ListBuilder,
-    /// Lists that the device may still execute: while any exists, no page memory is given back.
+    /// The lists that the device may still execute. While there are any, no page memory may be freed.
     in_flight: SubmittedLists<'a>,
     tail: Vec<Vec<u8>>,
 }
 
-/// The maximum number of bytes of resized pages that are held whole in host memory.
+/// The maximum number of bytes of resized pages that are kept completely in host memory.
 const ON_HOST_MAX: u64 = 64 << 20;
-/// Bytes of a resized page that are assembled at a time if the whole page would be too much.
+/// The number of bytes of a resized page that are assembled at a time if the whole page does not fit.
 const WINDOW_LEN: u64 = 8 << 20;
 
 impl<'a> Loader<'a> {
-    /// Creates a loader that has loaded nothing yet.
     fn new(recovery: &'a Recovery<'a>) -> Self {
         let (device, staging) = (&*recovery.device, recovery.staging);
         Self {
@@ -156,8 +155,8 @@ impl<'a> Loader<'a> {
         }
     }
 
-    /// Step 3 for pages whose length changes: assembles them in host memory, as they are before the replay,
-    /// as far as they fit.
+    /// Runs step 3 for pages whose length changes: loads their bytes before the replay into host memory, as far as they
+    /// fit.
     fn load_to_host(
         &mut self,
         sealed: &DiskSource,
@@ -166,7 +165,7 @@ impl<'a> Loader<'a> {
     ) -> Result<()> {
         let mut held = 0_u64;
         for (page, base) in resized {
-            // I10: no more than the final length is kept, however long the page becomes in between.
+            // I10: at most the final length is kept, even if the page is longer in between.
             let final_len = table.get(*page).expect("every base is a page's").len;
             let resized = if held.saturating_add(final_len) <= ON_HOST_MAX {
                 held += final_len;
@@ -179,8 +178,8 @@ impl<'a> Loader<'a> {
         Ok(())
     }
 
-    /// Finds the images of the pages that stay on disk. Images that nothing has read back yet are read now,
-    /// because the new incarnation relies on them (I7).
+    /// Creates the pages that stay on disk from their images. Images that were not read back yet are read now, because
+    /// the new incarnation relies on them (I7).
     fn find_on_disk(&self, sealed: &DiskSource, pages: &[(PageId, Base, bool)]) -> Result<()> {
         let unproven = pages.iter().filter(|(.., is_proven)| !is_proven);
         let wanted = unproven.filter_map(|(page, base, _)| {
@@ -196,7 +195,7 @@ impl<'a> Loader<'a> {
         Ok(())
     }
 
-    /// Step 3 for all other pages: loads images into device memory. Returns the pages that are left unloaded.
+    /// Runs step 3 for all other pages: loads images into device memory. Returns the pages that are left unloaded.
     fn load_images(
         &mut self,
         sealed: &DiskSource,
@@ -205,8 +204,8 @@ impl<'a> Loader<'a> {
         images: ImageGroup,
         zeros: &[PageId],
     ) -> Result<Vec<(PageId, ImageRef)>> {
-        // Uses all lanes for bulk copies in turn: no snapshot drains during an open, and while the device
-        // checksums what one lane copied, the others use the bus.
+        // All lanes for bulk copies are used in turn: no snapshot drains during an open, and while the device checksums
+        // the bytes that one lane copied, the other lanes use the bus.
         let ImageGroup { mut proven, mut unproven, unloaded } = images;
         let Recovery { disk, device, staging, .. } = self.recovery;
         let target = |page: PageId| memories.of(page);
@@ -221,20 +220,20 @@ impl<'a> Loader<'a> {
             }
             .load(images.iter_mut().map(Vec::as_mut_slice), threads())
         };
-        // No frame records that these images were read back: a lying disk is detected here, before the new
+        // No frame records that these images were read back, so a disk that lost them is detected here, before the new
         // incarnation relies on them (I6, I7).
         load(sealed, &mut unproven)?;
         match load(&DiskSource::proven(disk.clone()), &mut proven) {
-            // Perhaps only the cached copy is damaged: the medium decides.
+            // The damage may affect only the cached copy, so the images are read again from the medium.
             Err(Error::Damaged(_)) => load(sealed, &mut proven)?,
             loaded => loaded?,
         }
-        // Pages that the log creates come last. They are at the end of the table, so their memory is
-        // allocated last: waiting for it earlier would keep a thread from reading images.
+        // Pages that the log creates come last. They are at the end of the table, so their memory is allocated last,
+        // and waiting for it earlier would keep a thread from reading images.
         for page in zeros {
             let (target, of) = (memories.of(*page)?, table.get(*page).expect("a page of the table"));
-            // Long host memory comes zeroed from the system, and writing zeros would touch gigabytes before
-            // they are used. Caller-owned memory may contain anything.
+            // The system provides long host memory zeroed, and writing zeros would touch gigabytes before they are
+            // used. Caller-owned memory may contain any bytes.
             if memories.is_lent(*page)? || !device.allocates_zeros(of.place, of.len) {
                 self.list.try_zero(target)?;
             }
@@ -243,23 +242,21 @@ impl<'a> Loader<'a> {
         Ok(unloaded)
     }
 
-    /// Takes over the allocated memory, even if some was refused: a failed open gives its pages back through
-    /// it.
+    /// Adopts the allocated memory, even if an allocation failed, so that a failed open frees the memory.
     fn take_memory(&mut self, memories: PageMemories<'_>) -> Result<()> {
         let (memory, allocated) = memories.finish();
         self.pages.memory = memory;
         allocated
     }
 
-    /// Step 4: sets the pages that stay unloaded apart, with their memory. The replay then finds no memory
-    /// for them and leaves them alone.
+    /// Runs step 4: removes the memory of unloaded pages from the set, so that the replay does not access these pages.
     fn set_apart(&mut self, unloaded: Vec<(PageId, ImageRef)>) -> Result<()> {
         if unloaded.is_empty() {
             return Ok(());
         }
         make_room(&mut self.pages.unloaded, unloaded.len())?;
         let PageSet { memory, unloaded: pages, .. } = &mut self.pages;
-        // Both lists ascend.
+        // Both lists are in ascending order.
         let mut unloaded = unloaded.into_iter().peekable();
         let all = std::mem::take(memory).into_items();
         *memory = all
@@ -276,7 +273,7 @@ impl<'a> Loader<'a> {
         Ok(())
     }
 
-    /// Step 5: replays the log on top of the images.
+    /// Runs step 5: replays the log on top of the images.
     fn replay(
         &mut self,
         source: &DiskSource,
@@ -286,17 +283,17 @@ impl<'a> Loader<'a> {
         late: &NewerBases,
     ) -> Result<()> {
         let end = resolution.end.as_ref().expect("followed to its end");
-        assert!(from.lsn <= end.proven.lsn); // I6: a manifest's end is a mark, and its `redo` is before it.
+        assert!(from.lsn <= end.proven.lsn); // I6: a manifest's end is a durable mark, and its `redo` is before it.
         let sealed_log = source.past_cache_once();
         let Self { recovery, pages, on_host, in_flight, tail, .. } = self;
-        // A list is built on the thread that reads the run, and submitted on this one in log order: deltas of
-        // one page must not overtake each other.
+        // A list is built on the thread that reads the run, and submitted on this thread in log order, because the
+        // order of a page's deltas must not change.
         let crosses_bus = recovery.device.crosses_bus();
         let deltas = Deltas { memory: &pages.memory, on_host, late, staging: recovery.staging, crosses_bus };
         let list = |run| deltas.list(run);
         recovery.replay(&sealed_log, survey, from, end.proven.lsn, list, |list| in_flight.submit(list?))?;
-        // Batches above the last mark are read through the cache, which may be the only place that has them
-        // (I6). A read past it could find less than the walk found.
+        // Batches above the last mark are read through the cache, which may be the only place that contains them (I6).
+        // A read past the cache could return less than the walk found.
         let list_and_payloads = |run: BatchRun| {
             let payloads = run.batches.iter().map(|batch| copied(run.payload(batch)));
             (payloads.collect::<Result<Vec<_>>>(), deltas.list(run))
@@ -308,14 +305,14 @@ impl<'a> Loader<'a> {
             end.accepted.lsn,
             list_and_payloads,
             |(payloads, list)| {
-                // Copied: the run's memory is handed to the device, and the payloads are needed until the
+                // The payloads are copied, because the device takes the run's memory, and they are needed until the
                 // opening segment is written.
                 append(tail, payloads?)?;
                 in_flight.submit(list?)
             },
         )?;
-        // I6: each accepted batch that no mark proves is carried over exactly once. A missing one would be
-        // acknowledged by the new opening and exist nowhere.
+        // I6: each accepted batch that no mark covers is carried over exactly once. A missing batch would be
+        // acknowledged by the new opening without existing.
         assert!(tail.len() as u64 == end.accepted.lsn.0 - end.proven.lsn.0);
         let HostPages { resized, on_disk } = std::mem::take(&mut *self.on_host.lock());
         self.pages.on_disk = on_disk;
@@ -333,16 +330,16 @@ impl<'a> Loader<'a> {
                 ResizedPage::Windows(trail) => trail,
             };
             for from in (0..len).step_by(WINDOW_LEN as usize) {
-                // All of it was proven, past the cache where required: a read now returns the same bytes, or
-                // an error.
+                // All of it was verified, past the cache where required, so a read now returns the same bytes or an
+                // error.
                 self.upload(page, from, &trail.window(source, &(from..len.min(from + WINDOW_LEN)))?)?;
             }
         }
         self.in_flight.drain(0)
     }
 
-    /// Uploads a page's bytes from `offset` on, assembled in host memory, and verifies what arrived. Such
-    /// pages are few, so this call waits.
+    /// Uploads bytes of a page that were assembled in host memory, starting at `offset`, and verifies the arrived
+    /// bytes. The call waits, because such pages are rare.
     fn upload(&self, page: PageId, offset: u64, bytes: &[u8]) -> Result<()> {
         let Recovery { staging, .. } = self.recovery;
         if bytes.is_empty() {
@@ -351,12 +348,12 @@ impl<'a> Loader<'a> {
         staging.upload(Lane::Apply, self.pages.memory[page].part(offset, bytes.len() as u64), bytes)
     }
 
-    /// Step 6: returns the loaded pages or, after an error, gives their memory back.
+    /// Runs step 6: returns the loaded pages or, after an error, frees their memory.
     fn finish(mut self, arena: &Arena, loaded: Result<()>) -> Result<LoadedPages<'_>> {
         if loaded.is_err() {
-            // Lists may still name the memory. An empty list after all others in the lane shows when they are
-            // done. If the device fails at that, the memory stays counted and a warning is logged: if given
-            // back, it could be written to by a list of the failed open after another page was placed there.
+            // Lists may still use the memory. An empty list after all others in the lane completes when they have
+            // completed. If the device fails at that, the memory stays counted and a warning is logged. If it were
+            // freed, a list of the failed open could write to it after another page was placed there.
             let device = self.in_flight.device;
             let drained =
                 device.submit(Lane::Apply, CommandList::default()).and_then(|last| last.finish(device));
@@ -369,7 +366,7 @@ impl<'a> Loader<'a> {
 }
 
 impl Recovery<'_> {
-    /// Rereads the batches after `from` up to `until`, which existed when the state was resolved.
+    /// Reads the batches after `from` up to `until` again. They existed when the state was resolved.
     fn replay<T: Send>(
         &self,
         source: &DiskSource,
@@ -381,7 +378,7 @@ impl Recovery<'_> {
     ) -> Result<()> {
         let stopped = self.frames(source, survey).read(from, Some(until), make, each)?;
         if stopped.point.lsn < until {
-            // The walk found the batches in the cache, and the medium has something else: a sync lied (I6).
+            // The walk found the batches in the cache, but the medium has other bytes, so a sync failed silently (I6).
             return Err(Defect::Missing.at_lsn(FileName::Segment(from.segment), from.offset, until).into());
         }
         Ok(())

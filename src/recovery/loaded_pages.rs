@@ -1,4 +1,4 @@
-//! The memory of loaded pages, which is returned to the arena if the open fails.
+//! The memory of loaded pages, which is freed if the open fails.
 
 use remanent_format::PageId;
 use remanent_format::state::id_map::IdMap;
@@ -9,13 +9,12 @@ use crate::error::Result;
 use crate::images::disk_pages::DiskPage;
 use crate::memory::arena::{Arena, PageMemory};
 
-/// Loaded pages that no list uses any more. If the open fails after all, dropping this gives their memory
-/// back, so that an older snapshot has the whole budget (I10).
+/// The loaded pages, which no command list uses any more. Dropping this value frees their memory, so that an attempt
+/// with an older snapshot has the whole budget (I10).
 pub(super) struct LoadedPages<'a> {
-    /// The arena that owns the memory.
     pub arena: &'a Arena,
     pub pages: PageSet,
-    /// The payloads of the batches that no mark proves, in order. The new incarnation copies them (I5, I6).
+    /// The payloads of the batches that no durable mark covers, in order. The new incarnation copies them (I5, I6).
     pub tail: Vec<Vec<u8>>,
     /// The pages moved to slower places because the budget had no room for them.
     pub lowered: Option<LoweredPages>,
@@ -24,19 +23,19 @@ pub(super) struct LoadedPages<'a> {
 /// The memory of all pages of the table.
 #[derive(Default)]
 pub(super) struct PageSet {
-    /// Memory of the loaded pages.
+    /// The memory of the loaded pages.
     pub memory: IdMap<PageId, PageMemory>,
-    /// Pages without memory.
+    /// The pages on disk, which have no memory.
     pub on_disk: IdMap<PageId, DiskPage>,
-    /// Pages that are not loaded yet: each equals its image.
+    /// The pages that are not loaded yet, each of which equals its image.
     pub unloaded: Vec<UnloadedPage>,
 }
 
-/// The loaded pages, the pages on disk, and the pages not loaded yet.
+/// The memory of loaded pages, the pages on disk, and the pages not loaded yet.
 pub(super) type KeptPages = (IdMap<PageId, PageMemory>, IdMap<PageId, DiskPage>, UnloadedSet);
 
 impl PageSet {
-    /// Gives all memory back. The caller ensures that no list names it any more.
+    /// Frees all memory. The caller must ensure that no command list uses it.
     pub fn give_back(self, arena: &Arena) {
         let loaded = self.memory.into_items().map(|(_, memory)| memory);
         arena.discard_all(loaded.chain(self.unloaded.into_iter().map(|unloaded| unloaded.memory)));
@@ -44,7 +43,7 @@ impl PageSet {
 }
 
 impl LoadedPages<'_> {
-    /// Takes the pages for good: their memory is no longer given back on drop.
+    /// Returns the pages. Their memory is no longer freed on drop.
     ///
     /// # Errors
     /// `OutOfMemory`.

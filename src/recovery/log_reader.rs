@@ -1,18 +1,18 @@
-//! Frames of the log, read and proven on a separate thread, ahead of the thread that uses them.
+//! Reads and verifies frames of the log on a separate thread, in advance of the thread that uses them.
 //!
-//! A long log is read in *windows* of some mebibytes. All cores read a window in chunks, each of which is
-//! checksummed while it is in that core's cache. Then the reading thread walks along the headers, frame by
-//! frame, and takes the payloads' sums from there: the verdict on the log follows log order, and never the
-//! order in which chunks were finished (I4). All cores also decode the operations of proven frames. A walk
-//! that finds no frame reads once more by itself before it judges.
+//! A long log is read in *windows* of some mebibytes. All cores read a window in chunks, and each chunk is checksummed
+//! while it is in the core's cache. Then the reading thread walks along the headers, frame by frame, and uses these
+//! sums for the payloads. The log is therefore judged in log order, regardless of the order in which chunks were
+//! completed (I4). All cores also decode the operations of verified frames. A walk that finds no frame reads the bytes
+//! once more before it judges.
 //!
-//! Frames are read into staging and stay there, so that a device can take its deltas from that memory. At any
-//! time one window is being read, one is being made into a list and one is in use, and one waits for each of
-//! the latter two. Each is at least as long as its longest frame: if frames are longer than windows, the
-//! reading thread builds the lists, and three windows are held instead of five. A short log is read by one
-//! thread, in successive windows of one megabyte, and so is every log where few threads can run at once.
+//! Frames are read into staging and stay there, so that a device can read deltas from that memory. At any time, one
+//! window is being read, one is being converted to a command list and one is in use, and one window waits for each of
+//! the latter two steps. Each window is at least as long as its longest frame. If frames are longer than windows, the
+//! reading thread builds the lists, and three windows are in memory instead of five. One thread reads a short log, or
+//! any log on a system with few cores, in successive windows of one megabyte.
 //!
-//! Nothing is written here, so a crash loses nothing.
+//! This module writes nothing to disk, so a crash loses nothing.
 
 use std::convert::Infallible;
 use std::io;
@@ -34,41 +34,42 @@ use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 use crate::memory::staging::{StagingBuf, StagingPool};
 
-/// Runs read ahead of their use in a log without windows. Each holds staging, in the worst case of the
-/// longest frame.
+/// The maximum number of runs that are read in advance in a log without windows. Each run uses staging of up to the
+/// length of the longest frame.
 const RUNS_MAX: usize = 2;
-/// Windows read ahead of their use, in addition to the one being read.
+/// The maximum number of windows that are read in advance, in addition to the one being read.
 const WINDOWS_READY_MAX: usize = 1;
 /// The maximum number of threads that read and checksum windows.
 const THREADS_MAX: usize = 16;
-/// The minimum number of threads that benefit from windows. Two are kept busy by reading one run and using
-/// another: on two busy cores, windows took 1.2 times the CPU time and saved none.
+/// The minimum number of threads that benefit from windows. Two threads are kept busy by reading one run and using
+/// another: on two busy cores, windows took 1.2 times the CPU time without a gain.
 const THREADS_MIN: usize = 4;
-/// Bytes of a window per thread. Each step of a window ends when the last thread has done its part, so the
-/// window must not be short; several windows should fit in the last-level cache.
+/// The number of bytes of a window per thread. Each step of a window ends when the last thread has completed its part,
+/// so a window must not be short. Several windows should fit in the last-level cache.
 const WINDOW_LEN_EACH: u64 = 1 << 20;
-/// The maximum window length for any number of threads (I10).
+/// The maximum length of a window for any number of threads (I10).
 const WINDOW_LEN_MAX: u64 = 16 << 20;
-/// The minimum window length that several threads read faster than one does.
+/// The minimum length of a window that several threads read faster than one.
 const WINDOW_LEN_MIN: u64 = 2 << 20;
-/// The minimum number of windows for a log: memory for them is touched and, on a GPU, pinned.
+/// The minimum number of windows in a log that is read in windows, because their memory is touched and, on a GPU,
+/// pinned.
 const WINDOWS_MIN: u64 = 8;
-/// Frames count as long if a segment is longer than this many windows.
+/// The length of a segment, in windows, above which its frames count as long.
 const LONG_WINDOWS: u64 = 4;
-/// Bytes that a thread reads and checksums at a time: they stay in its core's L2 cache.
+/// The number of bytes that a thread reads and checksums at a time, which stay in its core's L2 cache.
 const CHUNK_LEN: u64 = 256 << 10;
-/// The minimum number of operations that a thread decodes at a time. Fewer are decoded faster than a thread
-/// is started.
+/// The minimum number of operations that a thread decodes at a time. Decoding fewer takes less time than starting a
+/// thread.
 const OPS_AT_ONCE: usize = 1024;
 
 /// The source of frames, and the memory to read them into.
 pub(super) struct Frames<'a> {
     pub source: &'a DiskSource,
     pub map: &'a LogMap,
-    /// The highest mark known from manifests. The walk treats an earlier end as damage (I4).
+    /// The highest durable mark that manifests contain. The walk treats an earlier end as damage (I4).
     pub mark: Lsn,
     pub staging: &'a StagingPool,
-    /// The window length in bytes, for tests that override the one derived from the log's length.
+    /// The window length in bytes, which tests set to override the length derived from the log.
     pub window_len: Option<u64>,
 }
 
@@ -78,12 +79,12 @@ struct WindowRules {
     len: u64,
     chunk_len: u64,
     threads: usize,
-    /// Whether a frame may be much longer than a window. The reading thread then builds the lists, so that
-    /// fewer windows are held.
+    /// Whether a frame may be much longer than a window. The reading thread then builds the lists, so that fewer
+    /// windows are in memory.
     has_long_frames: bool,
 }
 
-/// Consecutive batches in one piece of memory, in log order.
+/// Consecutive batches in one buffer, in log order.
 pub(super) struct BatchRun {
     pub memory: StagingBuf,
     pub batches: Vec<LoggedBatch>,
@@ -94,19 +95,19 @@ pub(super) struct BatchRun {
 /// One batch of a run.
 pub(super) struct LoggedBatch {
     pub header: FrameHeader,
-    /// The range of its payload in the run's memory.
+    /// The range of the batch's payload in the buffer of the run.
     pub payload: Range<usize>,
 }
 
-/// The effects of a run's batches on the table, in order.
+/// The effect of some of a run's batches on the table.
 pub(super) enum RunStep {
-    /// Batches that only change bytes of pages, as nearly all batches of a long log do.
+    /// Batches that only change bytes of pages, like nearly all batches of a long log.
     Changes(Range<usize>, PageChanges),
-    /// A batch that does more, or is not decoded yet.
+    /// A batch that has other effects or is not decoded yet.
     Batch(usize),
 }
 
-/// The position where a walk stopped, and the reason.
+/// The position at which a walk stopped.
 pub(super) struct StopPoint {
     pub point: LogPoint,
     /// The end of the log, if the walk reached it.
@@ -114,28 +115,29 @@ pub(super) struct StopPoint {
 }
 
 impl LoggedBatch {
-    /// Reports damage to the batch, with its position in the log.
+    /// Returns damage at the batch's position in the log.
     pub fn damage(&self, defect: Defect) -> Damage {
         defect.at_lsn(FileName::Segment(self.header.segment), self.header.offset, self.header.lsn)
     }
 }
 
 impl From<ProducerPanic> for Error {
-    // A panic there fails the open; the process, and other stores in it, continue.
+    // A panic of the reading thread fails only the open. The process, and other stores in it, continue.
     fn from(_: ProducerPanic) -> Self {
         Error::panicked("the thread that reads the log ahead")
     }
 }
 
 impl Frames<'_> {
-    /// Reads the batches after `from` up to `until`, or to the end of the log. Passes each run to `make`, and
-    /// its result to `each` on the calling thread. One of the two returns the run's memory. `make` runs on
-    /// the reading thread, while the run's bytes are in its cache; with windows it normally runs on a
+    /// Reads the batches after `from` up to `until`, or to the end of the log. Passes each run to `make`, and the
+    /// result to `each` on the calling thread. Either function must return the run's memory to the pool.
+    ///
+    /// `make` runs on the reading thread, while the run's bytes are in its cache. With windows, it normally runs on a
     /// separate thread.
     ///
     /// # Errors
-    /// [`Error::Damaged`] if the log ends where it must continue; the error of `each`, if it comes first in
-    /// the log; `OutOfMemory`; a device error.
+    /// [`Error::Damaged`] if the log ends where it must continue; the error of `each`, if it comes first in the log;
+    /// `OutOfMemory`; a device error.
     pub fn read<T: Send>(
         &self,
         from: LogPoint,
@@ -143,12 +145,12 @@ impl Frames<'_> {
         make: impl Fn(BatchRun) -> T + Sync,
         each: impl FnMut(T) -> Result<()>,
     ) -> Result<StopPoint> {
-        // The walk reports damage only. Refused staging is recorded here: reported as damage, it would cost
-        // the store a sound snapshot.
+        // The walk reports only damage, so a failed allocation of staging is recorded here. Reported as damage, it
+        // would cost the store a sound snapshot.
         let no_staging = Mutex::new(None);
         let is_empty = until.is_some_and(|until| until <= from.lsn);
         let rules = if is_empty { None } else { self.windows(from) };
-        // A short log is read faster than a thread is started.
+        // Reading a short log takes less time than starting a thread.
         let runs_max = match rules {
             Some(_) => WINDOWS_READY_MAX,
             None if self.map.segments().range(from.segment..).count() > 2 => RUNS_MAX,
@@ -170,7 +172,7 @@ impl Frames<'_> {
                     if rules.has_long_frames {
                         return Ok(walk(&mut |run| emit(make(run))));
                     }
-                    // If no more are wanted, the error of `each` takes precedence.
+                    // If no more runs are needed, the error of `each` takes precedence.
                     let emit_made = |run| if emit(make(run)) { Ok(()) } else { Err(ProducerPanic) };
                     parallel::pipeline(runs_max, walk, emit_made)
                 };
@@ -195,7 +197,7 @@ impl Frames<'_> {
             None if threads < THREADS_MIN || len < WINDOW_LEN_MIN => return None,
             None => (len, CHUNK_LEN, threads),
         };
-        // A frame that fits no segment has one of its own.
+        // A frame that fits in no segment has its own segment.
         let has_long_frames = lens.max().is_some_and(|longest| longest > LONG_WINDOWS * len);
         Some(WindowRules { len, chunk_len, threads, has_long_frames })
     }
@@ -216,7 +218,7 @@ impl Frames<'_> {
         })
     }
 
-    /// Walks the log on the reading thread, and passes each run on as soon as the walk reads elsewhere.
+    /// Walks the log on the reading thread, and passes each run on when the walk moves to another buffer.
     fn walk(
         &self,
         from: LogPoint,
@@ -225,10 +227,10 @@ impl Frames<'_> {
         no_staging: &Mutex<Option<Error>>,
         emit: &mut dyn FnMut(BatchRun) -> bool,
     ) -> Result<StopPoint, Damage> {
-        // Read into staging, from which a device can take its deltas without another copy.
+        // The buffers are staging, from which a device can read deltas without another copy.
         let allocate = |len: usize| {
-            // A smaller request may succeed after a refusal. The error stays recorded regardless: a walk that
-            // is finally refused goes on to judge, with staging that it may get.
+            // A smaller request may succeed later. The error remains recorded, because a walk without memory may judge
+            // the log with the staging that it does get.
             self.staging.take(len).map_err(|error| {
                 *no_staging.lock() = Some(error.clone());
                 io::Error::other(error)
@@ -246,8 +248,8 @@ impl Frames<'_> {
         let mut emit = |run| emit(BatchRun::new(run, threads));
         let walked = self.walk_to(&mut walk, until, &mut run, &mut emit);
         let stopped = StopPoint { point: walk.point(), end: walk.end().cloned() };
-        // After this the last run's memory has one owner. Batches before damage are passed on, too: an error
-        // in one of them comes first in the log, and is the one to report.
+        // After this, the last run's memory has one owner. Batches before damage are passed on, too, because an error
+        // in one of them comes first in the log and is the one to report.
         drop(walk);
         if let Some(last) = run {
             emit(last);
@@ -255,7 +257,7 @@ impl Frames<'_> {
         walked.map(|()| stopped)
     }
 
-    /// Walks up to `until`, and leaves the last run in `run`: the walk still shares its memory.
+    /// Walks up to `until`, and leaves the last run in `run`, because the walk still shares its memory.
     fn walk_to(
         &self,
         walk: &mut LogWalk<'_, StagingBuf>,
@@ -265,7 +267,7 @@ impl Frames<'_> {
     ) -> Result<(), Damage> {
         while until.is_none_or(|until| walk.point().lsn < until) {
             let Some(frame) = walk.next()? else { break };
-            // A seal changes no page. The walk itself reads its record of verified snapshots.
+            // A seal changes no page. The walk itself reads the seal's record of verified snapshots.
             if frame.header.kind != FrameKind::Batch {
                 continue;
             }
@@ -275,7 +277,7 @@ impl Frames<'_> {
                 Some((memory, batches)) if Arc::ptr_eq(memory, frame.memory) => batches.push(batch),
                 _ => {
                     let read = run.replace((frame.memory.clone(), vec![batch]));
-                    // The thread that uses the runs failed: it takes no more, and its error takes precedence.
+                    // The thread that uses the runs has failed, so it needs no more, and its error takes precedence.
                     if !read.is_none_or(&mut *emit) {
                         break;
                     }
@@ -293,8 +295,8 @@ impl BatchRun {
         Self { memory, batches, threads }
     }
 
-    /// Runs `work` on groups of this run's batches with several threads, and returns the results in log
-    /// order. `ops_of` returns the work of a batch as an equivalent number of operations.
+    /// Runs `work` on groups of this run's batches with several threads, and returns the results in log order. `ops_of`
+    /// returns the cost of a batch as an equivalent number of operations.
     pub fn by_threads<T: Send, E: Send>(
         &self,
         ops_of: impl Fn(&LoggedBatch) -> usize,
@@ -317,8 +319,8 @@ impl BatchRun {
         parallel::map_indexed(self.threads, groups.len(), || (), each)
     }
 
-    /// Returns the steps for this run's batches. A single reading thread has no time to spare: the thread
-    /// that uses the run then decodes the batches.
+    /// Returns the effects of this run's batches. If a single thread reads the log, the batches are left undecoded for
+    /// the thread that uses the run.
     pub fn steps(&self) -> Vec<RunStep> {
         let each_batch = |batches: Range<usize>| batches.map(RunStep::Batch).collect();
         if self.threads == 1 {
@@ -342,7 +344,6 @@ impl BatchRun {
         steps.into_iter().flatten().collect()
     }
 
-    /// Returns the payload of a batch of this run.
     pub fn payload(&self, batch: &LoggedBatch) -> &[u8] {
         &self.memory[batch.payload.clone()]
     }

@@ -1,11 +1,11 @@
 //! Pages that an open moves to slower places because the budget has no room for them.
 //!
-//! A store may be opened with less memory than before: on a smaller machine, or next to another process. If
-//! [`Tiers`] define an order of places, the least recently changed pages are demoted before memory is
-//! claimed, and only then is anything loaded. A page demoted to disk stays in its image. The new incarnation
-//! logs the moves as its first batch, before the store can be used.
+//! A store may be opened with less memory than before, on a smaller machine or next to another process. If [`Tiers`]
+//! define an order of places, the least recently changed pages are demoted before memory is claimed and pages are
+//! loaded. A page demoted to disk stays in its image. The new incarnation logs the moves as its first batch, before the
+//! store can be used.
 //!
-//! A crash before that loses nothing: the next open finds the pages where they were, and decides again.
+//! A crash before that batch loses nothing: the next open finds the pages in their old places, and decides again.
 
 use std::collections::BTreeMap;
 
@@ -22,18 +22,18 @@ use crate::images::disk_pages::pending_max;
 use crate::options::Budget;
 use crate::options::tiers::Tiers;
 
-/// The pages to demote, as a batch that is not logged yet.
+/// The pages to demote, and the batch that demotes them, which is not logged yet.
 pub(super) struct LoweredPages {
     /// The table after the batch.
     pub table: PageTable,
     /// The pages, in ascending order.
     pub pages: Vec<PageId>,
-    /// The batch's payload.
+    /// The payload of the batch.
     pub payload: Vec<u8>,
 }
 
-/// A page that may leave a place. Pages are ordered as they leave: for a move to disk, those whose image
-/// holds their current bytes come first; within each group, the least recently changed page does.
+/// A page that may be demoted. Pages are ordered by precedence: for a move to disk, pages whose image contains their
+/// current bytes come first. Within each group, the least recently changed page comes first.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct LeavingPage {
     waits_in_memory: bool,
@@ -54,7 +54,7 @@ fn residents<'a>(
         .filter_map(move |((page, before, len), (_, lsn))| is_there(page, before).then_some((page, len, lsn)))
 }
 
-/// The bases and the snapshot that pages are made from.
+/// The images from which pages are loaded.
 pub(super) struct ImagedPages<'a> {
     pub bases: &'a Bases,
     /// The snapshot from which recovery starts, with all its entries.
@@ -62,14 +62,14 @@ pub(super) struct ImagedPages<'a> {
 }
 
 impl ImagedPages<'_> {
-    /// Whether an image contains a page's bytes as of this table.
+    /// Returns whether an image contains a page's bytes according to this table.
     fn has(&self, table: &PageTable, page: PageId) -> bool {
         let (Some(info), Some(base)) = (table.get(page), self.bases.get(page)) else { return false };
         let Some(image) = base.image else { return false };
         if base.lsn == info.lsn {
             return true;
         }
-        // A later move changed no bytes.
+        // The page was only moved since the image, which changes no bytes.
         let entries = self.snapshot.map_or(&[][..], |snapshot| &snapshot.entries);
         let named = entries.binary_search_by_key(&page, |entry| entry.page).map(|at| &entries[at]);
         named.is_ok_and(|named| named.image == Some(image) && named.epoch == info.epoch)
@@ -77,9 +77,8 @@ impl ImagedPages<'_> {
 }
 
 impl LoweredPages {
-    /// Finds the pages to demote. Returns `None` if all fit where they are, or if too few can be demoted:
-    /// then the open is refused, as without tiers. `is_lent` identifies pages in caller-owned memory, which
-    /// the budget does not count.
+    /// Finds the pages to demote. Returns `None` if no page needs to be demoted, or if too few can be, in which case
+    /// the open is refused later. `is_lent` identifies pages in caller-owned memory, which the budget does not count.
     ///
     /// # Errors
     /// `OutOfMemory`, `Limit`.
@@ -91,7 +90,7 @@ impl LoweredPages {
         is_lent: impl Fn(PageId) -> bool,
     ) -> Result<Option<Self>> {
         let in_memory = table.lens().filter(|(_, place, _)| *place != Place::Disk);
-        // Usually all pages fit where they are.
+        // Usually all pages fit in their places.
         if budget.check(in_memory.map(|(_, place, len)| (place, len))).is_ok() {
             return Ok(None);
         }
@@ -111,7 +110,7 @@ impl LoweredPages {
                 push(&mut leaving, LeavingPage { waits_in_memory, lsn, page, len })?;
             }
             leaving.sort_unstable();
-            // The free share of the place is made available immediately.
+            // The free share of the place is established immediately.
             let mut surplus = used - (limit - tiers.free_bytes(limit));
             let mut waiting = 0;
             for LeavingPage { waits_in_memory, page, len, .. } in leaving {
@@ -129,7 +128,6 @@ impl LoweredPages {
         if moves.is_empty() { Ok(None) } else { Self::after(table, &moves).map(Some) }
     }
 
-    /// Builds the batch that makes these moves.
     fn after(table: &PageTable, moves: &BTreeMap<PageId, Place>) -> Result<Self> {
         let mut writer = PayloadWriter::default();
         for (&page, &place) in moves {

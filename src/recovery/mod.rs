@@ -120,7 +120,7 @@ use crate::options::{LogIo, Options};
 
 /// The result of an open, from which the running store is built.
 pub(crate) struct RecoveredStore {
-    /// STORE, including the features that this build writes.
+    /// The content of STORE, including the features that this build writes.
     pub store: StoreFile,
     /// The applier's initial state: table, memory and position in the log.
     pub applied: AppliedState,
@@ -128,7 +128,7 @@ pub(crate) struct RecoveredStore {
     pub submitted: PageTable,
     /// The pages that differ from the newest snapshot.
     pub changed: Vec<PageId>,
-    /// The position where the log continues, in the new incarnation.
+    /// The position at which the log continues in the new incarnation.
     pub log: LogStart,
     /// The payload of a batch that is already in the tables but not yet in the log.
     pub first_batch: Option<Vec<u8>>,
@@ -142,34 +142,33 @@ pub(crate) struct RecoveredStore {
     pub recovered: RecoveryReport,
 }
 
-/// The amount of log after the newest snapshot, which determines when the next one is due.
+/// The amount of log after the newest snapshot, which determines when the next snapshot is due.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct ReplayBacklog {
-    /// Bytes of the log's segments on disk, at their full length, and of the images that its batches name. A
-    /// short run with few commits still uses whole segments, so counting the bytes of frames would never make
-    /// a snapshot due.
+    /// The number of bytes in the log's segments on disk, at their full length, and in the images that its batches
+    /// name. Even a short run with few commits uses whole segments, so counting the bytes of frames would never make a
+    /// snapshot due.
     pub bytes: u64,
-    /// Openings in that log, including that of this run. Each has its own segment, however little was
-    /// committed.
+    /// The number of openings in that log, including that of this run. Each has its own segment, even with few commits.
     pub restarts: usize,
 }
 
 impl ReplayBacklog {
-    /// Counts from the snapshot that was used: the next open would replay the same log again.
+    /// Counts the log after the snapshot that was loaded, which the next open would replay again.
     fn of(survey: &Survey, resolution: &Resolution) -> Self {
         let base = resolution.base.and_then(|base| survey.links[&base].as_ref().ok());
         let (from, offset) = base.map_or((0, 0), |(link, _)| (link.redo.segment, link.redo.offset));
         let segments = survey.log.segments().range(from..).filter(|(_, segment)| segment.frames.is_some());
         let segment_bytes: u64 = segments.map(|(_, segment)| segment.file_len).sum();
         let openings = survey.log.line().iter().filter(|(segment, _)| *segment > from);
-        // If nothing was committed after the snapshot, another one would gain nothing.
+        // If no batch was committed after the snapshot, another snapshot would gain nothing.
         let bytes = if resolution.batches == 0 { 0 } else { segment_bytes.saturating_sub(offset) };
         Self { bytes: bytes.saturating_add(resolution.ahead_bytes), restarts: openings.count() + 1 }
     }
 }
 
-/// Writes a small file for an open, which must work on a full disk: without space, the file is made from a
-/// spare, or spares are released. Only an open store can free space by deleting.
+/// Writes a small file for an open. An open must succeed on a full disk, because only an open store can free space by
+/// deletes. Therefore, without free space, the file is created from a spare, or spares are removed.
 fn with_reserve<T>(pool: &SegmentPool, mut write: impl FnMut(&CreateFromSpare) -> Result<T>) -> Result<T> {
     let spare = |temporary, len| pool.make_small(temporary, len, 0, SpacePurpose::Open);
     loop {
@@ -180,36 +179,35 @@ fn with_reserve<T>(pool: &SegmentPool, mut write: impl FnMut(&CreateFromSpare) -
     }
 }
 
-/// The share of the file system, one in this many bytes, that a segment may take: with the empty segments and
-/// the reserve there are five, and a small disk needs most of its space for pages.
+/// The inverse of the share of the file system that a segment may take. With the empty segments and the reserve there
+/// are five, and a small disk needs most of its space for pages.
 const SEGMENT_SHARE: u64 = 64;
-/// Length below which that share does not shorten segments.
+/// The segment length below which that share does not shorten segments.
 const SEGMENT_SHARE_MIN: u64 = 256 << 10;
-/// The share of the file system, one in this many bytes, that spares beyond the reserve may take unless the
-/// options say otherwise.
+/// The inverse of the share of the file system that spares beyond the reserve may take by default.
 const SPARE_SHARE: u64 = 100;
-/// The maximum number of bytes of spares beyond the reserve, unless the options say otherwise.
+/// The default maximum number of bytes of spares beyond the reserve.
 const SPARE_BYTES_MAX: u64 = 512 << 20;
 
 /// The parts of a store that recovery uses.
 pub(crate) struct Recovery<'a> {
-    /// The directory, which the caller has locked.
+    /// The directory, which the caller must have locked.
     pub disk: Arc<dyn Disk>,
     pub device: Arc<dyn Device>,
     /// Page memory, with its budget (I10).
     pub arena: &'a Arena,
-    /// Host memory that lanes copy through.
+    /// The staging memory through which lanes copy.
     pub staging: &'a StagingPool,
     /// The caller's options: budget, identity, load policy.
     pub options: &'a Options,
-    /// How the log will be written.
+    /// The mode in which the log will be written.
     pub log_io: LogIo,
-    /// The state shared by pages on disk.
+    /// The state that all pages on disk share.
     pub disk_pages: Arc<DiskPages>,
 }
 
 impl Recovery<'_> {
-    /// Creates or recovers the store. The caller holds the lock.
+    /// Creates or recovers the store. The caller must hold the store's lock.
     pub fn open(&self) -> Result<RecoveredStore> {
         let _phase = phases::enter(Phase::Recovery);
         let started = Instant::now();
@@ -220,12 +218,12 @@ impl Recovery<'_> {
         Ok(opened)
     }
 
-    /// Recovers a store. The numbers refer to the order of steps in the module's docs: up to step 3 nothing
-    /// is written, so a refusal or a crash costs nothing.
+    /// Recovers a store. The numbers refer to the order of steps in the module's docs. Nothing is written up to step 3,
+    /// so a refusal or a crash has no effect.
     fn recover(&self) -> Result<RecoveredStore> {
-        // 1. I6: do not trust a name that is not durable yet. A rename may exist only in the cache: a power
-        //    cut after this open would bring the old name back after the new incarnation already relies on
-        //    the new one. Missing folders are checked later, by what they should contain.
+        // 1. I6: names that are not durable yet must not be relied on. A rename may exist only in the cache. A power
+        //    cut after this open would restore the old name, although the new incarnation already relies on the new
+        //    one. Missing folders are checked later, by their expected contents.
         let inner: Vec<Folder> = Folder::INNER.into_iter().collect();
         let present = self.disk.list(Folder::Root)?;
         for folder in inner.iter().filter(|folder| present.iter().any(|name| name == folder.name())) {
@@ -233,15 +231,14 @@ impl Recovery<'_> {
         }
         self.disk.sync_folder(Folder::Root)?;
 
-        // The source records which ranges of the log were not cached: those came from the medium, and step 3
-        // need not read them again (I6).
+        // The source records which ranges of the log were not cached. They came from the medium, and step 3 need not
+        // read them again (I6).
         let source = DiskSource::noting(self.disk.clone());
         // 2. and 3.
         let survey = survey::read(&source)?;
         self.check_identity(&survey.store)?;
-        // Segments are created before STORE, so a store always has a log: an empty folder means that the log
-        // was lost. If it were treated as a new store, it would acknowledge batches under numbers that were
-        // already assigned.
+        // Segments are created before STORE, so a store always has a log, and an empty folder means that the log was
+        // lost. Treated as a new store, it would acknowledge batches with numbers that were already assigned.
         if survey.log.newest().is_none() {
             let (number, defect) = match survey.log.segments().iter().next_back() {
                 Some((number, newest)) => (*number, newest.header.clone().err().unwrap_or(Defect::Missing)),
@@ -257,7 +254,7 @@ impl Recovery<'_> {
         assert!(end.accepted.lsn >= survey.mark());
         assert!(end.proven.lsn <= end.accepted.lsn); // I6
         harmless.extend(end.harmless.iter().cloned());
-        // A recorded but missing snapshot is forgotten with the next seal: only this open can report it.
+        // A recorded but missing snapshot is omitted from the next seal, so only this open can report it.
         for damage in Record(&end.verified).lost(&survey) {
             if harmless.iter().all(|known| (known.file, &known.defect) != (damage.file, &damage.defect)) {
                 tracing::warn!(%damage, "a snapshot that was kept is lost");
@@ -265,29 +262,28 @@ impl Recovery<'_> {
             }
         }
 
-        // 4. The new incarnation. Each step assumes that the one before is durable: features before any byte
-        //    that an older build would misread; manifests before the seal that records them.
+        // 4. The new incarnation. Each step assumes that the previous one is durable: features before any byte that an
+        //    older build would misread, and manifests before the seal that records them.
         let store = survey.store.store;
         let highest = survey.log.segments().keys().next_back().copied().unwrap_or(0);
         let (tail, lowered) = (std::mem::take(&mut loaded.tail), loaded.lowered.take());
-        // Everything is read and proven. From here on the directory changes; a refused store was not touched.
+        // Everything is read and verified. The directory is changed only from here on.
         for folder in inner {
             self.disk.make_folder(folder)?;
         }
-        // Before anything new is created: later, a crash's unfinished file could not be told from one in use.
+        // Temporary files are removed before new ones are created, because those of a crash could not be distinguished
+        // later.
         self.remove_temporaries()?;
         let pool = self.pool(store)?;
         let store_file = self.with_features(&pool, survey.store.clone())?;
         let copied_batches = tail.len() as u64;
         let newest = end.accepted.incarnation;
         let on_line = end_without(&survey, &end).unwrap_or_else(|| end.clone());
-        // The opening replaces the highest segment. That segment is empty, because a segment with frames has
-        // a successor (I8), so the rename replaces nothing of value.
+        // The opening replaces the highest segment, which is empty, because a segment with frames has a successor (I8).
         let before = Predecessor { segment: highest, newest, end: Some(on_line.clone()), tail };
-        // I7: the opening seal records the snapshot as verified. A manifest that no frame under a mark
-        // records may have its name only in the cache, so it is published again first. Otherwise the seal,
-        // which is under a mark, could outlive the name, and the next open would miss a snapshot that
-        // permitted recycling.
+        // I7: the opening seal records the snapshot as verified. A manifest that no frame under a mark records may have
+        // its name only in the cache, so it is published again first. Otherwise the seal, which is under a mark, could
+        // outlive the name, and the next open would miss a snapshot that permitted recycling.
         for link in std::mem::take(&mut draft.anew) {
             with_reserve(&pool, |spare| publish_manifest(&self.disk, link, usize::MAX, spare))?;
         }
@@ -295,14 +291,13 @@ impl Recovery<'_> {
         assert!(position.lsn == end.accepted.lsn); // I5: every accepted batch is carried over.
         assert!(position.incarnation.number > newest.number); // I5: no incarnation begins twice.
 
-        // 5. Remains of the crash: segments whose batches were copied, and the incarnation that was left out
-        //    of the line. They are recycled only now: before the rename nothing was ours to change, and until
-        //    its folder is synced a power cut may bring the incarnation back, which would then miss its
-        //    segments.
+        // 5. Remove what a crash left: segments whose batches were copied, and the incarnation that was left out of the
+        //    line. They are recycled only now. Before the rename no file may be changed, and until the folder is synced
+        //    a power cut may restore the incarnation, which would then lack its segments.
         let removed = on_line.proven.segment + 1..highest;
         let mut junk: Vec<u64> =
             survey.log.segments().keys().copied().filter(|n| removed.contains(n)).collect();
-        // I8: a replay from the snapshot that was used begins before all of them.
+        // I8: a replay from the loaded snapshot begins before all of them.
         let base = resolution.base.and_then(|base| survey.links[&base].as_ref().ok());
         assert!(base.is_none_or(|(link, _)| link.redo.segment <= on_line.proven.segment));
         let readers_locked_out =
@@ -331,9 +326,9 @@ impl Recovery<'_> {
             incarnation = %position.incarnation, lsn = %position.lsn, snapshot = ?recovered.snapshot,
             replayed = recovered.replayed_batches, copied = copied_batches, torn = ?recovered.torn, "recovered"
         );
-        // Nothing fails from here on, so the memory need not be given back.
+        // No later step fails, so the memory need not be freed.
         let (memory, on_disk, unloaded) = loaded.keep()?;
-        // I10: each page of the table has the memory claimed for it, and no other memory exists.
+        // I10: each page of the table has the memory claimed for it, and no other memory is allocated.
         let (left, _) = unloaded.left();
         let count = memory.len() + on_disk.len();
         assert!(count as u64 + left == resolution.resolved.table.pages().len() as u64);
@@ -370,11 +365,11 @@ impl Recovery<'_> {
         })
     }
 
-    /// Prevents readers from starting anywhere. Returns `None` if a reader is active, which may be anywhere
-    /// in the log. A lock that cannot be tried, for lack of space or of a file handle, counts as a reader: a
-    /// later snapshot then removes what the crash left.
+    /// Prevents readers from starting anywhere. Returns `None` if a reader is active, which may be anywhere in the log.
+    /// If a lock cannot be tried for lack of space or of a file handle, a reader is assumed, and a later snapshot
+    /// removes the files.
     fn lock_out_readers(&self, survey: &Survey) -> Option<Vec<Box<dyn DiskLock>>> {
-        // Number 0 is the beginning of the log. A reader may also have started from a link that no record
+        // Number 0 represents the beginning of the log. A reader may also have started from a link that no record
         // names.
         let starts = survey.links.keys().copied().chain([SnapshotId(0)]);
         let mut locks = Vec::new();
@@ -390,9 +385,9 @@ impl Recovery<'_> {
         Some(locks)
     }
 
-    /// Refuses a store with another identity or layout, or one that this build must not write.
+    /// Returns an error for a store with another identity or layout, or one that this build must not write.
     ///
-    /// A store with unknown features is at most readable: bytes written by this build could break what those
+    /// This build can at most read a store with unknown features, because bytes that it writes could violate what those
     /// features guarantee.
     fn check_identity(&self, store: &StoreFile) -> Result<()> {
         if !store.is_writable() {
@@ -411,7 +406,7 @@ impl Recovery<'_> {
         Ok(())
     }
 
-    /// Adds the features that this build writes to STORE. Returns once they are also on disk.
+    /// Adds the features that this build writes to STORE. Returns once STORE contains them durably.
     fn with_features(&self, pool: &SegmentPool, store: StoreFile) -> Result<StoreFile> {
         let features = store.features.with_written();
         if features == store.features {
@@ -422,7 +417,7 @@ impl Recovery<'_> {
         with_reserve(pool, |spare| publish(&self.disk, FileName::Store, 0, &[&bytes], spare)).map(|()| store)
     }
 
-    /// Removes files under temporary names: a crash left them before their rename, so nothing names them.
+    /// Removes files under temporary names, which a crash left before their rename and no record names.
     fn remove_temporaries(&self) -> Result<()> {
         for folder in [Folder::Root, Folder::Log, Folder::Pages, Folder::Snapshots] {
             for name in self.disk.list(folder)? {
@@ -436,8 +431,8 @@ impl Recovery<'_> {
 
     /// Creates the pool of segments for the log.
     ///
-    /// Spares beyond the reserve save a busy log from creating each segment with zeros and a sync while
-    /// committers wait. They are bounded because they take space that pages could use.
+    /// With spares beyond the reserve, a busy log need not write and sync the zeros of new segments while committers
+    /// wait. Their number is bounded, because they take space that pages could use.
     fn pool(&self, store: StoreId) -> Result<Arc<SegmentPool>> {
         let total = self.disk.total_bytes().unwrap_or_else(|error| {
             tracing::debug!(%error, "cannot determine the size of the file system");
@@ -453,15 +448,15 @@ impl Recovery<'_> {
     }
 }
 
-/// Returns the end of the log with the newest incarnation left out of the line, which is where that
-/// incarnation began. Returns `None` if the incarnation must stay.
+/// Returns the end of the log without its newest incarnation, which is where that incarnation began. Returns `None` if
+/// the incarnation must be kept.
 ///
-/// Without this, a store that is opened repeatedly without commits would fill its disk: each open uses a
-/// segment, and only a snapshot after further commits would free it.
+/// Without this, a store that is opened repeatedly without commits would fill its disk: each open uses a segment, and
+/// only a snapshot after further commits would free the segment.
 ///
-/// The incarnation may be left out only if nothing relies on it. It must have accepted no batch, not even as
-/// a copy, so that it ends where it began. No manifest's `redo` may be in it, because a replay begins there.
-/// All manifests must be readable, because an unreadable one may have its `redo` there.
+/// The incarnation may be omitted only if no data relies on it. It must have accepted no batch, not even as a copy, so
+/// that it ends where it began. No manifest's `redo` may be in it, because a replay begins there. All manifests must be
+/// readable, because an unreadable one may have its `redo` there.
 fn end_without(survey: &Survey, end: &LogEnd) -> Option<LogEnd> {
     let newest = survey.log.newest()?;
     let (_, opening) = survey.log.line().last().filter(|(_, opening)| opening.incarnation == newest)?;
@@ -469,11 +464,11 @@ fn end_without(survey: &Survey, end: &LogEnd) -> Option<LogEnd> {
     let is_without_batches = opening.accepted == began.lsn && end.accepted.lsn == began.lsn;
     let all_is_readable = survey.links.values().all(Result::is_ok);
     let begins_replay = || survey.readable().any(|manifest| manifest.redo.incarnation == newest);
-    // Any of these suffices: a replay or an acknowledgement may depend on the incarnation.
+    // Each of these conditions requires the incarnation: a replay or an acknowledgement may depend on it.
     if !is_without_batches || !all_is_readable || begins_replay() {
         return None;
     }
-    // The new opening begins as the omitted one did, with its batches and its chain hash.
+    // The new opening begins like the omitted one, with the same batches and chain hash.
     let accepted = LogPoint { lsn: opening.accepted, chain: opening.accepted_chain, ..began };
     Some(LogEnd { accepted, proven: began, ..end.clone() })
 }

@@ -1,9 +1,9 @@
-//! The catalog that an open would build, for callers that only query it. Writes nothing, takes no lock and
-//! loads no pages.
+//! Builds the catalog that an open would build, for callers that only query it. The preview writes nothing, takes no
+//! lock and loads no pages.
 //!
-//! The rules are those of an open: the same code builds the catalog and plans the pruning. Images are not
-//! read. If those of the newest snapshot are damaged, a real open starts from an older one, and keeps more
-//! than is reported here.
+//! The rules are those of an open, because the same code builds the catalog and plans the pruning. Images are not read.
+//! If those of the newest snapshot are damaged, a real open starts from an older snapshot, and keeps more files than
+//! this preview reports.
 
 use std::sync::Arc;
 
@@ -24,20 +24,20 @@ use crate::images::disk_pages::DiskPages;
 /// The maximum number of attempts while a writer changes the files.
 const ATTEMPTS: usize = 16;
 
-/// The catalog that an open would build, and the files that a writer may be about to name.
+/// The catalog that an open would build, and the range of files that a writer may be creating.
 pub(crate) struct OpenPreview {
     pub catalog: Catalog,
-    /// The segment in which the log ends.
+    /// The number of the segment in which the log ends.
     pub current_segment: u64,
-    /// Files from this number on may belong to a batch or snapshot that a writer has in progress: nothing on
-    /// disk names them yet, but they are needed. `None` if there is no writer.
+    /// The number from which files may belong to a batch or snapshot in progress, or `None` if there is no writer. No
+    /// record names such files yet, but they are needed.
     pub under_way_from: Option<u64>,
 }
 
 impl OpenPreview {
-    /// Reads the store's files, retrying if a writer interfered.
+    /// Reads the store's files, and retries if a writer interfered.
     ///
-    /// The lock is only queried (`F_OFD_GETLK`), not taken: a dry run delays neither readers nor writers.
+    /// The lock is only queried (`F_OFD_GETLK`) and not taken, so a dry run delays neither readers nor writers.
     ///
     /// # Errors
     /// [`Error::NoStore`], [`Error::Damaged`]; I/O errors.
@@ -48,7 +48,7 @@ impl OpenPreview {
         let mut attempt = 1;
         loop {
             match Self::take_once(disk) {
-                // A file read while it is being written looks damaged. Without a writer it is.
+                // A file read while it is being written looks damaged. Without a writer the damage is real.
                 Err(Error::Damaged(_)) if attempt < ATTEMPTS && disk.is_locked()? => attempt += 1,
                 preview => return preview,
             }
@@ -57,7 +57,7 @@ impl OpenPreview {
 
     /// Makes one attempt, which a writer may disturb.
     fn take_once(disk: &Arc<dyn Disk>) -> Result<Self> {
-        // Queried first: a writer that starts later removes unneeded files before it writes anything new.
+        // The lock is queried first: a writer that starts later removes unneeded files before it writes new ones.
         let is_locked = disk.is_locked()?;
         let source = DiskSource::new(disk.clone());
         let survey = survey::read(&source)?;
@@ -72,12 +72,11 @@ impl OpenPreview {
             &resolution,
             ReplayImages::default(),
         )?;
-        // Files of batches in progress have numbers from `ahead_from` on; those of a snapshot, from
-        // `next_file` on.
+        // Files of batches in progress have numbers from `ahead_from` on, and those of a snapshot from `next_file` on.
         let newest = survey.readable().next_back();
         let numbers = newest.map_or(0, |link| link.next_file.min(link.ahead_from));
         let spares = Arc::new(ImageSpares::none(disk.clone(), survey.store.store));
-        // This process reads no pages.
+        // No pages are read, so no budget is needed.
         let disk_pages = Arc::new(DiskPages::new(disk.clone(), u64::MAX));
         Ok(Self {
             current_segment: end.accepted.segment,
@@ -89,7 +88,7 @@ impl OpenPreview {
 
 /// Resolves the newest state that an open would find.
 ///
-/// Damaged candidates are skipped, as in an open. If none is left, returns the newest one's damage.
+/// Damaged candidates are skipped, as in an open. If none is left, returns the damage of the newest one.
 fn best(source: &DiskSource, survey: &Survey) -> Result<Resolution, Damage> {
     let mut first = None;
     for candidate in survey.candidates() {

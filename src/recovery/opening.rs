@@ -1,7 +1,7 @@
-//! Beginning an incarnation: the opening segment is built whole and renamed into place (I5).
+//! Begins an incarnation: its opening segment is written completely and then renamed into place (I5).
 //!
-//! A crash before the rename loses nothing and changes nothing: the next open repeats all of this. A crash
-//! after it finds the new incarnation complete, with everything that the previous one accepted.
+//! A crash before the rename changes nothing, and the next open repeats these steps. A crash after it leaves the new
+//! incarnation complete, with all batches that the previous one accepted.
 
 use std::sync::Arc;
 
@@ -16,8 +16,8 @@ use crate::log::{LogStart, SegmentPool, SpacePurpose};
 
 /// Begins the incarnation after `before`, in the steps that I5 requires.
 ///
-/// Every writable open begins one, even after a clean close: an acknowledgement names its incarnation, so
-/// that a caller can later tell whether it survived.
+/// Every writable open begins an incarnation, even after a clean close. An acknowledgement names its incarnation, so
+/// that a caller can later determine whether the batch survived.
 pub(crate) fn begin(
     pool: &SegmentPool,
     store: StoreId,
@@ -30,20 +30,20 @@ pub(crate) fn begin(
             found: u64::from(u32::MAX) + 1,
             limit: u32::MAX.into(),
         })?,
-        // Two attempts may choose the same number, of which a crash allowed only one to become real: the
-        // random half distinguishes them.
+        // Two attempts may choose the same number, of which at most one became durable. The random half distinguishes
+        // them.
         random: u32::from_le_bytes(random()?),
     });
-    // The number of the highest segment, which is empty: the rename replaces it.
+    // The highest segment is empty, and the rename replaces it.
     let number = before.segment.max(1);
-    // 1. Build the file under a temporary name: header, copied tail, opening seal. If the tail were synced
-    //    only after the rename, a power cut that keeps the rename could lose it: the batches would be
-    //    acknowledged as accepted, and exist nowhere.
+    // 1. Write the file under a temporary name: header, copied tail, opening seal. If the tail were synced only after
+    //    the rename, a power cut could keep the rename and lose the tail. Its batches would be acknowledged as accepted
+    //    without existing.
     let frames = opening_frames(store, number, &opening, &before.tail, &verified);
     let segment = pool.build_opening(number, opening, &frames.bytes)?;
-    // 2. Read it back past the cache, to detect a sync that lied before anything depends on it. After the
-    //    rename this is the only copy of the tail, because the end of the predecessor is cut. Memory for the
-    //    tail is allocated fallibly: a lack of memory refuses the open.
+    // 2. Read the file back past the cache, to detect a failed sync before anything depends on the file. After the
+    //    rename this is the only copy of the tail, because the end of the predecessor is cut. Memory for the tail is
+    //    allocated fallibly, so a lack of memory refuses the open.
     let mut found = Vec::new();
     make_room(&mut found, frames.bytes.len())?;
     found.resize(frames.bytes.len(), 0);
@@ -52,9 +52,9 @@ pub(crate) fn begin(
         let defect = Defect::Field { what: "opening segment that differs from the one written", found: 0 };
         return Err(defect.at(FileName::Temporary(Folder::Log, number), SEGMENT_HEADER_BLOCK).into());
     }
-    // 3. Create the empty segment after it, with its name: a segment with frames has a successor (I8). If it
-    //    were created after step 4, a crash in between would look like a lost newest segment, and the store
-    //    would be refused. It names no incarnation, so nothing refers to this one if the process dies now.
+    // 3. Create the following empty segment with its name, because a segment with frames has a successor (I8). If it
+    //    were created after step 4, a crash in between would look like a lost newest segment, and the store would be
+    //    refused. The empty segment names no incarnation, so nothing refers to this one if the process dies now.
     let next = pool.make(number + 1, 0, SpacePurpose::Open).inspect_err(|_| pool.retract(&segment))?;
     assert!(next.number == number + 1); // I8: the successor exists before any frame does.
     // 4. The commit point: the rename, and the sync of its folder. From here on, recovery starts from the new
@@ -72,24 +72,23 @@ pub(crate) fn begin(
     Ok((log, position))
 }
 
-/// The previous incarnation, as the new one needs it. The default is the predecessor of a new store.
+/// The end of the previous incarnation. The default is the predecessor of a new store.
 #[derive(Default)]
 pub(crate) struct Predecessor {
-    /// The highest segment, which is empty. The opening segment is renamed over it, so no free number has to
-    /// be found.
+    /// The highest segment, which is empty. The opening segment replaces it through a rename.
     pub segment: u64,
-    /// The newest incarnation that existed. If it was left out of the line, `end` is in an older one; but its
-    /// number is used up all the same.
+    /// The newest incarnation on disk. It may have been left out of the line, in which case `end` is in an older one.
+    /// Its number is never assigned again.
     pub newest: Incarnation,
-    /// The end of the log, on the line; `None` for a new store.
+    /// The end of the log, or `None` for a new store.
     pub end: Option<LogEnd>,
-    /// The payloads of the batches to copy: accepted, and above the last mark (I6).
+    /// The payloads of the batches to copy, which were accepted and are above the last mark (I6).
     pub tail: Vec<Vec<u8>>,
 }
 
 impl Predecessor {
-    /// Builds the new opening, which states where its predecessor ends: at the last proven point (I6). Later
-    /// frames may exist only in the cache, and are never read again.
+    /// Creates the new opening, which states where its predecessor ends: at the last proven point (I6). Later frames
+    /// may exist only in the cache, and are never read again.
     fn opening(&self, incarnation: Incarnation) -> Opening {
         let (predecessor, accepted) =
             self.end.as_ref().map_or_else(Default::default, |end| (end.proven, end.accepted));
@@ -102,7 +101,7 @@ struct OpeningFrames {
     bytes: Vec<u8>,
     /// The end of the last batch that is carried over.
     point: LogPoint,
-    /// The opening seal's chain hash, which the next frame names.
+    /// The opening seal's chain hash, which the next frame states.
     chain: u32,
     /// The offset at which the opening seal ends.
     end: u64,
@@ -120,8 +119,7 @@ fn opening_frames(
     let mut point = opening.start(segment);
     let mut push = |kind, lsn, durable, payload: &[u8], chain_prev| {
         let offset = SEGMENT_HEADER_BLOCK + bytes.len() as u64;
-        // A copied frame is encoded like a new one, with its own position: a frame that was only moved would
-        // not be valid (I3).
+        // A copied frame is encoded again with its new position, because a frame that was only moved is invalid (I3).
         let header = FrameHeader {
             kind,
             group_start: bytes.is_empty(),
@@ -138,12 +136,12 @@ fn opening_frames(
         let (encoded, chain) = header.encode();
         bytes.extend_from_slice(&encoded);
         bytes.extend_from_slice(payload);
-        // Zeros up to the next frame's boundary.
+        // Zeros fill the space up to the next frame's boundary.
         bytes.resize((offset - SEGMENT_HEADER_BLOCK + frame_len(payload.len() as u64)) as usize, 0);
         (header.end(), chain)
     };
-    // Copied frames keep their Lsns, so that acknowledgements for them stay true. Nothing in this file is
-    // acknowledged before all of it is durable, so the seal may name the last of them as its mark (I4).
+    // Copied frames keep their Lsns, so that their acknowledgements remain valid. No batch in this file is acknowledged
+    // before all of the file is durable, so the seal may state the last batch as its mark (I4).
     for payload in tail {
         let lsn = point.lsn.next();
         let (offset, chain) = push(FrameKind::Batch, lsn, opening.predecessor.lsn, payload, point.chain);
@@ -156,7 +154,7 @@ fn opening_frames(
     OpeningFrames { bytes, point, chain, end }
 }
 
-/// Returns random bytes from the system: identities must not repeat.
+/// Returns random bytes from the system, for identities that must not repeat.
 pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
     let mut bytes = [0; N];
     let mut filled = 0;

@@ -1,11 +1,9 @@
-//! Memory for the pages that an open loads. All of it is claimed before any is allocated (I10), and is then
-//! allocated piece by piece while other threads load into finished pieces. When it was allocated before
-//! loading, allocation took a third of the time of loading pages of 16 KiB.
+//! Memory for the pages that an open loads. All of the memory is claimed before any is allocated (I10). It is then
+//! allocated piece by piece while other threads load into completed pieces. Done before loading, allocation took a
+//! third of the time to load pages of 16 KiB.
 //!
-//! One thread allocates. With several, the host's allocator gave each thread new memory and kept what the
-//! previous store had freed: opening took a quarter longer.
-//!
-//! Nothing on disk changes here, so a crash loses nothing.
+//! A single thread allocates. With several, the host's allocator gave each thread new memory and kept the memory freed
+//! by the previous store, and opening took a quarter longer.
 
 use std::sync::OnceLock;
 
@@ -18,19 +16,19 @@ use crate::device::Span;
 use crate::error::{Error, Result};
 use crate::memory::arena::{Arena, PageMemory, Purpose, Reservation};
 
-/// The maximum bytes of a piece, not counting its last page. A thread that wants one of its pages waits until
-/// all of them are allocated, and the host device zeroes them. The pages of a piece are also in one row of
-/// the table, so that the final list takes over whole rows.
+/// The maximum number of bytes in a piece, not counting its last page. A thread that needs one of its pages waits until
+/// all of them are allocated, and the host device zeroes them. The pages of a piece are in the same rows of the table,
+/// so that the final list takes over whole rows.
 const PIECE_BYTES: u64 = 4 << 20;
 
-/// The memory of all pages of a table.
+/// The memory of all pages of a table, which is being allocated.
 pub(super) struct PageMemories<'a> {
-    /// The claim on the budget, from which each page's memory is taken.
+    /// The claim on the budget, from which the memory of each page is allocated.
     reserved: Reservation<'a>,
     table: &'a PageTable,
-    /// Caller-owned memory for some of the pages.
+    /// The caller-owned memory for some of the pages.
     lent: LentPages<'a>,
-    /// Pieces in page order.
+    /// The pieces, in page order.
     pieces: Vec<MemoryPiece>,
 }
 
@@ -41,7 +39,7 @@ struct MemoryPiece {
     allocated: OnceLock<PieceResult>,
 }
 
-/// The outcome of a piece: the memory of all its pages, or of those before the one that was refused.
+/// The result of allocating a piece: the memory of all its pages, or of those before the first failure.
 #[derive(Default)]
 struct PieceResult {
     memory: IdMap<PageId, PageMemory>,
@@ -51,8 +49,7 @@ struct PieceResult {
 impl<'a> PageMemories<'a> {
     /// Claims the memory of all pages, as one sum per place (I10).
     ///
-    /// If it were claimed page by page, a table that does not fit would be noticed only after most of it is
-    /// loaded.
+    /// If memory were claimed page by page, a table that does not fit would be noticed only after most of it is loaded.
     ///
     /// # Errors
     /// `OverBudget`; a device error.
@@ -61,8 +58,8 @@ impl<'a> PageMemories<'a> {
         let mut pieces: Vec<MemoryPiece> = Vec::new();
         let mut bytes = 0;
         for (page, place, len) in table.lens() {
-            // The budget does not count lent memory, and a page on disk has none. The pieces still contain
-            // all pages, because other steps divide the table by them.
+            // The budget does not count caller-owned memory, and a page on disk has no memory. The pieces still contain
+            // all pages, because other steps divide the table into the same pieces.
             let own_len = if lent.has(page) || place == Place::Disk { 0 } else { len };
             match sums.iter_mut().find(|(of, _)| *of == place) {
                 Some((_, sum)) => *sum = sum.saturating_add(own_len),
@@ -80,14 +77,14 @@ impl<'a> PageMemories<'a> {
             }
             bytes += len;
         }
-        // The only check of the budget: afterwards, allocation can fail only for lack of memory itself.
+        // The budget is checked only here. Afterwards, allocation fails only for lack of memory.
         let reserved = arena.reserve(Purpose::Page, &sums)?;
         Ok(Self { reserved, table, lent, pieces })
     }
 
-    /// Allocates all memory. Stops at the first refused page, because the open fails anyway.
+    /// Allocates all memory. Stops at the first failure, because the open fails anyway.
     pub fn allocate(&self) {
-        // Resolves the pieces that are not reached, on every way out.
+        // On every exit, the guard completes the pieces that were not reached.
         let mut rest = PieceGuard { memories: self, refused: None };
         for piece in &self.pieces {
             let pages = self.table.lens_between(piece.first, piece.last);
@@ -100,7 +97,7 @@ impl<'a> PageMemories<'a> {
                 Some((page, memory.ok()?))
             });
             let memory = memory.collect();
-            // Set even if a page was refused: threads that wait for the piece must be notified.
+            // The result is set even after a failure, because threads that wait for the piece must be notified.
             let refused = rest.refused.clone();
             let _set_once = piece.allocated.set(PieceResult { memory, refused });
             if rest.refused.is_some() {
@@ -109,14 +106,13 @@ impl<'a> PageMemories<'a> {
         }
     }
 
-    /// Divides the pages into up to `count_max` parts, at least one, and returns the first and last page of
-    /// each.
+    /// Divides the pages into at least one and at most `count_max` parts, and returns the first and last page of each.
     pub fn parts(&self, count_max: usize) -> Vec<(PageId, PageId)> {
         let parts = self.pieces.chunks(self.pieces.len().div_ceil(count_max).max(1));
         parts.map(|pieces| (pieces[0].first, pieces[pieces.len() - 1].last)).collect()
     }
 
-    /// Returns a page's memory, waiting until it is allocated.
+    /// Returns a page's memory, and waits until it is allocated.
     ///
     /// # Errors
     /// `OutOfMemory`, `PlaceUnavailable`, a device error.
@@ -127,10 +123,10 @@ impl<'a> PageMemories<'a> {
         self.memory_of(page).map(PageMemory::span)
     }
 
-    /// Whether a page's memory belongs to a caller; waits until it is allocated.
+    /// Returns whether a page's memory is caller-owned, and waits until it is allocated.
     ///
     /// # Errors
-    /// As for [`of`](Self::of).
+    /// Same as [`of`](Self::of).
     pub fn is_lent(&self, page: PageId) -> Result<bool> {
         self.memory_of(page).map(PageMemory::is_lent)
     }
@@ -145,7 +141,7 @@ impl<'a> PageMemories<'a> {
         }
     }
 
-    /// Returns the allocated memory, and the refusal if not all could be allocated.
+    /// Returns the allocated memory, and the error if not all of it could be allocated.
     pub fn finish(self) -> (IdMap<PageId, PageMemory>, Result<()>) {
         let (table, mut all, mut refused) = (self.table, IdMap::default(), Ok(()));
         for PieceResult { memory, refused: why } in
@@ -162,8 +158,8 @@ impl<'a> PageMemories<'a> {
     }
 }
 
-/// Dropping the guard releases all threads that wait for pieces which will not be allocated. Otherwise a
-/// panic of the allocating thread would leave the loading threads asleep, and the open with them.
+/// A guard that wakes all threads that wait for pieces which will not be allocated. Without it, a panic of the
+/// allocating thread would leave the loading threads asleep, and the open would hang.
 struct PieceGuard<'m, 'a> {
     memories: &'m PageMemories<'a>,
     refused: Option<Error>,
@@ -191,7 +187,7 @@ mod tests {
     use crate::device::multi::MultiDevice;
     use crate::options::Budget;
 
-    /// A table of more than three pieces, with some long pages and gaps between ids.
+    /// Returns a table of more than three pieces, with some long pages and gaps between ids.
     fn table(place_of_500: Place) -> PageTable {
         let info = |number: u64| {
             let len = if number % 300 == 7 { PIECE_BYTES } else { number % 50 };
@@ -201,12 +197,12 @@ mod tests {
         PageTable::from_parts((1..1000).map(info), Arc::default(), 1, Epoch(1), Lsn(1))
     }
 
-    /// An arena of ordinary host memory without a limit.
+    /// Returns an arena of ordinary host memory without a limit.
     fn arena() -> Arena {
         Arena::new(Arc::new(HostDevice::new()), Budget::default())
     }
 
-    /// A loading thread may arrive before the allocation. It must wait and get the page's final memory: with
+    /// A loading thread may arrive before the allocation. It must wait and get the page's final memory, because with
     /// any other span it would overwrite another page.
     #[test]
     fn thread_waits_until_page_memory_is_available() {
@@ -233,11 +229,11 @@ mod tests {
         memory.into_items().for_each(|(_, memory)| arena.discard(memory).unwrap());
     }
 
-    /// Threads share the parts: a page in none of them would never be loaded, and one in two would be loaded
-    /// twice.
+    /// The parts must cover all pages exactly once: a page in no part would never be loaded, and a page in two would be
+    /// loaded twice.
     #[test]
     fn parts_cover_all_pages_once() {
-        // Two pages per row.
+        // There are two pages per row.
         let info = |number: u64| PageInfo::new(PageId(ROW / 2 * number), 1, Place::Host);
         let table = PageTable::from_parts((2..400).map(info), Arc::default(), 1, Epoch(1), Lsn(1));
         let arena = arena();
@@ -250,8 +246,7 @@ mod tests {
         }
     }
 
-    /// A thread that waits for a page after the refused one must be notified: otherwise the open hangs
-    /// forever.
+    /// A thread that waits for a page after the refused one must be notified. Otherwise the open hangs forever.
     #[test]
     fn pages_after_a_refused_one_are_refused() {
         // No device is bound to the slot.

@@ -1,7 +1,5 @@
-//! Sorts the pages of a table by what they are made from, in parts of thousands of pages on several threads.
-//! With small pages, a single thread takes a tenth of the time of loading them.
-//!
-//! Nothing on disk changes here.
+//! Sorts the pages of a table by their sources, in parts of thousands of pages on several threads. With small pages, a
+//! single thread takes a tenth of the time to load them.
 
 use std::collections::BTreeMap;
 
@@ -19,47 +17,46 @@ use crate::images::read::ImageRequest;
 
 /// The maximum number of threads that sort pages.
 const THREADS_MAX: usize = 8;
-/// The number of pages that justifies another thread.
+/// The number of pages per additional thread.
 const PAGES_MIN: usize = 8 << 10;
 
 /// The table to sort, and the facts that classify its pages.
 pub(super) struct SourceSorter<'a> {
     pub table: &'a PageTable,
-    /// The same table with the places that the pages will have.
+    /// The same table, with the places that the pages will have.
     pub placed: &'a PageTable,
-    /// The image and the batch that each page is made from.
+    /// The image and the batch from which each page is rebuilt.
     pub bases: &'a Bases,
     /// The snapshot from which recovery starts, with all its entries.
     pub snapshot: Option<&'a Manifest>,
     /// Whether a frame records that snapshot as verified (I7).
     pub is_verified: bool,
-    /// Whether pages that are not needed now stay unloaded.
+    /// Whether pages that are not needed now may stay unloaded.
     pub may_be_unloaded: bool,
-    /// Replay begins after this batch.
+    /// The batch after which replay begins.
     pub from: Lsn,
 }
 
-/// The sources of pages; each kind is in page order.
+/// The sources of pages. Each list is in page order.
 #[derive(Default)]
 pub(super) struct PageSources {
     pub images: ImageGroup,
-    /// Pages that start as zeros, because the log creates them.
+    /// Pages that the log creates, which start as zeros.
     pub zeros: Vec<PageId>,
     /// Pages whose length changes during replay.
     pub resized: Vec<(PageId, Base)>,
-    /// Pages that stay on disk, whatever they are made from, and whether their image was proven on the
-    /// medium.
+    /// Pages that stay on disk, each with its base, and whether its image was verified on the medium.
     pub on_disk: Vec<(PageId, Base, bool)>,
-    /// Pages whose bases are newer than the batch after which replay begins, each with that newer batch.
+    /// Pages whose bases are newer than the batch after which replay begins, each with the newest batch in its base.
     pub late: Vec<(PageId, Lsn)>,
-    /// Images that later snapshots need not write again although the previous one does not name them.
+    /// Images that later snapshots need not write again although the previous snapshot does not name them.
     pub replay_images: ReplayImages,
 }
 
-/// Images by file, because within a file they are mostly in page order already.
+/// Images grouped by file, because within a file they are mostly in page order already.
 #[derive(Default)]
 pub(super) struct ImageGroup {
-    /// Images proven past the cache when their snapshot was verified.
+    /// Images that were verified past the cache together with their snapshot.
     pub proven: Vec<Vec<ImageRequest>>,
     pub unproven: Vec<Vec<ImageRequest>>,
     /// Images that are not loaded now.
@@ -88,10 +85,10 @@ impl SourceSorter<'_> {
     /// # Errors
     /// `OutOfMemory`.
     pub fn sort(&self, memories: &PageMemories<'_>) -> Result<PageSources> {
-        // A thread is worth starting only for thousands of pages.
+        // Starting a thread pays off only for thousands of pages.
         let threads = parallel::threads(THREADS_MAX).min(self.table.lens().len().div_ceil(PAGES_MIN)).max(1);
-        // One part per thread. Many small parts would scatter their images across the heap, among memory that
-        // stays.
+        // There is one part per thread. Many small parts would scatter their images across the heap, among long-lived
+        // memory.
         let parts = parallel::for_each(threads, memories.parts(threads), |part| self.sort_between(part))?;
         let mut parts = parts.into_iter();
         let mut sorted = parts.next().unwrap_or_default();
@@ -101,27 +98,27 @@ impl SourceSorter<'_> {
 
     /// Sorts the pages from `first` to `last`.
     ///
-    /// The images that a verified snapshot names were proven past the cache at its verification (I7), no
-    /// writer touches them, and each has its checksum. So they may be read through the cache. If pages are
-    /// loaded on demand, those that no batch changed since are left unloaded.
+    /// The images that a verified snapshot names were verified past the cache (I7), no writer touches them, and each
+    /// has its checksum. Therefore they may be read through the cache. If pages are loaded on demand, pages that no
+    /// batch has changed since are left unloaded.
     fn sort_between(&self, (first, last): (PageId, PageId)) -> Result<PageSources> {
         let Self { table, placed, bases, snapshot, is_verified, may_be_unloaded, from } = *self;
         let mut sorted = PageSources::default();
         let any_on_disk = placed.lens_between(first, last).any(|(_, place, _)| place == Place::Disk);
-        // Counted first: growing vectors would leave holes in the heap, about 35 bytes per page.
+        // The images are counted first, because growing vectors would leave holes in the heap, about 35 bytes per page.
         let mut counts: BTreeMap<u64, usize> = BTreeMap::new();
         let images = bases.range(first, last).filter_map(|(_, base)| base.image);
         images.for_each(|image| *counts.entry(image.file).or_default() += 1);
         let (mut proven, mut unproven) = (BTreeMap::<u64, Vec<ImageRequest>>::new(), BTreeMap::new());
-        // Both these pages and those of the snapshot ascend.
+        // The pages of both lists are in ascending order.
         let entries = snapshot.map_or(&[][..], |snapshot| &snapshot.entries);
         let mut named = entries[entries.partition_point(|entry| entry.page < first)..].iter().peekable();
         for (page, base) in bases.range(first, last) {
             while named.next_if(|entry| entry.page < page).is_some() {}
             let named = named.next_if(|entry| entry.page == page);
             if base.lsn > from {
-                // The image was gathered while batches continued, and contains some after `redo`: replay must
-                // skip those.
+                // The image was gathered while batches continued, and contains some batches after `redo`, which replay
+                // must skip.
                 push(&mut sorted.late, (page, base.lsn))?;
             }
             sorted.replay_images.note(page, named, &base, table);
@@ -136,7 +133,7 @@ impl SourceSorter<'_> {
                 Some(image) => {
                     let is_proven = is_proven(image);
                     let is_unchanged = || table.get(page).is_some_and(|info| info.lsn == base.lsn);
-                    // A page that a batch changed must be complete when the open returns: the log is not read
+                    // A page that a batch changed must be complete when the open returns, because the log is not read
                     // again later.
                     if may_be_unloaded && is_proven && is_unchanged() {
                         push(&mut sorted.images.unloaded, (page, image))?;
@@ -169,7 +166,7 @@ mod tests {
     use super::*;
     use crate::catalog::{entry, sample};
 
-    /// Enough pages for each kind to occur in each part.
+    /// The number of pages, sufficient for each kind to occur in each part.
     const PAGES: u64 = 1000;
     /// The batch after which the replay begins.
     const REDO: Lsn = Lsn(500);
@@ -180,24 +177,24 @@ mod tests {
         ImageRef { file, offset, stored_len: 64, stored_crc: 1, raw_crc: 1, codec: Codec::Raw }
     }
 
-    /// Returns a page as of batch `lsn`.
+    /// Returns a page's information as of batch `lsn`.
     fn info(page: u64, lsn: u64) -> PageInfo {
         let mut info = PageInfo::new(PageId(page), 64, Place::Host);
         (info.epoch, info.lsn) = (Epoch(1), Lsn(lsn));
         info
     }
 
-    /// A snapshot without every eleventh page, which the log creates.
+    /// Returns a snapshot without every eleventh page, which the log creates.
     fn snapshot() -> Manifest {
-        // Some were gathered after the point at which replay begins.
+        // Some pages were gathered after the point at which replay begins.
         let named = |page| entry(&info(page, if page % 7 == 0 { 501 } else { 400 }), Some(image(page)));
         let entries: Vec<ManifestEntry> = (1..=PAGES).filter(|page| page % 11 != 0).map(named).collect();
         let redo = LogPoint { lsn: REDO, ..LogPoint::default() };
         Manifest { redo, next_page: PAGES + 1, ..sample::base(entries) }
     }
 
-    /// Some of each kind, everywhere: as in the snapshot, changed by a batch, from an image that a batch
-    /// names, resized, created, deleted.
+    /// Tests pages of each kind in each part: unchanged since the snapshot, changed by a batch, loaded from a batch's
+    /// image, resized, created, and deleted.
     #[test]
     fn page_sources_are_equal_in_parts_or_at_once() {
         let snapshot = snapshot();
@@ -232,7 +229,7 @@ mod tests {
             let sources_of = |sorted: PageSources| {
                 let PageSources { images, zeros, resized, on_disk, late, replay_images } = sorted;
                 assert!(on_disk.is_empty());
-                // Within a part they come grouped by file.
+                // Within a part, images are grouped by file.
                 let wanted = |images: Vec<Vec<ImageRequest>>| -> BTreeMap<_, _> {
                     images.into_iter().flatten().map(|wanted| (wanted.page, wanted.image)).collect()
                 };

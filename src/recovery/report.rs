@@ -1,4 +1,4 @@
-//! The report of an open: the state that it found, and the steps that it took.
+//! The report of an open, returned by [`Store::recovered`](crate::Store::recovered).
 
 use std::time::Duration;
 
@@ -7,46 +7,47 @@ use remanent_format::{Damage, Position, SnapshotId};
 
 use super::Recovery;
 
-/// The report of an open: the state that it found, and the steps that it took.
+/// The report of an open, with the state that it found and the steps that it took. Returned by
+/// [`Store::recovered`](crate::Store::recovered).
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct RecoveryReport {
-    /// Whether the store was created by this open.
+    /// Whether this open created the store.
     pub created: bool,
-    /// The incarnation begun, and the last batch found.
+    /// The incarnation that this open began, and the last batch found.
     pub position: Position,
-    /// The last accepted batch, as a position in the previous incarnation; `None` for a new store.
+    /// The position of the last accepted batch in the previous incarnation, or `None` for a new store.
     pub previous: Option<Position>,
-    /// The snapshot used; `None` if the log was replayed from its beginning.
+    /// The snapshot from which the state was rebuilt, or `None` if the log was replayed from its beginning.
     pub snapshot: Option<SnapshotId>,
-    /// Batches replayed on top of the snapshot.
+    /// The number of batches replayed on top of the snapshot.
     pub replayed_batches: u64,
-    /// Bytes of their frames.
+    /// The number of bytes in the frames of the replayed batches.
     pub replayed_bytes: u64,
-    /// Batches above the last durable mark, copied into the new incarnation.
+    /// The number of batches above the last durable mark, which were copied into the new incarnation.
     pub copied_batches: u64,
-    /// Pages not loaded yet when the open returned ([`crate::Options::page_load`]).
+    /// The number of pages not loaded yet when the open returned ([`crate::Options::page_load`]).
     pub unloaded_pages: u64,
-    /// Pages that the open moved to slower places because the budget had no room for them
+    /// The number of pages that the open moved to slower places because the budget had no room for them
     /// ([`crate::Options::tiers`]).
     pub lowered_pages: u64,
-    /// The frames cut from the end of the log, if any.
+    /// The frames that were cut from the end of the log, if any.
     pub torn: Option<TornTail>,
-    /// Damage that did not affect the newest state: skipped snapshots, kept snapshots whose manifests are
-    /// missing, an empty segment's header. A lost snapshot is reported only by the open that detects it.
+    /// Damage that did not affect the newest state: skipped snapshots, kept snapshots whose manifests are missing, or
+    /// the header of an empty segment. A lost snapshot is reported only by the open that detects it.
     pub harmless: Vec<Damage>,
-    /// The device in use.
+    /// A description of the device in use.
     pub device: String,
-    /// How the log is written and, if it is not mapped, the reason.
+    /// The mode in which the log is written and, if it is not mapped, the reason.
     pub log_io: String,
-    /// How images are written.
+    /// The mode in which images are written.
     pub image_io: String,
     /// The duration of the open.
     pub elapsed: Duration,
 }
 
 impl Recovery<'_> {
-    /// Starts the report of an open; the caller fills in the rest.
+    /// Creates a report with default values. The caller sets the other fields.
     pub(super) fn report(&self, position: Position, created: bool) -> RecoveryReport {
         RecoveryReport {
             created,

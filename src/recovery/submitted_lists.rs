@@ -1,4 +1,4 @@
-//! Command lists in flight to the pages being loaded, limited in number and in bytes.
+//! The command lists in flight to the pages being loaded, limited in number and in bytes.
 
 use std::collections::VecDeque;
 
@@ -7,39 +7,39 @@ use crate::device::{CommandList, Device, Lane, Pending};
 use crate::error::Result;
 use crate::memory::staging::StagingPool;
 
-/// The maximum number of lists in flight. Each owns its staging until it is done, so this bounds that memory.
+/// The maximum number of lists in flight. Each list owns its staging until it completes, so this also bounds that
+/// memory.
 const IN_FLIGHT_MAX: usize = 8;
-/// The maximum bytes of such staging. One more list may be in flight.
+/// The maximum number of bytes of staging that lists in flight own. One more list may exceed this limit.
 const IN_FLIGHT_BYTES_MAX: usize = 16 << 20;
 
-/// Lists that were submitted and not waited for.
+/// A queue of lists that were submitted and not waited for.
 pub(super) struct SubmittedLists<'a> {
     pub device: &'a dyn Device,
     staging: &'a StagingPool,
     /// The lists, oldest first.
     pending: VecDeque<SubmittedList>,
-    /// The total bytes of their staging.
+    /// The total number of bytes of staging that the lists own.
     pending_bytes: usize,
 }
 
 struct SubmittedList {
     pending: Pending,
-    /// The bytes of its staging.
+    /// The number of bytes of staging that the list owns.
     bytes: usize,
-    /// The checksums of its long writes.
+    /// The expected checksums of the list's long writes.
     proofs: Vec<ArrivalProof>,
 }
 
 impl<'a> SubmittedLists<'a> {
-    /// Creates an empty queue.
     pub fn new(device: &'a dyn Device, staging: &'a StagingPool) -> Self {
         Self { device, staging, pending: VecDeque::new(), pending_bytes: 0 }
     }
 
-    /// Submits a list, unless it is empty, and waits while too many are in flight.
+    /// Submits a list, unless it is empty, and waits while too many lists are in flight.
     ///
     /// # Errors
-    /// A device error, or a checksum mismatch of an earlier list.
+    /// A device error; a checksum mismatch of an earlier list.
     pub fn submit(&mut self, (list, proofs): (CommandList, Vec<ArrivalProof>)) -> Result<()> {
         if list.commands.is_empty() && list.staging.is_empty() {
             return Ok(());
@@ -54,7 +54,7 @@ impl<'a> SubmittedLists<'a> {
         self.drain(IN_FLIGHT_MAX)
     }
 
-    /// Waits until at most `in_flight_max` lists are in flight, and returns the staging of the others.
+    /// Waits until at most `in_flight_max` lists are in flight, and returns the staging of the others to the pool.
     pub fn drain(&mut self, in_flight_max: usize) -> Result<()> {
         while self.pending.len() > in_flight_max {
             self.finish_oldest()?;
@@ -62,7 +62,7 @@ impl<'a> SubmittedLists<'a> {
         Ok(())
     }
 
-    /// Waits for the oldest list, which is done first because a lane executes its lists in order.
+    /// Waits for the oldest list, which completes first because a lane executes its lists in order.
     fn finish_oldest(&mut self) -> Result<()> {
         let Some(SubmittedList { pending, bytes, proofs }) = self.pending.pop_front() else { return Ok(()) };
         self.pending_bytes -= bytes;

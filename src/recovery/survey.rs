@@ -1,11 +1,10 @@
-//! Surveys every file with several threads. With small pages, a single thread that reads a snapshot's links
-//! takes a fifth of the time of loading the pages, and the log can be surveyed concurrently because it does
-//! not depend on them.
+//! Surveys every file with several threads. With small pages, a single thread that reads a snapshot's links takes a
+//! fifth of the time to load the pages. The log is surveyed concurrently, because it does not depend on the links.
 //!
-//! Only intact links are read this way. For all others, [`read_links`] determines the damage and what can be
-//! recovered: one place decides that, also for the single-threaded tools.
+//! Only intact links are read this way. For all other links, [`read_links`] determines the damage and the recoverable
+//! parts, so that all tools, including the single-threaded ones, use the same rules.
 //!
-//! Nothing is written here, so a crash loses nothing.
+//! This module writes nothing to disk, so a crash loses nothing.
 
 use remanent_format::log::LogMap;
 use remanent_format::manifest::{Manifest, ManifestHeaderRaw, WorkPool};
@@ -19,12 +18,12 @@ use crate::disk::source::DiskSource;
 
 /// The maximum number of threads that read and decode links.
 const THREADS_MAX: usize = 8;
-/// Bytes of a link that a thread reads at a time.
+/// The number of bytes of a link that a thread reads at a time.
 const READ_LEN: usize = 512 << 10;
-/// Entries of a manifest that a thread decodes at a time.
+/// The number of manifest entries that a thread decodes at a time.
 const ENTRIES_AT_ONCE: usize = 4 << 10;
 
-/// Distributes a manifest's entries among threads.
+/// A work pool that distributes a manifest's entries among threads.
 pub(super) struct EntryThreads;
 
 impl WorkPool for EntryThreads {
@@ -48,10 +47,10 @@ impl WorkPool for EntryThreads {
 /// Surveys the files, like the single-threaded [`Survey::read`].
 ///
 /// # Errors
-/// As for [`Survey::read`].
+/// Same as [`Survey::read`].
 pub(super) fn read(source: &DiskSource) -> Result<Survey, Damage> {
     let store = read_store(source)?;
-    // Both at once: they are independent, and each waits for the disk.
+    // Log and links are independent and read concurrently, because each waits for the disk.
     let (log, links) = parallel::join(
         || LogMap::read(source, store.store),
         || read_links(source, &store, &|link| read_link(source, link)),
@@ -59,17 +58,17 @@ pub(super) fn read(source: &DiskSource) -> Result<Survey, Damage> {
     Ok(Survey { log: log?, links: links?, store })
 }
 
-/// Reads a link whose two copies are equal, with its header checksum. Returns `None` if the link is short or
-/// damaged in any way.
+/// Reads a link whose two copies are equal, and returns it with its header checksum. Returns `None` if the link is too
+/// short or damaged in any way.
 fn read_link(source: &DiskSource, file: FileName) -> Option<(Manifest, u32)> {
     let mut header = [0; ManifestHeaderRaw::LEN];
     source.read_at(file, 0, &mut header).ok()?;
-    // The header's length is trusted only if the file is that long (I9): a damaged header could ask for a
-    // TiB.
+    // The length in the header is trusted only if the file is that long (I9), because a damaged header could request a
+    // TiB of memory.
     let copy_len = Manifest::copy_len(&header)?;
     let is_whole = source.len(file).ok()?? == 2 * copy_len;
     let half = usize::try_from(copy_len).ok().filter(|half| is_whole && *half > READ_LEN)?;
-    // Zeroed memory is mapped on first touch: each thread is the first to touch its own pieces.
+    // Zeroed memory is mapped on first touch, and each thread is the first to touch its own pieces.
     let mut copy = u8::new_vec_zeroed(half).ok()?;
     let pieces: Vec<Mutex<&mut [u8]>> = copy.chunks_mut(READ_LEN).map(Mutex::new).collect();
     let read = |second: &mut Option<Vec<u8>>, piece: usize| {
@@ -80,11 +79,11 @@ fn read_link(source: &DiskSource, file: FileName) -> Option<(Manifest, u32)> {
         source.read_at(file, copy_len + at, second).map_err(drop)?;
         if **first == *second { Ok(()) } else { Err(()) }
     };
-    // If memory is refused, the link is left to the single-threaded reader of damaged links.
+    // If an allocation fails, the link is left to the single-threaded reader of damaged links.
     let equip = || u8::new_vec_zeroed(READ_LEN).ok();
     parallel::map_indexed(parallel::threads(THREADS_MAX), pieces.len(), equip, read).ok()?;
     drop(pieces);
-    // Both copies have the same bytes: what is proven of the first holds for the second.
+    // Both copies have the same bytes, so verifying the first one suffices.
     Manifest::decode_first_by(&copy, &EntryThreads)
 }
 
@@ -105,12 +104,12 @@ mod tests {
     const FILE: FileName = FileName::Manifest(1);
     const STORE: StoreId = StoreId([7; 16]);
 
-    /// A manifest of more pages than are read or decoded at a time.
+    /// Returns a manifest of more pages than are read or decoded at a time.
     fn manifest() -> Manifest {
         of_empty_pages(4 * ENTRIES_AT_ONCE as u64 + 7)
     }
 
-    /// A disk on which a link has these bytes.
+    /// Returns a disk on which a link has these bytes.
     fn disk_with(bytes: &[u8]) -> SimDisk {
         let disk = SimDisk::new();
         disk.make_folder(Folder::Snapshots).unwrap();
@@ -123,7 +122,7 @@ mod tests {
         read_link(&DiskSource::new(Arc::new(disk_with(bytes))), FILE)
     }
 
-    /// Threads read only intact links: for damaged ones, a single place decides what can be recovered.
+    /// Threads read only intact links. For damaged ones, a single place determines what can be recovered.
     #[test]
     fn link_is_used_only_with_two_good_copies() {
         let manifest = manifest();
@@ -159,7 +158,7 @@ mod tests {
         }
     }
 
-    /// Several threads find the same as one: without STORE; with a long link and a short one, a damaged one
+    /// Several threads find the same result as one thread: without STORE; with a long and a short link, a damaged one
     /// of each, one under another's name, a segment, and a file that is not a segment.
     #[test]
     fn several_threads_find_same_result_as_one() {
@@ -189,7 +188,7 @@ mod tests {
         put(FileName::Segment(1), &segment);
         put(FileName::Segment(2), &[7; 100]);
         let (by_threads, by_one) = both();
-        // No assert_eq: its message would be two very long texts.
+        // `assert_eq` is not used, because its message would contain two very long texts.
         assert!(by_threads == by_one && by_one.starts_with("Ok"), "{}", by_one.len());
         assert!(by_one.contains("is_blank: true") && by_one.contains("manifest's number"));
         assert_eq!(by_one.matches("manifest body").count(), 2);

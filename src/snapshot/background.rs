@@ -1,18 +1,18 @@
-//! Automatic snapshots, triggered by log growth or elapsed time.
+//! Automatic snapshots, triggered by growth of the log or by elapsed time.
 //!
-//! A thread watches the log. It takes a snapshot if there was a commit since the last one, and either the log
-//! has grown by [`Options::snapshot_log_bytes`](crate::Options::snapshot_log_bytes) or
-//! [`Options::snapshot_interval`](crate::Options::snapshot_interval) has passed. Snapshots taken by callers
-//! count too. Without commits, nothing is written.
+//! A thread watches the log. It takes a snapshot if there was a commit since the last one, and either the log has grown
+//! by [`Options::snapshot_log_bytes`](crate::Options::snapshot_log_bytes) or
+//! [`Options::snapshot_interval`](crate::Options::snapshot_interval) has passed. Snapshots taken by callers count too.
+//! Without commits, nothing is written.
 //!
-//! A log may also consist of many short runs that each commit a little. The log found at open counts by the
-//! length of its segments on disk. After more than [`RESTARTS_MAX`] openings a snapshot is due: at the open
-//! or, failing that, when the store is closed.
+//! A log may also consist of many short runs that each commit a little. Log that exists at the open counts with the
+//! length of its segments on disk. After more than [`RESTARTS_MAX`] openings a snapshot is due at the open or, failing
+//! that, when the store is closed.
 //!
-//! A full disk, a lack of memory or another shortage is a clean failure: it is reported in the store's stats
-//! and the snapshot is retried later. An unreadable page on disk is treated the same way, because the page
-//! may be rewritten or deleted. Any other failure has poisoned the store and ends the thread. When the store
-//! closes, a snapshot that is being gathered is abandoned.
+//! A full disk, a lack of memory or another shortage leaves the store unchanged. The failure is reported in the store's
+//! stats, and the snapshot is retried later. An unreadable page on disk is handled in the same way, because the page
+//! may be rewritten or deleted. Any other failure has poisoned the store and ends the thread. When the store closes, a
+//! snapshot that is being gathered is abandoned.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,12 +27,12 @@ use crate::base::sync::threads;
 use crate::catalog::SnapshotInfo;
 use crate::error::{Error, Result};
 
-/// The pause after a failure that changed nothing, unless the log grows by [`AGAIN_PART`] first.
+/// The pause after a failed attempt, unless the log grows by [`AGAIN_PART`] first.
 const AGAIN_AFTER: Duration = Duration::from_secs(10);
-/// A failed snapshot is retried once the log has grown by this fraction of `log_bytes`.
+/// The inverse of the fraction of `log_bytes` by which the log must grow before a failed snapshot is retried.
 const AGAIN_PART: u64 = 8;
 
-/// The number of openings allowed in the log after the newest snapshot; one more makes a snapshot due.
+/// The maximum number of openings in the log after the newest snapshot. One more makes a snapshot due.
 pub(crate) const RESTARTS_MAX: usize = 16;
 
 /// The conditions under which a snapshot is due.
@@ -44,22 +44,22 @@ pub(crate) struct Rules {
     pub interval: Option<Duration>,
 }
 
-/// The last snapshot's end, and the length of the log when it began.
+/// The end of the last snapshot, and the length of the log when that snapshot began.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LastSnapshot {
     /// The last batch that the snapshot contains.
     pub lsn: Lsn,
-    /// Bytes of log written since the open. A negative value is the amount that was replayed at the open and
-    /// is in no snapshot.
+    /// The number of bytes of log written since the open when the snapshot began. A negative value is the number of
+    /// bytes that the open replayed and no snapshot covers.
     pub bytes: i64,
-    /// Openings in the log after the snapshot, including that of this run.
+    /// The number of openings in the log after the snapshot, including that of this run.
     pub restarts: usize,
-    /// When the snapshot began.
+    /// The time at which the snapshot began.
     pub at: Instant,
 }
 
 impl LastSnapshot {
-    /// Whether the log after the snapshot consists of too many runs.
+    /// Returns whether the log after the snapshot consists of too many runs.
     pub fn is_in_pieces(&self) -> bool {
         self.restarts > RESTARTS_MAX
     }
@@ -82,9 +82,10 @@ const NO_BATCH: Lsn = Lsn(u64::MAX);
 
 impl Rules {
     /// Decides whether to take a snapshot, for a log that ends with batch `lsn` and is `bytes` bytes long.
-    /// `is_pending_due` says that changes of pages on disk take up enough memory to make one due. After a
-    /// failed attempt, `again` is the log length or the time at which to retry, whichever comes first. All
-    /// decisions are made here, so that the thread's second check cannot differ from its first.
+    ///
+    /// `is_pending_due` states that changes of pages on disk use enough memory to make a snapshot due. After a failed
+    /// attempt, `again` is the log length and the time at which to retry, whichever is reached first. All decisions are
+    /// made in this function, so that the thread's second check cannot differ from its first.
     fn next(
         &self,
         (lsn, bytes): (Lsn, u64),
@@ -93,11 +94,11 @@ impl Rules {
         again: Option<(u64, Instant)>,
         now: Instant,
     ) -> Next {
-        // Nothing was committed since, even if seals have lengthened the log.
+        // No batch was committed since, even if seals have lengthened the log.
         if lsn <= last.lsn {
             return Next::Wait { lsn: last.lsn.next(), bytes: u64::MAX, until: None };
         }
-        // Counted from the length of the log when the last snapshot began.
+        // The growth counts from the length of the log when the last snapshot began.
         let due_bytes = self.log_bytes.map_or(u64::MAX, |more| more.saturating_add_signed(last.bytes));
         let due_at = self.interval.and_then(|interval| last.at.checked_add(interval));
         if !last.is_in_pieces()
@@ -116,10 +117,10 @@ impl Rules {
     }
 }
 
-/// The handle to the background snapshot thread.
+/// A handle to the thread that takes background snapshots.
 pub(crate) struct BackgroundSnapshots {
     snapshots: Arc<Snapshots>,
-    /// `None` if there is no rule, or after the thread has ended.
+    /// The thread, or `None` if no rule is set or the thread has ended.
     thread: Option<JoinHandle<()>>,
 }
 
@@ -128,7 +129,7 @@ impl BackgroundSnapshots {
     pub fn start(snapshots: Arc<Snapshots>, rules: Rules) -> Result<Self> {
         let thread = if rules.log_bytes.is_some() || rules.interval.is_some() {
             let life = SnapshotLoop(snapshots.clone());
-            // A store without snapshots would grow its log forever, so a panic must not go unnoticed.
+            // Without snapshots the log would grow forever, so a panic must not go unnoticed.
             let poisons =
                 PoisonOnPanic { poison: snapshots.engine.poison.clone(), thread: "the thread for snapshots" };
             let thread = threads::start("remanent-snapshot", move || {
@@ -144,8 +145,8 @@ impl BackgroundSnapshots {
 }
 
 impl Drop for BackgroundSnapshots {
-    /// Ends the thread, abandoning the snapshot that it is gathering. Snapshots that wait to be verified are
-    /// still verified.
+    /// Ends the thread and abandons the snapshot that it is gathering. Snapshots that wait to be verified are still
+    /// verified.
     fn drop(&mut self) {
         // Cancel the pace first: this wakes a thread that waits for its turn to write.
         self.snapshots.pace.call_off();
@@ -160,7 +161,7 @@ impl Drop for BackgroundSnapshots {
     }
 }
 
-/// The body of the thread.
+/// The state of the background thread.
 struct SnapshotLoop(Arc<Snapshots>);
 
 impl SnapshotLoop {
@@ -168,16 +169,16 @@ impl SnapshotLoop {
         let snapshots = &*self.0;
         let mut again = None;
         while !snapshots.pace.is_called_off() {
-            // The order matters: read the log's length first, so that a snapshot which a caller takes in
-            // between postpones the next one. In the other order, the commits before and after that snapshot
-            // would be added up and trigger a needless one.
+            // The length of the log must be read first, so that a snapshot which a caller takes in between postpones
+            // the next one. In the other order, the commits before and after that snapshot would be added up and
+            // trigger an unnecessary snapshot.
             let log = snapshots.engine.log.length();
             let last = *snapshots.last.lock();
             let is_pending_due = snapshots.engine.disk_pages.is_snapshot_due();
             match rules.next(log, last, is_pending_due, again, Instant::now()) {
                 Next::Wait { lsn, bytes, until } => snapshots.engine.log.watch(lsn, bytes, until),
-                // Checked again once the snapshot may begin: a caller's snapshot taken meanwhile may have
-                // made it unnecessary.
+                // The condition is checked again when the snapshot can begin, because a caller may have taken a
+                // snapshot in between.
                 Next::Take => match self.take(log.0, || {
                     let is_pending_due = snapshots.engine.disk_pages.is_snapshot_due();
                     rules.next(log, *snapshots.last.lock(), is_pending_due, again, Instant::now())
@@ -187,7 +188,8 @@ impl SnapshotLoop {
                     // A page whose image is damaged may be rewritten or deleted.
                     Err(error) if error.is_passing() || matches!(error, Error::Damaged(_)) => {
                         tracing::warn!(%error, "no snapshot could be taken; it is tried again later");
-                        // Not at the next batch: it would hit the same shortage, and repeat the gathering.
+                        // The retry does not happen at the next batch, which would find the same shortage and repeat
+                        // the gathering.
                         let more = rules.log_bytes.map_or(u64::MAX, |bytes| (bytes / AGAIN_PART).max(1));
                         let bytes = log.1.saturating_add(more);
                         again = Some((bytes, Instant::now() + AGAIN_AFTER));
@@ -201,12 +203,12 @@ impl SnapshotLoop {
 }
 
 impl SnapshotLoop {
-    /// Takes a snapshot that includes batch `lsn`, which is logged but may still be on its way to the
-    /// applier. Returns `None` if the snapshot is no longer due when it could begin.
+    /// Takes a snapshot that includes batch `lsn`, which is logged but possibly not applied yet. Returns `None` if the
+    /// snapshot is no longer due when it can begin.
     fn take(&self, lsn: Lsn, is_due: impl FnOnce() -> bool) -> Result<Option<SnapshotInfo>> {
         // A snapshot begins at the last applied batch: without this wait it might not include `lsn`.
         self.0.engine.applier.wait_applied(lsn)?;
-        // Patiently: a background snapshot must not make another one hurry.
+        // The lock is taken patiently, so that a background snapshot does not make another one hurry.
         let mut catalog = self.0.catalog.lock_patiently();
         let request = SnapshotRequest { paced: true, ..SnapshotRequest::default() };
         // A long snapshot of a caller may have made this one unnecessary.
@@ -218,8 +220,8 @@ impl SnapshotLoop {
 mod tests {
     use super::*;
 
-    /// Covers every case of the decision as a table. A snapshot without a commit before it would make an idle
-    /// store write forever.
+    /// Covers every case of the decision in a table. A snapshot without a commit before it would make an idle store
+    /// write forever.
     #[test]
     fn snapshot_is_due_by_bytes_or_time_only_after_a_commit() {
         let begun = Instant::now();

@@ -1,6 +1,4 @@
-//! The beginning and end of a snapshot: applier turns between two batches.
-//!
-//! Nothing is written here, so a crash loses nothing.
+//! Determines the beginning and the end of a snapshot, in turns of the applier between two batches.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,29 +12,29 @@ use crate::catalog::{Beginning, Catalog, SnapshotWork};
 use crate::device::CommandList;
 use crate::error::{Error, Result};
 
-/// The outcome of phase 1: the snapshot's beginning and its work.
+/// The result of phase 1: the point at which the snapshot begins, and its work.
 pub(super) struct SnapshotStart {
     pub redo: LogPoint,
     pub sorted: SnapshotWork,
-    /// The end of an exact snapshot, which ends where it begins.
+    /// The end of an exact snapshot, which is the point at which it begins; `None` for any other snapshot.
     pub end: Option<End>,
 }
 
-/// The state at a snapshot's end, without the pages.
+/// The state at the end of a snapshot, without the pages.
 pub(super) struct End {
     pub point: LogPoint,
     pub root: Arc<Metadata>,
     /// The next page id. Deleted pages are not in the table, and their ids must not be reused.
     pub next_page: u64,
-    /// The highest epoch ever assigned: a page created later must not repeat one.
+    /// The highest epoch ever assigned, which a page created later must exceed.
     pub epoch_high: Epoch,
     /// The pages deleted since the snapshot began, each with the batch that deleted it.
     pub deleted: BTreeMap<PageId, Lsn>,
 }
 
 impl Snapshots {
-    /// Runs phase 1. An exact snapshot classifies all its pages in one turn; any other snapshot classifies a
-    /// limited number per turn. No batch is applied during a turn, and classifying a million pages took most
+    /// Runs phase 1. An exact snapshot classifies all its pages in one turn. Any other snapshot classifies a limited
+    /// number of pages per turn, because no batch is applied during a turn, and classifying a million pages took most
     /// of 0.35 to 0.6 s.
     pub(super) fn begin(
         &self,
@@ -54,15 +52,15 @@ impl Snapshots {
                     || classes
                 };
                 let sorted = known.plan_work(pages, &wasteful, CARRY_BYTES_MAX, classify)?;
-                // All in one turn: no batch may be applied between classifying the pages and making the cut
-                // that keeps them.
+                // The pages are classified and the cut is made in a single turn, so that no batch is applied in
+                // between.
                 let end = Some(End::here(turn));
                 turn.applied.cut = Some(ExactCut::new(sorted.gather.iter().map(|(page, _)| *page)));
                 Ok(SnapshotStart { redo: turn.applied.point, sorted, end })
             });
         }
-        // Recording of deletes starts in the turn that fixes `redo`. A delete in between would be recorded
-        // nowhere, and the page would be missing from the snapshot without a tombstone.
+        // Recording of deletes starts in the turn that fixes `redo`. A delete in between would not be recorded, and the
+        // page would be missing from the snapshot without a tombstone.
         let (redo, pages) = self.engine.applier.turn(|turn| {
             let pages = beginning(turn)?;
             turn.applied.deleted = Some(BTreeMap::new());
@@ -78,26 +76,26 @@ impl Snapshots {
         match known.plan_work(pages, &wasteful, CARRY_BYTES_MAX, classify) {
             Ok(sorted) => Ok(SnapshotStart { redo, sorted, end: None }),
             Err(error) => {
-                // Otherwise the applier would go on recording deletes for a snapshot that was given up.
+                // Otherwise the applier would continue to record deletes for an abandoned snapshot.
                 self.stop_watching()?;
                 Err(error)
             }
         }
     }
 
-    /// Runs phase 3: captures the last batch applied, with the root and the counters of that moment.
+    /// Runs phase 3: captures the last applied batch, with the root and the counters of that moment.
     pub(super) fn end(&self) -> Result<End> {
         self.engine.applier.turn(|turn| Ok(End::here(turn)))
     }
 
-    /// Stops the applier's work for a snapshot between its beginning and its end.
+    /// Stops the applier's recording for a snapshot.
     pub(super) fn stop_watching(&self) -> Result<()> {
         self.engine.applier.turn(|turn| {
-            // The table of deletes would otherwise grow for as long as the store is open.
+            // Otherwise the table of deletes would grow for as long as the store is open.
             turn.applied.deleted = None;
             if let Some(cut) = turn.applied.cut.take() {
-                // Copies to pages kept aside may be in flight: their memory is freed after those copies, in
-                // lane order.
+                // Copies that the cut kept aside may be in use by commands in flight. Their memory is freed after those
+                // commands, in lane order.
                 let last_use = turn.submit(CommandList::default())?.fence();
                 cut.retire(turn.arena, last_use);
             }
@@ -120,7 +118,7 @@ impl End {
     }
 }
 
-/// Returns the pages that a snapshot begins with, as of this turn.
+/// Returns the pages at the beginning of a snapshot, as of this turn.
 pub(super) fn beginning(turn: &mut Turn<'_>) -> Result<Beginning> {
     let table = &mut turn.applied.table;
     let changed = table.changed().map_err(Error::of_memory)?;

@@ -1,10 +1,10 @@
 //! Compaction: the next snapshot rewrites the images that remain in mostly unused image files.
 //!
-//! A snapshot names images in older files for pages that did not change, and a file is kept as long as one of
-//! its images is named (I8). A file with one such page would be kept forever. So a snapshot gathers the pages
-//! in such files as if they had changed, and the files are freed together with the older snapshots.
+//! A snapshot names images in older files for pages that did not change, and a file is kept as long as one of its
+//! images is named (I8). A file with one such page would be kept forever. Therefore a snapshot gathers the pages in
+//! such files as if they had changed, and the files are freed together with the older snapshots.
 //!
-//! Nothing is removed here: a crash loses nothing.
+//! No file is removed here, so a crash loses nothing.
 
 use remanent_format::image::IMAGE_HEADER_BLOCK;
 use remanent_format::limits::GROUP_ALIGN;
@@ -15,36 +15,36 @@ use crate::catalog::Catalog;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 
-/// A file is emptied if less than one byte in `LIVE_SHARE` of it is named...
+/// The inverse of the share of a file's bytes below which the file is emptied. The share counts bytes that a kept
+/// snapshot names.
 const LIVE_SHARE: u64 = 2;
-/// ...and at least this many bytes are not. A file that is short because little changed is left alone.
+/// The minimum number of unused bytes in a file to be emptied. A file that is short because little changed is kept.
 const WASTE_BYTES_MIN: u64 = 4 * GROUP_ALIGN;
-/// If there are more files than this, those with the fewest named bytes are emptied too, whatever their
-/// share.
+/// The number of image files above which those with the fewest named bytes are emptied, regardless of their share.
 const FILES_MAX: usize = 256;
-/// The bytes that a snapshot may rewrite for compaction: as many as it writes anyway, or this many if that is
-/// more.
+/// The number of bytes that a snapshot may always rewrite for compaction. It may rewrite more if its changed pages have
+/// more bytes.
 pub(super) const CARRY_BYTES_MAX: u64 = 4 << 20;
 
 /// An image file that the newest snapshot names.
 #[derive(Clone, Copy, Debug)]
 struct ImageFile {
     number: u64,
-    /// The file's length in bytes, without its header.
+    /// The length of the file in bytes, without its header.
     len: u64,
-    /// The bytes that the newest snapshot names.
+    /// The number of bytes that the newest snapshot names.
     newest_bytes: u64,
     /// The maximum number of bytes that any kept snapshot names.
     live_bytes: u64,
 }
 
 impl Snapshots {
-    /// Chooses the image files to empty, each with the bytes to rewrite, most wasteful first.
+    /// Chooses the image files to empty, most wasteful first, each with the number of bytes to rewrite.
     pub(super) fn wasteful_files(&self, catalog: &mut Catalog) -> Result<Vec<(u64, u64)>> {
         let Some(newest) = catalog.snapshots.values().next_back() else { return Ok(Vec::new()) };
         let mut files = Vec::new();
         for (&number, &newest_bytes) in &newest.files {
-            // A file that is kept for another reason is not worth emptying: its space would not be freed.
+            // Emptying a file that is kept for another reason would not free its space.
             let by_name = |kept: &&crate::catalog::RetainedSnapshot| {
                 kept.info.name.is_some() && kept.files.contains_key(&number)
             };
@@ -55,7 +55,7 @@ impl Snapshots {
                 Some(len) => *len,
                 None => self.measure(FileName::Pages(number))?.saturating_sub(IMAGE_HEADER_BLOCK),
             };
-            // Cached: the length of an image file never changes.
+            // The length is cached, because the length of an image file never changes.
             catalog.file_lens.insert(number, len);
             files.push(ImageFile { number, len, newest_bytes, live_bytes: catalog.live_bytes(number) });
         }
@@ -63,15 +63,15 @@ impl Snapshots {
         Ok(choose(files))
     }
 
-    /// Returns a file's length in bytes. A missing file counts as empty; a scrub reports it.
+    /// Returns the length of a file in bytes. A missing file counts as empty, and a scrub reports it.
     fn measure(&self, file: FileName) -> Result<u64> {
         let len = DiskSource::new(self.engine.disk.clone()).len(file);
         Ok(len.map_err(|source| Error::io("measure", file, None, source))?.unwrap_or(0))
     }
 }
 
-/// Chooses the files to empty: all wasteful ones and, if there are still too many files, those with the
-/// fewest named bytes.
+/// Chooses the files to empty: all wasteful ones and, if there are still too many files, those with the fewest named
+/// bytes.
 fn choose(mut files: Vec<ImageFile>) -> Vec<(u64, u64)> {
     let is_wasteful = |file: &ImageFile| {
         file.live_bytes.saturating_mul(LIVE_SHARE) < file.len

@@ -1,10 +1,10 @@
-//! Gathering: pages are copied aside in lane order with the deltas, one chunk at a time, and drained into
-//! image files, one file per writing thread.
+//! Gathering: pages are copied aside in lane order with the deltas, one chunk at a time, and drained to image files,
+//! one file per writing thread.
 //!
-//! The copies run in lane order because a copy concurrent with a delta could contain half of a batch. They
-//! are made on the device first because the transfer to the host is slow, and no delta should wait for it.
+//! The copies run in lane order because a copy concurrent with a delta could contain half of a batch. The first copy
+//! stays on the device, because the transfer to the host is slow, and no delta should wait for the transfer.
 //!
-//! A crash here leaves image files that nothing names.
+//! A crash here leaves unreferenced image files.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -29,36 +29,37 @@ use crate::images::disk_pages::DiskPage;
 use crate::images::{ImageWriter, PIECE_BYTES, ReadPass, Sink, chunks, resize};
 use crate::memory::staging::StagingBuf;
 
-/// The minimum length of a piece: shorter pieces are not worth a turn, however short chunks are.
+/// The minimum length in bytes of a piece of a long page. A shorter piece is not worth a turn of the applier.
 const PIECE_LEN_MIN: u64 = 64;
-/// Chunks merged into one where the device copies to files: their bytes are held on the device only.
+/// The number of chunks that are merged into one if the device copies to files, because then only the device holds
+/// their bytes.
 const IN_PLACE_CHUNKS: u64 = 4;
-/// The number of attempts to gather a long page piece by piece before it is gathered whole.
+/// The maximum number of attempts to gather a long page piece by piece. After that, the page is gathered as a whole.
 const GATHERS_MAX: usize = 3;
 
-/// Pages caught by one gather, each with the offset of its bytes in staging, where the chunk is built.
+/// The pages captured by one gather, each with the offset of its bytes in staging, where the chunk is assembled.
 pub(super) struct GatheredPages<C> {
     pub pages: Vec<(PageInfo, usize)>,
-    /// Pages on disk, which are still to be read.
+    /// The captured pages on disk, whose bytes are still to be read.
     pub on_disk: Vec<(PageInfo, DiskPage)>,
-    /// The copies, or the transfer to staging.
+    /// The copies on the device, or the transfer to staging.
     pub copies: C,
 }
 
-/// The pages of a chunk, and the bytes to copy for it.
+/// The non-empty pages of a chunk in memory, and the position of each in the chunk.
 pub(super) struct ChunkSources {
-    /// The place where the pages are copied aside: that of the first page.
+    /// The place where the pages are copied aside, which is the place of the first page.
     pub place: Place,
-    /// The pages' memory, each with its offset after the chunk's head.
+    /// The memory of each page, with the offset of the page after the chunk's head.
     pub sources: Vec<(Span, u64)>,
-    /// The length of the chunk's head.
+    /// The length of the chunk's head in bytes.
     pub head_len: u64,
-    /// The length of the pages after the head, up to the chunk's final padding.
+    /// The length in bytes of the pages after the head, up to the chunk's final padding.
     pub len: u64,
 }
 
 impl ChunkSources {
-    /// Returns the length of the chunk.
+    /// Returns the length of the whole chunk in bytes.
     pub fn chunk_len(&self) -> u64 {
         align_up(self.head_len + self.len, GROUP_ALIGN)
     }
@@ -69,18 +70,18 @@ impl ChunkSources {
 pub(super) struct GatheredEntries {
     /// The entries, in ascending order.
     pub entries: Vec<ManifestEntry>,
-    /// The pages on disk among them.
+    /// The gathered pages on disk.
     pub on_disk: Vec<GatheredDiskPage>,
 }
 
-/// A page on disk as it was gathered, and the image made from it; `None` for an empty page.
+/// A page on disk in the gathered state, and the image made from it, or `None` for an empty page.
 pub(crate) struct GatheredDiskPage {
     pub page: PageId,
     pub copy: DiskPage,
     pub image: Option<ImageRef>,
 }
 
-/// The source of a long page's bytes.
+/// A long page and the source of its bytes.
 enum LongPage {
     InMemory(PageInfo),
     OnDisk(PageInfo, DiskPage),
@@ -89,14 +90,14 @@ enum LongPage {
 /// The outcome of writing a long page in place.
 pub(super) enum PlacedPage {
     Written(ImageRef),
-    /// The bytes are lost: a batch changed more of the page than could be kept aside.
+    /// The captured bytes are lost, because a batch changed more of the page than could be kept aside.
     Gone,
     /// The file's memory has no room for the page.
     NoPlace,
 }
 
-/// The entries of chunks in chunk order, whichever chunk is written first. Entries are merged while other
-/// chunks are written: merging after the last one took 4 ms for 65,536 pages on 2 cores.
+/// Collects the entries of chunks in chunk order, regardless of the order in which chunks are written. Entries are
+/// merged while other chunks are written: merging after the last chunk took 4 ms for 65,536 pages on 2 cores.
 struct OrderedEntries {
     /// The entries in order, up to the first missing chunk.
     entries: Vec<ManifestEntry>,
@@ -104,19 +105,19 @@ struct OrderedEntries {
     on_disk: Vec<GatheredDiskPage>,
     /// The number of chunks merged into `entries`.
     chunks: usize,
-    /// Entries of later chunks, which wait for one that is not yet written.
+    /// The entries of later chunks, which wait for a chunk that is not yet written.
     early: BTreeMap<usize, Vec<ManifestEntry>>,
 }
 
 impl OrderedEntries {
-    /// Allocates room for the entries of all pages.
+    /// Allocates memory for the entries of `page_count` pages.
     fn of(page_count: usize) -> Result<Self> {
         let mut entries = Vec::new();
         make_room(&mut entries, page_count)?;
         Ok(Self { entries, on_disk: Vec::new(), chunks: 0, early: BTreeMap::new() })
     }
 
-    /// Adds the entries of a chunk, and merges every chunk that is now contiguous with the first.
+    /// Adds the entries of a chunk, and merges every chunk whose predecessors are complete.
     fn put(&mut self, chunk: usize, GatheredEntries { entries, mut on_disk }: GatheredEntries) {
         self.on_disk.append(&mut on_disk);
         self.early.insert(chunk, entries);
@@ -134,12 +135,12 @@ impl Snapshots {
         self.chunk_len.saturating_mul(2).clamp(PIECE_LEN_MIN, PIECE_BYTES)
     }
 
-    /// Returns the number of chunks in which these pages are gathered. No more files than that are created.
+    /// Returns the number of chunks in which these pages are gathered, which limits the number of files.
     pub(super) fn chunk_count(&self, pages: &[(PageId, u64)]) -> Result<u64> {
         Ok(chunks(pages, self.chunk_len, |(_, len)| *len)?.len() as u64)
     }
 
-    /// Runs phase 2. While one thread checksums and writes a chunk, others gather theirs.
+    /// Runs phase 2. While one thread checksums and writes a chunk, other threads gather theirs.
     pub(super) fn gather_all(
         &self,
         target: &GatherTarget<'_>,
@@ -147,7 +148,7 @@ impl Snapshots {
         pages: &[(PageId, u64)],
         paced: bool,
     ) -> Result<GatheredEntries> {
-        // The pace counts from here: time spent in other phases is not made up for.
+        // The rate limit counts from here, so that time spent in other phases is not made up for.
         let began = Instant::now();
         // Where a device copies to files, each chunk costs kernel launches in addition to its bytes, so fewer
         // chunks are faster.
@@ -160,7 +161,7 @@ impl Snapshots {
             let keep_pace =
                 |more| if paced { self.pace.keep(began, writers.byte_len() + more) } else { Ok(()) };
             let entries = match chunks[index].split_last() {
-                // A long page at the end of a device's chunk is held whole there, like the pages before it.
+                // A long page at the end of a device's chunk is gathered separately from the pages before it.
                 Some((long, others)) if long.1 > self.piece_len() => {
                     let mut gathered = self.gather_chunk(target, others)?;
                     let GatheredEntries { entries, on_disk } = self.gather_long(target, *long, &keep_pace)?;
@@ -180,12 +181,11 @@ impl Snapshots {
         Ok(GatheredEntries { entries: gathered_part.entries, on_disk: gathered_part.on_disk })
     }
 
-    /// Gathers a long page piece by piece, writing each piece before the next one is gathered. Holding it
-    /// whole took three to four times its length of host memory for a page of one gigabyte.
+    /// Gathers a long page piece by piece, and writes each piece before the next one is gathered. Gathering a page of
+    /// one gigabyte as a whole took three to four times its length of host memory.
     ///
-    /// The image is still that of a single moment: parts that a batch is about to write are copied aside
-    /// first, up to a limit. If batches change more than that, the page is started again, and finally
-    /// gathered whole.
+    /// The image still contains a single state: parts that a batch is about to write are copied aside first, up to a
+    /// limit. If batches change more than the limit, gathering starts again, and finally captures the page as a whole.
     fn gather_long(
         &self,
         target: &GatherTarget<'_>,
@@ -194,9 +194,9 @@ impl Snapshots {
     ) -> Result<GatheredEntries> {
         let _phase = phases::enter(Phase::SnapshotGather);
         self.engine.applier.unloaded().wait([page])?;
-        // A page under constant writes may never be caught piece by piece, so attempts are limited.
+        // A page under constant writes may never be captured piece by piece, so attempts are limited.
         for _ in 0..GATHERS_MAX {
-            // `None`: the page was deleted since it was chosen. The record of the delete becomes a tombstone.
+            // `None` means that the page was deleted since it was chosen. The record of the delete becomes a tombstone.
             let info = match self.begin_gather(page)? {
                 Some(LongPage::InMemory(info)) => info,
                 Some(LongPage::OnDisk(info, copy)) => {
@@ -219,12 +219,12 @@ impl Snapshots {
                     }
                 }),
             };
-            // Caught or not, the applier must stop watching the page: otherwise every batch that writes to it
-            // would be copied aside for nothing.
+            // After a failure, too, the applier must stop tracking the page: otherwise every batch that writes to the
+            // page would copy bytes aside unnecessarily.
             self.engine.applier.turn(move |turn| {
                 if let Some(cut) = &mut turn.applied.cut {
                     cut.take(page)?;
-                    // Pieces of the kept copy may still be in flight: its memory is freed after them.
+                    // Pieces of the kept copy may still be in flight, so its memory is freed after them.
                     let last_use = turn.submit(CommandList::default())?.fence();
                     if let Some(cut) = &mut turn.applied.cut {
                         cut.retire_used(turn.arena, last_use);
@@ -232,7 +232,7 @@ impl Snapshots {
                 }
                 turn.end_gather(page)
             })?;
-            // Checked after the turn, so that an error does not leave the applier watching the page forever.
+            // The error is checked after the turn, so that the applier does not track the page forever.
             let image = written?;
             if image.is_some() || info.len == 0 {
                 self.progress.gathered(1, len);
@@ -240,20 +240,20 @@ impl Snapshots {
                 return Ok(GatheredEntries { entries, on_disk: Vec::new() });
             }
         }
-        // Gathering the page whole, in one turn, takes its full length of memory but always ends.
+        // Gathering the whole page in one turn takes its full length of memory but always completes.
         tracing::debug!(%page, "a long page changes faster than it is gathered: it is gathered whole");
         self.gather_chunk(target, &[(page, len)])
     }
 
-    /// Starts catching a page; returns `None` if it was deleted. For an exact snapshot the cut already keeps
-    /// its bytes.
+    /// Begins to capture a page, or returns `None` if the page was deleted. For an exact snapshot, the cut already
+    /// keeps the page's bytes.
     fn begin_gather(&self, page: PageId) -> Result<Option<LongPage>> {
         self.engine.applier.turn(move |turn| {
             turn.intact()?;
             if let Some((info, copy)) = take_on_disk(turn, page)? {
                 return Ok(Some(LongPage::OnDisk(info, copy)));
             }
-            // The cut takes precedence: an exact snapshot is of the cut's moment, not of this one.
+            // The cut takes precedence, because an exact snapshot shows the state at the cut.
             if let Some(cut) = &turn.applied.cut
                 && let Some((info, _)) = cut.find(page)?
             {
@@ -268,7 +268,7 @@ impl Snapshots {
         })
     }
 
-    /// Writes the image of a caught page. Returns `None` if a batch changed more of it than could be kept
+    /// Writes the image of a captured page. Returns `None` if a batch changed more of the page than could be kept
     /// aside.
     fn write_gathered(
         &self,
@@ -285,7 +285,7 @@ impl Snapshots {
             let staged = staging.take(len as usize)?;
             let drain = self.engine.applier.turn(move |turn| {
                 turn.intact()?;
-                // More was written than could be kept aside: this catch is lost.
+                // More was written than could be kept aside, so the captured state is lost.
                 let Some(sources) = gathered_sources(turn, page, &range)? else { return Ok(None) };
                 let drain = turn.drain(place, sources, len, staged, 0, Some(&staging))?;
                 // The last pass has read this range: later writes to it need not be kept aside.
@@ -295,13 +295,13 @@ impl Snapshots {
                 Ok(Some(drain))
             })?;
             let Some(drain) = drain else { return Ok(false) };
-            // Waits outside the lane: batches are applied meanwhile.
+            // The wait is outside the lane, so batches are applied concurrently.
             let drained = drain.finish(&*self.engine.device)?;
-            // Return the staging before looking at the error.
+            // The staging buffer is returned before the error is checked.
             let taken = sink(&drained.bytes, drained.sum());
             self.engine.staging.put(drained.bytes.into_staging());
             taken?;
-            // The pace counts bytes when they are gathered, before they are in the file.
+            // The rate limit counts bytes when they are gathered, before they are in the file.
             gathered += len;
             keep_pace(gathered)?;
             Ok(true)
@@ -311,21 +311,20 @@ impl Snapshots {
 
     /// Gathers pages, transfers them to the host, and writes them as one chunk.
     ///
-    /// The staging buffer is as long as the chunk and is allocated before the turn: a GPU pins memory at 1.5
-    /// GB/s, and the applier would wait for that.
+    /// The staging buffer has the length of the chunk and is allocated before the turn. A GPU pins memory at only 1.5
+    /// GB/s, and the applier would wait for the allocation.
     fn gather_chunk(&self, target: &GatherTarget<'_>, chunk: &[(PageId, u64)]) -> Result<GatheredEntries> {
         if chunk.is_empty() {
             return Ok(GatheredEntries::default());
         }
         let _phase = phases::enter(Phase::SnapshotGather);
-        // A page may be unloaded here although no batch changed it, because its file is wasteful or its image
-        // damaged.
+        // A page may be unloaded here although no batch changed it, because its file is wasteful or its image damaged.
         self.engine.applier.unloaded().wait(chunk.iter().map(|(page, _)| *page))?;
         if target.writers.is_in_place() {
             return self.gather_in_place(target, chunk);
         }
-        // As long as the chunk in the file: head, payloads and padding. The chunk is written from the buffer
-        // that it was drained to.
+        // The buffer has the length of the chunk in the file: head, payloads and padding. The chunk is written from
+        // this buffer.
         let len: u64 = chunk.iter().map(|(_, len)| align_up(*len, FRAME_ALIGN)).sum();
         let chunk_len = align_up(Chunk::head_len(chunk.len() as u64) + len, GROUP_ALIGN);
         let staged = self.engine.staging.take(chunk_len as usize)?;
@@ -345,8 +344,8 @@ impl Snapshots {
         self.chunk_entries(target, chunk, &gathered_part.pages, references, gathered_part.on_disk)
     }
 
-    /// Writes images of pages on disk without holding any of them in memory whole, and returns their entries
-    /// in the order of `pages`.
+    /// Writes images of pages on disk, without holding a whole page in memory, and returns their entries in the order
+    /// of `pages`.
     fn write_on_disk(
         &self,
         target: &GatherTarget<'_>,
@@ -370,14 +369,14 @@ impl Snapshots {
                     writers.append(|file| file.write_chunk(&[(&info, &bytes)]))?.pop()
                 }
             };
-            assert!(image.is_some() || info.len == 0); // I7: everything that the manifest names is written.
+            assert!(image.is_some() || info.len == 0); // I7: every page that the manifest names is written.
             push(&mut gathered.entries, entry(&info, image))?;
             push(&mut gathered.on_disk, GatheredDiskPage { page: info.page, copy, image })?;
         }
         Ok(gathered)
     }
 
-    /// Builds the entries of a chunk whose pages were gathered. `images` are those of the non-empty pages, in
+    /// Builds the entries of a chunk whose pages were gathered. `images` contains the images of the non-empty pages, in
     /// page order.
     pub(super) fn chunk_entries(
         &self,
@@ -387,7 +386,7 @@ impl Snapshots {
         images: Vec<ImageRef>,
         on_disk: Vec<(PageInfo, DiskPage)>,
     ) -> Result<GatheredEntries> {
-        // Deleted pages count too, so that the progress adds up to the total.
+        // Deleted pages count too, so that the progress reaches the total.
         self.progress.gathered(chunk.len() as u64, chunk.iter().map(|(_, len)| len).sum());
         let mut images = images.into_iter();
         let entry =
@@ -402,27 +401,27 @@ impl Snapshots {
         Ok(gathered)
     }
 
-    /// Catches pages in lane order with the deltas, and starts draining them to `staged`.
+    /// Captures pages in lane order with the deltas, and starts to drain them to `staged`.
     fn gather(&self, pages: Vec<PageId>, staged: StagingBuf) -> Result<GatheredPages<Drain>> {
         let staging = self.engine.staging.clone();
         self.gather_by(pages, Drain::fence, move |turn, chunk| {
-            // Shortened to the chunk's current length: pages may have been resized or deleted since they were
-            // chosen.
+            // The buffer is shortened to the chunk's current length, because pages may have been resized or deleted
+            // since they were chosen.
             let staged = staging.shorten(staged, chunk.chunk_len() as usize)?;
             turn.drain(chunk.place, chunk.sources, chunk.len, staged, chunk.head_len, Some(&staging))
         })
     }
 
-    /// Catches pages in lane order with the deltas, copying them with `copy`; `fence` returns the end of that
-    /// use. Deleted pages are skipped: the applier records meanwhile which batch deleted each.
+    /// Captures pages in lane order with the deltas, and copies them with `copy`. `fence` returns the fence after which
+    /// the copies are complete. Deleted pages are skipped, because the applier records which batch deleted each of
+    /// them.
     pub(super) fn gather_by<C: Send + 'static>(
         &self,
         pages: Vec<PageId>,
         fence: fn(&C) -> Fence,
         copy: impl FnOnce(&Turn<'_>, ChunkSources) -> Result<C> + Send + 'static,
     ) -> Result<GatheredPages<C>> {
-        // The turn fixes the moment of the snapshot for these pages: table entries and bytes are captured
-        // together.
+        // The turn fixes the moment of the snapshot for these pages: table entries and bytes are captured together.
         self.engine.applier.turn(move |turn| {
             turn.intact()?;
             let (mut gathered_part, mut on_disk) = (Vec::new(), Vec::new());
@@ -432,9 +431,9 @@ impl Snapshots {
                     push(&mut on_disk, page)?;
                     continue;
                 }
-                // Taken out of the cut, so that later batches need not keep the page.
+                // The page is removed from the cut, so that later batches need not keep it.
                 let kept = match &mut turn.applied.cut {
-                    // An exact snapshot has the page as of the cut, if a batch changed it since.
+                    // If a batch changed the page since the cut, an exact snapshot uses the copy made at that time.
                     Some(cut) => cut.take(page)?,
                     None => None,
                 };
@@ -442,7 +441,7 @@ impl Snapshots {
                     Some((info, memory)) => (info, memory.span()),
                     None => match turn.applied.table.get(page) {
                         Some(info) => (info.clone(), turn.applied.memory[page].span()),
-                        // Deleted since it was chosen.
+                        // The page was deleted since it was chosen.
                         None => continue,
                     },
                 });
@@ -450,8 +449,8 @@ impl Snapshots {
             // All pages are copied aside in the place of the first one, and drained from there.
             let place = gathered_part.first().map_or(Place::Host, |(info, _)| info.place);
             let images = gathered_part.iter().filter(|(info, _)| info.len > 0).count();
-            // The length of the chunk's head depends on its number of images. Payloads are drained to their
-            // final position after it.
+            // The length of the chunk's head depends on the number of its images. Payloads are drained to their final
+            // position after it.
             let head_len = Chunk::head_len(images as u64);
             let mut sources = Vec::new();
             make_room(&mut sources, images)?;
@@ -475,15 +474,15 @@ impl Snapshots {
     }
 }
 
-/// Takes a page that is on disk now or was at the cut: as of the cut if there is one, otherwise as it is now.
-/// Returns `None` for a page in memory.
+/// Captures a page that is on disk now or was on disk at the cut. With a cut, returns the page's state at the cut,
+/// otherwise its current state. Returns `None` for a page in memory.
 fn take_on_disk(turn: &mut Turn<'_>, page: PageId) -> Result<Option<(PageInfo, DiskPage)>> {
     let AppliedState { table, on_disk, cut, .. } = &mut *turn.applied;
     if let Some(cut) = cut {
         if let Some(kept) = cut.take_on_disk(page)? {
             return Ok(Some(kept));
         }
-        // Changed since the cut and kept aside in memory: the page was moved to disk only after the cut.
+        // The page has changed since the cut and was kept aside in memory, so it was moved to disk only after the cut.
         if cut.find(page)?.is_some() {
             return Ok(None);
         }
@@ -497,15 +496,14 @@ fn take_on_disk(turn: &mut Turn<'_>, page: PageId) -> Result<Option<(PageInfo, D
     Ok(Some((info, copy)))
 }
 
-/// Returns the memory that holds a range of a page being caught, each part with its offset in the range.
-/// Returns `None` if a batch wrote more of the page than could be kept aside.
+/// Returns the memory that contains a range of a page being captured. Each part has its offset in the range. Returns
+/// `None` if a batch wrote more of the page than could be kept aside.
 pub(super) fn gathered_sources(
     turn: &Turn<'_>,
     page: PageId,
     range: &Range<u64>,
 ) -> Result<Option<Vec<(Span, u64)>>> {
-    // If a batch changed the page since the cut, its old bytes are in the cut; otherwise in the page's own
-    // memory.
+    // If a batch changed the page since the cut, the cut has the old bytes. Otherwise the page's own memory has them.
     let Some(cut) = &turn.applied.cut else { return Ok(turn.gather_spans(page, range.start, range.end)) };
     let len = range.end - range.start;
     let source = match cut.find(page)? {
@@ -519,7 +517,7 @@ pub(super) fn gathered_sources(
 mod tests {
     use super::*;
 
-    /// Threads finish their chunks in any order; a manifest's entries must ascend, or an open refuses it.
+    /// Threads finish their chunks in any order. A manifest's entries must ascend, or an open refuses it.
     #[test]
     fn entries_come_in_the_order_of_their_chunks() {
         let chunk = |number: u64| {
@@ -527,7 +525,7 @@ mod tests {
             (3 * number..3 * number + number % 4).map(page).collect::<Vec<_>>()
         };
         let expected: Vec<ManifestEntry> = (0..12).flat_map(chunk).collect();
-        // Any order will do: 5, 7 and 11 have no common divisor with 12.
+        // Steps of 5, 7 and 11 visit every chunk, because they have no common divisor with 12.
         for step in [1, 5, 7, 11] {
             let mut gathered_part = OrderedEntries::of(expected.len()).unwrap();
             let gathered = |number| GatheredEntries { entries: chunk(number as u64), on_disk: Vec::new() };

@@ -1,10 +1,10 @@
-//! Gathering in place: the device copies pages directly to the memory of an image file, and reads them back
-//! there when the snapshot is verified. The host writes the heads of chunks but no page bytes.
+//! Gathering in place: the device copies pages directly to the memory of an image file, and reads them back from there
+//! when the snapshot is verified. The host writes the heads of chunks but no page bytes.
 //!
-//! A chunk goes through staging, as in `gather.rs`, if there is no room to copy it aside, or past the end of
-//! the file's memory. The host then reads it back like any other chunk.
+//! If there is no room to copy a chunk aside, or the chunk is past the end of the file's memory, it goes through
+//! staging (`gather.rs`). The host then reads it back like any other chunk.
 //!
-//! A crash here leaves image files that nothing names.
+//! A crash here leaves unreferenced image files.
 
 use std::ops::Range;
 
@@ -21,7 +21,7 @@ use crate::error::Result;
 use crate::images::ImageWriter;
 
 impl Snapshots {
-    /// Gathers pages and has the device copy them to their chunk's position in the file.
+    /// Gathers pages, and makes the device copy them to their positions in the file.
     pub(super) fn gather_in_place(
         &self,
         target: &GatherTarget<'_>,
@@ -41,7 +41,7 @@ impl Snapshots {
         // Empty pages have an entry but no image.
         let images: Vec<&(PageInfo, usize)> = collected(pages.iter().filter(|(info, _)| info.len > 0))?;
         let references = match (images.is_empty(), gathered) {
-            // All pages are deleted or empty: there is no image and no chunk.
+            // All pages are deleted or empty, so there are no images and no chunk.
             (true, GatheredBytes::Aside(copies)) => {
                 copies.give_up();
                 Vec::new()
@@ -91,7 +91,7 @@ impl Snapshots {
         written
     }
 
-    /// Writes the image of a caught long page to its position in the file, piece by piece.
+    /// Writes the image of a captured long page to its position in the file, piece by piece.
     pub(super) fn write_gathered_in_place(
         &self,
         file: &ImageWriter,
@@ -117,7 +117,7 @@ impl Snapshots {
                 turn.gathered(page, range.end, gathered.fence());
                 Ok(Some(gathered))
             })?;
-            // The space reserved in the file stays without a head.
+            // The space reserved in the file remains without a head.
             let Some(gathered) = gathered else { return Ok(PlacedPage::Gone) };
             let (at, device) = (offset + head_len + start, &*self.engine.device);
             match gathered {
@@ -134,7 +134,7 @@ impl Snapshots {
                     is_in_place = false;
                 }
             }
-            // The reserved space counts as written since it was taken, so the pace covers the whole page.
+            // The reserved space has counted as written since it was reserved, so the rate limit covers the whole page.
             keep_pace(0)?;
         }
         let end = head_len + info.len;
@@ -146,8 +146,8 @@ impl Snapshots {
     }
 }
 
-/// Returns the ranges of a chunk that no image covers, from the end of the first image on. They are zeros in
-/// the file.
+/// Returns the ranges of a chunk that no image covers, from the end of the first image on. The file contains zeros
+/// there.
 fn gaps(images: &[&(PageInfo, usize)], chunk_len: u64) -> Result<Vec<Range<u64>>> {
     let mut gaps = Vec::new();
     let ends = images.iter().map(|(info, at)| *at as u64 + info.len);

@@ -79,19 +79,19 @@ pub(crate) struct Snapshots {
     pub retention: Retention,
     /// How images are written.
     pub images: ImageOptions,
-    /// A chunk of images is written once it reaches this many bytes.
+    /// The number of bytes of images at which a chunk is written.
     pub chunk_len: u64,
-    /// Whether unneeded image files are kept as spares to be written again.
+    /// Whether unneeded image files are kept as spares for later images.
     pub keeps_spares: bool,
-    /// Held while a snapshot is taken: snapshots are taken one at a time, because each follows the one
-    /// before.
+    /// The catalog of kept snapshots. Its lock is held while a snapshot is taken, so that snapshots are taken one at a
+    /// time.
     pub catalog: CatalogLock,
-    /// Published snapshots that are not verified and so permit no recycling yet (I7).
+    /// The published snapshots that are not verified yet, and therefore permit no recycling (I7).
     pub unverified: UnverifiedSnapshots,
     pub progress: SnapshotProgress,
-    /// The pace of background snapshots, and the signal that cancels them.
+    /// The rate limit of background snapshots, and the signal that cancels them.
     pub pace: Arc<Pace>,
-    /// The position of the last snapshot, from which the next one's due time is computed.
+    /// The end of the last snapshot, from which the next snapshot's due time is computed.
     pub last: Mutex<LastSnapshot>,
 }
 
@@ -102,11 +102,11 @@ pub(crate) struct SnapshotRequest {
     pub name: Option<String>,
     /// Whether the snapshot captures a single moment, so that `redo` equals `end`.
     pub exact: bool,
-    /// Whether the snapshot is written at the background pace, and abandoned when the store closes.
+    /// Whether the snapshot is written at the background rate, and abandoned when the store closes.
     pub paced: bool,
     /// Whether nothing may be removed to make space for this snapshot on a full disk.
     pub keeps_others: bool,
-    /// The work to do after publication.
+    /// The work to do after the snapshot is published.
     pub then: AfterPublication,
 }
 
@@ -118,27 +118,27 @@ pub(crate) enum AfterPublication {
     Retain,
     /// Verifies the snapshot and removes nothing.
     KeepAll,
-    /// Leaves both to a background thread: see [`Snapshots::attend_later`].
+    /// Leaves both tasks to a background thread; see [`Snapshots::attend_later`].
     Leave,
 }
 
 impl SnapshotRequest {
-    /// Returns the maximum number of threads for this snapshot. A paced snapshot is slow on purpose: one
-    /// thread suffices and leaves the other cores free.
+    /// Returns the maximum number of threads for this snapshot. A rate-limited snapshot uses one thread, which leaves
+    /// the other cores free.
     fn threads_max(&self) -> usize {
         if self.paced { 1 } else { usize::MAX }
     }
 }
 
 impl Snapshots {
-    /// Takes a snapshot; the caller holds the catalog lock. If the disk is full, frees the space of deleted
-    /// pages and tries once more.
+    /// Takes a snapshot. The caller must hold the catalog lock. If the disk is full, frees the space of deleted pages
+    /// and tries once more.
     pub fn take(&self, catalog: &mut Catalog, request: &SnapshotRequest) -> Result<SnapshotInfo> {
-        // Checked under the catalog lock: of two callers, only one can take the last slot in the queue.
+        // Checked under the catalog lock: only one of two callers can take the last place in the queue.
         if request.then == AfterPublication::Leave && self.unverified.is_full() {
             self.finish(catalog)?;
         }
-        // Try a full snapshot first: a thin snapshot adds a link that every replay must follow.
+        // A full snapshot is tried first, because a thin snapshot adds a link that every replay must follow.
         match self.take_once(catalog, request, false) {
             Err(full @ Error::DiskFull { .. }) if !request.keeps_others => {
                 match self.release_empty(catalog) {
@@ -155,9 +155,8 @@ impl Snapshots {
         }
     }
 
-    /// Takes a snapshot before the store closes if its log consists of too many runs. A process that starts
-    /// often and ends soon never lives long enough for the background thread to take one, and each run uses a
-    /// segment.
+    /// Takes a snapshot before the store closes if its log consists of too many runs. Each run uses a segment, and a
+    /// process that starts often and ends soon never runs long enough for the background thread to take a snapshot.
     pub fn take_at_close(&self) -> Result<()> {
         let last = *self.last.lock();
         if last.is_in_pieces() && self.engine.log.length().0 > last.lsn {
@@ -166,8 +165,8 @@ impl Snapshots {
         Ok(())
     }
 
-    /// Runs phases 6 and 7 as far as the request asks for them now. Superseded files are removed only after
-    /// everything that the snapshot wrote was read back (I7).
+    /// Runs phases 6 and 7 as far as the request requires them now. Superseded files are removed only after everything
+    /// that the snapshot wrote was read back (I7).
     fn follow_up(&self, catalog: &mut Catalog, then: AfterPublication) -> Result<()> {
         if then == AfterPublication::Leave {
             self.unverified.set_retention_pending(true);
@@ -184,8 +183,8 @@ impl Snapshots {
         self.retain(catalog)
     }
 
-    /// Runs all phases once. A transient failure after publication does not fail the snapshot. `is_short`
-    /// says that the disk was full just now.
+    /// Runs all phases once. A transient failure after publication does not fail the snapshot. `is_short` states that
+    /// an attempt has just found the disk full.
     fn take_once(
         &self,
         catalog: &mut Catalog,
@@ -196,8 +195,7 @@ impl Snapshots {
         let _span = tracing::info_span!("snapshot", is_exact = request.exact).entered();
         // The length of the log before the snapshot begins: later commits count towards the next snapshot.
         let (began, (_, log_bytes)) = (Instant::now(), self.engine.log.length());
-        // On a full disk, freed space refills the reserve first: without the reserve, no delete could free
-        // more.
+        // On a full disk, freed space refills the reserve first, because without the reserve no delete could free more.
         self.engine.log.pool.fill().map_err(|error| self.poison_unless_harmless(error))?;
         // Surplus spares are released if images need the space.
         let mut is_unreadable = false;
@@ -206,8 +204,8 @@ impl Snapshots {
         let taken = written.and_then(|id| {
             match self.follow_up(catalog, request.then) {
                 Ok(()) => Ok(catalog.snapshots[&id].info.clone()),
-                // The snapshot cannot be verified or recorded now. It is still valid because it is published,
-                // but nothing may be recycled for it yet (I7).
+                // The snapshot cannot be verified or recorded now. It is valid because it is published, but no files
+                // may be recycled for it yet (I7).
                 Err(error) if error.is_passing() => {
                     tracing::warn!(%error, snapshot = %id, "published; the next snapshot does the rest");
                     Ok(catalog.snapshots[&id].info.clone())
@@ -226,8 +224,8 @@ impl Snapshots {
             let bytes = i64::try_from(log_bytes).unwrap_or(i64::MAX);
             *self.last.lock() = LastSnapshot { lsn: info.end, bytes, restarts: 0, at: began };
         }
-        // Update the catalog before announcing the end: a caller that waits for the end must find the
-        // snapshot in the catalog.
+        // The catalog is updated before the end is announced: a caller that waits for the end must find the snapshot in
+        // the catalog.
         self.catalog.publish_copy(catalog);
         self.progress.end(taken.as_ref().map(|info| info.id).map_err(Error::clone));
         taken
@@ -236,8 +234,8 @@ impl Snapshots {
     /// Poisons the store, unless the error guarantees that nothing changed.
     fn poison_unless_harmless(&self, error: Error) -> Error {
         match error {
-            // An exact snapshot ran out of budget for the pages that it keeps aside. The snapshot fails; no
-            // batch does.
+            // An exact snapshot had no room in the budget for pages to keep aside. Only the snapshot fails, and no
+            // batch.
             Error::Closed | Error::OutOfMemory { .. } | Error::OverBudget { .. } => error,
             error if error.is_passing() => error,
             error => self.engine.poison.set(error),
@@ -287,7 +285,7 @@ impl Snapshots {
         let threads_max = request.threads_max();
         // a.
         self.verify_pending_images(catalog, threads_max)?;
-        // Without space, do not rewrite images merely to empty their file.
+        // On a full disk, no images are rewritten merely to empty their file.
         let wasteful = if is_short { Vec::new() } else { self.wasteful_files(catalog)? };
         let overlays = self.overlay_rules(&catalog.known, &wasteful);
         let SnapshotStart { redo, sorted, end } = self.begin(catalog, wasteful, request.exact)?;
@@ -305,8 +303,8 @@ impl Snapshots {
         // e.
         self.progress.enter(SnapshotPhase::Publish);
         let (follows, visited) = (sorted.follows, sorted.visited);
-        // Not the end of the plan's range: an overlay's base may be an image written since, for a batch that
-        // moved its page to disk.
+        // This is not the end of the plan's range: the base of an overlay may be an image written since, for a batch
+        // that moved its page to disk.
         let next_file = catalog.files.next_number();
         let manifest = self.record_named(catalog).and_then(|()| {
             self.manifest(
@@ -332,8 +330,8 @@ impl Snapshots {
             self.publish_newest(&catalog.known, writers.as_ref(), &manifest, follows, threads_max);
         let (file, (sums, links)) = match published {
             Ok(published) => published,
-            // Only these errors guarantee that no manifest names the images. After any other error the
-            // manifest may have its name, and must not lose them.
+            // Only these errors guarantee that no manifest names the images. After any other error, a published
+            // manifest may need them.
             Err(error) if error.is_passing() => {
                 writers.into_iter().for_each(ImageWriters::abandon);
                 return Err(error);
@@ -355,20 +353,20 @@ impl Snapshots {
         Ok(id)
     }
 
-    /// Chooses the number of gathering threads and of image files, and takes the files' numbers for good.
+    /// Chooses the number of gathering threads and of image files, and assigns the files' numbers.
     fn plan_files(&self, catalog: &Catalog, sorted: &SnapshotWork, threads_max: usize) -> Result<GatherPlan> {
         let gather_bytes = sorted.gather.iter().map(|(_, len)| len).sum();
         self.progress.begin(sorted.gather.len() as u64, gather_bytes);
         let longest = sorted.gather.iter().map(|(_, len)| (*len).min(self.piece_len())).max().unwrap_or(0);
         let threads = chunk_threads(longest).min(threads_max);
         let expected_bytes = self.expected_bytes(&sorted.gather)?;
-        // A file that gets no chunk would stay empty and be kept for nothing.
+        // A file without chunks would stay empty and be kept unnecessarily.
         let chunks = self.chunk_count(&sorted.gather)?.max(1);
         let files = file_count(expected_bytes, self.chunk_len, threads).min(chunks);
         Ok(GatherPlan { expected_bytes, threads, numbers: catalog.files.take_numbers(files) })
     }
 
-    /// Runs phases 2 and 3. On failure the image files are removed: nothing names them yet.
+    /// Runs phases 2 and 3. On failure the image files are removed, because no record names them yet.
     fn gather_and_end(
         &self,
         files: &ImageFiles,
@@ -420,8 +418,8 @@ impl Snapshots {
     }
 }
 
-/// Raises the space requested by a disk-full error to that of all the snapshot's images. If it named only the
-/// failed chunk, a caller would free too little and fail again at the next chunk.
+/// Raises the number of bytes that a disk-full error states to that of all the snapshot's images. If the error stated
+/// only the failed chunk, a caller would free too little space and fail again at the next chunk.
 fn needing(bytes: u64, error: Error) -> Error {
     match error {
         Error::DiskFull { file, needed, store } => Error::DiskFull { file, needed: needed.max(bytes), store },
@@ -429,7 +427,7 @@ fn needing(bytes: u64, error: Error) -> Error {
     }
 }
 
-/// The number of gathering threads, and the files that they write to.
+/// The planned number of gathering threads, and the files that they write to.
 struct GatherPlan {
     /// The approximate number of bytes to write.
     expected_bytes: u64,
@@ -438,9 +436,9 @@ struct GatherPlan {
     numbers: Range<u64>,
 }
 
-/// The outcome of phases 2 and 3.
+/// The result of phases 2 and 3.
 struct GatheredImages {
-    /// The image files; `None` if nothing had to be gathered.
+    /// The writers of the image files, or `None` if no pages had to be gathered.
     writers: Option<ImageWriters>,
     /// The entries of the gathered pages, in page order.
     gathered_entries: GatheredEntries,

@@ -1,9 +1,9 @@
-//! Overlays of a snapshot: the choice of pages on disk that get an overlay instead of a full image.
+//! Chooses the pages on disk that get an overlay instead of a full image in a snapshot.
 //!
-//! A page is written whole if it is short, if most of it changed, or if its image is not known to be sound.
-//! So is a page whose image is in a file to be emptied, because an overlay would keep that file.
+//! A page is written as a whole if it is short, if most of it changed, or if its image is not known to be sound. It is
+//! also written as a whole if its image is in a file to be emptied, because an overlay would keep that file.
 //!
-//! A crash here leaves image files that nothing names.
+//! A crash here leaves unreferenced image files.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -19,10 +19,10 @@ use crate::error::{Error, Result};
 use crate::images::disk_pages::{DiskPage, NewOverlay};
 use crate::images::{ImageWriters, ReadPass, Sink, resize};
 
-/// A page gets an overlay if it is longer than one in `CHUNK_SHARE` of a chunk.
+/// The inverse of the minimum length of a page that gets an overlay, as a share of a chunk.
 const CHUNK_SHARE: u64 = 32;
 
-/// The destination of a snapshot's images, and the rules for overlays.
+/// The writers of a snapshot's images, and the rules for overlays.
 pub(super) struct GatherTarget<'w> {
     pub writers: &'w ImageWriters,
     pub overlays: OverlayRules,
@@ -31,9 +31,9 @@ pub(super) struct GatherTarget<'w> {
 /// The rules that decide which pages on disk get an overlay.
 pub(super) struct OverlayRules {
     known: Arc<KnownImages>,
-    /// Image files to be emptied.
+    /// The image files to be emptied.
     wasteful: BTreeSet<u64>,
-    /// Pages of up to this many bytes are written whole.
+    /// The maximum length in bytes of pages that are always written as a whole.
     whole_max: u64,
 }
 
@@ -46,21 +46,21 @@ impl OverlayRules {
     }
 }
 
-/// Overlays to be written together, each with the index of its page.
+/// Overlays that are written as one chunk, each with the index of its page.
 #[derive(Default)]
 struct ShortOverlays<'p> {
     overlays: Vec<(usize, NewOverlay<'p>, Vec<u8>)>,
 }
 
 impl Snapshots {
-    /// Builds the rules for a snapshot that empties these files.
+    /// Returns the rules for a snapshot that empties these files.
     pub(super) fn overlay_rules(&self, known: &Arc<KnownImages>, wasteful: &[(u64, u64)]) -> OverlayRules {
         let wasteful = set_of(wasteful.iter().map(|(file, _)| *file));
         OverlayRules { known: known.clone(), wasteful, whole_max: self.chunk_len / CHUNK_SHARE }
     }
 
-    /// Estimates the bytes that the images of these pages take. Of a page on disk, usually only a part is
-    /// written; files preallocated for whole pages would keep space that they do not need.
+    /// Estimates the number of bytes in the images of these pages. Usually only a part of a page on disk is written, so
+    /// files preallocated for whole pages would keep unneeded space.
     pub(super) fn expected_bytes(&self, pages: &[(PageId, u64)]) -> Result<u64> {
         if !self.engine.disk_pages.is_any() {
             return Ok(pages.iter().map(|(_, len)| len).sum());
@@ -75,8 +75,8 @@ impl Snapshots {
         })
     }
 
-    /// Writes overlays for those pages that get one. Returns one element per page, in order; `None` for a
-    /// page without an overlay.
+    /// Writes overlays for the pages that get one. Returns one element per page, in order, which is `None` for a page
+    /// without an overlay.
     pub(super) fn write_overlays(
         &self,
         target: &GatherTarget<'_>,
@@ -91,8 +91,7 @@ impl Snapshots {
             }
             let mut new = match copy.overlay() {
                 Ok(Some(new)) => new,
-                // `Damaged`: batches may have overwritten the damaged part, so that the whole page can be
-                // read.
+                // After `Damaged`, batches may have overwritten the damaged part, so the whole page can be read.
                 Ok(None) | Err(Error::Damaged(_)) => continue,
                 Err(error) => return Err(error),
             };
@@ -129,7 +128,7 @@ impl Snapshots {
 }
 
 impl ShortOverlays<'_> {
-    /// Writes all overlays as one chunk: a separate chunk would cost each of them a block.
+    /// Writes all overlays as one chunk, because separate chunks would take a block each.
     fn write(self, writers: &ImageWriters) -> Result<Vec<(usize, ImageRef)>> {
         if self.overlays.is_empty() {
             return Ok(Vec::new());
@@ -143,7 +142,7 @@ impl ShortOverlays<'_> {
     }
 }
 
-/// Adapts `read`, which fills a slice from an offset, to a paced source of pieces for an image writer.
+/// Converts `read`, which fills a slice from an offset, to a rate-limited source of pieces for an image writer.
 pub(super) fn paced_pieces(
     mut read: impl FnMut(u64, &mut [u8]) -> Result<()>,
     keep_pace: &dyn Fn(u64) -> Result<()>,

@@ -1,4 +1,4 @@
-//! Retention rules: which snapshots stay, and which log they need. The rules work on known facts without disk
+//! Retention rules, which determine the snapshots and the log to keep. The rules work on known facts without disk
 //! access, so that a test can check them against thousands of random histories.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -12,67 +12,65 @@ use crate::options::Retention;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct RetentionPlan {
     pub snapshots: BTreeSet<SnapshotId>,
-    /// The segment and the batch after which replay may begin; earlier log may be removed (I8). Batch 0 is
-    /// the beginning of the log. `None` means that only manifests may be removed.
+    /// The segment and the batch after which replay may begin, or `None` if only manifests may be removed. Earlier log
+    /// may be removed (I8). Batch 0 is the beginning of the log.
     pub log_from: Option<(u64, Lsn)>,
 }
 
 impl RetentionPlan {
-    /// Whether this plan removes a snapshot, or the log after it.
+    /// Returns whether this plan removes a snapshot, or the log after it.
     pub fn takes_from(&self, kept: &RetainedSnapshot, log: &LogOnDisk) -> bool {
         let is_cut = self.log_from.is_some_and(|(_, redo)| kept.redo.lsn < redo);
         !self.snapshots.contains(&kept.info.id) || (is_cut && log.reaches(kept))
     }
 }
 
-/// The segments of the log, and the part that may be replayed.
+/// The segments of the log on disk, and the part of the log that may be replayed.
 #[derive(Clone, Debug, Default)]
 pub(super) struct LogOnDisk {
-    /// The segments' lengths in bytes, by number.
+    /// The lengths of the segments in bytes, by number.
     pub segments: BTreeMap<u64, u64>,
-    /// The segment that receives frames. It and later ones do not count as log.
+    /// The segment that receives frames. This segment and later ones do not count as log.
     pub current: u64,
-    /// Replay may start at this `redo` or later ones. With `None` it may also start at the beginning of the
-    /// log.
+    /// The lowest `redo` at which replay may start. With `None`, replay may also start at the beginning of the log.
     pub floor: Option<Lsn>,
 }
 
 impl LogOnDisk {
-    /// Whether the log after a snapshot still exists.
+    /// Returns whether the log after a snapshot still exists.
     fn reaches(&self, kept: &RetainedSnapshot) -> bool {
         self.floor.is_none_or(|floor| kept.redo.lsn >= floor)
     }
 
-    /// Returns a lower bound on the bytes of log after a point; the end of the frames in a segment is not
-    /// known.
+    /// Returns a lower bound on the number of bytes of log after a point. It is not exact, because the end of the
+    /// frames in a segment is unknown.
     fn bytes_after(&self, point: LogPoint) -> u64 {
         let segments = self.segments.range(point.segment..self.current.max(point.segment));
         segments.map(|(_, len)| len).sum::<u64>().saturating_sub(point.offset)
     }
 
-    /// Returns the start of the log to keep, given the start that the rules want and whether a reader holds
-    /// the beginning of the log.
+    /// Returns the start of the log to keep, given the start according to the rules, and whether a reader holds the
+    /// beginning of the log.
     fn from(&self, wanted: Option<(u64, Lsn)>, is_beginning_held: bool) -> Option<(u64, Lsn)> {
         match (is_beginning_held, self.floor) {
             (false, _) => wanted,
             (true, None) => Some(self.as_it_is()),
-            // The beginning of the log no longer exists for new readers. A reader that holds it started
-            // earlier, and may need any of the log.
+            // The beginning of the log is no longer available to new readers. A reader that holds it started earlier,
+            // and may need any part of the log.
             (true, Some(_)) => None,
         }
     }
 
-    /// Returns the current start of the log, so that none of it is removed.
+    /// Returns the current start of the log, with which no log is removed.
     fn as_it_is(&self) -> (u64, Lsn) {
         (0, self.floor.unwrap_or_default())
     }
 }
 
-/// Applies the rules. `held` contains the snapshots that readers hold, `is_beginning_held` says whether a
-/// reader holds the beginning of the log, and the time is in milliseconds since 1970.
+/// Applies the rules and returns what to keep. `held` contains the snapshots that readers hold, `is_beginning_held`
+/// states whether a reader holds the beginning of the log, and `now_unix_ms` is in milliseconds since 1970.
 ///
-/// Only verified snapshots count (I7): otherwise an image that a disk lost would cost the snapshot before it
-/// as well.
+/// Only verified snapshots count (I7). Otherwise an image that a disk lost would also cost the snapshot before it.
 pub(super) fn plan(
     snapshots: &BTreeMap<SnapshotId, RetainedSnapshot>,
     retention: &Retention,
@@ -83,10 +81,10 @@ pub(super) fn plan(
 ) -> RetentionPlan {
     let with_log: Vec<&RetainedSnapshot> =
         snapshots.values().filter(|kept| kept.info.verified && log.reaches(kept)).collect();
-    // A snapshot that was found damaged replaces no other.
+    // A damaged snapshot replaces no other.
     let mut starts: Vec<&RetainedSnapshot> = with_log.iter().copied().filter(|kept| kept.is_sound).collect();
-    // The next snapshot follows the newest one and shares its images; after an open, it follows the one that
-    // recovery started from. Both stay under any rule.
+    // The next snapshot follows the newest one and shares its images. After an open, it follows the one from which
+    // recovery started. Both are kept under any rule.
     let newest = [snapshots.keys().next_back().copied(), starts.last().map(|kept| kept.info.id)];
     let is_newest = |kept: &RetainedSnapshot| newest.contains(&Some(kept.info.id));
     if retention.names_only {
@@ -98,8 +96,7 @@ pub(super) fn plan(
     }
     let replaced = replaced(&starts);
     starts.retain(|kept| !replaced.contains(&kept.info.id));
-    // While there are fewer snapshots than wanted, the log from before the first of them stands in for the
-    // missing ones.
+    // While there are fewer snapshots than wanted, the log before the first of them substitutes for the missing ones.
     let Some(counted) = starts.len().checked_sub(retention.snapshots_kept.max(1)) else {
         let is_replaced =
             |kept: &RetainedSnapshot| replaced.contains(&kept.info.id) && !is_named(kept, retention);
@@ -112,15 +109,15 @@ pub(super) fn plan(
     };
     let times = times(snapshots);
     let age_ms = u64::try_from(retention.snapshots_kept_for.as_millis()).unwrap_or(u64::MAX);
-    // A replaced snapshot is not kept for its age: its time was passed on to its replacement.
+    // A replaced snapshot is not kept for its age, because its time was passed on to its replacement.
     let is_young = |kept: &&&RetainedSnapshot| {
         !replaced.contains(&kept.info.id) && now_unix_ms.saturating_sub(times[&kept.info.id]) < age_ms
     };
     let reaches_back = |kept: &&&RetainedSnapshot| log.bytes_after(kept.redo) >= retention.log_kept;
     let wants_log = retention.log_kept > 0;
-    // The newest start with enough log after it: an older one would keep more than is wanted.
+    // The newest start with enough log after it. An older start would keep more log than wanted.
     let log_base = starts.iter().rev().find(reaches_back).filter(|_| wants_log);
-    // If the log is shorter than wanted, all of it stays.
+    // If the log is shorter than wanted, all of it is kept.
     let from_beginning = wants_log && log_base.is_none() && log.floor.is_none();
     let log_base = log_base.or(starts.first().filter(|_| wants_log));
     // A reader may be following the log after the snapshot that it holds.
@@ -131,19 +128,19 @@ pub(super) fn plan(
         .chain(with_log.iter().filter(is_young))
         .chain(log_base)
         .chain(held_with_log)
-        // A fuzzy snapshot is useless without the log up to its end: its pages are of different batches.
+        // A fuzzy snapshot is useless without the log up to its end, because its pages belong to different batches.
         .chain(with_log.iter().filter(|kept| is_named(kept, retention) && kept.info.redo < kept.info.end))
         .copied()
         .collect();
-    // Exact named snapshots are kept to be read: their state needs no log.
+    // Exact named snapshots are kept to be read, and their state needs no log.
     let looked_at = snapshots
         .values()
         .filter(|kept| is_named(kept, retention) || held.contains(&kept.info.id) || is_newest(kept));
     let stays: Vec<&RetainedSnapshot> = replayed.iter().copied().chain(looked_at).collect();
     let oldest = replayed.iter().map(|kept| kept.redo.lsn).min().map(|lsn| {
-        // Snapshots of one batch may lie on either side of a restart. That batch is the floor, so all of them
-        // that stay remain starts and keep their segments. Without this, the older one's segment was removed
-        // while the floor still declared it a start.
+        // Snapshots of the same batch may be in segments of different runs. If that batch is the floor, all such
+        // snapshots that are kept remain starts and keep their segments. Otherwise the older one's segment would be
+        // removed although the floor declares it a start.
         let from_there = stays.iter().filter(|kept| kept.redo.lsn >= lsn && log.reaches(kept));
         let segment = from_there.map(|kept| kept.redo.segment).min();
         (segment.expect("what is replayed stays"), lsn)
@@ -153,17 +150,17 @@ pub(super) fn plan(
     RetentionPlan { snapshots, log_from: log.from(oldest, is_beginning_held) }
 }
 
-/// Returns the snapshots that the next one replaces: it begins at the same point and ends later. A thin
-/// snapshot does this to release what the one before names; keeping both would free nothing. `starts` must be
-/// ascending.
+/// Returns the snapshots that their successor replaces, because it begins at the same point and ends later. A thin
+/// snapshot does this to release the files that its predecessor names: keeping both would free nothing. `starts` must
+/// be ascending.
 fn replaced(starts: &[&RetainedSnapshot]) -> BTreeSet<SnapshotId> {
     let pairs = starts.windows(2);
     let replaced = pairs.filter(|pair| pair[0].redo == pair[1].redo && pair[0].info.end < pair[1].info.end);
     replaced.map(|pair| pair[0].info.id).collect()
 }
 
-/// Returns the time that counts as each snapshot's age: the earliest time among its own and those of later
-/// snapshots. A clock that ran ahead for a while then keeps nothing longer than until it is right again, and
+/// Returns the time from which each snapshot's age is computed: the earliest time among its own and those of later
+/// snapshots. Thus a clock that was temporarily ahead keeps no snapshot longer than until the clock is right again, and
 /// a time in the future makes no snapshot look older.
 fn times(snapshots: &BTreeMap<SnapshotId, RetainedSnapshot>) -> BTreeMap<SnapshotId, u64> {
     let mut oldest = u64::MAX;
@@ -191,7 +188,7 @@ mod tests {
     use super::*;
     use crate::catalog::SnapshotInfo;
 
-    /// Snapshot `id` was written at second `id`, in segment `id`, of batch 10 × `id`.
+    /// Returns snapshot `id`, written at second `id`, in segment `id`, after batch 10 × `id`.
     fn kept(id: u64, name: Option<&str>, is_exact: bool) -> (SnapshotId, RetainedSnapshot) {
         let redo = LogPoint { segment: id, lsn: Lsn(10 * id), ..LogPoint::default() };
         let info = SnapshotInfo {
@@ -221,10 +218,10 @@ mod tests {
         )
     }
 
-    /// Table of rules: each row is one guarantee, or two that interact.
+    /// A table of rules. Each row tests one guarantee, or two that interact.
     #[test]
     fn rules_keep_snapshots_and_the_log_after_them() {
-        // Snapshot 2 has a name and its log is gone; 4 has a name, too.
+        // Snapshot 2 has a name and no log after it. Snapshot 4 has a name, too.
         let snapshots: BTreeMap<SnapshotId, RetainedSnapshot> = [
             kept(2, Some("two"), true),
             kept(4, Some("four"), true),
@@ -291,7 +288,7 @@ mod tests {
         let read_from_the_beginning = plan(&snapshots, &rules(1, 0, 0), &log, 0, &BTreeSet::new(), true);
         assert_eq!(read_from_the_beginning.log_from, None);
 
-        // A damaged snapshot does not count, and stays only for its name, for a reader, or as the newest one.
+        // A damaged snapshot does not count. It is kept only for its name, for a reader, or as the newest one.
         let spoil = |(id, kept): (SnapshotId, RetainedSnapshot)| {
             (id, RetainedSnapshot { is_sound: ![4, 7].contains(&id.0), ..kept })
         };
@@ -310,16 +307,16 @@ mod tests {
         assert_eq!(found.log_from, Some((4, Lsn(40))));
     }
 
-    /// An event next to a snapshot, before retention is applied.
+    /// An event in a history, before retention is applied.
     #[derive(Clone, Copy, Debug)]
     enum TestEvent {
         Nothing,
-        /// The name of an existing snapshot is given up, possibly with no other rule applied.
+        /// The name of an existing snapshot is given up, possibly without applying any other rule.
         GiveUp {
             which: usize,
             names_only: bool,
         },
-        /// A snapshot is found damaged: it replaces nothing any more, and the window has a hole.
+        /// A snapshot is found damaged. It no longer replaces others, and the window has a hole.
         Damage {
             which: usize,
         },
@@ -330,12 +327,11 @@ mod tests {
         },
     }
 
-    /// One step of a history: the clock advances by seconds, the log grows by segments, and a snapshot is
-    /// taken: named or not, exact or not, thin or not.
+    /// One step of a history: the clock advances by seconds, the log grows by segments, and a snapshot is taken, which
+    /// may be named, exact or thin.
     type Step = (i64, u64, bool, bool, bool, TestEvent);
 
-    /// Rules, and histories under them. Now and then the clock jumps, as on a machine whose time is wrong for
-    /// a while.
+    /// Generates rules and histories. Occasionally the clock jumps, as on a machine whose time is temporarily wrong.
     fn lives() -> impl Strategy<Value = (Retention, Vec<Step>)> {
         let rules = (1..4usize, 0..50u64, 0..600u64).prop_map(|(count, seconds, log_kept)| Retention {
             snapshots_kept: count,
@@ -359,8 +355,8 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { cases: if cfg!(miri) { 4 } else { 1024 }, failure_persistence: None, ..ProptestConfig::default() })]
 
-        /// Checks each guarantee of [`Retention`] against a plain account of the steps, and that nothing
-        /// stays without a reason, however the clock jumps.
+        /// Checks each guarantee of [`Retention`] against a simple record of the steps, and that every kept item has a
+        /// reason, even if the clock jumps.
         #[test]
         fn guarantees_hold_over_random_lives((rules, steps) in lives()) {
             let (mut now, mut snapshots) = (1_000_000_000u64, BTreeMap::new());
@@ -390,7 +386,7 @@ mod tests {
                             retention = retention.give_up(names[which % names.len()]).names_only(names_only);
                         }
                     }
-                    // The newest one was verified just now.
+                    // The newest snapshot was verified just now.
                     TestEvent::Damage { which } if ids.len() > 1 => {
                         snapshots.get_mut(&ids[which % (ids.len() - 1)]).unwrap().is_sound = false;
                     }
@@ -427,20 +423,20 @@ mod tests {
                 prop_assert!(is_open || starts.is_empty(), "nothing is left to start from");
                 // The next snapshot follows the newest one.
                 prop_assert!(stays(ids.last().expect("just taken")), "the newest one went");
-                // Held snapshots stay, with the log that they had.
+                // Held snapshots are kept, with the log that they had.
                 for id in &held {
                     let has_log = !reached(id, log.floor) || reached(id, floor);
                     prop_assert!(stays(id) && has_log, "{id} is held");
                 }
                 prop_assert!(!is_beginning_held || floor == log.floor, "the log is read from its beginning");
-                // Named snapshots stay, with the log that they need.
+                // Named snapshots are kept, with the log that they need.
                 for id in ids.iter().filter(|id| has_name(id)) {
                     prop_assert!(stays(id), "{id} has a name");
                     let kept = &snapshots[id];
                     let needs_log = kept.info.redo < kept.info.end && reached(id, log.floor);
                     prop_assert!(!needs_log || reached(id, floor), "{id} is nothing without its log");
                 }
-                // Each kept snapshot can reach the state of its end, by the log or alone.
+                // Each kept snapshot can be restored to its end, by itself or with the log.
                 for id in &found.snapshots {
                     let kept = &snapshots[id];
                     prop_assert!(reached(id, floor) || kept.info.redo == kept.info.end || !reached(id, log.floor));
@@ -458,7 +454,7 @@ mod tests {
                     for id in &newest {
                         prop_assert!(stays(id) && reached(id, floor), "{id} of the newest");
                     }
-                    // Age counts from the earliest time among its own and those of later snapshots.
+                    // The age is computed from the earliest time among a snapshot's own and those of later snapshots.
                     let age = |id: &SnapshotId| {
                         let later = snapshots.range(id..).map(|(_, kept)| kept.info.created_unix_ms);
                         now.saturating_sub(later.min().expect("itself"))
@@ -467,7 +463,7 @@ mod tests {
                     for id in starts.iter().filter(|id| age(id) < age_max) {
                         prop_assert!(stays(id) && reached(id, floor), "{id} is young");
                     }
-                    // At least `log_kept` bytes of log, or all that existed: log before the oldest start is
+                    // At least `log_kept` bytes of log are kept, or all that existed. Log before the oldest start is
                     // useless.
                     if let Some((segment, redo)) = found.log_from {
                         let point = LogPoint { segment, lsn: redo, ..LogPoint::default() };
@@ -475,8 +471,8 @@ mod tests {
                         let is_all = floor == log.floor || oldest.is_none_or(|oldest| redo <= oldest);
                         prop_assert!(is_all || log.bytes_after(point) >= retention.log_kept, "log from {redo}");
                     }
-                    // And nothing else: a kept snapshot without a name or reader is counted, is young, or
-                    // begins the wanted log.
+                    // Nothing else is kept: a kept snapshot without a name or reader is counted, is young, or begins
+                    // the wanted log.
                     let wanted = |id: &SnapshotId| newest.contains(&id) || age(id) < age_max;
                     let others = found.snapshots.iter().filter(|id| !wanted(id) && !has_name(id) && !held.contains(id));
                     let others: Vec<_> = others.collect();

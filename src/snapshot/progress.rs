@@ -1,12 +1,11 @@
-//! Snapshot progress, for callers that ask while a snapshot is taken. It has its own lock, so that they never
-//! wait for a snapshot.
+//! Snapshot progress, which has its own lock, so that callers who query it never wait for a snapshot.
 
 use remanent_format::SnapshotId;
 
 use crate::base::sync::{Condvar, Mutex};
 use crate::error::Result;
 
-/// The phase of the snapshot being taken.
+/// The current phase of a snapshot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum SnapshotPhase {
@@ -23,34 +22,34 @@ pub enum SnapshotPhase {
     Recycle,
 }
 
-/// Counts of snapshots since the store was opened, and the progress of the current one.
+/// Counters of snapshots since the store was opened, and the progress of the current snapshot.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct SnapshotStats {
-    /// The phase of the current snapshot.
+    /// The phase of the current snapshot, or [`SnapshotPhase::Idle`].
     pub phase: SnapshotPhase,
-    /// Pages gathered so far by the current snapshot, or by the last one if none is running.
+    /// The number of pages that the current snapshot has gathered, or the last snapshot if none is running.
     pub pages_done: u64,
-    /// Pages that the current or last snapshot gathers in total.
+    /// The total number of pages that the current or last snapshot gathers.
     pub pages_total: u64,
-    /// Bytes of the gathered pages, before compression.
+    /// The number of bytes in the gathered pages, before compression.
     pub bytes_done: u64,
-    /// Bytes of the pages to gather, by their lengths when the snapshot began.
+    /// The number of bytes in all pages to gather, according to their lengths when the snapshot began.
     pub bytes_total: u64,
-    /// Image files written over spare files since the open.
+    /// The number of image files since the open that reused spare files.
     pub files_reused: u64,
-    /// Bytes of pages that the device copied directly to the memory of image files since the open; see
+    /// The number of page bytes since the open that the device copied directly to the memory of image files; see
     /// [`ImageIo::Mapped`](crate::options::ImageIo::Mapped).
     pub bytes_in_place: u64,
-    /// Snapshots taken since the open.
+    /// The number of snapshots taken since the open.
     pub taken: u64,
-    /// Snapshots that failed since the open.
+    /// The number of snapshots that failed since the open.
     pub failed: u64,
-    /// The outcome of the last snapshot; `None` before the first one ends.
+    /// The outcome of the last snapshot, or `None` if none has ended.
     pub last: Option<Result<SnapshotId>>,
 }
 
-/// The statistics, with a condition variable for callers that wait for a snapshot to end.
+/// The statistics, and a condition variable that is notified when a snapshot ends.
 #[derive(Default)]
 pub(crate) struct SnapshotProgress {
     stats: Mutex<SnapshotStats>,
@@ -62,12 +61,11 @@ impl SnapshotProgress {
         self.stats.lock().clone()
     }
 
-    /// Records that the snapshot enters a phase.
     pub fn enter(&self, phase: SnapshotPhase) {
         self.stats.lock().phase = phase;
     }
 
-    /// Records that a snapshot starts to gather this many pages and bytes.
+    /// Records that a snapshot starts to gather `pages` pages with `bytes` bytes.
     pub fn begin(&self, pages: u64, bytes: u64) {
         let mut stats = self.stats.lock();
         stats.phase = SnapshotPhase::Gather;
@@ -75,24 +73,24 @@ impl SnapshotProgress {
         (stats.bytes_done, stats.bytes_total) = (0, bytes);
     }
 
-    /// Counts image files that were begun over spares.
+    /// Counts image files that reused spares.
     pub fn reused(&self, files: u64) {
         self.stats.lock().files_reused += files;
     }
 
-    /// Counts bytes copied directly to image files.
     pub fn copied_in_place(&self, bytes: u64) {
         self.stats.lock().bytes_in_place += bytes;
     }
 
-    /// Counts pages and bytes that were gathered, or were found deleted.
+    /// Counts pages and bytes that were gathered or found deleted.
     pub fn gathered(&self, pages: u64, bytes: u64) {
         let mut stats = self.stats.lock();
         stats.pages_done += pages;
         stats.bytes_done += bytes;
     }
 
-    /// Ends the snapshot. The catalog must already contain it, because callers that this wakes look there.
+    /// Records the end of the snapshot. The catalog must already contain the snapshot, because woken callers look it
+    /// up.
     pub fn end(&self, result: Result<SnapshotId>) {
         let mut stats = self.stats.lock();
         stats.phase = SnapshotPhase::Idle;

@@ -1,8 +1,8 @@
-//! Publication of a snapshot: builds the manifest, and gives it its name once everything that it names is
-//! durable (I7).
+//! Publication of a snapshot: builds the manifest, and renames it to its name after everything that it names is durable
+//! (I7).
 //!
-//! A crash before the rename leaves image files that nothing names. A crash after it leaves a snapshot that
-//! the next open publishes and verifies again.
+//! A crash before the rename leaves unreferenced image files. A crash after it leaves a snapshot that the next open
+//! publishes and verifies again.
 
 use std::collections::BTreeMap;
 
@@ -23,8 +23,8 @@ use crate::images::ImageWriters;
 use crate::log::SpacePurpose;
 
 impl Snapshots {
-    /// Builds the manifest from the entries known before, the gathered entries, and tombstones for pages
-    /// deleted meanwhile.
+    /// Builds the manifest from the previously known entries, the gathered entries, and tombstones for pages deleted
+    /// since the snapshot began.
     #[expect(clippy::too_many_arguments, reason = "a manifest says all of this, and is put together once")]
     pub(super) fn manifest(
         &self,
@@ -57,11 +57,10 @@ impl Snapshots {
         })
     }
 
-    /// Runs phases 4 and 5, then advances the catalog of known images to this snapshot. Returns the published
-    /// file, the totals of what the snapshot names, and the links before it.
+    /// Runs phases 4 and 5, then advances the catalog of known images to this snapshot. Returns the published file, the
+    /// totals of the named images, and the previous links.
     ///
-    /// The known images advance only once the snapshot is published: after a failure the next snapshot
-    /// follows the previous one.
+    /// The known images advance only after publication: if it fails, the next snapshot follows the previous one.
     pub(super) fn publish_newest(
         &self,
         known: &KnownImages,
@@ -72,7 +71,7 @@ impl Snapshots {
     ) -> Result<(PublishedFile, (ImageTotals, Vec<SnapshotId>))> {
         let publish = || self.publish_all(writers, manifest, threads_max);
         let Some((previous, _)) = follows else {
-            // A base names all pages: its in-memory form is built while the file is written.
+            // A base names all pages. Its in-memory form is built while the file is written.
             let base = || NewestSnapshot::of_base(manifest);
             let (base, published) = if threads_max == 1 {
                 let published = publish();
@@ -93,11 +92,11 @@ impl Snapshots {
 
     /// Runs phases 4 and 5 in the order that I7 requires.
     ///
-    /// 1. **Sync** the image files and their directory entries. A manifest published earlier could name bytes
-    ///    that a power cut takes away.
-    /// 2. **Wait** until the log is durable up to `end`. Images may contain batches up to there. If the
-    ///    manifest were published earlier, a crash could lose those batches' frames and leave pages in a
-    ///    state that no prefix of the log produces.
+    /// 1. **Sync** the image files and their directory entries. A manifest published earlier could name bytes that a
+    ///    power cut removes.
+    /// 2. **Wait** until the log is durable up to `end`, because images may contain batches up to `end`. If the
+    ///    manifest were published earlier, a crash could lose the frames of those batches and leave pages in a state
+    ///    that no prefix of the log produces.
     /// 3. **Publish** the manifest. After this rename, recovery starts from the new snapshot.
     pub(super) fn publish_all(
         &self,
@@ -105,24 +104,24 @@ impl Snapshots {
         manifest: &Manifest,
         threads_max: usize,
     ) -> Result<PublishedFile> {
-        assert!(manifest.redo.lsn <= manifest.end); // I7: a replay from `redo` comes to `end`.
+        assert!(manifest.redo.lsn <= manifest.end); // I7: a replay from `redo` reaches `end`.
         writers.map_or(Ok(()), ImageWriters::sync)?;
         self.engine.log.wait_durable(manifest.end)?;
-        assert!(manifest.end <= self.engine.log.durable()); // I7: the manifest's end is a mark (I4).
+        assert!(manifest.end <= self.engine.log.durable()); // I7: the manifest's end is a durable mark (I4).
         self.publish_manifest(manifest, threads_max)
     }
 
-    /// Publishes a manifest with up to `threads_max` threads. On a full disk it may draw on the reserve.
+    /// Publishes a manifest with up to `threads_max` threads. On a full disk it may use the reserve.
     pub(super) fn publish_manifest(&self, manifest: &Manifest, threads_max: usize) -> Result<PublishedFile> {
         let _phase = phases::enter(Phase::Publish);
-        // A manifest without images is small, and frees the space of deleted pages. So it may draw as deeply
-        // on the reserve as a seal.
+        // A manifest without images is small, and frees the space of deleted pages. Therefore it may use as much of the
+        // reserve as a seal.
         let purpose = if manifest.entries.is_empty() { SpacePurpose::Seal } else { SpacePurpose::User };
         let spare = |temporary, len| self.engine.log.make_small(temporary, len, purpose);
         loop {
             match publish_unchecked(&self.engine.disk, manifest, threads_max, &spare) {
-                // Without the manifest, the images would have been written for nothing. A manifest longer
-                // than a spare may need several.
+                // Without the manifest, writing the images would be useless. A manifest longer than a spare may need
+                // several spares.
                 Err(Error::DiskFull { .. }) if self.engine.log.release_one(purpose)? => {}
                 published => return published,
             }
@@ -130,9 +129,9 @@ impl Snapshots {
     }
 }
 
-/// Returns tombstones for pages that were deleted before they could be gathered and, in a change, for pages
-/// already deleted when the snapshot began. Without them, replay would meet batches of pages that have no
-/// entry, and the previous link would bring deleted pages back.
+/// Returns tombstones for pages that were deleted before they could be gathered and, in a change, for pages already
+/// deleted when the snapshot began. Without tombstones, replay would find batches of pages that have no entry, and the
+/// previous link would restore deleted pages.
 fn tombstones(
     sorted: &SnapshotWork,
     gathered_entries: &[ManifestEntry],
@@ -149,7 +148,7 @@ fn tombstones(
         page: *page,
         lsn: *deleted.get(page).expect("a page that could not be gathered was deleted"),
     });
-    // Replay begins after their deletion, so any Lsn up to `redo` will do.
+    // Replay begins after the deletion of these pages, so any Lsn up to `redo` is correct.
     let tombstoned = sorted.tombstoned.iter().filter(|_| sorted.follows.is_some());
     let tombstoned = tombstoned.map(|page| Tombstone { page: *page, lsn: redo });
     let mut tombstones = collected(missed.chain(tombstoned))?;

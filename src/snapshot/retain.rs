@@ -1,7 +1,6 @@
-//! Retention: removes the files that go with snapshots that are not kept (I8). `plan.rs` decides which
-//! snapshots are kept.
+//! Retention: removes the files of snapshots that are not kept (I8). `plan.rs` decides which snapshots are kept.
 //!
-//! A crash here leaves unneeded files; the next retention or open removes them.
+//! A crash here leaves unneeded files, which the next retention or open removes.
 
 use std::collections::BTreeSet;
 use std::io::ErrorKind;
@@ -24,7 +23,8 @@ use crate::images::IMAGE_FILES_MAX;
 use crate::memory::arena::RegisteredFile;
 use crate::options::Retention;
 
-/// The bytes of files from which several threads remove them: the kernel frees their page cache page by page.
+/// The number of bytes of files from which several threads remove them, because the kernel frees their page cache page
+/// by page.
 const LONG_REMOVAL: u64 = 64 << 20;
 const REMOVERS_MAX: usize = 4;
 
@@ -32,11 +32,11 @@ const REMOVERS_MAX: usize = 4;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PruneReport {
-    /// The snapshots that are removed.
+    /// The removed snapshots.
     pub snapshots: Vec<SnapshotInfo>,
-    /// The snapshots that no rule keeps but that a reader holds.
+    /// The snapshots that no rule keeps, but that remain because a reader holds them.
     pub held: Vec<SnapshotId>,
-    /// The files that are removed, with their lengths in bytes. Log segments may be reused instead.
+    /// The removed files, with their lengths in bytes. Log segments may be reused instead.
     pub files: Vec<(FileName, u64)>,
 }
 
@@ -48,17 +48,18 @@ impl PruneReport {
     }
 }
 
-/// A catalog with the disk that it describes. This is enough to plan retention for an open or a closed store.
+/// A catalog and its disk, from which retention can be planned for an open or a closed store.
 pub(crate) struct RetentionContext<'a> {
     pub disk: &'a dyn Disk,
     /// The kept snapshots, tables and files.
     pub catalog: &'a Catalog,
-    /// The segment that receives frames; it is never removed.
+    /// The segment that receives frames, which is never removed.
     pub current_segment: u64,
 }
 
 impl Snapshots {
-    /// Writes the record of phase 6: every verified snapshot that stays, and whether the log after it stays.
+    /// Writes the record of phase 6, which lists every verified snapshot that is kept, and whether the log after it is
+    /// kept.
     ///
     /// Returns once a seal with the record is synced. Only such a record permits recycling (I7).
     pub fn record(
@@ -79,9 +80,9 @@ impl Snapshots {
         Ok(())
     }
 
-    /// Verifies and records named snapshots before another snapshot is published. After a crash, an open
-    /// knows the newest snapshot and, of the earlier ones, only those in a record. Without this, a durable
-    /// snapshot that its name should keep could be lost (I7).
+    /// Verifies and records named snapshots before another snapshot is published. After a crash, an open finds the
+    /// newest snapshot and, among the earlier ones, only recorded ones. Without this record, a durable named snapshot
+    /// could be lost (I7).
     pub fn record_named(&self, catalog: &mut Catalog) -> Result<()> {
         if catalog.snapshots.values().all(|kept| kept.is_recorded || kept.info.name.is_none()) {
             return Ok(());
@@ -90,8 +91,8 @@ impl Snapshots {
         self.record(catalog, catalog.floor, |_| true)
     }
 
-    /// Runs phase 7, including the record of phase 6. While any page is unloaded, writes only the record: if
-    /// an image turns out to be damaged, an older snapshot and more log can stand in for it.
+    /// Runs phase 7, including the record of phase 6. While any page is unloaded, writes only the record: if an image
+    /// is damaged, an older snapshot and more log can replace it.
     pub fn retain(&self, catalog: &mut Catalog) -> Result<()> {
         if self.engine.applier.unloaded().is_any() {
             self.record(catalog, catalog.floor, |_| true)?;
@@ -102,11 +103,11 @@ impl Snapshots {
         Ok(())
     }
 
-    /// Returns what `prune` would remove, without waiting for a running snapshot. Files being written for one
-    /// are left out.
+    /// Returns what `prune` would remove, without waiting for a running snapshot. Files of a running snapshot are
+    /// omitted.
     pub fn would_prune(&self, retention: &Retention) -> Result<PruneReport> {
         let latest = self.catalog.latest();
-        // Uses a copy of the catalog: its lock may be held for as long as a snapshot takes.
+        // The function uses a copy of the catalog, whose lock may be held for the duration of a snapshot.
         let mut pruned = self.subject(&latest.catalog).would_prune(retention)?;
         pruned.files.retain(|(file, _)| match file {
             FileName::Pages(number) | FileName::Table(number) => *number < latest.next_file,
@@ -115,39 +116,39 @@ impl Snapshots {
         Ok(pruned)
     }
 
-    /// Removes everything that is not needed: first writes the record, then removes manifests, log and
-    /// images. Each step is durable before the next one starts, so that whatever remains is complete: a
-    /// manifest has its log and images, a batch has its images.
+    /// Removes all unneeded files: first writes the record, then removes manifests, log and images. Each step is
+    /// durable before the next one starts, so that remaining files are complete: a manifest has its log and images, and
+    /// a batch has its images.
     pub fn prune(&self, catalog: &mut Catalog, retention: &Retention) -> Result<PruneReport> {
         // I7: a snapshot that is not verified cannot replace another.
         self.verify(catalog)?;
         assert!(catalog.snapshots.values().all(|kept| kept.info.verified)); // I7
-        // A rejected batch removes its own file. Block that, so that no file listed in the plan disappears
-        // meanwhile.
+        // A rejected batch removes its own file. Such removals are blocked, so that no file listed in the plan
+        // disappears.
         let files = catalog.files.clone();
         let _none_goes = files.block_removals();
-        // I8: snapshots that readers hold stay, and no reader may start from a retiring snapshot until its
-        // files are gone.
+        // I8: snapshots that readers hold are kept, and no reader may start from a retiring snapshot until its files
+        // are removed.
         let mut going = Vec::new();
         let (plan, pruned) = self.subject(catalog).plan(retention, &mut |id| {
-            // The lock is kept until everything is removed: a reader that started meanwhile would find only
-            // half of it.
+            // The lock is kept until everything is removed: a reader that started in between would find only some of
+            // the files.
             let lock = self.engine.disk.try_retire(id)?;
             let is_free = lock.is_some();
             going.extend(lock);
             Ok(is_free)
         })?;
-        // 1. Record the floor and the list of kept snapshots in a synced seal. Before this nothing was
-        //    removed, and a crash finds the old floor with all that it needs. Afterwards nothing starts below
-        //    the new floor, so a crash in steps 2 to 4 leaves no incomplete start. Only a durable record
-        //    permits recycling (I7): otherwise a power cut that takes back a manifest's rename would have
-        //    cost the snapshot before it. The floor never moves back: files below it may be missing already.
+        // 1. Record the floor and the list of kept snapshots in a synced seal. Before this, nothing was removed, and
+        //    after a crash the old floor is valid with all that it needs. Afterwards no replay starts below the new
+        //    floor, so a crash in steps 2 to 4 leaves no incomplete start. Only a durable record permits recycling
+        //    (I7): otherwise a power cut that undoes a manifest's rename would have cost the snapshot before it. The
+        //    floor never decreases, because files below it may be missing already.
         let floor = catalog.floor.max(plan.log_from.map(|(_, redo)| redo).filter(|redo| redo.0 > 0));
         self.record(catalog, floor, |id| plan.snapshots.contains(id))?;
         let _phase = phases::enter(Phase::Recycle);
         catalog.floor = floor;
         catalog.snapshots.retain(|id, _| plan.snapshots.contains(id));
-        // Replay from the new floor meets no restore at or before it.
+        // Replay from the new floor reaches no restore at or before it.
         catalog.tables.retain(|_, table| is_needed(table.restored_at, &plan));
         if catalog.unread.is_some_and(|unread| floor.is_some_and(|floor| floor >= unread)) {
             // Everything that could need unnamed files is below the floor now.
@@ -159,14 +160,13 @@ impl Snapshots {
             .filter_map(|(file, _)| if let FileName::Segment(number) = file { Some(*number) } else { None })
             .collect();
         self.check_plan(catalog, &plan, &segments);
-        // 2. Manifests. If they were removed after their log or images, a manifest that survived a crash
-        //    would name missing files. A failure poisons the store: a manifest that stays on disk but is
-        //    unknown to the catalog would come back at the next open, without the files that it needs.
+        // 2. Remove manifests. If they were removed after their log or images, a manifest that survived a crash would
+        //    name missing files. A failure poisons the store: a manifest that remains on disk but not in the catalog
+        //    would reappear at the next open, without the files that it needs.
         self.remove_all(Folder::Snapshots, &pruned).map_err(|error| self.engine.poison.set(error))?;
-        // 3. Segments, before images, so that a batch that survived a crash still finds the images that it
-        //    names.
+        // 3. Remove segments before images, so that a batch that survived a crash still finds the images that it names.
         self.engine.log.pool.recycle(&segments)?;
-        // 4. Images and tables.
+        // 4. Remove images and tables.
         files.recycled(floor.unwrap_or_default());
         self.recycle_images(catalog, &pruned)?;
         // A reader whose needs are unknown keeps all of the log.
@@ -174,11 +174,11 @@ impl Snapshots {
         Ok(pruned)
     }
 
-    /// Runs step 4: removed image files become spares where possible and are deleted otherwise. Everything
-    /// that named them is durably gone by now (I13).
+    /// Runs step 4: removed image files become spares where possible and are deleted otherwise. All records that named
+    /// these files are durably removed by now (I13).
     ///
-    /// Only files whose number a kept manifest declares taken can become spares: any other number may be
-    /// assigned again after a crash, and its old chunks in a spare would look like new ones.
+    /// Only files whose number a kept manifest declares assigned can become spares. Any other number may be assigned
+    /// again after a crash, and old chunks in a spare would then look like new ones.
     fn recycle_images(&self, catalog: &Catalog, pruned: &PruneReport) -> Result<()> {
         let next_file = catalog.snapshots.values().map(|kept| kept.next_file).max().unwrap_or(0);
         let is_free = |file: FileName, len: u64| match file {
@@ -202,17 +202,17 @@ impl Snapshots {
             return if going.is_empty() { Ok(()) } else { self.engine.disk.sync_folder(Folder::Pages) };
         }
         let named = self.subject(catalog).named_image_files()?;
-        // Spares and kept files together may take at most twice the bytes that the snapshots name. A snapshot
-        // of all pages takes that much at its end, together with the one that it replaces.
+        // Spares and kept files together may take at most twice the bytes that the snapshots name. A snapshot of all
+        // pages takes that much at its end, together with the one that it replaces.
         let live: u64 = named.iter().map(NamedImageFile::live_len).sum();
         let taken: u64 = named.iter().map(|file| file.len).sum();
         let bound = live.saturating_mul(2).saturating_sub(taken);
-        // The next snapshot will probably write as much as one of these did.
+        // The next snapshot will probably write as much as one of the kept ones did.
         let written = catalog.snapshots.values().map(|kept| kept.info.bytes_written).max().unwrap_or(0);
         let useful = written.saturating_add(written / HEADS_SHARE + IMAGE_FILES_MAX * HEADS_BYTES);
         let bytes_max = if self.keeps_spares { bound.min(useful) } else { 0 };
         spares.recycle(&free, bytes_max, !going.is_empty())?;
-        // Registered here, where no commit waits for it; the next snapshot but one writes to the file.
+        // The memory is registered here, where no commit waits for it. The next snapshot but one writes to the file.
         if self.images.is_in_place() {
             let (arena, staging) = (&self.engine.arena, &self.engine.staging);
             let is_ready = |kept: &KeptReady, len| {
@@ -223,25 +223,25 @@ impl Snapshots {
         Ok(())
     }
 
-    /// Returns the minimum length for which an image file is worth another sync of its folder: half a chunk.
+    /// Returns the minimum length for which keeping an image file as a spare is worth another sync of its folder: half
+    /// a chunk.
     fn spare_len_min(&self) -> u64 {
         self.chunk_len / 2
     }
 
-    /// Asserts that nothing is removed that a kept snapshot needs (I8). `catalog` contains what stays,
-    /// `segments` what is removed.
+    /// Panics if the plan removes a segment that a kept snapshot needs (I8). `catalog` contains the kept snapshots, and
+    /// `segments` the removed segments.
     fn check_plan(&self, catalog: &Catalog, plan: &RetentionPlan, segments: &[u64]) {
         let Some(newest) = segments.iter().max() else { return };
         let redo = plan.log_from.map(|(_, redo)| redo).filter(|redo| redo.0 > 0);
-        assert!(redo <= catalog.floor); // I8: the durable record says that nothing starts below.
+        assert!(redo <= catalog.floor); // I8: the durable record states that no replay starts below.
         assert!(*newest < self.engine.log.current_segment()); // I8: frames enter the current segment.
-        // I8: each start keeps the segment in which its replay begins, and all after it.
+        // I8: each start keeps the segment in which its replay begins, and all later ones.
         let mut starts = catalog.snapshots.values().filter(|kept| catalog.reaches(kept));
         assert!(starts.all(|kept| *newest < kept.redo.segment));
     }
 
-    /// Removes a folder's files and syncs the folder: the next step must not reach the disk before these
-    /// removals.
+    /// Removes a folder's files and syncs the folder: the next step must not reach the disk before these removals.
     fn remove_all(&self, folder: Folder, pruned: &PruneReport) -> Result<()> {
         let files = || pruned.files.iter().map(|(file, _)| *file).filter(|file| file.folder() == folder);
         files().try_for_each(|file| self.engine.disk.remove(file))?;
@@ -249,7 +249,6 @@ impl Snapshots {
         if files().next().is_some() { self.engine.disk.sync_folder(folder) } else { Ok(()) }
     }
 
-    /// Returns the catalog with its disk, as input to the rules.
     fn subject<'a>(&'a self, catalog: &'a Catalog) -> RetentionContext<'a> {
         RetentionContext {
             disk: &*self.engine.disk,
@@ -260,14 +259,14 @@ impl Snapshots {
 }
 
 impl RetentionContext<'_> {
-    /// Returns what would be removed.
+    /// Returns what `prune` would remove.
     pub fn would_prune(&self, retention: &Retention) -> Result<PruneReport> {
         let (_, pruned) = self.plan(retention, &mut |id| self.disk.is_held(id).map(|is_held| !is_held))?;
         Ok(pruned)
     }
 
-    /// Decides what stays and what is removed. `is_free` returns whether no reader holds a snapshot; number 0
-    /// stands for the beginning of the log.
+    /// Determines what is kept and what is removed. `is_free` returns whether no reader holds a snapshot; number 0
+    /// represents the beginning of the log.
     fn plan(
         &self,
         retention: &Retention,
@@ -276,29 +275,28 @@ impl RetentionContext<'_> {
         let Self { catalog, .. } = *self;
         let log = self.log_on_disk()?;
         let (now, no_reader) = (unix_ms(), BTreeSet::new());
-        // Planned twice: first without readers, to find the snapshots whose readers matter. Otherwise each
+        // The plan is made twice, first without readers, to find the snapshots whose readers matter. Otherwise each
         // prune would try one lock per snapshot.
         let wanted = plan(&catalog.snapshots, retention, &log, now, &no_reader, false);
-        // A snapshot that a name keeps may lose the log after it, which its reader may be following.
+        // A named snapshot may lose the log after it, which its reader may be following.
         let mut held = BTreeSet::new();
         for (id, _) in catalog.snapshots.iter().filter(|(_, kept)| wanted.takes_from(kept, &log)) {
-            // I8: the snapshot stays, with the log after it, until its reader has ended.
+            // I8: the snapshot and the log after it are kept until its reader has ended.
             if !is_free(*id)? {
                 held.insert(*id);
             }
         }
         let is_beginning_held = !is_free(SnapshotId(0))?;
         let mut plan = plan(&catalog.snapshots, retention, &log, now, &held, is_beginning_held);
-        // A reader may also have started from a link that is kept only for later snapshots, or that a crash
-        // left. The catalog no longer knows what that reader needs, so everything stays until the reader has
-        // ended.
+        // A reader may also have started from a link that is kept only for later snapshots, or that a crash left. The
+        // catalog does not contain the needs of that reader, so everything is kept until the reader has ended.
         for id in self.links_without_snapshot()? {
             if !is_free(id)? {
                 plan =
                     RetentionPlan { snapshots: catalog.snapshots.keys().copied().collect(), log_from: None };
             }
         }
-        // Kept by no rule and held by no reader.
+        // The snapshots that no rule keeps and no reader holds.
         let gone = catalog.snapshots.values().filter(|kept| !plan.snapshots.contains(&kept.info.id));
         let snapshots = gone.map(|kept| kept.info.clone()).collect();
         let files = self.unneeded_files(&plan, &log)?;
@@ -321,7 +319,7 @@ impl RetentionContext<'_> {
             .chain(tables().flat_map(|(_, table)| &table.files))
             .copied()
             .collect();
-        // A manifest that could not be read is kept as evidence until those of its age are removed.
+        // A manifest that could not be read is kept as evidence until other manifests of its age are removed.
         let settled = kept().filter(|kept| plan.log_from.is_some_and(|from| kept.redo.lsn >= from.1));
         let settled = settled.map(|kept| kept.info.id).min();
         let mut files = self.lens(Folder::Snapshots, |file| match file {
@@ -347,7 +345,7 @@ impl RetentionContext<'_> {
             let next_file = kept().map(|kept| kept.next_file).max().unwrap_or(1);
             let highest = pages.iter().filter_map(|(file, _)| number(*file)).max();
             pages.retain(|(file, _)| match *file {
-                // The number is known to be taken only while the file exists, or once a manifest says so.
+                // The number is known to be assigned only while the file exists, or once a manifest states so.
                 FileName::Pages(number) if Some(number) == highest && number >= next_file => false,
                 FileName::Pages(number) => {
                     !named.contains(&number)
@@ -364,7 +362,7 @@ impl RetentionContext<'_> {
         Ok(files)
     }
 
-    /// Measures the image files that kept snapshots and tables name.
+    /// Returns the lengths of the image files that kept snapshots and tables name.
     fn named_image_files(&self) -> Result<Vec<NamedImageFile>> {
         let Self { catalog, .. } = *self;
         let named = catalog.named_files();
@@ -377,7 +375,7 @@ impl RetentionContext<'_> {
         Ok(measured.map(|(file, len)| NamedImageFile { len, live_bytes: live_bytes(file, len) }).collect())
     }
 
-    /// Lists the manifests on disk that are no longer snapshots of their own.
+    /// Returns the manifests on disk that are links of other snapshots only.
     fn links_without_snapshot(&self) -> Result<Vec<SnapshotId>> {
         let names = self.disk.list(Folder::Snapshots)?;
         let ids = names.iter().filter_map(|name| match FileName::parse(Folder::Snapshots, name) {
@@ -387,7 +385,7 @@ impl RetentionContext<'_> {
         Ok(ids.filter(|id| !self.catalog.snapshots.contains_key(id)).collect())
     }
 
-    /// Lists the segments on disk, with the other facts about the log that the rules need.
+    /// Returns the segments on disk, with the other facts about the log that the rules need.
     fn log_on_disk(&self) -> Result<LogOnDisk> {
         let segments = self.lens(Folder::Log, |file| matches!(file, FileName::Segment(_)))?;
         let segments = segments.into_iter().filter_map(|(file, len)| match file {
@@ -401,14 +399,14 @@ impl RetentionContext<'_> {
         })
     }
 
-    /// Lists the wanted files of a folder, with their lengths in bytes.
+    /// Returns the files of a folder that `wanted` selects, with their lengths in bytes.
     fn lens(&self, folder: Folder, wanted: impl Fn(FileName) -> bool) -> Result<Vec<(FileName, u64)>> {
         let names = self.disk.list(folder)?;
         let files =
             names.iter().filter_map(|name| FileName::parse(folder, name)).filter(|file| wanted(*file));
         let len = |file| match self.disk.open(file, false) {
             Ok(open) => open.len().map(|len| Some((file, len))),
-            // Removed since the folder was listed: a snapshot was just given up.
+            // The file was removed since the folder was listed, because a snapshot was just given up.
             Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(None),
             Err(error) => Err(error),
         };
@@ -416,27 +414,27 @@ impl RetentionContext<'_> {
     }
 }
 
-/// Bytes of an image file that belong to no image: headers, heads of chunks, padding.
+/// The number of bytes of an image file that belong to no image: headers, heads of chunks, and padding.
 const HEADS_BYTES: u64 = 3 * GROUP_ALIGN;
-/// The overhead of heads and padding in a file of many chunks: one part in this many of the images' bytes.
+/// The inverse of the overhead of heads and padding, relative to the images' bytes, in a file of many chunks.
 const HEADS_SHARE: u64 = 16;
 
 /// An image file that is kept.
 struct NamedImageFile {
     len: u64,
-    /// The maximum number of its bytes that any kept snapshot names.
+    /// The maximum number of the file's bytes that any kept snapshot names.
     live_bytes: u64,
 }
 
 impl NamedImageFile {
-    /// Returns the named bytes including their heads; for a file without waste, its whole length. Without
-    /// `HEADS_SHARE`, one of several files freed by a snapshot would never fit.
+    /// Returns the number of named bytes including their heads, which is the whole length of a file without waste.
+    /// Without `HEADS_SHARE`, one of several files freed by a snapshot would never fit.
     fn live_len(&self) -> u64 {
         self.len.min(self.live_bytes.saturating_add(self.live_bytes / HEADS_SHARE + HEADS_BYTES))
     }
 }
 
-/// Returns the number of an image file or table, which share one sequence.
+/// Returns the number of an image file or table. Both kinds share one sequence of numbers.
 fn number(file: FileName) -> Option<u64> {
     match file {
         FileName::Pages(number) | FileName::Table(number) => Some(number),
@@ -444,7 +442,7 @@ fn number(file: FileName) -> Option<u64> {
     }
 }
 
-/// Whether replay from the kept log may pass a restore, and so needs its table.
+/// Returns whether replay from the kept log may reach a restore, and therefore needs its table.
 fn is_needed(restored_at: Lsn, plan: &RetentionPlan) -> bool {
     plan.log_from.is_none_or(|(_, redo)| restored_at > redo)
 }

@@ -1,14 +1,12 @@
-//! Thin snapshots free the space of deleted pages on a full disk, where no image can be written.
+//! Thin snapshots, which free the space of deleted pages on a full disk, where no image can be written.
 //!
-//! A snapshot writes an image of each changed page. Without space for them, the images of deleted pages would
-//! stay forever, because the newest snapshot names them. So a *thin* snapshot replaces that one first. It
-//! begins at the same point, lists the pages deleted since, and writes no images: it takes a few bytes per
-//! page, for which the reserve has space. The log is kept from the same point as before; replay skips the
-//! records of the deleted pages.
+//! A snapshot writes an image of each changed page. Without space for these images, the images of deleted pages would
+//! remain forever, because the newest snapshot names them. Therefore a *thin* snapshot replaces the newest snapshot
+//! first. It begins at the same point, lists the pages deleted since, and writes no images. It takes a few bytes per
+//! page, for which the reserve has space. The log is kept from the same point as before. Replay skips the records of
+//! the deleted pages.
 //!
-//! A thin snapshot replaces the one before it: keeping both would free nothing.
-//!
-//! A crash here leaves what a crash during the publication of any snapshot leaves.
+//! A crash here has the same effects as a crash during the publication of any snapshot.
 
 use std::sync::Arc;
 
@@ -27,7 +25,7 @@ use crate::error::Result;
 impl Snapshots {
     /// Frees the space that only deleted pages need. Returns whether any file was removed.
     pub(super) fn release_empty(&self, catalog: &mut Catalog) -> Result<bool> {
-        // If the image of an unloaded page turns out to be damaged, an older snapshot can stand in for it.
+        // If the image of an unloaded page is damaged, an older snapshot can replace it.
         if self.engine.applier.unloaded().is_any() {
             return Ok(false);
         }
@@ -38,30 +36,30 @@ impl Snapshots {
         Ok(!pruned?.files.is_empty())
     }
 
-    /// Publishes a snapshot that lists the deleted pages of the newest one, if some file belongs to those
-    /// pages alone. Files contain many images, so without such a file nothing would be freed.
+    /// Publishes a snapshot that lists the deleted pages of the newest one, if some file belongs to those pages alone.
+    /// Files contain many images, so without such a file no space would be freed.
     fn write_thin(&self, catalog: &mut Catalog) -> Result<()> {
         // `None` if the chain of links would become too long.
         let Some((previous, previous_crc)) = catalog.known.newest_link() else { return Ok(()) };
         // A snapshot that a scrub found damaged is not a valid start.
         let newest = catalog.snapshots.get(&previous).filter(|kept| kept.is_sound);
         let Some(RetainedSnapshot { redo, info, .. }) = newest else { return Ok(()) };
-        // `redo` is unchanged: no image is written, so the log from there on is still needed.
+        // `redo` is unchanged: no image is written, so the log after `redo` is still needed.
         let (redo, newest_end, created_unix_ms) = (*redo, info.end, info.created_unix_ms);
-        // A restore replaced the whole state since. The state before it is gone, and no snapshot can span it.
+        // A restore replaced the whole state since. The state before it no longer exists, and no snapshot can span it.
         if catalog.tables.values().any(|table| table.restored_at > redo.lsn) {
             return Ok(());
         }
         let gone = self.deleted_pages(catalog)?;
-        // A thin snapshot costs a manifest and a link that replays follow, so it must free something.
+        // A thin snapshot costs a manifest and a link that replays follow, so it must free space.
         if !catalog.known.has_file_of(&gone) {
             return Ok(());
         }
-        // Taken after the pages are classified: if a page is deleted in between, replay from `redo` meets its
+        // Determined after the pages are classified: if a page is deleted in between, replay from `redo` finds its
         // delete.
         let end = self.end()?;
         let mut tombstones = self.tombstones_after(redo.lsn, previous, newest_end)?;
-        // Any batch from the delete on will do: the page's number is never reused.
+        // Any batch from the delete on is correct, because the page's number is never reused.
         append(&mut tombstones, gone.into_iter().map(|page| Tombstone { page, lsn: end.point.lsn }))?;
         tombstones.sort_unstable_by_key(|tombstone| tombstone.page);
         let End { point, root, next_page, epoch_high, .. } = end;
@@ -86,9 +84,9 @@ impl Snapshots {
         };
         let link = Link::of(&manifest, 0)?;
         self.record_named(catalog)?;
-        // From here on the number is used up in any case: a file name is never used for two contents.
+        // From here on the number is used even after a failure, because a file name never has two contents.
         catalog.next_snapshot += 1;
-        // As for any snapshot, the log is durable up to its end first (I7).
+        // As for any snapshot, the log is first made durable up to its end (I7).
         let published = self.publish_all(None, &manifest, 1)?;
         let crc = published.header_crc;
         let (sums, before) =
@@ -110,11 +108,11 @@ impl Snapshots {
         Ok(())
     }
 
-    /// Finds the pages of the newest snapshot that were deleted.
+    /// Returns the pages of the newest snapshot that were deleted.
     fn deleted_pages(&self, catalog: &Catalog) -> Result<Vec<PageId>> {
         let changed = self.engine.applier.turn(|turn| Ok(beginning(turn)?.changed))?;
         let mut gone = Vec::new();
-        // In portions: no batch is applied during a turn.
+        // The pages are processed in portions, because no batch is applied during a turn.
         for pages in changed.chunks(CLASSIFIED_AT_ONCE) {
             let (known, pages) = (catalog.known.clone(), Arc::new(pages.to_vec()));
             let looked_at = pages.clone();
@@ -128,10 +126,10 @@ impl Snapshots {
         Ok(gone)
     }
 
-    /// Returns the newest snapshot's tombstones for pages deleted while it was taken. Replay from the same
-    /// `redo` meets batches of those pages again, and must know that they are gone.
+    /// Returns the newest snapshot's tombstones for pages deleted while it was taken. Replay from the same `redo` finds
+    /// batches of those pages again, and must be able to skip them.
     fn tombstones_after(&self, redo: Lsn, newest: SnapshotId, newest_end: Lsn) -> Result<Vec<Tombstone>> {
-        // An exact snapshot was taken at a single moment: no page was deleted meanwhile.
+        // An exact snapshot was taken at a single moment, so no page was deleted in between.
         if newest_end == redo {
             return Ok(Vec::new());
         }

@@ -1,16 +1,15 @@
-//! Phase 6: reading back what published snapshots wrote.
+//! Phase 6: reads back the files that published snapshots wrote.
 //!
-//! A snapshot is durable once it is published: recovery after a crash starts from it. The snapshot that it
-//! replaces stays until everything that the new one wrote was read back past the cache (I7). That takes about
-//! as long as writing it, and a caller that wants only durability need not wait. Snapshots are read back in
-//! the order of publication, because each shares images with earlier ones.
+//! A snapshot is durable once it is published, and recovery after a crash starts from it. The snapshot that it replaces
+//! is kept until everything that the new one wrote was read back past the cache (I7). That takes about as long as
+//! writing it, and a caller that needs only durability does not wait. Snapshots are read back in the order of
+//! publication, because each shares images with earlier ones.
 //!
-//! A thread that holds the catalog lock may wait for the thread that reads back, but not the other way round.
-//! So that thread reads back first, and takes the lock only to record the result: if it held both, the two
-//! threads would deadlock.
+//! A thread that holds the catalog lock may wait for the verifying thread, but the reverse would deadlock. Therefore
+//! the verifying thread takes the catalog lock only after reading, to record the result.
 //!
-//! A crash here leaves a snapshot that no frame records as verified: the next open loads all of it and
-//! publishes it again.
+//! A crash here leaves a snapshot that no frame records as verified. The next open loads all of it and publishes it
+//! again.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -30,10 +29,10 @@ use crate::catalog::publish::PublishedFile;
 use crate::error::{Error, Result};
 use crate::images::ImageWriters;
 
-/// The maximum number of snapshots that wait to be verified. A caller that publishes one more verifies them
-/// first, which bounds the memory that they take.
+/// The maximum number of snapshots that wait to be verified, which bounds the memory that they use. A caller that
+/// publishes one more verifies them first.
 const UNVERIFIED_MAX: usize = 2;
-/// The number of threads that read back concurrently with a caller.
+/// The number of threads that read images back on behalf of a caller.
 pub(crate) const PROVERS_MAX: usize = 2;
 
 /// Published snapshots that are not verified yet.
@@ -41,29 +40,29 @@ pub(crate) const PROVERS_MAX: usize = 2;
 pub(crate) struct UnverifiedSnapshots {
     /// The waiting snapshots, and whether a thread is processing them.
     queue: Mutex<VerifyQueue>,
-    /// Snapshots that were read back but are not yet marked as verified in the catalog. Held while a snapshot
-    /// is read back.
+    /// The snapshots that were read back but are not yet marked as verified in the catalog. The lock is held while a
+    /// snapshot is read back.
     proven: Mutex<Vec<SnapshotId>>,
-    /// The thread that reads back, or the last one that did.
+    /// The verifying thread, or the last one if none is running.
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// The files of a published snapshot. Takes about 200 bytes of memory per page until all is read back.
+/// The files of a published snapshot. They take about 200 bytes of memory per page until all are read back.
 pub(crate) struct WrittenSnapshot {
     pub snapshot: SnapshotId,
-    /// The manifest, with its expected bytes.
+    /// The published manifest file, with its expected bytes.
     pub manifest: PublishedFile,
-    /// The image files, with their expected contents; `None` if the snapshot wrote none.
+    /// The image files, with their expected contents, or `None` if the snapshot wrote none.
     pub images: Option<ImageWriters>,
     /// The pages on disk that the snapshot gathered.
     pub on_disk: Vec<GatheredDiskPage>,
 }
 
 impl WrittenSnapshot {
-    /// Reads the snapshot's own files back past the cache (I7). Older images were read back for the snapshots
-    /// that wrote them.
+    /// Reads the snapshot's own files back past the cache (I7). Older images were read back for the snapshots that
+    /// wrote them.
     ///
-    /// The cache would return the bytes as written, whatever the disk did with them.
+    /// The cache would return the bytes as written, even if the disk lost them.
     fn check(&self) -> Result<()> {
         self.manifest.check()?;
         self.images.iter().try_for_each(ImageWriters::verify)
@@ -72,44 +71,42 @@ impl WrittenSnapshot {
 
 #[derive(Default)]
 struct VerifyQueue {
-    /// Snapshots that wait to be read back, in order of publication.
+    /// The snapshots that wait to be read back, in order of publication.
     written: VecDeque<WrittenSnapshot>,
-    /// Whether a thread will check the queue again before it ends. Guarded by the same lock as the queue:
-    /// otherwise a snapshot pushed while the thread ends would be left waiting for the next one.
+    /// Whether a thread will check the queue again before it ends. The flag has the same lock as the queue: otherwise a
+    /// snapshot pushed while the thread ends would wait for the next one.
     is_attended: bool,
-    /// Whether a published snapshot has had nothing recycled for it yet.
+    /// Whether retention must still run for a published snapshot.
     is_retention_owed: bool,
 }
 
 impl UnverifiedSnapshots {
-    /// Whether a published snapshot has had nothing recycled for it yet.
+    /// Returns whether retention must still run for a published snapshot.
     fn is_retention_owed(&self) -> bool {
         self.queue.lock().is_retention_owed
     }
 
-    /// Records whether recycling for a published snapshot is still outstanding. Called under the catalog
-    /// lock.
+    /// Records whether retention must still run for a published snapshot. The caller must hold the catalog lock.
     pub fn set_retention_pending(&self, is_pending: bool) {
         self.queue.lock().is_retention_owed = is_pending;
     }
 
-    /// Adds a published snapshot. It permits no recycling until it is verified.
+    /// Adds a published snapshot, which permits no recycling until it is verified.
     pub fn push(&self, written: WrittenSnapshot) {
         self.queue.lock().written.push_back(written);
     }
 
-    /// Whether the queue has no room for another snapshot.
     pub fn is_full(&self) -> bool {
         self.queue.lock().written.len() >= UNVERIFIED_MAX
     }
 
-    /// Waits for the thread that reads back, if one exists.
+    /// Waits for the verifying thread, if one exists.
     pub fn join(&self) {
         join(self.thread.lock().take());
     }
 
-    /// Reads back the waiting snapshots, including any that are published meanwhile. Calls `then` with each
-    /// snapshot's pages on disk.
+    /// Reads back the waiting snapshots, including any that are published in between. Calls `then` with each snapshot's
+    /// pages on disk.
     fn read_back(
         &self,
         proven: &mut Vec<SnapshotId>,
@@ -121,14 +118,14 @@ impl UnverifiedSnapshots {
             if let Err(error) = checked {
                 self.queue.lock().written.push_front(written);
                 return Err(error);
-                // The snapshot stays first in the queue: no later one may be marked as verified before it.
+                // The snapshot remains first in the queue, because no later one may be marked as verified before it.
             }
             proven.push(written.snapshot);
         }
     }
 }
 
-/// Waits for a thread to end. If it panicked, it has poisoned the store.
+/// Waits for a thread to end. A thread that panicked has poisoned the store.
 fn join(thread: Option<JoinHandle<()>>) {
     if thread.is_some_and(|thread| thread.join().is_err()) {
         tracing::error!("a thread that verified snapshots panicked");
@@ -136,11 +133,11 @@ fn join(thread: Option<JoinHandle<()>>) {
 }
 
 impl Snapshots {
-    /// Verifies published snapshots and recycles for them on a background thread: those requested with
-    /// [`AfterPublication::Leave`](super::AfterPublication::Leave). That thread needs the catalog lock to
-    /// record its result.
+    /// Verifies published snapshots and runs retention for them on a background thread, for snapshots requested with
+    /// [`AfterPublication::Leave`](super::AfterPublication::Leave). That thread takes the catalog lock to record its
+    /// result.
     pub fn attend_later(self: &Arc<Self>) {
-        // One thread at a time. It checks the queue again before it ends, so it will see this snapshot.
+        // Only one thread runs at a time. It checks the queue again before it ends, so it will find this snapshot.
         if std::mem::replace(&mut self.unverified.queue.lock().is_attended, true) {
             return;
         }
@@ -148,7 +145,7 @@ impl Snapshots {
         let thread = threads::start("remanent-verify", move || {
             let thread = "the thread that verifies snapshots";
             let _poisons = PoisonOnPanic { poison: snapshots.engine.poison.clone(), thread };
-            // A panic poisons the store: it must not leave snapshots waiting unnoticed.
+            // A panic poisons the store, because snapshots must not be left waiting unnoticed.
             snapshots.attend();
         });
         match thread {
@@ -161,7 +158,7 @@ impl Snapshots {
         }
     }
 
-    /// Runs phases 6 and 7 while any snapshot waits. Other threads may take snapshots while this one reads.
+    /// Runs phases 6 and 7 while any snapshot waits. Other threads may take snapshots in the meantime.
     fn attend(&self) {
         loop {
             let proven =
@@ -184,21 +181,21 @@ impl Snapshots {
         }
     }
 
-    /// Switches pages on disk to the images made from them, which have been read back by now. This frees the
-    /// memory that held their changes.
+    /// Switches pages on disk to the images made from them, which have been read back. This frees the memory of their
+    /// changes.
     fn rebase(&self, gathered: Vec<GatheredDiskPage>) -> Result<()> {
         if gathered.is_empty() {
             return Ok(());
         }
-        // Done outside the turn: a reader may still be loading the facts about the previous image from disk.
+        // Done outside the turn, because a reader may still be loading the facts about the previous image from disk.
         let after = |GatheredDiskPage { page, copy, image }: GatheredDiskPage| {
             let before = copy.image().map(AsRef::as_ref);
             let image = image.map(|image| self.engine.disk_pages.image_after(image, copy.byte_len(), before));
             (page, copy, image)
         };
         let proven = collected(gathered.into_iter().map(after))?;
-        // I7: of an overlay, only its payload was read back. That does not prove the page that it makes
-        // together with its base.
+        // I7: only the payload of an overlay was read back, which does not verify the page that the payload and its
+        // base form.
         let prove = |(): &mut (), at: usize| {
             let image = proven[at].2.as_ref().filter(|image| !image.image().is_whole());
             image.map_or(Ok(()), |image| image.prove().map(drop))
@@ -212,8 +209,8 @@ impl Snapshots {
         })
     }
 
-    /// Runs phases 6 and 7 unless another thread already has. If that was a thread in a restore, whose
-    /// snapshot removes no other, nothing is removed until the next snapshot.
+    /// Runs phases 6 and 7 unless another thread already has. If a restore did, whose snapshot removes no other,
+    /// nothing is removed until the next snapshot.
     fn finish_pending_retention(&self, catalog: &mut Catalog) -> Result<()> {
         if !self.unverified.is_retention_owed() {
             return Ok(());
@@ -224,14 +221,14 @@ impl Snapshots {
     /// Runs phases 6 and 7 for all published snapshots.
     pub fn finish(&self, catalog: &mut Catalog) -> Result<()> {
         match self.verify(catalog).and_then(|()| self.retain(catalog)) {
-            // No space to write the record: nothing is recycled yet.
+            // There is no space to write the record, so no files are recycled yet.
             Ok(()) | Err(Error::DiskFull { .. }) => Ok(()),
             Err(error) if error.is_passing() => Err(error),
             Err(error) => Err(self.engine.poison.set(error)),
         }
     }
 
-    /// Runs phase 6. On return, every snapshot in the catalog is verified and so permits recycling (I7).
+    /// Runs phase 6. On return, every snapshot in the catalog is verified and permits recycling (I7).
     pub fn verify(&self, catalog: &mut Catalog) -> Result<()> {
         let mut proven = self.unverified.proven.lock();
         self.unverified.read_back(&mut proven, |pages| self.rebase(pages))?;

@@ -1,8 +1,7 @@
-//! Automatic scrubs: a thread that waits, scrubs at a pace, and waits again.
+//! Automatic scrubs by a thread, at intervals and at a limited rate.
 //!
-//! A full disk or a lack of memory is reported in the store's stats, and the next scrub finds the same
-//! damage. Any other failure has poisoned the store and ends the thread. When the store closes, the pass is
-//! abandoned.
+//! A full disk or a lack of memory is reported in the store's stats, and the next scrub finds the same damage. Any
+//! other failure has poisoned the store and ends the thread. When the store closes, the current pass is abandoned.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,7 +14,7 @@ use crate::base::sync::thread::JoinHandle;
 use crate::base::sync::threads;
 use crate::error::{Error, Result};
 
-/// The handle to the background scrub thread.
+/// A handle to the thread of background scrubs.
 pub(crate) struct Scrubber {
     scrub: Arc<Scrub>,
     thread: Option<JoinHandle<()>>,
@@ -27,7 +26,7 @@ impl Scrubber {
         let thread = match interval {
             Some(interval) => {
                 let poison = scrub.snapshots.engine.poison.clone();
-                // A panic poisons the store: otherwise it would run unscrubbed without notice.
+                // A panic poisons the store, which would otherwise run unscrubbed without notice.
                 let poisons = PoisonOnPanic { poison, thread: "the thread for scrubs" };
                 let scrub = scrub.clone();
                 let thread = threads::start("remanent-scrub", move || {
@@ -43,8 +42,7 @@ impl Scrubber {
 }
 
 impl Drop for Scrubber {
-    /// Ends the thread, abandoning the current pass. A snapshot that the thread is taking must be cancelled
-    /// first.
+    /// Ends the thread and abandons the current pass. A snapshot that the thread is taking must be canceled first.
     fn drop(&mut self) {
         self.scrub.pace.call_off();
         if let Some(thread) = self.thread.take()
@@ -55,9 +53,9 @@ impl Drop for Scrubber {
     }
 }
 
-/// The body of the thread. The interval counts from the beginning of one pass to that of the next.
+/// Runs the thread. The interval counts from the beginning of one pass to that of the next.
 ///
-/// Each pass reads at a pace, to stay within its share of the disk; closing the store cancels it.
+/// Each pass reads at a limited rate, to leave disk bandwidth to others. Closing the store cancels the pass.
 fn live(scrub: &Scrub, interval: Duration) {
     let pace = &scrub.pace;
     // The first pass starts one interval after the open.
@@ -66,7 +64,7 @@ fn live(scrub: &Scrub, interval: Duration) {
         began = Instant::now();
         match scrub.run(pace, SnapshotRequest { paced: true, ..SnapshotRequest::default() }) {
             Ok(_) => {}
-            // Nothing was changed. Damage is still there for the next pass, and shortages are transient.
+            // Nothing was changed. The next pass will find the damage again, and shortages are transient.
             Err(error) if error.is_passing() || matches!(error, Error::Damaged(_)) => {
                 tracing::warn!(%error, "a scrub failed; it is tried again later");
             }

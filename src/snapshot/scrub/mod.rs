@@ -1,11 +1,10 @@
-//! Scrubbing reads the needed files on disk past the cache, while a process with the data in memory can still
-//! repair them.
+//! Scrubbing reads the needed files on disk past the cache, while a process with the data in memory can still repair
+//! them.
 //!
-//! A page that never changes is written once and read at the next open, perhaps years later, and all
-//! snapshots share its image. If the image has rotted meanwhile, the open is refused, and the bytes are gone
-//! with the process that had them. So a scrub reads STORE, both copies of every link, the log from the oldest
-//! start to its last durable batch, and every image that any of these names ([`pass`]). Commits and snapshots
-//! continue.
+//! A page that never changes is written once and read at the next open, perhaps years later, and all snapshots share
+//! its image. If the image has rotted by then, the open is refused, and no process has the bytes. Therefore a scrub
+//! reads STORE, both copies of every link, the log from the oldest start to its last durable batch, and every image
+//! that any of these names ([`pass`]). Commits and snapshots continue.
 //!
 //! | damaged | repair |
 //! |---|---|
@@ -15,13 +14,12 @@
 //! | an image | no snapshot names it again: the next one gathers its page |
 //! | the log, a restore's table, an image that a batch names | recovery begins after it |
 //!
-//! The last three repairs take a snapshot. A snapshot that needs damaged bytes no longer counts from then on
-//! ([`RetainedSnapshot::is_sound`](crate::catalog::RetainedSnapshot::is_sound)): it displaces no sound one,
-//! and is removed once there are enough of those, unless its name keeps it. A snapshot kept for its name
-//! stays unchanged, with the damage.
+//! The last three repairs take a snapshot. A snapshot that needs damaged bytes no longer counts
+//! ([`RetainedSnapshot::is_sound`](crate::catalog::RetainedSnapshot::is_sound)): it displaces no sound snapshot, and is
+//! removed once there are enough sound ones. A damaged snapshot that is kept for its name remains unchanged.
 //!
-//! Damage causes nothing to be overwritten or removed. A crash at any point finds the state as it was without
-//! the scrub, or the snapshot that repairs it.
+//! Damage causes no file to be overwritten or removed. A crash at any point leaves either the state without the scrub,
+//! or the snapshot that repairs it.
 
 mod background;
 mod pass;
@@ -43,47 +41,47 @@ use crate::catalog::{Catalog, RetainedSnapshot};
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 
-/// The report of a scrub: the amount read, and the damage found.
+/// The number of bytes that a scrub read, and the damage that it found.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct ScrubReport {
-    /// Number of images read.
+    /// The number of images read.
     pub images: u64,
-    /// Bytes of these images, as stored.
+    /// The number of stored bytes of these images.
     pub image_bytes: u64,
-    /// Number of batches of the log read.
+    /// The number of batches in the log that were read.
     pub batches: u64,
-    /// Bytes of these batches' frames.
+    /// The number of bytes in the frames of these batches.
     pub log_bytes: u64,
     /// The damage, in the order in which it was found.
     pub damage: Vec<Damage>,
-    /// The snapshot taken so that the newest state needs nothing that is damaged, or the error that prevented
-    /// it. `None` if no snapshot was needed.
+    /// The snapshot that was taken so that the newest state needs no damaged bytes, or the error that prevented it.
+    /// `None` if no snapshot was needed.
     pub mended: Option<Result<SnapshotId>>,
 }
 
-/// Counts of scrubs since the store was opened.
+/// Counters of scrubs since the store was opened.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct ScrubStats {
-    /// Scrubs that read everything.
+    /// The number of scrubs that completed.
     pub done: u64,
-    /// Scrubs that failed.
+    /// The number of scrubs that failed.
     pub failed: u64,
-    /// Number of damaged locations found by all scrubs.
+    /// The number of damaged locations found by all scrubs.
     pub damaged: u64,
-    /// The outcome of the last scrub; `None` before the first one ends.
+    /// The outcome of the last scrub, or `None` if none has ended.
     pub last: Option<Result<ScrubReport>>,
 }
 
 /// Scrubs a store, one pass at a time.
 pub(crate) struct Scrub {
     snapshots: Arc<Snapshots>,
-    /// STORE as held in memory, from which the damaged file is rewritten.
+    /// The contents of STORE in memory, from which a damaged file is rewritten.
     store: StoreFile,
-    /// The pace of background scrubs.
+    /// The rate limit of background scrubs.
     pace: Pace,
-    /// Held by the scrubbing thread, so that passes run one at a time.
+    /// A lock held by the scrubbing thread, so that passes run one at a time.
     running: Mutex<()>,
     stats: Mutex<ScrubStats>,
     ended: Condvar,
@@ -107,7 +105,7 @@ impl Scrub {
         }
     }
 
-    /// Reads everything at the given pace and repairs the damage.
+    /// Reads all needed files at the given rate and repairs damage.
     pub fn run(&self, pace: &Pace, request: SnapshotRequest) -> Result<ScrubReport> {
         // A caller that waits for a background scrub makes it run at full speed.
         let hurry = (!request.paced).then(|| self.pace.expedite());
@@ -128,12 +126,12 @@ impl Scrub {
         result
     }
 
-    /// Reads everything, then repairs the damage under the catalog lock:
+    /// Reads all needed files, then repairs damage under the catalog lock:
     ///
     /// 1. Rewrites files whose contents are in memory or in their other copy.
     /// 2. Flags snapshots that need damaged bytes, so that none of them replaces a sound one.
-    /// 3. Takes a snapshot that needs no damaged bytes. Taken before step 2, it could make retention keep a
-    ///    damaged snapshot.
+    /// 3. Takes a snapshot that needs no damaged bytes. Taken before step 2, it could make retention keep a damaged
+    ///    snapshot.
     fn read_and_mend(&self, pace: &Pace, request: SnapshotRequest) -> Result<ScrubReport> {
         self.snapshots.engine.poison.check()?;
         let ScrubFindings { mut scrubbed, store, copies, images, bases, batches } =
@@ -146,7 +144,7 @@ impl Scrub {
         }
         let catalog = &self.snapshots.catalog;
         let mut catalog = if request.paced { catalog.lock_patiently() } else { catalog.lock() };
-        // 1. A link that is no longer kept must not be recreated.
+        // 1. A link that is no longer kept must not be created again.
         let is_kept = |link: &Arc<Manifest>| {
             let mut kept = catalog.snapshots.iter();
             kept.any(|(id, kept)| *id == link.snapshot || kept.links.contains(&link.snapshot))
@@ -156,11 +154,10 @@ impl Scrub {
             error if error.is_passing() => error,
             error => self.snapshots.engine.poison.set(error),
         })?;
-        // 2. Survey again: snapshots may have been taken or removed meanwhile.
+        // 2. The survey is repeated, because snapshots may have been taken or removed in between.
         let source = DiskSource::past_cache(self.snapshots.engine.disk.clone());
         let survey = Survey::read_as(&source, self.store.clone())?;
-        // Only images that this pass has read can be in `images`; a snapshot taken meanwhile names none of
-        // them.
+        // `images` contains only images that this pass has read. A snapshot taken in between names none of them.
         let needs_damaged_bytes = |snapshot: &Manifest| {
             let mut named = snapshot.entries.iter().filter_map(|entry| Some((entry.page, entry.image?)));
             named.any(|(page, image)| {
@@ -170,7 +167,7 @@ impl Scrub {
             })
         };
         let needs_damaged = |kept: &RetainedSnapshot| {
-            // Replay from the snapshot's `redo` passes the damaged batch.
+            // A replay from the snapshot's `redo` reaches the damaged batch.
             batches.iter().any(|lsn| kept.redo.lsn < *lsn)
                 || survey.snapshot(kept.info.id).map_or(true, |snapshot| needs_damaged_bytes(&snapshot))
         };
@@ -181,7 +178,7 @@ impl Scrub {
             if newest.is_some_and(|newest| survey.chain(*newest).is_err()) {
                 catalog.known.unlink();
             }
-            // Nothing else is removed before this snapshot exists: an older one may be the only sound one.
+            // No other snapshot is removed before this one exists, because an older one may be the only sound one.
             let request = SnapshotRequest { keeps_others: true, ..request };
             let taken = self.snapshots.take(&mut catalog, &request);
             if taken.is_err() {
@@ -207,15 +204,15 @@ impl Scrub {
     }
 }
 
-/// The snapshots that a scrub has flagged.
+/// The snapshots that a scrub has flagged as damaged.
 struct FlaggedSnapshots {
     snapshots: Vec<SnapshotId>,
-    /// Whether another snapshot must replace one of them.
+    /// Whether another snapshot must replace one of the flagged ones.
     is_due: bool,
 }
 
-/// Flags the snapshots that need damaged bytes. A replacement is due for the newest one, from which recovery
-/// starts, and for any unnamed one, which is kept as a start. A name keeps its snapshot for its own sake.
+/// Flags the snapshots that need damaged bytes. A replacement is due for the newest snapshot, from which recovery
+/// starts, and for any unnamed one, which is kept as a start. Named snapshots are kept without a replacement.
 fn flag_damaged(
     catalog: &mut Catalog,
     needs_damaged: impl Fn(&RetainedSnapshot) -> bool,

@@ -1,9 +1,9 @@
-//! One scrub pass over the files on disk. The pass fixes the batches and images to check when it begins, and
-//! then reads them at a pace.
+//! One scrub pass over the files on disk. At its beginning, the pass determines the batches and images to check, and
+//! then reads them at a limited rate.
 //!
-//! Snapshots are taken meanwhile, and the files that they supersede are recycled: a pass takes long, and must
-//! not hold anything up. Numbers of image files are never reused, so a missing file was not needed. A segment
-//! may contain other bytes by now: apparent damage counts only if replay could still begin before it.
+//! During the pass, snapshots are taken and the files that they supersede are recycled, because a pass takes long and
+//! must not delay them. Numbers of image files are never reused, so a missing file was not needed. A segment may
+//! contain other bytes by now, so apparent damage counts only if replay could still begin before it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -38,7 +38,7 @@ pub(super) struct ScrubFindings {
     pub copies: Vec<Arc<Manifest>>,
     /// The damaged images, by file and offset.
     pub images: BTreeSet<(u64, u64)>,
-    /// The files of damaged overlay bases, each with its page.
+    /// The files of damaged overlay bases, each with the page of the base.
     pub bases: BTreeSet<(u64, PageId)>,
     /// Batches that cannot be replayed.
     pub batches: Vec<Lsn>,
@@ -49,40 +49,40 @@ struct ScrubImage {
     image: ImageRef,
     page: PageId,
     len: u64,
-    /// The batch that cannot be replayed without the image.
+    /// The batch that cannot be replayed without the image, if any.
     batch: Option<Lsn>,
 }
 
 /// A scrub pass in progress.
 pub(super) struct ScrubPass<'a> {
     snapshots: &'a Snapshots,
-    /// Reads past the cache, which may hold bytes that the medium has lost.
+    /// The files on disk, read past the cache, which may contain bytes that the medium has lost.
     source: DiskSource,
     pace: &'a Pace,
     began: Instant,
-    /// The segments as of the beginning of the pass.
+    /// The segments that existed at the beginning of the pass.
     log: LogMap,
     /// The last batch that was durable when the pass began.
     until: Lsn,
-    /// The images to read, by file and offset: each once, however many snapshots share it.
+    /// The images to read, by file and offset. An image that several snapshots share is read once.
     images: BTreeMap<(u64, u64), ScrubImage>,
     /// The damage found so far.
     found: ScrubFindings,
 }
 
 impl<'a> ScrubPass<'a> {
-    /// Reads the files that list the rest: STORE, links, tables and segment headers. Holds the catalog lock,
-    /// so that no snapshot is removed between being listed and being checked.
+    /// Reads the files that list the others: STORE, links, tables and segment headers. Holds the catalog lock, so that
+    /// no snapshot is removed between being listed and being checked.
     pub fn begin(snapshots: &'a Snapshots, store: &StoreFile, pace: &'a Pace) -> Result<Self> {
-        // The pace of the pass counts from here.
+        // The rate limit of the pass counts from here.
         let began = Instant::now();
         let catalog = snapshots.catalog.lock();
         let source = DiskSource::past_cache(snapshots.engine.disk.clone());
         let mut found = ScrubFindings::default();
-        // Read before the files are listed: a batch that becomes durable later may be in a segment that is
-        // not listed, and would look lost.
+        // Determined before the files are listed: a batch that becomes durable later may be in a segment that is not
+        // listed, and would look lost.
         let until = snapshots.engine.log.durable();
-        // A damaged STORE hides nothing: its contents are in memory, and everything else is checked against
+        // A damaged STORE hides no other damage: its contents are in memory, and all other files are checked against
         // those.
         let survey = match Survey::read(&source) {
             Ok(survey) if survey.store == *store => survey,
@@ -93,7 +93,7 @@ impl<'a> ScrubPass<'a> {
                 Survey::read_as(&source, store.clone())?
             }
         };
-        // The survey itself is dropped: it would keep all entries of all links in memory for the whole pass.
+        // The survey itself is dropped, because it would keep all entries of all links in memory for the whole pass.
         let (log, images) = (survey.log.clone(), BTreeMap::new());
         let mut pass = Self { snapshots, source, pace, began, log, until, images, found };
         pass.read_links(&catalog, &survey);
@@ -101,10 +101,10 @@ impl<'a> ScrubPass<'a> {
         Ok(pass)
     }
 
-    /// Reads the log and the images.
+    /// Reads the log and the images, and returns the damage.
     ///
     /// # Errors
-    /// The system's error if a resource ran short: an unchecked file is not reported as damaged.
+    /// The error of the system if a resource ran short, because an unchecked file must not be reported as damaged.
     pub fn run(mut self) -> Result<ScrubFindings> {
         self.read_log()?;
         self.read_images()?;
@@ -119,14 +119,14 @@ impl<'a> ScrubPass<'a> {
 
     /// Checks both copies of every kept link, and collects the images of every kept snapshot.
     fn read_links(&mut self, catalog: &Catalog, survey: &Survey) {
-        // Snapshots share links: each is checked once.
+        // Snapshots share links, and each link is checked once.
         let mut seen = BTreeSet::new();
         for kept in catalog.snapshots.values().filter(|kept| kept.is_sound) {
             match survey.snapshot(kept.info.id) {
                 Ok(snapshot) => self.want_all(&snapshot, None),
                 Err(damage) => self.damaged(damage),
             }
-            // A link that others follow is needed as much as their own.
+            // A link that other snapshots follow is needed as much as their own.
             for link in kept.links.iter().chain([&kept.info.id]) {
                 // An unreadable link was reported with its snapshot above.
                 let Some(Ok((manifest, health))) = survey.links.get(link) else { continue };
@@ -137,8 +137,8 @@ impl<'a> ScrubPass<'a> {
         }
     }
 
-    /// Reports the damaged copy of a link. One copy suffices for an open; this one is repaired now, before
-    /// the other one rots too.
+    /// Reports the damaged copy of a link. One copy suffices for an open. The damaged one is repaired before the other
+    /// copy rots, too.
     fn copy_damaged(&mut self, manifest: &Arc<Manifest>, health: &CopyHealth) {
         let file = FileName::Manifest(manifest.snapshot.0);
         // Both copies have the same length.
@@ -161,7 +161,7 @@ impl<'a> ScrubPass<'a> {
             match read_manifest(&self.source, FileName::Table(*number), store) {
                 Ok((manifest, _)) => self.want_all(&manifest, Some(table.restored_at)),
                 Err(damage) => {
-                    // Without its table the restore cannot be replayed: recovery must begin after it.
+                    // Without its table the restore cannot be replayed, so recovery must begin after it.
                     self.found.batches.push(table.restored_at);
                     self.damaged(damage);
                 }
@@ -169,14 +169,14 @@ impl<'a> ScrubPass<'a> {
         }
     }
 
-    /// Collects the images of a manifest; `batch` cannot be replayed without them.
+    /// Collects the images of a manifest. `batch` is the batch that cannot be replayed without them, if any.
     fn want_all(&mut self, manifest: &Manifest, batch: Option<Lsn>) {
         for entry in &manifest.entries {
             let Some(image) = entry.image else { continue };
             let wanted = ScrubImage { image, page: entry.page, len: entry.len, batch };
             let known = self.images.entry((image.file, image.offset)).or_insert(wanted);
-            // An image shared by a snapshot and a batch is needed by both: the latest batch decides where
-            // recovery may begin.
+            // If a snapshot and a batch share an image, both need it, and the latest batch determines where recovery
+            // may begin.
             known.batch = known.batch.max(batch);
         }
     }
@@ -191,7 +191,7 @@ impl<'a> ScrubPass<'a> {
         // The beginning of the log is a start only while no floor is recorded.
         let beginning = self.log.beginning().filter(|point| catalog.floor.is_none() && is_there(point));
         let kept = catalog.snapshots.values().filter(|kept| kept.is_sound && kept.redo.lsn <= self.until);
-        // The log after a named snapshot may no longer be kept, and then the files that it names are gone.
+        // The log after a named snapshot may no longer be kept, in which case the files that it names were removed.
         let kept = kept.filter(|kept| catalog.reaches(kept));
         let mut starts: Vec<LogPoint> = beginning.into_iter().chain(kept.map(|kept| kept.redo)).collect();
         starts.sort_unstable_by_key(|point| point.lsn);
@@ -205,7 +205,7 @@ impl<'a> ScrubPass<'a> {
         while let Some(from) = next {
             let Some((at, damage)) = self.walk(from)? else { break };
             let starts = self.starts(&self.snapshots.catalog.lock());
-            // A start after the damage does not need it: that part was recycled while it was read.
+            // A start after the damage does not need the damaged part, which was recycled while it was read.
             let is_needed = starts.first().is_some_and(|oldest| oldest.lsn <= at.lsn);
             // The frame at the break is lost, so replay must begin after it.
             let lost = if is_needed { at.lsn.next() } else { at.lsn };
@@ -219,7 +219,8 @@ impl<'a> ScrubPass<'a> {
         Ok(())
     }
 
-    /// Follows the log from a point. Returns the damage that it meets, with the last point before it.
+    /// Follows the log from a point. Returns the first damage, with the last point before it, or `None` if there is
+    /// none.
     fn walk(&mut self, from: LogPoint) -> Result<Option<(LogPoint, Damage)>> {
         // All of this log is durable (I4): an invalid frame is damage, never a torn tail.
         let mut walk = match LogWalk::new(&self.source, &self.log, from, self.until) {
@@ -227,10 +228,10 @@ impl<'a> ScrubPass<'a> {
             Err(damage) => return Ok(Some((from, damage))),
         };
         let scrubbed = &mut self.found.scrubbed;
-        // Stops at the last batch that was durable when the pass began: the log after it is still being
-        // written.
+        // The walk stops at the last batch that was durable when the pass began, because the log after it is still
+        // being written.
         while walk.point().lsn < self.until {
-            // The last verified point: damage is after it.
+            // The last verified point, after which damage is located.
             let at = walk.point();
             let file = FileName::Segment(at.segment);
             // A log that ends earlier is damaged, too.
@@ -240,11 +241,11 @@ impl<'a> ScrubPass<'a> {
                 Err(damage) => return Ok(Some((at, damage))),
             };
             let lsn = frame.header.lsn;
-            // Counted as it is read, for the pace.
+            // Counted for the rate limit.
             scrubbed.log_bytes += frame.header.frame_len();
             if frame.header.kind == FrameKind::Batch {
                 scrubbed.batches += 1;
-                // Where damage is reported if the payload does not decode.
+                // The position of damage if the payload does not decode.
                 let here = (FileName::Segment(frame.header.segment), frame.header.offset);
                 // A payload that does not decode is as lost as one with a wrong checksum.
                 let ops = match decode_payload(frame.payload) {
@@ -254,8 +255,7 @@ impl<'a> ScrubPass<'a> {
                 for op in ops {
                     if let Op::Image { page, len, image } = op.op {
                         let wanted = ScrubImage { image, page, len, batch: Some(lsn) };
-                        // An image written in advance is part of the log: its batch cannot be replayed
-                        // without it.
+                        // An image written in advance is part of the log: its batch cannot be replayed without it.
                         self.images.insert((image.file, image.offset), wanted);
                     }
                 }
@@ -265,8 +265,8 @@ impl<'a> ScrubPass<'a> {
         Ok(None)
     }
 
-    /// Reads the images at the pace, in file order. This follows the log, because batches name some of the
-    /// images.
+    /// Reads the images at the limited rate, in file order. Must run after the log was read, because batches name some
+    /// of the images.
     fn read_images(&mut self) -> Result<()> {
         let wanted =
             |image: &ScrubImage| ImageRequest { page: image.page, len: image.len, image: image.image };
@@ -284,7 +284,7 @@ impl<'a> ScrubPass<'a> {
         Ok(())
     }
 
-    /// Reports a damaged image, unless its file was recycled meanwhile.
+    /// Reports a damaged image, unless its file was recycled during the pass.
     fn image_damaged(&mut self, image: &ImageRef, damage: Damage) {
         let place = (image.file, image.offset);
         // The damage may be in the base of an overlay, which other overlays may share.
@@ -299,7 +299,7 @@ impl<'a> ScrubPass<'a> {
         }
         // Recorded immediately, so that a snapshot taken before the pass ends does not name the image.
         let ScrubImage { page, batch, .. } = &self.images[&place];
-        // A shortage says nothing about the image: its page would be rewritten for nothing.
+        // A shortage does not indicate damage, and the page would be rewritten unnecessarily.
         if !matches!(damage.defect, Defect::Shortage { .. } | Defect::Memory { .. }) {
             catalog.known.mark_damaged(*page, image, (damaged_file, damage.offset));
         }
@@ -311,7 +311,6 @@ impl<'a> ScrubPass<'a> {
         self.damaged(damage);
     }
 
-    /// Adds damage to the report for the caller.
     fn damaged(&mut self, damage: Damage) {
         self.found.scrubbed.damage.push(damage);
     }
