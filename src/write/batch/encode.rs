@@ -25,9 +25,20 @@ pub(crate) struct BatchFacts<'a> {
     /// The bytes that other operations read from sources, by the operation's index.
     pub read: &'a BTreeMap<usize, Vec<u8>>,
     /// The changed parts that captures found, by the operation's index.
-    pub captured: &'a HashMap<usize, Vec<CapturedPart>>,
+    pub captured: &'a BTreeMap<usize, Vec<CapturedPart>>,
     /// Lengths, as of before the batch, of the pages whose indices are known only to the device.
     pub lens: HashMap<PageId, u64>,
+}
+
+impl Default for BatchFacts<'_> {
+    /// Returns the facts about a batch that needs none.
+    fn default() -> Self {
+        const NO_PAGES: &BTreeSet<PageId> = &BTreeSet::new();
+        const NONE_READ: &BTreeMap<usize, Vec<u8>> = &BTreeMap::new();
+        const NONE_CAPTURED: &BTreeMap<usize, Vec<CapturedPart>> = &BTreeMap::new();
+        let (copied, images, lens) = Default::default();
+        Self { copied_whole: NO_PAGES, copied, images, read: NONE_READ, captured: NONE_CAPTURED, lens }
+    }
 }
 
 impl WriteBatch {

@@ -38,6 +38,7 @@ use crate::applier::Handover;
 use crate::base::allocation::{copied, make_room, push};
 use crate::device::DeviceBytes;
 use crate::error::{Error, Result};
+use crate::log::SpacePurpose;
 
 /// An id that no page ever has: ids begin at 1.
 const NO_PAGE: PageId = PageId(0);
@@ -535,11 +536,35 @@ impl WriteBatch {
         })
     }
 
-    /// Returns whether the batch only frees space. Such batches may use the reserve of a full disk.
-    pub(crate) fn only_deletes(&self) -> bool {
-        let deletes = self.steps.iter().any(|step| matches!(step, BatchStep::Delete { .. }));
-        deletes
-            && self.steps.iter().all(|step| matches!(step, BatchStep::Delete { .. } | BatchStep::Note { .. }))
+    /// Returns whether the batch contains all of its bytes, moves no page, and writes fewer than `ahead_bytes_min` bytes,
+    /// so that no image is written ahead.
+    pub(crate) fn is_plain(&self, ahead_bytes_min: u64) -> bool {
+        let mut written = 0;
+        let is_plain = self.steps.iter().all(|step| match step {
+            BatchStep::Write { bytes, .. } => {
+                written += bytes.len() as u64;
+                true
+            }
+            BatchStep::Clone { .. }
+            | BatchStep::Copy { .. }
+            | BatchStep::Source { .. }
+            | BatchStep::WriteDevice { .. }
+            | BatchStep::ScatterDevice { .. }
+            | BatchStep::Capture { .. }
+            | BatchStep::Move { .. } => false,
+            _ => true,
+        });
+        is_plain && written < ahead_bytes_min && self.lent.is_empty() && self.handover.is_none()
+    }
+
+    /// Returns what the batch needs space for. A batch that only deletes may use the reserve of a full disk, because it
+    /// frees more than it takes.
+    pub(crate) fn space_purpose(&self) -> SpacePurpose {
+        let is_delete = |step: &BatchStep| matches!(step, BatchStep::Delete { .. });
+        let is_note = |step: &BatchStep| matches!(step, BatchStep::Note { .. });
+        let only_deletes = self.steps.iter().any(is_delete)
+            && self.steps.iter().all(|step| is_delete(step) || is_note(step));
+        if only_deletes { SpacePurpose::Delete } else { SpacePurpose::User }
     }
 }
 

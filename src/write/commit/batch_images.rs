@@ -4,9 +4,11 @@
 //! nothing names, and the next open removes it.
 
 use remanent_format::image::ImageRef;
-use remanent_format::{LogPoint, PageId};
+use remanent_format::{LogPoint, PageId, PageInfo};
 
+use super::Committer;
 use crate::catalog::KnownImages;
+use crate::error::{Error, Result};
 use crate::images::PendingImages;
 use crate::log::Log;
 
@@ -23,6 +25,35 @@ struct WrittenImages<'a> {
     /// The page and length of each image, in order; `None` if the page differs from its image after the
     /// batch.
     pages: Vec<Option<(PageId, u64)>>,
+}
+
+impl Committer {
+    /// Writes an image file ahead of its batch, in space that nothing else needs.
+    pub(super) fn in_space<'a>(
+        &self,
+        write: impl FnMut() -> Result<PendingImages<'a>>,
+    ) -> Result<PendingImages<'a>> {
+        let pool = &self.engine.log.pool;
+        // The reserve is filled first: the image must not take the space that deletes need on a full disk.
+        pool.fill().and_then(|()| pool.with_surplus(write)).map_err(|error| match error {
+            // The page changed while it was read. Nothing failed.
+            Error::Overtaken { .. } => error,
+            error if error.is_passing() => error,
+            error => self.engine.poison.set(error),
+        })
+    }
+
+    /// Writes image files ahead of their batch. `lens` are the pages and their lengths; `read` returns their
+    /// bytes piece by piece.
+    pub(super) fn write_read<W>(
+        &self,
+        lens: &[(PageId, u64)],
+        equip: impl Fn() -> W + Sync,
+        read: impl Fn(&mut W, &PageInfo, u64, &mut [u8]) -> Result<()> + Sync,
+    ) -> Result<PendingImages<'_>> {
+        let Self { files, engine, images, .. } = self;
+        self.in_space(|| PendingImages::write_read(files, engine.store, *images, lens, &equip, &read))
+    }
 }
 
 impl<'a> BatchImages<'a> {

@@ -165,23 +165,13 @@ fn outcome(entry: Arc<Entry>) -> Option<Outcome> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::disk_moves::DiskOps;
     use super::*;
     use crate::log::SpacePurpose;
     use crate::memory::staging::GrownBytes;
 
     /// A draft that is identified by its checksum.
     fn draft(payload_crc: u32) -> Draft {
-        Draft {
-            payload: GrownBytes::Plain(Vec::new()),
-            payload_crc,
-            purpose: SpacePurpose::User,
-            expected: Vec::new(),
-            staged: Vec::new(),
-            lens: Vec::new(),
-            disk_ops: DiskOps::default(),
-            provision: None,
-        }
+        Draft::new(GrownBytes::Plain(Vec::new()), payload_crc, SpacePurpose::User, Vec::new())
     }
 
     /// Returns whether the committer alone owns the entry, which means that the holder is done.

@@ -57,6 +57,17 @@ pub(super) enum Outcome {
 pub(super) type AppendResult = (LogPoint, Changes);
 
 impl Draft {
+    /// Makes the draft of a batch that depends on the state of no page except those in `expected`.
+    pub fn new(
+        payload: GrownBytes,
+        payload_crc: u32,
+        purpose: SpacePurpose,
+        expected: Vec<(PageId, Epoch)>,
+    ) -> Self {
+        let (staged, lens, disk_ops) = (SourceVersions::new(), Vec::new(), DiskOps::default());
+        Self { payload, payload_crc, purpose, expected, staged, lens, disk_ops, provision: None }
+    }
+
     /// Returns the memory for the creates, resizes and moves, in their order.
     fn memory(&self) -> impl Iterator<Item = &PageMemory> {
         self.provision.iter().flat_map(|provision| &provision.memory)

@@ -9,11 +9,12 @@ use std::collections::BTreeMap;
 use remanent_format::op::{Op, OpAt};
 use remanent_format::{PageId, PageTable};
 
+use super::Committer;
 use super::disk_moves::DiskOps;
 use super::draft::SourceVersions;
 use super::fills::FillSources;
 use super::page_memory::{changed_in_place, may_take_memory};
-use super::{Committer, CommitterWork};
+use super::prepared::PreparedBatch;
 use crate::applier::{ArrivalSums, ListRoom, Provision, is_payload_enough, needs_aside, stage_aside};
 use crate::base::allocation::{append, collected, map_of};
 use crate::base::parallel;
@@ -39,7 +40,7 @@ impl Committer {
         &'s self,
         disk_ops: &DiskOps,
         staged: &mut SourceVersions,
-        own: &mut CommitterWork<'_, 's>,
+        prepared: Option<&mut PreparedBatch<'s>>,
         ops: &[OpAt<'_>],
         locked: Option<&PageTable>,
     ) -> Result<Option<DraftProvision>> {
@@ -47,7 +48,7 @@ impl Committer {
         // This thread drops the handles of memory that pages have left, because their owners are callers'
         // code.
         arena.drop_released();
-        let handover = own.batch.handover();
+        let handover = prepared.as_ref().and_then(|prepared| prepared.handover.clone());
         // Most batches change a few bytes of pages in memory, and need nothing else.
         let is_plain = is_payload_enough(ops, device.crosses_bus())
             && disk_ops.is_empty()
@@ -57,6 +58,8 @@ impl Committer {
         if is_plain {
             return Ok(Some(None));
         }
+        let mut none = PreparedBatch::none(self);
+        let own = prepared.unwrap_or(&mut none);
         let pending = self.claim_pending(disk_ops, ops, locked)?;
         let Some(demoted) = self.demoted_pages(disk_ops, ops, locked)? else { return Ok(None) };
         own.demoted = demoted;
@@ -82,15 +85,15 @@ impl Committer {
         &self,
         provision: &mut Provision,
         disk_ops: &DiskOps,
-        own: &mut CommitterWork<'_, '_>,
+        own: &mut PreparedBatch<'_>,
         ops: &[OpAt<'_>],
         locked: Option<&PageTable>,
     ) -> Result<SourceVersions> {
         let Engine { staging, device, .. } = &*self.engine;
         let whole: BTreeMap<PageId, &[u8]> =
             map_of(own.whole.pages.iter().map(|whole| (whole.page, whole.bytes)));
-        let made = self.allocate(provision, ops, own.lent, &mut own.whole.memory, locked)?;
-        let from = FillSources { sources: own.sources, disk_ops };
+        let made = self.allocate(provision, ops, &own.lent, &mut own.whole.memory, locked)?;
+        let from = FillSources { sources: &own.sources, disk_ops };
         let versions = self.fill_memory(provision, &from, ops, &made)?;
         provision.room = ListRoom::of(ops)?;
         // Moves neither bring nor change bytes, and there may be thousands of them.

@@ -41,6 +41,14 @@ pub(super) struct WholePages<'a> {
     pub memory: ReadyMemory<'a>,
 }
 
+impl<'a> WholePages<'a> {
+    /// Returns no pages.
+    pub fn none(committer: &'a Committer) -> Self {
+        let memory = ReadyMemory::new(committer, []);
+        Self { pages: Vec::new(), file: BatchImages::default(), memory }
+    }
+}
+
 /// A part of a page's bytes, and the memory that receives it.
 type Part<'a> = (Span, &'a [u8]);
 
@@ -64,8 +72,7 @@ impl Committer {
             None => len_in(&self.submitted.lock(), page),
         })?;
         if whole.is_empty() {
-            let memory = ReadyMemory::new(self, []);
-            return Ok(WholePages { pages: whole, file: BatchImages::default(), memory });
+            return Ok(WholePages::none(self));
         }
         let contents = collected(whole.iter().map(|whole| (whole.page, whole.bytes)))?;
         let write = || PendingImages::write(&self.files, self.engine.store, self.images, &contents);

@@ -10,6 +10,7 @@ const CACHING: &str = "src/device/cuda/resource/caching/mod.rs";
 const RANGES: &str = "src/device/lent_ranges.rs";
 const APPLIER: &str = "src/applier/worker.rs";
 const COMMIT: &str = "src/write/commit/mod.rs";
+const PREPARED: &str = "src/write/commit/prepared.rs";
 const SOURCES: &str = "src/write/batch/sources.rs";
 const FROM_SOURCE: Test = it("sources::page_from_source_is_logged_by_reference");
 const REPLACED: Test = it("sources::replace_from_source_changes_only_bytes_and_length");
@@ -112,23 +113,23 @@ pub const LIST: &[Defence] = &[
     refusal("no operation copies a page from a source", SOURCES, "copied.whole.contains(&page)", REFUSED),
     refusal(
         "a batch with images of its own is logged by its committer",
-        COMMIT,
+        PREPARED,
         "self.files().iter().any(|file| file.is_any())",
         it("sources::source_images_are_kept_under_any_lock_holder"),
     ),
     check(
         "images of a batch stay once it is logged",
-        COMMIT,
+        PREPARED,
         "self.files().into_iter().for_each(|file| file.logged(known, log, point));",
         FROM_SOURCE,
     ),
     // Captures of pages on disk.
     defence(
         "an image of a captured page is not taken for a page in memory",
-        "src/write/commit/captured_images.rs",
+        "src/write/commit/capture/captured_images.rs",
         "!is_one(&at.op) || disk_ops.has(index)",
         "!is_one(&at.op) || disk_ops.has(index) || true",
-        unit("write::commit::captured_images::tests::images_are_used_only_for_pages_still_on_disk"),
+        unit("write::commit::capture::captured_images::tests::images_are_used_only_for_pages_still_on_disk"),
     ),
     defence(
         "an image of a captured page has the bytes that the device has",
@@ -139,20 +140,20 @@ pub const LIST: &[Defence] = &[
     ),
     refusal(
         "a page is captured whole only if all of it was looked at",
-        "src/write/commit/capture.rs",
+        "src/write/commit/capture/mod.rs",
         "looked_at != len",
         it("captures::only_declared_ranges_are_compared"),
     ),
     defence(
         "captured changes that find no room in memory do not go there",
-        "src/write/commit/captured_images.rs",
+        "src/write/commit/capture/captured_images.rs",
         "room.checked_sub(capture.pending)",
         "Some(room)",
         it("disk_captures::pages_with_too_many_changes_are_written_whole"),
     ),
     defence(
         "captures of a batch need no more room for their bits than one of them",
-        "src/write/commit/capture.rs",
+        "src/write/commit/capture/mod.rs",
         "matches!(begun, Err(Error::OverBudget { .. })) && !staged.is_empty()",
         "false",
         it("captures::captures_of_batch_share_bitmap_memory"),
@@ -160,35 +161,35 @@ pub const LIST: &[Defence] = &[
     // Working copies with digests.
     defence(
         "a digest that is kept is of what was gathered for the payload",
-        "src/write/commit/device_payload.rs",
+        "src/write/commit/capture/device_payload.rs",
         "push(&mut digested, target)?;",
         "push(&mut digested, *span)?;",
         it("digests::a_change_in_the_middle_of_a_capture_is_not_lost"),
     ),
     defence(
         "a digest that is kept is of what was gathered for the image",
-        "src/write/commit/digests.rs",
+        "src/write/commit/capture/digests.rs",
         "self.committer.digests(vec![target], key, vec![gather])?",
         "self.committer.digests(vec![part(live, &wave)], key, vec![gather])?",
         it("digests::a_change_in_the_middle_of_a_capture_is_not_lost"),
     ),
     defence(
         "digests are those of the images that the payload names",
-        "src/write/commit/captured_images.rs",
+        "src/write/commit/capture/captured_images.rs",
         "named.contains_key(&page.step)",
         "!named.contains_key(&page.step)",
         it("digests::capture_memory_is_one_wave"),
     ),
     defence(
         "what a copy held before it was captured is not known",
-        "src/write/commit/capture.rs",
+        "src/write/commit/capture/mod.rs",
         "unknown_digests(len)?",
         "self.all_digests(std::iter::once(memory), key.unwrap_or(memory))?",
         it("digests::nothing_is_known_before_the_first_capture_of_stored_memory"),
     ),
     defence(
         "a copy is known as it was captured",
-        "src/write/commit/mod.rs",
+        PREPARED,
         "self.captures.belong_to(changes, &self.digests);",
         "self.captures.belong_to(changes, &CapturedDigests::new());",
         it("digests::digest_capture_logs_changed_chunks"),
@@ -229,7 +230,7 @@ pub const LIST: &[Defence] = &[
     ),
     check(
         "memory is used again after the streams' work",
-        "src/write/commit/stage_memory.rs",
+        "src/write/commit/capture/stage_memory.rs",
         "return self.after_streams(staged);",
         it("stream_guards::memory_is_released_after_stream_work_without_blocking_drop"),
     ),

@@ -14,7 +14,6 @@ use remanent_format::limits::{FRAME_ALIGN, align_up};
 use remanent_format::op::decode_payload;
 use remanent_format::{PageId, PageTable, Place};
 
-use super::Committer;
 use crate::base::allocation::{append, collected, copied, push};
 use crate::base::parallel;
 use crate::device::sums::{sum_each, sums_in, sums_len, transfer_corrupted};
@@ -26,6 +25,7 @@ use crate::error::{Error, Result};
 use crate::memory::arena::Purpose;
 use crate::memory::staging::{GrowingStaging, GrownBytes, StagingBuf};
 use crate::write::batch::{ChunkDigests, DeviceFill, FillSource, WriteBatch};
+use crate::write::commit::Committer;
 
 /// Bytes that are gathered at a time: a multiple of the chunk length.
 pub(super) const WAVE_LEN: u64 = 16 << 20;
@@ -50,7 +50,11 @@ impl Committer {
     /// are gathered, if there are any. `pages` are the ids of the new pages.
     ///
     /// The committing thread waits and not the lane: a caller's stream may stall for long.
-    pub(super) fn arrivals(&self, batch: &WriteBatch, pages: &[PageId]) -> Result<Option<Place>> {
+    pub(in crate::write::commit) fn arrivals(
+        &self,
+        batch: &WriteBatch,
+        pages: &[PageId],
+    ) -> Result<Option<Place>> {
         let mut streams = BTreeSet::new();
         for bytes in batch.device_bytes() {
             bytes.check_device(&self.engine.device)?;
@@ -74,7 +78,11 @@ impl Committer {
 
     /// Returns the lengths of the pages whose changed elements are known only to the device. They are checked
     /// again under the lock, when the highest index is known.
-    pub(super) fn lens(&self, batch: &WriteBatch, locked: Option<&PageTable>) -> HashMap<PageId, u64> {
+    pub(in crate::write::commit) fn lens(
+        &self,
+        batch: &WriteBatch,
+        locked: Option<&PageTable>,
+    ) -> HashMap<PageId, u64> {
         let mut pages = batch.scattered_pages().peekable();
         if pages.peek().is_none() {
             return HashMap::new();
@@ -104,28 +112,25 @@ impl Committer {
     /// A long payload whose bytes all go to pages on disk stays in ordinary memory: no list names it, and a
     /// GPU would pin it for this batch alone. Its waves are copied to separate staging, which is kept for the
     /// next batch if it is no longer than a wave should be.
-    pub(super) fn fill(
+    pub(in crate::write::commit) fn fill(
         &self,
         mut payload: GrowingStaging,
         blanks: Vec<DeviceFill<'_>>,
-        created_in: Option<Place>,
+        gathered_in: Option<Place>,
         locked: Option<&PageTable>,
     ) -> Result<FilledPayload> {
         let staging = &self.engine.staging;
-        let is_plain = payload.is_long() && self.is_for_disk(payload.as_mut(), locked)?;
-        let grown = |payload| {
-            if is_plain { Ok(staging.grown_plain(payload)) } else { staging.grown(payload).map(Into::into) }
-        };
-        let Some(place) = created_in.filter(|_| !blanks.is_empty()) else {
+        let Some(place) = gathered_in.filter(|_| !blanks.is_empty()) else {
             let crc = crc32fast::hash(payload.as_mut());
-            return Ok(FilledPayload { payload: grown(payload)?, crc, digests: CapturedDigests::new() });
+            let payload = self.grown(payload, locked)?;
+            return Ok(FilledPayload { payload, crc, digests: CapturedDigests::new() });
         };
         let waves = waves(blanks)?;
         let area_len = waves.iter().map(|wave| wave_len(wave)).max().unwrap_or_default();
         let area = self.stage_memory(Purpose::Stage, place, area_len)?;
         let area = area.part(0, area_len);
         let (mut sums, mut digests) = (Vec::new(), CapturedDigests::new());
-        let payload = match grown(payload)? {
+        let payload = match self.grown(payload, locked)? {
             GrownBytes::Staged(mut staged) => {
                 for blanks in &waves {
                     let wave = Wave::new(blanks, area, |blank, _| blank.at)?;
@@ -150,6 +155,20 @@ impl Committer {
         };
         let crc = whole_sum(&payload, waves.iter().flatten().zip(sums));
         Ok(FilledPayload { payload, crc, digests })
+    }
+
+    /// Turns a payload that has reached its length into staging. A long payload whose bytes all go to pages on disk stays
+    /// in ordinary memory.
+    pub(in crate::write::commit) fn grown(
+        &self,
+        mut payload: GrowingStaging,
+        locked: Option<&PageTable>,
+    ) -> Result<GrownBytes> {
+        let staging = &self.engine.staging;
+        match payload.is_long() && self.is_for_disk(payload.as_mut(), locked)? {
+            true => Ok(staging.grown_plain(payload)),
+            false => staging.grown(payload).map(Into::into),
+        }
     }
 
     /// Returns whether no byte of a payload goes to a page in memory. The resulting draft is stale once one
@@ -275,7 +294,7 @@ impl Committer {
 }
 
 /// A payload without blanks.
-pub(super) struct FilledPayload {
+pub(in crate::write::commit) struct FilledPayload {
     pub payload: GrownBytes,
     /// The CRC-32 of the payload.
     pub crc: u32,
@@ -284,7 +303,7 @@ pub(super) struct FilledPayload {
 }
 
 /// Digests of captured chunks, by the operation's index.
-pub(super) type CapturedDigests = BTreeMap<usize, Vec<ChunkDigests>>;
+pub(in crate::write::commit) type CapturedDigests = BTreeMap<usize, Vec<ChunkDigests>>;
 
 /// Divides blanks into waves. The bytes of a blank may be split between waves; indices and elements are not
 /// split.

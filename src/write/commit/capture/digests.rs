@@ -15,7 +15,6 @@ use std::ops::Range;
 
 use remanent_format::{Epoch, PageId, Place};
 
-use super::Committer;
 use super::device_payload::WAVE_LEN;
 use super::ranges::{part, parts};
 use super::stage_memory::StageMemory;
@@ -30,6 +29,7 @@ use crate::memory::arena::Purpose;
 use crate::memory::staging::StagingBuf;
 use crate::recovery::opening::random;
 use crate::write::batch::{ChunkDigests, UNKNOWN_DIGEST, WorkingCopy};
+use crate::write::commit::Committer;
 
 /// Bytes that one list digests, so that its digests take at most 1 MiB.
 const DIGEST_LIST_LEN: u64 = 4 << 30;

@@ -15,7 +15,6 @@ use std::ops::Range;
 
 use remanent_format::{Epoch, PageId, Width};
 
-use super::Committer;
 use super::ranges::{RangeParts, check_epoch, part};
 use super::stage_memory::StageMemory;
 use crate::base::allocation::{append, collected, copied, push};
@@ -25,6 +24,7 @@ use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::memory::staging::StagingBuf;
 use crate::write::batch::{CopyShadow, ElementChanges, SparseElements, WorkingCopy};
+use crate::write::commit::Committer;
 
 /// The alignment of each bitmap and each list of indices.
 const BITMAP_ALIGN: u64 = 16;

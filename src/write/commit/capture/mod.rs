@@ -15,25 +15,35 @@
 //! A crash before the batch is logged loses a batch that was never acknowledged; working copies end with
 //! the process.
 
-use std::collections::HashMap;
+mod device_payload;
+mod diff;
+mod digests;
+mod ranges;
+mod stage_memory;
+mod captured_images;
+
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use remanent_format::state::table::Changes;
 use remanent_format::{Epoch, PageId, Width};
 
 use super::Committer;
-use super::device_payload::CapturedDigests;
-use super::diff::{PartChanges, StagedCopy, bitmaps_len};
-use super::digests::{DigestScan, unknown_digests};
 use super::disk_moves::is_on_disk;
-use super::ranges::{RANGE_ALIGN, check_epoch, part, parts};
-use super::stage_memory::StageMemory;
 use crate::base::allocation::{collected, push};
 use crate::device::{Access, Command, CommandList, DIGEST_CHUNK_LEN, Lane, Pending, Span};
 use crate::error::{Error, Result};
 use crate::images::disk_pages::{DiskPage, pending_bytes_of_elements, pending_bytes_of_write};
 use crate::memory::arena::Purpose;
 use crate::write::batch::{CapturedPart, CopyShadow, SparseElements, WorkingCopy, WriteBatch};
+
+pub(super) use captured_images::CapturedImages;
+pub(super) use device_payload::{CapturedDigests, FilledPayload};
+use diff::{PartChanges, StagedCopy, bitmaps_len};
+pub(crate) use digests::DigestKeys;
+use digests::{DigestScan, unknown_digests};
+use ranges::{RANGE_ALIGN, check_epoch, part, parts};
+use stage_memory::StageMemory;
 
 /// Working copies are compared together until their bitmaps, including the room for indices, are this long.
 const COMPARED_LEN: u64 = 32 << 20;
@@ -42,7 +52,7 @@ const COMPARED_LEN: u64 = 32 << 20;
 #[derive(Default)]
 pub(super) struct Captures<'a> {
     /// The changed parts, by the index of the capture's operation.
-    pub found: HashMap<usize, Vec<CapturedPart>>,
+    pub found: BTreeMap<usize, Vec<CapturedPart>>,
     taken: Vec<Capture<'a>>,
 }
 

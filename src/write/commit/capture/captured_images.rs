@@ -13,17 +13,17 @@ use remanent_format::image::ImageRef;
 use remanent_format::op::{Op, OpAt};
 use remanent_format::{PageId, PageInfo};
 
-use super::Committer;
-use super::batch_images::BatchImages;
-use super::capture::{CapturedBytes, Captures, WholeCapture};
 use super::device_payload::CapturedDigests;
 use super::digests::CopyWaves;
-use super::disk_moves::{DiskOps, is_on_disk};
+use super::{CapturedBytes, Captures, WholeCapture};
 use crate::base::allocation::{collected, copied, insert, push, set_of};
 use crate::base::sync::Mutex;
 use crate::device::{Lane, Span};
 use crate::error::Result;
 use crate::write::batch::{ChunkDigests, CopySources, OpImages, WHOLE_PAGE_LEN_MIN};
+use crate::write::commit::Committer;
+use crate::write::commit::batch_images::BatchImages;
+use crate::write::commit::disk_moves::{DiskOps, is_on_disk};
 
 /// If more than one part in this number of a page has changed, the whole page is written. It can then be read
 /// back with one read, and takes no memory until the next snapshot. The same applies to a page whose changes
@@ -32,7 +32,7 @@ const WHOLE_PART: u64 = 4;
 
 /// Captured pages whose new bytes are in images.
 #[derive(Default)]
-pub(super) struct CapturedImages<'a> {
+pub(in crate::write::commit) struct CapturedImages<'a> {
     /// The pages, in the order of the images.
     pages: Vec<CapturedPage>,
     /// Their images, which are removed if the batch is refused.
@@ -127,7 +127,7 @@ impl Committer {
     ///
     /// # Errors
     /// No space or no memory; a device error. All of them leave nothing behind.
-    pub(super) fn write_captured(
+    pub(in crate::write::commit) fn write_captured(
         &self,
         captures: &Captures<'_>,
         copied: &CopySources,

@@ -7,13 +7,13 @@ use std::sync::Arc;
 
 use remanent_format::Place;
 
-use super::Committer;
 use crate::device::{
     CallerMemory, Command, CommandList, Device, DeviceBytes, Fence, Lane, LastUse, Span, StreamUses,
 };
 use crate::engine::Engine;
 use crate::error::Result;
 use crate::memory::arena::{Arena, HandedOut, PageMemory, Purpose};
+use crate::write::commit::Committer;
 
 /// Memory other than pages, counted toward the budget like them (I10). It is freed after everything that is
 /// in the lane when it is dropped.

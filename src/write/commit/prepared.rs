@@ -1,0 +1,233 @@
+//! The path of a batch that needs more than its own bytes: bytes from sources, other pages or the device, images that are
+//! written ahead, moves to disk, or callers' memory.
+//!
+//! 1. Once for the batch: check what depends on the batch alone, read the sources, find the changes of captures, and wait
+//!    for the streams that produce device bytes. A source may be slow, and may return other bytes the next time.
+//! 2. For each draft: read the copied bytes, write whole pages ahead, encode, and fill in the bytes that only the
+//!    device has. Everything that is read without the lock is recorded in the draft, and checked again under the
+//!    lock.
+//! 3. The draft is logged like that of a plain batch. A stale draft gives everything back, and step 2 is repeated from the
+//!    current state.
+//!
+//! A crash before the append leaves at most image files that no frame names. The next open removes them.
+
+use std::sync::Arc;
+
+use remanent_format::state::table::Changes;
+use remanent_format::{LogPoint, PageId, PageInfo, PageTable, Place};
+
+use super::batch_images::BatchImages;
+use super::capture::{CapturedDigests, CapturedImages, Captures, FilledPayload};
+use super::disk_moves::{DemotedPages, is_on_disk};
+use super::draft::{Draft, SourceVersions};
+use super::page_memory::LentPages;
+use super::sources::SourceImages;
+use super::whole_pages::WholePages;
+use super::{Committer, UNLOCKED_TRIES};
+use crate::applier::Handover;
+use crate::base::allocation::{collected, copied, insert, map_of, push};
+use crate::catalog::KnownImages;
+use crate::engine::Engine;
+use crate::error::{Error, Result};
+use crate::log::Log;
+use crate::write::batch::{BatchFacts, CopiedBytes, CopiedPage, CopySources, WriteBatch};
+
+/// The resources of a batch besides its payload. Only the batch's own committer can pass them on when the batch is
+/// logged.
+pub(super) struct PreparedBatch<'a> {
+    /// The changes in working copies.
+    captures: Captures<'a>,
+    /// Captured pages on disk whose new bytes are in images.
+    pub captured: CapturedImages<'a>,
+    /// The digests of captured chunks, for copies that keep digests.
+    digests: CapturedDigests,
+    /// Pages whose bytes come from sources.
+    pub sources: SourceImages<'a>,
+    /// The place in which bytes that only the device has are gathered; `None` if the batch has no such bytes.
+    gathered_in: Option<Place>,
+    /// The callers' memory in which new pages are to live.
+    pub lent: LentPages<'a>,
+    /// Receives the memory of a page that the batch deletes.
+    pub handover: Option<Arc<Handover>>,
+    /// Pages whose bytes are already in images; those of new pages are in memory as well.
+    pub whole: WholePages<'a>,
+    /// Pages that move to disk.
+    pub demoted: DemotedPages<'a>,
+}
+
+impl Committer {
+    /// Submits a batch that is not plain.
+    pub(super) fn submit_prepared(&self, batch: &WriteBatch) -> Result<(LogPoint, Vec<PageId>)> {
+        let pages = self.new_pages(batch.new_pages() as u64)?;
+        let copies = batch.copy_sources(&pages)?;
+        let mut prepared = self.prepare(batch, &pages, &copies)?;
+        let (mut tries, mut has_room) = (0, true);
+        loop {
+            // Copied bytes are read without the lock: a slow copy from a GPU would block every other committer. A
+            // batch that loses the race against other batches too often reads them under the lock.
+            tries += 1;
+            let locked = (tries > UNLOCKED_TRIES).then(|| self.lock());
+            let draft = self.prepared_draft(batch, &pages, &copies, &mut prepared, locked.as_deref())?;
+            match self.log_draft(draft, Some(&mut prepared), locked) {
+                Ok(Some(point)) => {
+                    self.refresh_shadows(prepared.captures);
+                    return Ok((point, pages));
+                }
+                Ok(None) => {}
+                // Other batches took the room, or other operations of this batch need it. Every capture that
+                // can be written to an image instead now is.
+                Err(Error::OverBudget { place: Place::Disk, .. })
+                    if has_room && !prepared.captures.is_empty() =>
+                {
+                    has_room = false;
+                    prepared.captured = self.write_captured(&prepared.captures, &copies, Some(0))?;
+                }
+                Err(error) => return Err(error),
+            }
+            prepared.whole = WholePages::none(self);
+            prepared.demoted = DemotedPages::default();
+        }
+    }
+
+    /// Runs the steps that are done once for a batch.
+    fn prepare<'a>(
+        &'a self,
+        batch: &'a WriteBatch,
+        pages: &[PageId],
+        copies: &CopySources,
+    ) -> Result<PreparedBatch<'a>> {
+        // A batch that is refused here has copied, written and allocated nothing.
+        batch.check_captures(pages)?;
+        let sources = self.read_sources(batch, pages, copies)?;
+        let captures = self.capture(batch)?;
+        let captured = self.write_captured(&captures, copies, None)?;
+        let gathered_in = self.arrivals(batch, pages)?;
+        let (lent, handover) = (map_of(batch.lent(pages)), batch.handover());
+        let none = PreparedBatch::none(self);
+        Ok(PreparedBatch { captures, captured, sources, gathered_in, lent, handover, ..none })
+    }
+
+    /// Runs the steps that are repeated for each draft of a batch.
+    fn prepared_draft<'a>(
+        &'a self,
+        batch: &'a WriteBatch,
+        pages: &[PageId],
+        copies: &CopySources,
+        prepared: &mut PreparedBatch<'a>,
+        locked: Option<&PageTable>,
+    ) -> Result<Draft> {
+        let (copied, staged) = self.read_copied(copies, pages, locked)?;
+        prepared.whole = self.write_ahead(batch, pages, &prepared.lent, locked)?;
+        let PreparedBatch { captures, captured, sources, whole, .. } = &*prepared;
+        let is_on_disk = |page| match locked {
+            Some(table) => is_on_disk(table, page),
+            None => is_on_disk(&self.lock(), page),
+        };
+        // The frame names the images instead of containing the bytes, so they are written only once.
+        let of_whole = whole.pages.iter().map(|whole| whole.step).zip(whole.file.refs());
+        let images = map_of(of_whole.chain(sources.images()).chain(captured.images(is_on_disk)));
+        let mut digests = captured.digests(&images)?;
+        let lens = self.lens(batch, locked);
+        let facts = BatchFacts {
+            copied_whole: &copies.whole,
+            copied,
+            images,
+            read: &sources.short,
+            captured: &captures.found,
+            lens,
+        };
+        let mut payload = self.engine.staging.take_growing(batch.payload_len(&facts))?;
+        let blanks = batch.encode(pages, facts, &mut payload)?;
+        // Payload and checksum are complete before the draft can reach the lock (I1).
+        let FilledPayload { payload, crc, digests: in_payload } =
+            self.fill(payload, blanks, prepared.gathered_in, locked)?;
+        digests.extend(in_payload);
+        let expected = collected(batch.expectations().iter().copied().chain(captures.epochs()))?;
+        let lens = collected(whole.pages.iter().map(|whole| (whole.page, whole.len_before)))?;
+        prepared.digests = digests;
+        Ok(Draft { staged, lens, ..Draft::new(payload, crc, batch.space_purpose(), expected) })
+    }
+
+    /// Reads the bytes that the batch copies, and records the versions of their pages. `pages` are the new
+    /// pages, which are not read.
+    fn read_copied(
+        &self,
+        sources: &CopySources,
+        pages: &[PageId],
+        locked: Option<&PageTable>,
+    ) -> Result<(CopiedBytes, SourceVersions)> {
+        let mut read = CopiedBytes::default();
+        let mut versions = Vec::new();
+        for &page in sources.whole.iter().filter(|page| pages.binary_search(page).is_err()) {
+            let len_in = |table: &PageTable| table.get(page).map_or(0, |info| info.len);
+            let len = locked.map_or_else(|| len_in(&self.submitted.lock()), len_in);
+            let (info, bytes) = self.read_range(page, len, |info| (0, info.len))?;
+            let (place, metadata) = (info.place, (*info.metadata).clone());
+            insert(&mut read.whole, page, CopiedPage { place, metadata, bytes })?;
+            push(&mut versions, (page, info.lsn))?;
+        }
+        for (index, page, range) in &sources.ranges {
+            let (offset, len) = (range.start, range.end - range.start);
+            let (info, bytes) = self.read_range(*page, len, move |_| (offset, len))?;
+            insert(&mut read.ranges, *index, bytes)?;
+            push(&mut versions, (*page, info.lsn))?;
+        }
+        Ok((read, versions))
+    }
+
+    /// Reads a range of a page as of all batches submitted so far. `len` is the expected length of the range.
+    fn read_range(
+        &self,
+        page: PageId,
+        len: u64,
+        range: impl Fn(&PageInfo) -> (u64, u64) + Clone + Send + 'static,
+    ) -> Result<(PageInfo, Vec<u8>)> {
+        let Engine { applier, device, staging, .. } = &*self.engine;
+        let (info, bytes) = applier.read_proven(&**device, staging, page, len, range)?;
+        let read = copied(&bytes)?;
+        staging.put(bytes.into_staging());
+        Ok((info, read))
+    }
+}
+
+impl<'a> PreparedBatch<'a> {
+    /// Returns the resources of a batch that needs none.
+    pub fn none(committer: &'a Committer) -> Self {
+        Self {
+            captures: Captures::default(),
+            captured: CapturedImages::default(),
+            digests: CapturedDigests::new(),
+            sources: SourceImages::default(),
+            gathered_in: None,
+            lent: LentPages::new(),
+            handover: None,
+            whole: WholePages::none(committer),
+            demoted: DemotedPages::default(),
+        }
+    }
+
+    /// Returns whether the batch's own committer must log it.
+    pub fn is_needed(&mut self) -> bool {
+        !self.captures.is_empty() || self.files().iter().any(|file| file.is_any())
+    }
+
+    /// Returns the image files of the batch.
+    fn files(&mut self) -> [&mut BatchImages<'a>; 4] {
+        [&mut self.whole.file, &mut self.sources.file, &mut self.captured.file, &mut self.demoted.file]
+    }
+
+    /// Called when the batch is logged.
+    pub fn logged(&mut self, known: &KnownImages, log: &Log, point: LogPoint, changes: &Changes) {
+        self.captures.belong_to(changes, &self.digests);
+        self.files().into_iter().for_each(|file| file.logged(known, log, point));
+    }
+
+    /// Called when the batch is not logged because of `error`.
+    pub fn refused(&mut self, error: &Error) {
+        // If the log has failed, it may contain a frame that names the images, so they must remain. Otherwise
+        // dropping them removes the file.
+        if matches!(error, Error::Poisoned(_)) {
+            self.files().into_iter().for_each(BatchImages::leave);
+        }
+    }
+}
