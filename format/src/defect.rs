@@ -1,4 +1,4 @@
-//! Defects found in bytes, and their locations.
+//! Defects in the bytes of a store, and their locations.
 
 use std::{fmt, io};
 
@@ -6,40 +6,40 @@ use crate::ids::{LogPoint, Lsn};
 use crate::limits::{NUMBER_MAX, SEGMENT_LEN_MAX};
 use crate::names::FileName;
 
-/// The reason that bytes are invalid.
+/// The reason why bytes of a store are invalid or cannot be read.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Defect {
-    /// The structure extends past the available bytes.
+    /// The structure extends past the end of the available bytes.
     #[error("cut short: {needed} bytes needed, {have} there")]
     Truncated {
         /// Number of bytes that the structure needs.
         needed: u64,
-        /// Number of bytes available.
+        /// Number of bytes that are available.
         have: u64,
     },
-    /// The magic number is not that of the expected structure.
+    /// The bytes do not start with the magic number of the expected structure.
     #[error("not a {expected}: the magic number does not match")]
     Magic {
-        /// The structure that was expected.
+        /// Name of the expected structure.
         expected: &'static str,
     },
-    /// A checksum does not match.
+    /// A stored checksum differs from the checksum of the bytes that it covers.
     #[error("{what} checksum is {found:#010x}, the bytes give {computed:#010x}")]
     Checksum {
-        /// The part whose checksum does not match.
+        /// Name of the structure that the checksum covers.
         what: &'static str,
         /// The checksum recorded on disk.
         found: u32,
         /// The checksum computed from the bytes.
         computed: u32,
     },
-    /// The bytes need a format version or feature that this build does not know.
+    /// The bytes require a format version or a feature that this build does not support.
     #[error("format version {version} with incompatible features {features:#x} is newer than this build")]
     Version {
-        /// The version found.
+        /// Format version that was found.
         version: u32,
-        /// The unknown incompatible feature bits.
+        /// Bit set of the incompatible features that this build does not support.
         features: u32,
     },
     /// The bytes belong to another store.
@@ -48,74 +48,74 @@ pub enum Defect {
     /// A length or count exceeds its limit.
     #[error("{what} is {found}, over the limit of {limit}")]
     Limit {
-        /// The length or count.
+        /// Name of the length or count.
         what: &'static str,
-        /// The value found.
+        /// Value that was found.
         found: u64,
-        /// The largest allowed value.
+        /// Largest permitted value.
         limit: u64,
     },
-    /// A field holds an invalid value.
+    /// A field contains an invalid value.
     #[error("{what} is {found}")]
     Field {
-        /// The field's name.
+        /// Name of the field.
         what: &'static str,
-        /// The value found.
+        /// Value that was found in the field.
         found: u64,
     },
-    /// A field holds a value other than the one its position requires.
+    /// A field contains a value other than the one that its position requires.
     #[error("{what} is {found}, expected {expected}")]
     Mismatch {
-        /// The field's name.
+        /// Name of the field.
         what: &'static str,
-        /// The value found.
+        /// Value that was found in the field.
         found: u64,
-        /// The value required.
+        /// Value that the field must have.
         expected: u64,
     },
-    /// Encoded metadata cannot be decoded.
+    /// The encoding of metadata is invalid.
     #[error("metadata does not decode: {0}")]
     Metadata(String),
-    /// zstd failed to decompress or compress an image.
+    /// zstd could not compress or decompress an image.
     #[error("zstd: {0}")]
     Compression(String),
-    /// A batch cannot be applied to the state before it.
+    /// A batch cannot be applied to the state that precedes the batch.
     #[error("the batch does not apply: {0}")]
     Batch(String),
     /// A required file does not exist.
     #[error("missing")]
     Missing,
-    /// The bytes do not fit into memory. They may be intact, or the length may be corrupt.
+    /// There is not enough memory for the bytes. The bytes may be intact, or their recorded length may be corrupt.
     #[error("there is no memory for {needed} bytes")]
     Memory {
-        /// Number of bytes requested.
+        /// Number of bytes that were requested.
         needed: u64,
     },
-    /// The medium reported an error.
+    /// The medium returned an error.
     #[error("cannot be read: {0}")]
     Unreadable(String),
-    /// The system lacked a resource that reading needs, such as file descriptors. The bytes may be intact.
+    /// The operating system lacks a resource, such as a file descriptor, to read the bytes. The bytes may be intact.
     #[error("cannot be read now: {}", io::Error::from_raw_os_error(*.errno))]
     Shortage {
-        /// The system's error number, one of [`SHORTAGES`].
+        /// Error number from the operating system, one of [`SHORTAGES`].
         errno: i32,
     },
 }
 
-/// Error numbers for a temporary shortage: EAGAIN, ENOMEM, ENFILE and EMFILE.
+/// Error numbers that report a temporary shortage of a system resource: EAGAIN, ENOMEM, ENFILE and EMFILE.
 pub const SHORTAGES: [i32; 4] = [11, 12, 23, 24];
 
-/// A defect and its location.
+/// A defect in a file of a store, with its location.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Damage {
-    /// The file's name.
+    /// Name of the damaged file.
     pub file: FileName,
-    /// The offset of the damaged structure, in bytes from the file's start.
+    /// Offset of the damaged structure, in bytes from the start of the file.
     pub offset: u64,
-    /// The affected batch, if known.
+    /// Lsn of the affected batch, or `None` if it is not known.
     pub lsn: Option<Lsn>,
-    /// The defect itself.
+    /// Reason why the structure is invalid.
     pub defect: Defect,
 }
 
@@ -132,7 +132,7 @@ impl fmt::Display for Damage {
 impl std::error::Error for Damage {}
 
 impl Defect {
-    /// Classifies a failed read: the file is missing, the medium failed, or the system lacks a resource.
+    /// Converts an I/O error from a read to [`Defect::Missing`], [`Defect::Shortage`] or [`Defect::Unreadable`].
     #[must_use]
     pub fn of_read(error: &io::Error) -> Self {
         match error.raw_os_error() {
@@ -142,44 +142,44 @@ impl Defect {
         }
     }
 
-    /// Returns true if the bytes could not be examined, so that their state is unknown.
+    /// Returns true if the bytes could not be read, so that they may still be valid.
     #[must_use]
     pub fn is_unreadable(&self) -> bool {
         matches!(self, Defect::Unreadable(_) | Defect::Shortage { .. } | Defect::Memory { .. })
     }
 
-    /// Locates the defect in a file.
+    /// Returns the defect with its location: a file, and an offset in bytes.
     #[must_use]
     pub fn at(self, file: FileName, offset: u64) -> Damage {
         Damage { file, offset, lsn: None, defect: self }
     }
 
-    /// Locates the defect in a file and names the affected batch.
+    /// Returns the defect with its location and the Lsn of the affected batch.
     #[must_use]
     pub fn at_lsn(self, file: FileName, offset: u64, lsn: Lsn) -> Damage {
         Damage { file, offset, lsn: Some(lsn), defect: self }
     }
 }
 
-/// Returns `len` bytes from `offset`, or the shortage as a [`Defect::Truncated`].
+/// Returns `len` bytes from `offset`, or [`Defect::Truncated`] if there are fewer.
 pub(crate) fn slice(bytes: &[u8], offset: usize, len: usize) -> Result<&[u8], Defect> {
     let end = offset.checked_add(len).ok_or(Defect::Field { what: "length", found: len as u64 })?;
     bytes.get(offset..end).ok_or(Defect::Truncated { needed: end as u64, have: bytes.len() as u64 })
 }
 
-/// Returns `N` bytes from `offset` as an array, or the shortage as a [`Defect::Truncated`].
+/// Returns `N` bytes from `offset` as an array, or [`Defect::Truncated`] if there are fewer.
 pub(crate) fn array<const N: usize>(bytes: &[u8], offset: usize) -> Result<&[u8; N], Defect> {
     Ok(slice(bytes, offset, N)?.try_into().expect("slice returned N bytes"))
 }
 
-/// Reserves capacity for `len` bytes in total. Fails instead of aborting, because `len` may come from disk.
+/// Reserves capacity for `len` bytes in total. Returns an error instead of aborting, because `len` may come from disk.
 pub(crate) fn reserve(bytes: &mut Vec<u8>, len: u64) -> Result<(), Defect> {
     let no_memory = Defect::Memory { needed: len };
     let Ok(len) = usize::try_from(len) else { return Err(no_memory) };
     bytes.try_reserve_exact(len.saturating_sub(bytes.len())).map_err(|_| no_memory)
 }
 
-/// Allocates `len` zero bytes. Fails instead of aborting.
+/// Returns `len` zero bytes, or an error instead of aborting if there is not enough memory.
 pub(crate) fn zeros(len: u64) -> Result<Vec<u8>, Defect> {
     let mut bytes = Vec::new();
     reserve(&mut bytes, len)?;
@@ -187,13 +187,13 @@ pub(crate) fn zeros(len: u64) -> Result<Vec<u8>, Defect> {
     Ok(bytes)
 }
 
-/// Reserves capacity for `count` additional items. Fails instead of aborting.
+/// Reserves capacity for `count` additional items. Returns an error instead of aborting.
 pub(crate) fn reserve_items<T>(items: &mut Vec<T>, count: usize) -> Result<(), Defect> {
     let needed = items.len().saturating_add(count).saturating_mul(size_of::<T>()) as u64;
     items.try_reserve_exact(count).map_err(|_| Defect::Memory { needed })
 }
 
-/// Appends an item. Fails instead of aborting if the list cannot grow.
+/// Appends an item. Returns an error instead of aborting if the list cannot grow.
 pub(crate) fn push<T>(items: &mut Vec<T>, item: T) -> Result<(), Defect> {
     let needed = 2 * items.len() * size_of::<T>();
     items.try_reserve(1).map_err(|_| Defect::Memory { needed: needed as u64 })?;
@@ -201,7 +201,7 @@ pub(crate) fn push<T>(items: &mut Vec<T>, item: T) -> Result<(), Defect> {
     Ok(())
 }
 
-/// Collects items into a list. Fails instead of aborting if the list cannot grow.
+/// Collects items into a list. Returns an error instead of aborting if the list cannot grow.
 pub(crate) fn collected<T>(items: impl IntoIterator<Item = T>) -> Result<Vec<T>, Defect> {
     let items = items.into_iter();
     let mut all = Vec::new();
@@ -212,39 +212,36 @@ pub(crate) fn collected<T>(items: impl IntoIterator<Item = T>) -> Result<Vec<T>,
     Ok(all)
 }
 
-/// Checks that `bytes` have the checksum `found`.
+/// Checks that the CRC-32 of `bytes` is `found`.
 pub(crate) fn check_crc(what: &'static str, found: u32, bytes: &[u8]) -> Result<(), Defect> {
     let computed = crc32fast::hash(bytes);
     if found == computed { Ok(()) } else { Err(Defect::Checksum { what, found, computed }) }
 }
 
-/// Checks that a reserved field is zero.
 pub(crate) fn check_zero(what: &'static str, found: u64) -> Result<(), Defect> {
     if found == 0 { Ok(()) } else { Err(Defect::Field { what, found }) }
 }
 
-/// Checks that reserved bytes are all zero.
 pub(crate) fn check_zeros(what: &'static str, bytes: &[u8]) -> Result<(), Defect> {
     check_zero(what, bytes.iter().find(|&&byte| byte != 0).map_or(0, |&byte| byte.into()))
 }
 
-/// Checks that a field has the value that its position requires.
+/// Checks that a field has the expected value.
 pub(crate) fn check_equal(what: &'static str, found: u64, expected: u64) -> Result<(), Defect> {
     if found == expected { Ok(()) } else { Err(Defect::Mismatch { what, found, expected }) }
 }
 
-/// Checks that the numbers of a point in the log are within their limits. A point named by another structure
-/// need not exist, but arithmetic on it must not overflow.
+/// Checks that the numbers of a point in the log are within their limits, so that arithmetic on them cannot overflow. A
+/// valid point need not exist in the log.
 ///
 /// # Errors
-/// Returns [`Defect::Limit`] for the first number that is too high.
+/// Returns [`Defect::Limit`] for the first number that exceeds its limit.
 pub(crate) fn check_point(point: &LogPoint) -> Result<(), Defect> {
     check_limit("lsn of a point in the log", point.lsn.0, NUMBER_MAX)?;
     check_limit("segment of a point in the log", point.segment, NUMBER_MAX)?;
     check_limit("offset of a point in the log", point.offset, 2 * SEGMENT_LEN_MAX)
 }
 
-/// Checks that a value is within its limit.
 pub(crate) fn check_limit(what: &'static str, found: u64, limit: u64) -> Result<(), Defect> {
     if found <= limit { Ok(()) } else { Err(Defect::Limit { what, found, limit }) }
 }

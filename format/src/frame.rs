@@ -1,9 +1,9 @@
-//! Frame headers. A frame is one batch, or a seal, as bytes in the log.
+//! Frames of the log. A frame contains one batch, or it is a seal.
 //!
-//! A frame is valid in the order of the log if and only if its header checksum, payload checksum, store,
-//! incarnation, own position, Lsn and the chain hash of the previous frame all hold (I3). The chain hash of a
-//! frame *is* its header checksum. The header covers the payload checksum and the previous chain hash, so
-//! chaining costs nothing per payload byte. The chain detects accidents, not tampering.
+//! A frame is valid in the order of the log if and only if its header checksum, payload checksum, store, incarnation,
+//! position, Lsn and the chain hash of the previous frame are all correct (I3). The chain hash of a frame is its header
+//! checksum. The header covers the payload checksum and the previous chain hash, so chaining adds no cost per payload
+//! byte. The chain detects accidental damage, not tampering.
 
 use std::collections::BTreeSet;
 
@@ -12,24 +12,24 @@ use crate::ids::{Incarnation, LogPoint, Lsn, SnapshotId, StoreId};
 use crate::layout::{Field, layout};
 use crate::limits::{FRAME_ALIGN, FRAME_PAYLOAD_LEN_MAX, NUMBER_MAX, align_up};
 
-/// First bytes of a frame.
+/// First bytes of a frame header.
 pub const FRAME_MAGIC: [u8; 4] = *b"RMFR";
 /// Length of a frame header in bytes.
 pub const FRAME_HEADER_LEN: u64 = FrameHeaderRaw::LEN as u64;
-/// Flag of the first frame in a group.
+/// Flag of a frame that starts a group.
 pub const FLAG_GROUP_START: u8 = 1;
 
 const KIND_BATCH: u8 = 1;
 const KIND_SEAL: u8 = 2;
 
 layout! {
-    /// Encoded frame header.
+    /// The encoded header of a frame.
     pub struct FrameHeaderRaw: 80 {
         /// The magic `RMFR`.
         0 => magic: [u8; 4],
-        /// 1: batch, 2: seal.
+        /// Kind of the frame. 1: batch, 2: seal.
         4 => kind: u8,
-        /// Bit 0: first frame of a group.
+        /// Bit 0: the frame starts a group.
         5 => flags: u8,
         /// Reserved, always zero.
         6 => reserved: u16,
@@ -37,52 +37,52 @@ layout! {
         8 => incarnation: Incarnation,
         /// The store's id.
         16 => store: StoreId,
-        /// Position of this frame: the segment's number.
+        /// Number of the segment that contains this frame.
         32 => segment: u64,
-        /// Position of this frame: bytes from the start of the segment.
+        /// Offset of this frame, in bytes from the start of the segment.
         40 => offset: u64,
-        /// Lsn of the batch; a seal repeats the last one.
+        /// Lsn of the batch. A seal repeats the Lsn of the last batch.
         48 => lsn: Lsn,
-        /// Durable mark: the newest batch known to be durable when the frame was written.
+        /// Newest batch that was known to be durable when the frame was written.
         56 => durable: Lsn,
-        /// Length of the payload that follows the header.
+        /// Length of the payload in bytes. The payload follows the header.
         64 => payload_len: u32,
         /// CRC-32 of the payload.
         68 => payload_crc: u32,
         /// Chain hash of the previous frame.
         72 => chain_prev: u32,
-        /// CRC-32 of the preceding bytes, which is also the chain hash of this frame.
+        /// CRC-32 of the preceding bytes, which is the chain hash of this frame.
         76 => header_crc: u32,
     }
 }
 
-/// The kind of a frame.
+/// The kind of a frame in the log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FrameKind {
-    /// A frame with the operations of one batch.
+    /// A frame that contains the operations of one batch.
     Batch,
-    /// A frame with a durable mark and the list of verified snapshots.
+    /// A frame that contains a durable mark and the list of verified snapshots.
     Seal,
 }
 
-/// Decoded frame header.
+/// The decoded header of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FrameHeader {
-    /// The kind of frame: batch or seal.
+    /// Whether the frame is a batch or a seal.
     pub kind: FrameKind,
-    /// Whether a group starts with this frame.
+    /// Whether the frame starts a group.
     pub group_start: bool,
     /// The incarnation that wrote the frame.
     pub incarnation: Incarnation,
     /// The store's id.
     pub store: StoreId,
-    /// The position of this frame: the segment's number.
+    /// The number of the segment that contains this frame.
     pub segment: u64,
-    /// The position of this frame: bytes from the start of the segment.
+    /// The offset of this frame, in bytes from the start of the segment.
     pub offset: u64,
-    /// The Lsn of the batch; a seal repeats the last one.
+    /// The Lsn of the batch. A seal repeats the Lsn of the last batch.
     pub lsn: Lsn,
-    /// The newest batch known to be durable when the frame was written (I4).
+    /// The newest batch that was known to be durable when the frame was written (I4).
     pub durable: Lsn,
     /// Length of the payload in bytes.
     pub payload_len: u32,
@@ -92,8 +92,8 @@ pub struct FrameHeader {
     pub chain_prev: u32,
 }
 
-/// A frame header with a correct checksum, and nothing else proven. The payload may be damaged, and the frame
-/// may not belong at its location (I9).
+/// A frame header whose checksum is correct. The payload may be damaged, and the frame may belong at another location
+/// (I9).
 #[derive(Clone, Copy, Debug)]
 pub struct UncheckedFrame {
     header: FrameHeader,
@@ -101,7 +101,7 @@ pub struct UncheckedFrame {
 }
 
 impl FrameHeader {
-    /// Encodes the header, and returns it with the frame's chain hash.
+    /// Encodes the header. Returns its bytes and the chain hash of the frame.
     #[must_use]
     pub fn encode(&self) -> ([u8; FrameHeaderRaw::LEN], u32) {
         let mut raw = FrameHeaderRaw {
@@ -140,17 +140,17 @@ impl FrameHeader {
     }
 }
 
-/// Returns the length in bytes of a frame whose payload has `payload_len` bytes, including padding.
+/// Returns the length in bytes, including padding, of a frame whose payload has `payload_len` bytes.
 #[must_use]
 pub const fn frame_len(payload_len: u64) -> u64 {
     align_up(FRAME_HEADER_LEN + payload_len, FRAME_ALIGN)
 }
 
 impl UncheckedFrame {
-    /// Decodes a header and checks its own checksum and field limits.
+    /// Decodes a header, and checks its checksum and the ranges of its fields.
     ///
     /// # Errors
-    /// Returns a [`Defect`] if the bytes are too short, are not a frame header, have a wrong checksum, or a
+    /// Returns a [`Defect`] if the bytes are too short or are not a frame header, if the checksum is wrong, or if a
     /// field is out of range.
     pub fn decode(bytes: &[u8]) -> Result<Self, Defect> {
         let bytes: &[u8; FrameHeaderRaw::LEN] = array(bytes, 0)?;
@@ -185,24 +185,25 @@ impl UncheckedFrame {
         Ok(Self { header, chain: raw.header_crc })
     }
 
-    /// Returns true if the frame was written at this position of this store, by any incarnation.
+    /// Returns true if the header names this store, segment and offset. The incarnation is not compared.
     #[must_use]
     pub fn is_at(&self, store: StoreId, segment: u64, offset: u64) -> bool {
         self.header.store == store && self.header.segment == segment && self.header.offset == offset
     }
 
-    /// Returns the unproven header, for display and for testimony (I4). Not for replay.
+    /// Returns the header, which must not be used for replay. It serves display, and its durable mark is testimony
+    /// (I4).
     #[must_use]
     pub fn unproven(&self) -> &FrameHeader {
         &self.header
     }
 
-    /// Returns the header and the point after the frame, if the frame follows `before` in the order of the
-    /// log (I3 without the payload, SPEC F1 to F5).
+    /// Checks that the frame follows `before` in the order of the log, except for its payload (I3, SPEC F1 to F5).
+    /// Returns the header and the point after the frame.
     ///
     /// # Errors
-    /// Returns [`Defect::Foreign`] for a frame of another store, [`Defect::Mismatch`] with the first field
-    /// that breaks the order, or [`Defect::Limit`] if the durable mark is above the frame's Lsn.
+    /// Returns [`Defect::Foreign`] for a frame of another store, [`Defect::Mismatch`] with the first field that breaks
+    /// the order, or [`Defect::Limit`] if the durable mark is above the frame's Lsn.
     pub fn follow(
         self,
         before: &LogPoint,
@@ -234,8 +235,8 @@ impl UncheckedFrame {
         Ok((header, self.end()))
     }
 
-    /// Returns the point at the end of the frame, provided that its position is correct and its payload is
-    /// whole.
+    /// Returns the point at the end of the frame. The point is correct only if the payload and the position of the
+    /// frame are valid.
     #[must_use]
     pub fn end(&self) -> LogPoint {
         let FrameHeader { incarnation, lsn, segment, .. } = self.header;
@@ -243,51 +244,51 @@ impl UncheckedFrame {
     }
 }
 
-/// Checks that a payload has the checksum in the header (SPEC F7).
+/// Checks that `payload` has the checksum that the header records (SPEC F7).
 ///
 /// # Errors
-/// Returns [`Defect::Checksum`] if it does not.
+/// Returns [`Defect::Checksum`] if the checksums differ.
 pub fn check_payload(header: &FrameHeader, payload: &[u8]) -> Result<(), Defect> {
     check_crc("payload", header.payload_crc, payload)
 }
 
-/// Checks a payload like [`check_payload`], given its computed checksum.
+/// Checks that the computed CRC-32 of a payload is the checksum that the header records (SPEC F7).
 ///
 /// # Errors
-/// Returns [`Defect::Checksum`] if the checksum is not the one in the header.
+/// Returns [`Defect::Checksum`] if the checksums differ.
 pub fn check_payload_crc(header: &FrameHeader, computed: u32) -> Result<(), Defect> {
     let found = header.payload_crc;
     if found == computed { Ok(()) } else { Err(Defect::Checksum { what: "payload", found, computed }) }
 }
 
-/// A snapshot that was read back past the page cache, as recorded in a seal.
+/// A snapshot that a seal lists as verified: its files were read back from the medium, not from the page cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VerifiedSnapshot {
     /// The snapshot's number.
     pub snapshot: SnapshotId,
-    /// The checksum of its manifest header.
+    /// The checksum of the header of its manifest.
     pub manifest_crc: u32,
-    /// Whether the log after the snapshot's `redo` is kept, so that replay can start there. If no snapshot in
-    /// a seal has this flag, no floor was recorded; see [`crate::state::reach`].
+    /// Whether the log after the snapshot's `redo` is kept, so that replay can start at the snapshot. A seal in which
+    /// no snapshot has this flag records no floor; see [`crate::state::reach`].
     pub log_kept: bool,
 }
 
-/// Bit 0 of an entry's flags: the log after the snapshot is kept.
+/// Flag of a snapshot after which the log is kept.
 const LOG_KEPT: u32 = 1;
 
 layout! {
-    /// Encoded entry of a seal's payload.
+    /// The encoded entry of a snapshot in a seal's payload.
     pub struct VerifiedSnapshotRaw: 16 {
         /// The snapshot's number.
         0 => snapshot: SnapshotId,
-        /// Checksum of its manifest header.
+        /// Checksum of the header of its manifest.
         8 => manifest_crc: u32,
         /// Bit 0: the log after the snapshot's `redo` is kept.
         12 => flags: u32,
     }
 }
 
-/// Encodes the payload of a seal: the kept snapshots that are verified.
+/// Encodes the payload of a seal, which lists the verified snapshots.
 #[must_use]
 pub fn encode_seal(verified: &[VerifiedSnapshot]) -> Vec<u8> {
     verified
@@ -300,11 +301,11 @@ pub fn encode_seal(verified: &[VerifiedSnapshot]) -> Vec<u8> {
         .collect()
 }
 
-/// Decodes the payload of a seal.
+/// Decodes the payload of a seal, which lists the verified snapshots.
 ///
 /// # Errors
-/// Returns a [`Defect`] if the payload is not a whole number of entries, a snapshot number is over its limit,
-/// or an unknown flag is set.
+/// Returns a [`Defect`] if the length of the payload is not a multiple of the length of an entry, a snapshot number
+/// exceeds its limit, or an unknown flag is set.
 pub fn decode_seal(payload: &[u8]) -> Result<Vec<VerifiedSnapshot>, Defect> {
     if !payload.len().is_multiple_of(VerifiedSnapshotRaw::LEN) {
         return Err(Defect::Field { what: "seal length", found: payload.len() as u64 });
@@ -321,7 +322,7 @@ pub fn decode_seal(payload: &[u8]) -> Result<Vec<VerifiedSnapshot>, Defect> {
         .collect()
 }
 
-/// Removes repeated entries from a seal: only the first entry of each snapshot counts.
+/// Removes all but the first entry of each snapshot. Only the first entry counts.
 #[must_use]
 pub fn counting_entries(mut entries: Vec<VerifiedSnapshot>) -> Vec<VerifiedSnapshot> {
     let mut named = BTreeSet::new();
@@ -329,11 +330,10 @@ pub fn counting_entries(mut entries: Vec<VerifiedSnapshot>) -> Vec<VerifiedSnaps
     entries
 }
 
-/// Returns true if a frame seems to have been written at this position: its header is whole, or enough of a
-/// damaged header is left to tell. A frame from another position, whole or torn, is left over from before the
-/// segment was recycled.
+/// Returns true if the bytes are a frame header that was written at this position, even if the header is damaged. A
+/// frame that names another position was written before the segment was recycled.
 ///
-/// The result is for reports only and decides nothing.
+/// The result serves reports only.
 #[must_use]
 pub fn looks_like_frame(
     bytes: &[u8],
@@ -349,11 +349,10 @@ pub fn looks_like_frame(
         return frame.is_at(store, segment, offset);
     }
     let (its_incarnation, its_segment) = (Incarnation::get(&header[8..]), u64::get(&header[32..]));
-    // A torn leftover of an earlier use was written by an earlier incarnation, to a segment with a lower
-    // number.
+    // A torn frame from an earlier use of the file names an earlier incarnation and a segment with a lower number.
     let is_earlier =
         (1..segment).contains(&its_segment) && (1..running.number).contains(&its_incarnation.number);
-    // At most some of the fields are damaged: a torn write keeps the front or the back of a header.
+    // A torn write keeps the front or the back of a header, so some fields still match.
     let matches = [
         header[..4] == FRAME_MAGIC,
         StoreId::get(&header[16..]) == store,

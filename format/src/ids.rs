@@ -1,4 +1,4 @@
-//! Newtypes for identifiers and positions, on disk and in the API.
+//! Types for identifiers and positions, on disk and in the API.
 
 use std::borrow::Borrow;
 use std::fmt;
@@ -8,11 +8,11 @@ use std::sync::Arc;
 use crate::layout::Field;
 use crate::limits::{DEVICE_ORDINAL_MAX, KEY_LEN_MAX};
 
-/// A newtype around an identifying number.
+/// A type that wraps an identifying number.
 pub trait Number: Copy {
-    /// Returns the plain number.
+    /// Returns the wrapped number.
     fn number(self) -> u64;
-    /// Returns the id with this number.
+    /// Wraps a number.
     fn of(number: u64) -> Self;
 }
 
@@ -51,17 +51,16 @@ macro_rules! number {
 }
 
 number! {
-    /// A page's id, assigned by the store. Ids rise from 1 and are never reused; 0 means no page.
+    /// The id of a page, assigned by the store. Ids rise from 1 and are never reused; 0 means no page.
     PageId
 }
 number! {
-    /// The sequence number of a committed batch. Numbers rise from 1 without gaps; 0 stands for the empty
-    /// store.
+    /// The sequence number of a committed batch. Numbers rise from 1 without gaps. The number 0 means the empty store.
     Lsn
 }
 number! {
-    /// The version of a page: 1 at creation, plus 1 for every committed batch that changes the page's
-    /// content, length or metadata.
+    /// The version of a page: 1 at creation, and 1 more for every committed batch that changes the page's content,
+    /// length or metadata.
     Epoch
 }
 number! {
@@ -77,7 +76,8 @@ impl Lsn {
     }
 }
 
-/// The identity of a store, drawn at random at creation. Every file header on disk carries it.
+/// The identity of a store, drawn at random when the store is created. The header of every file on disk contains this
+/// id.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 pub struct StoreId(pub [u8; 16]);
 
@@ -103,15 +103,14 @@ impl Field for StoreId {
     }
 }
 
-/// One run of the log. Every writable open begins a new one, with a higher number.
+/// A run of the log. Every open for writing begins a new incarnation with a higher number.
 ///
-/// The random part distinguishes two attempts at the same number: a crash can let only one of them become
-/// real.
+/// The random part distinguishes two opens that use the same number because the first of them crashed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Incarnation {
     /// Number of the incarnation, rising from 1; 0 means none.
     pub number: u32,
-    /// Random tag, drawn at each open.
+    /// Tag drawn at random at each open.
     pub random: u32,
 }
 
@@ -132,12 +131,12 @@ impl Field for Incarnation {
     }
 }
 
-/// A batch together with the incarnation in which it was acknowledged.
+/// A batch, and the incarnation that committed the batch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Position {
-    /// The incarnation in which the batch was committed.
+    /// Incarnation that committed the batch.
     pub incarnation: Incarnation,
-    /// The batch's Lsn.
+    /// Lsn of the batch.
     pub lsn: Lsn,
 }
 
@@ -147,20 +146,20 @@ impl fmt::Display for Position {
     }
 }
 
-/// A point in the log: the end of a batch, and the chain hash that the next frame must name.
+/// A point in the log: the end of a frame, and the chain hash that the next frame must name.
 ///
-/// A reader needs nothing else to continue from this point.
+/// A reader can continue from this point without other information.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct LogPoint {
-    /// The incarnation whose frames end here.
+    /// Incarnation that wrote the frame.
     pub incarnation: Incarnation,
-    /// The last batch at or before this point.
+    /// Last batch at or before the point.
     pub lsn: Lsn,
-    /// The number of the segment.
+    /// Number of the segment.
     pub segment: u64,
-    /// The end of the batch's frame, in bytes from the start of the segment.
+    /// End of the frame, in bytes from the start of the segment.
     pub offset: u64,
-    /// The chain hash that the next frame must name.
+    /// Chain hash that the next frame must name.
     pub chain: u32,
 }
 
@@ -184,7 +183,7 @@ impl Field for LogPoint {
     }
 }
 
-/// A user-assigned name for a page: 1 to 64 bytes, unique among existing pages.
+/// A page name that the caller assigns. A key has 1 to 64 bytes and is unique among the pages of a store.
 ///
 /// ```
 /// use remanent_format::Key;
@@ -196,7 +195,7 @@ impl Field for LogPoint {
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Key(Arc<[u8]>);
 
-/// The error for a key that is not 1 to 64 bytes long.
+/// The error for a key that is empty or longer than 64 bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("a key is 1 to {KEY_LEN_MAX} bytes long, this one is {len}")]
 pub struct KeyLenError {
@@ -217,13 +216,13 @@ impl Key {
         Ok(Self(bytes.into()))
     }
 
-    /// Returns the key as bytes.
+    /// Returns the bytes of the key.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         &self.0
     }
 
-    /// Returns the key as text if it is valid UTF-8.
+    /// Returns the key as text, or `None` if the key is not valid UTF-8.
     #[must_use]
     pub fn as_str(&self) -> Option<&str> {
         std::str::from_utf8(&self.0).ok()
@@ -284,11 +283,11 @@ impl fmt::Debug for Key {
     }
 }
 
-/// The kind of memory that holds a page.
+/// The place where a page is stored: a kind of memory, or disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Place {
-    /// The memory of a GPU, named by a logical slot that is bound to a device at open.
+    /// Memory of a GPU. The value is a logical slot, which is bound to a device when the store is opened.
     Device(u32),
     /// Page-locked host memory, which a GPU can access directly.
     Pinned,
@@ -296,13 +295,13 @@ pub enum Place {
     Host,
     /// Memory that the host and the GPU share through page faults.
     Unified,
-    /// No memory: the page's bytes are read from an image file. Newly written bytes stay in host memory only
-    /// until the next snapshot.
+    /// No memory. The bytes of the page are read from an image file. Newly written bytes stay in host memory until the
+    /// next snapshot.
     Disk,
 }
 
 impl Place {
-    /// Returns the place's kind and ordinal, as stored on disk.
+    /// Returns the kind and the ordinal that represent the place on disk.
     #[must_use]
     pub fn to_raw(self) -> (u8, u32) {
         match self {
@@ -314,9 +313,9 @@ impl Place {
         }
     }
 
-    /// Returns the place with this kind and ordinal, or `None` if they do not name one.
+    /// Returns the place that this kind and ordinal represent, or `None` if there is no such place.
     ///
-    /// The ordinal of a device is not checked against [`DEVICE_ORDINAL_MAX`].
+    /// The ordinal of a device is not compared with [`DEVICE_ORDINAL_MAX`].
     #[must_use]
     pub fn from_raw(kind: u8, ordinal: u32) -> Option<Self> {
         match (kind, ordinal) {
@@ -329,7 +328,7 @@ impl Place {
         }
     }
 
-    /// Packs the place into two bytes, for in-memory tables with one place per page.
+    /// Packs the place into two bytes, for tables in memory that contain one place per page.
     ///
     /// # Panics
     /// Panics if the device ordinal is above [`DEVICE_ORDINAL_MAX`].
@@ -340,14 +339,14 @@ impl Place {
         u16::from(kind) | (ordinal as u16) << PLACE_KIND_BITS
     }
 
-    /// Unpacks a place from [`Place::to_bits`], or returns `None` if the bits do not name one.
+    /// Unpacks a place that [`Place::to_bits`] packed. Returns `None` if the bits do not represent a place.
     #[must_use]
     pub fn from_bits(bits: u16) -> Option<Self> {
         Self::from_raw((bits & ((1 << PLACE_KIND_BITS) - 1)) as u8, u32::from(bits >> PLACE_KIND_BITS))
     }
 }
 
-/// Number of bits for the kind of a place; the ordinal takes the remaining bits.
+/// Number of bits for the kind of a place. The remaining bits contain the ordinal.
 const PLACE_KIND_BITS: u32 = 3;
 const _: () = assert!(DEVICE_ORDINAL_MAX < 1 << (u16::BITS - PLACE_KIND_BITS));
 
@@ -366,7 +365,7 @@ impl fmt::Display for Place {
 impl FromStr for Place {
     type Err = UnknownPlace;
 
-    /// Parses a place from its [`Display`](fmt::Display) form.
+    /// Parses a place from the format of its [`Display`](fmt::Display) implementation.
     ///
     /// ```
     /// use remanent_format::Place;
@@ -394,7 +393,7 @@ impl FromStr for Place {
 #[error("{0:?} is none of host, pinned, unified, disk and device:N")]
 pub struct UnknownPlace(pub String);
 
-/// The width of a page's elements in masked and sparse deltas and in fills.
+/// The width of the elements of a page, for masked and sparse deltas and for fills.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Width {
     /// Elements of 1 byte.
@@ -410,7 +409,7 @@ pub enum Width {
 }
 
 impl Width {
-    /// Returns the width in bytes.
+    /// Returns the length of an element in bytes.
     #[must_use]
     pub const fn bytes(self) -> usize {
         match self {
@@ -422,7 +421,7 @@ impl Width {
         }
     }
 
-    /// Returns the width of `bytes` bytes, or `None` if it is not one of the five.
+    /// Returns the width that has `bytes` bytes, or `None` if `bytes` is not 1, 2, 4, 8 or 16.
     #[must_use]
     pub const fn from_bytes(bytes: usize) -> Option<Self> {
         match bytes {

@@ -1,16 +1,16 @@
-//! The `layout!` macro: turns a table of fixed little-endian fields into a struct, its codec and a
-//! description of its layout. A test compares the descriptions with the offset tables in SPEC.md.
+//! The `layout!` macro, which generates a struct, its codec and a description of its layout from a table of fixed
+//! little-endian fields. A test compares the descriptions with the offset tables in SPEC.md.
 //!
-//! Reserved bytes are fields, too. They are written as zero and rejected if they are not zero, so that
-//! decoding and re-encoding a structure gives the same bytes.
+//! Reserved bytes are fields. Encoding writes zeros to them and decoding rejects other values, so that decoding and
+//! re-encoding a structure produces the same bytes.
 
 /// A value with a fixed-width little-endian encoding.
 pub trait Field: Sized {
-    /// Encoded size in bytes.
+    /// Length of the encoding in bytes.
     const SIZE: usize;
-    /// Writes the value to the start of `out`, which must hold at least `SIZE` bytes.
+    /// Writes the value to the start of `out`, which must contain at least `SIZE` bytes.
     fn put(&self, out: &mut [u8]);
-    /// Reads a value from the start of `bytes`, which must hold at least `SIZE` bytes.
+    /// Reads a value from the start of `bytes`, which must contain at least `SIZE` bytes.
     fn get(bytes: &[u8]) -> Self;
 }
 
@@ -47,30 +47,30 @@ impl<const N: usize> Field for [u8; N] {
     }
 }
 
-/// A row of a layout table: the name, offset and size of one field.
+/// A row of a layout table, which describes one field of a structure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FieldRow {
-    /// The field's name, as in SPEC.md.
+    /// Name of the field, as in SPEC.md.
     pub name: &'static str,
-    /// Offset from the structure's first byte.
+    /// Offset of the field, in bytes from the start of the structure.
     pub offset: usize,
-    /// Size in bytes.
+    /// Length of the field in bytes.
     pub size: usize,
 }
 
-/// The layout of a structure, for documentation and tests.
+/// The layout of a structure on disk, for documentation and tests.
 #[derive(Clone, Copy, Debug)]
 pub struct LayoutTable {
-    /// The structure's name, as in SPEC.md.
+    /// Name of the structure, as in SPEC.md.
     pub name: &'static str,
     /// Length of the structure in bytes.
     pub len: usize,
-    /// All fields in order, without gaps.
+    /// Fields of the structure, in the order of their offsets and without gaps.
     pub fields: &'static [FieldRow],
 }
 
-/// Defines a structure with a fixed layout. The table states every offset, and a compile-time check verifies
-/// that the fields are contiguous.
+/// Defines a structure with a fixed layout. Each field states its offset. A compile-time check verifies that the fields
+/// are contiguous.
 macro_rules! layout {
     (
         $(#[$meta:meta])*
@@ -85,9 +85,9 @@ macro_rules! layout {
         }
 
         impl $name {
-            /// Length on disk, in bytes.
+            /// Length of the encoded structure in bytes.
             pub const LEN: usize = $len;
-            /// Description of this layout.
+            /// Names, offsets and lengths of the fields.
             pub const TABLE: $crate::layout::LayoutTable = $crate::layout::LayoutTable {
                 name: stringify!($name),
                 len: $len,
@@ -98,7 +98,7 @@ macro_rules! layout {
                 }, )* ],
             };
 
-            /// Encodes the structure.
+            /// Returns the encoded structure.
             #[must_use]
             #[inline]
             pub fn to_bytes(&self) -> [u8; $len] {
@@ -107,7 +107,7 @@ macro_rules! layout {
                 out
             }
 
-            /// Decodes the fields without checking them.
+            /// Decodes the structure without checking the values of its fields.
             #[must_use]
             #[inline]
             pub fn from_bytes(bytes: &[u8; $len]) -> Self {

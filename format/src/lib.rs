@@ -55,7 +55,7 @@ pub use names::{FileName, Folder, ReadAt};
 pub use state::table::{PageInfo, PageTable};
 pub use value::{Metadata, SharedMetadata, Value};
 
-/// Step between cases in tests that try every bit or byte. Miri takes about a thousand times as long per
-/// case, so under Miri these tests try only a sample.
+/// Step between the cases of tests that try every bit or byte. Under Miri, where a case takes about a thousand times as
+/// long, these tests try only a sample.
 #[cfg(test)]
 const CASES_STEP: usize = if cfg!(miri) { 61 } else { 1 };

@@ -1,27 +1,27 @@
-//! Files of a store and their names.
+//! Names of the files and folders of a store.
 
 use std::fmt;
 
 use crate::limits::NUMBER_MAX;
 
-/// A folder of a store directory.
+/// A folder in the directory of a store, or that directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Folder {
-    /// The store directory itself.
+    /// The directory of the store.
     Root,
-    /// The folder of log segments.
+    /// The folder `log`, which contains log segments.
     Log,
-    /// The folder of image files and tables.
+    /// The folder `pages`, which contains image files and tables.
     Pages,
-    /// The folder of manifests.
+    /// The folder `snapshots`, which contains manifests.
     Snapshots,
 }
 
 impl Folder {
-    /// The folders inside the store directory.
+    /// All folders inside the directory of a store.
     pub const INNER: [Folder; 3] = [Folder::Log, Folder::Pages, Folder::Snapshots];
 
-    /// Returns the folder's name within the store directory; empty for the directory itself.
+    /// Returns the name of the folder within the store directory. The name of [`Folder::Root`] is empty.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -33,29 +33,29 @@ impl Folder {
     }
 }
 
-/// A file of a store. Numbers in names have exactly sixteen hexadecimal digits, so that names sort by number.
+/// A file of a store. Numbers in file names have exactly sixteen hexadecimal digits, so that names sort by number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum FileName {
-    /// `STORE`: the store's identity.
+    /// `STORE`, the file that contains the identity of the store.
     Store,
-    /// `LOCK`: locked by the writer while the store is open.
+    /// `LOCK`, the file that the writer locks while the store is open.
     Lock,
-    /// `READERS`: each reader locks the byte whose offset is the number of its snapshot. The content has no
-    /// meaning.
+    /// `READERS`, the lock file of readers. A reader of snapshot *n* locks the byte at offset *n*. The content of the
+    /// file has no meaning.
     Readers,
-    /// `log/<n>.log`: a log segment.
+    /// `log/<n>.log`, a segment of the log.
     Segment(u64),
-    /// `log/<n>.spare`: a segment file kept for reuse.
+    /// `log/<n>.spare`, a segment file that is kept for reuse.
     Spare(u64),
-    /// `pages/<n>.pages`: an image file.
+    /// `pages/<n>.pages`, an image file.
     Pages(u64),
-    /// `pages/<n>.spare`: an image file kept for reuse.
+    /// `pages/<n>.spare`, an image file that is kept for reuse.
     ImageSpare(u64),
-    /// `pages/<n>.table`: the table of an old state, named by a restore operation.
+    /// `pages/<n>.table`, the page table of an earlier state. A restore operation names this file.
     Table(u64),
-    /// `snapshots/<n>.manifest`: the manifest of snapshot *n*, which lists its pages and their images.
+    /// `snapshots/<n>.manifest`, the manifest of snapshot *n*, which lists its pages and their images.
     Manifest(u64),
-    /// `<folder>/<n>.tmp`: a file under construction, or one left over from a crash.
+    /// `<folder>/<n>.tmp`, a file that is being written, or that a crash left unfinished.
     Temporary(Folder, u64),
 }
 
@@ -88,7 +88,7 @@ impl FileName {
         }
     }
 
-    /// Parses the name of a file in `folder`. Returns `None` if no file of a store has this name.
+    /// Parses the name of a file in `folder`. Returns `None` if a store has no file of this name.
     #[must_use]
     pub fn parse(folder: Folder, name: &str) -> Option<Self> {
         let file = match (folder, name) {
@@ -110,7 +110,7 @@ impl FileName {
                 }
             }
         };
-        // Each file has exactly one spelling: upper-case digits and missing zeros are rejected.
+        // Each file has exactly one spelling: reject upper-case digits and missing zeros.
         (file.name() == name).then_some(file)
     }
 }
@@ -124,24 +124,24 @@ impl fmt::Display for FileName {
     }
 }
 
-/// Read access to a store directory: the only access to the outside world that decoding needs.
+/// Read access to the directory of a store. Decoding needs no other access to the file system.
 pub trait ReadAt {
-    /// Returns the names in a folder, in any order. The list is empty if the folder does not exist.
+    /// Returns the names of all files in a folder, in any order. The list is empty if the folder does not exist.
     ///
     /// # Errors
-    /// Returns any error of the medium.
+    /// Returns an error of the medium.
     fn list(&self, folder: Folder) -> std::io::Result<Vec<String>>;
 
-    /// Returns a file's length in bytes, or `None` if the file does not exist.
+    /// Returns the length of a file in bytes, or `None` if the file does not exist.
     ///
     /// # Errors
-    /// Returns any error of the medium.
+    /// Returns an error of the medium.
     fn len(&self, file: FileName) -> std::io::Result<Option<u64>>;
 
     /// Fills `out` with the bytes of `file` that start at `offset`.
     ///
     /// # Errors
-    /// Returns `UnexpectedEof` if the file ends before `out` is full, or any error of the medium.
+    /// Returns `UnexpectedEof` if the file ends before `out` is full, or an error of the medium.
     fn read_at(&self, file: FileName, offset: u64, out: &mut [u8]) -> std::io::Result<()>;
 }
 

@@ -1,45 +1,46 @@
-//! Headers of log segments. A segment is one file: a header block of 4096 bytes, then groups of frames.
+//! Headers of log segments. A segment is a file that contains a header block of 4096 bytes and then groups of frames.
 //!
-//! Only the first segment of an incarnation, the *opening* segment, names an incarnation. It is renamed into
-//! place complete, and that rename makes the incarnation real. A header written before its frames must not
-//! name an incarnation; otherwise an open cut short by a crash could be mistaken for the newest run.
+//! Only the first segment of an incarnation, its *opening* segment, names the incarnation. An open writes the opening
+//! segment completely and then renames it into place, which starts the incarnation. The headers of all other segments
+//! are written before their frames. Such a header must not name an incarnation, because an open that a crash
+//! interrupted could then be mistaken for the newest run.
 
 use crate::defect::{Defect, array, check_crc, check_equal, check_limit, check_point, check_zero};
 use crate::ids::{Incarnation, LogPoint, Lsn, StoreId};
 use crate::layout::layout;
 use crate::limits::{GROUP_ALIGN, NUMBER_MAX, SEGMENT_LEN_MAX, SEGMENT_LEN_MIN};
 
-/// Version of the whole format, recorded in STORE and in every file header.
+/// Version of the format. STORE and the header of every other file record this version.
 pub const FORMAT_VERSION: u32 = 1;
-/// Length of the header block in bytes. The first group starts at this offset.
+/// Length of the header block of a segment in bytes. The first group starts at this offset.
 pub const SEGMENT_HEADER_BLOCK: u64 = 4096;
 /// First bytes of a segment.
 pub const SEGMENT_MAGIC: [u8; 8] = *b"RMNTSEGM";
-/// Flag of an opening segment.
+/// Flag in the header of an opening segment.
 pub const FLAG_OPENING: u32 = 1;
 
 layout! {
-    /// Encoded segment header.
+    /// The encoded header of a segment.
     pub struct SegmentHeaderRaw: 128 {
         /// The magic `RMNTSEGM`.
         0 => magic: [u8; 8],
-        /// Format version, 1.
+        /// Format version; always 1.
         8 => version: u32,
-        /// Bit 0: opening segment.
+        /// Bit 0: the segment opens an incarnation.
         12 => flags: u32,
         /// The store's id.
         16 => store: StoreId,
-        /// Number of this segment, as in its file name.
+        /// Number of this segment, which its file name repeats.
         32 => segment: u64,
-        /// Length of the file in bytes.
+        /// Length of the segment file in bytes.
         40 => segment_len: u64,
-        /// Incarnation that this segment opens; zero if it opens none.
+        /// Incarnation that starts with this segment, or zero.
         48 => incarnation: Incarnation,
-        /// End of the previous incarnation: its last proven batch. Zero if there was none.
+        /// End of the last proven batch of the previous incarnation, or zero if there was none.
         56 => predecessor: LogPoint,
-        /// Last batch accepted from the previous incarnation.
+        /// Last batch that recovery accepted from the previous incarnation.
         92 => accepted: Lsn,
-        /// Chain hash of that batch's frame, as the previous incarnation wrote it.
+        /// Chain hash of the frame of the last accepted batch, as the previous incarnation wrote the frame.
         100 => accepted_chain: u32,
         /// Reserved, always zero.
         104 => reserved: [u8; 20],
@@ -48,36 +49,36 @@ layout! {
     }
 }
 
-/// Decoded segment header.
+/// The decoded header of a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SegmentHeader {
     /// The store's id.
     pub store: StoreId,
-    /// The number of this segment.
+    /// The number of the segment.
     pub segment: u64,
-    /// The length of the file in bytes, a multiple of 4096.
+    /// The length of the segment file in bytes, a multiple of 4096.
     pub segment_len: u64,
-    /// The start of an incarnation, or `None` if this is not an opening segment.
+    /// The start of an incarnation, or `None` if the segment is not an opening segment.
     pub opening: Option<Opening>,
 }
 
-/// The start of an incarnation, as its opening segment describes it.
+/// The start of an incarnation, which its opening segment records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Opening {
-    /// The incarnation that starts here.
+    /// The incarnation that starts with the segment.
     pub incarnation: Incarnation,
-    /// The end of the predecessor: the last batch proven by a durable mark. Zero in a new store.
+    /// The end of the last batch of the previous incarnation that a durable mark proved. Zero in a new store.
     pub predecessor: LogPoint,
-    /// The last batch accepted by recovery. Batches after the predecessor's end up to this one were copied
-    /// into this segment, which makes this number a durable mark.
+    /// The last batch that recovery accepted from the previous incarnation. The opening segment contains copies of the
+    /// accepted batches that no mark proved, so this Lsn is a durable mark.
     pub accepted: Lsn,
-    /// The chain hash of that batch in the predecessor.
+    /// The chain hash of the frame of the last accepted batch, as the previous incarnation wrote the frame.
     pub accepted_chain: u32,
 }
 
 impl Opening {
-    /// Returns the point at which the first frame of the incarnation is expected, given the opening segment's
-    /// number.
+    /// Returns the point from which the first frame of the incarnation is read. `segment` is the number of the opening
+    /// segment.
     #[must_use]
     pub fn start(&self, segment: u64) -> LogPoint {
         LogPoint {
@@ -91,7 +92,7 @@ impl Opening {
 }
 
 impl SegmentHeader {
-    /// Encodes the header. The rest of the header block is zero.
+    /// Encodes the header. The remaining bytes of the header block are zero.
     #[must_use]
     pub fn encode(&self) -> [u8; SegmentHeaderRaw::LEN] {
         let opening = self.opening;
@@ -113,12 +114,12 @@ impl SegmentHeader {
         raw.to_bytes()
     }
 
-    /// Decodes and checks the header of segment `number` of `store`, whose file is `file_len` bytes long
-    /// (SPEC S1 to S5).
+    /// Decodes the header of segment `number` of `store`, and checks it against the file name and the length of the
+    /// file (SPEC S1 to S5).
     ///
     /// # Errors
-    /// Returns a [`Defect`] as [`SegmentHeader::decode`] does, or if the header belongs to another segment,
-    /// another file length or another store.
+    /// Returns a [`Defect`] if [`SegmentHeader::decode`] fails, or if the header names another segment, file length or
+    /// store.
     pub fn decode_at(bytes: &[u8], store: StoreId, number: u64, file_len: u64) -> Result<Self, Defect> {
         let header = Self::decode(bytes)?;
         check_equal("segment's number", header.segment, number)?;
@@ -129,8 +130,8 @@ impl SegmentHeader {
     /// Decodes a header from the start of a segment (SPEC S1 to S4).
     ///
     /// # Errors
-    /// Returns a [`Defect`] if the bytes are too short, are not a segment header, have a wrong checksum or an
-    /// unknown version, or a field is out of range.
+    /// Returns a [`Defect`] if the bytes are too short or are not a segment header, if the checksum is wrong, if the
+    /// version is unknown, or if a field is out of range.
     pub fn decode(bytes: &[u8]) -> Result<Self, Defect> {
         let bytes: &[u8; SegmentHeaderRaw::LEN] = array(bytes, 0)?;
         let raw = SegmentHeaderRaw::from_bytes(bytes);

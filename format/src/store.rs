@@ -1,19 +1,19 @@
-//! The STORE file: a store's identity, and the features that a build must know to open it.
+//! The STORE file, which contains the identity of a store and the features that a build must support to open the store.
 //!
-//! The file is a fixed 64-byte header and a record encoded with serde and bincode. The header keeps its
-//! position and meaning in all future versions, so that an old build can always state why it refuses a store:
+//! The file contains a 64-byte header and a record encoded with serde and bincode. The layout of the header is the same
+//! in all future versions, so that an old build can always state why it refuses a store:
 //!
-//! | found in STORE | the build |
+//! | found in STORE | effect on the build |
 //! |---|---|
 //! | a version above its own, or an unknown incompatible feature | refuses the store: [`Defect::Version`] |
 //! | an unknown read-compatible feature | may read but not write: [`StoreFile::is_writable`] |
 //! | an unknown compatible feature | ignores the bit, and keeps it |
 //!
-//! STORE is the last file written when a store is created, so its presence proves that creation completed.
+//! STORE is the last file that the creation of a store writes, so its presence proves that creation completed.
 //!
-//! A new store gets all features that this build writes. A writer that opens an older store first adds its
-//! own features to STORE, durably, before it writes anything else ([`Features::with_written`]). A new feature
-//! needs one entry in the list below and one row in SPEC.md's table.
+//! A new store has all features that its build writes. A writer that opens an older store adds its own features to
+//! STORE and syncs the file before it writes anything else ([`Features::with_written`]). A new feature requires one
+//! entry in the list below and one row in the table of SPEC.md.
 
 use serde::{Deserialize, Serialize};
 
@@ -27,19 +27,19 @@ use crate::value::{bincode_config, decode_all};
 /// First bytes of STORE.
 pub const STORE_MAGIC: [u8; 8] = *b"RMNTSTOR";
 
-/// The incompatible features that this build knows and writes: bit and name, as listed in SPEC.md.
+/// The incompatible features that this build supports and writes. Each entry is a bit number and a name, as in SPEC.md.
 pub const INCOMPATIBLE: &[(u32, &str)] = &[(0, "floor"), (1, "thin"), (2, "overlays")];
 
-/// The read-compatible features that this build knows; none exist yet.
+/// Bit set of the read-compatible features that this build supports. None exist yet.
 const KNOWN_READ_COMPATIBLE: u32 = 0;
-/// The bits of [`INCOMPATIBLE`].
+/// Bit set of the features in [`INCOMPATIBLE`].
 const KNOWN_INCOMPATIBLE: u32 = bits(INCOMPATIBLE);
 
 const fn bits(features: &[(u32, &str)]) -> u32 {
     let (mut bits, mut at) = (0, 0);
     while at < features.len() {
         let bit = 1 << features[at].0;
-        assert!(bits & bit == 0); // One bit is one feature.
+        assert!(bits & bit == 0); // Two features must not share a bit.
         bits |= bit;
         at += 1;
     }
@@ -47,21 +47,21 @@ const fn bits(features: &[(u32, &str)]) -> u32 {
 }
 
 layout! {
-    /// Encoded STORE header.
+    /// The encoded header of STORE.
     pub struct StoreHeaderRaw: 64 {
         /// The magic `RMNTSTOR`.
         0 => magic: [u8; 8],
-        /// Format version, 1.
+        /// Format version; always 1.
         8 => version: u32,
-        /// Features that a build can ignore.
+        /// Bit set of the features that a build can ignore.
         12 => compatible: u32,
-        /// Features that a build can ignore if it only reads.
+        /// Bit set of the features that a build can ignore if it only reads.
         16 => read_compatible: u32,
-        /// Features that a build must know.
+        /// Bit set of the features that a build must support.
         20 => incompatible: u32,
         /// The store's id.
         24 => store: StoreId,
-        /// Length of the record that follows the header.
+        /// Length in bytes of the record, which follows the header.
         40 => record_len: u32,
         /// CRC-32 of the record.
         44 => record_crc: u32,
@@ -72,23 +72,23 @@ layout! {
     }
 }
 
-/// The set of features that a store uses, one bit each.
+/// The features that a store uses, as three sets of bits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Features {
-    /// Features that a build can ignore when it reads and writes.
+    /// Bit set of the features that a build can ignore when it reads or writes.
     pub compatible: u32,
-    /// Features that a build can ignore when it only reads.
+    /// Bit set of the features that a build can ignore when it only reads.
     pub read_compatible: u32,
-    /// Features that a build must know to open the store.
+    /// Bit set of the features that a build must support to open the store.
     pub incompatible: u32,
 }
 
 impl Features {
-    /// The features that this build writes.
+    /// All features that this build writes.
     pub const WRITTEN: Self =
         Self { compatible: 0, read_compatible: KNOWN_READ_COMPATIBLE, incompatible: KNOWN_INCOMPATIBLE };
 
-    /// Adds the features that this build writes. STORE must record the result before this build writes
+    /// Returns the features with those of this build added. The caller must write the result to STORE before it writes
     /// anything else.
     #[must_use]
     pub const fn with_written(self) -> Self {
@@ -99,27 +99,27 @@ impl Features {
         }
     }
 
-    /// Returns true if the incompatible feature with this bit number is set.
+    /// Returns true if the store uses the incompatible feature with this bit number.
     #[must_use]
     pub const fn has(self, bit: u32) -> bool {
         self.incompatible & (1 << bit) != 0
     }
 }
 
-/// The record in STORE, supplied by the creator of the store.
+/// The record in STORE, which the creator of the store supplies.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StoreRecord {
-    /// Fingerprint of the caller's data layout within pages; compared at open if present.
+    /// Fingerprint of the layout of the caller's data within pages. An open compares the fingerprint with the caller's.
     pub layout_fingerprint: Option<[u8; 32]>,
-    /// The caller's own identity blob.
+    /// Identity blob, whose content only the caller interprets.
     #[serde(
         serialize_with = "crate::value::serialize_bytes",
         deserialize_with = "crate::value::deserialize_bytes"
     )]
     pub identity: Vec<u8>,
-    /// Creation time, in milliseconds since 1970.
+    /// Time at which the store was created, in milliseconds since 1970.
     pub created_unix_ms: u64,
-    /// Ids of the stores whose image files this fork shares.
+    /// Ids of the stores with which this fork shares image files.
     pub ancestors: Vec<StoreId>,
 }
 
@@ -130,7 +130,7 @@ impl StoreRecord {
     }
 }
 
-/// The STORE file.
+/// The decoded content of a STORE file.
 ///
 /// ```
 /// use remanent_format::StoreId;
@@ -146,12 +146,12 @@ pub struct StoreFile {
     pub store: StoreId,
     /// The features that the store uses.
     pub features: Features,
-    /// The record supplied by the creator.
+    /// The record that the creator of the store supplied.
     pub record: StoreRecord,
 }
 
 impl StoreFile {
-    /// Encodes the whole file.
+    /// Encodes the file.
     ///
     /// # Errors
     /// Returns [`Defect::Limit`] if the identity blob is too long or there are too many ancestors.
@@ -177,10 +177,11 @@ impl StoreFile {
         Ok(out)
     }
 
-    /// Decodes and checks the whole file.
+    /// Decodes and checks the file.
     ///
     /// # Errors
-    /// Returns a [`Defect`]; [`Defect::Version`] means that this build is too old for the store.
+    /// Returns [`Defect::Version`] if this build is too old for the store, or another [`Defect`] if the file is
+    /// damaged.
     pub fn decode(bytes: &[u8]) -> Result<Self, Defect> {
         let header: &[u8; StoreHeaderRaw::LEN] = array(bytes, 0)?;
         let raw = StoreHeaderRaw::from_bytes(header);
@@ -210,14 +211,14 @@ impl StoreFile {
         Ok(Self { store: raw.store, features, record })
     }
 
-    /// Returns true if the directory may contain image files of `store`: it is this store or one of its
-    /// ancestors.
+    /// Returns true if `store` is this store or one of its ancestors. The directory can contain image files of these
+    /// stores.
     #[must_use]
     pub fn shares_images_of(&self, store: StoreId) -> bool {
         store == self.store || self.record.ancestors.contains(&store)
     }
 
-    /// Returns true if this build knows every feature that a writer must know.
+    /// Returns true if this build supports every feature that a writer must support.
     #[must_use]
     pub fn is_writable(&self) -> bool {
         self.features.read_compatible & !KNOWN_READ_COMPATIBLE == 0
@@ -241,7 +242,7 @@ mod tests {
         }
     }
 
-    /// Encodes the sample with a changed header and a matching header checksum.
+    /// Encodes the sample with a modified header and the checksum of that header.
     fn with_header(change: impl FnOnce(&mut StoreHeaderRaw)) -> Vec<u8> {
         let mut bytes = sample().encode().unwrap();
         let mut raw = StoreHeaderRaw::from_bytes(bytes[..64].try_into().unwrap());
@@ -251,7 +252,7 @@ mod tests {
         bytes
     }
 
-    /// Encodes the sample with a different record and matching checksums.
+    /// Encodes the sample with another record and matching checksums.
     fn with_record(record: &[u8]) -> Vec<u8> {
         let mut bytes = with_header(|raw| {
             raw.record_len = record.len() as u32;
@@ -305,7 +306,7 @@ mod tests {
             StoreFile::decode(&with_header(|raw| raw.incompatible = 3 << 30)),
             Err(Defect::Version { version: 1, features: 3 << 30 })
         );
-        // The error names only the unknown features.
+        // The error lists only the unsupported features.
         assert_eq!(
             StoreFile::decode(&with_header(|raw| raw.incompatible = u32::MAX)),
             Err(Defect::Version { version: 1, features: !KNOWN_INCOMPATIBLE })

@@ -1,4 +1,4 @@
-//! Chunks of an image file: a header, a table of images, and their payloads.
+//! Chunks of an image file. A chunk contains a header, a table of images, and the payloads of the images.
 
 use super::codec::Codec;
 use super::file::IMAGE_HEADER_BLOCK;
@@ -12,23 +12,23 @@ use crate::limits::{CHUNK_IMAGES_MAX, CHUNK_LEN_MAX, FRAME_ALIGN, GROUP_ALIGN, a
 pub const CHUNK_MAGIC: [u8; 8] = *b"RMNTCHNK";
 
 layout! {
-    /// Encoded chunk header. The table follows.
+    /// The encoded header of a chunk. The table of images follows.
     pub struct ChunkHeaderRaw: 64 {
         /// The magic `RMNTCHNK`.
         0 => magic: [u8; 8],
         /// The store's id.
         8 => store: StoreId,
-        /// Position of this chunk: the number of the image file.
+        /// Number of the image file that contains the chunk.
         24 => file: u64,
-        /// Position of this chunk: bytes from the start of the file.
+        /// Offset of this chunk, in bytes from the start of the file.
         32 => offset: u64,
-        /// Number of images.
+        /// Number of images in the chunk.
         40 => image_count: u32,
-        /// Length of the table in bytes.
+        /// Length of the table of images in bytes.
         44 => table_len: u32,
         /// Length of the chunk in bytes, including padding.
         48 => chunk_len: u64,
-        /// CRC-32 of the table.
+        /// CRC-32 of the table of images.
         56 => table_crc: u32,
         /// CRC-32 of the preceding bytes.
         60 => header_crc: u32,
@@ -36,21 +36,21 @@ layout! {
 }
 
 layout! {
-    /// Encoded row of one image in a chunk's table.
+    /// The encoded description of an image in the table of a chunk.
     pub struct ImageHeaderRaw: 64 {
-        /// Id of the page; zero if unknown.
+        /// Id of the page, or zero if it is unknown.
         0 => page: PageId,
-        /// Epoch of the page when it was captured; zero if unknown.
+        /// Epoch of the page at the time of the capture, or zero if it is unknown.
         8 => epoch: Epoch,
-        /// Newest batch in the image; zero if the image was written ahead of its batch.
+        /// Newest batch that the image includes, or zero if the image was written ahead of its batch.
         16 => lsn: Lsn,
         /// Length of the page in bytes.
         24 => len: u64,
-        /// Stored length of the payload in bytes.
+        /// Length of the stored payload in bytes.
         32 => stored_len: u64,
         /// Offset of the payload, in bytes from the start of the file.
         40 => offset: u64,
-        /// CRC-32 of the payload as stored.
+        /// CRC-32 of the stored payload.
         48 => stored_crc: u32,
         /// CRC-32 of the page's bytes.
         52 => raw_crc: u32,
@@ -61,40 +61,40 @@ layout! {
     }
 }
 
-/// Content to be written as an image.
+/// The description of an image that is to be written to a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NewImage {
-    /// The id of the page; zero if unknown.
+    /// The id of the page, or zero if it is unknown.
     pub page: PageId,
-    /// The epoch of the page; zero if unknown.
+    /// The epoch of the page, or zero if it is unknown.
     pub epoch: Epoch,
-    /// The newest batch in the bytes; zero if they are written ahead of their batch.
+    /// The newest batch that the image includes, or zero if the image is written ahead of its batch.
     pub lsn: Lsn,
-    /// Length of the uncompressed bytes, at least 1.
+    /// Length of the uncompressed bytes, which must be at least 1.
     pub len: u64,
     /// CRC-32 of the uncompressed bytes.
     pub crc: u32,
-    /// The compressed bytes to store instead, if any.
+    /// The length and checksum of the compressed bytes, or `None` to store the bytes uncompressed.
     pub compressed: Option<CompressedBytes>,
 }
 
-/// Length and checksum of the compressed form of a page.
+/// The length and checksum of the compressed bytes of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CompressedBytes {
-    /// Length in bytes, less than the page's length.
+    /// Length in bytes, which must be less than the length of the page.
     pub len: u64,
     /// CRC-32 of the compressed bytes.
     pub crc: u32,
 }
 
-/// Decoded row of one image in a chunk's table.
+/// The decoded description of an image in the table of a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ImageHeader {
-    /// The id of the page; zero if unknown.
+    /// The id of the page, or zero if it is unknown.
     pub page: PageId,
-    /// The epoch of the page; zero if unknown.
+    /// The epoch of the page, or zero if it is unknown.
     pub epoch: Epoch,
-    /// The newest batch in the image; zero if the image was written ahead of its batch.
+    /// The newest batch that the image includes, or zero if the image was written ahead of its batch.
     pub lsn: Lsn,
     /// The length of the page in bytes.
     pub len: u64,
@@ -136,7 +136,7 @@ impl ImageHeader {
     }
 }
 
-/// The layout of a chunk: its position, its length, and the position of each payload.
+/// The layout of a chunk, which contains the positions of its payloads.
 ///
 /// ```
 /// use remanent_format::image::{Chunk, ChunkHeader, NewImage};
@@ -165,20 +165,20 @@ impl ImageHeader {
 pub struct Chunk {
     /// The number of the image file.
     pub file: u64,
-    /// Offset from the start of the file in bytes, a multiple of 4096.
+    /// Offset of the chunk in bytes from the start of the file, a multiple of 4096.
     pub offset: u64,
-    /// Length in bytes, a multiple of 4096.
+    /// Length of the chunk in bytes, a multiple of 4096.
     pub len: u64,
-    /// The images, in the order of their payloads.
+    /// The descriptions of the images, in the order of their payloads.
     pub images: Vec<ImageHeader>,
 }
 
 impl Chunk {
-    /// Lays out images in a chunk at `offset` of image file `file`.
+    /// Computes the layout of a chunk of images at `offset` of image file `file`.
     ///
     /// # Errors
-    /// Returns a [`Defect`] if `offset` is invalid, there are no images or too many, or one of them is empty
-    /// or exceeds a limit; [`Defect::Memory`] if there is no memory for the layout.
+    /// Returns a [`Defect`] if `offset` is invalid, if there are no images or too many, or if an image is empty or
+    /// exceeds a limit. Returns [`Defect::Memory`] if there is not enough memory.
     pub fn plan(file: u64, offset: u64, images: &[NewImage]) -> Result<Self, Defect> {
         check_chunk_offset(offset)?;
         check_image_count(images.len() as u64)?;
@@ -213,18 +213,18 @@ impl Chunk {
         Ok(Self { file, offset, len, images: headers })
     }
 
-    /// Returns the length in bytes of the header and the table for `image_count` images. The first payload
-    /// follows them.
+    /// Returns the length in bytes of the header and the table of a chunk with `image_count` images. The first payload
+    /// follows the table.
     #[must_use]
     pub fn head_len(image_count: u64) -> u64 {
         payloads_at(0, image_count)
     }
 
-    /// Encodes the header and the table, which are the first bytes of the chunk. The caller writes the
-    /// payloads at the offsets in `images`, and zeros between and after them.
+    /// Encodes the header and the table, which are the first bytes of the chunk. The caller must write the payloads at
+    /// the offsets in `images`, and fill the gaps with zeros.
     ///
     /// # Errors
-    /// Returns [`Defect::Memory`] if there is no memory for them.
+    /// Returns [`Defect::Memory`] if there is not enough memory.
     pub fn encode(&self, store: StoreId) -> Result<Vec<u8>, Defect> {
         let mut out = Vec::new();
         reserve_items(&mut out, ChunkHeaderRaw::LEN + self.images.len() * ImageHeaderRaw::LEN)?;
@@ -248,16 +248,16 @@ impl Chunk {
     }
 }
 
-/// Decoded chunk header. The table is not proven yet.
+/// The decoded header of a chunk. The table of images is not yet checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChunkHeader {
     /// The store's id.
     pub store: StoreId,
-    /// The position of this chunk: the number of the image file.
+    /// The number of the image file that contains the chunk.
     pub file: u64,
-    /// The position of this chunk: bytes from the start of the file.
+    /// The offset of the chunk, in bytes from the start of the file.
     pub offset: u64,
-    /// Number of images.
+    /// Number of images in the chunk.
     pub image_count: u32,
     /// Length of the chunk in bytes, including padding.
     pub chunk_len: u64,
@@ -291,10 +291,10 @@ impl ChunkHeader {
         })
     }
 
-    /// Checks that the chunk was written at this position of this store (SPEC C2).
+    /// Checks that the header names this store, image file and offset (SPEC C2).
     ///
     /// # Errors
-    /// Returns [`Defect::Foreign`] for another store and [`Defect::Mismatch`] for another position.
+    /// Returns [`Defect::Foreign`] if it names another store, and [`Defect::Mismatch`] if it names another position.
     pub fn check_location(&self, store: StoreId, file: u64, offset: u64) -> Result<(), Defect> {
         if self.store != store {
             return Err(Defect::Foreign);
@@ -303,17 +303,17 @@ impl ChunkHeader {
         check_equal("chunk's offset", self.offset, offset)
     }
 
-    /// Returns the length in bytes of the header and the table together.
+    /// Returns the length in bytes of the header and the table of images.
     #[must_use]
     pub fn table_end(&self) -> usize {
         ChunkHeaderRaw::LEN + self.image_count as usize * ImageHeaderRaw::LEN
     }
 
-    /// Decodes the table (SPEC C3 to C6). `bytes` must start with the header, as in [`ChunkHeader::decode`].
+    /// Decodes the table of images (SPEC C3 to C6). `bytes` must start with the header of the chunk.
     ///
     /// # Errors
-    /// Returns a [`Defect`] if the table is invalid or the payloads are not laid out exactly as
-    /// [`Chunk::plan`] does.
+    /// Returns a [`Defect`] if the table is invalid or the offsets of the payloads differ from those that
+    /// [`Chunk::plan`] computes.
     pub fn decode_table(&self, bytes: &[u8]) -> Result<Chunk, Defect> {
         let table = slice(bytes, ChunkHeaderRaw::LEN, self.table_end() - ChunkHeaderRaw::LEN)?;
         check_crc("image table", self.table_crc, table)?;
@@ -344,12 +344,12 @@ fn check_image_count(count: u64) -> Result<(), Defect> {
     if count == 0 { Err(Defect::Field { what: "image count", found: 0 }) } else { Ok(()) }
 }
 
-/// Returns the offset of a chunk's first payload.
+/// Returns the offset of the first payload of a chunk at `offset`.
 fn payloads_at(offset: u64, image_count: u64) -> u64 {
     offset + ChunkHeaderRaw::LEN as u64 + image_count * ImageHeaderRaw::LEN as u64
 }
 
-/// Returns the offset after the padding of a payload: that of the next payload, if any.
+/// Returns the offset after a payload and its padding, which is the offset of the next payload.
 fn payload_end(image: &ImageRef) -> u64 {
     align_up(image.offset + image.stored_len, FRAME_ALIGN)
 }

@@ -1,8 +1,8 @@
 //! Encodings of image payloads.
 //!
-//! A compressed payload is a sequence of zstd frames (RFC 8878) without a dictionary. A reader first checks
-//! the payload as stored. The bytes passed to zstd were therefore written by a store, unless damage happens
-//! to match the checksum.
+//! A compressed payload is a sequence of zstd frames (RFC 8878) without a dictionary. A reader verifies the checksum of
+//! the stored payload before it decompresses. Therefore zstd receives only bytes that a store wrote, unless damaged
+//! bytes have the same checksum.
 
 use std::io::BufRead;
 use std::ops::ControlFlow;
@@ -16,24 +16,24 @@ const CODEC_RAW: u8 = 0;
 const CODEC_ZSTD: u8 = 1;
 const CODEC_OVERLAY: u8 = 2;
 
-/// Maximum number of page bytes per compressed frame. A writer splits a long page, so that many threads can
-/// compress it.
+/// Maximum number of page bytes per compressed frame. A writer splits a longer page, so that several threads can
+/// compress the page.
 pub const COMPRESSED_PIECE_LEN: usize = 1 << 20;
-/// Base-2 logarithm of the largest window of a frame, in bytes. A reader must be able to hold the window.
+/// Base-2 logarithm of the largest window of a frame in bytes. A decompressor needs memory for one window.
 const WINDOW_LOG_MAX: u32 = 23;
-/// Largest possible ratio of compression: the shortest block has 4 bytes and stands for at most 128 KiB.
+/// Maximum ratio of compression. The shortest block of zstd has 4 bytes and represents at most 128 KiB.
 pub(super) const EXPANSION_MAX: u64 = (128 << 10) / 4;
-/// Number of bytes decompressed at a time.
+/// Maximum number of bytes that are decompressed in one step.
 const DECOMPRESSED_AT_ONCE: u64 = 128 << 10;
 
 const _: () = assert!(COMPRESSED_PIECE_LEN <= 1 << WINDOW_LOG_MAX);
 
-/// The base of an overlay, as far as a manifest describes it.
+/// The base of an overlay, as named by an entry of a manifest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OverlayBase {
-    /// The number of the image file.
+    /// Number of the image file that contains the base.
     pub file: u64,
-    /// Stored length of the payload in bytes.
+    /// Length of the base's stored payload in bytes.
     pub stored_len: u64,
 }
 
@@ -52,16 +52,16 @@ impl OverlayBase {
     }
 }
 
-/// The encoding of an image's payload.
+/// The encoding of the payload of an image.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Codec {
-    /// The page's bytes, uncompressed.
+    /// The bytes of the page, uncompressed.
     #[default]
     Raw,
     /// A sequence of zstd frames.
     Zstd,
-    /// An [overlay](super::Overlay): pieces of the page, stored over a base image. Only manifests can name
+    /// An [overlay](super::Overlay), which contains pieces of the page and names a base image. Only manifests can name
     /// overlays.
     Overlay(OverlayBase),
 }
@@ -77,10 +77,10 @@ impl Codec {
         }
     }
 
-    /// Decodes the codec of a whole image.
+    /// Converts the number on disk to the codec of an image that is not an overlay.
     ///
     /// # Errors
-    /// Returns [`Defect::Field`] if the number is unknown or stands for an overlay.
+    /// Returns [`Defect::Field`] if the number is unknown or means an overlay.
     pub fn from_raw(raw: u8) -> Result<Self, Defect> {
         match raw {
             CODEC_RAW => Ok(Codec::Raw),
@@ -89,21 +89,20 @@ impl Codec {
         }
     }
 
-    /// Returns true if the number on disk stands for an overlay.
+    /// Returns true if the number on disk means an overlay.
     pub(crate) fn is_overlay(raw: u8) -> bool {
         raw == CODEC_OVERLAY
     }
 }
 
-/// A compressor for [`Codec::Zstd`]. Reuse it: its tables are built only once.
+/// A compressor for [`Codec::Zstd`]. Reuse it for several pieces, because its creation builds tables.
 pub struct Compressor(zstd::bulk::Compressor<'static>);
 
 impl Compressor {
-    /// Creates a compressor with zstd's `level`.
+    /// Creates a compressor with the compression level `level` of zstd.
     ///
     /// # Errors
-    /// Returns [`Defect::Compression`] or [`Defect::Memory`] if zstd rejects the level or lacks memory for
-    /// it.
+    /// Returns [`Defect::Compression`] if zstd rejects the level, or [`Defect::Memory`] if there is not enough memory.
     pub fn new(level: i32) -> Result<Self, Defect> {
         zstd::bulk::Compressor::new(level).map(Self).map_err(compression)
     }
@@ -111,8 +110,8 @@ impl Compressor {
     /// Compresses up to [`COMPRESSED_PIECE_LEN`] bytes into one frame.
     ///
     /// # Errors
-    /// Returns [`Defect::Limit`] if `bytes` is longer, or [`Defect::Memory`] or [`Defect::Compression`] if
-    /// there is no memory.
+    /// Returns [`Defect::Limit`] if `bytes` is longer, or [`Defect::Memory`] or [`Defect::Compression`] if there is not
+    /// enough memory.
     pub fn frame(&mut self, bytes: &[u8]) -> Result<Vec<u8>, Defect> {
         check_limit("length of a piece to compress", bytes.len() as u64, COMPRESSED_PIECE_LEN as u64)?;
         let mut frame = Vec::new();
@@ -122,8 +121,8 @@ impl Compressor {
     }
 }
 
-/// Decompresses `frames` to exactly `len` bytes, and passes them to `sink` piece by piece. No length stated
-/// in a frame is trusted (I9).
+/// Decompresses `frames` to exactly `len` bytes and passes the bytes to `sink` in pieces. The lengths in frames are not
+/// trusted (I9).
 pub(super) fn decompress(frames: &[u8], len: u64, mut sink: impl FnMut(&[u8])) -> Result<(), Defect> {
     decompress_from(frames, len, |piece| {
         sink(piece);
@@ -131,7 +130,7 @@ pub(super) fn decompress(frames: &[u8], len: u64, mut sink: impl FnMut(&[u8])) -
     })
 }
 
-/// Decompresses like [`decompress`], from a reader, until `sink` breaks.
+/// Decompresses as [`decompress`] does, until `sink` breaks.
 pub(crate) fn decompress_from(
     frames: impl BufRead,
     len: u64,
@@ -146,8 +145,8 @@ pub(crate) fn decompress_from(
     )
 }
 
-/// Decompresses like [`decompress_from`]. If a frame ends after a piece, `sink` also receives the number of
-/// payload bytes up to that end.
+/// Decompresses as [`decompress_from`] does. If a piece is the last of its frame, `sink` also receives the number of
+/// payload bytes up to the end of the frame.
 pub(crate) fn decompress_frames(
     mut frames: impl BufRead,
     len: u64,
@@ -182,7 +181,7 @@ pub(crate) fn decompress_frames(
 
 fn compression(error: std::io::Error) -> Defect {
     let message = error.to_string();
-    // zstd failed to allocate memory. It does not report how much.
+    // zstd does not report how much memory it failed to allocate.
     match message.starts_with("Allocation error") {
         true => Defect::Memory { needed: 1 << WINDOW_LOG_MAX },
         false => Defect::Compression(message),

@@ -5,23 +5,23 @@ use crate::ids::StoreId;
 use crate::layout::layout;
 use crate::segment::FORMAT_VERSION;
 
-/// Length of an image file's header block in bytes. The first chunk starts at this offset.
+/// Length of the header block of an image file in bytes. The first chunk starts at this offset.
 pub const IMAGE_HEADER_BLOCK: u64 = 4096;
 /// First bytes of an image file.
 pub const IMAGE_FILE_MAGIC: [u8; 8] = *b"RMNTPAGE";
 
 layout! {
-    /// Encoded header of an image file. The rest of its block is zero.
+    /// The encoded header of an image file. The remaining bytes of the header block are zero.
     pub struct ImageFileHeaderRaw: 64 {
         /// The magic `RMNTPAGE`.
         0 => magic: [u8; 8],
-        /// Format version, 1.
+        /// Format version; always 1.
         8 => version: u32,
-        /// Purpose for which the file was written: 1 or 2.
+        /// Number that represents the purpose of the file, 1 or 2.
         12 => purpose: u32,
         /// The store's id.
         16 => store: StoreId,
-        /// Number of this file, as in its name.
+        /// Number of this file, which its name repeats.
         32 => file: u64,
         /// Reserved, always zero.
         40 => reserved: [u8; 20],
@@ -30,14 +30,14 @@ layout! {
     }
 }
 
-/// The reason that an image file was written. If no manifest or table names the file, this decides whether
-/// the log may still need it.
+/// The purpose of an image file. The log may still need a file of purpose [`Batch`](Self::Batch) that no manifest or
+/// table names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ImagePurpose {
-    /// Written for a snapshot, or for the table of an old state.
+    /// The file was written for a snapshot, or for the table of an earlier state.
     Snapshot,
-    /// Written ahead of a batch, which names its images once they are durable.
+    /// The file was written ahead of a batch, which names its images once they are durable.
     Batch,
 }
 
@@ -51,7 +51,7 @@ impl ImagePurpose {
         }
     }
 
-    /// Decodes a purpose.
+    /// Converts the number on disk to a purpose.
     ///
     /// # Errors
     /// Returns [`Defect::Field`] if the number is unknown.
@@ -64,7 +64,7 @@ impl ImagePurpose {
     }
 }
 
-/// Decoded header of an image file.
+/// The decoded header of an image file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ImageFileHeader {
     /// The store's id.
@@ -76,7 +76,7 @@ pub struct ImageFileHeader {
 }
 
 impl ImageFileHeader {
-    /// Encodes the header. The rest of the header block is zero.
+    /// Encodes the header. The remaining bytes of the header block are zero.
     #[must_use]
     pub fn encode(&self) -> [u8; ImageFileHeaderRaw::LEN] {
         let mut raw = ImageFileHeaderRaw {
@@ -92,8 +92,8 @@ impl ImageFileHeader {
         raw.to_bytes()
     }
 
-    /// Decodes a header from the start of an image file (SPEC H1). The caller must compare the store with
-    /// STORE (SPEC H2) and the number with the file name (SPEC H3).
+    /// Decodes a header from the start of an image file (SPEC H1). The caller must check the store id (SPEC H2) and
+    /// compare the number with the file name (SPEC H3).
     ///
     /// # Errors
     /// Returns a [`Defect`] if the header is invalid.

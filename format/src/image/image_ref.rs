@@ -1,4 +1,4 @@
-//! References to images: location, encoding, and the checksums that prove the bytes.
+//! References to images. A reference contains the location, the encoding and the checksums of an image.
 
 use std::borrow::Cow;
 
@@ -7,19 +7,19 @@ use super::file::IMAGE_HEADER_BLOCK;
 use crate::defect::{Defect, check_crc, check_equal, check_limit, reserve};
 use crate::limits::{CHUNK_LEN_MAX, FRAME_ALIGN, PAGE_LEN_MAX};
 
-/// Highest offset at which a chunk can start. Up to this offset, sums of offsets and lengths cannot overflow.
+/// Maximum offset of a chunk in bytes. Offsets up to this limit can be added to lengths without overflow.
 pub(super) const CHUNK_OFFSET_MAX: u64 = 1 << 62;
 
-/// The location and checksums of an image, as manifests and frames record them.
+/// A reference to an image, as recorded in manifests and frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ImageRef {
-    /// The number of the image file.
+    /// The number of the image file that contains the payload.
     pub file: u64,
     /// The offset of the payload, in bytes from the start of the file.
     pub offset: u64,
-    /// Stored length of the payload in bytes.
+    /// Length of the stored payload in bytes.
     pub stored_len: u64,
-    /// CRC-32 of the payload as stored.
+    /// CRC-32 of the stored payload.
     pub stored_crc: u32,
     /// CRC-32 of the page's bytes.
     pub raw_crc: u32,
@@ -28,8 +28,8 @@ pub struct ImageRef {
 }
 
 impl ImageRef {
-    /// Returns the image files that hold this image, each with the number of stored bytes in it. An overlay
-    /// needs two files: its own and that of its base.
+    /// Returns the image files that contain this image, each with the number of bytes it stores. An overlay has two
+    /// files, its own and that of its base.
     pub fn files(&self) -> impl Iterator<Item = (u64, u64)> + use<> {
         let base = match self.codec {
             Codec::Raw | Codec::Zstd => None,
@@ -38,16 +38,16 @@ impl ImageRef {
         std::iter::once((self.file, self.stored_len)).chain(base)
     }
 
-    /// Returns true if the payload alone contains the whole page, as it does unless the image is an overlay.
+    /// Returns true if the payload contains the whole page, which is the case for all images but overlays.
     #[must_use]
     pub fn is_whole(&self) -> bool {
         !matches!(self.codec, Codec::Overlay(_))
     }
 
-    /// Checks that this can be an image of a page of length `len` (SPEC C4 and M7). Reads nothing.
+    /// Checks that the reference is valid for a page of length `len` (SPEC C4 and M7). The image file is not read.
     ///
     /// # Errors
-    /// Returns the first [`Defect`] found.
+    /// Returns the first [`Defect`] that is found.
     pub fn check(&self, len: u64) -> Result<(), Defect> {
         check_extent(len, self.stored_len, self.offset)?;
         match self.codec {
@@ -56,8 +56,8 @@ impl ImageRef {
                 check_equal("raw checksum of a raw image", self.raw_crc.into(), self.stored_crc.into())
             }
             Codec::Zstd => {
-                // A writer keeps a compressed payload only if it is shorter than the page, and zstd cannot
-                // expand further.
+                // A writer stores a compressed payload only if it is shorter than the page. The ratio of zstd has a
+                // maximum.
                 check_limit("stored length of a compressed image", self.stored_len, len - 1)?;
                 check_limit(
                     "length of a compressed image",
@@ -66,28 +66,28 @@ impl ImageRef {
                 )
             }
             Codec::Overlay(base) => {
-                // Likewise: if more of the page changed, it is written as a whole.
+                // A writer stores an overlay only if it is shorter than the page.
                 check_limit("stored length of an overlay", self.stored_len, len - 1)?;
                 base.check()
             }
         }
     }
 
-    /// Checks that `stored` is this image's payload as stored.
+    /// Checks that `stored` is the stored payload of this image.
     ///
     /// # Errors
-    /// Returns [`Defect::Mismatch`] if the length is wrong, or [`Defect::Checksum`] if the bytes are.
+    /// Returns [`Defect::Mismatch`] if the length is wrong, or [`Defect::Checksum`] if the bytes are wrong.
     pub fn check_payload(&self, stored: &[u8]) -> Result<(), Defect> {
         check_equal("length of an image's payload", stored.len() as u64, self.stored_len)?;
         check_crc("image", self.stored_crc, stored)
     }
 
-    /// Decodes the payload of a whole image into the `len` bytes of the page. The stored payload is checked
-    /// before it is decompressed, and so is the result. At most `len` decompressed bytes are held.
+    /// Decodes a stored payload into the `len` bytes of the page. Verifies the checksums of the stored payload and of
+    /// the page, and allocates memory for at most `len` bytes.
     ///
     /// # Errors
-    /// Returns a [`Defect`] if the reference or the payload is invalid, if there is no memory, or for an
-    /// overlay.
+    /// Returns a [`Defect`] if the reference or the payload is invalid, if there is not enough memory, or if the image
+    /// is an overlay.
     pub fn decode<'a>(&self, stored: Cow<'a, [u8]>, len: u64) -> Result<Cow<'a, [u8]>, Defect> {
         self.check(len)?;
         self.check_payload(&stored)?;
@@ -104,17 +104,17 @@ impl ImageRef {
         }
     }
 
-    /// Checks that a payload decodes to a page of length `len`, using little memory whatever the length. The
-    /// payload of an overlay alone never does.
+    /// Checks that a stored payload decodes to a page of length `len`. The memory use does not depend on the length.
+    /// The payload of an overlay always fails this check.
     ///
     /// # Errors
-    /// Returns a [`Defect`] as [`ImageRef::decode`] does.
+    /// Returns the same [`Defect`] as [`ImageRef::decode`].
     pub fn check_content(&self, stored: &[u8], len: u64) -> Result<(), Defect> {
         self.content_pieces(stored, len, |_| {})
     }
 
-    /// Checks a payload like [`ImageRef::check_content`], and passes the page's bytes to `sink` piece by
-    /// piece. They are proven only when this returns `Ok`.
+    /// Checks a payload as [`ImageRef::check_content`] does, and passes the bytes of the page to `sink` in pieces. The
+    /// bytes are not proven until this function returns `Ok`.
     pub(crate) fn content_pieces(
         &self,
         stored: &[u8],
@@ -146,12 +146,12 @@ impl ImageRef {
     }
 }
 
-/// Returns the defect of an overlay's payload used as a whole page.
+/// Returns the defect for the payload of an overlay that is decoded without its base.
 fn without_base() -> Defect {
     Defect::Field { what: "codec of a payload that is to be a whole page", found: 2 }
 }
 
-/// Checks the lengths and the offset of an image.
+/// Checks the ranges of the lengths and the offset of an image.
 fn check_extent(len: u64, stored_len: u64, offset: u64) -> Result<(), Defect> {
     for (what, found) in [("page length", len), ("stored length", stored_len)] {
         check_limit(what, found, PAGE_LEN_MAX)?;

@@ -1,4 +1,4 @@
-//! Image files: the bytes of pages, written by snapshots and ahead of batches.
+//! Image files, which contain the bytes of pages. Snapshots write images, and commits write images ahead of batches.
 //!
 //! ```text
 //! pages/<n>.pages
@@ -7,13 +7,12 @@
 //! ...    chunk, at a multiple of 4096
 //! ```
 //!
-//! A manifest entry names an image by file, offset, length and checksum, and is the authority on it. The
-//! table at the start of a chunk records what was known when the payloads were written, for inspection and
-//! salvage. A page of length 0 has no image.
+//! An entry of a manifest names an image by file, offset, length and checksum, and is the authority for the image. The
+//! table at the start of a chunk describes the same images for inspection and salvage, as they were when they were
+//! written. A page of length 0 has no image.
 //!
-//! An image can be an [`Overlay`]: pieces that replace parts of another image. The chunk's table lists an
-//! overlay as an image of an unknown page, because its bytes have no meaning without the manifest entry that
-//! names it.
+//! An image can be an [`Overlay`], whose pieces replace parts of another image. The table of a chunk lists an overlay
+//! as an image of an unknown page, because the bytes of the overlay have no meaning without the entry of the manifest.
 
 mod file;
 mod image_ref;

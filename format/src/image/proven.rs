@@ -1,16 +1,15 @@
-//! Images that were proven as a whole once, and can then be read by ranges.
+//! Images that are proven once as a whole, and can then be read in parts.
 //!
-//! An image has one checksum, so proving any part of it takes all of it. The pass that proves it records
-//! checksums of pieces. Later reads are checked against these, so they return exactly the proven bytes or an
-//! error.
+//! An image has one checksum, so proving any part of the image requires all of its bytes. The first read records the
+//! checksums of pieces. Later reads verify these checksums, and return the proven bytes or an error.
 //!
-//! A piece of an uncompressed image has 64 KiB, and its record takes four bytes. A piece of a compressed
-//! image consists of the frames that make up at least 1 MiB of the page. Its record takes 24 bytes, because
-//! frames must be read from their start. Frames from another writer may be longer; then a read decompresses
-//! more than requested, but still holds only a few hundred KiB.
+//! A piece of an uncompressed image has 64 KiB, and its record takes four bytes. A piece of a compressed image consists
+//! of the frames that contain at least 1 MiB of the page. Its record takes 24 bytes, because frames must be read from
+//! their start. Another writer may have produced longer frames. A read from such a frame decompresses more than was
+//! requested, but needs only a few hundred KiB of memory.
 //!
-//! An overlay is proven as stored, and so is its base. The overlay's table, about 24 bytes per piece, is kept
-//! in memory, because it determines which bytes come from the overlay.
+//! The payload of an overlay is proven, and so is its base. The table of the overlay stays in memory with about 24
+//! bytes per piece, because it determines which bytes of the page come from the overlay.
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -24,27 +23,27 @@ use super::{Codec, ImageRef, Overlay, sum_after_change};
 use crate::defect::{Damage, Defect, reserve, zeros};
 use crate::names::{FileName, ReadAt};
 
-/// Length in bytes of a piece of an uncompressed image. The last piece may be shorter.
+/// Length of a piece of an uncompressed image in bytes. The last piece may be shorter.
 const PIECE_LEN: u64 = 64 << 10;
-/// Minimum number of page bytes in a piece of a compressed image. The last piece may have fewer.
+/// Minimum number of page bytes in a piece of a compressed image. The last piece may contain fewer.
 const FRAMES_LEN: u64 = CHECKED_AT_ONCE;
 
-/// Checksums of the pieces of an image. Each piece can be proven on its own.
+/// Checksums of the pieces of an image.
 #[derive(Clone, Debug)]
 enum Pieces {
-    /// Pieces of an uncompressed image: CRC-32 of every [`PIECE_LEN`] bytes.
+    /// CRC-32 of every [`PIECE_LEN`] bytes of an uncompressed image.
     Even(Vec<u32>),
     /// Pieces of a compressed image.
     Frames(Vec<Piece>),
 }
 
-/// A separately provable part of an image.
+/// A part of an image that has a checksum of its own.
 #[derive(Clone, Copy, Debug)]
 struct Piece {
-    /// Start of the piece, in bytes from the start of the page and of the payload.
+    /// Offset of the piece in the page, and offset of its frames in the payload, both in bytes.
     page_at: u64,
     stored_at: u64,
-    /// CRC-32 of the piece's page bytes.
+    /// CRC-32 of the page bytes in the piece.
     sum: u32,
 }
 
@@ -59,7 +58,7 @@ impl Pieces {
         }
     }
 
-    /// Returns the number of the piece that contains the page's byte at `offset`.
+    /// Returns the index of the piece that contains the page's byte at `offset`.
     fn number_at(&self, offset: u64) -> usize {
         match self {
             Self::Even(_) => (offset / PIECE_LEN) as usize,
@@ -68,12 +67,12 @@ impl Pieces {
     }
 }
 
-/// An image that was proven as a whole, with checksums of its pieces.
+/// An image that was proven once, with the checksums of its pieces.
 #[derive(Clone, Debug)]
 pub struct ProvenImage {
     image: ImageRef,
     len: u64,
-    /// Empty for an overlay, whose payload and base have pieces of their own.
+    /// Checksums of the pieces. Empty for an overlay, whose payload and base have their own.
     pieces: Pieces,
     overlay_proof: Option<Box<ProvenOverlay>>,
 }
@@ -82,26 +81,26 @@ pub struct ProvenImage {
 #[derive(Clone, Debug)]
 struct ProvenOverlay {
     base: Arc<ProvenImage>,
-    /// The payload of the overlay, treated as the image of a page.
+    /// Payload of the overlay, proven as if it were the image of a page.
     payload: ProvenImage,
     overlay: Overlay,
 }
 
 impl ProvenImage {
-    /// Proves the image of a page of length `len`. A compressed image is read twice, because it is first
-    /// checked as stored.
+    /// Reads and proves the image of a page of length `len`. A compressed image is read twice, because its stored
+    /// payload is verified before it is decompressed.
     ///
     /// # Errors
-    /// Returns [`Damage`] if the image is missing, truncated or damaged, or there is no memory.
+    /// Returns [`Damage`] if the image is missing, truncated or damaged, or if there is not enough memory.
     pub fn prove(source: &dyn ReadAt, image: &ImageRef, len: u64) -> Result<Self, Damage> {
         Self::prove_over(source, image, len, None)
     }
 
-    /// Proves an image like [`prove`](Self::prove). If the image is an overlay whose base is `known`, most of
-    /// the base is not read again.
+    /// Proves an image as [`prove`](Self::prove) does. If the image is an overlay over the base `known`, most of the
+    /// base is not read again.
     ///
     /// # Errors
-    /// Returns [`Damage`] as [`prove`](Self::prove) does.
+    /// Returns the same [`Damage`] as [`prove`](Self::prove).
     pub fn prove_over(
         source: &dyn ReadAt,
         image: &ImageRef,
@@ -137,20 +136,19 @@ impl ProvenImage {
         Ok(Self { image: *image, len, pieces: Pieces::Even(Vec::new()), overlay_proof: Some(proven) })
     }
 
-    /// Returns the image that supplies the bytes outside the overlay's pieces, or this image if it is not an
-    /// overlay.
+    /// Returns the base image if this image is an overlay, otherwise this image.
     #[must_use]
     pub fn base(self: &Arc<Self>) -> Arc<Self> {
         self.overlay_proof.as_ref().map_or_else(|| self.clone(), |overlay_proof| overlay_proof.base.clone())
     }
 
-    /// Returns the overlay, or `None` if this is not an overlay.
+    /// Returns the header and the table of the overlay, or `None` if this image is not an overlay.
     #[must_use]
     pub fn overlay(&self) -> Option<&Overlay> {
         self.overlay_proof.as_ref().map(|overlay_proof| &overlay_proof.overlay)
     }
 
-    /// Returns the reference to this image.
+    /// Returns the reference to the image that was proven.
     #[must_use]
     pub fn image(&self) -> &ImageRef {
         &self.image
@@ -170,7 +168,7 @@ impl ProvenImage {
         Ok(Self { image: *image, len, pieces, overlay_proof: None })
     }
 
-    /// Sums an uncompressed image: its pieces and the whole.
+    /// Computes the checksums of the pieces of an uncompressed image, and of the whole image.
     fn sum_stored(source: &dyn ReadAt, image: &ImageRef) -> Result<(Pieces, u32), Damage> {
         let at = |defect: Defect| defect.at(FileName::Pages(image.file), image.offset);
         let (mut sums, mut whole) = (Vec::new(), crc32fast::Hasher::new());
@@ -191,7 +189,7 @@ impl ProvenImage {
         Ok((Pieces::Even(sums), computed))
     }
 
-    /// Sums a compressed image: its pieces and the whole.
+    /// Computes the checksums of the pieces of a compressed image, and of the whole page.
     fn sum_frames(source: &dyn ReadAt, image: &ImageRef, len: u64) -> Result<(Pieces, u32), Damage> {
         let at = |defect: Defect| defect.at(FileName::Pages(image.file), image.offset);
         stream_stored(source, image, |_| -> Result<(), Damage> { Ok(()) })?;
@@ -212,8 +210,7 @@ impl ProvenImage {
         Ok((Pieces::Frames(frames.done), frames.whole.finalize()))
     }
 
-    /// Returns the number of page bytes to read together when some of them are needed. Reads should start at
-    /// a multiple of it.
+    /// Returns the recommended length of a read, in bytes of the page. Reads should start at multiples of this length.
     #[must_use]
     pub fn window_len(&self) -> u64 {
         match &self.overlay_proof {
@@ -223,17 +220,16 @@ impl ProvenImage {
         }
     }
 
-    /// Returns the image file and the offset of the payload in it.
+    /// Returns the image file, and the offset of the payload in the file.
     #[must_use]
     pub fn location(&self) -> (FileName, u64) {
         (FileName::Pages(self.image.file), self.image.offset)
     }
 
-    /// Reads the page's bytes from `offset` on. They are the bytes that were proven.
+    /// Reads proven bytes of the page from `offset` on.
     ///
     /// # Errors
-    /// Returns [`Damage`] if the image has changed since it was proven; the contents of `out` are then
-    /// unspecified.
+    /// Returns [`Damage`] if the image has changed since it was proven. The contents of `out` are then unspecified.
     ///
     /// # Panics
     /// Panics if the range exceeds the page.
@@ -313,8 +309,8 @@ impl ProvenOverlay {
         self.overlay.apply_pieces(offset, bytes, read, |defect| defect.at(file, image_at))
     }
 
-    /// Computes the CRC-32 of the page, which has `len` bytes. Of an uncompressed base, this reads only the
-    /// windows that pieces cover in part; of a compressed base, all windows that pieces touch.
+    /// Computes the CRC-32 of a page of `len` bytes. Reads those windows of an uncompressed base that pieces cover in
+    /// part, and those windows of a compressed base that pieces touch.
     fn sum(&self, source: &dyn ReadAt, len: u64) -> Result<u32, Damage> {
         let (file, image_at) = self.payload.location();
         let (mut sum, mut bytes, mut summed_to) = (self.base.image.raw_crc, Vec::new(), 0);
@@ -348,10 +344,10 @@ impl ProvenOverlay {
     }
 }
 
-/// Number of bytes of a compressed image read at a time when a part of it is needed.
+/// Number of bytes that are read at a time to decompress a part of an image.
 const DECOMPRESSED_FROM: u64 = 256 << 10;
 
-/// Sums of a compressed image under construction.
+/// Checksums of a compressed image, while its frames are decompressed.
 struct FrameSums {
     done: Vec<Piece>,
     start: Piece,
@@ -375,7 +371,7 @@ impl FrameSums {
         self.page_at += bytes.len() as u64;
     }
 
-    /// Ends the current piece, if it has any bytes. The next one starts at `stored_at` in the payload.
+    /// Ends the current piece unless it is empty. The next piece starts at `stored_at` in the payload.
     fn end(&mut self, stored_at: u64) {
         let Self { done, start, sum, page_at, whole } = self;
         if start.page_at < *page_at {
@@ -387,7 +383,6 @@ impl FrameSums {
     }
 }
 
-/// Reserves capacity for exactly `count` items.
 fn reserve_items<T>(items: &mut Vec<T>, count: u64) -> Result<(), Defect> {
     let needed = count * size_of::<T>() as u64;
     items.try_reserve_exact(count as usize).map_err(|_| Defect::Memory { needed })

@@ -1,5 +1,5 @@
-//! Reading images: whole, only the first bytes, or piece by piece. When a read returns `Ok`, all bytes that
-//! it handed out are proven.
+//! Reads of images: the whole image, its first bytes, or all bytes in pieces. A read that returns `Ok` has proven all
+//! bytes that it returned.
 
 use std::borrow::Cow;
 use std::io::{self, BufRead};
@@ -11,10 +11,10 @@ use super::{Codec, ImageRef};
 use crate::defect::{Damage, Defect, check_limit, reserve, zeros};
 use crate::names::{FileName, ReadAt};
 
-/// Number of bytes of an image checked at a time.
+/// Number of bytes of an image that are checked at a time.
 pub(crate) const CHECKED_AT_ONCE: u64 = 1 << 20;
 
-/// Checks the image of a page of length `len` without keeping its bytes. The image is read piece by piece.
+/// Reads and checks the image of a page of length `len` in pieces, without keeping its bytes.
 ///
 /// # Errors
 /// Returns [`Damage`] if the image is missing, truncated or damaged.
@@ -22,8 +22,8 @@ pub fn check_image(source: &dyn ReadAt, image: &ImageRef, len: u64) -> Result<()
     stream_image(source, image, len, |_| Ok(()))
 }
 
-/// Reads and checks the whole image of a page of length `len`, but keeps only the first `len_max` bytes and
-/// allocates memory for no more.
+/// Reads and checks the image of a page of length `len`, and returns at most the first `len_max` bytes of the page.
+/// Memory is allocated only for these bytes.
 ///
 /// # Errors
 /// Returns [`Damage`] if the image is missing, truncated or damaged.
@@ -46,15 +46,15 @@ pub(crate) fn read_image_head(
     Ok(head)
 }
 
-/// Reads the image of a page of length `len`, and passes the page's bytes to `sink` in order, piece by piece.
-/// Memory is needed for one piece only, however long the page is.
+/// Reads the image of a page of length `len`, and passes the bytes of the page to `sink` in order and in pieces. Memory
+/// is allocated for one piece only.
 ///
-/// The bytes are proven only when this returns `Ok`; until then they must not be shown to readers. A
-/// compressed image is read twice, because it is first checked as stored. So is an overlay, but not its base
-/// unless that is compressed.
+/// The bytes are not proven until this function returns `Ok`. A compressed image is read twice, because its stored
+/// payload is verified before it is decompressed. The payload of an overlay is also read twice, and so is a compressed
+/// base.
 ///
 /// # Errors
-/// Returns [`Damage`] if the image is missing, truncated or damaged, or the error of `sink`.
+/// Returns [`Damage`] if the image is missing, truncated or damaged, or the error that `sink` returned.
 pub fn stream_image<E: From<Damage>>(
     source: &dyn ReadAt,
     image: &ImageRef,
@@ -113,7 +113,7 @@ fn stream_overlaid<E: From<Damage>>(
     let (file, offset) = (FileName::Pages(image.file), image.offset);
     let at = |defect: Defect| E::from(defect.at(file, offset));
     check_lies(source, image, len).map_err(at)?;
-    // The payload is proven as stored before it is interpreted.
+    // Verify the payload before it is interpreted.
     stream_stored(source, image, |_| Ok::<_, E>(()))?;
     let overlay = read_overlay(source, image, len)?;
     let (mut sum, mut done, mut piece) = (crc32fast::Hasher::new(), 0, Vec::new());
@@ -132,10 +132,11 @@ fn stream_overlaid<E: From<Damage>>(
     check_sum("page", image.raw_crc, sum).map_err(at)
 }
 
-/// Reads the header and the table of the overlay of a page of length `len`, without proving their checksum.
+/// Reads the header and the table of the overlay of a page of length `len`. The checksum of the payload is not
+/// verified.
 ///
 /// # Errors
-/// Returns [`Damage`] if they are invalid, name another base than the reference, or belong to a page of
+/// Returns [`Damage`] if the header or the table is invalid, contradicts the base in `image`, or belongs to a page of
 /// another length.
 pub(super) fn read_overlay(source: &dyn ReadAt, image: &ImageRef, len: u64) -> Result<Overlay, Damage> {
     let (file, offset) = (FileName::Pages(image.file), image.offset);
@@ -151,8 +152,8 @@ pub(super) fn read_overlay(source: &dyn ReadAt, image: &ImageRef, len: u64) -> R
     read().map_err(|defect: Defect| defect.at(file, offset))
 }
 
-/// Passes the payload of an image, as stored, to `sink` piece by piece. The payload is proven when this
-/// returns `Ok`.
+/// Passes the stored payload of an image to `sink` in pieces. The payload is not proven until this function returns
+/// `Ok`.
 pub(super) fn stream_stored<E: From<Damage>>(
     source: &dyn ReadAt,
     image: &ImageRef,
@@ -167,7 +168,7 @@ pub(super) fn stream_stored<E: From<Damage>>(
     check_sum("image", image.stored_crc, sum).map_err(at)
 }
 
-/// Reads like [`stream_stored`], for a caller that computes the checksum itself. Every piece but the last has
+/// Reads as [`stream_stored`] does, but leaves the checksum to the caller. All pieces but the last have
 /// [`CHECKED_AT_ONCE`] bytes.
 pub(super) fn read_stored<E: From<Damage>>(
     source: &dyn ReadAt,
@@ -192,27 +193,26 @@ fn check_sum(what: &'static str, found: u32, sum: crc32fast::Hasher) -> Result<(
     if found == computed { Ok(()) } else { Err(Defect::Checksum { what, found, computed }) }
 }
 
-/// The payload of an image, read once from start to end.
+/// A reader of the stored payload of an image, from start to end.
 pub(super) struct StoredBytes<'s> {
     source: &'s dyn ReadAt,
     file: FileName,
-    /// Offset of the next read.
+    /// Offset of the next read from the file.
     at: u64,
     end: u64,
-    /// An own buffer, because `BufReader` cannot report a failed allocation.
+    /// A buffer of its own, because `BufReader` cannot report a failed allocation.
     buffer: Vec<u8>,
-    /// Part of the buffer that was read but not yet consumed.
+    /// Range of the buffer that was read but not yet consumed.
     buffered: Range<usize>,
-    /// The reason that a read failed, if one did.
+    /// The reason why a read failed, or `None`.
     pub refused: Option<Defect>,
 }
 
 impl<'s> StoredBytes<'s> {
-    /// Creates a reader of the image's payload. It skips the first `skipped` bytes and reads up to
-    /// `read_at_once` bytes at a time.
+    /// Creates a reader of the payload after its first `skipped` bytes. Each read has up to `read_at_once` bytes.
     ///
     /// # Errors
-    /// Returns [`Defect::Memory`] if there is no memory for the buffer.
+    /// Returns [`Defect::Memory`] if the buffer cannot be allocated.
     pub fn of(
         source: &'s dyn ReadAt,
         image: &ImageRef,
@@ -255,12 +255,12 @@ impl io::Read for StoredBytes<'_> {
 /// Reads and checks the image of a page of length `len`.
 ///
 /// # Errors
-/// Returns [`Damage`] if the image is missing, truncated or damaged, or there is no memory.
+/// Returns [`Damage`] if the image is missing, truncated or damaged, or if there is not enough memory.
 pub fn read_image(source: &dyn ReadAt, image: &ImageRef, len: u64) -> Result<Vec<u8>, Damage> {
     let file = FileName::Pages(image.file);
     let at = |defect: Defect| defect.at(file, image.offset);
-    // The stored bytes of an uncompressed image are those of the page. For a short compressed image, the
-    // stored bytes are held as well, up to one piece.
+    // The payload of an uncompressed image is the page. The payload of a short compressed image is also read as a
+    // whole.
     if !image.is_whole() || (image.codec != Codec::Raw && len > CHECKED_AT_ONCE) {
         let mut bytes = Vec::new();
         stream_image(source, image, len, |piece| -> Result<(), Damage> {
@@ -276,8 +276,7 @@ pub fn read_image(source: &dyn ReadAt, image: &ImageRef, len: u64) -> Result<Vec
     image.decode(stored.into(), len).map(Cow::into_owned).map_err(at)
 }
 
-/// Reads and checks the image of a page of length `out.len()`. After a failure, the contents of `out` are
-/// unspecified.
+/// Reads and checks the image of a page of length `out.len()`. After an error, the contents of `out` are unspecified.
 ///
 /// # Errors
 /// Returns [`Damage`] if the image is missing, truncated or damaged.
@@ -295,7 +294,7 @@ pub fn read_image_into(source: &dyn ReadAt, image: &ImageRef, out: &mut [u8]) ->
     }
     check_lies(source, image, len).map_err(at)?;
     let (mut sum, mut done) = (crc32fast::Hasher::new(), 0);
-    // Each piece is summed while the processor still has it in its cache.
+    // Checksum each piece while it is in the processor's cache.
     for piece in out.chunks_mut(CHECKED_AT_ONCE as usize) {
         source.read_at(file, image.offset + done, piece).map_err(|error| at(unreadable(error)))?;
         sum.update(piece);
@@ -304,22 +303,21 @@ pub fn read_image_into(source: &dyn ReadAt, image: &ImageRef, out: &mut [u8]) ->
     check_sum("image", image.stored_crc, sum).map_err(at)
 }
 
-/// Checks that `image` can be an image of a page of length `len` and lies within its file. This happens
-/// before any read, so that a truncated image is reported as such.
+/// Checks that `image` is a valid reference for a page of length `len`, and that the payload is within its file. A
+/// truncated image is thus reported before any read.
 pub(super) fn check_lies(source: &dyn ReadAt, image: &ImageRef, len: u64) -> Result<(), Defect> {
     image.check(len)?;
     check_range(source, FileName::Pages(image.file), image.offset, image.stored_len)
 }
 
-/// Checks that a range lies within its file.
+/// Checks that a range is within its file.
 pub(super) fn check_range(source: &dyn ReadAt, file: FileName, offset: u64, len: u64) -> Result<(), Defect> {
     let file_len = source.len(file).map_err(unreadable)?.ok_or(Defect::Missing)?;
     let end = offset.saturating_add(len);
     if end > file_len { Err(Defect::Truncated { needed: end, have: file_len }) } else { Ok(()) }
 }
 
-/// Reads a range, which must lie within its file, so that no more memory is allocated than the file is long
-/// (I9).
+/// Reads a range of a file. A range that exceeds the file is rejected before memory is allocated (I9).
 pub(crate) fn read_range(
     source: &dyn ReadAt,
     file: FileName,
@@ -336,7 +334,7 @@ pub(crate) fn unreadable(error: std::io::Error) -> Defect {
     Defect::of_read(&error)
 }
 
-/// Copies the overlap of two ranges of a page: from `bytes`, which start at `bytes_at`, to `target`, which
+/// Copies the bytes that two ranges of a page have in common. `bytes` start at `bytes_at` of the page, and `target`
 /// starts at `target_at`.
 pub(crate) fn copy_common(target: &mut [u8], target_at: u64, bytes: &[u8], bytes_at: u64) {
     let end = target_at.saturating_add(target.len() as u64).min(bytes_at.saturating_add(bytes.len() as u64));

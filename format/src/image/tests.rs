@@ -31,7 +31,7 @@ fn decode(bytes: &[u8]) -> Result<Chunk, Defect> {
     ChunkHeader::decode(bytes)?.decode_table(bytes)
 }
 
-/// Encodes the sample with a changed header and first row, and with matching checksums.
+/// Encodes the sample with a modified header and first row, and with matching checksums.
 fn with_rows(change: impl FnOnce(&mut ChunkHeaderRaw, &mut ImageHeaderRaw)) -> Vec<u8> {
     let mut bytes = sample().encode(STORE).unwrap();
     let mut header = ChunkHeaderRaw::from_bytes(bytes[..64].try_into().unwrap());
@@ -148,7 +148,7 @@ fn payload_is_verified_by_length_and_checksum() {
     assert!(matches!(image.check_payload(&[4; 16]), Err(Defect::Checksum { what: "image", .. })));
 }
 
-/// Compresses a page in pieces, and returns a reference to the frames.
+/// Compresses a page in pieces. Returns the reference and the frames.
 fn compressed(content: &[u8], piece_len: usize) -> (ImageRef, Vec<u8>) {
     let mut compressor = Compressor::new(1).unwrap();
     let frames: Vec<u8> =
@@ -178,7 +178,7 @@ fn compressed_pages_decode_from_any_frame_count() {
     assert!(matches!(refused, Err(Defect::Limit { .. })), "{refused:?}");
 }
 
-/// The highest achievable compression ratio is within the bound checked before decompression.
+/// Zeros, which compress best, stay within the ratio that is checked before decompression.
 #[test]
 #[cfg_attr(miri, ignore = "zstd is C")]
 fn frame_payload_is_bounded() {
@@ -194,7 +194,7 @@ fn frame_payload_is_bounded() {
 fn oversized_window_is_refused_before_allocation() {
     let content = vec![5; 1 << 20];
     let (image, mut frames) = compressed(&content, COMPRESSED_PIECE_LEN);
-    // In a frame that is not a single segment, the window follows the descriptor. Set it to 2^41 bytes.
+    // The window follows the descriptor in a frame that is not a single segment. Set the window to 2^41 bytes.
     assert_eq!((frames[4], frames[5] >> 3), (0x80, 9));
     frames[5] = 31 << 3;
     let stored = (frames.len() as u64, crc32fast::hash(&frames));
@@ -203,7 +203,7 @@ fn oversized_window_is_refused_before_allocation() {
     assert!(matches!(refused, Err(Defect::Compression(_))), "{refused:?}");
 }
 
-/// An image file, starting at the payload's offset.
+/// The part of an image file that starts with the payload.
 struct Payload<'p>(&'p ImageRef, Vec<u8>);
 
 impl ReadAt for Payload<'_> {
@@ -223,8 +223,8 @@ impl ReadAt for Payload<'_> {
     }
 }
 
-/// Returns images of one page with their payloads: uncompressed, in frames of several lengths, and in one
-/// frame longer than this crate's writer produces.
+/// Returns images of one page with their payloads: uncompressed, in frames of several lengths, and in one frame that is
+/// longer than those of this crate's writer.
 fn images_of(content: &[u8]) -> Vec<(&'static str, ImageRef, Vec<u8>)> {
     let new = NewImage { crc: crc32fast::hash(content), ..new_image(1, content.len() as u64) };
     let raw = Chunk::plan(3, 8192, &[new]).unwrap().images[0].image;
@@ -268,7 +268,7 @@ fn ranges_of_verified_image_match_or_fail() {
         for range in &ranges {
             assert!(read(&source, range).unwrap() == content[range.clone()], "{what}, {range:?}");
         }
-        // The image was proven before. Bytes that have changed since must not be returned.
+        // The image was proven before its bytes changed. A read must not return the changed bytes.
         let middle = source.1.len() / 2;
         source.1[middle] ^= 1;
         let refused = read(&source, &(0..len)).unwrap_err();
@@ -295,7 +295,7 @@ fn impossible_chunks_are_not_planned() {
         assert!(matches!(found, Err(Defect::Field { .. } | Defect::Limit { .. })), "{why}: {found:?}");
     }
     assert!(Chunk::plan(1, 4096, &[new_image(1, PAGE_LEN_MAX)]).is_ok());
-    // An image written ahead of its batch need not name its page.
+    // An image that is written ahead of its batch need not name its page.
     let ahead = NewImage { page: PageId(0), epoch: Epoch(0), lsn: Lsn(0), len: 1, crc: 0, compressed: None };
     assert!(Chunk::plan(1, 4096, &[ahead]).is_ok());
 }

@@ -1,8 +1,8 @@
-//! The states between one start and the next, and what they need that neither start shows.
+//! Gaps, which are ranges of states that cannot be computed.
 //!
-//! A state is computed from the newest start that ends at or before it, and the log from there on. It needs
-//! that start's own images, the log in between, and the images and tables that the batches in it name, even
-//! if later batches give the page another image.
+//! A state is computed from the newest start that ends at or before the state. The computation needs the images of that
+//! start, the log after it, and the images and tables that the batches of that log name, even where a later batch
+//! replaces them.
 
 use std::sync::Arc;
 
@@ -21,17 +21,17 @@ use crate::state::survey::Survey;
 pub struct Gap {
     /// The first state of the range.
     pub first: Lsn,
-    /// The last state known to be in the range.
+    /// The last state that is known to be in the range.
     pub last: Lsn,
     /// The damage that prevents the computation.
     pub damage: Damage,
 }
 
-/// Bit of the feature with which a seal records how far back the log is kept.
+/// Bit of the feature that lets a seal record the floor of the log.
 const FLOOR: u32 = 0;
 
-/// Walks the log from a start, or from its beginning, to batch `until` or to its end, and proves the images
-/// that batches after the start's own state name.
+/// Finds the gaps from a start, or from the beginning of the log, to batch `until` or to the end of the log. Reads and
+/// proves the images that batches after the start's own state name.
 pub(super) fn gaps(
     survey: &Survey,
     source: &dyn ReadAt,
@@ -61,7 +61,7 @@ pub(super) fn gaps(
     found
 }
 
-/// Returns damage to the images that a batch introduces and its state uses.
+/// Returns the damage of the images that a batch names and that are part of the state after the batch.
 fn damaged_images(
     resolver: &Resolver,
     lsn: Lsn,
@@ -76,16 +76,16 @@ fn damaged_images(
         Op::Image { page, len, image } => Some((page, len, image)),
         _ => None,
     });
-    // A batch can give a page an image and then delete the page.
+    // A batch can replace a page with an image and then delete the page.
     let stands = brought.filter(|(page, _, image)| {
         resolver.bases().get(*page).is_some_and(|base| base.image == Some(*image))
     });
     stands.filter_map(|(_, len, image)| images.check(lsn, Some(image), len)).collect()
 }
 
-/// Returns the damage that the log's beginning is missing although a seal that records snapshots has not
-/// given it up. Without such a seal, the store could be a fork, which has no beginning of its own and records
-/// the start of its log at its first open.
+/// Returns damage if the beginning of the log is missing, although the last seal lists snapshots and does not give the
+/// beginning up. A seal without snapshots proves nothing, because a fork has no beginning until its first open writes a
+/// seal.
 pub(super) fn lost_beginning(survey: &Survey, record: &[VerifiedSnapshot]) -> Option<Damage> {
     let is_given_up = record.iter().any(|entry| entry.log_kept);
     let is_kept = survey.store.features.has(FLOOR) && !record.is_empty() && !is_given_up;

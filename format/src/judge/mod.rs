@@ -1,10 +1,10 @@
-//! The verdict on a store: where recovery starts, what prevents other starts, which kept states are lost, and
-//! which recorded snapshots are lost.
+//! The verdict on a store. It states where recovery starts, what prevents other starts, and which kept states and
+//! recorded snapshots are lost.
 //!
-//! Recovery, views of earlier states and inspectors all use this module, so that they agree about a store.
-//! Recovery uses the first candidate that works, and so does [`judge`]. It then proves the states that a
-//! caller can ask for. Each batch of the log belongs to the newest start that ends before it, so the log is
-//! walked about once, however many snapshots exist.
+//! Recovery, views of earlier states and inspectors use this module, so that they agree about a store. Recovery uses
+//! the first candidate that works, and so does [`judge`], which then proves the states that a caller can request. Each
+//! batch of the log belongs to the newest start that ends before the batch. The log is therefore read about once,
+//! however many snapshots exist.
 //!
 //! | question | answer |
 //! |---|---|
@@ -14,10 +14,10 @@
 //! | Which of these does the store promise? | [`Start::role`] |
 //! | Does the newest seal name a snapshot, so that no crash can have removed it? | [`Record::names`] |
 //!
-//! An open reads the images of all pages except some in [`Place::Disk`]: an image that a verified snapshot
-//! names for such a page was read back when the snapshot was verified. Damage to such an image affects only
-//! that page ([`Start::damaged_pages`]). An open that loads pages on demand defers more of these reads, and
-//! one with less memory moves pages to disk. The verdict is that of an open that does neither.
+//! An open reads the images of all pages except some in [`Place::Disk`]. If a verified snapshot names the image of such
+//! a page, the image was read when the snapshot was verified, and an open does not read it. Damage to such an image
+//! affects only that page ([`Start::damaged_pages`]). An open that loads pages on demand reads fewer images, and an
+//! open with too little memory moves pages to disk. The verdict is that of an open that does neither.
 
 mod gaps;
 mod image_proofs;
@@ -39,19 +39,19 @@ use crate::state::reach::{Reach, Role};
 use crate::state::survey::Survey;
 use crate::state::trail::OpLocations;
 
-/// The snapshots named by the newest seal of the log.
+/// The snapshots that the newest seal of the log lists as verified.
 #[derive(Clone, Copy, Debug)]
 pub struct Record<'r>(pub &'r [VerifiedSnapshot]);
 
 impl Record<'_> {
-    /// Returns true if the seal names the snapshot.
+    /// Returns true if the seal lists the snapshot.
     #[must_use]
     pub fn names(self, snapshot: SnapshotId) -> bool {
         self.0.iter().any(|entry| entry.snapshot == snapshot)
     }
 
-    /// Returns true if the seal names the snapshot with the checksum found on disk, and all links of its
-    /// chain are valid.
+    /// Returns true if the seal lists the snapshot with the manifest checksum that is on disk, and all links of the
+    /// snapshot's chain are valid.
     #[must_use]
     pub fn has_verified(self, survey: &Survey, snapshot: SnapshotId) -> bool {
         let Some(Ok((_, health))) = survey.links.get(&snapshot) else { return false };
@@ -60,11 +60,11 @@ impl Record<'_> {
         is_named && survey.chain(snapshot).is_ok()
     }
 
-    /// Returns damage to the manifests of recorded snapshots: manifests that are missing, unreadable, or not
-    /// the ones that were verified.
+    /// Returns the damage to manifests of recorded snapshots. Such a manifest is missing or unreadable, or differs from
+    /// the one that was verified.
     ///
-    /// The user's name for a snapshot is stored only in its manifest, so it is lost as well. No other check
-    /// shows this loss, because recovery starts from another snapshot.
+    /// No other check detects this loss, because recovery starts from another snapshot. The name of the snapshot is
+    /// lost as well, because only the manifest contains the name.
     #[must_use]
     pub fn lost(self, survey: &Survey) -> Vec<Damage> {
         let mut lost: Vec<Damage> = Vec::new();
@@ -89,22 +89,22 @@ impl Record<'_> {
     }
 }
 
-/// A candidate for the start of recovery: a snapshot, or the log's beginning.
+/// A candidate for the start of recovery, which is a snapshot or the beginning of the log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Start {
-    /// The snapshot, or `None` for the log's beginning.
+    /// The snapshot, or `None` for the beginning of the log.
     pub snapshot: Option<SnapshotId>,
-    /// The states that the newest seal promises from here.
+    /// The states that the newest seal promises to keep available from this candidate.
     pub role: Role,
-    /// The damage that prevents recovery from starting here. Not determined for candidates after the one that
-    /// recovery starts from.
+    /// The damage that prevents recovery from starting here. Empty for candidates after the one that recovery starts
+    /// from, because they are not checked.
     pub blocked_by: Vec<Damage>,
-    /// Damage to images of pages on disk that an open from here does not read. It does not prevent an open,
-    /// but reads of these images fail until a batch writes the whole page or deletes it.
+    /// Damage to images of pages on disk that an open does not read. Reads of such a page fail until a batch replaces
+    /// or deletes the page.
     pub damaged_pages: Vec<(PageId, Damage)>,
-    /// The damage that prevents going back to exactly this state.
+    /// The damage that prevents the computation of the candidate's own state.
     pub lost_by: Vec<Damage>,
-    /// States after this one and before the next start that cannot be computed.
+    /// Ranges of states between this candidate and the next start that cannot be computed.
     pub gaps: Vec<Gap>,
 }
 
@@ -113,26 +113,25 @@ pub struct Start {
 pub struct Verdict {
     /// All candidates, in the order in which recovery tries them.
     pub starts: Vec<Start>,
-    /// The index in `starts` of the candidate that recovery starts from, or `None` if the store cannot be
-    /// opened.
+    /// The index in `starts` of the candidate that recovery starts from, or `None` if the store cannot be opened.
     pub opens_from: Option<usize>,
-    /// The state that recovery produces.
+    /// The state that recovery produces, or `None` if the store cannot be opened.
     pub state: Option<Resolution>,
-    /// Damage to snapshots recorded in the log.
+    /// Damage to the manifests of snapshots that the newest seal lists.
     pub lost: Vec<Damage>,
-    /// Damage to the log's beginning, if no seal has given it up.
+    /// The damage to the beginning of the log, or `None` if a seal has given the beginning up.
     pub lost_beginning: Option<Damage>,
 }
 
 impl Verdict {
-    /// Returns the candidate that recovery starts from.
+    /// Returns the candidate that recovery starts from, or `None` if the store cannot be opened.
     #[must_use]
     pub fn start(&self) -> Option<&Start> {
         self.opens_from.map(|index| &self.starts[index])
     }
 }
 
-/// The outcome of an open from a candidate.
+/// The outcome of an open from one candidate.
 struct Attempt {
     /// State at the end of the log.
     state: Resolution,
@@ -142,14 +141,14 @@ struct Attempt {
     damaged_pages: Vec<(PageId, Damage)>,
 }
 
-/// Images that prevented recovery from starting at a candidate, by file and offset.
+/// Images that prevented recovery from starting at a candidate, keyed by file and offset.
 type Blocking = HashMap<(u64, u64), ImageRef>;
 
-/// Checks a candidate as an open does: the log after it to the end, and the images from which its pages are
-/// made.
+/// Checks a candidate as an open does. Reads the log from the candidate to the end, and the images of the resulting
+/// pages.
 ///
 /// # Errors
-/// Returns [`Damage`] in the log, or in a table that a restore names.
+/// Returns the [`Damage`] to the log, or to a table that a restore names.
 fn attempt(
     survey: &Survey,
     source: &dyn ReadAt,
@@ -169,7 +168,7 @@ fn attempt(
         }
     }
     if !damaged_pages.is_empty() {
-        // If batches have written the whole page since, no byte of the image is used any more.
+        // An image is not needed if later batches have overwritten every byte of its page.
         let mut op_locations = OpLocations::default();
         let state = op_locations.follow(survey, source, base, None)?;
         damaged_pages.retain(|(page, _)| !op_locations.is_image_overwritten(source, &state.resolved, *page));
@@ -177,12 +176,13 @@ fn attempt(
     Ok(Attempt { state, blocked_by, damaged_pages })
 }
 
-/// Judges a store, given a survey of its files.
+/// Determines the verdict on a store from a survey of its files. Reads the log, and the images that `images` does not
+/// contain yet.
 #[must_use]
 pub fn judge(survey: &Survey, source: &dyn ReadAt, images: &mut ImageProofs<'_>) -> Verdict {
     let mut verdict =
         Verdict { starts: Vec::new(), opens_from: None, state: None, lost: Vec::new(), lost_beginning: None };
-    // Entries of the log's last seal, once known.
+    // Entries of the last seal of the log, once a walk has reached the end.
     let mut record: Option<Vec<VerifiedSnapshot>> = None;
     let mut blocking = Blocking::new();
     for (snapshot, candidate) in survey.named_candidates() {
@@ -231,7 +231,7 @@ pub fn judge(survey: &Survey, source: &dyn ReadAt, images: &mut ImageProofs<'_>)
     let reach = Reach::of(survey, &record);
     verdict.lost = Record(&record).lost(survey);
     verdict.lost_beginning = lost_beginning(survey, &record).filter(|_| is_end_known);
-    // Newest state before the start examined last.
+    // Newest state before the start that was examined last.
     let mut until = None;
     for start in &mut verdict.starts {
         start.role = start.snapshot.map_or_else(|| role_of_beginning(&reach), |id| reach.role(id));
@@ -252,7 +252,7 @@ pub fn judge(survey: &Survey, source: &dyn ReadAt, images: &mut ImageProofs<'_>)
             until = base.map(|base| Lsn(base.end.0.saturating_sub(1)));
         }
     }
-    // A snapshot that gives only its own state gives it regardless of damage to the log before it.
+    // A snapshot's own state can be computed even if the log before the snapshot is damaged.
     let is_complete = |start: &Start| start.role != Role::Link && start.lost_by.is_empty();
     let complete =
         verdict.starts.iter().filter(|start| is_complete(start)).filter_map(|start| start.snapshot);
@@ -263,16 +263,15 @@ pub fn judge(survey: &Survey, source: &dyn ReadAt, images: &mut ImageProofs<'_>)
             gap.first = gap.first.next();
         }
     }
-    // No seal promises a start that is excluded by the floor, whether or not it still exists.
+    // The floor excludes the beginning of the log, even if the beginning still exists.
     if verdict.state.is_some() && !reach.is_start(None) {
         verdict.starts.retain(|start| start.snapshot.is_some());
     }
     verdict
 }
 
-/// Returns true if a snapshot names an image that prevented a start from a newer snapshot naming it as well.
-/// No batch in between can have given the page another image, so the state at the log's end uses this image
-/// here, too, and the log need not be followed again.
+/// Returns true if the snapshot names an image that prevented a start from a newer snapshot. No batch in between can
+/// have replaced the image, so the final state uses this image here, too. The log need not be read again.
 fn is_blocked(base: &Manifest, blocking: &Blocking) -> bool {
     !blocking.is_empty() && base.entries.iter().any(|entry| is_blocking(entry.image, blocking))
 }
@@ -281,7 +280,7 @@ fn is_blocking(image: Option<ImageRef>, blocking: &Blocking) -> bool {
     image.is_some_and(|image| blocking.get(&(image.file, image.offset)) == Some(&image))
 }
 
-/// Records the damaged images of a state, except those of pages on disk, because another snapshot that names
+/// Records the damaged images of a state. Images of pages on disk are excluded, because another snapshot that names
 /// such an image may be verified.
 fn note_blocking(state: &Resolution, images: &mut ImageProofs<'_>, blocking: &mut Blocking) {
     for (page, _) in images_of(state, images) {
@@ -297,24 +296,23 @@ fn role_of_beginning(reach: &Reach) -> Role {
     if reach.is_start(None) { Role::Start } else { Role::Link }
 }
 
-/// Returns the entries of the last seal met on the way to a state at the log's end.
+/// Returns the entries of the last seal of a state at the end of the log.
 fn recorded(state: &Resolution) -> &[VerifiedSnapshot] {
     state.end.as_ref().map(|end| &end.verified[..]).unwrap_or_default()
 }
 
-/// Checks the images from which a state is made, and returns the damage found, with the affected pages.
+/// Checks the images of all pages of a state. Returns the pages whose images are damaged, with the damage.
 fn images_of(state: &Resolution, images: &mut ImageProofs<'_>) -> Vec<(PageId, Damage)> {
     let bases = state.resolved.bases.iter();
     bases.filter_map(|(page, base)| Some((page, images.check(base.lsn, base.image, base.len)?))).collect()
 }
 
-/// Returns the same damage without the pages.
 fn damaged_images(state: &Resolution, images: &mut ImageProofs<'_>) -> Vec<Damage> {
     images_of(state, images).into_iter().map(|(_, damage)| damage).collect()
 }
 
-/// Returns true if an open does not read the image of a page: the page is on disk in the resulting state, and
-/// the snapshot that the open starts from names the image and is recorded as verified (SPEC R4).
+/// Returns true if an open does not read the image of a page (SPEC R4). The page must be on disk in the resulting
+/// state, and the verified snapshot that the open starts from must name the image.
 #[must_use]
 pub fn is_left_unread(page: PageId, state: &Resolution, verified: Option<&Manifest>) -> bool {
     let Some(verified) = verified else { return false };

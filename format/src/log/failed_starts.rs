@@ -1,7 +1,7 @@
-//! Points from which a walk failed to reach the end of the log.
+//! Start points of walks that did not reach the end of the log.
 //!
-//! All snapshots after which the log continues share its end. Without this record, each of them would cause
-//! one walk to the same damage.
+//! All walks to the end of the log read the same last frames. Without this record, every snapshot would cause one walk
+//! to the same damage.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,13 +9,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crate::defect::Damage;
 use crate::ids::LogPoint;
 
-/// Start points of failed walks, each with the damage that any walk through this point will meet. A walk that
-/// starts earlier knows at least the same marks, so it cannot succeed either.
+/// Start points of failed walks, with the damage that each walk found. A walk that starts earlier and reaches one of
+/// these points fails in the same way, because it has read at least the same durable marks.
 #[derive(Clone, Debug, Default)]
 pub(super) struct FailedStarts(Arc<Mutex<HashMap<LogPoint, Damage>>>);
 
 impl FailedStarts {
-    /// Records that a walk from `from` met `damage`. Unreadable bytes are not recorded: a later attempt may
+    /// Records that the walk from `from` found `damage`. Unreadable bytes are not recorded, because a later attempt may
     /// succeed.
     pub fn note(&self, from: LogPoint, damage: &Damage) {
         if !damage.defect.is_unreadable() {
@@ -23,7 +23,7 @@ impl FailedStarts {
         }
     }
 
-    /// Returns all points recorded so far.
+    /// Returns a copy of all recorded points.
     pub fn known(&self) -> HashMap<LogPoint, Damage> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }

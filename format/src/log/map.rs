@@ -1,4 +1,4 @@
-//! Map of the log: its segments, the newest incarnation, and the line of incarnations that leads to it.
+//! The map of the log, which lists its segments and the line of incarnations.
 
 use std::collections::BTreeMap;
 
@@ -11,24 +11,22 @@ use crate::limits::GROUP_ALIGN;
 use crate::names::{FileName, Folder, ReadAt};
 use crate::segment::{Opening, SEGMENT_HEADER_BLOCK, SegmentHeader, SegmentHeaderRaw};
 
-/// A segment file as found on disk.
+/// A segment file that was found on disk.
 #[derive(Clone, Debug)]
 pub struct Segment {
     /// The length of the file in bytes.
     pub file_len: u64,
-    /// The decoded header, or its defect if it is damaged, belongs to another store or does not match the
-    /// file.
+    /// The decoded header, or the reason why the header is invalid.
     pub header: Result<SegmentHeader, Defect>,
     /// The incarnation of the first own frame at a multiple of 4096, or `None` if there is no such frame.
     pub frames: Option<Incarnation>,
-    /// Whether all of the segment was read and holds no own frame at any multiple of 16. In this case nothing
-    /// in it can testify (I4), so it need not be searched again. Frames that a running writer adds later are
-    /// found by the next map.
+    /// Whether the segment is readable, has a valid header and contains no own frame. Such a segment cannot testify (I4), so it need not
+    /// be searched again. Frames that a running writer adds later are found by the next map.
     pub(super) is_blank: bool,
 }
 
 impl Segment {
-    /// Returns the defect of the header if the file is shorter than the header states.
+    /// Returns the defect of the header if the file is shorter than the length that the header states.
     pub(crate) fn cut_short(&self) -> Option<&Defect> {
         let defect = self.header.as_ref().err()?;
         let &Defect::Mismatch { found, expected, .. } = defect else { return None };
@@ -40,26 +38,26 @@ impl Segment {
     }
 }
 
-/// All segments of a store, and the line of incarnations.
+/// The segments of a store, and the line of incarnations that leads to the newest one.
 #[derive(Clone, Debug)]
 pub struct LogMap {
     pub(super) store: StoreId,
     pub(super) segments: BTreeMap<u64, Segment>,
     pub(super) newest: Option<Incarnation>,
-    /// Openings on the line with their segments, oldest first.
+    /// Openings on the line with the numbers of their segments, oldest first.
     line: Vec<(u64, Opening)>,
-    /// Damaged header at which the line ends, if any.
+    /// Damaged header at which the line ends, or `None`.
     pub(super) chain_break: Option<Damage>,
-    /// Points from which walks of this map that share outcomes failed to reach the end.
+    /// Start points of failed walks, for the walks of this map that share outcomes.
     pub(super) failed_starts: FailedStarts,
 }
 
 impl LogMap {
-    /// Reads all segment headers, and as much of the segments as is needed to find their frames.
+    /// Reads the headers of all segments, and searches the segments for their first frames.
     ///
     /// # Errors
-    /// Returns [`Damage`] if the folder cannot be listed, the length of a file cannot be read, or the system
-    /// lacks a resource. Damaged bytes are recorded in the map and are no error.
+    /// Returns [`Damage`] if the folder cannot be listed, the length of a file cannot be read, or the system lacks a
+    /// resource. Damaged bytes are not an error; the map records them.
     pub fn read(source: &dyn ReadAt, store: StoreId) -> Result<Self, Damage> {
         let names =
             source.list(Folder::Log).map_err(|error| Defect::of_read(&error).at(FileName::Segment(0), 0))?;
@@ -100,63 +98,64 @@ impl LogMap {
         self.store
     }
 
-    /// Returns the segments by number.
+    /// Returns the segments, keyed by their numbers.
     #[must_use]
     pub fn segments(&self) -> &BTreeMap<u64, Segment> {
         &self.segments
     }
 
-    /// Returns the newest incarnation, or `None` if no segment proves one.
+    /// Returns the newest incarnation, or `None` if no segment names an incarnation.
     #[must_use]
     pub fn newest(&self) -> Option<Incarnation> {
         self.newest
     }
 
-    /// Returns the openings on the line with their segments, oldest first. Older openings may have been
-    /// recycled.
+    /// Returns the openings on the line with the numbers of their segments, oldest first. Earlier openings may have
+    /// been recycled.
     #[must_use]
     pub fn line(&self) -> &[(u64, Opening)] {
         &self.line
     }
 
-    /// Returns the damaged header at which the line ends, if any. An opening that is merely missing was
-    /// recycled.
+    /// Returns the damaged header at which the line ends. Returns `None` if the last opening on the line has no
+    /// predecessor, or if the opening of the predecessor was recycled.
     #[must_use]
     pub fn chain_break(&self) -> Option<&Damage> {
         self.chain_break.as_ref()
     }
 
-    /// Returns the start of the very first incarnation, if its opening still exists.
+    /// Returns the start of the first incarnation of the store, or `None` if its opening was recycled.
     #[must_use]
     pub fn beginning(&self) -> Option<LogPoint> {
         let (segment, opening) = self.line.first()?;
-        // A store created from the seed of another log's state has no beginning: its pages came from a
+        // A store that was created from the state of another log has no beginning, because its first pages are in a
         // manifest.
         (opening.predecessor == LogPoint::default()).then(|| opening.start(*segment))
     }
 
-    /// Returns true if any segment holds an own frame at a multiple of 4096.
+    /// Returns true if a segment contains an own frame at a multiple of 4096.
     #[must_use]
     pub fn has_frames(&self) -> bool {
         self.segments.values().any(|segment| segment.frames.is_some())
     }
 
-    /// Returns the opening that follows an incarnation on the line, with its segment.
+    /// Returns the opening on the line whose predecessor is `incarnation`, with the number of its segment.
     #[must_use]
     pub fn successor(&self, incarnation: Incarnation) -> Option<(u64, Opening)> {
         self.line.iter().copied().find(|(_, opening)| opening.predecessor.incarnation == incarnation)
     }
 }
 
-/// Returns the first segment with frames of `incarnation` if its header is damaged. It may have been the
-/// opening.
+/// Returns the damage of the first segment that contains frames of `incarnation`, if its header is invalid. That
+/// segment may have been the opening.
 fn damaged_opening(segments: &BTreeMap<u64, Segment>, incarnation: Incarnation) -> Option<Damage> {
     let (number, segment) = segments.iter().find(|(_, segment)| segment.frames == Some(incarnation))?;
     let defect = segment.header.as_ref().err()?;
     Some(defect.clone().at(FileName::Segment(*number), 0))
 }
 
-/// Examines a segment. Returns `None` if a writer recycled it after the folder was listed.
+/// Reads the header of a segment and searches for its first frame. Returns `None` if a writer recycled the segment
+/// after the folder was listed.
 fn read_segment(source: &dyn ReadAt, store: StoreId, number: u64) -> Result<Option<Segment>, Damage> {
     let file = FileName::Segment(number);
     let unreadable = |error: std::io::Error| Defect::of_read(&error).at(file, 0);
@@ -168,7 +167,7 @@ fn read_segment(source: &dyn ReadAt, store: StoreId, number: u64) -> Result<Opti
     if let Err(defect @ Defect::Shortage { .. }) = header {
         return Err(defect.at(file, 0));
     }
-    // The first frame almost always starts a group. Otherwise the start of its group is damaged.
+    // The first own frame usually starts a group. If it does not, the start of its group is damaged.
     let mut own = own_frames(&mut reader, store, number, SEGMENT_HEADER_BLOCK);
     let first = own.next();
     let starts_group = |frame: &UncheckedFrame| frame.unproven().offset.is_multiple_of(GROUP_ALIGN);

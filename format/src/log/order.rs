@@ -1,5 +1,5 @@
-//! One step in the order of the log: where the next frame can be, and whether a header found there is the
-//! next one (I3). Used by the walk and by followers that read a log while it is written.
+//! One step in the order of the log: the possible locations of the next frame, and the check of a frame header (I3).
+//! The walk uses these functions, and so do followers, which read a log while it is written.
 
 use crate::defect::Defect;
 use crate::frame::{FrameHeader, UncheckedFrame};
@@ -7,9 +7,9 @@ use crate::ids::{LogPoint, StoreId};
 use crate::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
 use crate::segment::SEGMENT_HEADER_BLOCK;
 
-/// Returns the locations, as segment and offset, at which the frame after `point` can begin (SPEC W3):
-/// directly after it, at the next group boundary, and at the start of the next segment. The first location
-/// with a valid frame counts.
+/// Returns the three locations at which the frame after `point` can start (SPEC W3): directly after `point`, at the
+/// next group boundary, and at the start of the next segment. Each location is a segment number and an offset. The next
+/// frame is the first valid one.
 #[must_use]
 pub fn next_locations(point: &LogPoint) -> [(u64, u64); 3] {
     [
@@ -19,13 +19,13 @@ pub fn next_locations(point: &LogPoint) -> [(u64, u64); 3] {
     ]
 }
 
-/// Decodes the header in `bytes`, read at `offset` of `segment`, and checks that it belongs to the frame
-/// after `before` (SPEC F1 to F6). Returns the header and the point after the frame.
+/// Decodes a frame header that was read at `offset` of `segment`, and checks that its frame follows `before` (SPEC F1
+/// to F6). Returns the header and the point after the frame.
 ///
 /// The payload is not checked; see [`crate::frame::check_payload`].
 ///
 /// # Errors
-/// Returns a [`Defect`] if the header is not readable or breaks the order.
+/// Returns a [`Defect`] if the header is not readable or its frame is not the next one.
 pub fn header_in_order(
     bytes: &[u8],
     before: &LogPoint,
@@ -34,8 +34,7 @@ pub fn header_in_order(
     offset: u64,
 ) -> Result<(FrameHeader, LogPoint), Defect> {
     let (header, end) = UncheckedFrame::decode(bytes)?.follow(before, store, segment, offset)?;
-    // A group starts at a boundary. Every other frame directly follows the previous frame of its group
-    // (SPEC F6).
+    // A group starts at a boundary. Every other frame directly follows the previous frame of its group (SPEC F6).
     if header.group_start && !offset.is_multiple_of(GROUP_ALIGN) {
         return Err(Defect::Field { what: "start of a group", found: offset });
     }

@@ -1,4 +1,4 @@
-//! Buffered reading of one segment, and the search for own frames in it.
+//! Buffered reading of a segment, and the search for its own frames.
 
 use std::io;
 use std::ops::Range;
@@ -12,44 +12,42 @@ use crate::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
 use crate::names::{FileName, ReadAt};
 use crate::segment::SEGMENT_HEADER_BLOCK;
 
-/// Minimum length of a read, in bytes. A quarter or half of it would stay in a processor's second-level
-/// cache, but reads the page cache hardly faster (6.7 GB/s, compared with 6.2 GB/s), and a replay takes as
-/// long.
+/// Minimum length of a read, in bytes. Shorter reads fit into the second-level cache of a processor, but copy from the
+/// page cache hardly faster (6.7 GB/s instead of 6.2 GB/s). They do not shorten a replay.
 const READ_AHEAD: u64 = 1 << 20;
-/// Length in bytes of the first read when searching for frames, which usually needs only the start of a
-/// segment.
+/// Length in bytes of the first read of a search. A search usually needs only the start of a segment.
 const FIRST_READ_LEN: u64 = 64 << 10;
-/// Length in bytes of subsequent reads when searching for frames. Searching a blank segment of 16 MiB takes
-/// 1.8 ms (2.2 ms with 1 MiB per read), of which 1.2 ms are spent copying from the page cache.
+/// Length in bytes of all later reads of a search. A search of an empty segment of 16 MiB takes 1.8 ms, of which 1.2 ms
+/// are spent copying from the page cache. With reads of 1 MiB, the search takes 2.2 ms.
 const NEXT_READ_LEN: u64 = 256 << 10;
-/// Maximum length of a read, in bytes. If frames are longer than the minimum, each read has the length of the
-/// longest frame so far, up to this limit.
+/// Maximum length of a read, in bytes. Reads grow from the minimum to the length of the longest frame so far, up to
+/// this limit.
 const READ_AHEAD_MAX: u64 = 8 << 20;
 
-/// Supplies memory of at least the given length to read into. Its initial content does not matter.
+/// Allocates a buffer of at least the given length in bytes, with any content.
 pub type AllocateBuffer<'s, B> = &'s dyn Fn(usize) -> io::Result<B>;
 
-/// Reads a stretch of a segment with several threads and sums it in chunks. The arguments are the number of
-/// the segment, the stretch's offset in bytes, and the memory to fill. The result has the sums of the chunks
-/// in the order of their offsets.
+/// Fills memory with bytes of a segment and computes their checksums, on several threads. The arguments are the number
+/// of the segment, the offset of the first byte, and the memory. The result contains the checksums in the order of
+/// their offsets.
 pub type ReadChunks<'s> = &'s dyn Fn(u64, u64, &mut [u8]) -> io::Result<Vec<ChunkSums>>;
 
-/// Configuration of how a walk reads frames.
+/// Configuration of how a walk reads segments.
 #[expect(missing_debug_implementations, reason = "it is functions")]
 pub struct Reading<'s, B> {
-    /// The source of memory to read into.
+    /// Allocates the buffers that segments are read into.
     pub allocate: AllocateBuffer<'s, B>,
-    /// Parallel reads. If `None`, the walk reads and sums on its own thread.
+    /// Reads on several threads, or `None` to read on the thread of the walk only.
     pub windows: Option<Windows<'s>>,
 }
 
-/// Windows: stretches of a segment that several threads read and sum.
+/// Configuration of windows. A window is a range of a segment that several threads read and checksum.
 #[derive(Clone, Copy)]
 #[expect(missing_debug_implementations, reason = "it is a function")]
 pub struct Windows<'s> {
-    /// Length of a window in bytes. A longer frame gets a window of its own length.
+    /// Length of a window in bytes. A frame that is longer gets a window of its own length.
     pub len: u64,
-    /// Fills a window with several threads.
+    /// Reads a window on several threads.
     pub read: ReadChunks<'s>,
 }
 
@@ -62,18 +60,18 @@ impl<B> Clone for Reading<'_, B> {
 impl<B> Copy for Reading<'_, B> {}
 
 impl<'s, B> Reading<'s, B> {
-    /// Reads on the walk's own thread only.
+    /// Returns a configuration that reads only on the thread of the walk.
     pub fn single_threaded(allocate: AllocateBuffer<'s, B>) -> Self {
         Self { allocate, windows: None }
     }
 }
 
-/// Maximum length of a request for memory that never fails. A search skips headers that it cannot read, and
-/// must not skip a valid frame because of a lack of memory, so a header always fits. If a longer request
-/// fails, the reader reads no more than it was asked for.
+/// Maximum length in bytes of an allocation that cannot return an error. A search skips headers that it cannot read. It
+/// must not skip a valid frame because memory is short, so an allocation for a header never fails. If a longer
+/// allocation fails, the reader allocates only the requested length.
 const NEVER_REFUSED_LEN: usize = FIRST_READ_LEN as usize;
 
-/// Supplies memory from the global allocator.
+/// Allocates from the global allocator.
 pub(super) const ORDINARY: AllocateBuffer<'static, Vec<u8>> = &|len| {
     if len <= NEVER_REFUSED_LEN {
         return Ok(vec![0; len]);
@@ -84,19 +82,20 @@ pub(super) const ORDINARY: AllocateBuffer<'static, Vec<u8>> = &|len| {
     Ok(bytes)
 };
 
-/// Reads one segment through a buffer. The buffer is reused unless a caller still shares it.
+/// A buffered reader of one segment. The buffer is reused unless a caller still shares it.
 pub(super) struct SegmentReader<'s, B = Vec<u8>> {
     source: &'s dyn ReadAt,
     number: u64,
     file_len: Option<u64>,
     reading: Reading<'s, B>,
     buffer: Option<Arc<B>>,
-    /// Range of the file in the buffer.
+    /// Range of the file that the buffer contains.
     buffered: Range<u64>,
-    /// Sums of parts of this range.
+    /// Checksums of parts of the buffered range.
     sums: BufferedSums,
     read_ahead: u64,
-    /// Longest stretch requested so far, plus the next header. Used to size windows.
+    /// Length of the longest request so far plus that of the next header, in bytes. Windows are multiples of this
+    /// length.
     longest: u64,
 }
 
@@ -105,7 +104,7 @@ impl<'s> SegmentReader<'s> {
         Self::reading_into(source, number, Reading::single_threaded(ORDINARY))
     }
 
-    /// Creates a reader for a search, which reads little at a time.
+    /// Creates a reader for a search, whose reads are short.
     pub fn for_search(source: &'s dyn ReadAt, number: u64) -> Self {
         Self { read_ahead: FIRST_READ_LEN, ..Self::new(source, number) }
     }
@@ -126,8 +125,8 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
         }
     }
 
-    /// Discards bytes read ahead and their sums, and stops parallel reading. This is usually the end of the
-    /// log, with no further frame.
+    /// Discards the buffered bytes with their checksums, and reads on one thread from now on. The end of the log is
+    /// usually the reason, and no further frame is read.
     pub fn forget(&mut self) {
         self.buffered = 0..0;
         self.reading.windows = None;
@@ -143,16 +142,16 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
         }
     }
 
-    /// Returns `len` bytes at `offset`. They must lie within the file, so the buffer is never longer than the
+    /// Returns `len` bytes at `offset`, which must be within the file. The buffer is therefore never longer than the
     /// file.
     pub fn bytes(&mut self, offset: u64, len: usize) -> Result<&[u8], Defect> {
         let (buffer, at) = self.shared(offset, len)?;
         Ok(&(**buffer).as_ref()[at..at + len])
     }
 
-    /// Returns the buffer that contains `len` bytes from `offset`, and their position in it. The buffer does
-    /// not change while a caller holds it; later bytes are read into another one. Fails as
-    /// [`bytes`](Self::bytes) does.
+    /// Returns the buffer that contains `len` bytes from `offset`, and the position of these bytes in the buffer. The
+    /// buffer does not change while a caller shares it; later reads use another one. Returns the same errors as
+    /// [`bytes`](Self::bytes).
     pub fn shared(&mut self, offset: u64, len: usize) -> Result<(&Arc<B>, usize), Defect> {
         let file_len = self.file_len()?;
         let end = offset.saturating_add(len as u64);
@@ -166,7 +165,6 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
         Ok((buffer, (offset - self.buffered.start) as usize))
     }
 
-    /// Returns the CRC-32 of `len` bytes at `offset`.
     pub fn crc(&mut self, offset: u64, len: usize) -> Result<u32, Defect> {
         let (_, at) = self.shared(offset, len)?;
         let buffer = self.buffer.as_ref().expect("it holds what was asked for");
@@ -174,12 +172,12 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
         Ok(self.sums.crc(offset..offset + len as u64, bytes))
     }
 
-    /// Returns true if no read has failed so far, except for a lack of memory.
+    /// Returns true if no read has failed so far, apart from failed allocations.
     pub fn all_is_readable(&self) -> bool {
         self.read_ahead > 0
     }
 
-    /// Returns the buffered bytes from `offset` on; empty if `offset` is not buffered.
+    /// Returns the buffered bytes from `offset` on, or an empty slice if `offset` is not buffered.
     fn buffered_from(&self, offset: u64) -> &[u8] {
         let buffered = self.buffer.as_ref().filter(|_| self.buffered.contains(&offset));
         buffered.map_or(&[], |buffer| {
@@ -188,24 +186,24 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
         })
     }
 
-    /// Reads this range and more. Reads start and end at block boundaries, so direct I/O needs no copy.
+    /// Fills the buffer with at least this range. Reads start and end at block boundaries, so that direct I/O needs no
+    /// copy.
     fn fill(&mut self, offset: u64, end: u64, file_len: u64) -> Result<(), Defect> {
         let start = offset - offset % GROUP_ALIGN;
         if let Some(windows) = self.reading.windows {
             self.longest = self.longest.max((end - offset + 2 * GROUP_ALIGN).min(READ_AHEAD_MAX));
-            // A window has room for a whole number of the longest frames so far, because a frame cut at the
-            // end of a window is copied into the next one.
+            // A window contains a whole number of frames of the longest length so far, because a frame that a window
+            // cuts off is copied into the next one.
             let window = (windows.len / self.longest).max(1) * self.longest;
             let window_end = align_up(end.max(start.saturating_add(window)), GROUP_ALIGN);
             if self.read(start..window_end.min(file_len)).is_ok() {
                 return Ok(());
             }
-            // Memory or a sector failed. Reading alone, the walk gets as far as possible.
+            // An allocation or a sector failed. Shorter reads on this thread get as far as possible.
             self.reading.windows = None;
         }
         if self.read_ahead > 0 {
-            // After the longest frame, there is room for the next header and for the bytes before it up to a
-            // block boundary.
+            // The read also covers the next header, and the bytes between a block boundary and the frame.
             self.read_ahead = self.read_ahead.max((end - offset + 2 * GROUP_ALIGN).min(READ_AHEAD_MAX));
             let ahead = align_up(end.max(start.saturating_add(self.read_ahead)), GROUP_ALIGN);
             match self.read(start..ahead.min(file_len)) {
@@ -213,18 +211,19 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
                     self.read_ahead = self.read_ahead.max(NEXT_READ_LEN);
                     return Ok(());
                 }
-                // A lack of memory does not mean that any sector is bad.
+                // A failed allocation does not mean that a sector is bad.
                 Err(Defect::Memory { .. }) => self.read_ahead = FIRST_READ_LEN,
                 // A bad sector must not make the bytes before it unreadable.
                 Err(_) => self.read_ahead = 0,
             }
         }
-        // Read whole blocks, or else no more than was requested.
+        // Read whole blocks. If that fails, read only the requested bytes.
         let blocks_end = align_up(end, GROUP_ALIGN).min(file_len);
         self.read(start..blocks_end).or_else(|_| self.read(offset..end))
     }
 
-    /// Fills the buffer with this range. Bytes already in the buffer are moved, not read again.
+    /// Replaces the content of the buffer with this range. Bytes that are already in the buffer are moved and not read
+    /// again.
     fn read(&mut self, range: Range<u64>) -> Result<(), Defect> {
         let len = (range.end - range.start) as usize;
         let buffered = std::mem::replace(&mut self.buffered, 0..0);
@@ -263,7 +262,8 @@ fn unreadable(error: io::Error) -> Defect {
     Defect::of_read(&error)
 }
 
-/// Returns the own frames from `offset` on: those written at their position. Unreadable bytes are skipped.
+/// Returns the own frames of a segment from `offset` on, which are the frames that name their location. Unreadable
+/// bytes are skipped.
 pub(super) fn own_frames<'r>(
     reader: &'r mut SegmentReader<'_>,
     store: StoreId,
@@ -289,7 +289,7 @@ pub(super) fn own_frames<'r>(
                     }
                 }
                 Ok(_) => {}
-                // Each attempt to read a bad sector may take seconds.
+                // Skip the block, because each attempt to read a bad sector may take seconds.
                 Err(_) => at = align_up(at, GROUP_ALIGN),
             }
         }
@@ -297,14 +297,14 @@ pub(super) fn own_frames<'r>(
     })
 }
 
-/// Returns all own frames of a segment, whether or not the frames around them or the segment's header are
-/// valid. Only the checksum of each frame's header is verified.
+/// Returns all own frames of a segment, even if the frames around them or the header of the segment are damaged. Only
+/// the checksums of the frame headers are verified.
 pub fn frames_of_segment(source: &dyn ReadAt, store: StoreId, number: u64) -> Vec<UncheckedFrame> {
     let mut reader = SegmentReader::new(source, number);
     let mut end = 0;
     own_frames(&mut reader, store, number, SEGMENT_HEADER_BLOCK)
         .filter(|frame| {
-            // Bytes inside a frame are payload, even if they look like a frame.
+            // Bytes inside a frame are payload, even if they contain a frame header.
             let header = frame.unproven();
             let is_outside = header.offset >= end;
             end = end.max(header.end());
@@ -318,7 +318,7 @@ mod tests {
     use super::*;
     use crate::names::Folder;
 
-    /// A directory with a single segment.
+    /// A directory that contains one segment.
     struct OneFile(Vec<u8>);
 
     impl ReadAt for OneFile {
@@ -342,7 +342,7 @@ mod tests {
             // Zeros, and bytes that nearly match the frame magic at every position.
             for nearly in [[0; 4], [b'R', b'M', b'F', 0], [0, b'M', b'F', b'R']] {
                 let mut bytes: Vec<u8> = nearly.iter().copied().cycle().take(len).collect();
-                // Bytes at the end that are too short to decide are requested again together with the bytes
+                // The last bytes, which are too short to contain a header, are requested again together with the bytes
                 // after them.
                 let whole = len / STEP * STEP;
                 assert_eq!(distance_to_magic(&bytes), whole, "{len}");
@@ -350,7 +350,6 @@ mod tests {
                     bytes[at..at + 4].copy_from_slice(&FRAME_MAGIC);
                     assert_eq!(distance_to_magic(&bytes), at, "{len}");
                     bytes[at..at + 4].copy_from_slice(&nearly);
-                    // Between two positions.
                     bytes[at + 4..at + 8].copy_from_slice(&FRAME_MAGIC);
                     assert_eq!(distance_to_magic(&bytes), whole, "{len}");
                     bytes[at + 4..at + 8].copy_from_slice(&nearly);
@@ -359,7 +358,7 @@ mod tests {
         }
     }
 
-    /// Also tests positions around the boundaries of individual reads.
+    /// Also covers positions around the boundaries of individual reads.
     #[test]
     fn frames_are_found_at_every_place_and_nowhere_else() {
         const STORE: StoreId = StoreId([7; 16]);
@@ -410,7 +409,7 @@ mod tests {
         for round in 0..600 {
             drawn = drawn.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             let len = [16, 80, 4096, 100_000, 1_500_000][(drawn >> 60) as usize % 5];
-            // Usually a little further on, as a walk does.
+            // Most reads move forward a little, as the reads of a walk do.
             let offset = match round % 7 {
                 0 => (drawn >> 20) % (file.0.len() - len) as u64,
                 _ => (reader.buffered.start + (drawn >> 40) % 600_000).min((file.0.len() - len) as u64),

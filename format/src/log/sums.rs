@@ -1,11 +1,11 @@
 //! Checksums of parts of a segment, computed while the segment is read.
 //!
-//! A walk must check frames in order, because each header holds the chain hash of the previous frame. The
-//! checksum of a payload, however, depends on no other frame. Threads that read a long stretch in chunks sum
-//! each chunk while it is in their caches, and the walk combines these sums into those of payloads.
+//! A walk must check frames in order, because each header contains the chain hash of the previous frame. The checksum
+//! of a payload, however, depends on no other frame. Threads that read a segment in chunks checksum each chunk while it
+//! is in their caches. The walk combines these checksums into the checksums of payloads.
 //!
-//! A sum is a fact about bytes, wherever frames seem to begin. Only the walk decides which frames count, in
-//! the order of the log (I3, I4). If payload bytes are mistaken for a frame, the only cost is time.
+//! A checksum is correct for its bytes even if they are not a payload, so a payload that resembles a frame costs only
+//! time. Only the walk decides which frames are valid, in the order of the log (I3, I4).
 
 use std::ops::Range;
 
@@ -13,15 +13,15 @@ use crate::frame::{FRAME_HEADER_LEN, FRAME_MAGIC, UncheckedFrame};
 use crate::ids::StoreId;
 use crate::limits::{FRAME_ALIGN, align_up};
 
-/// Minimum length of a sum worth combining: combining two sums takes about as long as summing this many
-/// bytes. Shorter sums are used only for a payload that they cover completely.
+/// Minimum length in bytes of a checksum that is combined with others. Combining two checksums takes about as long as
+/// computing one over this many bytes. A shorter one is used only if it covers a whole payload.
 const JOINED_LEN_MIN: u64 = 16 << 10;
 
-/// Checksums of some ranges of a chunk of a segment, in ascending order.
+/// Checksums of some ranges of a chunk of a segment, in the order of their offsets.
 #[derive(Clone, Debug, Default)]
 pub struct ChunkSums(Vec<RangeSum>);
 
-/// The CRC-32 of a range of a segment.
+/// The CRC-32 of a range of a segment. The start and the length are in bytes.
 #[derive(Clone, Copy, Debug)]
 struct RangeSum {
     start: u64,
@@ -36,9 +36,8 @@ impl RangeSum {
 }
 
 impl ChunkSums {
-    /// Sums the payloads of frames that seem to begin in a chunk, as far as the chunk contains them, and the
-    /// bytes before the first such frame, which may belong to an earlier payload. `offset` is the offset of
-    /// the chunk in the segment.
+    /// Computes the checksums of a chunk of a segment that starts at `offset`. They cover the payload of each frame
+    /// header in the chunk, and the bytes before the first header, which may belong to an earlier payload.
     #[must_use]
     pub fn of(chunk: &[u8], store: StoreId, segment: u64, offset: u64) -> Self {
         let mut sums = Self::default();
@@ -58,7 +57,7 @@ impl ChunkSums {
                 continue;
             };
             if std::mem::take(&mut is_first) {
-                // Padding between a payload and the next frame of its group is shorter than one step.
+                // Padding before a frame of the same group is shorter than one alignment step.
                 sums.add_long(offset, at.saturating_sub(FRAME_ALIGN), part);
             }
             let payload_at = at + FRAME_HEADER_LEN;
@@ -86,24 +85,24 @@ impl ChunkSums {
     }
 }
 
-/// Checksums available for the bytes in a reader's buffer.
+/// Checksums of parts of a reader's buffer.
 #[derive(Debug, Default)]
 pub(super) struct BufferedSums {
-    /// Ascending, without overlaps.
+    /// Checksums in the order of their offsets, without overlaps.
     sums: Vec<RangeSum>,
-    /// Index of the last sum used. A walk moves forward, so searches start here.
+    /// Index of the checksum that was used last. A walk moves forward, so each search starts here.
     last: usize,
 }
 
 impl BufferedSums {
-    /// Drops all sums that do not lie within `held`, the range that stays in the buffer.
+    /// Drops all checksums outside `held`, the range that stays in the buffer.
     pub fn keep(&mut self, held: &Range<u64>) {
         self.sums.retain(|sum| held.start <= sum.start && sum.end() <= held.end);
         self.last = 0;
     }
 
-    /// Adds the sums of bytes appended to the buffer. If there is no memory for the sums, they are dropped
-    /// and computed again when needed.
+    /// Adds the checksums of bytes that were appended to the buffer. If memory is short, they are dropped and computed
+    /// again when they are needed.
     pub fn extend(&mut self, chunks: Vec<ChunkSums>) {
         if self.sums.try_reserve(chunks.iter().map(|chunk| chunk.0.len()).sum()).is_err() {
             return;
@@ -111,13 +110,13 @@ impl BufferedSums {
         self.sums.extend(chunks.into_iter().flat_map(|chunk| chunk.0));
     }
 
-    /// Returns the CRC-32 of `range`, whose content is `bytes`.
+    /// Returns the CRC-32 of `range`, which contains `bytes`.
     pub fn crc(&mut self, range: Range<u64>, bytes: &[u8]) -> u32 {
         if self.sums.get(self.last).is_none_or(|last| last.start > range.start) {
             self.last = 0;
         }
         let ahead = &self.sums[self.last.min(self.sums.len())..];
-        // Usually the sum needed is the current one or the next.
+        // Usually the current checksum or the next one is needed.
         self.last += match ahead.iter().take(2).position(|sum| sum.start >= range.start) {
             Some(near) => near,
             None => ahead.partition_point(|sum| sum.start < range.start),
@@ -128,7 +127,7 @@ impl BufferedSums {
         }
     }
 
-    /// Computes the CRC-32 of `range`, combining available sums of its parts.
+    /// Computes the CRC-32 of `range` from the checksums of its parts, and from its bytes where there are none.
     fn joined(&self, range: Range<u64>, bytes: &[u8]) -> u32 {
         let mut whole = crc32fast::Hasher::new();
         let mut at = range.start;
@@ -144,11 +143,11 @@ impl BufferedSums {
     }
 }
 
-/// Returns the distance to the next position that starts with the frame magic, or to the end of the last
-/// whole step of `bytes`.
+/// Returns the distance in bytes to the next aligned position that starts with the frame magic. If there is none,
+/// returns the length of all whole alignment steps.
 ///
-/// Frames begin at few positions, so 64 positions are compared before any is examined individually. Comparing
-/// them as integers lets the compiler vectorize: 16 MiB take 0.2 ms, compared with 0.6 ms byte by byte.
+/// Frame headers are rare, so 64 positions are compared at once and examined individually only after a match. The
+/// compiler vectorizes the comparison of integers: a scan of 16 MiB takes 0.2 ms, and a byte-wise scan 0.6 ms.
 pub(super) fn distance_to_magic(bytes: &[u8]) -> usize {
     const STEP: usize = FRAME_ALIGN as usize;
     const SCAN_LEN: usize = 64;
@@ -185,9 +184,9 @@ mod tests {
         }
     }
 
-    /// Sums of random ranges match their bytes. The frames are adjacent or have gaps. In half of the rounds,
-    /// long payloads contain a frame header with its own position, as a copy of a segment would. Chunks cut
-    /// the frames anywhere.
+    /// Compares combined checksums of random ranges with those of their bytes. The frames are adjacent or have gaps,
+    /// and chunks cut them anywhere. In half of the rounds, long payloads contain a frame header that names its own
+    /// location, as in a copy of a segment.
     #[test]
     fn combined_sum_equals_sum_of_bytes() {
         let mut drawn = 1_u64;
@@ -228,14 +227,14 @@ mod tests {
             for range in ranges {
                 let asked = &bytes[range.start as usize..range.end as usize];
                 assert_eq!(held.crc(range.clone(), asked), crc32fast::hash(asked), "{range:?} in {round}");
-                // An available sum is reused and not recomputed: other bytes would have another sum.
+                // A checksum is reused and not computed again, which other bytes would reveal.
                 let other = vec![0xa5; asked.len()];
                 if payloads.contains(&range) && held.crc(range.clone(), &other) != crc32fast::hash(&other) {
                     let is_whole = range.start / chunk_len as u64 == (range.end - 1) / chunk_len as u64;
                     *(if is_whole { &mut at_once } else { &mut from_parts }) += 1;
                 }
             }
-            // Sums of bytes dropped from the front are no longer used.
+            // Checksums of bytes that were dropped from the front are no longer used.
             let kept = 300_000..600_000;
             held.keep(&kept);
             for range in payloads {

@@ -1,5 +1,4 @@
-//! The walk along the log: it yields the frames that are valid in order (I3), and decides what the end of the
-//! order means (I4).
+//! The walk along the log, which returns the frames that are valid in order (I3) and decides how the log ends (I4).
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -20,67 +19,66 @@ use crate::segment::SEGMENT_HEADER_BLOCK;
 /// A frame that is valid in the order of the log.
 #[derive(Debug)]
 pub struct Frame<'w, B = Vec<u8>> {
-    /// The frame's header.
+    /// The decoded header of the frame.
     pub header: FrameHeader,
-    /// The frame's payload.
+    /// The bytes of the payload.
     pub payload: &'w [u8],
-    /// The memory that contains the payload. If the caller keeps a clone of it, the memory stays unchanged
-    /// and the walk continues in other memory.
+    /// The memory that contains the payload. While the caller keeps a clone of the `Arc`, the memory stays unchanged
+    /// and the walk reads into other memory.
     pub memory: &'w Arc<B>,
-    /// Offset of the payload in that memory.
+    /// Offset in bytes of the payload in `memory`.
     pub payload_at: usize,
-    /// The point at the end of the frame.
+    /// The point after the frame.
     pub end: LogPoint,
     /// Whether the frame belongs to the newest incarnation.
     pub newest: bool,
 }
 
-/// The end of the log.
+/// The end of the log, as found by a walk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LogEnd {
     /// The end of the last valid batch.
     pub accepted: LogPoint,
-    /// The end of the last batch proven by a durable mark. Batches between the two may exist only in a cache
-    /// (I6).
+    /// The end of the last batch that a durable mark proves. Batches between `proven` and `accepted` may exist only in
+    /// a cache (I6).
     pub proven: LogPoint,
-    /// The torn tail after `accepted`, if it left a trace.
+    /// The torn tail after `accepted`, or `None` if there is no trace of one.
     pub torn: Option<TornTail>,
-    /// The snapshots recorded as verified by the last seal of the walk; empty if it met no seal.
+    /// The snapshots that the last seal lists as verified. Empty if the walk read no seal.
     pub verified: Vec<VerifiedSnapshot>,
     /// Damage without consequences, such as an invalid header of an empty segment.
     pub harmless: Vec<Damage>,
 }
 
-/// Bytes at the end of the log that were cut off. Nothing in them was acknowledged as durable. Damage in the
-/// last groups, which no mark covers yet, looks the same, so the tail is reported.
+/// Bytes that were cut off at the end of the log. No batch in them was acknowledged as durable. The tail is reported
+/// because damage to the last groups, which no mark covers yet, looks the same.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TornTail {
-    /// The segment that contains the first frame cut.
+    /// The segment that contains the first frame of the tail.
     pub segment: u64,
-    /// The offset of that frame, in bytes from the start of the segment.
+    /// The offset of the first frame of the tail, in bytes from the start of the segment.
     pub offset: u64,
-    /// The first batch cut.
+    /// The first batch that was cut off.
     pub first: Lsn,
-    /// The last batch that left a trace.
+    /// The last batch of which the tail contains a trace.
     pub last: Lsn,
-    /// The reason that the first frame cut is invalid.
+    /// The reason why the first frame of the tail is invalid.
     pub defect: Defect,
 }
 
-/// Location at which the next frame was expected, and the reason that it is not there.
+/// A location at which the next frame could have started, and the reason why there is no valid frame.
 struct Break {
     segment: u64,
     offset: u64,
-    /// Whether a frame was written at this location, or its bytes cannot be read. If so, this is the location
-    /// to report.
+    /// Whether the bytes at this location resemble a frame or cannot be read. If so, reports name this location.
     is_frame_like: bool,
     defect: Defect,
 }
 
 impl Break {
-    /// Selects the more informative location: the first unreadable one (SPEC E6), else the first at which a
-    /// frame was written, else the first.
+    /// Returns the location to report: the first unreadable one (SPEC E6), otherwise the first that resembles a frame,
+    /// otherwise the first.
     fn or(self, other: Self) -> Self {
         let rank = |of: &Self| (of.defect.is_unreadable(), of.is_frame_like);
         if rank(&other) > rank(&self) { other } else { self }
@@ -91,43 +89,41 @@ impl Break {
     }
 }
 
-/// A walk along the log from a start point, frame by frame.
+/// A walk along the log, which returns one frame at a time from a start point on.
 pub struct LogWalk<'s, B = Vec<u8>> {
     source: &'s dyn ReadAt,
     map: &'s LogMap,
     reading: Reading<'s, B>,
     reader: SegmentReader<'s, B>,
     point: LogPoint,
-    /// End of the last batch. Seals do not move it.
+    /// End of the last batch. Seals do not change this point.
     accepted: LogPoint,
     mark: Lsn,
-    /// Ends of batches that no mark covers yet.
+    /// Ends of the batches that no durable mark covers yet.
     unproven: Vec<LogPoint>,
     proven: LogPoint,
     verified: Vec<VerifiedSnapshot>,
     end: Option<LogEnd>,
-    /// If the walk shares outcomes: its start, and the start points of other walks that met damage.
+    /// Start of this walk, and the start points of failed walks. `None` unless the walk shares outcomes.
     shared: Option<(LogPoint, HashMap<LogPoint, Damage>)>,
 }
 
 impl<'s> LogWalk<'s> {
-    /// Starts a walk after `from`. `mark` is the highest durable mark known from other sources, such as the
-    /// `end` of valid manifests.
+    /// Starts a walk after the point `from`. `mark` is the highest durable mark from other sources, such as the `end`
+    /// of valid manifests.
     ///
     /// # Errors
-    /// Returns [`Damage`] if `from` is not on the line, its segment is missing or invalid, or its offset is
-    /// invalid.
+    /// Returns [`Damage`] if `from` is not on the line, its segment is missing or invalid, or its offset is invalid.
     pub fn new(source: &'s dyn ReadAt, map: &'s LogMap, from: LogPoint, mark: Lsn) -> Result<Self, Damage> {
         Self::reading_into(source, map, from, mark, Reading::single_threaded(ORDINARY))
     }
 }
 
 impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
-    /// Starts a walk like [`LogWalk::new`], with caller-supplied memory to read into and optional threads
-    /// that read ahead.
+    /// Starts a walk that reads as `reading` configures: into the caller's memory, and optionally on several threads.
     ///
     /// # Errors
-    /// Returns [`Damage`] as [`LogWalk::new`] does.
+    /// Returns the same [`Damage`] as [`LogWalk::new`].
     pub fn reading_into(
         source: &'s dyn ReadAt,
         map: &'s LogMap,
@@ -164,27 +160,26 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         };
         walk.check_segment(from.segment)?;
         walk.check_start()?;
-        // If the walk starts in an opening segment, its `accepted` is a mark, too.
+        // The Lsn that an opening segment accepted is a mark.
         walk.note_opening(from.segment);
         Ok(walk)
     }
 
-    /// Makes this walk fail as soon as it reaches the start of another walk that met damage, and record its
-    /// own damage for other walks.
+    /// Shares the outcome of this walk with other walks of the same map that lead to the same end. This walk fails when
+    /// it reaches the start of a walk that found damage, and records its own damage.
     ///
-    /// Only walks of the same map that need the same end may share outcomes. A second walk from the same
-    /// start reads all frames again, because its caller needs the batches before the damage.
+    /// A second walk from the same start reads all frames again, because its caller needs the batches before the
+    /// damage.
     #[must_use]
     pub fn sharing_outcomes(self) -> Self {
         let shared = Some((self.point, self.map.failed_starts.known()));
         Self { shared, ..self }
     }
 
-    /// Returns the next valid frame, or `None` at the end of the log; [`LogWalk::end`] then describes the
-    /// end.
+    /// Returns the next valid frame, or `None` at the end of the log, which [`LogWalk::end`] describes.
     ///
     /// # Errors
-    /// Returns [`Damage`] if the log should continue but does not.
+    /// Returns [`Damage`] if the log is damaged at the next frame.
     #[expect(clippy::should_implement_trait, reason = "a frame borrows the walk's buffer")]
     pub fn next(&mut self) -> Result<Option<Frame<'_, B>>, Damage> {
         let advanced = self.advance().inspect_err(|damage| {
@@ -216,7 +211,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
             return Err(damage.clone());
         }
         let found = self.find_next().or_else(|_| {
-            // With a running writer, bytes read ahead may be older than those now in the file.
+            // A running writer may have changed the file since these bytes were buffered.
             self.reader.forget();
             self.find_next()
         });
@@ -231,25 +226,25 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         Ok(None)
     }
 
-    /// Returns the end of the log, after `next` has returned `None`.
+    /// Returns the end of the log, or `None` before [`LogWalk::next`] has returned `None`.
     #[must_use]
     pub fn end(&self) -> Option<&LogEnd> {
         self.end.as_ref()
     }
 
-    /// Returns the point reached so far.
+    /// Returns the end of the last frame that the walk returned.
     #[must_use]
     pub fn point(&self) -> LogPoint {
         self.point
     }
 
-    /// Returns the snapshots recorded as verified by the last seal so far.
+    /// Returns the snapshots that the last seal so far lists as verified.
     #[must_use]
     pub fn verified(&self) -> &[VerifiedSnapshot] {
         &self.verified
     }
 
-    /// Jumps to the opening of the next incarnation at the end of this one's surviving frames (SPEC W2).
+    /// Moves to the opening of the next incarnation if the walk is at the end that the opening names (SPEC W2).
     fn cross_to_successors(&mut self) -> Result<(), Damage> {
         while let Some((segment, opening)) = self.map.successor(self.point.incarnation) {
             let last = opening.predecessor;
@@ -288,7 +283,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         Ok(())
     }
 
-    /// Creates a reader for a segment. Segments in which no frame was found are not read in parallel.
+    /// Creates a reader for a segment. A segment without frames is not read in parallel.
     fn reader_of(&self, segment: u64) -> SegmentReader<'s, B> {
         let has_frames = self.map.segments.get(&segment).is_some_and(|segment| segment.frames.is_some());
         let windows = self.reading.windows.filter(|_| has_frames);
@@ -301,7 +296,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         }
     }
 
-    /// Finds the next frame in order and checks its payload (SPEC W3).
+    /// Returns the next frame in order, and checks its payload (SPEC W3).
     fn find_next(&mut self) -> Result<(FrameHeader, LogPoint), Break> {
         let [(here, after), (_, group), (next, start)] = next_locations(&self.point);
         let mut at_break = match self.try_or_break(here, after) {
@@ -314,8 +309,8 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
                 Err(other) => at_break = at_break.or(other),
             }
         }
-        // Only a valid next segment can continue the order. `judge` decides whether a missing or damaged one
-        // matters.
+        // The order can continue only in a valid next segment. `judge` decides whether a missing or damaged segment is
+        // damage.
         if self.check_segment(next).is_ok() {
             let of_next = self.reader_of(next);
             let reader = std::mem::replace(&mut self.reader, of_next);
@@ -328,8 +323,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         Err(at_break)
     }
 
-    /// Reads the frame at a location, or returns a [`Break`] with the reason that it is not the next frame
-    /// and whether a frame was written there.
+    /// Reads the next frame at a location. Returns a [`Break`] if there is no valid frame.
     fn try_or_break(&mut self, segment: u64, offset: u64) -> Result<(FrameHeader, LogPoint), Break> {
         self.try_at(segment, offset).map_err(|defect| {
             let running = self.point.incarnation;
@@ -342,8 +336,8 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         })
     }
 
-    /// Reads the frame at a location and checks that it is valid in order (SPEC F7). Returns its header and
-    /// the point after it.
+    /// Reads the frame at a location and checks that it is valid in order (SPEC F7). Returns the header and the point
+    /// after the frame.
     fn try_at(&mut self, segment: u64, offset: u64) -> Result<(FrameHeader, LogPoint), Defect> {
         let bytes = self.reader.bytes(offset, FrameHeaderRaw::LEN)?;
         let (header, end) = header_in_order(bytes, &self.point, self.map.store, segment, offset)?;
@@ -367,7 +361,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
                     .bytes(header.offset + FRAME_HEADER_LEN, header.payload_len as usize)
                     .and_then(decode_seal)
                     .map_err(|defect| defect.at_lsn(file, header.offset, header.lsn))?;
-                // The snapshots were read back before the seal was written, so no mark need cover the seal.
+                // The snapshots were verified before the seal was written, so the seal needs no durable mark.
                 self.verified = counting_entries(payload);
             }
         }
@@ -375,7 +369,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         Ok(())
     }
 
-    /// Moves the proven point up to the mark.
+    /// Advances the proven point to the last batch that the mark covers.
     fn settle(&mut self) {
         let covered = self.unproven.partition_point(|point| point.lsn <= self.mark);
         if covered > 0 {
@@ -396,8 +390,8 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         }
     }
 
-    /// Checks that the walk starts at a point where a frame can end (SPEC W1). From any other point it would
-    /// find no frame and miss none.
+    /// Checks that a frame can end at the start of the walk (SPEC W1). From any other offset, the walk would find no
+    /// frame and no damage.
     fn check_start(&self) -> Result<(), Damage> {
         let LogPoint { segment, offset, lsn, .. } = self.point;
         let file_len = self.map.segments.get(&segment).map_or(0, |segment| segment.file_len);
@@ -408,15 +402,15 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         Err(defect.at_lsn(FileName::Segment(segment), 0, lsn.next()))
     }
 
-    /// Decides whether the break is a torn tail or damage (I4, SPEC E1 to E7).
+    /// Decides whether the log ends at a torn tail or is damaged (I4, SPEC E1 to E7).
     fn judge(&mut self, at_break: Break) -> Result<LogEnd, Damage> {
         let break_at = align_up(self.point.offset, FRAME_ALIGN);
         let lost = self.point.lsn.next();
         let highest = self.map.segments.keys().next_back().copied().unwrap_or(0);
         let mut harmless = Vec::new();
 
-        // 1. In an older incarnation, the order must continue to the predecessor's end (SPEC E1). A missing
-        //    or damaged segment on the way may be the cause.
+        // 1. In an older incarnation, frames must continue up to the predecessor's end (SPEC E1). The cause may be a
+        //    segment that is missing or damaged.
         if Some(self.point.incarnation) != self.map.newest {
             let next = self.point.segment.saturating_add(1);
             let in_reach =
@@ -426,14 +420,14 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
             }
             return Err(at_break.damage(lost));
         }
-        // 2. A segment with frames has a successor, created and synced before its first frame (I8,
-        //    SPEC E2 and E3).
+        // 2. A segment with frames has a successor, which was created and synced before its first frame (I8, SPEC E2
+        //    and E3).
         for number in self.point.segment..=highest.max(self.point.segment.saturating_add(1)) {
             let file = FileName::Segment(number);
             match self.map.segments.get(&number) {
                 None => return Err(Defect::Missing.at_lsn(file, 0, lost)),
                 Some(Segment { header: Err(defect), frames, .. }) => {
-                    // The newest segment is empty, so damage to its header costs nothing (SPEC E4).
+                    // The newest segment is empty, so damage to its header is harmless (SPEC E4).
                     if number < highest || frames.is_some() {
                         return Err(defect.clone().at_lsn(file, 0, lost));
                     }
@@ -458,19 +452,19 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         for (&number, _) in held {
             let mut reader = SegmentReader::for_search(self.source, number);
             let from = if number == self.point.segment { break_at } else { SEGMENT_HEADER_BLOCK };
-            // The search is not limited to group starts: a frame that joined an open group may know a newer
-            // mark than the frame that started it.
+            // Frames inside groups count as well, because a later frame of a group may contain a newer mark than the
+            // first.
             for frame in own_frames(&mut reader, self.map.store, number, from) {
                 note(frame.unproven(), &mut mark);
             }
         }
-        // An error of the medium says nothing about the log; the next attempt may succeed (SPEC E5 and E6).
+        // An error of the medium says nothing about the log, and the next attempt may succeed (SPEC E5 and E6).
         if mark >= lost || at_break.defect.is_unreadable() {
             return Err(at_break.damage(lost));
         }
         self.mark = mark;
         self.settle();
-        // 4. Nothing under a mark is missing, so the log ends here (SPEC E7). Report the bytes cut off.
+        // 4. No mark covers a missing batch, so the log ends here (SPEC E7). Report the bytes that are cut off.
         let torn = (last_seen.is_some() || at_break.is_frame_like).then(|| TornTail {
             segment: at_break.segment,
             offset: at_break.offset,

@@ -1,10 +1,9 @@
-//! Chains of links: a base and the changes that follow it form one snapshot (SPEC L1 to L4).
+//! Chains of links. A base and the changes that follow it form one snapshot (SPEC L1 to L4).
 //!
-//! A change lists only the pages that changed since the previous link. Everything else in it, such as `redo`,
-//! `end`, the root and the numbers, applies to the whole snapshot, so merging copies only pages. Tombstones
-//! of older links are dropped once their pages are removed, because replay starts at the newest link's
-//! `redo`, after these deletions. A change with the same `redo` as the previous link repeats the tombstones
-//! that replay may still need.
+//! A change lists the pages that changed since the previous link. Its other fields, such as `redo`, `end` and the root,
+//! apply to the whole snapshot, so merging combines only pages. The tombstones of older links are dropped once their
+//! pages are removed, because replay starts at the `redo` of the newest link, after these deletions. A change with the
+//! same `redo` as the previous link repeats the tombstones that replay may still need.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +15,7 @@ use crate::limits::{CHAIN_LINKS_MAX, MANIFEST_ENTRIES_MAX};
 /// Checks that `change` follows `previous`, whose header checksum is `previous_crc` (SPEC L2 and L3).
 ///
 /// # Errors
-/// Returns a [`Defect`] for the first field that does not fit: the store, the number, the checksum, a range
+/// Returns a [`Defect`] for the first field that contradicts `previous`: the store, the number, the checksum, a range
 /// of batches, or a counter that decreases.
 pub fn check_link(change: &Manifest, previous: &Manifest, previous_crc: u32) -> Result<(), Defect> {
     let ManifestKind::Change { previous: number, previous_crc: named_crc } = change.kind else {
@@ -27,9 +26,8 @@ pub fn check_link(change: &Manifest, previous: &Manifest, previous_crc: u32) -> 
     }
     check_equal("number of the link before", previous.snapshot.0, number.0)?;
     check_equal("checksum of the link before", previous_crc.into(), named_crc.into())?;
-    // A page captured by the previous link counts as captured by this one, and no counter decreases.
-    // Conditions that hold for each link therefore hold for the merged manifest. A change that starts where
-    // the previous link does must reach at least as far, because it repeats the tombstones.
+    // No counter decreases, so the conditions that each link meets are also met by the merged manifest. A change with
+    // the `redo` of the previous link repeats its tombstones, and must therefore reach the same `end` or a later one.
     let reached = if change.redo == previous.redo { change.end } else { change.redo.lsn };
     check_limit("end of the link before", previous.end.0, reached.0)?;
     check_limit("next page id of the link before", previous.next_page, change.next_page)?;
@@ -37,16 +35,15 @@ pub fn check_link(change: &Manifest, previous: &Manifest, previous_crc: u32) -> 
     check_limit("next image file of the link before", previous.next_file, change.next_file)
 }
 
-/// Merges `links`, ordered from the newest to the base, into one manifest of the whole snapshot. The caller
-/// must have checked each pair of neighbors with [`check_link`].
+/// Merges the links of a chain, from the newest to the base, into one manifest of the whole snapshot. The caller must
+/// have checked each pair of neighbors with [`check_link`].
 ///
 /// # Errors
-/// Returns [`Defect::Limit`] if there are more than [`CHAIN_LINKS_MAX`] links (SPEC L1) or too many pages
-/// (SPEC L4), [`Defect::Missing`] if the last link is not a base, or [`Defect::Memory`] if there is no
-/// memory.
+/// Returns [`Defect::Limit`] if there are more than [`CHAIN_LINKS_MAX`] links (SPEC L1) or too many pages (SPEC L4),
+/// [`Defect::Missing`] if the last link is not a base, or [`Defect::Memory`] if there is not enough memory.
 pub fn merge(links: &[&Manifest]) -> Result<Manifest, Defect> {
     let merged = merged_entries(links)?;
-    // Reserves the maximum: untouched memory costs nothing, while growing a vector copies it.
+    // Reserve the maximum. Unused capacity costs nothing, whereas a growing vector is copied.
     let mut entries = Vec::new();
     reserve_items(&mut entries, links.iter().map(|link| link.entries.len()).sum())?;
     entries.extend(merged.cloned());
@@ -54,10 +51,10 @@ pub fn merge(links: &[&Manifest]) -> Result<Manifest, Defect> {
     Ok(Manifest { kind: ManifestKind::Base, entries, ..links[0].without_entries() })
 }
 
-/// Returns the pages of the snapshot in the order of their ids, without building a merged manifest.
+/// Returns the entries of a snapshot in the order of their page ids, without building a merged manifest.
 ///
 /// # Errors
-/// Returns a [`Defect`] as [`merge`] does, but does not limit the number of pages.
+/// Returns the same [`Defect`] as [`merge`], but does not limit the number of pages.
 pub(crate) fn merged_entries<'m>(
     links: &[&'m Manifest],
 ) -> Result<impl Iterator<Item = &'m ManifestEntry> + use<'m>, Defect> {
@@ -66,7 +63,7 @@ pub(crate) fn merged_entries<'m>(
     if base.kind != ManifestKind::Base {
         return Err(Defect::Missing);
     }
-    // For each page, the newest link that mentions it counts.
+    // For each page, the newest link that names the page determines its entry.
     let mut changed: BTreeMap<PageId, Option<&ManifestEntry>> = BTreeMap::new();
     for link in changes {
         for entry in &link.entries {
@@ -80,7 +77,7 @@ pub(crate) fn merged_entries<'m>(
     Ok(apply_changes(of_base, changed.into_iter()).map(|(_, entry)| entry))
 }
 
-/// Applies changes to entries. Both must ascend; `None` removes a page.
+/// Merges changes into entries, where `None` removes a page. Both iterators must be in the order of their page ids.
 pub(crate) fn apply_changes<T>(
     before: impl Iterator<Item = (PageId, T)>,
     changes: impl Iterator<Item = (PageId, Option<T>)>,

@@ -1,4 +1,4 @@
-//! Consistency checks for the fields of a manifest, applied both when decoding and when encoding.
+//! Consistency checks of the fields of a manifest. Decoding and encoding both apply these checks.
 
 use std::ops::Range;
 
@@ -10,8 +10,7 @@ use crate::limits::{
 };
 
 impl Manifest {
-    /// Checks that the fields are consistent (SPEC M2, M4 and M6), except those that
-    /// [`check_entries`](Self::check_entries) covers.
+    /// Checks that all fields except the entries are consistent (SPEC M2, M4 and M6).
     pub(super) fn check_header_fields(&self) -> Result<(), Defect> {
         if let ManifestKind::Change { previous, .. } = self.kind {
             if previous.0 == 0 {
@@ -49,24 +48,22 @@ impl Manifest {
         self.tombstones.iter().try_for_each(|tombstone| self.check_range(tombstone.page, tombstone.lsn))
     }
 
-    /// Checks that this is the table of the restore at batch `lsn` (SPEC M9). Its pages may be newer than the
-    /// restored state.
+    /// Checks that this manifest is the table of the restore at batch `lsn` (SPEC M9).
     ///
     /// # Errors
-    /// Returns [`Defect::Mismatch`] if it is not.
+    /// Returns [`Defect::Mismatch`] if the manifest has another end or contains tombstones.
     pub fn check_restored(&self, lsn: Lsn) -> Result<(), Defect> {
         check_equal("end of the restored table", self.end.0, lsn.0)?;
         check_equal("tombstones of the restored table", self.tombstones.len() as u64, 0)
     }
 
-    /// Checks a range of the entries: each one on its own (SPEC M6 and M7) and against the previous one
-    /// (SPEC M5).
+    /// Checks the entries of a range (SPEC M6 and M7) and their order (SPEC M5).
     pub(super) fn check_entries(&self, range: Range<usize>) -> Result<(), Defect> {
         self.check_order(range.clone())?;
         self.entries[range].iter().try_for_each(|entry| self.check_entry(entry))
     }
 
-    /// Checks that page ids ascend strictly.
+    /// Checks that the page ids of a range ascend strictly.
     fn check_order(&self, range: Range<usize>) -> Result<(), Defect> {
         let with_before = &self.entries[range.start.saturating_sub(1)..range.end];
         match with_before.windows(2).find(|pair| pair[0].page >= pair[1].page) {
@@ -75,9 +72,9 @@ impl Manifest {
         }
     }
 
-    /// Checks that deleted pages ascend strictly and that none of them has an entry, because ids are never
-    /// reused (SPEC M5). If the entries are not in order, this may miss a page, but then the manifest is
-    /// rejected anyway.
+    /// Checks that tombstones ascend strictly by page and that none of their pages has an entry (SPEC M5). If the
+    /// entries are out of order, this check may overlook a page, but the check of the entries then rejects the
+    /// manifest.
     fn check_tombstones(&self) -> Result<(), Defect> {
         if let Some(pair) = self.tombstones.windows(2).find(|pair| pair[0].page >= pair[1].page) {
             return descends("tombstone that does not ascend", pair[1].page);
@@ -111,7 +108,7 @@ impl Manifest {
         }
     }
 
-    /// Checks that a page is below `next_page` and its batch is not above `end`.
+    /// Checks that a page id is below `next_page` and that an Lsn is not above `end`.
     fn check_range(&self, page: PageId, lsn: Lsn) -> Result<(), Defect> {
         check_limit("page id", page.0, self.next_page.saturating_sub(1))?;
         check_limit("page's lsn", lsn.0, self.end.0)?;

@@ -1,4 +1,4 @@
-//! Decoding of manifests. Bytes from disk are untrusted (I9).
+//! Decoding of manifests. Bytes from disk are not trusted (I9).
 
 use std::sync::Arc;
 
@@ -18,16 +18,15 @@ use crate::limits::{
 use crate::segment::FORMAT_VERSION;
 use crate::value::{Metadata, SharedMetadata, decode_metadata};
 
-/// A way to distribute work on many entries among threads.
+/// A set of threads that share the work on many entries.
 pub trait WorkPool {
-    /// Returns the number of entries in one piece of work, at least 1.
+    /// Returns the number of entries per piece of work, which is at least 1.
     fn pieces_len(&self) -> usize;
 
-    /// Applies `work` to all pieces, several at a time if possible, and returns the results in the order of
-    /// the pieces.
+    /// Applies `work` to all pieces, on several threads if possible. Returns the results in the order of the pieces.
     ///
     /// # Errors
-    /// Returns an error of `work`.
+    /// Returns the error of a call of `work`.
     fn map_pieces<P: Send, T: Send, E: Send>(
         &self,
         pieces: Vec<P>,
@@ -38,7 +37,7 @@ pub trait WorkPool {
     fn join<A: Send, B>(&self, other: impl FnOnce() -> A + Send, here: impl FnOnce() -> B) -> (A, B);
 }
 
-/// Runs all work on the calling thread.
+/// A pool that runs all work on the calling thread.
 pub(crate) struct SingleThread;
 
 impl WorkPool for SingleThread {
@@ -60,10 +59,10 @@ impl WorkPool for SingleThread {
 }
 
 impl Manifest {
-    /// Decodes a whole file. Returns the first valid copy and the condition of both copies.
+    /// Decodes a manifest file. Returns the first valid copy, and the defects of both copies.
     ///
     /// # Errors
-    /// Returns the [`Defect`] of the first copy if neither is valid.
+    /// Returns the [`Defect`] of the first copy if both are invalid.
     pub fn decode(bytes: &[u8]) -> Result<(Self, CopyHealth), Defect> {
         match Self::decode_copy(bytes, 0) {
             Ok((manifest, header_crc)) => {
@@ -79,22 +78,22 @@ impl Manifest {
         }
     }
 
-    /// Decodes the first half of a file, which is the whole first copy if it is valid. Returns the manifest
-    /// and its header checksum.
+    /// Decodes the first half of a file, which is the first copy. Returns the manifest and the checksum of its header,
+    /// or `None` if the copy is invalid.
     pub(crate) fn decode_first(half: &[u8]) -> Option<(Self, u32)> {
         Self::decode_first_by(half, &SingleThread)
     }
 
-    /// Decodes the first half of a file with several threads. Returns `None` if anything is invalid; use
-    /// [`Manifest::decode`] for the defect.
+    /// Decodes the first half of a file, which is the first copy, on several threads. Returns `None` if the copy is
+    /// invalid. [`Manifest::decode`] returns the defect.
     #[must_use]
     pub fn decode_first_by(half: &[u8], threads: &impl WorkPool) -> Option<(Self, u32)> {
         let is_half = Self::copy_len(array(half, 0).ok()?) == Some(half.len() as u64);
         is_half.then(|| Self::decode_copy_by(half, 0, threads).ok()).flatten()
     }
 
-    /// Returns the length of each copy in bytes, including padding, or `None` if `header` is not a valid
-    /// manifest header. A caller can compare it with the length of the file before reading a copy.
+    /// Returns the length of a copy in bytes, including padding, or `None` if `header` is not a valid manifest header.
+    /// The caller can compare twice this length with the length of the file before it reads a copy.
     #[must_use]
     pub fn copy_len(header: &[u8; ManifestHeaderRaw::LEN]) -> Option<u64> {
         let raw = ManifestHeaderRaw::from_bytes(header);
@@ -102,8 +101,8 @@ impl Manifest {
         (is_proven && raw.body_len <= MANIFEST_BODY_LEN_MAX).then(|| copy_len(raw.body_len))
     }
 
-    /// Decodes copy 0 or 1, and returns the manifest and its header checksum (SPEC M1 to M7). Both copies
-    /// have the same length, so the second can be found even if the first is damaged.
+    /// Decodes the first copy (`which` is 0) or the second (1). Returns the manifest and the checksum of its header
+    /// (SPEC M1 to M7). The second copy is found even if the first is damaged, because both have the same length.
     ///
     /// # Errors
     /// Returns a [`Defect`] if the copy is invalid.
@@ -152,7 +151,7 @@ impl Manifest {
         Ok((manifest, raw.header_crc))
     }
 
-    /// Checks that the second copy equals the first, which must be valid, and that the file ends after it.
+    /// Checks that the second copy equals the first and that the file ends after it. The first copy must be valid.
     fn check_second(bytes: &[u8]) -> Result<(), Defect> {
         let header = ManifestHeaderRaw::from_bytes(array(bytes, 0)?);
         let (at, len) = (copy_at(bytes, 1), ManifestHeaderRaw::LEN + header.body_len as usize);
@@ -180,7 +179,7 @@ impl ManifestEntry {
         }
     }
 
-    /// Decodes the entry at `at`, and returns it with the offset of the next entry.
+    /// Decodes the entry at offset `at` of the body. Returns the entry and the offset of the next one.
     fn decode(body: &[u8], at: usize) -> Result<(Self, usize), Defect> {
         let raw = ManifestEntryRaw::from_bytes(array(body, at)?);
         check_zeros("reserved entry bytes", &raw.reserved)?;
@@ -212,8 +211,8 @@ impl ManifestEntry {
     }
 }
 
-/// Decodes the image of an entry. A stored length of zero means that the page has none. `base` is the part of
-/// the entry that describes an overlay's base, or empty.
+/// Decodes the image of an entry. A stored length of zero means that the page has no image. `base` contains the encoded
+/// base of an overlay, or is empty.
 fn decode_image(raw: &ManifestEntryRaw, base: &[u8]) -> Result<Option<ImageRef>, Defect> {
     if raw.stored_len == 0 {
         for field in [raw.image_file, raw.image_offset, raw.stored_crc.into(), raw.raw_crc.into()] {
@@ -274,11 +273,12 @@ fn decode_kind(raw: &ManifestHeaderRaw) -> Result<ManifestKind, Defect> {
 type Body = (ManifestKind, Vec<ManifestEntry>, Vec<Tombstone>, Metadata);
 
 fn decode_body(raw: &ManifestHeaderRaw, body: &[u8], threads: &impl WorkPool) -> Result<Body, Defect> {
-    // Every item takes at least its fixed part, so a count cannot claim more memory than the body has bytes.
+    // Every entry and tombstone contains its fixed part, so a count that is too large for the body is rejected before
+    // memory is allocated.
     let fits = |len: usize| (body.len() / len) as u64;
-    // Allocating memory for the entries takes longer than checking the body and locating the entries. Both
-    // therefore run concurrently, and each entry is then decoded at its final position. Collecting entries
-    // from elsewhere took a fifth of the time to read a link.
+    // Memory for the entries is allocated while the body is checked and the entries are located, because the allocation
+    // takes longer. Each entry is then decoded at its final position. Collecting the entries of several threads took a
+    // fifth of the time to read a link.
     let at_once = threads.pieces_len();
     let proven = || {
         check_crc("manifest body", raw.body_crc, body)?;
@@ -305,7 +305,6 @@ fn decode_body(raw: &ManifestHeaderRaw, body: &[u8], threads: &impl WorkPool) ->
     Ok((kind, entries, tombstones, root))
 }
 
-/// Allocates `count` placeholder entries.
 fn blank_entries(count: u64) -> Result<Vec<ManifestEntry>, Defect> {
     let mut entries = Vec::new();
     reserve_items(&mut entries, count as usize)?;
@@ -313,7 +312,7 @@ fn blank_entries(count: u64) -> Result<Vec<ManifestEntry>, Defect> {
     Ok(entries)
 }
 
-/// Decodes entries from `at` on until the slice is full, and returns the offset after them.
+/// Decodes entries from offset `at` on into the slice. Returns the offset after the last one.
 fn decode_entries(body: &[u8], mut at: usize, entries: &mut [ManifestEntry]) -> Result<usize, Defect> {
     for entry in entries {
         (*entry, at) = ManifestEntry::decode(body, at)?;
@@ -321,8 +320,8 @@ fn decode_entries(body: &[u8], mut at: usize, entries: &mut [ManifestEntry]) -> 
     Ok(at)
 }
 
-/// Returns the offset at which each piece of the `count` entries starts. Reads only the lengths of entries
-/// before the last piece.
+/// Returns the offset at which each piece of the entries starts. Reads only the lengths of the entries before the last
+/// piece.
 fn starts(body: &[u8], count: usize, at_once: usize) -> Result<Vec<usize>, Defect> {
     let mut starts = Vec::new();
     let mut at = 0;
@@ -340,8 +339,8 @@ fn starts(body: &[u8], count: usize, at_once: usize) -> Result<Vec<usize>, Defec
     Ok(starts)
 }
 
-/// Returns the offset of a copy. The header of the first copy determines the offset of the second; if this
-/// header is damaged, half of the file's length does, unless the file was truncated as well.
+/// Returns the offset of a copy. The second copy is located by the header of the first, or at half of the file's length
+/// if that header is damaged.
 fn copy_at(bytes: &[u8], which: usize) -> usize {
     if which == 0 {
         return 0;

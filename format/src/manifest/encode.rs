@@ -14,7 +14,7 @@ use crate::limits::{MANIFEST_BODY_LEN_MAX, METADATA_LEN_MAX, ROOT_LEN_MAX, SNAPS
 use crate::segment::FORMAT_VERSION;
 use crate::value::{Metadata, encode_metadata};
 
-/// Encoded entries, with their checksum and position.
+/// The encoding of a range of entries, with its checksum.
 #[derive(Debug)]
 pub struct EncodedEntries {
     bytes: Vec<u8>,
@@ -23,11 +23,11 @@ pub struct EncodedEntries {
 }
 
 impl Manifest {
-    /// Encodes the whole file: both copies.
+    /// Encodes a manifest file, which contains two copies.
     ///
     /// # Errors
-    /// Returns the [`Defect`] that decoding would find: an exceeded limit, entries out of order, or
-    /// inconsistent fields.
+    /// Returns the [`Defect`] that decoding would find: an exceeded limit, entries out of order, or inconsistent
+    /// fields.
     pub fn encode(&self) -> Result<Vec<u8>, Defect> {
         self.check_header_fields()?;
         let entries = self.encode_entries(0..self.entries.len())?;
@@ -38,17 +38,16 @@ impl Manifest {
         Ok(out)
     }
 
-    /// Encodes a range of the entries for [`Manifest::encode_around`], so that several threads can each
-    /// encode a part.
+    /// Encodes a range of the entries for [`Manifest::encode_around`]. Several threads can each encode a range.
     ///
     /// # Errors
-    /// Returns a [`Defect`] as [`Manifest::encode`] does, as far as these entries are concerned.
+    /// Returns the same [`Defect`] as [`Manifest::encode`] if one of these entries is invalid.
     ///
     /// # Panics
     /// Panics if the range exceeds the entries.
     pub fn encode_entries(&self, range: Range<usize>) -> Result<EncodedEntries, Defect> {
         self.check_entries(range.clone())?;
-        // Most pages have no metadata, so its encoding is computed once.
+        // Most pages have no metadata, so the encoding of empty metadata is computed once.
         let no_metadata = encode_metadata(&Metadata::new(), METADATA_LEN_MAX)?;
         let entry_len = ManifestEntryRaw::LEN + align_up(no_metadata.len() as u64, ENTRY_ALIGN) as usize;
         let entries = &self.entries[range.clone()];
@@ -62,13 +61,14 @@ impl Manifest {
         Ok(EncodedEntries { bytes, crc, range })
     }
 
-    /// Encodes one copy, returned in as many pieces as `entries` has. The file consists of this copy twice.
+    /// Encodes one copy of the manifest around its encoded entries. Returns the copy in as many pieces as `entries`
+    /// has. The file must contain the copy twice.
     ///
     /// # Errors
-    /// Returns a [`Defect`] as [`Manifest::encode`] does.
+    /// Returns the same [`Defect`] as [`Manifest::encode`].
     ///
     /// # Panics
-    /// Panics if `entries` is empty or is not all entries of the manifest in order.
+    /// Panics if `entries` is empty, or if it does not contain all entries of the manifest in order.
     pub fn encode_around(&self, entries: Vec<EncodedEntries>) -> Result<Vec<Vec<u8>>, Defect> {
         self.check_header_fields()?;
         let end =
@@ -132,15 +132,16 @@ impl Manifest {
         raw
     }
 
-    /// Returns the header checksum of an encoded file, which identifies it.
+    /// Returns the header checksum of an encoded manifest file. Other structures identify the manifest by this
+    /// checksum.
     ///
     /// # Errors
-    /// Returns [`Defect::Truncated`] if `encoded` is too short.
+    /// Returns [`Defect::Truncated`] if `encoded` is shorter than a header.
     pub fn header_crc(encoded: &[u8]) -> Result<u32, Defect> {
         Ok(ManifestHeaderRaw::from_bytes(array(encoded, 0)?).header_crc)
     }
 
-    /// Encodes the part of the body after the entries.
+    /// Encodes the tombstones and the root, which follow the entries.
     fn encode_rest(&self) -> Result<Vec<u8>, Defect> {
         let root = encode_metadata(&self.root, ROOT_LEN_MAX)?;
         let mut out = Vec::new();
@@ -154,8 +155,8 @@ impl Manifest {
 }
 
 impl ManifestEntry {
-    /// Appends the encoded entry to `body`, which must end at a multiple of [`ENTRY_ALIGN`]. `no_metadata` is
-    /// the encoding of empty metadata.
+    /// Appends the encoded entry to `body`, whose length must be a multiple of [`ENTRY_ALIGN`]. `no_metadata` is the
+    /// encoding of empty metadata.
     fn encode(&self, body: &mut Vec<u8>, no_metadata: &[u8]) -> Result<(), Defect> {
         let metadata: Cow<'_, [u8]> = if self.metadata.is_empty() {
             no_metadata.into()

@@ -1,8 +1,8 @@
-//! Manifests: files that list the pages and images of a snapshot.
+//! Manifests, which list the pages of a snapshot and their images.
 //!
-//! A snapshot is a base, or a base and a chain of changes. Each of them is one file, and each change names
-//! the previous link by number and checksum. The table of an old state, named by a restore, has the same
-//! layout but another kind.
+//! A snapshot is a base, or a base with a chain of changes. The base and each change are files of their own, and each
+//! change names the previous link by number and checksum. The table of an earlier state has the same layout and another
+//! kind, and a restore names it.
 //!
 //! ```text
 //! snapshots/<n>.manifest
@@ -10,9 +10,9 @@
 //! half   the same copy again
 //! ```
 //!
-//! `redo` and `end` make a fuzzy snapshot exact. Every batch up to `redo` is in the images, and replay starts
-//! after that point. Only when replay has reached `end` do all pages represent the same Lsn. A manifest is
-//! published after everything that it names is synced (I7).
+//! The images of a snapshot are captured at different moments. They include every batch up to `redo`, and replay starts
+//! after that point. Once replay has reached `end`, all pages represent the same Lsn. A manifest is published after
+//! everything that it names is synced (I7).
 
 mod chain;
 mod check;
@@ -39,19 +39,19 @@ pub use self::layout::{
 };
 use self::layout::{KIND_BASE, KIND_CHANGE, KIND_TABLE};
 
-/// The role of a manifest.
+/// The kind of a manifest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ManifestKind {
-    /// A base, which names all pages.
+    /// A base, which names all pages of a snapshot.
     Base,
-    /// A change, which names the pages that changed since the previous link.
+    /// A change, which names the pages that changed since the previous link of the chain.
     Change {
-        /// The previous link.
+        /// The number of the previous link.
         previous: SnapshotId,
         /// The header checksum of the previous link.
         previous_crc: u32,
     },
-    /// The table of an old state, named by a restore. It names all pages.
+    /// The table of an earlier state, which names all pages. A restore names the table.
     Table,
 }
 
@@ -67,84 +67,84 @@ impl ManifestKind {
     }
 }
 
-/// A page as captured by a snapshot.
+/// A page that a snapshot captured.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ManifestEntry {
-    /// The page's id.
+    /// The id of the page.
     pub page: PageId,
-    /// The user's key for the page.
+    /// The key of the page, or `None` if the page has no key.
     pub key: Option<Key>,
     /// The length of the page in bytes.
     pub len: u64,
-    /// The page's epoch.
+    /// The epoch of the page.
     pub epoch: Epoch,
     /// The newest batch that changed or moved the page.
     pub lsn: Lsn,
-    /// The page's place.
+    /// The place of the page.
     pub place: Place,
-    /// The page's metadata.
+    /// The metadata of the page.
     pub metadata: SharedMetadata,
-    /// The image with the page's bytes; `None` if and only if the page is empty.
+    /// The reference to the page's image, or `None` if the page is empty.
     pub image: Option<ImageRef>,
 }
 
-/// A page that was deleted while the snapshot was taken, or since the previous link. Replay skips its
-/// operations.
+/// A page that was deleted while the snapshot was taken, or since the previous link. Replay skips operations on this
+/// page up to the deletion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tombstone {
-    /// The page's id.
+    /// The id of the deleted page.
     pub page: PageId,
-    /// The batch that deleted it.
+    /// The batch that deleted the page.
     pub lsn: Lsn,
 }
 
-/// One link of a snapshot, or the table of an old state.
+/// The decoded content of a manifest file, which is one link of a snapshot or the table of an earlier state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Manifest {
-    /// The role of the manifest.
+    /// The kind of the manifest: base, change or table.
     pub kind: ManifestKind,
     /// The store's id.
     pub store: StoreId,
     /// The number of the snapshot or the table.
     pub snapshot: SnapshotId,
-    /// The user's name for the snapshot: 1 to 64 bytes of UTF-8. A table has none.
+    /// The name that the caller assigned to the snapshot, of 1 to 64 bytes. A table has no name.
     pub name: Option<String>,
-    /// Creation time, in milliseconds since 1970.
+    /// The time at which the manifest was created, in milliseconds since 1970.
     pub created_unix_ms: u64,
-    /// The point where replay starts: every batch up to here is in the images.
+    /// The point after which replay starts. The images include every batch up to this point.
     pub redo: LogPoint,
-    /// The batch that replay must at least reach. It is a durable mark (I4).
+    /// The batch up to which replay must continue at least. This Lsn is a durable mark (I4).
     pub end: Lsn,
-    /// The next page id to assign; all lower ids have been assigned.
+    /// The next page id to assign. All lower ids have been assigned.
     pub next_page: u64,
     /// The highest epoch that any page ever had.
     pub epoch_high: Epoch,
-    /// The next number for an image file.
+    /// The next number to assign to an image file.
     pub next_file: u64,
-    /// A lower bound on the image file numbers of batches after `redo`. When the snapshot began, no image
-    /// file of a batch with a lower number was being written, and no frame above `redo` names one, so images
-    /// written ahead in lower files belong to batches up to `redo`. Zero if unknown, as in tables and in
-    /// manifests of older builds.
+    /// A lower bound for the image files of batches after `redo`. No frame after `redo` names an image file that was
+    /// written for a batch and has a lower number, and no such file was being written when the snapshot began. Zero if
+    /// the bound is unknown, as in tables and in manifests of older builds.
     pub ahead_from: u64,
-    /// The pages, in ascending order of ids.
+    /// The pages, in the order of their ids.
     pub entries: Vec<ManifestEntry>,
-    /// The deleted pages, in ascending order of ids.
+    /// The deleted pages, in the order of their ids.
     pub tombstones: Vec<Tombstone>,
-    /// The root, captured together with `end`.
+    /// The root of the store as of `end`.
     pub root: Arc<Metadata>,
 }
 
-/// The condition of a manifest's two copies.
+/// The condition of the two copies in a manifest file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CopyHealth {
-    /// The defects of the first and the second copy, if any.
+    /// The defects of the first and the second copy, or `None` for a valid copy.
     pub defects: [Option<Defect>; 2],
-    /// The header checksum of the copy used, by which the next link and seals identify this manifest.
+    /// The header checksum of the copy that was decoded. The next link and seals identify the manifest by this
+    /// checksum.
     pub header_crc: u32,
 }
 
 impl CopyHealth {
-    /// Describes a manifest with two valid copies.
+    /// Returns the condition of a file whose two copies are valid.
     pub(crate) fn whole(header_crc: u32) -> Self {
         Self { defects: [None, None], header_crc }
     }
@@ -157,7 +157,8 @@ impl CopyHealth {
 }
 
 impl Manifest {
-    /// Returns the number of pages that the manifest names. For a change, this determines its cost.
+    /// Returns the number of pages that the manifest names, including deleted ones. The cost of reading a change
+    /// depends on this number.
     #[must_use]
     pub fn changes(&self) -> usize {
         self.entries.len() + self.tombstones.len()

@@ -7,7 +7,7 @@ use crate::limits::{CHAIN_LINKS_MAX, DEVICE_ORDINAL_MAX};
 use crate::state::replay::Resolver;
 use crate::value::Value;
 
-/// Length in bytes of the sample's root envelope, which ends its body.
+/// Length in bytes of the root's envelope at the end of the sample's body.
 const ROOT_LEN: usize = 40;
 
 fn image(file: u64, len: u64) -> Option<ImageRef> {
@@ -65,7 +65,7 @@ fn first(bytes: &[u8]) -> Result<Manifest, Defect> {
     Manifest::decode_copy(bytes, 0).map(|(manifest, _)| manifest)
 }
 
-/// Encodes the sample with a changed first copy and matching checksums in it.
+/// Encodes the sample with a modified first copy and the checksums of that copy.
 fn with_copy(change: impl FnOnce(&mut ManifestHeaderRaw, &mut [u8])) -> Vec<u8> {
     let mut bytes = sample().encode().unwrap();
     let mut raw = ManifestHeaderRaw::from_bytes(bytes[..256].try_into().unwrap());
@@ -109,8 +109,7 @@ fn manifest_round_trips_to_the_same_bytes() {
     }
 }
 
-/// The way in which entries are distributed does not change the bytes, and each part rejects the same
-/// defects.
+/// Entries that are encoded in pieces of any length have the same bytes, and each piece rejects the same defects.
 #[test]
 fn piecewise_encoded_entries_are_equal() {
     let entries: Vec<ManifestEntry> = (1..900).map(|page| entry(page, 7)).collect();
@@ -126,7 +125,7 @@ fn piecewise_encoded_entries_are_equal() {
         let pieces = apart(&whole, at_once).unwrap();
         assert_eq!(pieces.len(), 899_usize.div_ceil(at_once));
         assert_eq!(pieces.concat(), bytes[..bytes.len() / 2], "{at_once}");
-        // Damage the first entry of a part, and one within it.
+        // Damage the first entry of a piece, and an entry within a piece.
         for at in [100, 150] {
             let mut unordered = whole.clone();
             unordered.entries.swap(at, at - 1);
@@ -135,7 +134,7 @@ fn piecewise_encoded_entries_are_equal() {
     }
 }
 
-/// Decodes pieces with the given number of entries, the last piece first.
+/// A pool whose pieces have the given number of entries. The last piece is decoded first.
 struct Pieces(usize);
 
 impl WorkPool for Pieces {
@@ -158,8 +157,7 @@ impl WorkPool for Pieces {
     }
 }
 
-/// The way in which entries are distributed does not change the manifest, and every defect found by one
-/// thread is found.
+/// Entries that are decoded in pieces of any length form the same manifest, and every defect is found.
 #[test]
 fn piecewise_decoded_entries_are_equal() {
     let named = |page| ManifestEntry {
@@ -177,7 +175,7 @@ fn piecewise_decoded_entries_are_equal() {
             assert_eq!((&decoded, crc), (&manifest, Manifest::header_crc(&bytes).unwrap()), "{at_once}");
         }
     }
-    // Valid checksums over a wrong length of metadata, or over bytes outside any entry.
+    // Valid checksums over a wrong length of metadata, or over bytes outside all entries.
     type Change = fn(&mut ManifestHeaderRaw, &mut [u8]);
     let changes: [Change; 4] = [
         |_, body| body[68] = 0xff,
@@ -195,7 +193,6 @@ fn piecewise_decoded_entries_are_equal() {
     }
 }
 
-/// Returns a base of pages 1 to 3 and two changes.
 fn links() -> [Manifest; 3] {
     let caught =
         |page, lsn, file| ManifestEntry { lsn: Lsn(lsn), image: image(file, 100), ..entry(page, 100) };
@@ -223,7 +220,7 @@ fn links() -> [Manifest; 3] {
     let second =
         Manifest { entries: vec![caught(2, 4, 2)], tombstones: vec![dead(1, 4), dead(3, 5)], ..second };
     let third = change(&second, 7, 6);
-    // A restore brought page 3 back.
+    // A restore created page 3 again.
     let third =
         Manifest { entries: vec![caught(3, 6, 3), caught(8, 6, 3)], tombstones: vec![dead(7, 7)], ..third };
     [base, second, third]
@@ -244,7 +241,7 @@ fn changes_replace_add_and_remove_pages() {
     assert_eq!(pages, [(2, 4), (3, 6), (8, 6)]);
     let entries = merged.entries.clone();
     assert_eq!(merged, Manifest { kind: ManifestKind::Base, entries, ..third.clone() });
-    // The merged manifest is a valid snapshot on its own.
+    // The merged manifest is a valid base.
     assert_eq!(Manifest::decode(&merged.encode().unwrap()).unwrap().0, merged);
     assert_eq!(merge(&[&third, &second]), Err(Defect::Missing));
     assert_eq!(merge(&[]), Err(Defect::Missing));
@@ -266,7 +263,7 @@ fn links_that_do_not_follow_are_refused() {
         ("highest epoch of the link before is 5", Manifest { epoch_high: Epoch(5), ..base.clone() }),
         ("next image file of the link before is 7", Manifest { next_file: 7, ..base.clone() }),
     ] {
-        // The change names the link correctly, so that only the tested field is wrong.
+        // The change names the previous link correctly, so that only the tested field is wrong.
         let crc = crc(&previous);
         let previous_crc = if expected.starts_with("checksum") { crc ^ 1 } else { crc };
         let kind = ManifestKind::Change { previous: SnapshotId(4), previous_crc };
@@ -414,8 +411,7 @@ fn manifests_that_contradict_themselves_are_not_written() {
     }
 }
 
-/// The way in which entries are distributed does not change the page table, even if a run of ids spans two
-/// pieces.
+/// Entries that are merged in pieces of any length form the same page table, even if a run of ids spans two pieces.
 #[test]
 fn table_from_pieces_equals_whole() {
     let entries = (1..=700).map(|page| ManifestEntry { epoch: Epoch(page % 7), ..entry(3 * page, page) });

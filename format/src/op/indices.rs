@@ -1,21 +1,21 @@
-//! Element indices of a sparse delta, stored as four bytes each or as the gaps between them.
+//! Element indices of a sparse delta. An encoding stores four bytes per index, or the gaps between the indices.
 //!
-//! If one element in a hundred changes, a gap takes 1.3 bytes on average instead of 4 for an index.
+//! If one element in a hundred changes, a gap takes 1.3 bytes on average, whereas an index takes 4 bytes.
 
 use crate::defect::{Defect, check_limit};
 
-/// Encoding 0: each index in four little-endian bytes.
+/// Encoding 0, which stores each index in four little-endian bytes.
 pub(super) const PLAIN: u8 = 0;
-/// Encoding 1: the number of elements skipped before each element, as a varint.
+/// Encoding 1, which stores the number of elements skipped before each element as a varint.
 pub(super) const GAPS: u8 = 1;
 
 /// Length of a plain index in bytes.
 const PLAIN_LEN: usize = size_of::<u32>();
-/// Length of the longest gap in bytes: 32 bits at seven bits per byte.
+/// Maximum length of a gap in bytes, which contains 32 bits at seven bits per byte.
 const GAP_LEN_MAX: usize = 5;
 
-/// The indices of the elements that a sparse delta replaces, in either encoding. Gaps are validated when the
-/// value is created.
+/// The indices of the elements that a sparse delta replaces, in either encoding. [`Indices::gaps`] validates the
+/// encoding.
 ///
 /// ```
 /// use remanent_format::op::{Indices, gap_coded};
@@ -35,7 +35,7 @@ pub struct Indices<'a> {
 }
 
 impl<'a> Indices<'a> {
-    /// Wraps indices of four little-endian bytes each, in any order.
+    /// Wraps indices that are stored in four little-endian bytes each, in any order.
     ///
     /// # Panics
     /// Panics if the length of `bytes` is not a multiple of four.
@@ -46,10 +46,10 @@ impl<'a> Indices<'a> {
         Self { encoding: PLAIN, bytes, count: bytes.len() / PLAIN_LEN, highest }
     }
 
-    /// Wraps `count` strictly ascending indices encoded by [`gap_coded`].
+    /// Wraps `count` strictly ascending indices that [`gap_coded`] encoded.
     ///
     /// # Errors
-    /// Returns a [`Defect`] if `bytes` is not exactly such an encoding.
+    /// Returns a [`Defect`] if `bytes` is not the encoding of `count` such indices.
     pub fn gaps(bytes: &'a [u8], count: usize) -> Result<Self, Defect> {
         let indices = Self::read_gaps(bytes, count)?;
         match bytes.len() - indices.bytes.len() {
@@ -58,9 +58,9 @@ impl<'a> Indices<'a> {
         }
     }
 
-    /// Reads `count` gaps from the start of `bytes`. More bytes may follow.
+    /// Reads `count` gaps from the start of `bytes`, which may be longer.
     pub(super) fn read_gaps(bytes: &'a [u8], count: usize) -> Result<Self, Defect> {
-        // `next` is the index after the highest so far.
+        // `next` is one more than the highest index so far.
         let (mut at, mut next, mut left) = (0, 0, count);
         while left > 0 {
             // At most eight gaps end within a word.
@@ -91,27 +91,28 @@ impl<'a> Indices<'a> {
         self.count == 0
     }
 
-    /// Returns the highest index.
+    /// Returns the highest index, or `None` if there are no indices.
     #[must_use]
     pub fn highest(&self) -> Option<u32> {
         self.highest
     }
 
-    /// Returns the lowest index. With plain indices, this scans all of them.
+    /// Returns the lowest index, or `None` if there are no indices. Reads all indices if they are stored in four bytes
+    /// each.
     #[must_use]
     pub fn lowest(&self) -> Option<u32> {
         if self.is_gap_coded() { self.iter().next() } else { self.iter().min() }
     }
 
-    /// Returns true if the indices are stored as gaps. A device needs four bytes per index, so such indices
-    /// must be expanded for it.
+    /// Returns true if the indices are stored as gaps. A device needs four bytes per index, so gaps must be expanded
+    /// for a device.
     #[must_use]
     pub fn is_gap_coded(&self) -> bool {
         self.encoding == GAPS
     }
 
-    /// Returns an iterator over the indices, in the order of their values. [`Self::copy_to`] is faster for
-    /// all of them.
+    /// Returns an iterator over the indices, in the order of their elements in the delta. [`Self::copy_to`] is faster
+    /// if all indices are needed.
     pub fn iter(&self) -> impl Iterator<Item = u32> + use<'a> {
         let (encoding, mut rest, mut next) = (self.encoding, self.bytes, 0);
         (0..self.count).map(move |_| {
@@ -122,14 +123,14 @@ impl<'a> Indices<'a> {
                 }
                 _ => (plain_index(&rest[..PLAIN_LEN]), PLAIN_LEN),
             };
-            // After the highest possible index there is no next one, so the wrapped value is never used.
+            // The wrapped value is not used, because no index follows the highest possible one.
             next = index.wrapping_add(1);
             rest = &rest[len..];
             index
         })
     }
 
-    /// Writes the indices to `out` as four little-endian bytes each, in the order of their values.
+    /// Writes the indices to `out` in four little-endian bytes each, in the order of their elements in the delta.
     ///
     /// # Panics
     /// Panics if the length of `out` is not four times the number of indices.
@@ -159,16 +160,16 @@ impl<'a> Indices<'a> {
         self.encoding
     }
 
-    /// Returns the indices as stored.
+    /// Returns the encoded indices.
     #[must_use]
     pub fn as_bytes(&self) -> &'a [u8] {
         self.bytes
     }
 }
 
-/// Encodes strictly ascending indices as gaps: the number of elements skipped before each. A gap takes seven
-/// bits per byte, lowest bits first, and every byte but the last has its highest bit set. Returns `None` if
-/// the indices do not ascend.
+/// Encodes strictly ascending indices as gaps. A gap is the number of elements skipped before an index, in seven bits
+/// per byte and lowest bits first. The highest bit is set in all bytes of a gap but the last. Returns `None` if the
+/// indices do not ascend.
 #[must_use]
 pub fn gap_coded(indices: &[u32]) -> Option<Vec<u8>> {
     let mut out = vec![0; gap_coded_len(indices)?];
@@ -176,8 +177,7 @@ pub fn gap_coded(indices: &[u32]) -> Option<Vec<u8>> {
     Some(out)
 }
 
-/// Returns the length of the encoding that [`gap_coded`] produces, in bytes. Returns `None` if the indices do
-/// not ascend.
+/// Returns the length in bytes of the encoding that [`gap_coded`] produces, or `None` if the indices do not ascend.
 #[must_use]
 pub fn gap_coded_len(indices: &[u32]) -> Option<usize> {
     let (mut next, mut len, mut ascend) = (0_u64, indices.len(), true);
@@ -194,7 +194,7 @@ pub fn gap_coded_len(indices: &[u32]) -> Option<usize> {
 /// Writes strictly ascending indices to `out` in the encoding of [`gap_coded`].
 ///
 /// # Panics
-/// Panics if `out` is shorter than [`gap_coded_len`] or the indices do not ascend.
+/// Panics if `out` is shorter than [`gap_coded_len`], or if the indices do not ascend.
 pub fn gap_code(indices: &[u32], out: &mut [u8]) {
     let (mut next, mut at) = (0_u64, 0);
     for &index in indices {
@@ -203,8 +203,8 @@ pub fn gap_code(indices: &[u32], out: &mut [u8]) {
             out[at] = gap as u8 | 0x80;
             (gap, at) = (gap >> 7, at + 1);
         }
-        // Whether a gap takes one byte or two is unpredictable, so this code avoids a branch. For a gap of
-        // one byte, the second write replaces the first.
+        // This code has no branch, because the length of a gap (one byte or two) is unpredictable. For a gap of one
+        // byte, the second write replaces the first.
         let more = usize::from(gap >= 0x80);
         out[at + more] = (gap >> 7) as u8;
         out[at] = gap as u8 & 0x7f | (more << 7) as u8;
@@ -212,22 +212,21 @@ pub fn gap_code(indices: &[u32], out: &mut [u8]) {
     }
 }
 
-/// Number of bytes from which gaps are decoded at once.
+/// Number of bytes from which gaps are decoded in one step.
 const WORD_LEN: usize = 8;
 
-/// The gaps that end within one eight-byte word, each one or two bytes long. Nearly all deltas have only such
-/// gaps.
+/// The gaps that end within one eight-byte word, if each takes one or two bytes. Nearly all deltas have only such gaps.
 struct GapWord {
     /// Total length of the gaps in bytes.
     len: usize,
     count: usize,
-    /// Advance of the next index: the sum of the gaps plus one per element.
+    /// Sum of the gaps plus their count, by which the next index advances.
     skipped: u64,
 }
 
 impl GapWord {
-    /// Decodes the gaps at the start of `bytes`. Returns `None` if there are fewer than eight bytes, or if a
-    /// gap is malformed or longer than two bytes; [`read_gap`] handles those.
+    /// Decodes the gaps at the start of `bytes`. Returns `None` if there are fewer than eight bytes, or if a gap is
+    /// invalid or longer than two bytes. The caller then uses [`read_gap`].
     fn first_in(bytes: &[u8]) -> Option<Self> {
         const LOW: u64 = u64::from_ne_bytes([0x7f; WORD_LEN]);
         let mut word = u64::from_le_bytes(*bytes.first_chunk()?);
@@ -237,8 +236,8 @@ impl GapWord {
             word &= u64::MAX >> 8;
         }
         let (low, more) = (word & LOW, word & !LOW);
-        // The highest bit of each byte that is the second of a gap, and of each byte whose low seven bits are
-        // not all zero.
+        // The highest bits of `second` mark the bytes that end a gap of two. Those of `nonzero` mark the bytes whose
+        // low seven bits are not all zero.
         let (second, nonzero) = (more << 8, (low + LOW) & !LOW);
         if second & (more | !nonzero) != 0 {
             return None;
@@ -258,11 +257,10 @@ fn sum_of_bytes(word: u64) -> u64 {
     pairs.wrapping_mul(0x0001_0001_0001_0001) >> 48
 }
 
-/// Decodes four gaps from the start of `bytes` and writes their indices. `next` is the lowest possible value
-/// of the first index.
+/// Decodes four gaps from the start of `bytes` and writes their indices. `next` is the index of a first gap of zero.
 ///
-/// Returns the length of the gaps and the index after the last one. Returns `None`, with unspecified bytes
-/// written, if there are fewer than eight bytes or a gap takes more than two.
+/// Returns the length of the gaps, and one more than the last index. Returns `None` if there are fewer than eight bytes
+/// or a gap takes more than two; the content of `out` is then unspecified.
 fn four_indices(bytes: &[u8], mut next: u32, out: &mut [[u8; PLAIN_LEN]; 4]) -> Option<(usize, u32)> {
     let mut word = u64::from_le_bytes(*bytes.first_chunk::<WORD_LEN>()?);
     let (mut len, mut is_longer) = (0, 0);
@@ -272,7 +270,7 @@ fn four_indices(bytes: &[u8], mut next: u32, out: &mut [[u8; PLAIN_LEN]; 4]) -> 
         let gap = word & 0x7f | word >> 1 & 0x3f80 & more.wrapping_neg();
         let index = next.wrapping_add(gap as u32);
         *out = index.to_le_bytes();
-        // After the highest possible index there is no next one, so the wrapped value is never used.
+        // The wrapped value is not used, because no index follows the highest possible one.
         next = index.wrapping_add(1);
         word = word >> 8 >> (8 * more);
         len += 1 + more as usize;
@@ -280,8 +278,8 @@ fn four_indices(bytes: &[u8], mut next: u32, out: &mut [[u8; PLAIN_LEN]; 4]) -> 
     (is_longer == 0).then_some((len, next))
 }
 
-/// Decodes the gap at the start of `bytes` and returns it with its length. Only the shortest encoding of a
-/// gap is valid.
+/// Decodes the gap at the start of `bytes`. Returns the gap and its length. Only the shortest encoding of a gap is
+/// valid.
 fn read_gap(bytes: &[u8]) -> Result<(u64, usize), Defect> {
     let mut gap = 0;
     for (at, &byte) in bytes.iter().take(GAP_LEN_MAX).enumerate() {
@@ -336,7 +334,7 @@ mod tests {
         }
     }
 
-    /// Tests gaps of every length at every position of the words from which they are decoded.
+    /// Gaps of every length are decoded at every position of a word.
     #[test]
     fn gap_decoding_is_equal_bytewise_and_wordwise() {
         const LONG: [u32; 5] = [0, 127, 128, 16_383, 16_384];

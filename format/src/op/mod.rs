@@ -1,10 +1,10 @@
-//! Payload of a batch: a 16-byte head, then operations.
+//! Payload of a batch, which contains a 16-byte head and then operations.
 //!
-//! An operation is a 32-byte header and a body, padded with zeros to a multiple of 16, so that bodies stay
+//! An operation is a 32-byte header and a body, padded with zeros to a multiple of 16 bytes. Bodies are therefore
 //! aligned for a device that reads them in place.
 //!
-//! The log holds after-images only (I2): a body contains the bytes to store, never a computation on other
-//! bytes.
+//! The log contains after-images only (I2). A body contains the bytes to store, and no operation computes bytes from
+//! other bytes.
 
 mod indices;
 mod reader;
@@ -21,9 +21,9 @@ use crate::layout::layout;
 use crate::limits::{DEVICE_ORDINAL_MAX, FRAME_ALIGN, align_up};
 use crate::value::{Metadata, Value};
 
-/// Length of a payload head in bytes.
+/// Length of the head of a payload in bytes.
 pub const PAYLOAD_HEAD_LEN: usize = PayloadHeadRaw::LEN;
-/// Length of an operation header in bytes.
+/// Length of the header of an operation in bytes.
 pub const OP_HEADER_LEN: usize = OpHeaderRaw::LEN;
 
 const CREATE: u16 = 1;
@@ -43,9 +43,9 @@ const IMAGE: u16 = 14;
 const MOVE: u16 = 15;
 
 layout! {
-    /// Encoded head of a batch's payload.
+    /// The encoded head of a batch's payload.
     pub struct PayloadHeadRaw: 16 {
-        /// Number of operations.
+        /// Number of operations in the payload.
         0 => op_count: u32,
         /// Reserved, always zero.
         4 => reserved: u32,
@@ -55,35 +55,35 @@ layout! {
 }
 
 layout! {
-    /// Encoded operation header.
+    /// The encoded header of an operation.
     pub struct OpHeaderRaw: 32 {
-        /// The kind of operation.
+        /// Number that represents the kind of the operation.
         0 => kind: u16,
-        /// Element width in bytes if the operation has elements, otherwise zero.
+        /// Width of an element in bytes, or zero if the operation has no elements.
         2 => width: u8,
-        /// Encoding of a sparse delta's indices, 0 or 1. Zero for other operations.
+        /// Encoding of the indices of a sparse delta, 0 or 1; zero for other operations.
         3 => encoding: u8,
         /// Length of the body in bytes, without padding.
         4 => body_len: u32,
-        /// Page that the operation applies to, or zero if it applies to none.
+        /// Page that the operation changes, or zero if it changes no single page.
         8 => page: PageId,
-        /// First argument: an offset, a length, the number of a table file or the kind of a place.
+        /// First argument: an offset, a length, the number of a table file, or the kind of a place.
         16 => first: u64,
-        /// Second argument: a length, a count or the ordinal of a place.
+        /// Second argument: a length, a count, or the ordinal of a place.
         24 => second: u64,
     }
 }
 
 layout! {
-    /// Fixed part of a create's body; the key and the metadata envelope follow.
+    /// The fixed part of the body of a create. The key and the metadata envelope follow.
     pub struct CreateBodyRaw: 16 {
-        /// Kind of the place.
+        /// Number that represents the kind of the new page's place.
         0 => place_kind: u8,
-        /// Length of the key in bytes; zero if the page has none.
+        /// Length of the key in bytes, or zero if the page has no key.
         1 => key_len: u8,
         /// Reserved, always zero.
         2 => reserved: u16,
-        /// Ordinal of the place.
+        /// Ordinal of the new page's place.
         4 => place_ordinal: u32,
         /// Length of the metadata envelope in bytes.
         8 => metadata_len: u32,
@@ -93,11 +93,11 @@ layout! {
 }
 
 layout! {
-    /// Encoded body of a restore.
+    /// The encoded body of a restore.
     pub struct RestoreBodyRaw: 16 {
-        /// The Lsn whose state is restored.
+        /// Lsn of the restored state.
         0 => restored: Lsn,
-        /// Checksum of the table's header.
+        /// Checksum of the header of the table file.
         8 => table_crc: u32,
         /// Reserved, always zero.
         12 => reserved: u32,
@@ -105,19 +105,19 @@ layout! {
 }
 
 layout! {
-    /// Encoded body of an image operation.
+    /// The encoded body of an image operation.
     pub struct ImageBodyRaw: 40 {
-        /// Number of the image file.
+        /// Number of the image file that contains the payload.
         0 => file: u64,
-        /// The payload's offset, in bytes from the file's start.
+        /// Offset of the payload, in bytes from the start of the file.
         8 => offset: u64,
-        /// Stored length of the payload in bytes.
+        /// Length of the stored payload in bytes.
         16 => stored_len: u64,
-        /// CRC-32 of the payload as stored.
+        /// CRC-32 of the stored payload.
         24 => stored_crc: u32,
         /// CRC-32 of the page's bytes.
         28 => raw_crc: u32,
-        /// Encoding of the payload, as in an image header.
+        /// Encoding of the payload. 0: uncompressed, 1: zstd.
         32 => codec: u8,
         /// Reserved, always zero.
         33 => reserved: [u8; 7],
@@ -127,164 +127,164 @@ layout! {
 /// A range of a page whose bytes an operation changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ByteChange {
-    /// The page's id.
+    /// The id of the page.
     pub page: PageId,
-    /// First byte of the range.
+    /// Offset of the range, in bytes from the start of the page.
     pub offset: u64,
     /// Length of the range in bytes.
     pub len: u64,
 }
 
-/// An operation of a batch. Bytes are borrowed from the payload.
+/// A decoded operation of a batch. Its bytes are borrowed from the payload.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Op<'a> {
-    /// Creates a page filled with zeros.
+    /// Creates a page that contains zeros.
     Create {
-        /// The page's id.
+        /// The id of the new page.
         page: PageId,
-        /// Its length in bytes.
+        /// Length of the page in bytes.
         len: u64,
-        /// The page's place.
+        /// The place of the page.
         place: Place,
-        /// The user's key for the page.
+        /// The key of the page, or `None` if the page has no key.
         key: Option<Key>,
-        /// The page's metadata.
+        /// The metadata of the page.
         metadata: Metadata,
     },
     /// Replaces the bytes of a range.
     Write {
-        /// The page's id.
+        /// The id of the page.
         page: PageId,
-        /// First byte of the range.
+        /// Offset of the range in the page, in bytes.
         offset: u64,
-        /// The bytes written.
+        /// The new bytes of the range.
         bytes: &'a [u8],
     },
-    /// Replaces the elements of a range whose mask bit is set.
+    /// Replaces those elements of a range whose bits are set in a mask.
     Masked {
-        /// The page's id.
+        /// The id of the page.
         page: PageId,
-        /// First byte of the range.
+        /// Offset of the range in the page, in bytes.
         offset: u64,
         /// The width of an element.
         width: Width,
-        /// One bit per element, lowest bit first. Bits past the last element are zero.
+        /// The mask, with one bit per element and the lowest bit first. Bits past the last element are zero.
         mask: &'a [u8],
-        /// The bytes of the whole range; those of unchanged elements are zero.
+        /// The new bytes of the range. The bytes of unchanged elements are zero.
         bytes: &'a [u8],
     },
-    /// Replaces individual elements.
+    /// Replaces individual elements of a page.
     Scatter {
-        /// The page's id.
+        /// The id of the page.
         page: PageId,
         /// The width of an element.
         width: Width,
-        /// The byte offset of element 0.
+        /// Offset of the element with index 0 in the page, in bytes.
         base: u64,
-        /// The indices of the elements, all different.
+        /// The indices of the elements, which must be distinct.
         indices: Indices<'a>,
-        /// The bytes of the elements, back to back.
+        /// The new bytes of the elements, back to back.
         values: &'a [u8],
     },
     /// Fills a range with a repeated pattern.
     Fill {
-        /// The page's id.
+        /// The id of the page.
         page: PageId,
-        /// First byte of the range.
+        /// Offset of the range in the page, in bytes.
         offset: u64,
         /// Length of the range in bytes, a multiple of the pattern's length.
         len: u64,
-        /// The pattern: 1, 2, 4, 8 or 16 bytes.
+        /// The pattern, of 1, 2, 4, 8 or 16 bytes.
         pattern: &'a [u8],
     },
-    /// Changes the length of the page: truncates it or extends it with zeros.
+    /// Changes the length of a page. A shorter page is truncated, and a longer page is extended with zeros.
     Resize {
-        /// The page's id.
+        /// The id of the page.
         page: PageId,
-        /// The new length in bytes.
+        /// The new length of the page in bytes.
         len: u64,
     },
-    /// Deletes the page and frees its key.
+    /// Deletes a page and frees its key.
     Delete {
-        /// The page's id.
+        /// The id of the page.
         page: PageId,
     },
-    /// Sets one entry of the page's metadata.
+    /// Sets an entry of a page's metadata.
     SetMetadata {
-        /// The page's id.
+        /// The id of the page.
         page: PageId,
-        /// The entry's name.
+        /// The name of the entry.
         name: String,
-        /// The entry's value.
+        /// The value of the entry.
         value: Value,
     },
-    /// Removes one entry of the page's metadata, if it exists.
+    /// Removes an entry of a page's metadata if the entry exists.
     RemoveMetadata {
-        /// The page's id.
+        /// The id of the page.
         page: PageId,
-        /// The entry's name.
+        /// The name of the entry.
         name: &'a str,
     },
-    /// Sets one entry of the root.
+    /// Sets an entry of the root.
     SetRoot {
-        /// The entry's name.
+        /// The name of the entry.
         name: String,
-        /// The entry's value.
+        /// The value of the entry.
         value: Value,
     },
-    /// Removes one entry of the root, if it exists.
+    /// Removes an entry of the root if the entry exists.
     RemoveRoot {
-        /// The entry's name.
+        /// The name of the entry.
         name: &'a str,
     },
-    /// Attaches a note to the batch.
+    /// Adds a note to the batch, which has no effect on pages.
     Note {
-        /// The note's text.
+        /// The text of the note.
         text: &'a str,
     },
-    /// Replaces the page's whole content by an image.
+    /// Replaces all bytes of a page with the bytes of an image.
     ///
-    /// The image is durable before the batch is logged, so the bytes are written only once. The page already
-    /// has the image's length, and no other operation of the batch changes its bytes.
+    /// The image is durable before the batch is logged, so the log need not contain the bytes. The page already has the
+    /// image's length, and no other operation of the batch changes its bytes.
     Image {
-        /// The page's id.
+        /// The id of the page.
         page: PageId,
-        /// The page's length in bytes.
+        /// Length of the page in bytes.
         len: u64,
-        /// The image that holds the bytes.
+        /// The reference to the image that contains the bytes.
         image: ImageRef,
     },
-    /// Moves the page to another place. Its bytes and its epoch are unchanged.
+    /// Moves a page to another place. The bytes and the epoch of the page are unchanged.
     Move {
-        /// The page's id.
+        /// The id of the page.
         page: PageId,
-        /// The new place.
+        /// The new place of the page.
         place: Place,
     },
-    /// Replaces all pages and the root by an earlier state, recorded in a table file. It must be the only
-    /// operation of its batch.
+    /// Replaces all pages and the root with those of a table file, which describes an earlier state. A restore is the
+    /// only operation of its batch.
     Restore {
         /// The number of the table file.
         table: u64,
-        /// The checksum of the table's header.
+        /// The checksum of the table file's header.
         table_crc: u32,
         /// The Lsn of the restored state.
         restored: Lsn,
     },
 }
 
-/// An operation and the offset of its body in the payload.
+/// An operation with the offset of its body in the payload.
 #[derive(Clone, Debug, PartialEq)]
 pub struct OpAt<'a> {
-    /// The operation itself.
+    /// The decoded operation.
     pub op: Op<'a>,
-    /// Offset of the body from the start of the payload, in bytes.
+    /// Offset of the body, in bytes from the start of the payload.
     pub body_at: usize,
 }
 
 impl Op<'_> {
-    /// Returns the page that the operation applies to, if any.
+    /// Returns the page that the operation changes, or `None` if it changes no single page.
     #[must_use]
     pub fn page(&self) -> Option<PageId> {
         match self {
@@ -303,7 +303,7 @@ impl Op<'_> {
         }
     }
 
-    /// Returns the range of the page that the operation can write, as offset and length. Returns `None` for
+    /// Returns the offset and the length of the range that the operation can write, in bytes. Returns `None` for
     /// operations without a range.
     #[must_use]
     pub fn range(&self) -> Option<(u64, u64)> {
@@ -321,8 +321,8 @@ impl Op<'_> {
         }
     }
 
-    /// Returns true if the operation changes existing bytes of a page. A create or an image does not: it
-    /// supplies the bytes that later operations change.
+    /// Returns true if the operation changes existing bytes of a page. Returns false for a create or an image, which
+    /// supply bytes that later operations change.
     #[must_use]
     pub fn changes_bytes(&self) -> bool {
         match self {
@@ -344,15 +344,15 @@ impl Op<'_> {
         }
     }
 
-    /// Returns the range that the operation changes, if changing existing bytes of a page is all that it
-    /// does. Returns `None` for a resize.
+    /// Returns the range of a page that the operation changes. Returns `None` for a resize, and for operations that do
+    /// not change existing bytes.
     #[must_use]
     pub fn byte_change(&self) -> Option<ByteChange> {
         let (offset, len) = self.range().filter(|_| self.changes_bytes())?;
         Some(ByteChange { page: self.page()?, offset, len })
     }
 
-    /// Returns the name of the operation, as tools print it.
+    /// Returns the name of the operation that tools print.
     #[must_use]
     pub fn kind(&self) -> &'static str {
         match self {
@@ -375,14 +375,14 @@ impl Op<'_> {
     }
 }
 
-/// Returns the offset of a masked delta's bytes from the start of its body, given the length of the mask.
+/// Returns the offset of the bytes in the body of a masked delta, for a mask of `mask_len` bytes.
 #[must_use]
 pub const fn masked_bytes_at(mask_len: usize) -> usize {
     align_up(mask_len as u64, FRAME_ALIGN) as usize
 }
 
-/// Returns the offset of a sparse delta's values from the start of its body, given the length of its encoded
-/// indices. Padding separates the two.
+/// Returns the offset of the values in the body of a sparse delta, for encoded indices of `indices_len` bytes. Padding
+/// separates the indices from the values.
 #[must_use]
 pub const fn scatter_values_at(indices_len: usize) -> usize {
     align_up(indices_len as u64, FRAME_ALIGN) as usize

@@ -1,4 +1,4 @@
-//! Decoding of operations. No input is trusted before it is checked (I9).
+//! Decoding of operations. Bytes are checked before they are used (I9).
 
 use std::hint::black_box;
 
@@ -20,7 +20,7 @@ use crate::value::{decode_entry, decode_metadata};
 /// Decodes all operations of a payload.
 ///
 /// # Errors
-/// Returns a [`Defect`] if the payload is not exactly a head and the stated number of well-formed operations.
+/// Returns a [`Defect`] if the payload is not a head followed by the stated number of valid operations.
 pub fn decode_payload(payload: &[u8]) -> Result<Vec<OpAt<'_>>, Defect> {
     let mut ops = Vec::new();
     reserve_items(&mut ops, op_count(payload)?)?;
@@ -28,11 +28,11 @@ pub fn decode_payload(payload: &[u8]) -> Result<Vec<OpAt<'_>>, Defect> {
     Ok(ops)
 }
 
-/// Calls `each` with every byte range that the payload changes, and returns true if all its operations only
-/// change existing bytes of pages.
+/// Calls `each` with every byte range that the payload changes. Returns true if all operations only change existing
+/// bytes of pages.
 ///
-/// If it returns false, `each` may already have been called for some ranges. [`decode_payload`] reports the
-/// reason if the payload is malformed.
+/// If the result is false, `each` may have been called for some ranges. [`decode_payload`] returns the defect of an
+/// invalid payload.
 pub fn for_each_byte_change(payload: &[u8], mut each: impl FnMut(ByteChange)) -> bool {
     let mut are_all = true;
     let read = for_each_op(payload, |at| match at.op.byte_change() {
@@ -43,43 +43,42 @@ pub fn for_each_byte_change(payload: &[u8], mut each: impl FnMut(ByteChange)) ->
     read.is_ok() && are_all
 }
 
-/// Returns the number of operations that a payload claims to have, or 0 if its head is invalid or the payload
-/// is too short for them.
+/// Returns the number of operations that a payload states, or 0 if its head is invalid or the payload is too short for
+/// that number.
 ///
-/// Use it to reserve memory only: the operations are not decoded.
+/// The operations are not decoded, so the result is suitable only for reserving memory.
 #[must_use]
 pub fn claimed_ops(payload: &[u8]) -> usize {
     op_count(payload).unwrap_or(0)
 }
 
-/// Reads the number of operations that a payload claims to have, and checks that it is long enough for them.
+/// Returns the number of operations that a payload states. Checks that the payload is long enough for that number.
 fn op_count(payload: &[u8]) -> Result<usize, Defect> {
     let head = PayloadHeadRaw::from_bytes(array(payload, 0)?);
     check_zero("reserved payload bytes", u64::from(head.reserved) | head.reserved_2)?;
-    // An operation is at least one header long, so the count cannot claim more memory than the payload's own
-    // length.
+    // An operation contains a header, so a count that is too large for the payload is rejected before memory is
+    // allocated.
     check_limit("operation count", head.op_count.into(), (payload.len() / OP_HEADER_LEN) as u64)?;
     Ok(head.op_count as usize)
 }
 
-/// Calls `each` with every operation of a payload, in order, without allocating a list. After a failure,
-/// `each` may already have been called for some operations.
+/// Calls `each` with every operation of a payload in order, without allocating a list. After an error, `each` may have
+/// been called for some operations.
 ///
 /// # Errors
-/// Returns a [`Defect`] as [`decode_payload`] does.
+/// Returns the same [`Defect`] as [`decode_payload`].
 pub fn for_each_op<'p>(payload: &'p [u8], mut each: impl FnMut(OpAt<'p>)) -> Result<(), Defect> {
     let mut at = PAYLOAD_HEAD_LEN;
     let mut op_len = 0;
     for _ in 0..op_count(payload)? {
-        // A log read by another core is in that core's cache, and the offset of the next operation is known
-        // only once this header has arrived. Usually the distance equals the previous one. If that guess is
-        // right, the loop continues from the guessed offset, so a processor that predicts the branch need not
-        // wait for the header.
+        // The offset of the next operation depends on this header, which may still be in the cache of the core that
+        // read the log. Usually the distance is that of the previous operation. If so, the loop continues from the
+        // expected offset, and a processor that predicts the branch need not wait for the header.
         let foretold = at + op_len;
         let unseen = black_box(foretold);
         let (header, body, end) = take(payload, at)?;
         let body_at = at + OP_HEADER_LEN;
-        // Writes are nearly all operations of a long log, so they take a short path.
+        // A long log contains mostly writes, so they are decoded without the general case.
         if header.kind == WRITE {
             each(OpAt { op: decode_write(&header, body)?, body_at });
         } else {
@@ -95,17 +94,17 @@ pub fn for_each_op<'p>(payload: &'p [u8], mut each: impl FnMut(OpAt<'p>)) -> Res
     check_end(payload, at)
 }
 
-/// Kept out of line so that the compiler emits a branch: a conditional move would wait for both values.
+/// A separate function, so that the compiler emits a branch. A conditional move would wait for both values.
 #[cold]
 #[inline(never)]
 fn other_len(end: usize, at: usize) -> usize {
     end - at
 }
 
-/// Decodes one operation cut from a payload together with its padding.
+/// Decodes one operation from its bytes, including padding.
 ///
 /// # Errors
-/// Returns a [`Defect`] if the bytes are not exactly one well-formed operation.
+/// Returns a [`Defect`] if the bytes are not one valid operation.
 pub fn decode_single(bytes: &[u8]) -> Result<Op<'_>, Defect> {
     let (header, body, end) = take(bytes, 0)?;
     let op = decode_op(&header, body)?;
@@ -120,7 +119,7 @@ fn check_end(payload: &[u8], at: usize) -> Result<(), Defect> {
     Err(Defect::Field { what: "bytes after the last operation", found: (payload.len() - at) as u64 })
 }
 
-/// Splits off the operation at `at`. Returns its header, its body and the offset after its padding.
+/// Returns the header and the body of the operation at offset `at`, and the offset after its padding.
 #[inline(always)]
 fn take(payload: &[u8], at: usize) -> Result<(OpHeaderRaw, &[u8], usize), Defect> {
     let header = OpHeaderRaw::from_bytes(array(payload, at)?);
@@ -133,7 +132,7 @@ fn take(payload: &[u8], at: usize) -> Result<(OpHeaderRaw, &[u8], usize), Defect
     Ok((header, body, body_at + padded_len))
 }
 
-/// Checks the conditions that apply to operations of every kind.
+/// Checks the conditions that apply to operations of all kinds.
 #[inline(always)]
 fn check_header(header: &OpHeaderRaw) -> Result<(), Defect> {
     if header.kind != SCATTER {
@@ -310,7 +309,7 @@ fn decode_op<'a>(header: &OpHeaderRaw, body: &'a [u8]) -> Result<Op<'a>, Defect>
     }
 }
 
-/// Returns the place with this kind and ordinal, after checking both.
+/// Returns the place that a kind and an ordinal represent. Checks the limit of the ordinal.
 fn read_place(kind: u64, ordinal: u64) -> Result<Place, Defect> {
     let raw = u8::try_from(kind).ok().zip(u32::try_from(ordinal).ok());
     let place = raw.and_then(|(kind, ordinal)| Place::from_raw(kind, ordinal));

@@ -11,18 +11,18 @@ use crate::image::Codec;
 use crate::limits::{FRAME_ALIGN, METADATA_LEN_MAX, NAME_LEN_MAX, NOTE_LEN_MAX, ROOT_LEN_MAX, align_up};
 use crate::value::{encode_entry, encode_metadata};
 
-/// A byte buffer that a payload is written to. It grows at its end.
+/// A growable buffer that a payload is written to.
 pub trait PayloadBytes: AsMut<[u8]> {
-    /// Returns the current length in bytes.
+    /// Returns the length of the buffer in bytes.
     fn byte_len(&self) -> usize;
 
-    /// Appends `bytes` at the end.
+    /// Appends `bytes` to the buffer.
     ///
     /// # Errors
     /// Returns [`Defect::Memory`] if the buffer cannot grow.
     fn append(&mut self, bytes: &[u8]) -> Result<(), Defect>;
 
-    /// Appends `count` zero bytes.
+    /// Appends `count` zero bytes to the buffer.
     ///
     /// # Errors
     /// Returns [`Defect::Memory`] if the buffer cannot grow.
@@ -64,13 +64,13 @@ where
     }
 }
 
-/// Reserves capacity for `count` more bytes. Grows geometrically, like a push, but reports a lack of memory.
+/// Reserves capacity for `count` more bytes. The capacity grows geometrically. Returns an error instead of aborting.
 fn make_room(bytes: &mut Vec<u8>, count: usize) -> Result<(), Defect> {
     let needed = (bytes.len() + count) as u64;
     bytes.try_reserve(count).map_err(|_| Defect::Memory { needed })
 }
 
-/// Encodes operations into a payload, one after another.
+/// An encoder that appends operations to a payload.
 #[derive(Debug)]
 pub struct PayloadWriter<B = Vec<u8>> {
     bytes: B,
@@ -87,7 +87,7 @@ impl<B: PayloadBytes> PayloadWriter<B> {
     /// Starts an empty payload in `bytes`.
     ///
     /// # Panics
-    /// Panics if `bytes` is not empty, or if there is no memory for the payload's head.
+    /// Panics if `bytes` is not empty, or if there is not enough memory for the payload's head.
     #[must_use]
     pub fn on(mut bytes: B) -> Self {
         assert_eq!(bytes.byte_len(), 0, "a payload begins with its head");
@@ -95,12 +95,11 @@ impl<B: PayloadBytes> PayloadWriter<B> {
         Self { bytes, op_count: 0 }
     }
 
-    /// Appends an operation.
+    /// Appends an operation to the payload.
     ///
     /// # Errors
-    /// Returns [`Defect::Memory`] if the buffer cannot grow, [`Defect::Limit`] if a part of the operation
-    /// exceeds a limit of the format, [`Defect::Field`] if an image is an overlay, and any error of
-    /// [`ImageRef::check`].
+    /// Returns [`Defect::Memory`] if the buffer cannot grow, [`Defect::Limit`] if a part of the operation exceeds a
+    /// limit of the format, [`Defect::Field`] if an image is an overlay, or an error of [`ImageRef::check`].
     ///
     /// [`ImageRef::check`]: crate::image::ImageRef::check
     pub fn push(&mut self, op: &Op<'_>) -> Result<(), Defect> {
@@ -172,7 +171,7 @@ impl<B: PayloadBytes> PayloadWriter<B> {
             Op::Image { len, image, .. } => {
                 (header.kind, header.first) = (IMAGE, *len);
                 image.check(*len)?;
-                // Rejects overlays: only a manifest can record their base.
+                // Reject overlays, because only a manifest can record their base.
                 Codec::from_raw(image.codec.to_raw())?;
                 let body = ImageBodyRaw {
                     file: image.file,
@@ -200,12 +199,12 @@ impl<B: PayloadBytes> PayloadWriter<B> {
         self.end(header, body_at)
     }
 
-    /// Appends a write of `len` zeros, as a placeholder for bytes that the caller fills in later. They start
-    /// [`OP_HEADER_LEN`] bytes after the previous end of the payload.
+    /// Appends a write of `len` zeros, which the caller replaces later. They start [`OP_HEADER_LEN`] bytes after the
+    /// previous end of the payload.
     ///
     /// # Errors
-    /// Returns [`Defect::Memory`] if the buffer cannot grow, or [`Defect::Limit`] if `len` exceeds a limit of
-    /// the format.
+    /// Returns [`Defect::Memory`] if the buffer cannot grow, or [`Defect::Limit`] if `len` exceeds a limit of the
+    /// format.
     pub fn push_blank_write(&mut self, page: PageId, offset: u64, len: u64) -> Result<(), Defect> {
         check_limit("operation length", len, crate::limits::FRAME_PAYLOAD_LEN_MAX)?;
         let (mut header, body_at) = self.begin(page)?;
@@ -214,13 +213,13 @@ impl<B: PayloadBytes> PayloadWriter<B> {
         self.end(header, body_at)
     }
 
-    /// Appends a sparse delta whose values are zeros, as placeholders for elements that the caller fills in
-    /// later. They start [`OP_HEADER_LEN`] plus [`scatter_values_at`] of the length of the encoded indices
-    /// after the previous end of the payload.
+    /// Appends a sparse delta whose values are zeros, which the caller replaces later. The distance of the values from
+    /// the previous end of the payload is [`OP_HEADER_LEN`] plus [`scatter_values_at`] of the length of the encoded
+    /// indices.
     ///
     /// # Errors
-    /// Returns [`Defect::Memory`] if the buffer cannot grow, or [`Defect::Limit`] if the operation exceeds a
-    /// limit of the format.
+    /// Returns [`Defect::Memory`] if the buffer cannot grow, or [`Defect::Limit`] if the operation exceeds a limit of
+    /// the format.
     pub fn push_blank_scatter(
         &mut self,
         page: PageId,
@@ -234,7 +233,7 @@ impl<B: PayloadBytes> PayloadWriter<B> {
         self.end(header, body_at)
     }
 
-    /// Appends the part of a sparse delta's body before its values, and fills in its header.
+    /// Appends the encoded indices of a sparse delta with their padding, and sets the fields of its header.
     fn scatter_up_to_values(
         &mut self,
         header: &mut OpHeaderRaw,
@@ -249,14 +248,14 @@ impl<B: PayloadBytes> PayloadWriter<B> {
         self.pad_to(values_at)
     }
 
-    /// Reserves space for an operation header. Returns the header to fill in and the offset of the body.
+    /// Appends space for the header of an operation. Returns an incomplete header and the offset of the body.
     fn begin(&mut self, page: PageId) -> Result<(OpHeaderRaw, usize), Defect> {
         self.bytes.append_zeros(OP_HEADER_LEN)?;
         let header = OpHeaderRaw { kind: 0, width: 0, encoding: 0, body_len: 0, page, first: 0, second: 0 };
         Ok((header, self.bytes.byte_len()))
     }
 
-    /// Completes an operation whose body is everything appended since `body_at`.
+    /// Completes an operation whose body consists of all bytes after `body_at`.
     fn end(&mut self, mut header: OpHeaderRaw, body_at: usize) -> Result<(), Defect> {
         let body_len = (self.bytes.byte_len() - body_at) as u64;
         check_limit("operation length", body_len, crate::limits::FRAME_PAYLOAD_LEN_MAX)?;
@@ -267,19 +266,19 @@ impl<B: PayloadBytes> PayloadWriter<B> {
         Ok(())
     }
 
-    /// Returns the number of bytes written so far.
+    /// Returns the length of the payload so far, in bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.bytes.byte_len()
     }
 
-    /// Returns true if no operation has been appended.
+    /// Returns true if the payload contains no operation.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.op_count == 0
     }
 
-    /// Returns the finished payload.
+    /// Writes the head and returns the payload.
     #[must_use]
     pub fn finish(mut self) -> B {
         let head = PayloadHeadRaw { op_count: self.op_count, reserved: 0, reserved_2: 0 };

@@ -1,15 +1,13 @@
-//! The known log: batches whose frames prove themselves and belong to the store's line, whatever happened to
-//! the frames around them.
+//! The known log. It consists of the batches that can be proven even if the frames around them are damaged.
 //!
-//! The walk of [`crate::log`] must interpret the remains of a crash, so it stops at the first frame that does
-//! not follow the previous one. In a damaged log, most frames follow nothing. Here a frame counts if its
-//! header, position and payload are valid, and one of these holds as well:
+//! The walk of [`crate::log`] must interpret the remains of a crash, so it stops at the first frame that does not
+//! follow the previous one. In a damaged log, that would be too early. Here a frame is known if its header, position
+//! and payload are valid and it meets one of these conditions:
 //!
-//! - A structure of its own incarnation states that it was durable. No recovery ever cuts such a batch (I5).
-//! - Its chain hash shows that it follows a frame that counts, and it is not located after the end of its
-//!   incarnation.
+//! - A structure of its own incarnation states that the batch was durable. No recovery cuts such a batch off (I5).
+//! - Its chain hash shows that it follows a known frame, and it is located before the end of its incarnation.
 //!
-//! So a batch cut by a recovery never counts, and a lost seal does no harm.
+//! A batch that a recovery cut off is therefore never known, and a lost seal does no harm.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
@@ -24,35 +22,35 @@ use crate::segment::Opening;
 use crate::state::survey::Survey;
 use crate::state::trail::OpLocation;
 
-/// A batch that counts.
+/// A batch whose frame is proven.
 struct KnownBatch {
     header: FrameHeader,
     end: LogPoint,
     touches: Vec<(PageId, OpLocation)>,
-    /// Table that the batch restores, with its checksum.
+    /// Number and checksum of the table that the batch restores, or `None`.
     restores: Option<(u64, u32)>,
 }
 
-/// All batches that count.
+/// All known batches of the log.
 pub(super) struct KnownLog {
     batches: BTreeMap<Lsn, KnownBatch>,
-    /// Runs of batches without a hole: the last batch by the first.
+    /// Runs of batches without a hole, as a map from the first batch to the last.
     runs: BTreeMap<Lsn, Lsn>,
-    /// Batches that are restores.
+    /// Batches that restore an earlier state.
     restores: BTreeSet<Lsn>,
-    /// Operations that touch each page, in order.
+    /// Operations on each page, in the order of the log.
     touches: BTreeMap<PageId, Vec<OpLocation>>,
-    /// Newest durable batch; see [`super::LogRemainder`].
+    /// Newest batch that a structure proves to be durable; see [`super::LogRemainder`].
     pub durable: Lsn,
     pub seen: Lsn,
     pub hidden: Option<Damage>,
 }
 
 impl KnownLog {
-    /// Searches all segments.
+    /// Searches all segments for known batches.
     ///
     /// # Errors
-    /// Returns [`Damage`] with [`Defect::Memory`] if there is no memory for a batch, which is then not lost.
+    /// Returns [`Damage`] with [`Defect::Memory`] if there is not enough memory. The batch may be intact.
     pub fn read(source: &dyn ReadAt, survey: &Survey) -> Result<Self, Damage> {
         let segments = survey.log.segments();
         let mut frames: Vec<UncheckedFrame> = segments
@@ -91,7 +89,7 @@ impl KnownLog {
                 Err(_) => continue,
             };
             points.insert((end.lsn, end.chain));
-            // A batch copied by a recovery exists twice. The copy sorts last, so its location is kept.
+            // A recovery copies some batches. The copy sorts last, so its location is kept.
             if header.kind == FrameKind::Batch && header.lsn > Lsn(0) {
                 match decode_payload(&payload) {
                     Ok(ops) => {
@@ -125,8 +123,8 @@ impl KnownLog {
         Self { batches, runs, restores, touches, durable, seen, hidden }
     }
 
-    /// Returns the last batch that can be reached from `lsn` without a hole, or `lsn` if the next batch is
-    /// not known.
+    /// Returns the last batch of the run that contains `lsn` or starts after it. Returns `lsn` if the next batch is not
+    /// known.
     pub fn reach(&self, lsn: Lsn) -> Lsn {
         match self.runs.range(..=lsn.next()).next_back() {
             Some((_, last)) if *last > lsn => *last,
@@ -134,14 +132,14 @@ impl KnownLog {
         }
     }
 
-    /// Returns the reach like [`KnownLog::reach`], but stops before a restore, after which a page may be a
-    /// different one.
+    /// Returns the same batch as [`KnownLog::reach`], but at most the batch before the next restore. A restore can
+    /// replace a page with a different one.
     pub fn reach_before_restore(&self, lsn: Lsn) -> Lsn {
         let reach = self.reach(lsn);
         self.restores.range(lsn.next()..).next().map_or(reach, |restore| reach.min(Lsn(restore.0 - 1)))
     }
 
-    /// Reads the payload of a known batch, and returns it with the point at the batch's end.
+    /// Reads the payload of a known batch. Returns the payload and the point at the end of the batch.
     ///
     /// # Errors
     /// Returns [`Damage`] if the batch is not known or can no longer be read.
@@ -152,7 +150,7 @@ impl KnownLog {
         Ok((read_payload(source, &batch.header).map_err(at)?, batch.end))
     }
 
-    /// Returns the known operations that touch a page, after batch `after` and up to batch `until`.
+    /// Returns the known operations on a page after batch `after` and up to batch `until`.
     pub fn touches(&self, page: PageId, after: Lsn, until: Lsn) -> &[OpLocation] {
         let locations = self.touches.get(&page).map_or(&[][..], Vec::as_slice);
         let start = locations.partition_point(|location| location.lsn <= after);
@@ -160,17 +158,17 @@ impl KnownLog {
         &locations[start..end.max(start)]
     }
 
-    /// Returns the pages touched by known operations.
+    /// Returns the pages that known operations change.
     pub fn pages(&self) -> impl Iterator<Item = PageId> {
         self.touches.keys().copied()
     }
 
-    /// Returns the tables named by known restores, with their checksums.
+    /// Returns the numbers and checksums of the tables that known restores name.
     pub fn tables(&self) -> impl Iterator<Item = (u64, u32)> {
         self.restores.iter().filter_map(|lsn| self.batches[lsn].restores)
     }
 
-    /// Returns the damage that batch `lsn` is not known, located after the last known batch before it.
+    /// Returns the damage that batch `lsn` is missing. The location is the end of the last known batch before `lsn`.
     pub fn hole(&self, lsn: Lsn) -> Damage {
         let (segment, offset) = self
             .batches
@@ -195,21 +193,21 @@ impl KnownBatch {
     }
 }
 
-/// Returns, for each incarnation, the newest batch that any structure states to be durable in it.
+/// Returns the newest durable batch of each incarnation, according to all structures on disk.
 fn marks(
     frames: &[UncheckedFrame],
     openings: &[(u64, Opening)],
     survey: &Survey,
 ) -> HashMap<Incarnation, Lsn> {
     let headers = frames.iter().map(UncheckedFrame::unproven);
-    // A mark above its own frame's Lsn is invalid (I4).
+    // A mark above the Lsn of its own frame is invalid (I4).
     let sound = headers.filter(|header| header.durable <= header.lsn);
     let of_frames = sound.map(|header| (header.incarnation, header.durable));
     let of_openings = openings.iter().flat_map(|(_, opening)| {
         let predecessor = opening.predecessor;
         [(opening.incarnation, opening.accepted), (predecessor.incarnation, predecessor.lsn)]
     });
-    // The log was durable up to a manifest's `end` before the manifest was published (I7).
+    // The log was durable up to the manifest's `end` before the manifest was published (I7).
     let of_manifests = survey.readable().map(|manifest| (manifest.redo.incarnation, manifest.end));
     let mut marks: HashMap<Incarnation, Lsn> = HashMap::new();
     for (incarnation, lsn) in of_frames.chain(of_openings).chain(of_manifests) {
@@ -219,7 +217,7 @@ fn marks(
     marks
 }
 
-/// Returns the points, as Lsn and chain hash, that frames can follow before any frame is known.
+/// Returns the points that frames can follow initially, each as an Lsn and a chain hash.
 fn starts(openings: &[(u64, Opening)], survey: &Survey) -> HashSet<(Lsn, u32)> {
     let of_openings = openings.iter().map(|(number, opening)| opening.start(*number));
     let of_manifests = survey.readable().map(|manifest| manifest.redo);
@@ -230,20 +228,20 @@ fn starts(openings: &[(u64, Opening)], survey: &Survey) -> HashSet<(Lsn, u32)> {
         .collect()
 }
 
-/// Returns true if a frame is located after the end of its incarnation, as stated by the next opening.
+/// Returns true if a frame is located after the end of its incarnation, which the next opening states.
 fn is_past_end(header: &FrameHeader, openings: &[(u64, Opening)]) -> bool {
     openings.iter().map(|(_, opening)| opening.predecessor).any(|end| {
         end.incarnation == header.incarnation && (header.segment, header.offset) >= (end.segment, end.offset)
     })
 }
 
-/// Finds the first segment, from that of the last frame on, that should exist or contain frames but does not
-/// (I8). If a file there is truncated, frames may have been lost that no other structure mentions.
+/// Returns the damage of the first segment that is missing or empty although it must contain frames (I8). If a segment
+/// is truncated, frames that no other structure mentions may be lost.
 fn hidden(survey: &Survey, frames: &[UncheckedFrame]) -> Option<Damage> {
     let segments = survey.log.segments();
     let highest = segments.keys().next_back().copied().unwrap_or(0);
     let last = frames.iter().map(|frame| frame.unproven().segment).max().unwrap_or(0);
-    // A frame existed before each point from which a snapshot is replayed.
+    // Each point from which a snapshot is replayed follows a frame.
     let redo = survey.readable().map(|manifest| manifest.redo.segment).max().unwrap_or(0);
     if let Some(defect) = segments.get(&last).and_then(Segment::cut_short) {
         return Some(defect.clone().at(FileName::Segment(last), 0));
@@ -253,7 +251,7 @@ fn hidden(survey: &Survey, frames: &[UncheckedFrame]) -> Option<Damage> {
         let defect = match segments.get(&number).map(|segment| &segment.header) {
             None => Defect::Missing,
             Some(Ok(_)) if number <= redo => Defect::Magic { expected: "frame" },
-            // The newest segment is empty, because no frame enters a segment before its successor exists.
+            // The newest segment is empty, because a frame is written to a segment only after the next segment exists.
             Some(Err(defect)) if number < highest => defect.clone(),
             Some(_) => return None,
         };

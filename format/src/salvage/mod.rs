@@ -1,19 +1,19 @@
-//! Salvage: the pages of a damaged store that can still be proven, each on its own.
+//! Salvage, which finds those pages of a damaged store that can still be proven.
 //!
-//! [`crate::state::rebuild`] needs one intact path from a snapshot to the end of the log, and fails without
-//! it. Salvage never fails because of damage: every structure that proves itself counts, wherever it is
-//! found.
+//! [`crate::state::rebuild`] requires an undamaged path from a snapshot to the end of the log. Salvage has no such
+//! requirement, and damage never causes an error. It uses every structure that can be proven, at any location, in these
+//! steps:
 //!
-//! 1. **The known log**: all frames that prove themselves, in any segment (`known_log.rs`).
-//! 2. **The state**: the newest state whose page table can be computed from any readable snapshot, or from
-//!    the log's beginning, over known batches without a hole.
-//! 3. **The pages** of that state, each on its own (`pages.rs`): from any image that a manifest or table
-//!    names, over the known batches that touch the page. Every batch that changes a page raises its epoch by
-//!    one. If an image and the known batches lead to the page's epoch and batch in the table, no change is
-//!    missing, even if batches in between are lost: those changed other pages.
+//! 1. **The known log**: finds all frames in any segment that can be proven (`known_log.rs`).
+//! 2. **The state**: computes the newest possible page table, from any readable snapshot or from the beginning of the
+//!    log, over known batches without a hole.
+//! 3. **The pages** of that state: computes each page separately (`pages.rs`), from any image that a manifest or table
+//!    names, over the known batches that touch the page. Every batch that changes a page raises its epoch by one. If an
+//!    image and the known batches produce the epoch and the batch in the table, no change is missing, because the
+//!    batches that are lost changed only other pages.
 //!
-//! If a page cannot be reached in this way, an earlier version of it may still be provable. Salvage returns
-//! no byte that is not covered by a checksum.
+//! If a page cannot be computed in this way, salvage tries earlier versions of the page. Salvage returns only bytes
+//! that a checksum covers.
 //!
 //! ```
 //! # use remanent_format::{FileName, Folder, ReadAt};
@@ -65,72 +65,71 @@ use crate::state::survey::Survey;
 use crate::state::table::PageTable;
 use crate::store::StoreFile;
 
-/// A damaged store, read for salvage.
+/// A damaged store from which pages are salvaged.
 pub struct Salvage<'s> {
     source: &'s dyn ReadAt,
     survey: Survey,
     log: KnownLog,
-    /// Versions of each page named by manifests and tables, newest first.
+    /// Versions of each page that manifests and tables name, newest first.
     known_versions: BTreeMap<PageId, Vec<KnownVersion>>,
     page_bytes_max: u64,
     state: State,
 }
 
-/// The newest state that can be determined.
+/// The newest state of a damaged store that can be computed.
 #[derive(Clone, Debug)]
 pub struct State {
-    /// The snapshot from which the state was computed; `None` for the log's beginning or for a combination of
-    /// sources.
+    /// The snapshot from which the state was computed, or `None` if it was computed from the beginning of the log or
+    /// combined from several sources.
     pub base: Option<SnapshotId>,
-    /// The pages and the root.
+    /// The pages and the root of the state.
     pub table: PageTable,
     /// The end of the state's last batch in the log.
     pub point: LogPoint,
-    /// Whether this is the exact state after a batch. If not, the table combines pages known at different
-    /// batches: no page can be called exact, and pages that no structure mentions may be missing.
+    /// Whether this is the state after a batch. If not, the table combines pages as of different batches. No page is
+    /// then exact, and pages that no structure mentions may be missing.
     pub is_whole: bool,
 }
 
-/// Evidence of batches after the state.
+/// Evidence of batches after the salvaged state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LogRemainder {
-    /// The newest batch that any structure proves to have been durable. Batches after the state up to this
-    /// one are lost.
+    /// The newest batch that a structure proves to have been durable. Batches after the state up to this one are lost.
     pub durable: Lsn,
-    /// The newest batch with a frame anywhere. Batches above `durable` are a torn tail.
+    /// The newest batch of which a frame was found. Batches above `durable` are a torn tail.
     pub seen: Lsn,
-    /// A segment that must exist but is missing, truncated or without a valid header. It may contain, or have
-    /// contained, batches of which there is no other evidence.
+    /// The damage of a segment that must exist but is missing, truncated or without a valid header. The segment may
+    /// have contained batches of which there is no other evidence.
     pub hidden: Option<Damage>,
 }
 
-/// The result of salvaging a page.
+/// The result of salvaging one page.
 #[derive(Clone, Debug)]
 pub enum PageRemains {
-    /// The bytes of the page in the state.
+    /// The bytes of the page in the state, which are proven.
     Exact(FoundBytes),
-    /// An earlier version of the page.
+    /// An earlier version of the page, because the version in the state cannot be proven.
     Older {
-        /// The version to which the bytes belong.
+        /// The description of the earlier version.
         version: crate::state::table::PageInfo,
-        /// The bytes of that version.
+        /// The proven bytes of the earlier version.
         bytes: FoundBytes,
-        /// The damage that prevents proof of the state's own version.
+        /// The damage to the version in the state.
         why: Damage,
     },
-    /// No provable version, because of this damage.
+    /// No version of the page can be proven because of this damage.
     Lost(Damage),
 }
 
 impl<'s> Salvage<'s> {
-    /// Reads a damaged store: the whole log and all manifests and tables, but no images.
+    /// Reads the log, the manifests and the tables of a damaged store, but no images.
     ///
-    /// `store` is the content of STORE; if it is lost, the id is enough. Pages longer than `page_bytes_max`
-    /// are not reconstructed.
+    /// `store` is the content of STORE. If STORE is lost, its id is sufficient. Pages longer than `page_bytes_max` are
+    /// not reconstructed.
     ///
     /// # Errors
-    /// Returns [`Damage`] if a folder cannot be listed or the length of a segment cannot be read, and with
-    /// [`Defect::Memory`] if there is no memory for a batch, which is then not lost.
+    /// Returns [`Damage`] if a folder cannot be listed or the length of a segment cannot be read. Returns [`Damage`]
+    /// with [`Defect::Memory`] if there is not enough memory, in which case the data may be intact.
     pub fn read(source: &'s dyn ReadAt, store: StoreFile, page_bytes_max: u64) -> Result<Self, Damage> {
         let survey = Survey::read_as(source, store)?;
         let refused = survey.links.values().filter_map(|link| link.as_ref().err());
@@ -149,7 +148,7 @@ impl<'s> Salvage<'s> {
         Ok(salvage)
     }
 
-    /// Returns the newest state that can be determined.
+    /// Returns the newest state that can be computed.
     #[must_use]
     pub fn state(&self) -> &State {
         &self.state
@@ -161,7 +160,7 @@ impl<'s> Salvage<'s> {
         LogRemainder { durable: self.log.durable, seen: self.log.seen, hidden: self.log.hidden.clone() }
     }
 
-    /// Computes the state with the highest Lsn. If several snapshots lead to it, the newest one is used.
+    /// Computes the state with the highest Lsn, from the newest snapshot that leads to it.
     fn newest_state(&self) -> Result<Option<State>, Damage> {
         let mut best: Option<State> = None;
         let snapshots = self.survey.links.keys().rev().map(|link| self.survey.snapshot(*link));
@@ -173,8 +172,8 @@ impl<'s> Salvage<'s> {
             };
             let (from, end) = base.as_ref().map_or_else(Default::default, |base| (base.redo.lsn, base.end));
             let reach = self.log.reach(from);
-            // At the log's beginning, the store was empty. Starting there is valid only if the log is known
-            // from its beginning, or if there never was a log.
+            // The store was empty at the beginning of the log. This start is valid only if the log is known from its
+            // beginning, or if there never was a log.
             let is_way = base.is_some() || reach > from || self.log.seen == Lsn(0);
             if is_way && reach >= end && best.as_ref().is_none_or(|best| best.table.lsn() < reach) {
                 let followed = self.follow(base.as_ref(), reach)?;
@@ -188,8 +187,8 @@ impl<'s> Salvage<'s> {
         Ok(best)
     }
 
-    /// Computes the state from a snapshot over known batches up to `until`, or as far as possible. Returns
-    /// `None` if this is not as far as the snapshot needs.
+    /// Computes the state from a snapshot over known batches up to `until`, or as far as possible. Returns `None` if
+    /// the snapshot needs more batches.
     fn follow(&self, base: Option<&Arc<Manifest>>, until: Lsn) -> Result<Option<State>, Damage> {
         let mut resolver = base.map_or_else(Resolver::new, Resolver::from_manifest);
         let mut point = base.map_or_else(LogPoint::default, |manifest| manifest.redo);
@@ -197,7 +196,7 @@ impl<'s> Salvage<'s> {
             match self.step(&mut resolver, point.lsn.next()) {
                 Ok(end) => point = end,
                 Err(damage) if is_memory(&damage) => return Err(damage),
-                // A batch read earlier has become unreadable, or names a lost table. Stop before it.
+                // The batch has become unreadable, or it names a lost table. Stop before it.
                 Err(_) => break,
             }
         }
@@ -205,7 +204,7 @@ impl<'s> Salvage<'s> {
         Ok(Some(State { base: base.map(|base| base.snapshot), table, point, is_whole: true }))
     }
 
-    /// Applies one known batch.
+    /// Applies a known batch, and returns the point at its end.
     fn step(&self, resolver: &mut Resolver, lsn: Lsn) -> Result<LogPoint, Damage> {
         let (payload, end) = self.log.payload(self.source, lsn)?;
         let at = |defect: Defect| defect.at_lsn(FileName::Segment(end.segment), end.offset, lsn);
@@ -218,8 +217,8 @@ impl<'s> Salvage<'s> {
         Ok(end)
     }
 
-    /// Collects every page at its newest known version, for stores without a computable state. The root is
-    /// that of the newest link.
+    /// Combines the newest known version of every page, for a store without a computable state. The root is that of the
+    /// newest link.
     fn pieces(&self) -> Result<State, Damage> {
         let newest = self.survey.readable().max_by_key(|link| link.end);
         let pages = self.pages_known().map_err(|defect| defect.at(FileName::Store, 0))?;
@@ -235,7 +234,7 @@ impl<'s> Salvage<'s> {
     }
 }
 
-/// Returns true if memory was lacking, which says nothing about a file.
+/// Returns true if there was not enough memory, in which case the file may be intact.
 fn is_memory(damage: &Damage) -> bool {
     matches!(damage.defect, Defect::Memory { .. })
 }

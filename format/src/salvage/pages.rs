@@ -1,4 +1,4 @@
-//! Salvage of pages: all paths from an image of a page, or from its creation, to a version of it.
+//! Salvage of pages. A version of a page is computed from an image of the page, or from its creation.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -17,21 +17,21 @@ use crate::state::survey::Survey;
 use crate::state::table::{PageInfo, PageTable, PlanMode};
 use crate::state::trail::{OpLocation, ProvenPage};
 
-/// A version of a page named by a manifest or a table, with its image.
+/// A version of a page that a manifest or a table names, with its image.
 #[derive(Clone, Debug)]
 pub(super) struct KnownVersion {
     info: PageInfo,
     image: Option<ImageRef>,
 }
 
-/// The content that operations are applied to: an image, or zeros.
+/// The image to which operations are applied, or zeros if there is no image.
 #[derive(Clone, Copy, Debug)]
 struct Start {
     image: Option<ImageRef>,
     len: u64,
 }
 
-/// The proven bytes of a version of a page. Read them with [`Salvage::window`].
+/// The proven bytes of a version of a page, which [`Salvage::window`] reads.
 #[derive(Clone, Debug)]
 pub struct FoundBytes {
     start: Start,
@@ -39,12 +39,12 @@ pub struct FoundBytes {
     locations: Vec<OpLocation>,
 }
 
-/// Number of page bytes summed at a time.
+/// Number of page bytes whose checksum is computed in one step.
 const SUMMED_AT_ONCE: u64 = 16 << 20;
 
-/// Collects all versions named by manifests and tables, newest first for each page. A link counts even if its
-/// chain is broken. A table counts only if a known restore names it: the table of a restore that was never
-/// committed describes versions that never existed.
+/// Collects the versions that manifests and tables name, newest first for each page. A manifest is used even if its
+/// chain is broken. A table is used only if a known restore names it, because the versions in the table of an
+/// uncommitted restore never existed.
 pub(super) fn known_versions(
     source: &dyn ReadAt,
     survey: &Survey,
@@ -73,12 +73,12 @@ pub(super) fn known_versions(
 }
 
 impl Salvage<'_> {
-    /// Salvages a page of the state.
+    /// Salvages a page of the state. Reads and proves its bytes.
     #[must_use]
     pub fn find(&self, info: &PageInfo) -> PageRemains {
         let why = match self.prove(info) {
             Ok(bytes) if self.state.is_whole => return PageRemains::Exact(bytes),
-            // Only the state's version would be exact, and that version is not known.
+            // Only the version of the state would be exact, and that version is not known.
             Ok(bytes) => {
                 return PageRemains::Older {
                     version: info.clone(),
@@ -88,8 +88,8 @@ impl Salvage<'_> {
             }
             Err(why) => why,
         };
-        // If an older version were returned because of a lack of memory, it would seem to be all that is
-        // left.
+        // Do not return an older version because of a lack of memory. The caller would assume that the newer version is
+        // lost.
         if matches!(why.defect, Defect::Memory { .. }) {
             return PageRemains::Lost(why);
         }
@@ -99,7 +99,7 @@ impl Salvage<'_> {
         }
     }
 
-    /// Finds proven bytes of exactly this version.
+    /// Returns the proven bytes of this version.
     fn prove(&self, wanted: &PageInfo) -> Result<FoundBytes, Damage> {
         let mut first = None;
         let older =
@@ -114,7 +114,7 @@ impl Salvage<'_> {
         Err(first.unwrap_or_else(|| self.log.hole(wanted.lsn)))
     }
 
-    /// Computes a version over known batches from `start`, or from the page's creation.
+    /// Computes a version over known batches from `start`, or from the creation of the page.
     fn lead(
         &self,
         page: PageId,
@@ -126,8 +126,8 @@ impl Salvage<'_> {
             None => self.touches_from_creation(page, wanted.lsn)?,
         };
         let info = self.outcome(page, start.map(|known_version| &known_version.info), locations)?;
-        // If a batch were missing, the epoch would be lower. So no batch in between is missing, except for
-        // moves, which change no bytes: the epoch identifies the page's content, length and metadata.
+        // Each batch that changes the content, length or metadata of the page raises its epoch. If the epoch is
+        // correct, no such batch is missing.
         if info.epoch != wanted.epoch {
             let (what, found, expected) =
                 ("epoch that the batches found lead to", info.epoch.0, wanted.epoch.0);
@@ -140,7 +140,7 @@ impl Salvage<'_> {
             None => Start { image: None, len: 0 },
         });
         let bytes = self.bytes(start.ok_or_else(|| self.log.hole(wanted.lsn)), page, locations, info.len)?;
-        // If any structure states the checksum of these bytes, check them against it as well.
+        // Compare the checksum with that of each image of the same version.
         let mut known = self
             .versions_of(info.page)
             .iter()
@@ -158,7 +158,7 @@ impl Salvage<'_> {
         Ok(bytes)
     }
 
-    /// Computes the checksum of a page's bytes.
+    /// Computes the CRC-32 of a page's bytes.
     fn sum(&self, bytes: &FoundBytes, len: u64) -> Result<u32, Damage> {
         let mut sum = crc32fast::Hasher::new();
         for from in (0..len).step_by(SUMMED_AT_ONCE as usize) {
@@ -167,17 +167,17 @@ impl Salvage<'_> {
         Ok(sum.finalize())
     }
 
-    /// Reads a window of a page, which must not extend past the end of the page. Returns exactly the bytes
-    /// that were found, or an error. Holds no more of the page in memory than the window.
+    /// Reads a window of a page, which must be within the page. Returns the bytes that were proven, or an error.
+    /// Allocates memory for the window only.
     ///
     /// # Errors
-    /// Returns [`Damage`] that occurred after the bytes were found, or if there is no memory.
+    /// Returns [`Damage`] if the bytes have changed since they were proven, or if there is not enough memory.
     pub fn window(&self, bytes: &FoundBytes, window: Range<u64>) -> Result<Vec<u8>, Damage> {
         bytes.proven.window(self.source, &bytes.locations, &window)
     }
 
-    /// Finds the newest provable version before `wanted`: one named by a manifest or a table, or the page's
-    /// first version, extended by known batches without a hole.
+    /// Returns the newest provable version before `wanted`. The search starts from the versions that manifests and
+    /// tables name, or from the creation of the page, and applies known batches without a hole.
     fn newest_before(&self, wanted: &PageInfo) -> Option<(PageInfo, FoundBytes)> {
         let is_before = |known_version: &&KnownVersion| {
             known_version.info.lsn < wanted.lsn && known_version.info.epoch < wanted.epoch
@@ -209,8 +209,7 @@ impl Salvage<'_> {
         later().or_else(|| Some((info.clone(), bytes.clone())))
     }
 
-    /// Returns the batch that created a page, if it is known. It is the first batch that ever touched the
-    /// page.
+    /// Returns the batch that created a page, or `None` if the batch is not known. No earlier batch can touch the page.
     fn creation(&self, page: PageId) -> Option<Lsn> {
         let first = self.log.touches(page, Lsn(0), Lsn(u64::MAX)).first()?;
         matches!(decode_single(&first.read(self.source).ok()?), Ok(Op::Create { .. })).then_some(first.lsn)
@@ -222,8 +221,8 @@ impl Salvage<'_> {
         Ok(self.log.touches(page, Lsn(created.0 - 1), until))
     }
 
-    /// Computes the version, without its bytes, that known operations make of another version. Planning them
-    /// interprets each batch and checks that its ranges lie within the page.
+    /// Computes the description of the version that known operations produce from another version. Planning the
+    /// operations checks that their ranges are within the page.
     fn outcome(
         &self,
         page: PageId,
@@ -251,8 +250,8 @@ impl Salvage<'_> {
         table.get(page).ok_or_else(|| at(gone()))
     }
 
-    /// Proves the bytes of the version that these operations produce, with `final_len` as its length. An
-    /// image or a create replaces all bytes, so the state of earlier bytes does not matter.
+    /// Proves the bytes of the version that these operations produce. `final_len` is the length of that version. An
+    /// image or a create replaces all bytes, so earlier operations are ignored.
     fn bytes(
         &self,
         start: Result<Start, Damage>,
@@ -279,7 +278,7 @@ impl Salvage<'_> {
         Ok(FoundBytes { start, proven, locations: locations[since..].to_vec() })
     }
 
-    /// Checks that a page is not longer than the caller allows.
+    /// Checks that a page is not longer than the caller permits.
     fn check_len(&self, final_len: u64) -> Result<(), Defect> {
         check_limit("page length", final_len, self.page_bytes_max)
     }
@@ -288,11 +287,11 @@ impl Salvage<'_> {
         self.known_versions.get(&page).map_or(&[], Vec::as_slice)
     }
 
-    /// Returns every page mentioned by any structure, at its newest known version, except for pages known to
-    /// be deleted. Used as the table if no state is known.
+    /// Returns the newest known version of every page, except for pages that are known to be deleted. They form the
+    /// table if no state can be computed.
     ///
     /// # Errors
-    /// Returns [`Defect::Memory`] if there is no memory for the list.
+    /// Returns [`Defect::Memory`] if there is not enough memory for the list.
     pub(super) fn pages_known(&self) -> Result<Vec<PageInfo>, Defect> {
         let mut pages: BTreeSet<PageId> = BTreeSet::new();
         pages.extend(self.known_versions.keys().copied().chain(self.log.pages()));
@@ -304,14 +303,14 @@ impl Salvage<'_> {
         let newest = |page| self.newest_known(page, deleted.get(&page).copied());
         let mut known = collected(pages.into_iter().filter_map(newest))?;
         known.sort_unstable_by_key(|info| std::cmp::Reverse((info.lsn, info.page)));
-        // A key belongs to one page at a time, so an older page with the same key was deleted.
+        // Two pages never have the same key at the same time, so the older page was deleted.
         let mut keys: BTreeSet<Key> = BTreeSet::new();
         known.retain(|info| info.key.clone().is_none_or(|key| keys.insert(key)));
         Ok(known)
     }
 
-    /// Returns the newest known version of a page, whether or not its bytes can be proven. `deleted` is the
-    /// batch of its newest tombstone.
+    /// Returns the newest known version of a page, even if its bytes cannot be proven. `deleted` is the batch of the
+    /// page's newest tombstone.
     fn newest_known(&self, page: PageId, deleted: Option<Lsn>) -> Option<PageInfo> {
         let known_version = self.versions_of(page).first().map(|known_version| known_version.info.clone());
         let from = known_version.as_ref().map(|info| info.lsn).or_else(|| self.creation(page))?;
@@ -327,7 +326,7 @@ impl Salvage<'_> {
         self.outcome(page, known_version.as_ref(), locations).ok().or(known_version)
     }
 
-    /// Returns true if a snapshot that began after batch `lsn` no longer names the page.
+    /// Returns true if a base that began at or after batch `lsn` does not name the page.
     fn is_passed_over(&self, page: PageId, lsn: Lsn) -> bool {
         self.survey.readable().rev().any(|link| {
             link.kind == ManifestKind::Base

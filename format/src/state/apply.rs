@@ -1,26 +1,26 @@
-//! The effect of operations on a page's bytes, in the simplest possible code. `rebuild` uses it, and tests
-//! compare devices with it.
+//! The effect of operations on the bytes of a page, in the simplest possible code. `rebuild` uses this module, and
+//! tests compare devices with it.
 
 use std::ops::Range;
 
 use crate::image::read::copy_common;
 use crate::op::Op;
 
-/// Maximum length in bytes of one run of a repeated pattern.
+/// Maximum length of a run of a repeated pattern, in bytes.
 const FILL_RUN_LEN: usize = 4 << 10;
 
-/// Applies an operation to the bytes of its page. The caller must have checked bounds with
-/// [`crate::state::table::PageTable::plan`]. Operations that change no bytes do nothing, and neither does an
-/// image operation: a reader of the log loads the page from the image instead.
+/// Applies an operation to the bytes of its page. The caller must have checked the bounds with
+/// [`crate::state::table::PageTable::plan`]. Operations that change no bytes are ignored. An image operation is ignored
+/// as well, because a reader of the log loads its bytes from the image.
 ///
 /// # Panics
-/// Panics if the operation does not fit the page.
+/// Panics if the range of the operation exceeds the page.
 pub fn apply(op: &Op<'_>, content: &mut Vec<u8>) {
     assert_fits(op, content.len() as u64);
     apply_clipped(op, content, &(0..u64::MAX));
 }
 
-/// Asserts that an operation fits a page of `page_len` bytes.
+/// Panics if the range of an operation exceeds a page of `page_len` bytes.
 pub(crate) fn assert_fits(op: &Op<'_>, page_len: u64) {
     if let Some((offset, len)) = op.range() {
         let fits = offset.checked_add(len).is_some_and(|end| end <= page_len);
@@ -28,8 +28,8 @@ pub(crate) fn assert_fits(op: &Op<'_>, page_len: u64) {
     }
 }
 
-/// Applies an operation to `content`, the part of its page inside `window`, up to the page's current end. If
-/// an element spans an end of the window, only its bytes inside the window are written.
+/// Applies an operation to `content`, which is the part of its page inside `window`. Bytes of an element outside the
+/// window are not written.
 pub(crate) fn apply_clipped(op: &Op<'_>, content: &mut Vec<u8>, window: &Range<u64>) {
     let from = window.start;
     match op {
@@ -60,7 +60,7 @@ pub(crate) fn apply_clipped(op: &Op<'_>, content: &mut Vec<u8>, window: &Range<u
         }
         Op::Resize { len, .. } => content.resize(part_len(*len, window), 0),
         Op::Delete { .. } => content.clear(),
-        // The image's bytes are stored elsewhere. They become the page's base, which includes this batch.
+        // The bytes are in an image file. The image becomes the base of the page and includes this batch.
         Op::Image { .. }
         | Op::Move { .. }
         | Op::SetMetadata { .. }
@@ -72,8 +72,8 @@ pub(crate) fn apply_clipped(op: &Op<'_>, content: &mut Vec<u8>, window: &Range<u
     }
 }
 
-/// Calls `write` with every run of bytes that an operation writes and its offset in the page. An image
-/// operation writes none, because its bytes are stored elsewhere.
+/// Calls `write` with every run of bytes that an operation writes, and with the offset of the run in the page. An image
+/// operation writes no run, because its bytes are in an image file.
 pub fn each_write(op: &Op<'_>, mut write: impl FnMut(u64, &[u8])) {
     match op {
         Op::Write { offset, bytes, .. } => write(*offset, bytes),
@@ -93,7 +93,7 @@ pub fn each_write(op: &Op<'_>, mut write: impl FnMut(u64, &[u8])) {
             }
         }
         Op::Fill { offset, len, pattern, .. } => {
-            // The run's length is a multiple of every pattern's length, so each run starts with the pattern.
+            // Each run starts with the pattern, because the length of a run is a multiple of every pattern's length.
             let run: Vec<u8> = pattern.iter().copied().cycle().take(FILL_RUN_LEN).collect();
             for at in (0..*len).step_by(FILL_RUN_LEN) {
                 write(offset + at, &run[..(len - at).min(FILL_RUN_LEN as u64) as usize]);
@@ -103,13 +103,13 @@ pub fn each_write(op: &Op<'_>, mut write: impl FnMut(u64, &[u8])) {
     }
 }
 
-/// Returns the number of bytes of a window that a page of length `page_len` has.
+/// Returns the number of bytes inside a window that a page of length `page_len` has.
 pub(crate) fn part_len(page_len: u64, window: &Range<u64>) -> usize {
     page_len.min(window.end).saturating_sub(window.start) as usize
 }
 
-/// Returns the indices of the elements that overlap `content`. The first element starts at `offset`, and
-/// `content` at `from`.
+/// Returns the range of elements that overlap `content`, as indices. The first element starts at `offset` of the page,
+/// and `content` starts at `from`.
 fn elements_within(content: &[u8], from: u64, offset: u64, len: u64, width: usize) -> Range<usize> {
     let (width, to) = (width as u64, from + content.len() as u64);
     let last = to.saturating_sub(offset).min(len).div_ceil(width);

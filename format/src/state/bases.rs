@@ -1,5 +1,5 @@
-//! Bases of pages: the image and batches from which each page's bytes are made. The snapshot already
-//! determines them for nearly all pages, so only exceptions are stored here.
+//! Bases of pages. A base is the image to which later batches are applied. The snapshot names the bases of nearly all
+//! pages, so only those that batches changed are stored here.
 
 use std::sync::Arc;
 
@@ -8,16 +8,16 @@ use crate::image::ImageRef;
 use crate::manifest::{Manifest, ManifestEntry, apply_changes};
 use crate::state::id_map::IdMap;
 
-/// The base of a page's bytes: an image or zeros, to which later batches are applied.
+/// The base of a page's bytes, which is an image or zeros. Later batches are applied to the base.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Base {
-    /// The image, written by a snapshot or for a batch; `None` for zeros.
+    /// The image, which was written by a snapshot or for a batch, or `None` for zeros.
     pub image: Option<ImageRef>,
     /// The length of the base in bytes.
     pub len: u64,
-    /// The newest batch included in the base. Later batches apply.
+    /// The newest batch that the base includes. Only later batches are applied.
     pub lsn: Lsn,
-    /// Whether a later batch changes the length.
+    /// Whether a later batch changes the length of the page.
     pub resized: bool,
 }
 
@@ -25,20 +25,20 @@ pub struct Base {
 #[derive(Clone, Debug, Default)]
 pub struct Bases {
     named: Option<ManifestPages>,
-    /// Bases that changed after the manifest; `None` for a deleted page.
+    /// Bases that batches after the manifest changed, or `None` for a deleted page.
     since: IdMap<PageId, Option<Base>>,
 }
 
-/// The pages of a manifest, viewed as bases.
+/// A manifest whose entries are bases.
 #[derive(Clone, Debug)]
 struct ManifestPages {
     manifest: Arc<Manifest>,
-    /// If the manifest is the table of a restore, the batch of the restore, which all its pages have.
+    /// Batch of the restore that names the manifest, or `None` for a snapshot. Each page then includes this batch.
     restored: Option<Lsn>,
 }
 
 impl ManifestPages {
-    /// Returns the bases of the manifest's pages from `first` to `last`, inclusive.
+    /// Returns the bases of the pages from `first` to `last`, inclusive.
     fn between(&self, first: PageId, last: PageId) -> impl Iterator<Item = (PageId, Base)> {
         let entries = &self.manifest.entries;
         let from = entries.partition_point(|entry| entry.page < first);
@@ -59,19 +59,19 @@ impl ManifestPages {
 }
 
 impl Bases {
-    /// Returns the bases of a whole snapshot.
+    /// Returns the bases of a snapshot. The manifest must name all pages.
     #[must_use]
     pub fn of_snapshot(manifest: Arc<Manifest>) -> Self {
         Self { named: Some(ManifestPages { manifest, restored: None }), since: IdMap::default() }
     }
 
-    /// Returns the bases of the state produced by the restore in batch `lsn`.
+    /// Returns the bases of the state after the restore in batch `lsn`.
     #[must_use]
     pub fn of_restore(lsn: Lsn, table: Arc<Manifest>) -> Self {
         Self { named: Some(ManifestPages { manifest: table, restored: Some(lsn) }), since: IdMap::default() }
     }
 
-    /// Returns the base of a page.
+    /// Returns the base of a page, or `None` if the page does not exist.
     #[must_use]
     pub fn get(&self, page: PageId) -> Option<Base> {
         match self.since.get(page) {
@@ -96,7 +96,7 @@ impl Bases {
         self.since.insert(page, Some(base));
     }
 
-    /// Removes a deleted page.
+    /// Removes the base of a deleted page.
     pub fn remove(&mut self, page: PageId) {
         match self.named.as_ref().and_then(|named| named.get(page)) {
             Some(_) => self.since.insert(page, None),
@@ -104,7 +104,7 @@ impl Bases {
         };
     }
 
-    /// Keeps only the bases of wanted pages, which should be few.
+    /// Removes the bases of all pages but those that `wanted` selects, which should be few.
     pub fn retain(&mut self, wanted: impl Fn(PageId) -> bool) {
         let kept = self.iter().filter(|(page, _)| wanted(*page));
         let since = kept.map(|(page, base)| (page, Some(base))).collect();
@@ -126,8 +126,8 @@ mod tests {
         ImageRef { file, offset: 64, stored_len: 9, stored_crc: 1, raw_crc: 1, codec: Codec::Raw }
     }
 
-    /// Returns a manifest with every third page from 3 on. All properties of a page derive from its id, so
-    /// that pages cannot be confused.
+    /// Returns a manifest with every third page from 3 on. All properties of a page are derived from its id, so that
+    /// pages cannot be confused.
     fn manifest() -> Arc<Manifest> {
         let entry = |page: u64| {
             let PageInfo { page, key, epoch, place, metadata, .. } =
@@ -153,7 +153,7 @@ mod tests {
         })
     }
 
-    /// Changes give the same result as in a plain map.
+    /// A sequence of changes produces the same bases as in a standard map.
     #[test]
     fn last_statement_about_page_wins() {
         let of_batch = |lsn| Base { image: None, len: lsn, lsn: Lsn(lsn), resized: lsn % 2 == 0 };

@@ -1,21 +1,21 @@
-//! Bisection: finds the first bad version.
+//! Bisection, which searches for the first bad version.
 
 use std::collections::BTreeSet;
 
 use crate::ids::Lsn;
 
-/// A verdict on a version.
+/// The verdict on one version in a bisection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BisectVerdict {
     /// The version does not have the fault.
     Good,
     /// The version has the fault.
     Bad,
-    /// The version cannot be judged.
+    /// The version cannot be tested.
     Skip,
 }
 
-/// A search for the first bad version between a good and a bad one.
+/// A search for the first bad version between a good version and a bad one.
 ///
 /// ```
 /// use remanent_format::Lsn;
@@ -34,14 +34,14 @@ pub struct Bisection {
 }
 
 impl Bisection {
-    /// Starts a search between two versions. Returns `None` unless the good one is older.
+    /// Starts a search between a good and a bad version. Returns `None` unless the good version is older.
     #[must_use]
     pub fn new(good: Lsn, bad: Lsn) -> Option<Self> {
         (good < bad).then(|| Self { good: good.0, bad: bad.0, skipped: BTreeSet::new() })
     }
 
-    /// Returns the version to test next: the untested one nearest to the middle that was not skipped. Returns
-    /// `None` when the search is complete.
+    /// Returns the version to test next, or `None` when the search is complete. The version is the one nearest to the
+    /// middle that was not skipped.
     #[must_use]
     pub fn next(&self) -> Option<Lsn> {
         let middle = self.good + (self.bad - self.good) / 2;
@@ -49,7 +49,7 @@ impl Bisection {
         untried.min_by_key(|lsn| lsn.abs_diff(middle)).map(Lsn)
     }
 
-    /// Records the verdict on a version.
+    /// Records the verdict on a version, which narrows the search.
     pub fn record(&mut self, lsn: Lsn, verdict: BisectVerdict) {
         match verdict {
             BisectVerdict::Good => self.good = lsn.0,
@@ -60,14 +60,14 @@ impl Bisection {
         }
     }
 
-    /// Returns the newest version known to be good.
+    /// Returns the newest version that is known to be good.
     #[must_use]
     pub fn good(&self) -> Lsn {
         Lsn(self.good)
     }
 
-    /// Returns the oldest version known to be bad. When the search is complete, it is the first bad version,
-    /// unless versions between it and the good one were skipped.
+    /// Returns the oldest version that is known to be bad. When the search is complete, this is the first bad version,
+    /// unless versions after the good one were skipped.
     #[must_use]
     pub fn bad(&self) -> Lsn {
         Lsn(self.bad)
@@ -78,8 +78,8 @@ impl Bisection {
 mod tests {
     use super::*;
 
-    /// Searches with versions from `first_bad` on being bad. Returns the number of versions tested, and the
-    /// result.
+    /// Runs a search in which all versions from `first_bad` on are bad. Returns the number of tested versions, and the
+    /// good and the bad version that were found.
     fn search(bad: u64, first_bad: u64, skipped: &[u64]) -> (usize, u64, u64) {
         let mut search = Bisection::new(Lsn(0), Lsn(bad)).unwrap();
         let mut tried = 0;

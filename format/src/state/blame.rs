@@ -1,9 +1,8 @@
-//! The batches that gave a range of a page its value, oldest first: the history of a wrong number in a
-//! weight, for example.
+//! The history of a range of a page. It lists the batches that changed the value of the range, for example to find the
+//! cause of a wrong number in a weight.
 //!
-//! The history goes back as far as the log is kept without a gap, and before that through the kept snapshots.
-//! Only the range is held in memory, however long the page is. Nothing is written, and no byte counts before
-//! it is proven (I9).
+//! The history extends back as far as the log is kept without a gap, and further back over the kept snapshots. Memory
+//! is allocated for the range only, and nothing is written. Bytes are proven before they are used (I9).
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -22,18 +21,18 @@ use crate::state::survey::Survey;
 use crate::state::window::{PageWindow, load_window};
 use crate::value::Metadata;
 
-/// The cause of a value.
+/// The cause of a change of a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ChangeCause {
-    /// A batch that changed it.
+    /// A batch changed the value.
     Batch,
-    /// A restore of an earlier state.
+    /// A restore of an earlier state changed the value.
     Restore,
-    /// A snapshot that contains it; the batches before are no longer kept.
+    /// A snapshot contains the value. The batch that changed the value is no longer kept.
     Snapshot,
 }
 
-/// A change of the value.
+/// A change of the value of a range.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ValueChange {
@@ -41,22 +40,22 @@ pub struct ValueChange {
     pub lsn: Lsn,
     /// The cause of the change.
     pub cause: ChangeCause,
-    /// The value before; `None` if the page did not exist or ended before the end of the range.
+    /// The bytes before the change, or `None` if the page did not exist or did not contain the whole range.
     pub before: Option<Vec<u8>>,
-    /// The value after; `None` as for `before`.
+    /// The bytes after the change, or `None` if the page does not exist or does not contain the whole range.
     pub after: Option<Vec<u8>>,
-    /// The note of the batch, if any.
+    /// The note of the batch, or `None` if it has no note.
     pub note: Option<String>,
-    /// The root after the batch, if known.
+    /// The root after the batch, or `None` if it is not known.
     pub root: Option<Arc<Metadata>>,
 }
 
-/// Returns the changes of a range of a page up to batch `until`, oldest first. A batch that writes the same
-/// bytes again is not a change.
+/// Returns the changes of a range of a page up to batch `until`, oldest first. A batch that writes the same bytes again
+/// is not listed.
 ///
 /// # Errors
-/// Returns [`Damage`] if no path leads to the batch, neither the log from its beginning nor a snapshot and
-/// the log after it; if an image of the page is damaged; or if there is no memory for the range.
+/// Returns [`Damage`] if the log to batch `until` is damaged or missing from every start, if an image of the page is
+/// damaged, or if there is not enough memory for the range.
 pub fn changes_of(
     source: &dyn ReadAt,
     survey: &Survey,
@@ -67,7 +66,6 @@ pub fn changes_of(
     History { source, survey, page, range, until }.changes()
 }
 
-/// The parameters of the search.
 struct History<'h> {
     source: &'h dyn ReadAt,
     survey: &'h Survey,
@@ -76,12 +74,12 @@ struct History<'h> {
     until: Lsn,
 }
 
-/// The value of the range while the log is followed.
+/// The value of the range while the log is read.
 struct Follower<'h> {
     history: &'h History<'h>,
-    /// Current bytes of the range; `None` while the page does not exist.
+    /// Current bytes of the range, or `None` while the page does not exist.
     window: Option<PageWindow>,
-    /// Batch up to which the bytes include all changes.
+    /// Newest batch whose changes the bytes include.
     window_lsn: Lsn,
     root: Arc<Metadata>,
     /// Batch from which on the root is known.
@@ -90,21 +88,20 @@ struct Follower<'h> {
 }
 
 impl<'h> History<'h> {
-    /// Returns the changes, oldest first.
     fn changes(&'h self) -> Result<Vec<ValueChange>, Damage> {
         let survey = self.survey;
-        // A link that exists only for its followers may have lost its own images.
+        // A link that exists only for the snapshots that follow it may have lost its own images.
         let reach = Reach::at_the_end(survey, self.source).map(|(_, reach)| reach);
         let is_kept = |id: &&SnapshotId| reach.as_ref().is_none_or(|reach| reach.role(**id) != Role::Link);
         let whole = survey.links.keys().filter(is_kept).filter_map(|id| survey.snapshot(*id).ok());
         let snapshots: Vec<Arc<Manifest>> = whole.filter(|manifest| manifest.end <= self.until).collect();
-        // Try starts from the oldest on, to go as far back as the log is kept without a gap.
+        // Start from the oldest candidate from which the log is complete, so that the history is as long as possible.
         let beginning = survey.log.beginning().map(|_| None);
         let starts = beginning.into_iter().chain(snapshots.iter().map(Some));
         let mut stopped_by = Defect::Missing.at_lsn(FileName::Segment(1), 0, Lsn(1));
         for start in starts {
             let mut follower = Follower::new(self);
-            // Older snapshots cover the time before the start.
+            // Snapshots up to the start cover the time before the start.
             let older =
                 |manifest: &&Arc<Manifest>| start.is_some_and(|start| manifest.snapshot <= start.snapshot);
             let attempt = snapshots
@@ -120,14 +117,14 @@ impl<'h> History<'h> {
         Err(stopped_by)
     }
 
-    /// Loads the page named by a manifest's entry.
+    /// Loads the page that an entry of a manifest describes.
     fn named(&self, entry: &ManifestEntry) -> Result<PageWindow, Damage> {
         self.load(entry.image, entry.len)
     }
 
-    /// Loads the page from an image.
+    /// Loads a page from its image, or from zeros if there is no image.
     fn load(&self, image: Option<ImageRef>, len: u64) -> Result<PageWindow, Damage> {
-        // The whole image is proven piece by piece before any of its bytes count (I9).
+        // The image is proven as a whole before any of its bytes are used (I9).
         let image = image.map(|image| ProvenImage::prove(self.source, &image, len)).transpose()?;
         load_window(self.source, len, image.as_ref(), self.range.clone())
     }
@@ -149,11 +146,11 @@ impl<'h> Follower<'h> {
     fn value(&self) -> Option<Vec<u8>> {
         let bytes = self.window.as_ref()?.bytes();
         let Range { start, end } = &self.history.range;
-        // There are fewer bytes if the page ends before the range does.
+        // The window is shorter than the range if the page ends inside the range.
         (bytes.len() as u64 == end - start).then(|| bytes.to_vec())
     }
 
-    /// Records a change if the value is now different.
+    /// Records a change if the value differs from `before`.
     fn note(&mut self, lsn: Lsn, cause: ChangeCause, before: Option<Vec<u8>>, note: Option<String>) {
         let after = self.value();
         if before != after {
@@ -162,7 +159,7 @@ impl<'h> Follower<'h> {
         }
     }
 
-    /// Continues with the page from a snapshot.
+    /// Replaces the page with its version in a snapshot.
     fn begin(&mut self, manifest: &Manifest) -> Result<(), Damage> {
         let before = self.value();
         let page = self.history.page;
@@ -174,7 +171,7 @@ impl<'h> Follower<'h> {
         Ok(())
     }
 
-    /// Follows the log from a snapshot, or from its beginning.
+    /// Reads the log from a snapshot, or from its beginning, up to the requested batch.
     fn follow(&mut self, start: Option<&Arc<Manifest>>) -> Result<(), Damage> {
         let History { source, survey, until, .. } = *self.history;
         let missing = Defect::Missing.at_lsn(FileName::Segment(1), 0, Lsn(1));
@@ -190,8 +187,7 @@ impl<'h> Follower<'h> {
                 self.batch(lsn, frame.payload, file, frame.header.offset)?;
             }
         }
-        // If a writer removes the log while it is read, the rest may not lead to the batch, and the changes
-        // found would end too early.
+        // A writer may have removed a part of the log during the walk. The history would then be incomplete.
         let LogPoint { lsn, segment, offset, .. } = walk.point();
         if lsn < until {
             return Err(Defect::Missing.at_lsn(FileName::Segment(segment), offset, Lsn(lsn.0 + 1)));
@@ -207,7 +203,7 @@ impl<'h> Follower<'h> {
         for op in ops.iter().map(|at| &at.op) {
             match op {
                 Op::Note { text } => note = Some((*text).to_owned()),
-                // A snapshot's root is the root of its state at `end`.
+                // The root of a snapshot includes all batches up to its `end`.
                 Op::SetRoot { name, value } if lsn > self.root_lsn => {
                     Arc::make_mut(&mut self.root).insert(name.clone(), value.clone());
                 }
@@ -240,8 +236,8 @@ impl<'h> Follower<'h> {
             let len = window.page_len();
             let is_within =
                 |(start, count): (u64, u64)| start.checked_add(count).is_some_and(|end| end <= len);
-            // The path to this state was resolved before, so the operation fits the page, unless the files
-            // have changed since.
+            // The operation was checked when the state was resolved, so it exceeds the page only if the files have
+            // changed since.
             if op.range().is_none_or(is_within) {
                 window.apply(op);
             }

@@ -1,4 +1,4 @@
-//! The bytes of a page's image that later operations have not overwritten.
+//! Tracks which bytes of a page's image later operations have not overwritten.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -6,33 +6,33 @@ use std::ops::Range;
 use crate::op::Op;
 use crate::state::apply::each_write;
 
-/// The part of an image that may still be visible, and the ranges written over it.
+/// The visible part of an image, and the ranges that operations have written over it.
 #[derive(Clone, Debug)]
 pub(crate) struct Coverage {
-    /// Number of bytes at the start of the image that belong to the page.
+    /// Number of bytes at the start of the image that no resize has cut off.
     image_len: u64,
-    /// Written ranges: the end of each by its start. No two of them overlap or touch.
+    /// Written ranges, as a map from start to end. No two ranges overlap or touch.
     written: BTreeMap<u64, u64>,
 }
 
 impl Coverage {
-    /// Creates the coverage of a page that consists entirely of an image.
+    /// Creates the coverage of a page that consists of an image.
     pub fn new(image_len: u64) -> Self {
         Self { image_len, written: BTreeMap::new() }
     }
 
-    /// Records an operation on the page.
+    /// Records the effect of an operation on the page.
     pub fn apply(&mut self, op: &Op<'_>) {
         match op {
             Op::Resize { len, .. } => {
-                // Bytes cut off by a resize do not return when the page is extended again.
+                // Bytes that a resize cuts off become zero if the page is extended again.
                 self.image_len = self.image_len.min(*len);
             }
             _ => each_write(op, |offset, bytes| self.write(offset..offset + bytes.len() as u64)),
         }
     }
 
-    /// Records a written range.
+    /// Records that a range was written.
     pub fn write(&mut self, range: Range<u64>) {
         let Range { mut start, mut end } = range;
         if start >= end {
@@ -47,7 +47,7 @@ impl Coverage {
         self.written.insert(start, end);
     }
 
-    /// Returns true if no byte of the image is visible.
+    /// Returns true if no byte of the image is visible any more.
     pub fn is_whole(&self) -> bool {
         self.image_len == 0 || self.written.get(&0).is_some_and(|end| *end >= self.image_len)
     }
@@ -58,7 +58,7 @@ mod tests {
     use super::*;
     use crate::ids::PageId;
 
-    /// Compares with one flag per byte.
+    /// Compares the coverage with one flag per byte.
     #[test]
     fn every_written_byte_is_counted() {
         const LEN: u64 = 24;

@@ -1,5 +1,5 @@
-//! Follows the log from a snapshot, batch by batch, to a state without its bytes. The caller walks the log
-//! and passes each batch, so the walk may run on another thread.
+//! Computes a state, without the bytes of its pages, from a snapshot and the batches after it. The caller walks the log
+//! and passes each batch, so the walk can run on another thread.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -16,31 +16,31 @@ use crate::state::replay::{ResolvedState, Resolver};
 use crate::state::survey::{Survey, read_manifest};
 use crate::state::window::{PageWindow, load_base};
 
-/// A state without its bytes.
+/// A state without the bytes of its pages, and how it was computed.
 #[derive(Debug)]
 pub struct Resolution {
-    /// The snapshot from which the state was computed, or `None` for the log's beginning.
+    /// The snapshot from which the state was computed, or `None` for the beginning of the log.
     pub base: Option<SnapshotId>,
-    /// The state reached.
+    /// The page table and the bases of the state.
     pub resolved: ResolvedState,
-    /// The end of the log, or `None` if the walk stopped earlier, at the requested batch. Its list of
-    /// verified snapshots is the last one in the log, even if that precedes the base.
+    /// The end of the log, or `None` if the walk stopped earlier, at the requested batch. Its verified snapshots are
+    /// those of the last seal in the log, even if that seal precedes the base.
     pub end: Option<LogEnd>,
-    /// Number of batches replayed.
+    /// Number of replayed batches.
     pub batches: u64,
-    /// Total length of their frames in bytes.
+    /// Total length of the replayed frames in bytes.
     pub bytes: u64,
-    /// The image files that the batches name, each with the last batch that names it.
+    /// The image files that the replayed batches name, with the last batch that names each file.
     pub ahead: BTreeMap<u64, Lsn>,
-    /// Stored length of these images in bytes.
+    /// Total stored length in bytes of the images that the replayed batches name.
     pub ahead_bytes: u64,
 }
 
 impl Resolution {
-    /// Checks that the pages that have a base take at most `limit` bytes of memory in total (I10).
+    /// Checks that the total length of all pages is at most `limit` bytes (I10).
     ///
     /// # Errors
-    /// Returns [`Damage`] with [`Defect::Limit`] if they take more.
+    /// Returns [`Damage`] with [`Defect::Limit`] if the pages are longer.
     pub fn check_page_bytes(&self, limit: u64) -> Result<(), Damage> {
         let lens = self.resolved.bases.iter().map(|(page, _)| self.resolved.final_len(page));
         let found = lens.fold(0, u64::saturating_add);
@@ -48,7 +48,7 @@ impl Resolution {
     }
 }
 
-/// A state being computed along the log.
+/// A computation of a state, to which batches are passed in the order of the log.
 pub struct StateWalk<'s> {
     survey: &'s Survey,
     source: &'s dyn ReadAt,
@@ -62,11 +62,10 @@ pub struct StateWalk<'s> {
 }
 
 impl<'s> StateWalk<'s> {
-    /// Starts with the state of `base`, which must be a whole snapshot, or with the empty state at the log's
-    /// beginning.
+    /// Starts from the state of `base`, which must name all pages, or from the empty state at the beginning of the log.
     ///
     /// # Errors
-    /// Returns [`Damage`] if `base` is a change, or if the log's beginning no longer exists.
+    /// Returns [`Damage`] if `base` is a change, or if the beginning of the log no longer exists.
     pub fn new(
         survey: &'s Survey,
         source: &'s dyn ReadAt,
@@ -75,10 +74,10 @@ impl<'s> StateWalk<'s> {
         Self::new_by(survey, source, base, &SingleThread)
     }
 
-    /// Starts like [`StateWalk::new`], with several threads.
+    /// Starts as [`StateWalk::new`] does, on several threads.
     ///
     /// # Errors
-    /// Returns [`Damage`] as [`StateWalk::new`] does.
+    /// Returns the same [`Damage`] as [`StateWalk::new`].
     pub fn new_by(
         survey: &'s Survey,
         source: &'s dyn ReadAt,
@@ -110,27 +109,27 @@ impl<'s> StateWalk<'s> {
         })
     }
 
-    /// Returns the point at which the walk must start.
+    /// Returns the point after which the walk of the log must start.
     #[must_use]
     pub fn start(&self) -> LogPoint {
         self.start
     }
 
-    /// Returns the state so far.
+    /// Returns the page table and the bases so far.
     #[must_use]
     pub fn resolver(&self) -> &Resolver {
         &self.resolver
     }
 
-    /// Applies the next batch of the walk, and returns its operations.
+    /// Applies the next batch of the log. Returns its operations.
     ///
     /// # Errors
-    /// Returns [`Damage`] in the batch, or in a table that a restore names.
+    /// Returns [`Damage`] if the batch is invalid, or if a table that it restores is damaged.
     pub fn batch<'p>(&mut self, header: &FrameHeader, payload: &'p [u8]) -> Result<Vec<OpAt<'p>>, Damage> {
         let lsn = header.lsn;
         let at = |defect: Defect| defect.at_lsn(FileName::Segment(header.segment), header.offset, lsn);
         let ops = decode_payload(payload).map_err(at)?;
-        // A restore combined with other operations is rejected by the plan, because it must be alone.
+        // A restore must be the only operation. `Resolver::batch` rejects any other combination.
         if let [OpAt { op: Op::Restore { table, table_crc, .. }, .. }] = ops.as_slice() {
             let table = self.survey.read_table(self.source, *table, *table_crc)?;
             self.resolver.restore(lsn, table).map_err(at)?;
@@ -148,8 +147,8 @@ impl<'s> StateWalk<'s> {
         Ok(ops)
     }
 
-    /// Applies the next batches of the walk from their summary. Returns `false`, with nothing applied, if
-    /// each of them must be passed to [`batch`](Self::batch).
+    /// Applies the next batches of the log from their summary. Returns `false`, with no batch applied, if each batch
+    /// must be passed to [`batch`](Self::batch).
     pub fn page_changes(&mut self, changes: &PageChanges) -> bool {
         let followed = self.resolver.page_changes(changes);
         if followed {
@@ -159,11 +158,11 @@ impl<'s> StateWalk<'s> {
         followed
     }
 
-    /// Returns the state at the point where the walk stopped. `end` is the end of the log, if the walk
-    /// reached it.
+    /// Returns the state at `point`, at which the walk stopped. `end` is the end of the log, or `None` if the walk
+    /// stopped earlier.
     ///
     /// # Errors
-    /// Returns [`Damage`] if the snapshot needs more of the log, or if two pages have the same key.
+    /// Returns [`Damage`] if the walk stopped before the `end` of the snapshot, or if two pages have the same key.
     pub fn finish(self, mut end: Option<LogEnd>, point: LogPoint) -> Result<Resolution, Damage> {
         if let Some((end, base)) = end.as_mut().zip(self.base)
             && end.verified.is_empty()
@@ -174,11 +173,10 @@ impl<'s> StateWalk<'s> {
         self.resolve(end, |defect| defect.at_lsn(here, point.offset, point.lsn.next()))
     }
 
-    /// Returns the snapshot's own state without any log, which requires that the snapshot was captured at one
-    /// moment.
+    /// Returns the snapshot's own state without reading the log. The snapshot must have been captured at one moment.
     ///
     /// # Errors
-    /// Returns [`Damage`] if it was not, or if two pages have the same key.
+    /// Returns [`Damage`] if the snapshot was not captured at one moment, or if two pages have the same key.
     pub fn finish_at_base(self) -> Result<Resolution, Damage> {
         let file = FileName::Manifest(self.base.map_or(0, |base| base.snapshot.0));
         self.resolve(None, |defect| defect.at(file, 0))
@@ -198,16 +196,15 @@ impl<'s> StateWalk<'s> {
         })
     }
 
-    /// Finds the last list of verified snapshots before a snapshot's `redo`.
+    /// Returns the verified snapshots of the last seal before a snapshot's `redo`.
     ///
-    /// A snapshot is recorded before the next one begins, so its record follows the `redo` of an earlier
-    /// snapshot. If a crash occurs after a snapshot but before its record, there may be no seal after its
-    /// `redo`; the other snapshots must not be forgotten in that case.
+    /// The seal that lists a snapshot is written before the next snapshot begins. After a crash, there may be no seal
+    /// after the `redo` of the newest snapshot. The list must then come from a seal before that point.
     fn recorded_before(&self, base: &Manifest) -> Vec<VerifiedSnapshot> {
         let Self { survey, source, .. } = self;
         let place = |point: LogPoint| (point.segment, point.offset);
         let older = survey.links.range(..base.snapshot).rev().filter_map(|(_, read)| read.as_ref().ok());
-        // An earlier walk found no record up to here, so each part of the log is searched once.
+        // The walks from newer snapshots have already searched the log from this point on.
         let mut until = place(base.redo);
         let mut records = older.filter_map(|(link, _)| {
             let mut walk = LogWalk::new(*source, &survey.log, link.redo, survey.mark()).ok()?;
@@ -221,15 +218,15 @@ impl<'s> StateWalk<'s> {
     }
 }
 
-/// Called after each batch is applied, with its operations.
+/// A callback after each batch. Its arguments are the state, the frame and the operations of the batch.
 pub(crate) type BatchNote<'n> = &'n mut dyn FnMut(&Resolver, &Frame<'_>, &[OpAt<'_>]) -> Result<(), Damage>;
 
 impl Survey {
-    /// Follows the log from `base`, which must be a whole snapshot, to the log's end or to `until`. No log is
-    /// needed if the snapshot was captured at one moment and `until` is that moment.
+    /// Computes the state at the end of the log, or at batch `until`. `base` must name all pages. The log is not read
+    /// if the snapshot was captured at one moment and `until` is that moment.
     ///
     /// # Errors
-    /// Returns [`Damage`] in the log or in a table that a restore names, or if `base` is a change.
+    /// Returns [`Damage`] if the log or a restored table is damaged, or if `base` is a change.
     pub fn resolve(
         &self,
         source: &dyn ReadAt,
@@ -239,7 +236,7 @@ impl Survey {
         self.follow(source, base, until, &mut |_, _, _| Ok(()))
     }
 
-    /// Follows the log like [`Survey::resolve`], and calls `note` after each batch is applied.
+    /// Computes a state as [`Survey::resolve`] does, and calls `note` after each batch.
     pub(crate) fn follow(
         &self,
         source: &dyn ReadAt,
@@ -252,7 +249,7 @@ impl Survey {
             return following.finish_at_base();
         }
         let walk = LogWalk::new(source, &self.log, following.start(), self.mark())?;
-        // A walk that stops before the end may not reach the damage that other walks met.
+        // Only a walk to the end of the log may share its outcome.
         let mut walk = if until.is_none() { walk.sharing_outcomes() } else { walk };
         while until.is_none_or(|until| walk.point().lsn < until) {
             let Some(frame) = walk.next()? else { break };
@@ -264,11 +261,11 @@ impl Survey {
         following.finish(walk.end().cloned(), walk.point())
     }
 
-    /// Loads the bytes of a state. Damage to an image affects only its own page.
+    /// Reads the bytes of all pages of a state. Damage to an image affects only its own page.
     ///
     /// # Errors
-    /// Returns [`Damage`] in the log that occurred after the state was resolved, or if the pages take more
-    /// than `page_bytes_max` bytes in total.
+    /// Returns [`Damage`] if the log has changed since the state was computed, or if the total length of the pages
+    /// exceeds `page_bytes_max` bytes.
     pub fn load(
         &self,
         source: &dyn ReadAt,
@@ -277,8 +274,8 @@ impl Survey {
     ) -> Result<BTreeMap<PageId, Result<Vec<u8>, Damage>>, Damage> {
         let resolved = &resolution.resolved;
         resolution.check_page_bytes(page_bytes_max)?;
-        // This map and the one below are filled item by item, because `collect` first sorts all items in one
-        // allocation, whose failure cannot be reported.
+        // The maps are filled item by item. `collect` sorts all items in one allocation, whose failure cannot be
+        // returned.
         let mut heads: BTreeMap<PageId, Result<PageWindow, Damage>> = BTreeMap::new();
         for (page, base) in resolved.bases.iter() {
             heads.insert(page, load_base(source, &base, resolved.final_len(page)));
@@ -298,7 +295,7 @@ impl Survey {
         if resolution.batches == 0 {
             return Ok(bytes(heads));
         }
-        // Walk the same part of the log again, now for the bytes.
+        // Read the same part of the log again, to apply its bytes.
         let mut walk = LogWalk::new(source, &self.log, from, self.mark())?;
         while walk.point().lsn < resolved.table.lsn() {
             let Some(frame) = walk.next()? else { break };
@@ -317,10 +314,10 @@ impl Survey {
         Ok(bytes(heads))
     }
 
-    /// Reads the table of an old state that a restore names.
+    /// Reads the page table of an earlier state, which a restore names by number and checksum.
     ///
     /// # Errors
-    /// Returns [`Damage`] if the table is missing, damaged, or not the one with this checksum.
+    /// Returns [`Damage`] if the table is missing or damaged, or if its checksum differs.
     pub fn read_table(&self, source: &dyn ReadAt, table: u64, table_crc: u32) -> Result<Manifest, Damage> {
         let file = FileName::Table(table);
         let (manifest, health) = read_manifest(source, file, &self.store)?;

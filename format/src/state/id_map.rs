@@ -1,11 +1,11 @@
-//! A map from rising numbers to items, stored in rows of 256.
+//! A map from ids to items, which are stored in rows of 256 consecutive ids.
 //!
-//! Ids are assigned consecutively, so neighbors share a row. A lookup among ten million items costs nearly as
-//! few cache misses as among a thousand, and each item needs only a few bytes in addition to its own. With a
-//! tree of individual pages, a commit among a million pages took 2.8 times as long as among a thousand, and
-//! half of the tree was empty, because rising ids fill its nodes only halfway.
+//! Ids are assigned in ascending order, so neighbors share a row. A lookup among ten million items causes hardly more
+//! cache misses than among a thousand, and the overhead per item is a few bytes. With one tree entry per page instead, a
+//! commit among a million pages takes 2.8 times as long as among a thousand, and half of the tree is empty, because
+//! ascending ids fill tree nodes only halfway.
 //!
-//! Numbers can be *flagged* for later processing. A number stays flagged after its item is removed.
+//! Ids can be *flagged* for later processing. An id stays flagged when its item is removed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::marker::PhantomData;
@@ -14,19 +14,19 @@ use std::ops::Index;
 use crate::defect::{Defect, collected};
 use crate::ids::Number;
 
-/// Count of numbers in a row, which has one bit for each.
+/// Number of ids in a row, which has one bit for each.
 pub const ROW: u64 = WORDS as u64 * WORD;
-/// Count of words for the bits of a row.
+/// Number of words that contain the bits of a row.
 const WORDS: usize = 4;
-/// Count of bits in a word.
+/// Number of bits in a word.
 const WORD: u64 = u64::BITS as u64;
 
-/// A subset of the numbers of a row. Numbers are taken modulo [`ROW`].
+/// A set of ids in a row. Ids are taken modulo [`ROW`].
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Bits([u64; WORDS]);
 
 impl Bits {
-    /// Returns the index of the word with a number's bit, and the bit.
+    /// Returns the index of the word that contains the bit of `number`, and a mask for the bit.
     fn at(number: u64) -> (usize, u64) {
         let number = number % ROW;
         ((number / WORD) as usize, 1 << (number % WORD))
@@ -51,14 +51,14 @@ impl Bits {
         self.0 == [0; WORDS]
     }
 
-    /// Counts the members lower than `number`.
+    /// Returns the number of members below `number`.
     fn count_below(&self, number: u64) -> usize {
         let (word, bit) = Self::at(number);
         let of_words: u32 = self.0[..word].iter().map(|word| word.count_ones()).sum();
         (of_words + (self.0[word] & (bit - 1)).count_ones()) as usize
     }
 
-    /// Returns the members in ascending order, given the first number of the row.
+    /// Returns the members in ascending order. `first` is the first id of the row.
     fn numbers(self, first: u64) -> impl Iterator<Item = u64> {
         self.0.into_iter().enumerate().flat_map(move |(at, mut word)| {
             std::iter::from_fn(move || {
@@ -70,11 +70,11 @@ impl Bits {
     }
 }
 
-/// Up to one item for each of [`ROW`] numbers, in order.
+/// Up to [`ROW`] items, in the order of their ids.
 #[derive(Clone, Debug)]
 struct Row<T> {
     items: Vec<T>,
-    /// Numbers that have an item.
+    /// Ids that have an item.
     present: Bits,
 }
 
@@ -85,8 +85,8 @@ impl<T> Default for Row<T> {
 }
 
 impl<T> Row<T> {
-    /// Returns the index of an item, or the index at which it would be inserted. Most rows are full; for
-    /// them, reading the bits would only cost another cache miss.
+    /// Returns the index of an item, or the index at which to insert it. The bits of a full row are not read, which
+    /// saves a cache miss in most lookups.
     fn position(&self, number: u64) -> Result<usize, usize> {
         if self.items.len() as u64 == ROW {
             return Ok((number % ROW) as usize);
@@ -125,23 +125,23 @@ impl<T> Row<T> {
     }
 }
 
-/// The items and flags of [`ROW`] numbers.
+/// The items and flags of [`ROW`] consecutive ids.
 #[derive(Clone, Debug)]
 struct IdChunk<T> {
-    /// First number of the chunk, divided by [`ROW`].
+    /// First id of the chunk, divided by [`ROW`].
     number: u64,
     row: Row<T>,
     flagged: Bits,
 }
 
-/// A map from rising numbers to items, in the order of the numbers.
+/// A map from ids to items, in the order of the ids.
 #[derive(Clone, Debug)]
 pub struct IdMap<K, T> {
-    /// Rows of chunks, by their first number divided by the square of [`ROW`]. No row is empty, and every
-    /// chunk has an item or a flag.
+    /// Rows of chunks, keyed by the first id divided by the square of [`ROW`]. No row is empty, and every chunk
+    /// contains an item or a flag.
     rows: BTreeMap<u64, Row<IdChunk<T>>>,
     count: usize,
-    /// Chunks that may contain flagged numbers. Some may have no flag left.
+    /// Numbers of the chunks that may contain flagged ids.
     flagged: BTreeSet<u64>,
     numbers: PhantomData<K>,
 }
@@ -170,7 +170,7 @@ impl<K: Number, T> IdMap<K, T> {
         row.get_mut(number).expect("put there just now")
     }
 
-    /// Removes a chunk that has no item and no flag.
+    /// Removes a chunk if it contains no item and no flag.
     fn forget_if_empty(&mut self, number: u64) {
         let is_empty = |chunk: &IdChunk<T>| chunk.row.items.is_empty() && chunk.flagged.is_empty();
         if !self.chunk(number).is_some_and(is_empty) {
@@ -183,32 +183,32 @@ impl<K: Number, T> IdMap<K, T> {
         }
     }
 
-    /// Returns the item with this number.
+    /// Returns the item of an id, or `None` if the id has no item.
     #[must_use]
     pub fn get(&self, key: K) -> Option<&T> {
         self.chunk(key.number())?.row.get(key.number())
     }
 
-    /// Returns the item with this number for modification.
+    /// Returns the item of an id for modification, or `None` if the id has no item.
     #[must_use]
     pub fn get_mut(&mut self, key: K) -> Option<&mut T> {
         self.chunk_mut(key.number())?.row.get_mut(key.number())
     }
 
-    /// Returns true if an item has this number.
+    /// Returns true if the id has an item.
     #[must_use]
     pub fn contains(&self, key: K) -> bool {
         self.get(key).is_some()
     }
 
-    /// Inserts an item, and returns the item that it replaces, if any.
+    /// Sets the item of an id. Returns the previous item, if any.
     pub fn insert(&mut self, key: K, item: T) -> Option<T> {
         let before = self.chunk_or_new(key.number()).row.insert(key.number(), item);
         self.count += usize::from(before.is_none());
         before
     }
 
-    /// Removes and returns an item.
+    /// Removes the item of an id and returns it.
     pub fn remove(&mut self, key: K) -> Option<T> {
         let removed = self.chunk_mut(key.number())?.row.remove(key.number())?;
         self.count -= 1;
@@ -228,7 +228,7 @@ impl<K: Number, T> IdMap<K, T> {
         self.count == 0
     }
 
-    /// Returns the item with the highest number.
+    /// Returns the item with the highest id, or `None` if the map is empty.
     #[must_use]
     pub fn last(&self) -> Option<&T> {
         let chunks = self.rows.values().rev().flat_map(|row| row.iter().rev());
@@ -239,19 +239,19 @@ impl<K: Number, T> IdMap<K, T> {
         self.rows.values().flat_map(Row::iter)
     }
 
-    /// Returns all items in the order of their numbers.
+    /// Returns an iterator over all items in the order of their ids.
     pub fn values(&self) -> impl ExactSizeIterator<Item = &T> {
         CountedIter { items: self.chunks().flat_map(|chunk| chunk.row.iter()), left: self.count }
     }
 
-    /// Returns all items with their numbers, in order.
+    /// Returns an iterator over all items with their ids, in ascending order.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = (K, &T)> {
         let numbered = |chunk: &'_ IdChunk<T>| chunk.row.present.numbers(chunk.number * ROW).map(K::of);
         let items = self.chunks().flat_map(move |chunk| numbered(chunk).zip(chunk.row.iter()));
         CountedIter { items, left: self.count }
     }
 
-    /// Returns the items with numbers from `first` to `last`, inclusive.
+    /// Returns an iterator over the items with ids from `first` to `last`, inclusive.
     pub fn range(&self, first: K, last: K) -> impl Iterator<Item = (K, &T)> {
         let (first, last) = (first.number(), last.number());
         let rows = self.rows.range(first / ROW / ROW..=last / ROW / ROW);
@@ -264,21 +264,21 @@ impl<K: Number, T> IdMap<K, T> {
             .map(|(number, item)| (K::of(number), item))
     }
 
-    /// Consumes the map and returns all items with their numbers, in order.
+    /// Consumes the map and returns all items with their ids, in ascending order.
     pub fn into_items(self) -> impl Iterator<Item = (K, T)> {
         let chunks = self.rows.into_values().flat_map(|row| row.items);
         chunks.flat_map(|chunk| chunk.row.present.numbers(chunk.number * ROW).map(K::of).zip(chunk.row.items))
     }
 
-    /// Keeps only the wanted items.
+    /// Removes all items for which `wanted` returns false.
     pub fn retain(&mut self, mut wanted: impl FnMut(K, &T) -> bool) {
         let gone: Vec<K> =
             self.iter().filter(|(key, item)| !wanted(*key, item)).map(|(key, _)| key).collect();
         gone.into_iter().for_each(|key| _ = self.remove(key));
     }
 
-    /// Moves all items and flags of another map into this one, replacing items with the same number. If the
-    /// two share no row, no item is examined.
+    /// Moves all items and flags of another map into this map. An item of `other` replaces an item with the same id.
+    /// Chunks that only one map contains are moved without reading their items.
     pub fn absorb(&mut self, other: Self) {
         for chunk in other.rows.into_values().flat_map(|row| row.items) {
             let first = chunk.number * ROW;
@@ -296,7 +296,7 @@ impl<K: Number, T> IdMap<K, T> {
         }
     }
 
-    /// Flags a number, whether or not it has an item.
+    /// Flags an id, even if it has no item.
     pub fn flag(&mut self, key: K) {
         let chunk = self.chunk_or_new(key.number());
         let (number, is_first) = (chunk.number, chunk.flagged.is_empty());
@@ -306,7 +306,7 @@ impl<K: Number, T> IdMap<K, T> {
         }
     }
 
-    /// Flags all numbers that have an item.
+    /// Flags all ids that have an item.
     pub fn flag_all(&mut self) {
         for chunk in self.rows.values_mut().flat_map(|row| &mut row.items) {
             let (present, flagged) = (chunk.row.present.0, &mut chunk.flagged.0);
@@ -315,16 +315,16 @@ impl<K: Number, T> IdMap<K, T> {
         }
     }
 
-    /// Returns the flagged numbers in ascending order.
+    /// Returns an iterator over the flagged ids in ascending order.
     pub fn each_flagged(&self) -> impl Iterator<Item = K> {
         let chunks = self.flagged.iter().filter_map(|number| self.chunk(number * ROW));
         chunks.flat_map(|chunk| chunk.flagged.numbers(chunk.number * ROW).map(K::of))
     }
 
-    /// Returns the flagged numbers in ascending order, as a list.
+    /// Returns a list of the flagged ids in ascending order.
     ///
     /// # Errors
-    /// Returns [`Defect::Memory`] if there is no memory for the list.
+    /// Returns [`Defect::Memory`] if there is not enough memory for the list.
     pub fn flagged(&mut self) -> Result<Vec<K>, Defect> {
         let mut chunks = std::mem::take(&mut self.flagged);
         chunks.retain(|number| self.chunk(number * ROW).is_some_and(|chunk| !chunk.flagged.is_empty()));
@@ -332,7 +332,7 @@ impl<K: Number, T> IdMap<K, T> {
         collected(self.each_flagged())
     }
 
-    /// Removes the flag of a number.
+    /// Removes the flag of an id.
     pub fn unflag(&mut self, key: K) {
         let Some(chunk) = self.chunk_mut(key.number()) else { return };
         chunk.flagged.remove(key.number());
@@ -345,16 +345,16 @@ impl<K: Number, T> IdMap<K, T> {
 impl<K: Number, T> Index<K> for IdMap<K, T> {
     type Output = T;
 
-    /// Returns the item with this number.
+    /// Returns the item of an id.
     ///
     /// # Panics
-    /// Panics if no item has this number.
+    /// Panics if the id has no item.
     fn index(&self, key: K) -> &T {
         self.get(key).unwrap_or_else(|| panic!("nothing has the number {}", key.number()))
     }
 }
 
-/// Compares items only, not flags.
+/// Compares the items but not the flags.
 impl<K: Number, T: PartialEq> PartialEq for IdMap<K, T> {
     fn eq(&self, other: &Self) -> bool {
         let is_same = |((key, item), (other_key, other)): ((K, &T), (K, &T))| {
@@ -365,19 +365,18 @@ impl<K: Number, T: PartialEq> PartialEq for IdMap<K, T> {
 }
 
 impl<K: Number, T> Extend<(K, T)> for IdMap<K, T> {
-    /// Inserts all items. Of several items with the same number, the last one is kept.
+    /// Sets the items of several ids. If an id is repeated, its last item is kept.
     fn extend<I: IntoIterator<Item = (K, T)>>(&mut self, items: I) {
         let mut items = items.into_iter().peekable();
         while let Some((key, item)) = items.next() {
             let number = key.number() / ROW;
             let chunk = self.chunk_or_new(key.number());
-            // Consecutive numbers fill the chunk. Reserving exactly this much avoids both growth and spare
-            // capacity.
+            // Consecutive ids fill the chunk, so reserve space for a full chunk.
             if chunk.row.items.is_empty() {
                 chunk.row.items.reserve_exact(ROW as usize);
             }
             let mut count = usize::from(chunk.row.insert(key.number(), item).is_none());
-            // Items that follow in the same chunk need no lookup.
+            // The next items of the same chunk need no lookup.
             while let Some((key, item)) = items.next_if(|(key, _)| key.number() / ROW == number) {
                 count += usize::from(chunk.row.insert(key.number(), item).is_none());
             }
@@ -395,7 +394,7 @@ impl<K: Number, T> FromIterator<(K, T)> for IdMap<K, T> {
     }
 }
 
-/// An iterator with a known number of remaining items.
+/// An iterator that counts its remaining items.
 struct CountedIter<I> {
     items: I,
     left: usize,
@@ -443,7 +442,7 @@ mod tests {
                 flagged.insert(page);
             }
             if step % 70 == 69 {
-                // Includes ids that are not flagged or not present.
+                // Also removes the flags of ids that are not flagged or have no item.
                 let settled: Vec<PageId> = ids.iter().step_by(3).copied().map(PageId).collect();
                 settled.iter().for_each(|page| items.unflag(*page));
                 flagged.retain(|page| !settled.contains(page));
@@ -474,8 +473,7 @@ mod tests {
         assert_eq!((items.rows.len(), items.chunks().count()), (1, 1), "what is empty takes no room");
     }
 
-    /// Merging two maps loses no item and no flag, wherever the items are divided and whichever map absorbs
-    /// the other.
+    /// Merging two maps keeps all items and flags, for all divisions of the items and both directions.
     #[test]
     fn separate_items_are_joined() {
         let numbers = [0, 1, 255, 256, 300, 511, 70_000, 70_001, u64::MAX];
@@ -495,7 +493,7 @@ mod tests {
                 assert_eq!(items.flagged().unwrap(), expected.clone().flagged().unwrap(), "{parted}");
             }
         }
-        // The absorbed item replaces the existing one.
+        // The item of the absorbed map replaces the existing one.
         let mut items: IdMap<PageId, u64> = [(PageId(1), 1), (PageId(2), 1)].into_iter().collect();
         items.absorb([(PageId(2), 2), (PageId(3), 2)].into_iter().collect());
         assert_eq!(
@@ -504,8 +502,8 @@ mod tests {
         );
     }
 
-    /// In a full row, the index of an item is its number modulo the row's length. In other rows, it is lower
-    /// by the number of items missing before it.
+    /// In a full row, the index of an item is its id modulo the length of the row. In other rows, the index is lower by
+    /// the number of missing items before it.
     #[test]
     fn directory_rows_grow_and_shrink() {
         let numbers = || (0..5 * ROW).map(PageId);

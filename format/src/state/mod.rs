@@ -1,5 +1,4 @@
-//! From the bytes of a store to its state: the page table, the batches of the log, and the bytes of each
-//! page.
+//! The state of a store, computed from its files: the page table, the batches of the log, and the bytes of each page.
 
 pub mod id_map;
 pub mod table;

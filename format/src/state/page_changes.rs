@@ -1,22 +1,21 @@
-//! Summaries of what consecutive batches change in each page.
+//! Summaries of the changes that consecutive batches make to pages.
 //!
-//! Most batches of a long log only change bytes of pages. For such batches, the page table needs just three
-//! facts about each page: how many batches changed it, which one was last, and how far into the page they
-//! reach. Several threads summarize batches in parallel, which leaves little work for the thread that follows
-//! the log.
+//! Most batches of a long log only change bytes of pages. From such batches, the page table needs three numbers per
+//! page: the number of batches that changed the page, the last of these batches, and the end of the last changed range.
+//! Several threads summarize batches in parallel, so that the thread that follows the log has little work.
 
 use crate::frame::FrameHeader;
 use crate::ids::{Lsn, PageId};
 use crate::op::{ByteChange, claimed_ops, for_each_byte_change};
 
-/// The combined change of several batches to one page.
+/// The combined changes of several batches to one page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageChange {
-    /// The page's id.
+    /// The id of the page.
     pub page: PageId,
     /// Number of batches that change the page.
     pub batches: u64,
-    /// The last batch that changes it.
+    /// The last batch that changes the page.
     pub lsn: Lsn,
     /// The highest end of a changed range, in bytes from the start of the page.
     pub end: u64,
@@ -25,22 +24,21 @@ pub struct PageChange {
 /// A summary of consecutive batches that only change bytes of pages.
 #[derive(Debug, PartialEq, Eq)]
 pub struct PageChanges {
-    /// The first batch.
+    /// The first batch of the summary.
     pub first: Lsn,
-    /// The last batch.
+    /// The last batch of the summary.
     pub last: Lsn,
-    /// Number of batches.
+    /// Number of batches in the summary.
     pub batches: usize,
-    /// Total length of their frames in bytes.
+    /// Total length of the batches' frames in bytes.
     pub frame_bytes: u64,
-    /// The changed pages, in ascending order of ids.
+    /// The changed pages, in the order of their ids.
     pub pages: Vec<PageChange>,
 }
 
 impl PageChanges {
-    /// Summarizes batches from the first one on, up to one that does more than change bytes. Returns `None`
-    /// if the first one does. A batch that is malformed, or for which there is no memory, also ends the
-    /// summary.
+    /// Summarizes the leading batches that only change bytes of pages. Returns `None` if there is no such batch. An
+    /// invalid batch and a failed allocation also end the summary.
     pub fn of<'b>(batches: impl Iterator<Item = (&'b FrameHeader, &'b [u8])>) -> Option<Self> {
         let mut changes: Option<Self> = None;
         for (header, payload) in batches {
@@ -62,14 +60,13 @@ impl PageChanges {
         Self { first, last: first, batches: 0, frame_bytes: 0, pages: Vec::new() }
     }
 
-    /// Adds the changes of a batch without combining them. Returns false, with nothing added, if the batch
-    /// does more than change bytes.
+    /// Appends the changes of a batch. Returns false, with nothing appended, if the batch does not only change bytes.
     fn add(&mut self, lsn: Lsn, payload: &[u8]) -> bool {
         let before = self.pages.len();
         let has_room = self.pages.try_reserve(claimed_ops(payload)).is_ok();
         let is_whole = has_room
             && for_each_byte_change(payload, |ByteChange { page, offset, len }| {
-                // An end past every page's limit is rejected later, like that of a single change.
+                // The page table later rejects an end that exceeds the limit of a page.
                 self.pages.push(PageChange { page, batches: 1, lsn, end: offset.saturating_add(len) });
             });
         if !is_whole {
@@ -89,7 +86,7 @@ impl PageChanges {
             }
             is_same
         });
-        // The summaries are kept until another thread takes them.
+        // Another thread uses the summaries later, so release unused memory.
         self.pages.shrink_to_fit();
     }
 }

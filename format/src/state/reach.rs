@@ -1,17 +1,17 @@
-//! The reach of a store into the past: the snapshots from which replay may start, and those that provide only
-//! their own state.
+//! The reach of a store into the past. It determines the snapshots from which replay can start, and the snapshots that
+//! provide only their own state.
 //!
-//! The files on disk do not determine this. A segment may still exist after the images of its batches were
-//! deleted, and a link may exist only for the links that follow it. The log's last seal determines it: the
-//! seal records the snapshots that are kept, and flags those after which the log is kept. The lowest `redo`
-//! of a flagged snapshot is the **floor**.
+//! The files on disk do not determine the reach, because a segment may still exist after the images of its batches were
+//! deleted, and a link may exist only for the links that follow it. The last seal of the log determines the reach. It
+//! lists the kept snapshots, and flags those after which the log is kept. The lowest `redo` of a flagged snapshot is
+//! the **floor**.
 //!
 //! | the last seal flags | role of a snapshot | the log's beginning is a start |
 //! |---|---|---|
 //! | some snapshots | determined by its own entry | no |
 //! | none | a start, if the log after it exists | yes, if it exists |
 //!
-//! Recovery, views of earlier states, the rebuild, retention, scrubs and the inspectors all use this module.
+//! Recovery, views of earlier states, the rebuild, retention, scrubs and the inspectors use this module.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -24,31 +24,30 @@ use crate::names::{FileName, ReadAt};
 use crate::state::follow::Resolution;
 use crate::state::survey::Survey;
 
-/// The role of a link on disk.
+/// The role of a snapshot's manifest on disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// A start: every state from its end on can be computed. The log after it is kept, with everything that
-    /// the log names.
+    /// Replay can start from the snapshot. The log after it is kept, with everything that the log names, so every state
+    /// from the snapshot's end on can be computed.
     Start,
-    /// A snapshot that provides only its own state: it was captured at one moment, and the log after it is
-    /// not promised.
+    /// The snapshot provides only its own state. It was captured at one moment, and the log after it may be deleted.
     OwnEnd,
-    /// A link that provides no state. It exists for the snapshots that follow it, or is about to be deleted.
-    /// Its images may already be gone.
+    /// The manifest provides no state. It exists for the snapshots that follow it, or is about to be deleted. Its
+    /// images may already be deleted.
     Link,
 }
 
-/// The reach of a store into the past, as its last seal determines it.
+/// The reach of a store into the past, which the last seal of the log determines.
 #[derive(Clone, Debug)]
 pub struct Reach {
-    /// Roles of the readable links, with their ends.
+    /// Roles of the readable links, with the end of each link.
     roles: BTreeMap<SnapshotId, (Role, Lsn)>,
     beginning: Option<LogPoint>,
     floor: Option<Lsn>,
 }
 
 impl Reach {
-    /// Determines the reach of a surveyed store from `recorded`, the entries of the log's last seal.
+    /// Determines the reach of a surveyed store. `recorded` contains the entries of the last seal of the log.
     #[must_use]
     pub fn of(survey: &Survey, recorded: &[VerifiedSnapshot]) -> Self {
         let has_floor = recorded.iter().any(|entry| entry.log_kept);
@@ -58,10 +57,10 @@ impl Reach {
         let role = |link: &Manifest| match entry(link.snapshot) {
             Some(entry) if entry.log_kept => Role::Start,
             Some(_) if has_floor => own_end(link),
-            // A store without a floor: the existing segments determine how far back the log reaches.
+            // The seal records no floor, so the existing segments determine the reach.
             Some(_) if survey.log.segments().contains_key(&link.redo.segment) => Role::Start,
             Some(_) => own_end(link),
-            // Published but not recorded yet.
+            // The snapshot was published after the seal was written.
             None if newest.is_none_or(|newest| link.snapshot > newest) => Role::Start,
             None => Role::Link,
         };
@@ -73,8 +72,8 @@ impl Reach {
         Self { roles, beginning, floor }
     }
 
-    /// Returns the newest batch and the reach determined by the log's last seal. Returns `None` if no
-    /// candidate leads to the log's end.
+    /// Returns the newest batch of the log, and the reach that the last seal of the log determines. Returns `None` if
+    /// no candidate leads to the end of the log.
     #[must_use]
     pub fn at_the_end(survey: &Survey, source: &dyn ReadAt) -> Option<(Lsn, Self)> {
         let end_from = |base: Option<Arc<Manifest>>| survey.resolve(source, base.as_ref(), None).ok();
@@ -83,12 +82,12 @@ impl Reach {
         Some((resolution.resolved.table.lsn(), Self::of(survey, &end.verified)))
     }
 
-    /// Follows the log from a candidate to its end, as an open does, and checks that the last seal there
-    /// allows this start.
+    /// Computes the state at the end of the log from a candidate. Checks that the last seal permits this start, as an
+    /// open does.
     ///
     /// # Errors
-    /// Returns [`Damage`] as [`Survey::resolve`] does, or reports the log after the candidate as missing if
-    /// the seal does not promise it.
+    /// Returns the same [`Damage`] as [`Survey::resolve`], or reports the log after the candidate as missing if the
+    /// seal does not permit this start.
     pub fn follow(
         survey: &Survey,
         source: &dyn ReadAt,
@@ -100,20 +99,20 @@ impl Reach {
         Ok(resolution)
     }
 
-    /// Returns the role of a link; [`Role::Link`] if it cannot be read.
+    /// Returns the role of a snapshot's manifest, which is [`Role::Link`] if the manifest cannot be read.
     #[must_use]
     pub fn role(&self, snapshot: SnapshotId) -> Role {
         self.roles.get(&snapshot).map_or(Role::Link, |(role, _)| *role)
     }
 
-    /// Returns true if replay may start from a snapshot, or from the log's beginning if `base` is `None`.
+    /// Returns true if replay can start from a snapshot, or from the beginning of the log if `base` is `None`.
     #[must_use]
     pub fn is_start(&self, base: Option<SnapshotId>) -> bool {
         base.map_or(self.beginning.is_some(), |base| self.role(base) == Role::Start)
     }
 
-    /// Returns true if a candidate is promised to lead to the state at batch `until`, or to the newest state:
-    /// replay may start there, or the candidate provides exactly this state.
+    /// Returns true if the state at batch `until` can be computed from a candidate. `None` as `until` means the newest
+    /// state.
     #[must_use]
     pub fn leads_to(&self, base: Option<SnapshotId>, until: Option<Lsn>) -> bool {
         let Some(base) = base else { return self.beginning.is_some() };
@@ -124,8 +123,8 @@ impl Reach {
         }
     }
 
-    /// Checks that replay may start from a candidate. Otherwise batches after it may lack their images, and
-    /// the log after it may be deleted at any moment.
+    /// Checks that replay can start from a candidate. If it cannot, images of later batches may be missing, and the log
+    /// may be deleted at any time.
     ///
     /// # Errors
     /// Returns [`Damage`] that reports the log after the candidate as missing.
@@ -134,37 +133,35 @@ impl Reach {
         if is_start { Ok(()) } else { Err(missing_log(base)) }
     }
 
-    /// Checks that a candidate is promised to lead to the state at batch `until`; see
-    /// [`leads_to`](Self::leads_to).
+    /// Checks that the state at batch `until` can be computed from a candidate, as [`leads_to`](Self::leads_to) does.
     ///
     /// # Errors
-    /// Returns [`Damage`] as [`check_start`](Self::check_start) does.
+    /// Returns the same [`Damage`] as [`check_start`](Self::check_start).
     pub fn check_state(&self, base: Option<&Manifest>, until: Lsn) -> Result<(), Damage> {
         let leads_there = self.leads_to(base.map(|base| base.snapshot), Some(until));
         if leads_there { Ok(()) } else { Err(missing_log(base)) }
     }
 
-    /// Returns the log's beginning, if replay may start there.
+    /// Returns the beginning of the log, or `None` if replay cannot start there.
     #[must_use]
     pub fn beginning(&self) -> Option<LogPoint> {
         self.beginning
     }
 
-    /// Returns the lowest `redo` from which replay is promised, or `None` if no seal recorded one.
+    /// Returns the lowest `redo` from which the log is kept, or `None` if no seal recorded a floor.
     #[must_use]
     pub fn floor(&self) -> Option<Lsn> {
         self.floor
     }
 
-    /// Returns the oldest state from which every state up to the newest can be computed, or `None` if there
-    /// is no start.
+    /// Returns the oldest state from which on every state can be computed, or `None` if there is no start.
     #[must_use]
     pub fn opens_at(&self) -> Option<Lsn> {
         let starts = self.roles.values().filter(|(role, _)| *role == Role::Start).map(|(_, end)| *end);
         self.beginning.map(|_| Lsn(0)).or_else(|| starts.min())
     }
 
-    /// Returns the individual states available below that window, in ascending order.
+    /// Returns the states below [`opens_at`](Self::opens_at) that can be computed individually, in ascending order.
     #[must_use]
     pub fn below(&self) -> Vec<Lsn> {
         let opens_at = self.opens_at();
@@ -177,7 +174,7 @@ impl Reach {
     }
 }
 
-/// Returns the damage of a start after which no seal promises the log.
+/// Returns the damage that the log after a start is missing.
 fn missing_log(base: Option<&Manifest>) -> Damage {
     let redo = base.map_or(LogPoint::default(), |base| base.redo);
     Defect::Missing.at_lsn(FileName::Segment(redo.segment.max(1)), redo.offset, redo.lsn.next())

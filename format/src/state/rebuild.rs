@@ -1,9 +1,9 @@
-//! Rebuilds the state of a store directory from [`ReadAt`] alone, without a device, memory mapping or writes.
-//! Inspectors and read-only opens use it, and the engine's recovery is tested against it.
+//! Rebuilds the state of a store from [`ReadAt`] alone, without a device, memory mapping or writes. Inspectors and
+//! read-only opens use this module, and tests compare the engine's recovery with it.
 //!
-//! [`rebuild`] tries the snapshots from the newest to the oldest, then the log's beginning, and loads the
-//! pages' bytes. It never starts below the floor recorded by the log's last seal, because segments may still
-//! exist there after the images of their batches were deleted ([`super::reach`]).
+//! [`rebuild`] tries the snapshots from the newest to the oldest, then the beginning of the log, and reads the bytes of
+//! all pages. It never starts below the floor, because the images of earlier batches may have been deleted
+//! ([`super::reach`]).
 
 use std::cell::OnceCell;
 use std::collections::BTreeMap;
@@ -20,16 +20,15 @@ use crate::state::reach::Reach;
 use crate::state::survey::Survey;
 use crate::state::table::PageTable;
 
-/// Options of [`rebuild`].
+/// Options of [`rebuild`], which select the state and limit its size.
 #[derive(Clone, Copy, Debug)]
 pub struct RebuildOptions {
-    /// The only snapshot to start from, or `None` to try all candidates.
+    /// The snapshot to start from, or `None` to try all candidates.
     pub base: Option<SnapshotId>,
     /// The last batch to apply, or `None` for the end of the log. Snapshots that end later are not used.
     pub until: Option<Lsn>,
-    /// Maximum total length of all pages in bytes; a larger state is rejected. A page on disk may claim any
-    /// length up to [`crate::limits::PAGE_LEN_MAX`], and zeros take no space there, so set this to read
-    /// untrusted files.
+    /// Maximum total length of all pages in bytes. A larger state is rejected. Set this limit for untrusted files,
+    /// because a file without page bytes can state lengths up to [`crate::limits::PAGE_LEN_MAX`].
     pub page_bytes_max: u64,
 }
 
@@ -39,29 +38,29 @@ impl Default for RebuildOptions {
     }
 }
 
-/// A rebuilt state, including the pages' bytes.
+/// A rebuilt state, including the bytes of its pages.
 #[derive(Debug)]
 pub struct RebuiltStore {
-    /// The snapshot from which the state was computed, or `None` for the log's beginning.
+    /// The snapshot from which the state was computed, or `None` for the beginning of the log.
     pub base: Option<SnapshotId>,
-    /// The pages and the root.
+    /// The descriptions of the pages, and the root.
     pub table: PageTable,
     /// The bytes of each page.
     pub contents: BTreeMap<PageId, Vec<u8>>,
     /// The end of the log, or `None` if the rebuild stopped earlier, at the requested batch.
     pub end: Option<LogEnd>,
-    /// Number of batches replayed after the base.
+    /// Number of batches that were replayed after the base.
     pub batches: u64,
-    /// Damage to candidates that could not be used, in the order in which they were tried. It cost time, not
-    /// data.
+    /// Damage to candidates that could not be used, in the order in which they were tried. No data was lost, because
+    /// another candidate produced the state.
     pub skipped: Vec<Damage>,
 }
 
-/// Rebuilds the state of a store directory.
+/// Rebuilds the state of a store.
 ///
 /// # Errors
-/// Returns the [`Damage`] of the first candidate if none can be used. A start below the floor counts as one
-/// whose log is missing.
+/// Returns the [`Damage`] of the first candidate if none can be used. The log after a start below the floor is reported
+/// as missing.
 pub fn rebuild(source: &dyn ReadAt, options: &RebuildOptions) -> Result<RebuiltStore, Damage> {
     let survey = Survey::read(source)?;
     let mut skipped = Vec::new();
@@ -70,7 +69,7 @@ pub fn rebuild(source: &dyn ReadAt, options: &RebuildOptions) -> Result<RebuiltS
             options.base.is_none_or(|base| base == *snapshot)
                 && options.until.is_none_or(|until| manifest.end <= until)
         }
-        // The unreadable link may be the requested one. If so, its damage is the result.
+        // The unreadable manifest may be the requested one. If so, its damage is returned.
         Err(_) => true,
     };
     let snapshots = survey.links.keys().rev().copied().filter(wanted);
@@ -84,19 +83,18 @@ pub fn rebuild(source: &dyn ReadAt, options: &RebuildOptions) -> Result<RebuiltS
             Err(damage) => skipped.push(damage),
         }
     }
-    // Report the damage to the newest candidate. For older ones, it is usually just that their log is gone.
+    // Report the damage to the newest candidate, because the log after older candidates has usually been deleted.
     let nothing = || Defect::Missing.at_lsn(FileName::Segment(1), SEGMENT_HEADER_BLOCK, Lsn(1));
     let of_line = survey.log.chain_break().cloned();
     Err(skipped.into_iter().next().or(of_line).unwrap_or_else(nothing))
 }
 
-/// The starts that the log's last seal promises.
+/// The starts that the last seal of the log permits.
 struct Promise<'s> {
     survey: &'s Survey,
     source: &'s dyn ReadAt,
-    /// The reach at the end of the log. Determined by one more walk when a state before the end is first
-    /// requested. `None` if no candidate leads to the end; no seal is known then, and every candidate is
-    /// tried.
+    /// Newest batch and reach at the end of the log, computed when a state before the end is first requested. `None`
+    /// inside the cell if no candidate leads to the end. No seal is then known, and every candidate is tried.
     at_the_end: OnceCell<Option<(Lsn, Reach)>>,
 }
 
@@ -105,8 +103,7 @@ impl<'s> Promise<'s> {
         Self { survey, source, at_the_end: OnceCell::new() }
     }
 
-    /// Follows the log from a candidate to its end or to `until`, if the last seal promises that replay can
-    /// start there.
+    /// Computes the state at the end of the log or at `until` from a candidate, if the last seal permits this start.
     fn follow(&self, base: Option<&Arc<Manifest>>, until: Option<Lsn>) -> Result<Resolution, Damage> {
         let Some(until) = until else { return Reach::follow(self.survey, self.source, base) };
         let at_the_end = self.at_the_end.get_or_init(|| Reach::at_the_end(self.survey, self.source));

@@ -1,10 +1,10 @@
-//! Replay: from a snapshot and the log after it to the final page table. This is the part of recovery that
-//! needs no page's bytes.
+//! Replay, which computes the final page table from a snapshot and the log after it. The bytes of the pages are not
+//! read.
 //!
-//! A snapshot is fuzzy: each page was captured at its own Lsn. Replay skips operations that an image already
-//! includes and operations on pages that were deleted before they could be captured (tombstones). An
-//! operation on any other unknown page is damage (SPEC R2). The table is resolved first, so that budgets can
-//! be checked and pages are loaded at their final length (I10).
+//! The pages of a snapshot are captured at different Lsns. Replay therefore skips operations that an image includes,
+//! and operations on pages that were deleted before they were captured (tombstones). An operation on any other unknown
+//! page is damage (SPEC R2). The table is computed before pages are loaded, so that budgets can be checked and memory
+//! is allocated for the final length of each page (I10).
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -18,36 +18,36 @@ use crate::state::bases::{Base, Bases};
 use crate::state::page_changes::PageChanges;
 use crate::state::table::{PageInfo, PageTable, PlanMode};
 
-/// Follows the log from a snapshot, batch by batch, and maintains the page table and the bases.
+/// A page table with its bases, to which batches are applied in the order of the log.
 #[derive(Clone, Debug)]
 pub struct Resolver {
     table: PageTable,
     bases: Bases,
     tombstones: HashMap<PageId, Lsn>,
-    /// Batch up to which the snapshot includes changes of the root.
+    /// Newest batch whose changes of the root the snapshot includes.
     root_lsn: Lsn,
-    /// Batch that replay must reach for all pages to represent one Lsn.
+    /// Batch that replay must reach, so that all pages represent the same Lsn.
     end: Lsn,
-    /// No page was captured with a batch above this one, so later batches apply to every page.
+    /// Newest batch that a captured page may include. All later batches apply to every page.
     caught_newest: Lsn,
 }
 
-/// The final state without the pages' bytes.
+/// The final state without the bytes of its pages.
 #[derive(Clone, Debug)]
 pub struct ResolvedState {
-    /// The pages, the root, and the counters that never decrease.
+    /// The descriptions of the pages, the root, and the counters that never decrease.
     pub table: PageTable,
-    /// The base of each page of the table.
+    /// The base of each page in the table.
     pub bases: Bases,
 }
 
 impl ResolvedState {
-    /// Returns the final length, in bytes, of a page that has a base.
+    /// Returns the final length in bytes of a page that has a base.
     pub(crate) fn final_len(&self, page: PageId) -> u64 {
         self.table.get(page).expect("every base is a page's").len
     }
 
-    /// Returns true if batch `lsn` must be applied to the bytes of `page`.
+    /// Returns true if the operations of batch `lsn` must be applied to the bytes of `page`.
     #[must_use]
     pub fn applies(&self, page: PageId, lsn: Lsn) -> bool {
         self.bases.get(page).is_some_and(|base| lsn > base.lsn)
@@ -74,13 +74,13 @@ impl Resolver {
         Self::default()
     }
 
-    /// Starts from a whole snapshot.
+    /// Starts from a snapshot. The manifest must name all pages.
     #[must_use]
     pub fn from_manifest(manifest: &Arc<Manifest>) -> Self {
         Self::from_manifest_by(manifest, &SingleThread)
     }
 
-    /// Starts like [`Resolver::from_manifest`], with several threads.
+    /// Starts from a snapshot as [`Resolver::from_manifest`] does, on several threads.
     #[must_use]
     pub fn from_manifest_by(manifest: &Arc<Manifest>, threads: &impl WorkPool) -> Self {
         Self {
@@ -93,11 +93,11 @@ impl Resolver {
         }
     }
 
-    /// Applies one batch.
+    /// Applies a batch to the page table and the bases.
     ///
     /// # Errors
-    /// Returns [`Defect::Batch`] if the batch cannot follow the current state, or [`Defect::Memory`] if there
-    /// is no memory to plan it.
+    /// Returns [`Defect::Batch`] if the batch cannot be applied to the current state, or [`Defect::Memory`] if there is
+    /// not enough memory.
     pub fn batch(&mut self, lsn: Lsn, ops: &[OpAt<'_>]) -> Result<(), Defect> {
         if self.is_news(lsn)
             && let Some(changed) = self.table.change_bytes(lsn, ops)
@@ -114,13 +114,13 @@ impl Resolver {
         let news = ops.iter().filter(is_news);
         let changes =
             self.table.plan(lsn, news, PlanMode::Replay).map_err(|(_, refusal)| Defect::from(refusal))?;
-        // Most operations only change bytes and make no base, so `is_news` is not called again for them.
+        // Most operations only change bytes and create no base, so `is_news` is not called again for them.
         let makes_base = |at: &&OpAt<'_>| {
             matches!(at.op, Op::Create { .. } | Op::Resize { .. } | Op::Image { .. } | Op::Delete { .. })
         };
         for OpAt { op, .. } in ops.iter().filter(makes_base).filter(is_news) {
             match op {
-                // The create is part of the base, so that the whole batch that contains it applies.
+                // The base precedes the create, so that the create and all other operations of the batch are applied.
                 Op::Create { page, len, .. } => {
                     let before = Lsn(lsn.0 - 1);
                     let (image, resized) = (None, false);
@@ -131,7 +131,7 @@ impl Resolver {
                         self.bases.insert(*page, Base { resized: true, ..base });
                     }
                 }
-                // The image includes this batch; later batches apply.
+                // The image includes this batch. Later batches are applied.
                 Op::Image { page, len, image } => {
                     let (image, resized) = (Some(*image), false);
                     self.bases.insert(*page, Base { image, len: *len, lsn, resized });
@@ -146,24 +146,23 @@ impl Resolver {
         Ok(())
     }
 
-    /// Returns true if no page was captured with this batch or a later one.
+    /// Returns true if no captured page can include batch `lsn` or a later one.
     fn is_news(&self, lsn: Lsn) -> bool {
         lsn > self.caught_newest
     }
 
-    /// Applies many batches at once, with the same result as [`batch`](Self::batch) for each. Returns
-    /// `false`, with nothing applied, if a page may have been captured with one of them, or if one cannot
-    /// follow the state before it.
+    /// Applies a summary of batches, with the same result as [`batch`](Self::batch) for each. Returns `false`, with no
+    /// batch applied, if a captured page may include one of the batches, or if a batch cannot be applied.
     pub fn page_changes(&mut self, changes: &PageChanges) -> bool {
         self.is_news(changes.first) && self.table.change_pages(changes)
     }
 
-    /// Applies a restore, whose table the caller has read and checked. No snapshot spans a restore, so the
-    /// table contains the complete state.
+    /// Applies a restore, whose table the caller has read and checked. The table contains the complete state, because
+    /// no snapshot spans a restore.
     ///
     /// # Errors
-    /// Returns [`Defect::Mismatch`] if the table is not that of this batch, or [`Defect::Batch`] if the
-    /// snapshot that replay started from ends at or after it.
+    /// Returns [`Defect::Mismatch`] if the table belongs to another batch. Returns [`Defect::Batch`] if replay started
+    /// from a snapshot that ends at or after this batch.
     pub fn restore(&mut self, lsn: Lsn, table: Manifest) -> Result<(), Defect> {
         table.check_restored(lsn)?;
         if lsn <= self.end {
@@ -178,30 +177,30 @@ impl Resolver {
         Ok(())
     }
 
-    /// Returns true if batch `lsn`, which was already applied to the table, must be applied to the bytes of
-    /// `page`, as far as is known.
+    /// Returns true if the operations of batch `lsn` must be applied to the bytes of `page`, according to the batches
+    /// so far. Batch `lsn` must be among them.
     #[must_use]
     pub fn applies(&self, page: PageId, lsn: Lsn) -> bool {
         self.bases.get(page).is_some_and(|base| lsn > base.lsn)
     }
 
-    /// Returns the last batch applied.
+    /// Returns the last batch that was applied.
     #[must_use]
     pub fn lsn(&self) -> Lsn {
         self.table.lsn()
     }
 
-    /// Returns the current bases of the pages.
+    /// Returns the bases of all pages, as of the last batch.
     #[must_use]
     pub fn bases(&self) -> &Bases {
         &self.bases
     }
 
-    /// Returns the final state, after checking that the log reached the snapshot's end (SPEC R3).
+    /// Returns the final state. Checks that replay has reached the end of the snapshot (SPEC R3).
     ///
     /// # Errors
-    /// Returns [`Defect::Mismatch`] if the snapshot's end was not reached, or [`Defect::Batch`] if two pages
-    /// have the same key.
+    /// Returns [`Defect::Mismatch`] if replay has not reached the end, or [`Defect::Batch`] if two pages have the same
+    /// key.
     pub fn finish(mut self) -> Result<ResolvedState, Defect> {
         if self.table.lsn() < self.end {
             return Err(Defect::Mismatch {
@@ -225,7 +224,7 @@ fn table_of(manifest: &Manifest, threads: &impl WorkPool) -> PageTable {
     tables.into_iter().reduce(PageTable::joined).unwrap_or_else(|| of(&[]))
 }
 
-/// Converts a manifest's entry to a page description.
+/// Converts an entry of a manifest to the description of a page.
 #[must_use]
 pub fn page_info(entry: &ManifestEntry) -> PageInfo {
     PageInfo {

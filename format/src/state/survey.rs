@@ -1,6 +1,6 @@
-//! Surveys of a store directory: STORE, the log, and the links of snapshots, as far as they can be read.
+//! Surveys of a store directory. A survey contains the readable parts of STORE, the log, and the links of snapshots.
 //!
-//! A [`Survey`] examines every file and judges none. `follow` computes a state from it.
+//! A [`Survey`] reads the files but gives no verdict. The `follow` module computes states from a survey.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -19,37 +19,36 @@ use crate::store::StoreFile;
 /// The readable parts of a store directory.
 #[derive(Debug)]
 pub struct Survey {
-    /// The content of STORE.
+    /// The decoded content of STORE.
     pub store: StoreFile,
-    /// The map of the log.
+    /// The segments of the log, and the line of incarnations.
     pub log: LogMap,
-    /// The links of snapshots. [`Survey::snapshot`] combines them into a snapshot.
+    /// The links of all snapshots. [`Survey::snapshot`] merges the links of one snapshot.
     pub links: Links,
 }
 
-/// Links of snapshots, one per file: the manifest and the condition of its copies, or the reason that it
+/// The links of snapshots, one per file. Each link is a manifest with the condition of its copies, or the reason why it
 /// cannot be read. A link may exist only for the snapshots that follow it.
 pub type Links = BTreeMap<SnapshotId, Result<(Arc<Manifest>, CopyHealth), Damage>>;
 
-/// Reads a link with two valid copies, and returns it with its header checksum. Returns `None` if anything is
-/// wrong.
+/// Reads a manifest file whose two copies are valid. Returns the manifest and its header checksum, or `None` if the
+/// file has any defect.
 pub type LinkReader<'a> = &'a dyn Fn(FileName) -> Option<(Manifest, u32)>;
 
-/// A possible start: a whole snapshot, or `None` for the log's beginning.
+/// A candidate for the start of recovery, which is a snapshot, or `None` for the beginning of the log.
 pub(crate) type Candidate = (Option<SnapshotId>, Result<Option<Arc<Manifest>>, Damage>);
 
 impl Survey {
-    /// Examines every file.
+    /// Reads STORE, all segment headers and all manifests.
     ///
     /// # Errors
-    /// Returns [`Damage`] if STORE is missing or unreadable, a folder cannot be listed, or the system lacks a
-    /// resource.
+    /// Returns [`Damage`] if STORE is missing or invalid, a folder cannot be listed, or the system lacks a resource.
     pub fn read(source: &dyn ReadAt) -> Result<Self, Damage> {
         Self::read_as(source, read_store(source)?)
     }
 
-    /// Examines every file except STORE, whose content is given. If STORE is lost, an inspector can continue
-    /// with a guess of the store's id.
+    /// Reads all segment headers and all manifests, given the content of STORE. If STORE is lost, an inspector can pass
+    /// a guess of the store's id.
     ///
     /// # Errors
     /// Returns [`Damage`] if a folder cannot be listed, or the system lacks a resource.
@@ -59,24 +58,23 @@ impl Survey {
         Ok(Self { store, log, links })
     }
 
-    /// Returns the highest durable mark in manifests. A manifest is published only when the log is durable up
-    /// to its `end` (I7).
+    /// Returns the highest durable mark of the manifests, which is the highest `end`. A manifest is published only when
+    /// the log is durable up to its `end` (I7).
     #[must_use]
     pub fn mark(&self) -> Lsn {
         self.readable().map(|manifest| manifest.end).max().unwrap_or_default()
     }
 
-    /// Returns the readable links as they are on disk, oldest first. A change names only the pages that
-    /// changed.
+    /// Returns the readable manifests without merging them, oldest first. A change names only the pages that changed.
     pub fn readable(&self) -> impl DoubleEndedIterator<Item = &Arc<Manifest>> + Clone {
         self.links.values().filter_map(|read| read.as_ref().ok()).map(|(manifest, _)| manifest)
     }
 
-    /// Returns the links that form a snapshot, from its own to its base (SPEC L1 and L2).
+    /// Returns the links that form a snapshot, from the newest to the base (SPEC L1 and L2).
     ///
     /// # Errors
-    /// Returns [`Damage`] if a link is missing, unreadable or not the one that its follower names, or if
-    /// there are more than [`CHAIN_LINKS_MAX`].
+    /// Returns [`Damage`] if a link is missing or unreadable, if a link contradicts the change that names it, or if
+    /// there are more than [`CHAIN_LINKS_MAX`] links.
     pub fn chain(&self, snapshot: SnapshotId) -> Result<Vec<&Arc<Manifest>>, Damage> {
         let (newest, _) = self.link(snapshot)?;
         let mut chain = vec![newest];
@@ -93,11 +91,11 @@ impl Survey {
         Ok(chain)
     }
 
-    /// Returns a whole snapshot. A base is returned as is. For other snapshots, every call merges the chain
-    /// anew, into a manifest at most as large as all its links together.
+    /// Returns the manifest of a snapshot with all its pages. Each call merges the links of the snapshot again, unless
+    /// the snapshot is a base.
     ///
     /// # Errors
-    /// Returns [`Damage`] as [`Survey::chain`] does, or if the merged manifest exceeds a limit.
+    /// Returns the same [`Damage`] as [`Survey::chain`], or [`Damage`] if the merged manifest exceeds a limit.
     pub fn snapshot(&self, snapshot: SnapshotId) -> Result<Arc<Manifest>, Damage> {
         let chain = self.chain(snapshot)?;
         if let [base] = chain[..] {
@@ -107,11 +105,11 @@ impl Survey {
         merge(&links).map(Arc::new).map_err(|defect| defect.at(FileName::Manifest(snapshot.0), 0))
     }
 
-    /// Returns the pages of a whole snapshot in the order of their ids, without copying any entry. Cheaper
-    /// than [`Survey::snapshot`] if nothing else is needed.
+    /// Returns the entries of a snapshot in the order of their page ids, without copying them. This is faster than
+    /// [`Survey::snapshot`].
     ///
     /// # Errors
-    /// Returns [`Damage`] as [`Survey::chain`] does.
+    /// Returns the same [`Damage`] as [`Survey::chain`].
     pub fn entries(&self, snapshot: SnapshotId) -> Result<impl Iterator<Item = &ManifestEntry>, Damage> {
         let links: Vec<&Manifest> = self.chain(snapshot)?.into_iter().map(AsRef::as_ref).collect();
         merged_entries(&links).map_err(|defect| defect.at(FileName::Manifest(snapshot.0), 0))
@@ -124,21 +122,21 @@ impl Survey {
         }
     }
 
-    /// Returns the candidates from which recovery may start (SPEC R1), best first: the newest snapshot, older
-    /// ones, and the log's beginning, which is `None`. An unreadable snapshot is returned as its damage. Each
-    /// snapshot is merged only when the iterator reaches it.
+    /// Returns the candidates for the start of recovery (SPEC R1): the snapshots from the newest to the oldest, then
+    /// `None` for the beginning of the log. An unreadable snapshot is returned as its damage. The iterator merges each
+    /// snapshot when it reaches it.
     pub fn candidates(&self) -> impl Iterator<Item = Result<Option<Arc<Manifest>>, Damage>> + '_ {
         self.named_candidates().map(|(_, candidate)| candidate)
     }
 
-    /// Returns the same candidates with their numbers, including those of unreadable snapshots.
+    /// Returns the same candidates as [`Survey::candidates`], with the number of each snapshot.
     pub fn named_candidates(&self) -> impl Iterator<Item = Candidate> + '_ {
         let snapshots =
             self.links.keys().rev().map(|snapshot| (Some(*snapshot), self.snapshot(*snapshot).map(Some)));
         snapshots.chain(self.beginning().map(|beginning| (None, beginning)))
     }
 
-    /// Returns the log's beginning as a candidate, unless it was recycled.
+    /// Returns the beginning of the log as a candidate, its damage, or `None` if it was recycled.
     pub(crate) fn beginning(&self) -> Option<Result<Option<Arc<Manifest>>, Damage>> {
         match (self.log.beginning(), self.log.chain_break()) {
             (Some(_), _) => Some(Ok(None)),
@@ -147,21 +145,21 @@ impl Survey {
     }
 }
 
-/// Reads the STORE file.
+/// Reads and decodes the STORE file.
 ///
 /// # Errors
-/// Returns [`Damage`] if it is missing or invalid.
+/// Returns [`Damage`] if the file is missing or invalid.
 pub fn read_store(source: &dyn ReadAt) -> Result<StoreFile, Damage> {
     let bytes = read_whole(source, FileName::Store)?;
     StoreFile::decode(&bytes).map_err(|defect| defect.at(FileName::Store, 0))
 }
 
-/// Reads the links of all snapshots. `faster` may read an intact link; if it returns `None`, the link is read
-/// in the ordinary way, which determines the defect.
+/// Reads the links of all snapshots. `faster` is tried first for each file. If it returns `None`, the file is read by
+/// [`read_manifest`], which determines the defect.
 ///
 /// # Errors
-/// Returns [`Damage`] if the folder cannot be listed, or with [`Defect::Shortage`] if the system lacks a
-/// resource for any link.
+/// Returns [`Damage`] if the folder cannot be listed, or [`Damage`] with [`Defect::Shortage`] if the system lacks a
+/// resource to read a file.
 pub fn read_links(source: &dyn ReadAt, store: &StoreFile, faster: LinkReader<'_>) -> Result<Links, Damage> {
     let mut links = Links::new();
     let names = source
@@ -175,8 +173,7 @@ pub fn read_links(source: &dyn ReadAt, store: &StoreFile, faster: LinkReader<'_>
                 None => read_manifest(source, file, store),
             };
             match read {
-                // A link that temporarily cannot be read must not be mistaken for a damaged one, or an older
-                // snapshot would replace it.
+                // A temporary failure must not be treated as damage, because an older snapshot would then be used.
                 Err(damage @ Damage { defect: Defect::Shortage { .. }, .. }) => return Err(damage),
                 // A writer removed the link after the folder was listed.
                 Err(Damage { defect: Defect::Missing, .. }) => continue,
@@ -188,11 +185,11 @@ pub fn read_links(source: &dyn ReadAt, store: &StoreFile, faster: LinkReader<'_>
     Ok(links)
 }
 
-/// Reads one link of a snapshot, or a table of the same form. A change alone is not a state;
-/// [`Survey::snapshot`] follows the chain.
+/// Reads a manifest file, which is a link of a snapshot or the table of a restore. A change alone is not a state;
+/// [`Survey::snapshot`] merges the links.
 ///
 /// # Errors
-/// Returns [`Damage`] if neither copy is valid, or if it belongs to another store or another file.
+/// Returns [`Damage`] if neither copy is valid, or if the manifest belongs to another store or another file.
 pub fn read_manifest(
     source: &dyn ReadAt,
     file: FileName,
@@ -227,9 +224,8 @@ fn check_file(manifest: &Manifest, file: FileName, store: &StoreFile) -> Result<
     Ok(())
 }
 
-/// Reads a manifest whose two copies are equal, as those of nearly all files are. Holds only one piece of the
-/// second copy at a time. Returns `None` if anything is wrong; reading the whole file then determines the
-/// defect.
+/// Reads a manifest file whose two copies are equal. Only one piece of the second copy is in memory at a time. Returns
+/// `None` if the file has any defect, which a read of the whole file then determines.
 fn read_copies(source: &dyn ReadAt, file: FileName) -> Option<(Manifest, CopyHealth)> {
     let len = source.len(file).ok()??;
     let mut header = [0; ManifestHeaderRaw::LEN];

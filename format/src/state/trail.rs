@@ -1,16 +1,16 @@
-//! Access to single pages of a state without loading all of it, through the locations of the operations that
-//! make each page from its base.
+//! Access to single pages of a state, without reading the bytes of all pages. Each page is read from its base and from
+//! the recorded locations of its operations in the log.
 //!
-//! [`Survey::resolve`] walks the log once and keeps only the table. [`OpLocations::follow`] does the same and
-//! also records the locations of each page's operations: 56 bytes per operation, and per MiB of a long write.
-//! [`OpLocations::load`] then reads a page's base and operations, and nothing of other pages.
+//! [`Survey::resolve`] walks the log once and keeps only the page table. [`OpLocations::follow`] also records the
+//! locations of all operations, with 56 bytes per operation, or per MiB of a long write. [`OpLocations::load`] then
+//! reads the base and the operations of one page.
 //!
-//! Any window of a long page can be read without the rest. [`OpLocations::prove`] proves its image once;
-//! [`OpLocations::window`] reads the window's part of the image and the operations that reach into the
+//! A window of a long page can be read without the other bytes of the page. [`OpLocations::prove`] proves the image of
+//! the page once. [`OpLocations::window`] then reads the window from the image, and the operations that overlap the
 //! window. An operation on scattered elements is read for each window between its first and its last element.
 //!
-//! A location includes the checksum of the bytes that the walk proved there. If a writer recycles segments
-//! meanwhile, a later read returns exactly these bytes or an error.
+//! A location contains the checksum of the bytes that the walk proved. If a writer recycles the segment, a later read
+//! returns the same bytes or an error.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -33,27 +33,27 @@ use crate::state::replay::{ResolvedState, Resolver};
 use crate::state::survey::Survey;
 use crate::state::window::{PageWindow, load_base, load_window};
 
-/// Maximum number of bytes of a write per location. Longer writes are split, so that reading a window of the
-/// page reads little more of them than the window contains.
+/// Maximum number of bytes per location of a write. Longer writes are split, so that a read of a window reads few bytes
+/// outside the window.
 const WRITTEN_AT_ONCE: usize = 1 << 20;
 
-/// The location of an operation in the log, or of a part of the bytes of a write.
+/// The location of an operation in the log, or of a part of a write.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OpLocation {
     segment: u64,
-    /// Offset in bytes from the start of the segment.
+    /// Offset of the bytes, from the start of the segment.
     offset: u64,
     pub lsn: Lsn,
-    /// Range of the page's bytes that it can change.
+    /// Range of the page that the operation can change, in bytes.
     from: u64,
     to: u64,
     len: u32,
     crc: u32,
-    /// Whether the location contains only bytes to write at `from`, rather than an encoded operation.
+    /// Whether the location contains bytes to write at `from`. If not, it contains an encoded operation.
     is_part: bool,
 }
 
-/// The payload of a frame whose operations are located.
+/// A frame whose operations are being located.
 struct FramePart<'p> {
     header: &'p FrameHeader,
     payload: &'p [u8],
@@ -78,14 +78,14 @@ impl FramePart<'_> {
 }
 
 impl OpLocation {
-    /// Locates operation `index` of a batch whose payload was checked.
+    /// Returns the location of operation `index` of a batch. The payload must have been checked.
     pub fn new(header: &FrameHeader, payload: &[u8], ops: &[OpAt<'_>], index: usize) -> Self {
         let start = ops[index].body_at - OP_HEADER_LEN;
         let end = ops.get(index + 1).map_or(payload.len(), |next| next.body_at - OP_HEADER_LEN);
         FramePart { header, payload }.place(start..end, reach(&ops[index].op), false)
     }
 
-    /// Locates an operation like [`OpLocation::new`], but splits a long write into several locations.
+    /// Returns the locations of operation `index`. A long write has several locations, and any other operation has one.
     fn parts<'p>(
         header: &'p FrameHeader,
         payload: &'p [u8],
@@ -109,15 +109,15 @@ impl OpLocation {
         whole.into_iter().chain(parts)
     }
 
-    /// Returns true if it can change bytes of a window of its page.
+    /// Returns true if the operation can change bytes of a window of its page.
     pub fn reaches(&self, window: &Range<u64>) -> bool {
         self.from < window.end && window.start < self.to
     }
 
-    /// Reads the operation, and applies it to its page.
+    /// Reads the operation and applies it to a window of its page.
     ///
     /// # Errors
-    /// Returns [`Damage`] if the bytes are not those that were checked.
+    /// Returns [`Damage`] if the bytes have changed since the location was recorded.
     pub fn apply(&self, source: &dyn ReadAt, page: PageId, target: &mut PageWindow) -> Result<(), Damage> {
         let bytes = self.read(source)?;
         if self.is_part {
@@ -128,7 +128,7 @@ impl OpLocation {
         Ok(())
     }
 
-    /// Records the bytes of the page that it writes.
+    /// Records the bytes of the page that the operation writes.
     fn note_in(&self, source: &dyn ReadAt, coverage: &mut Coverage) -> Result<(), Damage> {
         if self.is_part {
             coverage.write(self.from..self.to);
@@ -139,10 +139,10 @@ impl OpLocation {
         Ok(())
     }
 
-    /// Reads the operation's bytes, for [`decode_single`].
+    /// Reads the encoded operation, which [`decode_single`] decodes.
     ///
     /// # Errors
-    /// Returns [`Damage`] if they are not those that were checked.
+    /// Returns [`Damage`] if the bytes have changed since the location was recorded.
     pub fn read(&self, source: &dyn ReadAt) -> Result<Vec<u8>, Damage> {
         let file = FileName::Segment(self.segment);
         let bytes =
@@ -151,14 +151,14 @@ impl OpLocation {
         Ok(bytes)
     }
 
-    /// Locates a defect at this operation.
+    /// Returns a defect with the location of this operation.
     pub fn at(&self, defect: Defect) -> Damage {
         defect.at_lsn(FileName::Segment(self.segment), self.offset, self.lsn)
     }
 }
 
-/// Returns the range of the page's bytes that an operation can change. A create, resize or delete reaches
-/// everywhere, because it determines the length of the page.
+/// Returns the range of the page that an operation can change, in bytes. A create, a resize and a delete can change all
+/// bytes.
 pub(crate) fn reach(op: &Op<'_>) -> Range<u64> {
     match (op, op.range()) {
         (Op::Scatter { width, base, indices, .. }, Some((_, len))) => {
@@ -173,7 +173,7 @@ pub(crate) fn reach(op: &Op<'_>) -> Range<u64> {
     }
 }
 
-/// A page whose base is proven, so that any window of it can be read.
+/// A page whose base is proven, so that windows of the page can be read.
 #[derive(Clone, Debug)]
 pub struct ProvenPage {
     page: PageId,
@@ -182,7 +182,7 @@ pub struct ProvenPage {
 }
 
 impl ProvenPage {
-    /// Proves the base of a page: an image of `base_len` bytes, or zeros.
+    /// Reads and proves the base of a page, which is an image of `base_len` bytes or zeros.
     pub(crate) fn prove(
         source: &dyn ReadAt,
         page: PageId,
@@ -193,7 +193,7 @@ impl ProvenPage {
         Ok(Self { page, base_len, image })
     }
 
-    /// Reads a window of the page, with these operations applied.
+    /// Reads a window of the page, after the operations at `locations`.
     pub(crate) fn window(
         &self,
         source: &dyn ReadAt,
@@ -208,8 +208,8 @@ impl ProvenPage {
     }
 }
 
-/// A proven base and the operations on top of it, recorded by the caller's own walk, for a page too long for
-/// memory.
+/// A page with a proven base and the locations of later operations, which the caller's walk of the log records. It
+/// serves pages that are too long for memory.
 #[derive(Debug)]
 pub struct PageTrail {
     proven: ProvenPage,
@@ -217,19 +217,19 @@ pub struct PageTrail {
 }
 
 impl PageTrail {
-    /// Proves the base of the page.
+    /// Reads and proves the base of a page.
     ///
     /// # Errors
-    /// Returns [`Damage`] in its image, or if there is no memory.
+    /// Returns [`Damage`] if the image is damaged, or if there is not enough memory.
     pub fn prove(source: &dyn ReadAt, page: PageId, base: &Base) -> Result<Self, Damage> {
         Ok(Self { proven: ProvenPage::prove(source, page, base.image, base.len)?, locations: Vec::new() })
     }
 
-    /// Records operation `index` of a batch whose payload was checked. It must apply to this page and follow
-    /// its base.
+    /// Records the location of operation `index` of a batch. The payload must have been checked, and the operation must
+    /// change this page and follow its base.
     ///
     /// # Errors
-    /// Returns [`Defect::Memory`] if there is no memory for the location.
+    /// Returns [`Defect::Memory`] if there is not enough memory.
     pub fn note(
         &mut self,
         header: &FrameHeader,
@@ -240,18 +240,17 @@ impl PageTrail {
         note(&mut self.locations, header, payload, ops, index)
     }
 
-    /// Reads a window of the page as it is after the recorded operations. The window must not extend past the
-    /// end of the page.
+    /// Reads a window of the page, after the recorded operations. The window must be within the page.
     ///
     /// # Errors
-    /// Returns [`Damage`] that occurred after the page was proven and its operations recorded, or if there is
-    /// no memory.
+    /// Returns [`Damage`] if bytes have changed since the page was proven and its operations were recorded, or if there
+    /// is not enough memory.
     pub fn window(&self, source: &dyn ReadAt, window: &Range<u64>) -> Result<Vec<u8>, Damage> {
         self.proven.window(source, &self.locations, window)
     }
 }
 
-/// Adds the locations of an operation.
+/// Appends the locations of operation `index` of a batch.
 fn note(
     locations: &mut Vec<OpLocation>,
     header: &FrameHeader,
@@ -267,7 +266,7 @@ fn note(
     Ok(())
 }
 
-/// The locations of the operations on top of the bases, for all pages of a state.
+/// The locations of the operations after the bases, for all pages of a state.
 #[derive(Debug, Default)]
 pub struct OpLocations {
     pages: HashMap<PageId, Vec<OpLocation>>,
@@ -275,11 +274,12 @@ pub struct OpLocations {
 }
 
 impl OpLocations {
-    /// Follows the log like [`Survey::resolve`], and records the locations of each page's operations. After
-    /// an error, [`OpLocations::point`] returns the point reached.
+    /// Computes a state as [`Survey::resolve`] does, and records the locations of the operations on each page. After an
+    /// error, [`OpLocations::point`] returns the end of the last batch.
     ///
     /// # Errors
-    /// Returns [`Damage`] as [`Survey::resolve`] does, or if there is no memory for a location.
+    /// Returns the same [`Damage`] as [`Survey::resolve`], or [`Damage`] with [`Defect::Memory`] if there is not enough
+    /// memory.
     pub fn follow(
         &mut self,
         survey: &Survey,
@@ -294,7 +294,7 @@ impl OpLocations {
             self.note(resolver, frame, ops)
                 .map_err(|defect| defect.at_lsn(FileName::Segment(header.segment), header.offset, header.lsn))
         })?;
-        // A page re-created on the way, by a restore or a create, needs no earlier operations.
+        // A restore or a create may have replaced the page, so drop the operations before its base.
         let resolved = &resolution.resolved;
         self.pages.retain(|page, locations| {
             locations.retain(|location| resolved.applies(*page, location.lsn));
@@ -318,27 +318,27 @@ impl OpLocations {
         Ok(())
     }
 
-    /// Returns the end of the last batch followed, whether or not the walk succeeded.
+    /// Returns the end of the last batch that was applied, even if the walk failed later.
     #[must_use]
     pub fn point(&self) -> LogPoint {
         self.point
     }
 
-    /// Returns the image that contains exactly a page's bytes, if there is one.
+    /// Returns the image that contains the final bytes of a page. Returns `None` if later operations changed the page,
+    /// or if it has no image.
     #[must_use]
     pub fn exact_image(&self, resolved: &ResolvedState, page: PageId) -> Option<ImageRef> {
         let base = resolved.bases.get(page).filter(|_| !self.pages.contains_key(&page))?;
         base.image
     }
 
-    /// Loads the bytes of one page.
+    /// Reads the bytes of one page.
     ///
     /// # Errors
-    /// Returns [`Damage`] in its image or one of its operations, or with [`Defect::Memory`] if there is no
-    /// memory for it.
+    /// Returns [`Damage`] if the image or an operation of the page is damaged, or if there is not enough memory.
     ///
     /// # Panics
-    /// Panics if the page is not in the state's table.
+    /// Panics if the page is not in the table of the state.
     pub fn load(
         &self,
         source: &dyn ReadAt,
@@ -361,14 +361,14 @@ impl OpLocations {
         Ok(whole.into_bytes())
     }
 
-    /// Proves the base of a page, so that the page can be read by windows. Its operations were proven when
-    /// they were recorded.
+    /// Reads and proves the base of a page, so that windows of the page can be read. The operations were proven when
+    /// their locations were recorded.
     ///
     /// # Errors
-    /// Returns [`Damage`] in its image.
+    /// Returns [`Damage`] if the image is damaged.
     ///
     /// # Panics
-    /// Panics if the page is not in the state's table.
+    /// Panics if the page is not in the table of the state.
     pub fn prove(
         &self,
         source: &dyn ReadAt,
@@ -385,11 +385,11 @@ impl OpLocations {
         })
     }
 
-    /// Returns true if batches have overwritten every byte of a page's image. Operations that can no longer
-    /// be read hide nothing.
+    /// Returns true if batches have overwritten every byte of a page's image. Returns false if an operation can no
+    /// longer be read.
     ///
     /// # Panics
-    /// Panics if the page is not in the state's table.
+    /// Panics if the page is not in the table of the state.
     #[must_use]
     pub fn is_image_overwritten(&self, source: &dyn ReadAt, resolved: &ResolvedState, page: PageId) -> bool {
         let base = resolved.bases.get(page).expect("a page of the table");
@@ -399,11 +399,11 @@ impl OpLocations {
         noted.is_ok() && coverage.is_whole()
     }
 
-    /// Reads a window of a page. It must not extend past the end of the page in this state.
+    /// Reads a window of a page. The window must be within the page in this state.
     ///
     /// # Errors
-    /// Returns [`Damage`] in its image that occurred after it was proven, or in one of its operations, or
-    /// with [`Defect::Memory`] if there is no memory for it.
+    /// Returns [`Damage`] if the image has changed since it was proven, if an operation has changed, or if there is not
+    /// enough memory.
     pub fn window(
         &self,
         source: &dyn ReadAt,

@@ -1,4 +1,5 @@
-//! Envelopes of metadata encodings: a length and a checksum, both checked before any decoding.
+//! Envelopes of metadata. An envelope contains the length and the checksum of an encoding, which are checked before the
+//! encoding is decoded.
 
 use bincode::error::DecodeError;
 use serde::Serialize;
@@ -13,45 +14,44 @@ use crate::limits::{NAME_LEN_MAX, ROOT_LEN_MAX, VALUE_DEPTH_MAX};
 /// Encodes `metadata` in an envelope.
 ///
 /// # Errors
-/// Returns [`Defect::Limit`] if the encoding is longer than `limit`, a name is too long or a value nests too
+/// Returns [`Defect::Limit`] if the encoding is longer than `limit` bytes, a name is too long, or a value is nested too
 /// deeply.
 pub fn encode_metadata(metadata: &Metadata, limit: usize) -> Result<Vec<u8>, Defect> {
     check_entries(metadata, VALUE_DEPTH_MAX)?;
     seal(metadata, limit)
 }
 
-/// Decodes the metadata at the start of `bytes`, and returns it with the length of its envelope in bytes.
+/// Decodes the metadata at the start of `bytes`. Returns the metadata and the length of its envelope in bytes.
 ///
 /// # Errors
-/// Returns a [`Defect`] if the encoding is longer than `limit`, truncated, damaged, or not exactly one
-/// canonical encoding.
+/// Returns a [`Defect`] if the encoding is longer than `limit` bytes, truncated, damaged or not canonical.
 pub fn decode_metadata(bytes: &[u8], limit: usize) -> Result<(Metadata, usize), Defect> {
     open(bytes, limit, MapSeed { depth_left: VALUE_DEPTH_MAX })
 }
 
-/// Encodes one named value in an envelope.
+/// Encodes a name and a value in an envelope.
 ///
 /// # Errors
-/// Returns [`Defect::Limit`] as [`encode_metadata`] does.
+/// Returns the same [`Defect::Limit`] as [`encode_metadata`].
 pub fn encode_entry(name: &str, value: &Value, limit: usize) -> Result<Vec<u8>, Defect> {
     check_name(name)?;
     check_depth(value, VALUE_DEPTH_MAX)?;
     seal(&(name, value), limit)
 }
 
-/// Decodes the named value at the start of `bytes`, and returns it with the length of its envelope in bytes.
+/// Decodes the name and the value at the start of `bytes`. Returns them with the length of their envelope in bytes.
 ///
 /// # Errors
-/// Returns a [`Defect`] as [`decode_metadata`] does.
+/// Returns the same [`Defect`] as [`decode_metadata`].
 pub fn decode_entry(bytes: &[u8], limit: usize) -> Result<((String, Value), usize), Defect> {
     open(bytes, limit, EntrySeed)
 }
 
-/// Length of an envelope's head in bytes: the content's length and CRC-32.
+/// Length in bytes of the head of an envelope, which contains the length and the CRC-32 of the content.
 pub const ENVELOPE_HEAD_LEN: usize = 8;
 
-/// Returns the configuration of every bincode encoding in the format. The length of the input is checked
-/// first and is the tighter limit; this limit still holds if such a check is missing.
+/// Returns the configuration of all bincode encodings in the format. Its limit is a second check, because callers check
+/// the length of the input first.
 pub(crate) const fn bincode_config() -> impl bincode::config::Config {
     bincode::config::standard()
         .with_little_endian()
@@ -71,7 +71,7 @@ fn seal(content: &impl Serialize, limit: usize) -> Result<Vec<u8>, Defect> {
     Ok(out)
 }
 
-/// Checks an envelope and decodes all of its content.
+/// Checks an envelope and decodes its content.
 fn open<'a, S>(bytes: &'a [u8], limit: usize, seed: S) -> Result<(S::Value, usize), Defect>
 where
     S: DeserializeSeed<'a>,
@@ -84,7 +84,7 @@ where
     Ok((decode_all(seed, content)?, ENVELOPE_HEAD_LEN + content.len()))
 }
 
-/// Decodes `content`, and rejects it if bytes are left over.
+/// Decodes `content`. Returns an error if bytes are left over.
 pub(crate) fn decode_all<'a, S>(seed: S, content: &'a [u8]) -> Result<S::Value, Defect>
 where
     S: DeserializeSeed<'a>,
@@ -101,7 +101,7 @@ where
     Ok(value)
 }
 
-/// Checks that a value does not nest more deeply than a decoder accepts.
+/// Checks that a value is not nested more deeply than a decoder accepts.
 fn check_depth(value: &Value, depth_left: usize) -> Result<(), Defect> {
     let deeper = || {
         depth_left.checked_sub(1).ok_or(Defect::Limit {

@@ -1,13 +1,12 @@
-//! Metadata: self-describing values, their encoding, and the envelope that protects it.
+//! Metadata values, their encoding, and the envelope that protects the encoding.
 //!
-//! A value is encoded with serde and bincode, with fixed-width little-endian integers, which is simple enough
-//! to specify byte by byte. The encoding is canonical: map entries ascend and no bytes may follow, so
-//! decoding and re-encoding gives the same bytes. An encoding has at most
-//! [`METADATA_LEN_MAX`](crate::limits::METADATA_LEN_MAX) bytes for a page and at most
-//! [`ROOT_LEN_MAX`](crate::limits::ROOT_LEN_MAX) bytes for the root.
+//! A value is encoded with serde and bincode, with fixed-width little-endian integers, which can be specified byte by
+//! byte. The encoding is canonical: the names in a map ascend, and no bytes may follow. Decoding and re-encoding
+//! therefore produces the same bytes. An encoding has at most [`METADATA_LEN_MAX`](crate::limits::METADATA_LEN_MAX)
+//! bytes for a page and at most [`ROOT_LEN_MAX`](crate::limits::ROOT_LEN_MAX) bytes for the root.
 //!
-//! Decoding is safe for any input: nesting is bounded, text and bytes are borrowed from the input before they
-//! are copied, and no container allocates memory for a count that the input merely claims.
+//! Decoding is safe for all input. Nesting is bounded, text and bytes are borrowed from the input before they are
+//! copied, and no memory is allocated for a count before the items are decoded.
 
 mod envelope;
 mod seed;
@@ -26,8 +25,8 @@ pub(crate) use seed::deserialize_bytes;
 
 /// A value of a metadata or root entry.
 ///
-/// Two values are equal if their encodings are equal. Floats are compared by their bits, so a NaN equals
-/// itself and 0.0 differs from -0.0.
+/// Two values are equal if their encodings are equal. Floats are compared by their bits, so a NaN equals itself and 0.0
+/// differs from -0.0.
 ///
 /// ```
 /// use remanent_format::value::{Metadata, Value, decode_metadata, encode_metadata};
@@ -38,19 +37,19 @@ pub(crate) use seed::deserialize_bytes;
 /// ```
 #[derive(Clone, Debug, Serialize)]
 pub enum Value {
-    /// No value at all.
+    /// The absence of a value.
     Null,
-    /// True or false.
+    /// A boolean.
     Bool(bool),
-    /// A signed integer.
+    /// A signed 64-bit integer.
     I64(i64),
-    /// An unsigned integer.
+    /// An unsigned 64-bit integer.
     U64(u64),
-    /// A float. Every bit is kept, including the payload of a NaN.
+    /// A 64-bit float. All bits are preserved, including the payload of a NaN.
     F64(f64),
-    /// Text in UTF-8.
+    /// A text string.
     String(String),
-    /// Bytes with arbitrary content.
+    /// A byte string with any content.
     Bytes(#[serde(serialize_with = "serialize_bytes")] Vec<u8>),
     /// An ordered list of values.
     List(Vec<Value>),
@@ -58,7 +57,7 @@ pub enum Value {
     Map(BTreeMap<String, Value>),
 }
 
-/// A map from names to values: the metadata of a page, or the root.
+/// A map from names to values, which is the metadata of a page or the root.
 pub type Metadata = BTreeMap<String, Value>;
 
 impl PartialEq for Value {
@@ -111,8 +110,8 @@ impl From<usize> for Value {
     }
 }
 
-/// Typed access. Each method returns `None` for a value of another kind. Signed and unsigned integers convert
-/// to each other if the number fits; nothing else converts.
+/// Typed access to a value. Each method returns `None` for a value of another kind. Signed and unsigned integers
+/// convert to each other if the number is in range, and no other kinds convert.
 ///
 /// ```
 /// use remanent_format::Value;
@@ -122,13 +121,13 @@ impl From<usize> for Value {
 /// assert_eq!(Value::from(0.5_f32).as_f64(), Some(0.5));
 /// ```
 impl Value {
-    /// Returns the value of a boolean.
+    /// Returns the boolean, or `None` if the value is of another kind.
     #[must_use]
     pub fn as_bool(&self) -> Option<bool> {
         if let Value::Bool(value) = self { Some(*value) } else { None }
     }
 
-    /// Returns an unsigned integer, or a signed integer that is not negative.
+    /// Returns the integer, or `None` if it is negative or the value is of another kind.
     #[must_use]
     pub fn as_u64(&self) -> Option<u64> {
         match self {
@@ -138,7 +137,7 @@ impl Value {
         }
     }
 
-    /// Returns a signed integer, or an unsigned integer that fits.
+    /// Returns the integer, or `None` if it exceeds `i64::MAX` or the value is of another kind.
     #[must_use]
     pub fn as_i64(&self) -> Option<i64> {
         match self {
@@ -148,38 +147,38 @@ impl Value {
         }
     }
 
-    /// Returns the value of a float.
+    /// Returns the float, or `None` if the value is of another kind.
     #[must_use]
     pub fn as_f64(&self) -> Option<f64> {
         if let Value::F64(value) = self { Some(*value) } else { None }
     }
 
-    /// Returns text as a string slice.
+    /// Returns the text, or `None` if the value is of another kind.
     #[must_use]
     pub fn as_str(&self) -> Option<&str> {
         if let Value::String(value) = self { Some(value) } else { None }
     }
 
-    /// Returns bytes as a slice.
+    /// Returns the bytes, or `None` if the value is of another kind.
     #[must_use]
     pub fn as_bytes(&self) -> Option<&[u8]> {
         if let Value::Bytes(value) = self { Some(value) } else { None }
     }
 
-    /// Returns the values of a list.
+    /// Returns the values of the list, or `None` if the value is of another kind.
     #[must_use]
     pub fn as_list(&self) -> Option<&[Value]> {
         if let Value::List(values) = self { Some(values) } else { None }
     }
 
-    /// Returns the entries of a map.
+    /// Returns the entries of the map, or `None` if the value is of another kind.
     #[must_use]
     pub fn as_map(&self) -> Option<&BTreeMap<String, Value>> {
         if let Value::Map(values) = self { Some(values) } else { None }
     }
 }
 
-/// Serializes bytes as bytes. By default serde would serialize a `Vec<u8>` as a list of numbers.
+/// Serializes a byte string. By default, serde serializes a `Vec<u8>` as a list of numbers.
 pub(crate) fn serialize_bytes<S: Serializer>(bytes: &[u8], serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_bytes(bytes)
 }

@@ -1,5 +1,5 @@
-//! Decoding of values. Nesting is bounded, text and bytes are borrowed before they are copied, and no
-//! container allocates memory for a count that the input merely claims.
+//! Decoding of values. Nesting is bounded, text and bytes are borrowed before they are copied, and no memory is
+//! allocated for a count before the items are decoded.
 
 use std::fmt;
 
@@ -9,7 +9,7 @@ use serde::{Deserialize, Deserializer};
 use super::{Metadata, Value};
 use crate::limits::{NAME_LEN_MAX, ROOT_LEN_MAX, VALUE_DEPTH_MAX};
 
-/// Deserializes bytes that were serialized as bytes.
+/// Deserializes a byte string, which [`serialize_bytes`](super::serialize_bytes) serialized.
 pub(crate) fn deserialize_bytes<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<u8>, D::Error> {
     BytesSeed.deserialize(deserializer)
 }
@@ -20,7 +20,7 @@ impl<'de> Deserialize<'de> for Value {
     }
 }
 
-/// The kinds of [`Value`], in the order that defines their numbers on disk.
+/// The kinds of [`Value`], in the order of their numbers on disk.
 #[derive(Clone, Copy, Deserialize)]
 #[serde(variant_identifier)]
 enum Kind {
@@ -37,7 +37,7 @@ enum Kind {
 
 const KINDS: &[&str] = &["Null", "Bool", "I64", "U64", "F64", "String", "Bytes", "List", "Map"];
 
-/// Decodes a value that may contain up to `depth_left` levels of lists and maps.
+/// Decodes a value that contains up to `depth_left` levels of lists and maps.
 struct ValueSeed {
     depth_left: usize,
 }
@@ -90,7 +90,6 @@ impl<'de> Visitor<'de> for ValueSeed {
     }
 }
 
-/// Decodes the values of a list.
 struct ListSeed {
     depth_left: usize,
 }
@@ -111,8 +110,8 @@ impl<'de> Visitor<'de> for ListSeed {
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut access: A) -> Result<Vec<Value>, A::Error> {
-        // The list grows as values arrive: the count is only a claim, and each value takes at least four
-        // bytes of input.
+        // The list grows as values are decoded, because the count is not trusted. Each value takes at least four bytes
+        // of input.
         let mut values = Vec::new();
         while let Some(value) = access.next_element_seed(ValueSeed { depth_left: self.depth_left })? {
             values.push(value);
@@ -121,7 +120,7 @@ impl<'de> Visitor<'de> for ListSeed {
     }
 }
 
-/// Decodes named values, whose names must ascend strictly.
+/// Decodes a map, whose names must ascend strictly.
 pub(super) struct MapSeed {
     pub depth_left: usize,
 }
@@ -154,7 +153,6 @@ impl<'de> Visitor<'de> for MapSeed {
     }
 }
 
-/// Decodes a name and its value.
 pub(super) struct EntrySeed;
 
 impl<'de> DeserializeSeed<'de> for EntrySeed {
@@ -181,7 +179,7 @@ impl<'de> Visitor<'de> for EntrySeed {
     }
 }
 
-/// Decodes text. It is borrowed from the input first, so a claimed length allocates nothing.
+/// Decodes text, which is borrowed from the input before it is copied.
 struct TextSeed {
     len_max: usize,
 }
@@ -209,7 +207,7 @@ impl Visitor<'_> for TextSeed {
     }
 }
 
-/// Decodes bytes, which are borrowed from the input first.
+/// Decodes a byte string, which is borrowed from the input before it is copied.
 struct BytesSeed;
 
 impl<'de> DeserializeSeed<'de> for BytesSeed {
@@ -231,7 +229,7 @@ impl<'de> Visitor<'de> for BytesSeed {
         Ok(bytes.to_vec())
     }
 
-    /// Accepts a list of numbers, because text formats have no native representation of bytes.
+    /// Accepts a list of numbers, because text formats cannot represent a byte string.
     fn visit_seq<A: SeqAccess<'de>>(self, mut access: A) -> Result<Vec<u8>, A::Error> {
         let mut bytes = Vec::new();
         while let Some(byte) = access.next_element()? {

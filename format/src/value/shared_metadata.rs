@@ -1,4 +1,4 @@
-//! Copy-on-write metadata of pages. Most pages have none, and empty metadata allocates nothing.
+//! Copy-on-write metadata of pages. Empty metadata, which most pages have, is not allocated.
 
 use std::fmt;
 use std::ops::Deref;
@@ -8,7 +8,7 @@ use super::Metadata;
 
 static EMPTY: Metadata = Metadata::new();
 
-/// Metadata shared by several states of a page, because few batches change it. Dereferences to [`Metadata`].
+/// Metadata that several states of a page share. Dereferences to [`Metadata`].
 ///
 /// ```
 /// use remanent_format::{Metadata, SharedMetadata, Value};
@@ -22,12 +22,12 @@ static EMPTY: Metadata = Metadata::new();
 pub struct SharedMetadata(Option<Arc<Metadata>>);
 
 impl SharedMetadata {
-    /// Returns the metadata for modification. Other copies that share it are unchanged.
+    /// Returns the metadata for modification. If other values share the metadata, it is copied first.
     pub fn make_mut(&mut self) -> &mut Metadata {
         Arc::make_mut(self.0.get_or_insert_default())
     }
 
-    /// Returns true if both are known to be equal without a comparison of their contents.
+    /// Returns true if both values share the same metadata or are empty. The contents are not compared.
     #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {
         match (&self.0, &other.0) {

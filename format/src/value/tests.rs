@@ -1,4 +1,4 @@
-//! Tests of values and their envelopes: round trips, the specified bytes, and invalid input.
+//! Tests of values and their envelopes: round trips, specified bytes, and invalid input.
 
 use super::*;
 use crate::defect::Defect;
@@ -18,7 +18,6 @@ fn sample() -> Metadata {
     ])
 }
 
-/// Puts `content` into a valid envelope.
 fn envelope(content: &[u8]) -> Vec<u8> {
     let mut out = (content.len() as u32).to_le_bytes().to_vec();
     out.extend_from_slice(&crc32fast::hash(content).to_le_bytes());
@@ -26,7 +25,6 @@ fn envelope(content: &[u8]) -> Vec<u8> {
     out
 }
 
-/// Encodes a name as a map key.
 fn name(text: &str) -> Vec<u8> {
     [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat()
 }

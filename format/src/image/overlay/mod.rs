@@ -1,8 +1,8 @@
-//! Overlays: the changed pieces of a long page, stored over an image of the whole page.
+//! Overlays. An overlay stores the changed pieces of a long page, and refers to an image of the whole page.
 //!
-//! If little of a page on disk changes, the page is not written as a whole again. Its new image is an
-//! *overlay*: the changed pieces and a reference to the image that they modify, the *base*. A base is stored
-//! raw or compressed and is never an overlay itself, so reading a page takes at most two images.
+//! If only a small part of a page on disk changes, a snapshot does not write the whole page. It writes an *overlay*,
+//! which contains the changed pieces and a reference to the *base*, the image that the pieces modify. A base is
+//! uncompressed or compressed but never an overlay, so a read of a page needs at most two images.
 //!
 //! ```text
 //! 0      header (64 bytes): the base, and the number of pieces
@@ -10,7 +10,7 @@
 //! ...    the pieces' bytes, back to back
 //! ```
 //!
-//! Like every image, the payload has one checksum. The page's checksum is that of the base with the pieces
+//! The payload has one checksum, as every image does. The checksum of the page is that of the base with the pieces
 //! applied.
 
 use std::ops::Range;
@@ -20,32 +20,32 @@ use super::image_ref::ImageRef;
 use crate::defect::{Defect, array, check_equal, check_limit, check_zeros, reserve, reserve_items, slice};
 use crate::layout::layout;
 
-/// Number of page bytes whose pieces are read together.
+/// Number of bytes of a page whose pieces are read in one step.
 const READ_TOGETHER: usize = 1 << 20;
 
 /// First bytes of an overlay.
 pub const OVERLAY_MAGIC: [u8; 8] = *b"RMNTOVER";
 
 layout! {
-    /// Encoded overlay header. The table follows.
+    /// The encoded header of an overlay. The table of pieces follows.
     pub struct OverlayHeaderRaw: 64 {
         /// The magic `RMNTOVER`.
         0 => magic: [u8; 8],
-        /// Number of the base's image file.
+        /// Number of the image file that contains the base.
         8 => base_file: u64,
-        /// Offset of the base's payload, in bytes from the start of the file.
+        /// Offset of the base's payload, in bytes from the start of that file.
         16 => base_offset: u64,
-        /// Stored length of the base's payload in bytes.
+        /// Length of the base's stored payload in bytes.
         24 => base_stored_len: u64,
-        /// CRC-32 of the base's payload as stored.
+        /// CRC-32 of the base's stored payload.
         32 => base_stored_crc: u32,
         /// CRC-32 of the page's bytes in the base.
         36 => base_raw_crc: u32,
-        /// Length of the page in bytes, the same in the base.
+        /// Length of the page in bytes, which is also the length in the base.
         40 => page_len: u64,
-        /// Number of pieces.
+        /// Number of pieces in the overlay.
         48 => piece_count: u32,
-        /// Encoding of the base: 0 or 1.
+        /// Number that represents the codec of the base, 0 or 1.
         52 => base_codec: u8,
         /// Reserved, always zero.
         53 => reserved: [u8; 11],
@@ -53,16 +53,16 @@ layout! {
 }
 
 layout! {
-    /// Encoded row of a piece in an overlay's table.
+    /// The encoded description of a piece in the table of an overlay.
     pub struct OverlayPieceRaw: 16 {
-        /// Offset of the piece's first byte in the page.
+        /// Offset of the piece in the page, in bytes.
         0 => offset: u64,
         /// Length of the piece in bytes.
         8 => len: u64,
     }
 }
 
-/// The base and the pieces of an overlay, without the pieces' bytes.
+/// The header and the table of an overlay: its base, and the ranges of its pieces.
 ///
 /// ```
 /// use remanent_format::image::{Codec, ImageRef, Overlay};
@@ -85,12 +85,11 @@ pub struct Overlay {
 }
 
 impl Overlay {
-    /// Creates an overlay with these pieces, for a page of length `len`.
+    /// Creates an overlay of `pieces` over `base`, for a page of length `len`.
     ///
     /// # Errors
-    /// Returns a [`Defect`] if the base is not a whole image of such a page; if the pieces do not ascend, are
-    /// empty or exceed the page; or if there are no pieces or too many. Returns [`Defect::Memory`] if there
-    /// is no memory.
+    /// Returns a [`Defect`] if the base is not a whole image of such a page, or if the pieces are empty, do not ascend
+    /// or exceed the page. Also returns an error if there are no pieces, too many pieces, or too little memory.
     pub fn new(base: ImageRef, len: u64, pieces: Vec<Range<u64>>) -> Result<Self, Defect> {
         if let Codec::Overlay(_) = base.codec {
             return Err(Defect::Field {
@@ -120,13 +119,13 @@ impl Overlay {
         Ok(Self { base, len, pieces, stored_at })
     }
 
-    /// Returns the image that the pieces modify.
+    /// Returns the reference to the base, which the pieces modify.
     #[must_use]
     pub fn base(&self) -> &ImageRef {
         &self.base
     }
 
-    /// Returns the pieces in ascending order, as ranges of the page.
+    /// Returns the pieces as ranges of the page, in ascending order.
     #[must_use]
     pub fn pieces(&self) -> &[Range<u64>] {
         &self.pieces
@@ -138,16 +137,16 @@ impl Overlay {
         *self.stored_at.last().expect("the end at least")
     }
 
-    /// Returns the reference to this overlay, given that of its payload, stored as an image of its own.
-    /// `page_crc` is the CRC-32 of the resulting page.
+    /// Returns the reference to this overlay. `payload` is the reference to the stored payload, and `page_crc` is the
+    /// CRC-32 of the resulting page.
     #[must_use]
     pub fn reference(&self, payload: &ImageRef, page_crc: u32) -> ImageRef {
         let base = OverlayBase { file: self.base.file, stored_len: self.base.stored_len };
         ImageRef { raw_crc: page_crc, codec: Codec::Overlay(base), ..*payload }
     }
 
-    /// Returns the parts of pieces within a range of the payload, in order. Each item is the part's offset in
-    /// the payload and its range of the page.
+    /// Returns the parts of the pieces that a range of the payload contains, in order. Each item is an offset in the
+    /// payload and a range of the page.
     pub fn stored_in(&self, stored: Range<u64>) -> impl Iterator<Item = (u64, Range<u64>)> {
         let first = self.stored_at.partition_point(|at| *at <= stored.start).saturating_sub(1);
         let pieces = self.pieces[first.min(self.pieces.len())..].iter().zip(&self.stored_at[first..]);
@@ -159,8 +158,8 @@ impl Overlay {
         })
     }
 
-    /// Returns the parts of pieces within a range of the page, in order. Each item is the part's offset in
-    /// the payload and its range of the page.
+    /// Returns the parts of the pieces that a range of the page contains, in order. Each item is an offset in the
+    /// payload and a range of the page.
     pub(super) fn pieces_in(&self, range: Range<u64>) -> impl Iterator<Item = (u64, Range<u64>)> {
         let first = self.pieces.partition_point(|piece| piece.end <= range.start);
         let pieces = self.pieces[first..].iter().zip(&self.stored_at[first..]);
@@ -170,11 +169,10 @@ impl Overlay {
         })
     }
 
-    /// Applies the pieces to bytes of the base that start at `offset` of the page.
+    /// Applies the pieces to `bytes` of the base, which start at `offset` of the page.
     ///
-    /// `read` fills a slice from an offset of the payload. Pieces that are close to each other in the page
-    /// are read together, because the payload stores them back to back. `refused` converts the defect if
-    /// there is no memory for them.
+    /// `read` fills a slice from an offset of the payload. One call reads all pieces of [`READ_TOGETHER`] bytes of the
+    /// page, because the payload stores the pieces back to back. `refused` converts the defect of a failed allocation.
     pub(super) fn apply_pieces<E>(
         &self,
         offset: u64,
@@ -199,10 +197,11 @@ impl Overlay {
         Ok(())
     }
 
-    /// Encodes the header and the table, which are the first bytes of the payload. The pieces' bytes follow.
+    /// Encodes the header and the table, which are the first bytes of the payload. The caller must append the bytes of
+    /// the pieces.
     ///
     /// # Errors
-    /// Returns [`Defect::Memory`] if there is no memory for them.
+    /// Returns [`Defect::Memory`] if there is not enough memory.
     pub fn encode_head(&self) -> Result<Vec<u8>, Defect> {
         let mut out = Vec::new();
         reserve(&mut out, head_len(self.pieces.len() as u64))?;
@@ -226,10 +225,10 @@ impl Overlay {
         Ok(out)
     }
 
-    /// Decodes the header and the table (SPEC O1 to O3).
+    /// Decodes the header and the table of an overlay (SPEC O1 to O3).
     ///
     /// # Errors
-    /// Returns a [`Defect`] if they are invalid.
+    /// Returns a [`Defect`] if the header or the table is invalid.
     pub fn decode_head(bytes: &[u8]) -> Result<Self, Defect> {
         let raw = decode_header(bytes)?;
         let count = raw.piece_count as usize;
@@ -251,22 +250,20 @@ impl Overlay {
         Self::new(base, raw.page_len, pieces)
     }
 
-    /// Returns the length of the header and the table, given the header.
+    /// Returns the length in bytes of the header and the table, which the encoded header determines.
     ///
     /// # Errors
-    /// Returns a [`Defect`] if the header is invalid or the table does not fit into the payload: no count is
-    /// trusted beyond that (I9).
+    /// Returns a [`Defect`] if the header is invalid, or if the table is longer than the payload (I9).
     pub(super) fn decode_head_len(bytes: &[u8], image: &ImageRef) -> Result<u64, Defect> {
         let len = head_len(decode_header(bytes)?.piece_count.into());
         check_limit("length of an overlay's table", len, image.stored_len)?;
         Ok(len)
     }
 
-    /// Checks that the overlay has the base named by `image` and belongs to a page of length `len`
-    /// (SPEC O4 and O5).
+    /// Checks that the overlay has the base that `image` names, and belongs to a page of length `len` (SPEC O4 and O5).
     ///
     /// # Errors
-    /// Returns a [`Defect`] if it does not.
+    /// Returns a [`Defect`] if a length or the base differs.
     pub(super) fn check_of(&self, image: &ImageRef, len: u64) -> Result<(), Defect> {
         let Codec::Overlay(base) = image.codec else {
             return Err(Defect::Field { what: "codec of an overlay", found: image.codec.to_raw().into() });
@@ -287,13 +284,13 @@ fn decode_header(bytes: &[u8]) -> Result<OverlayHeaderRaw, Defect> {
     Ok(raw)
 }
 
-/// Returns the length of the header and the table for this number of pieces.
+/// Returns the length in bytes of the header and the table of an overlay with `piece_count` pieces.
 fn head_len(piece_count: u64) -> u64 {
     OverlayHeaderRaw::LEN as u64 + piece_count * OverlayPieceRaw::LEN as u64
 }
 
-/// Returns the CRC-32 of a page of length `len` after one piece of it changed. `before` is the checksum of
-/// the whole page before the change; `was` and `is` are those of the piece before and after it.
+/// Returns the CRC-32 of a page of length `len` after one piece of the page changed. `before` is the checksum of the
+/// page before the change. `was` and `is` are the checksums of the piece before and after the change.
 ///
 /// ```
 /// use remanent_format::image::sum_after_change;
@@ -303,7 +300,7 @@ fn head_len(piece_count: u64) -> u64 {
 /// ```
 #[must_use]
 pub fn sum_after_change(before: u32, len: u64, piece: Range<u64>, was: u32, is: u32) -> u32 {
-    // A CRC is linear: the difference of the piece's checksums, shifted past all following bytes, is the
+    // A CRC is linear. The difference of the piece's checksums, shifted past all bytes after the piece, is the
     // difference of the page's checksums.
     let mut moved = crc32fast::Hasher::new_with_initial_len(was ^ is, piece.end - piece.start);
     moved.combine(&crc32fast::Hasher::new_with_initial_len(0, len - piece.end));

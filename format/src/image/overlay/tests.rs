@@ -1,4 +1,4 @@
-//! Tests of overlays: the pages they produce, and invalid input.
+//! Tests of overlays: the pages that they produce, and invalid input.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -17,7 +17,7 @@ use crate::{Damage, Defect};
 
 const BASE_AT: u64 = 4096 + 128;
 
-/// In-memory image files.
+/// Image files in memory.
 #[derive(Clone, Default)]
 struct Files(BTreeMap<FileName, Vec<u8>>);
 
@@ -71,7 +71,7 @@ fn drawn(seed: u32, len: usize) -> Vec<u8> {
     (0..len as u32).map(|at| ((seed ^ at).wrapping_mul(2_654_435_761) >> 23) as u8).collect()
 }
 
-/// Creates a page as an overlay with these pieces over a raw or compressed base.
+/// Creates an overlay of `pieces` over a raw or compressed base. Returns the files, the reference and the page.
 fn sample(len: usize, pieces: &[Range<u64>], is_compressed: bool) -> (Files, ImageRef, Vec<u8>) {
     let mut files = Files::default();
     let old = if is_compressed { vec![9; len] } else { drawn(1, len) };
@@ -111,7 +111,7 @@ fn read_all(files: &Files, image: &ImageRef, len: u64) -> Result<Vec<u8>, Damage
     let mut piece = vec![0; len as usize];
     proven.read(files, 0, &mut piece).unwrap();
     assert!(Ok(&piece) == read.as_ref());
-    // With a base that is already known.
+    // Prove the image again with a known base.
     let again = ProvenImage::prove_over(files, image, len, Some(&proven.base())).unwrap();
     for at in [0, len / 3, len - 1] {
         let mut part = vec![0; (len - at).min(700) as usize];
@@ -121,7 +121,7 @@ fn read_all(files: &Files, image: &ImageRef, len: u64) -> Result<Vec<u8>, Damage
     read
 }
 
-/// An overlay and its base give the page, for any pieces and any base.
+/// An overlay over its base produces the page, for random pieces and both codecs of the base.
 #[test]
 fn overlay_on_base_equals_page() {
     let mut state = 1_u64;
@@ -131,7 +131,7 @@ fn overlay_on_base_equals_page() {
     };
     let mut tried = 0;
     for case in 0..if cfg!(miri) { 3 } else { 60 } {
-        // Shorter than the length checked at once, or close to it.
+        // Lengths that are below or close to the length of one read.
         let len = if case % 3 > 0 { 600 + below(5000) } else { (1 << 20) - 3 + below(7) };
         let mut cuts: Vec<u64> = (0..2 + 2 * below(6)).map(|_| below(len.min(6000) + 1)).collect();
         cuts.sort_unstable();
@@ -151,7 +151,7 @@ fn overlay_on_base_equals_page() {
     assert!(cfg!(miri) || tried > 40, "{tried}");
 }
 
-/// Files that record which bytes of the first file are read.
+/// A source that records which bytes of the first file are read.
 struct ReadRecorder<'f>(&'f Files, RefCell<Vec<Range<u64>>>);
 
 impl ReadAt for ReadRecorder<'_> {
@@ -172,8 +172,8 @@ impl ReadAt for ReadRecorder<'_> {
     }
 }
 
-/// If the base is known, proving an overlay reads only those windows of the base that a piece covers in part.
-/// Windows that a piece covers completely or does not touch are not read.
+/// An overlay over a known base is proven without reading windows of the base that pieces cover completely or do not
+/// touch.
 #[test]
 fn overlay_reads_known_base_only_near_pieces() {
     const WINDOW: u64 = 64 << 10;
@@ -191,17 +191,17 @@ fn overlay_reads_known_base_only_near_pieces() {
     proven.read(&noted, 30 * WINDOW, &mut found).unwrap();
     let read = noted.1.take();
     assert_eq!((read.len(), read[0].clone()), (1, 30 * WINDOW..31 * WINDOW));
-    // The checksum of a different page.
+    // The reference has the checksum of another page.
     let wrong = ImageRef { raw_crc: !image.raw_crc, ..image };
     let refused = ProvenImage::prove_over(&files, &wrong, len, Some(&base)).unwrap_err();
     assert!(matches!(refused.defect, Defect::Checksum { what: "page", .. }), "{refused}");
-    // With a compressed base, a piece is as many frames as make up 1 MiB.
+    // The pieces of a compressed base contain 1 MiB of the page each.
     let (files, image, page) = sample(len as usize, &pieces, true);
     assert!(read_all(&files, &image, len).unwrap() == page);
     assert_eq!(ProvenImage::prove(&files, &image, len).unwrap().window_len(), 16 * WINDOW);
 }
 
-/// A flipped bit anywhere in the overlay or its base is detected, and so is a truncated file.
+/// Every flipped bit and every truncation of the overlay or its base is detected.
 #[test]
 fn every_flipped_bit_and_every_cut_is_found() {
     const LEN: u64 = 700;
@@ -255,7 +255,7 @@ fn an_overlay_is_of_its_page_and_base() {
     let payload = &files.0[&FileName::Pages(2)][BASE_AT as usize..];
     assert!(image.decode(payload.into(), LEN).is_err() && image.check_content(payload, LEN).is_err());
     assert!(Overlay::new(image, LEN, vec![3..40, 50..60]).is_err(), "an overlay over an overlay");
-    // A frame has no field for the base.
+    // An operation has no field for the base of an overlay.
     let op = Op::Image { page: PageId(1), len: LEN, image };
     assert!(PayloadWriter::default().push(&op).is_err());
 }

@@ -1,5 +1,5 @@
-//! Compact table entries of pages. An entry is half the size of a [`PageInfo`], because every table of an
-//! open store has one per page.
+//! Compact entries of pages. An entry is half the size of a [`PageInfo`], because each table of an open store contains
+//! one entry per page.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use crate::value::SharedMetadata;
 
 use super::{PageInfo, Refusal};
 
-/// The table's entry of a page. It omits the id, which its position in the table determines.
+/// The entry of a page in a table. Its position in the table determines the page's id.
 #[derive(Clone, Debug)]
 pub struct PageEntry {
     /// The version of the page.
@@ -19,12 +19,12 @@ pub struct PageEntry {
     shape: PageShape,
 }
 
-/// The properties of a page other than its epoch and Lsn: length, place, key and metadata.
+/// The length, place, key and metadata of a page.
 #[derive(Clone, Debug)]
 pub struct PageShape {
-    /// Length in the low bits, place in the high bits.
+    /// Length of the page in the low bits, and its place in the high bits.
     len_and_place: u64,
-    /// Key and metadata, which few pages have.
+    /// Key and metadata of the page, or `None` if it has neither.
     named: Option<Arc<NamedEntry>>,
 }
 
@@ -34,7 +34,7 @@ struct NamedEntry {
     metadata: SharedMetadata,
 }
 
-/// Lowest bit of the place. The length uses the bits below it.
+/// Lowest bit of the place. The bits below it contain the length.
 const PLACE_BIT: u32 = u64::BITS - u16::BITS;
 const _: () = assert!(PAGE_LEN_MAX < 1 << PLACE_BIT);
 const _: () = assert!(size_of::<PageEntry>() == 32);
@@ -58,7 +58,7 @@ impl PageShape {
         Place::from_bits((self.len_and_place >> PLACE_BIT) as u16).expect("packed from a place")
     }
 
-    /// Returns the user's key for the page.
+    /// Returns the key of the page, or `None` if the page has no key.
     #[must_use]
     pub fn key(&self) -> Option<&Key> {
         self.named.as_ref()?.key.as_ref()
@@ -68,16 +68,15 @@ impl PageShape {
         self.named.as_ref().map(|named| named.metadata.clone()).unwrap_or_default()
     }
 
-    /// Returns the page as a [`PageInfo`], with this epoch and Lsn.
+    /// Returns a [`PageInfo`] of the page with this epoch and Lsn.
     #[must_use]
     pub fn info(&self, page: PageId, epoch: Epoch, lsn: Lsn) -> PageInfo {
         let (key, metadata) = (self.key().cloned(), self.metadata());
         PageInfo { page, key, len: self.len(), epoch, lsn, place: self.place(), metadata }
     }
 
-    /// Updates to a newer shape of the same page with the same key. Parts that both share are not replaced:
-    /// other owners share them as well, and changing their reference counts from several threads at once is
-    /// expensive.
+    /// Updates the shape to that of a newer version of the same page. Shared parts that are equal are not replaced,
+    /// because several threads that change their reference counts would slow each other down.
     pub fn become_newer(&mut self, newer: &PageInfo) {
         self.len_and_place = pack(newer.len, newer.place);
         let is_same = match &self.named {
@@ -89,8 +88,8 @@ impl PageShape {
         }
     }
 
-    /// Returns true if a newer state of the page is known to differ only in its epoch, Lsn and place, without
-    /// a comparison of the metadata's contents.
+    /// Returns true if `newer` has the same length, key and metadata. The contents of the metadata are not compared, so
+    /// the result is false if equal metadata is not shared.
     #[must_use]
     pub fn is_same_but_place(&self, newer: &PageInfo) -> bool {
         let is_same = match &self.named {
@@ -110,7 +109,7 @@ impl From<&PageInfo> for PageShape {
     }
 }
 
-/// A shape without named parts equals one with an empty name and empty metadata.
+/// A shape without a key and metadata equals a shape with empty metadata.
 impl PartialEq for PageShape {
     fn eq(&self, other: &Self) -> bool {
         self.len_and_place == other.len_and_place
@@ -133,31 +132,31 @@ impl PageEntry {
         self.shape.place()
     }
 
-    /// Returns the user's key for the page.
+    /// Returns the key of the page, or `None` if the page has no key.
     #[must_use]
     pub fn key(&self) -> Option<&Key> {
         self.shape.key()
     }
 
-    /// Returns the properties other than epoch and Lsn.
+    /// Returns the length, place, key and metadata of the page.
     #[must_use]
     pub fn shape(&self) -> &PageShape {
         &self.shape
     }
 
-    /// Returns the page as a [`PageInfo`].
+    /// Returns a [`PageInfo`] of the page.
     #[must_use]
     pub fn info(&self, page: PageId) -> PageInfo {
         self.shape.info(page, self.epoch, self.lsn)
     }
 
-    /// Updates to a newer state of the same page with the same key.
+    /// Updates the entry to a newer version of the same page. The key must be equal.
     pub(super) fn become_newer(&mut self, newer: &PageInfo) {
         (self.epoch, self.lsn) = (newer.epoch, newer.lsn);
         self.shape.become_newer(newer);
     }
 
-    /// Checks that a changed range lies within the page.
+    /// Checks that a range is within the page.
     pub(super) fn check_range(&self, page: PageId, offset: u64, len: u64) -> Result<(), Refusal> {
         check_range(page, self.len(), offset, len)
     }
@@ -175,7 +174,7 @@ impl PartialEq for PageEntry {
     }
 }
 
-/// Checks that a changed range lies within a page of length `page_len`.
+/// Checks that a range is within a page of length `page_len`.
 pub(super) fn check_range(page: PageId, page_len: u64, offset: u64, len: u64) -> Result<(), Refusal> {
     match offset.checked_add(len) {
         Some(end) if end <= page_len => Ok(()),
@@ -217,7 +216,7 @@ mod tests {
                 let info = PageInfo { len, place, epoch, lsn, ..info.clone() };
                 let entry = PageEntry::from(&info);
                 assert_eq!((entry.info(info.page), entry.len()), (info.clone(), len));
-                // Updating produces this state from any earlier one.
+                // The update produces this state from any earlier one.
                 for metadata in [named(None, None), named(None, Some("other"))].map(|info| info.metadata) {
                     let before = PageInfo { metadata, len: 5, place: Place::Host, ..info.clone() };
                     let mut newer = PageEntry::from(&before);

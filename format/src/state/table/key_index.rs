@@ -1,20 +1,20 @@
-//! The index from keys to pages, sharded over many small maps.
+//! The index from keys to pages, which is divided among many small maps.
 //!
-//! A hash map that grows temporarily needs memory for twice as many keys. When a logged batch is installed,
-//! it is too late to report a lack of memory, so every map must stay small.
+//! A hash map that grows temporarily needs memory for twice as many keys. A failed allocation cannot be returned while
+//! a logged batch is installed, so every map must stay small.
 
 use std::collections::HashMap;
 
 use crate::ids::{Key, PageId};
 
-/// Number of maps. Each takes less than 64 KiB with up to half a million keys in total, and less than 1 MiB
-/// with up to ten million.
+/// Number of maps. Each map is smaller than 64 KiB for up to half a million keys in total, and smaller than 1 MiB for
+/// up to ten million.
 const SHARDS: usize = 512;
 
-/// A map from keys to pages.
+/// A map from keys to page ids.
 #[derive(Clone, Debug, Default)]
 pub(super) struct KeyIndex {
-    /// Empty until the first key is inserted.
+    /// Maps, selected by a hash of the key. Empty until the first key is inserted.
     shards: Vec<HashMap<Key, PageId>>,
 }
 
@@ -53,7 +53,7 @@ impl KeyIndex {
     }
 }
 
-/// Compares contents, however they are distributed over the maps.
+/// Compares the keys and pages, but not their distribution among the maps.
 impl PartialEq for KeyIndex {
     fn eq(&self, other: &Self) -> bool {
         let mut pairs = self.shards.iter().flatten();

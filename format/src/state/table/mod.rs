@@ -1,8 +1,7 @@
-//! The page table, and the effect of batches on it.
+//! The page table, and the effects of batches on it.
 //!
-//! One pure function, [`PageTable::plan`], determines what a batch changes or why it cannot be applied.
-//! Commits validate with it, the applier installs its result, and recovery and `rebuild` replay through it,
-//! so a batch has only one interpretation.
+//! A pure function, [`PageTable::plan`], determines what a batch changes, or why the batch is refused. Commits, the
+//! applier, recovery and `rebuild` all use this function, so that a batch has only one interpretation.
 
 mod entry;
 mod key_index;
@@ -22,13 +21,13 @@ use crate::state::id_map::IdMap;
 use crate::state::page_changes::{PageChange, PageChanges};
 use crate::value::{Metadata, SharedMetadata};
 
-/// The properties of a page except its bytes.
+/// The description of a page, which contains all properties but the bytes.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct PageInfo {
-    /// The page's id.
+    /// The id of the page.
     pub page: PageId,
-    /// The user's key for the page.
+    /// The key of the page, or `None` if the page has no key.
     pub key: Option<Key>,
     /// The length of the page in bytes.
     pub len: u64,
@@ -36,14 +35,14 @@ pub struct PageInfo {
     pub epoch: Epoch,
     /// The batch that last changed or moved the page.
     pub lsn: Lsn,
-    /// The page's place.
+    /// The place of the page.
     pub place: Place,
-    /// The page's metadata.
+    /// The metadata of the page.
     pub metadata: SharedMetadata,
 }
 
 impl PageInfo {
-    /// Creates the description of a page without a key or metadata.
+    /// Creates the description of a page without a key and metadata.
     #[must_use]
     pub fn new(page: PageId, len: u64, place: Place) -> Self {
         Self {
@@ -58,11 +57,11 @@ impl PageInfo {
     }
 }
 
-/// All pages, the root, and the counters that never decrease.
+/// The pages and the root of a state, with the counters that never decrease.
 #[derive(Clone, Debug, Default)]
 pub struct PageTable {
     pages: IdMap<PageId, PageEntry>,
-    /// Whether changed pages are flagged.
+    /// Whether the table flags changed pages.
     is_watched: bool,
     keys: KeyIndex,
     root: Arc<Metadata>,
@@ -71,7 +70,7 @@ pub struct PageTable {
     lsn: Lsn,
 }
 
-/// Compares states only: flags of changed pages are not part of the state.
+/// Compares the states but not the flags of changed pages.
 impl PartialEq for PageTable {
     fn eq(&self, other: &Self) -> bool {
         let numbers = |table: &Self| (table.next_page, table.epoch_high, table.lsn);
@@ -89,11 +88,11 @@ impl PageTable {
         Self { next_page: 1, ..Self::default() }
     }
 
-    /// Creates a table from the contents of a manifest. Keys are not indexed yet; see
-    /// [`PageTable::index_keys`].
+    /// Creates a table from the contents of a manifest. The table finds no keys until [`PageTable::index_keys`] is
+    /// called.
     ///
     /// # Panics
-    /// Panics if a page's length or the ordinal of its place exceeds the limits of the format.
+    /// Panics if the length of a page or the ordinal of its place exceeds a limit of the format.
     #[must_use]
     pub fn from_parts(
         pages: impl IntoIterator<Item = PageInfo>,
@@ -111,7 +110,7 @@ impl PageTable {
         Self { pages, is_watched: false, keys: KeyIndex::default(), root, next_page, epoch_high, lsn }
     }
 
-    /// Appends the pages of another table, whose ids must all be above those in this one.
+    /// Appends the pages of another table. Their ids must be above those of this table.
     #[must_use]
     pub(crate) fn joined(mut self, behind: Self) -> Self {
         self.pages.absorb(behind.pages);
@@ -120,56 +119,56 @@ impl PageTable {
         self
     }
 
-    /// Returns the properties of a page.
+    /// Returns the description of a page, or `None` if the page does not exist.
     #[must_use]
     pub fn get(&self, page: PageId) -> Option<PageInfo> {
         Some(self.pages.get(page)?.info(page))
     }
 
-    /// Returns a page as stored in the table, without copying its key or metadata.
+    /// Returns the entry of a page without copying its key and metadata, or `None` if the page does not exist.
     #[must_use]
     pub fn entry(&self, page: PageId) -> Option<&PageEntry> {
         self.pages.get(page)
     }
 
-    /// Returns the page that has a key.
+    /// Returns the description of the page with a key, or `None` if no page has the key.
     #[must_use]
     pub fn get_key(&self, key: impl AsRef<[u8]>) -> Option<PageInfo> {
         self.keys.get(key.as_ref()).and_then(|page| self.get(*page))
     }
 
-    /// Returns all pages, in the order of their ids.
+    /// Returns the descriptions of all pages, in the order of their ids.
     pub fn pages(&self) -> impl ExactSizeIterator<Item = PageInfo> {
         self.pages.iter().map(|(page, entry)| entry.info(page))
     }
 
-    /// Returns all pages as stored in the table, in the order of their ids.
+    /// Returns the ids and entries of all pages, in the order of their ids.
     pub fn entries(&self) -> impl ExactSizeIterator<Item = (PageId, &PageEntry)> {
         self.pages.iter()
     }
 
-    /// Returns the places and lengths of all pages, in the order of their ids.
+    /// Returns the ids, places and lengths of all pages, in the order of their ids.
     pub fn lens(&self) -> impl ExactSizeIterator<Item = (PageId, Place, u64)> {
         self.pages.iter().map(|(page, entry)| (page, entry.place(), entry.len()))
     }
 
-    /// Returns the places and lengths of the pages from `first` to `last`, inclusive.
+    /// Returns the ids, places and lengths of the pages from `first` to `last`, inclusive.
     pub fn lens_between(&self, first: PageId, last: PageId) -> impl Iterator<Item = (PageId, Place, u64)> {
         self.pages.range(first, last).map(|(page, entry)| (page, entry.place(), entry.len()))
     }
 
-    /// Returns the batch that last changed or moved each page, in the order of the pages' ids.
+    /// Returns each page's id with the batch that last changed or moved the page, in the order of the ids.
     pub fn lsns(&self) -> impl ExactSizeIterator<Item = (PageId, Lsn)> {
         self.pages.iter().map(|(page, entry)| (page, entry.lsn))
     }
 
-    /// Returns the root's metadata.
+    /// Returns the entries of the root.
     #[must_use]
     pub fn root(&self) -> &Arc<Metadata> {
         &self.root
     }
 
-    /// Returns the next page id to assign; all lower ids have been assigned.
+    /// Returns the next page id to assign. All lower ids have been assigned.
     #[must_use]
     pub fn next_page(&self) -> u64 {
         self.next_page
@@ -181,20 +180,20 @@ impl PageTable {
         self.epoch_high
     }
 
-    /// Returns the last batch installed.
+    /// Returns the last batch that was installed.
     #[must_use]
     pub fn lsn(&self) -> Lsn {
         self.lsn
     }
 
-    /// Applies a plan. The key index is updated as well, so a table that serves lookups stays indexed.
+    /// Applies the changes of a planned batch, and updates the key index.
     pub fn install(&mut self, changes: &Changes) {
         for (page, state) in changes.pages() {
             if self.is_watched {
                 self.pages.flag(*page);
             }
             let Some(info) = state else {
-                // The key may already belong to another page, if the batch freed it and assigned it again.
+                // The batch may have freed the key and assigned it to another page.
                 if let Some(entry) = self.pages.remove(*page)
                     && let Some(key) = entry.key()
                     && self.keys.get(key.as_bytes()) == Some(page)
@@ -206,7 +205,7 @@ impl PageTable {
             self.epoch_high = self.epoch_high.max(info.epoch);
             match self.pages.get_mut(*page) {
                 Some(old) if old.key() == info.key.as_ref() => old.become_newer(info),
-                // A new page. In a log from another program, a create may also name an existing page.
+                // The page is new. In a log from another program, the page may also exist.
                 _ => {
                     self.pages.insert(*page, PageEntry::from(info));
                     if let Some(key) = &info.key {
@@ -222,15 +221,14 @@ impl PageTable {
         self.lsn = self.lsn.max(changes.lsn);
     }
 
-    /// Plans and installs a batch that only changes bytes, as nearly all batches of a long log do. It updates
-    /// pages in place; in a profile of the replay of 256-byte deltas, copies of page states and the map of
-    /// these copies took an eighth of the total time.
+    /// Plans and installs a batch that only changes bytes of pages, which nearly all batches of a long log do. The
+    /// entries are updated in place. In a replay of 256-byte deltas, copies of them took an eighth of the time.
     ///
-    /// Returns `None`, with nothing changed, if the batch does more. No page may already include this batch
-    /// or a later one.
+    /// Returns `None`, with nothing changed, if the batch has other operations. No page may include this batch or a
+    /// later one.
     ///
     /// # Errors
-    /// Returns a [`Refusal`], with nothing changed.
+    /// Returns a [`Refusal`], with nothing changed, if an operation is invalid.
     pub(crate) fn change_bytes(&mut self, lsn: Lsn, ops: &[OpAt<'_>]) -> Option<Result<(), Refusal>> {
         if ops.iter().any(|at| at.op.byte_change().is_none()) {
             return None;
@@ -260,9 +258,8 @@ impl PageTable {
         Some(Ok(()))
     }
 
-    /// Applies the summary of many batches, with the same result as [`change_bytes`](Self::change_bytes) for
-    /// each. Returns false, with nothing changed, if the table already includes one of them or one cannot
-    /// follow the state before it.
+    /// Applies a summary of batches, with the same result as [`change_bytes`](Self::change_bytes) for each. Returns
+    /// false, with nothing changed, if the table already includes one of the batches, or if a batch is invalid.
     pub(crate) fn change_pages(&mut self, changes: &PageChanges) -> bool {
         let fits = |change: &PageChange| {
             self.pages.get(change.page).is_some_and(|entry| {
@@ -286,8 +283,7 @@ impl PageTable {
         do_follow
     }
 
-    /// Replaces the pages and the root by those of an earlier state. Counters that never decrease keep their
-    /// values.
+    /// Replaces the pages and the root with those of an earlier state. The counters that never decrease are kept.
     ///
     /// # Panics
     /// Panics as [`PageTable::from_parts`] does.
@@ -301,28 +297,28 @@ impl PageTable {
         }
     }
 
-    /// Starts to track which pages [`PageTable::install`] and [`PageTable::replace`] change. The pages in
-    /// `changed` count as changed from the start.
+    /// Starts to flag the pages that [`PageTable::install`] and [`PageTable::replace`] change. The pages in `changed`
+    /// are flagged immediately.
     pub fn watch(&mut self, changed: impl IntoIterator<Item = PageId>) {
         self.is_watched = true;
         changed.into_iter().for_each(|page| self.pages.flag(page));
     }
 
-    /// Returns the pages that were changed or deleted and not settled since, in ascending order. The list is
-    /// empty if changes are not tracked.
+    /// Returns the flagged pages in ascending order, including deleted ones. The list is empty unless
+    /// [`PageTable::watch`] was called.
     ///
     /// # Errors
-    /// Returns [`Defect::Memory`] if there is no memory for the list.
+    /// Returns [`Defect::Memory`] if there is not enough memory for the list.
     pub fn changed(&mut self) -> Result<Vec<PageId>, Defect> {
         self.pages.flagged()
     }
 
-    /// Clears the changed state of these pages, once the caller knows their current state.
+    /// Removes the flags of `pages`, whose changes the caller has processed.
     pub fn settle(&mut self, pages: impl IntoIterator<Item = PageId>) {
         pages.into_iter().for_each(|page| self.pages.unflag(page));
     }
 
-    /// Builds the key index of the final state.
+    /// Builds the index from keys to pages.
     ///
     /// # Errors
     /// Returns [`Refusal::KeyTaken`] if two pages have the same key.

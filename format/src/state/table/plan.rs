@@ -1,5 +1,4 @@
-//! Plans of batches: a pure function determines what a batch changes in a page table, or why it cannot be
-//! applied.
+//! Plans of batches. A pure function determines what a batch changes in a page table, or why the batch is refused.
 
 use std::cmp::Ordering;
 use std::collections::{HashMap, HashSet};
@@ -15,89 +14,89 @@ use crate::limits::{DEVICE_ORDINAL_MAX, METADATA_LEN_MAX, NUMBER_MAX, PAGE_LEN_M
 use crate::op::{Op, OpAt};
 use crate::value::{Metadata, encode_metadata};
 
-/// The changes of one batch: the final state of every page that it touches.
+/// The changes that one batch makes to a page table.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Changes {
     /// The Lsn of the batch.
     pub lsn: Lsn,
-    /// Stored inline for a single page, the most common case. A committing thread creates these and the
-    /// applier drops them; freeing memory that another thread allocated would make both wait for the
-    /// allocator's lock.
+    /// Final states of the pages that the batch touches. A single page, which is the most common case, is stored
+    /// inline. A committing thread allocates this list and the applier frees it, which can make both wait for the lock
+    /// of the allocator.
     pages: SmallVec<[(PageId, Option<PageInfo>); 1]>,
-    /// The new root, if it changed.
+    /// The new root, or `None` if the batch does not change the root.
     pub root: Option<Arc<Metadata>>,
-    /// One past the highest page id created.
+    /// One more than the highest page id that the batch created.
     pub(super) next_page: u64,
 }
 
 impl Changes {
-    /// Returns the touched pages in the order of their first mention; `None` for a deleted page.
+    /// Returns the touched pages in the order of their first operation. The description of a deleted page is `None`.
     #[must_use]
     pub fn pages(&self) -> &[(PageId, Option<PageInfo>)] {
         &self.pages
     }
 }
 
-/// The reason that a batch cannot be applied to a state. Nothing was changed.
+/// The reason why a batch cannot be applied to a state. The state is unchanged.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Refusal {
     /// An operation names a page that does not exist.
     #[error("there is no page {0}")]
     UnknownPage(PageId),
-    /// A create names a page that exists, or that the batch deleted.
+    /// A create names a page that exists, or a page that the batch deleted.
     #[error("page {0} exists")]
     PageExists(PageId),
-    /// A range exceeds its page.
+    /// The range of an operation exceeds its page.
     #[error("bytes {offset}..+{len} are outside page {page} of {page_len} bytes")]
     OutOfBounds {
-        /// The page's id.
+        /// The id of the page.
         page: PageId,
-        /// The first byte of the range.
+        /// Offset of the range in the page, in bytes.
         offset: u64,
         /// The length of the range in bytes.
         len: u64,
         /// The length of the page in bytes.
         page_len: u64,
     },
-    /// Another page has the key.
+    /// A create requests a key that belongs to another page.
     #[error("key {key} is page {holder}'s")]
     KeyTaken {
         /// The requested key.
         key: Key,
-        /// The page that has it.
+        /// The page to which the key belongs.
         holder: PageId,
     },
-    /// A value exceeds its limit.
+    /// A number or length exceeds its limit.
     #[error("{what} is {found}, over the limit of {limit}")]
     Limit {
-        /// The value that is too large.
+        /// Name of the number or length.
         what: &'static str,
-        /// The value found.
+        /// Value that was found.
         found: u64,
-        /// The limit exceeded.
+        /// Largest permitted value.
         limit: u64,
     },
-    /// A batch with an image of a page changes the bytes of the page in another way as well.
+    /// A batch replaces a page with an image and also changes the bytes of the page.
     #[error("an image of page {0} comes with other changes of its bytes")]
     ImageNotAlone(PageId),
     /// The length of an image differs from that of its page.
     #[error("an image of {len} bytes for page {page} of {page_len} bytes")]
     ImageLen {
-        /// The page's id.
+        /// The id of the page.
         page: PageId,
         /// The length of the image in bytes.
         len: u64,
         /// The length of the page in bytes.
         page_len: u64,
     },
-    /// A restore replaces the whole table, so it cannot be planned as an operation on it.
+    /// A restore must be the only operation of its batch, and cannot be planned.
     #[error("a restore stands alone in its batch")]
     Restore,
-    /// There is no memory for the plan.
+    /// There is not enough memory for the plan.
     #[error("there is no memory for {needed} bytes")]
     Memory {
-        /// Number of bytes requested.
+        /// Number of bytes that were requested.
         needed: u64,
     },
 }
@@ -111,7 +110,7 @@ impl From<Refusal> for Defect {
     }
 }
 
-/// Returns the refusal for a failed reservation of `count` items of this type.
+/// Returns the refusal for a failed reservation of `count` items.
 fn no_memory<T>(count: usize) -> Refusal {
     Refusal::Memory { needed: (count.saturating_mul(size_of::<T>())) as u64 }
 }
@@ -119,56 +118,54 @@ fn no_memory<T>(count: usize) -> Refusal {
 /// The rules that a plan checks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PlanMode {
-    /// All rules, for a new batch.
+    /// All rules, which apply to a new batch.
     Commit,
-    /// The rules for a batch from the log, replayed over images captured at different times.
-    /// [`PageTable::index_keys`] checks keys on the final state only.
+    /// The rules for a batch from the log. Pages may already include later batches, so keys are not checked until
+    /// [`PageTable::index_keys`].
     Replay,
 }
 
-/// The batch's own view of the pages that it touches.
+/// The states of pages while a batch is planned, as changes over a table.
 struct Overlay<'a> {
     table: &'a PageTable,
     lsn: Lsn,
-    /// Current states of the pages, in the order of their first mention; `None` for a deleted page. The plan
-    /// returns this list as is: copying it at the end would allocate memory for all pages of a long batch
-    /// again.
+    /// Current states of the touched pages, in the order of their first operation, or `None` for a deleted page. The
+    /// plan returns this list without copying it, because a copy for a long batch needs much memory.
     pages: SmallVec<[(PageId, Option<PageInfo>); 1]>,
-    /// Effects of the batch on each of these pages.
+    /// Effects of the batch on each touched page.
     marks: SmallVec<[PageMark; 8]>,
-    /// Whether the page ids ascend, so that a page can be found by binary search. Long batches usually visit
-    /// their pages in order, and hashing each page took a third of the time to plan such a batch.
+    /// Whether the ids of the touched pages ascend, so that binary search finds a page. Long batches usually touch
+    /// pages in order. Hashing each page took a third of the time to plan such a batch.
     is_rising: bool,
-    /// Index of each page in the list. Used only if there are many pages and their ids do not ascend; most
-    /// batches touch one or two pages.
+    /// Index of each touched page in the list. Used only for many pages whose ids do not ascend.
     index: HashMap<PageId, usize>,
 }
 
-/// Maximum number of touched pages that are searched linearly.
+/// Maximum number of touched pages for a linear search.
 const UNINDEXED_MAX: usize = 8;
 
-/// The effect of a batch on a page so far.
+/// The effect of a batch on one page so far.
 #[derive(Clone, Copy)]
 struct PageMark {
     content: Content,
-    /// Whether this batch has already raised the page's epoch.
+    /// Whether the batch has already raised the epoch of the page.
     is_raised: bool,
 }
 
-/// The effect of a batch on a page's bytes so far.
+/// The effect of a batch on the bytes of one page so far.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Content {
-    /// At most the length has changed.
+    /// The bytes are unchanged, but the length may have changed.
     Kept,
     Changed,
-    /// An image replaces the bytes, which excludes any other change.
+    /// An image replaces the bytes. No other operation may change them.
     Image,
 }
 
 impl Overlay<'_> {
     fn position(&self, page: PageId) -> Option<usize> {
         if self.is_rising {
-            // Usually the page is the last one, or comes after it.
+            // Usually the page is the last one, or has a higher id.
             let last = self.pages.len().checked_sub(1)?;
             match self.pages[last].0.cmp(&page) {
                 Ordering::Less => None,
@@ -182,12 +179,12 @@ impl Overlay<'_> {
         }
     }
 
-    /// Returns a touched page, if it exists.
+    /// Returns the current state of a touched page, unless it was deleted.
     fn get(&self, page: PageId) -> Option<&PageInfo> {
         self.pages[self.position(page)?].1.as_ref()
     }
 
-    /// Sets the state of a created or deleted page.
+    /// Sets the state of a page that the batch created or deleted.
     fn set(&mut self, page: PageId, state: Option<PageInfo>) -> Result<(), Refusal> {
         let mark = PageMark { content: Content::Kept, is_raised: true };
         match self.position(page) {
@@ -205,7 +202,7 @@ impl Overlay<'_> {
         self.pages.push((page, state));
         self.marks.push(mark);
         if !self.is_rising && self.pages.len() > UNINDEXED_MAX {
-            // Pages added while the ids ascended or the pages were few are not in the index yet.
+            // Also add the pages that were touched before the index was needed.
             let missing = self.pages.iter().enumerate().skip(self.index.len());
             let refused = |_| no_memory::<(PageId, usize)>(2 * at);
             self.index.try_reserve(missing.len()).map_err(refused)?;
@@ -214,14 +211,13 @@ impl Overlay<'_> {
         Ok(at)
     }
 
-    /// Returns the state of the page at an index, unless it was deleted.
+    /// Returns the state of the touched page at an index. Returns an error if the page was deleted.
     fn state(&mut self, at: usize) -> Result<&mut PageInfo, Refusal> {
         let (page, state) = &mut self.pages[at];
         state.as_mut().ok_or(Refusal::UnknownPage(*page))
     }
 
-    /// Touches a page that moves, and returns its index. The batch becomes the page's Lsn, but its epoch is
-    /// unchanged.
+    /// Touches a page without raising its epoch, for a move. Sets the Lsn of the page and returns its index.
     fn touch_place(&mut self, page: PageId) -> Result<usize, Refusal> {
         if let Some(at) = self.position(page) {
             return Ok(at);
@@ -231,7 +227,7 @@ impl Overlay<'_> {
         self.push(page, Some(info), PageMark { content: Content::Kept, is_raised: false })
     }
 
-    /// Touches a page that changes, and returns its index. Its epoch rises once per batch.
+    /// Touches a page and returns its index. Raises the epoch of the page once per batch.
     fn touch(&mut self, page: PageId) -> Result<usize, Refusal> {
         let at = self.touch_place(page)?;
         let is_raised = std::mem::replace(&mut self.marks[at].is_raised, true);
@@ -242,14 +238,14 @@ impl Overlay<'_> {
         Ok(at)
     }
 
-    /// Touches a page that changes, and returns its state for modification.
+    /// Touches a page and returns its state for modification. Raises the epoch of the page once per batch.
     fn touch_info(&mut self, page: PageId) -> Result<&mut PageInfo, Refusal> {
         let at = self.touch(page)?;
         self.state(at)
     }
 
-    /// Touches a page whose bytes change, and returns its state. Fails if an image is combined with other
-    /// changes.
+    /// Touches a page whose bytes change, and returns its state for modification. Returns an error if an image is
+    /// combined with another change.
     fn touch_content(&mut self, page: PageId, content: Content) -> Result<&mut PageInfo, Refusal> {
         let at = self.touch(page)?;
         let before = &mut self.marks[at].content;
@@ -262,7 +258,7 @@ impl Overlay<'_> {
         self.state(at)
     }
 
-    /// Touches a page whose bytes an image replaces.
+    /// Touches a page whose bytes an image replaces, and checks the length of the image.
     fn touch_image(&mut self, page: PageId, len: u64) -> Result<(), Refusal> {
         let page_len = self.touch_content(page, Content::Image)?.len;
         if len == page_len { Ok(()) } else { Err(Refusal::ImageLen { page, len, page_len }) }
@@ -275,10 +271,10 @@ impl Overlay<'_> {
 }
 
 impl PageTable {
-    /// Plans the changes of a batch with number `lsn` (SPEC R2).
+    /// Computes the changes that batch `lsn` makes to the table (SPEC R2). The table is not modified.
     ///
     /// # Errors
-    /// Returns a [`Refusal`] and the index of the refused operation. Nothing is changed.
+    /// Returns the index of the first refused operation and a [`Refusal`].
     pub fn plan<'a>(
         &self,
         lsn: Lsn,
@@ -289,10 +285,10 @@ impl PageTable {
         let mut overlay = Overlay { table: self, lsn, pages, marks, is_rising: true, index };
         let mut root: Option<Arc<Metadata>> = None;
         let mut next_page = self.next_page;
-        // Keys assigned and freed by this batch, in order.
+        // Keys that the batch has assigned and freed so far.
         let mut keys_new: HashMap<Key, PageId> = HashMap::new();
         let mut keys_freed: HashSet<Key> = HashSet::new();
-        // Sizes are checked once at the end, so setting and removing many entries costs one encoding.
+        // Lengths are checked at the end, so that many entries of a page need one encoding.
         let mut metadata_grown: Vec<(usize, PageId)> = Vec::new();
         let mut root_grown: Option<usize> = None;
 
@@ -302,9 +298,8 @@ impl PageTable {
                     Op::Create { page, len, place, key, metadata } => {
                         check_page_len(*len)?;
                         check_place(*place)?;
-                        // An id is not reused even in the batch that deletes its page. A reader that starts a
-                        // page at its create applies all of this batch to it, including the old page's
-                        // changes.
+                        // An id is not reused, even in the batch that deletes its page. A reader that starts a page at
+                        // its create applies the whole batch, which would include changes of the old page.
                         let is_used = overlay.position(*page).is_some() || self.pages.get(*page).is_some();
                         if is_used {
                             return Err(Refusal::PageExists(*page));
@@ -410,7 +405,7 @@ fn check_place(place: Place) -> Result<(), Refusal> {
     }
 }
 
-/// Returns the next epoch, after checking the limit.
+/// Returns the next epoch, or an error if it exceeds its limit.
 pub(super) fn next_epoch(epoch: Epoch) -> Result<Epoch, Refusal> {
     check_number("page's epoch", epoch.0.saturating_add(1), NUMBER_MAX)?;
     Ok(Epoch(epoch.0 + 1))

@@ -1,11 +1,10 @@
-//! Compares the fast path for batches that only change bytes with the general one.
+//! Compares the fast path for batches that only change bytes with the general path.
 
 use super::*;
 use crate::frame::{FrameHeader, FrameKind};
 use crate::ids::{Incarnation, StoreId, Width};
 use crate::op::{Indices, Op, PayloadWriter, decode_payload};
 
-/// A deterministic source of random numbers.
 struct Random(u64);
 
 impl Random {
@@ -18,7 +17,7 @@ impl Random {
 const BYTES: [u8; 60] = [7; 60];
 const INDICES: [u8; 8] = [0, 0, 0, 0, 9, 0, 0, 0];
 
-/// Returns an operation on one of the pages 1 to 9, which usually fits a page of 100 bytes.
+/// Returns a random operation on one of the pages 1 to 9. Most operations are valid for a page of 100 bytes.
 fn draw(random: &mut Random) -> Op<'static> {
     let page = PageId(1 + random.below(9));
     let offset = random.below(45);
@@ -42,7 +41,7 @@ fn combined_byte_changes_equal_batch_application() {
     let (mut table, mut expected) = (new(), new());
     let (mut refused, mut changed) = (0, 0);
     for lsn in (1..4000).map(Lsn) {
-        // In about two of three cases, too few operations for one to name a missing page or exceed its page.
+        // About two of three batches have so few operations that all are valid.
         let count = random.below(4) * random.below(4);
         let ops: Vec<OpAt<'_>> = (0..count).map(|_| OpAt { op: draw(&mut random), body_at: 0 }).collect();
         let plan = expected.plan(lsn, &ops, PlanMode::Replay).map_err(|(_, refusal)| refusal);
@@ -60,7 +59,7 @@ fn combined_byte_changes_equal_batch_application() {
     assert!(changed > 300 && refused > 300, "{changed} changed, {refused} refused");
 }
 
-/// Returns the frame headers of batches with these payloads, numbered from `first` on.
+/// Returns frame headers for batches with these payloads, numbered from `first` on.
 fn frames(first: u64, payloads: &[Vec<u8>]) -> Vec<FrameHeader> {
     let header = |(payload, lsn): (&Vec<u8>, u64)| FrameHeader {
         kind: FrameKind::Batch,
@@ -78,7 +77,7 @@ fn frames(first: u64, payloads: &[Vec<u8>]) -> Vec<FrameHeader> {
     payloads.iter().zip(first..).map(header).collect()
 }
 
-/// Applies each batch with [`PageTable::change_bytes`], up to one that is rejected.
+/// Applies batches with [`PageTable::change_bytes`] until one is refused.
 fn followed(mut table: PageTable, first: u64, payloads: &[Vec<u8>]) -> Result<PageTable, Refusal> {
     for (payload, lsn) in payloads.iter().zip(first..) {
         table.change_bytes(Lsn(lsn), &decode_payload(payload).unwrap()).expect("bytes alone")?;
@@ -120,7 +119,7 @@ fn combined_batches_equal_individual_application() {
             Ok(expected) => {
                 assert!(table.change_pages(&summed) && table == expected, "round {round}");
                 changed += 1;
-                // Changes already in the table are not applied again.
+                // Changes that the table already includes are not applied again.
                 assert!(!table.change_pages(&summed) && table == expected, "round {round}");
             }
             Err(_) => {
@@ -197,8 +196,7 @@ fn only_byte_changes_are_combined() {
     }
 }
 
-/// If a page were not found again, it would be listed twice, and its epoch would be raised from the old one
-/// twice.
+/// If a page were not found again, it would be listed twice and its epoch would be raised twice.
 #[test]
 fn pages_are_found_in_any_batch_order() {
     let mut random = Random(7);
@@ -209,7 +207,7 @@ fn pages_are_found_in_any_batch_order() {
         let falling = rising.iter().rev().copied().collect();
         let mut shuffled = rising.clone();
         (1..count).for_each(|at| shuffled.swap(at as usize, random.below(at + 1) as usize));
-        // Rises up to the middle, then continues from the start.
+        // Ascends up to the middle, then continues from the start.
         let late_fall = rising.iter().map(|page| (page + count / 2) % count + 1).collect();
         for order in [&rising, &falling, &shuffled, &late_fall] {
             for again in [&rising, &falling, &shuffled] {

@@ -1,4 +1,4 @@
-//! Windows of pages: the wanted bytes of a page while operations are applied to it.
+//! Windows of pages. A window contains the requested bytes of a page while operations are applied to the page.
 
 use std::ops::Range;
 
@@ -10,11 +10,10 @@ use crate::op::Op;
 use crate::state::apply::{apply_clipped, assert_fits, part_len};
 use crate::state::bases::Base;
 
-/// The bytes of a window of a page while operations are applied. Never holds more bytes than the window
-/// contains in the final state.
+/// The bytes of a page inside a window, to which operations are applied.
 ///
-/// No operation reads a page's bytes, so bytes outside the window never affect it, however long the page is
-/// at intermediate steps. Memory is allocated once, for no more than the window (I10).
+/// No operation reads bytes of a page, so bytes outside the window never affect bytes inside, and intermediate lengths
+/// of the page do not matter. Memory is allocated once, for the length of the window (I10).
 ///
 /// ```
 /// use remanent_format::PageId;
@@ -31,23 +30,23 @@ use crate::state::bases::Base;
 #[derive(Clone, Debug)]
 pub struct PageWindow {
     bytes: Vec<u8>,
-    /// Current length of the page in bytes. `bytes` holds the part of the page inside the window.
+    /// Current length of the page in bytes. `bytes` is the part of the page inside the window.
     page_len: u64,
     window: Range<u64>,
 }
 
 impl PageWindow {
-    /// Creates a window of a page with a current length of `page_len`. The window must not extend past the
-    /// final length of the page.
+    /// Creates a window of a page whose current length is `page_len`. The window must be within the final length of the
+    /// page.
     ///
-    /// `bytes` starts at the start of the window and contains at least the part of the page inside the
-    /// window; bytes after it are dropped. Applying operations allocates no more memory.
+    /// `bytes` contains the part of the page from the start of the window on. Bytes after the window are dropped.
+    /// Operations allocate no more memory.
     ///
     /// # Errors
-    /// Returns [`Defect::Memory`] if there is no memory for the window.
+    /// Returns [`Defect::Memory`] if there is not enough memory for the window.
     ///
     /// # Panics
-    /// Panics if `bytes` is shorter than that or extends past the end of the page.
+    /// Panics if `bytes` does not cover the part of the page inside the window, or extends past the end of the page.
     pub fn new(mut bytes: Vec<u8>, page_len: u64, window: Range<u64>) -> Result<Self, Defect> {
         let given = bytes.len();
         let (least, most) = (part_len(page_len, &window), page_len.saturating_sub(window.start) as usize);
@@ -60,10 +59,10 @@ impl PageWindow {
         Ok(Self { bytes, page_len, window })
     }
 
-    /// Applies an operation as [`crate::state::apply::apply`] does to a whole page.
+    /// Applies an operation to the page, as [`crate::state::apply::apply`] does to all of its bytes.
     ///
     /// # Panics
-    /// Panics if the operation does not fit the current length of the page.
+    /// Panics if the range of the operation exceeds the current length of the page.
     pub fn apply(&mut self, op: &Op<'_>) {
         assert_fits(op, self.page_len);
         match op {
@@ -80,13 +79,13 @@ impl PageWindow {
         self.page_len
     }
 
-    /// Returns the bytes of the window, up to the current end of the page.
+    /// Returns the bytes of the page inside the window, up to the current end of the page.
     #[must_use]
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }
 
-    /// Returns the bytes of the window, up to the current end of the page.
+    /// Consumes the window and returns its bytes, up to the current end of the page.
     #[must_use]
     pub fn into_bytes(self) -> Vec<u8> {
         self.bytes
@@ -96,11 +95,10 @@ impl PageWindow {
 #[cfg(test)]
 mod tests;
 
-/// Loads the base of a page whose final length is `final_len`. The whole image is proven, and up to
-/// `final_len` bytes are kept.
+/// Reads and proves the base of a page. Returns a window with the first `final_len` bytes of the page.
 ///
 /// # Errors
-/// Returns [`Damage`] in the image, or if there is no memory.
+/// Returns [`Damage`] if the image is damaged, or if there is not enough memory.
 pub fn load_base(source: &dyn ReadAt, base: &Base, final_len: u64) -> Result<PageWindow, Damage> {
     let (file, offset) =
         base.image.map_or((FileName::Store, 0), |image| (FileName::Pages(image.file), image.offset));
@@ -112,11 +110,11 @@ pub fn load_base(source: &dyn ReadAt, base: &Base, final_len: u64) -> Result<Pag
     PageWindow::new(bytes, base.len, 0..final_len).map_err(at)
 }
 
-/// Loads a window of a base of `base_len` bytes. The image, if any, was already proven, so only the bytes
-/// needed are read.
+/// Reads a window of a base of `base_len` bytes. `image` is the proven image of the base, or `None` for zeros. Only the
+/// bytes inside the window are read.
 ///
 /// # Errors
-/// Returns [`Damage`] in the image that occurred after it was proven, or if there is no memory.
+/// Returns [`Damage`] if the image has changed since it was proven, or if there is not enough memory.
 pub fn load_window(
     source: &dyn ReadAt,
     base_len: u64,
@@ -126,7 +124,7 @@ pub fn load_window(
     let (file, offset) = image.map_or((FileName::Store, 0), ProvenImage::location);
     let at = |defect: Defect| defect.at(file, offset);
     let mut bytes = zeros(part_len(base_len, &window) as u64).map_err(at)?;
-    // If the page was extended later, its window may start after the end of the image.
+    // The page may have been extended later, so the window may start after the end of the image.
     if let Some(image) = image.filter(|_| !bytes.is_empty()) {
         image.read(source, window.start, &mut bytes)?;
     }

@@ -1,4 +1,4 @@
-//! Compares the head of a page with the whole page, truncated.
+//! Compares the first bytes of a page with those of the whole page.
 
 use super::{PageWindow, load_window};
 use crate::defect::Defect;
@@ -12,10 +12,9 @@ use crate::state::trail::reach;
 use crate::value::Metadata;
 
 const PAGE: PageId = PageId(1);
-/// Maximum length of a page in these tests.
+/// Maximum length of a page in these tests, in bytes.
 const PAGE_LEN_MAX: u64 = 200;
 
-/// A deterministic source of random numbers.
 struct Random(u64);
 
 impl Random {
@@ -29,7 +28,7 @@ impl Random {
     }
 }
 
-/// Appends an operation that fits a page of `len` bytes. Returns the length of the page after it.
+/// Appends a random operation that is valid for a page of `len` bytes. Returns the new length of the page.
 fn draw(random: &mut Random, ops: &mut PayloadWriter, len: u64) -> u64 {
     let width = Width::from_bytes(1 << random.below(5)).unwrap();
     let element = width.bytes() as u64;
@@ -78,7 +77,7 @@ fn draw(random: &mut Random, ops: &mut PayloadWriter, len: u64) -> u64 {
     len
 }
 
-/// Returns true if an element of the operation spans byte `end`.
+/// Returns true if an element of the operation extends across byte `end`.
 fn straddles(op: &Op<'_>, end: u64) -> bool {
     let lies_across = |start: u64, len: u64| start < end && end < start + len;
     match op {
@@ -170,7 +169,7 @@ fn window_beyond_final_page_panics() {
     head.apply(&Op::Write { page: PAGE, offset: 4, bytes: &[1; 2] });
 }
 
-/// An image file with one payload, at the lowest possible offset.
+/// An image file that contains one payload, at the lowest possible offset.
 struct OnePayload(Vec<u8>);
 
 impl ReadAt for OnePayload {
@@ -191,7 +190,7 @@ impl ReadAt for OnePayload {
 
 const IMAGE_AT: u64 = 4096;
 
-/// If a page was extended later, a window may start after the end of its image.
+/// The window may start after the end of the image, if the page was extended later.
 #[test]
 fn window_contains_image_bytes_and_nothing_past_its_end() {
     let content = [1, 2, 3, 4, 5];
