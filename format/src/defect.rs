@@ -63,7 +63,7 @@ pub enum Defect {
         /// Value that was found in the field.
         found: u64,
     },
-    /// A field contains a value other than the one that its position requires.
+    /// A field does not contain the value that its position requires.
     #[error("{what} is {found}, expected {expected}")]
     Mismatch {
         /// Name of the field.
@@ -142,7 +142,7 @@ impl Defect {
         }
     }
 
-    /// Returns true if the bytes could not be read, so that they may still be valid.
+    /// Returns true if the bytes could not be read. The bytes may still be valid.
     #[must_use]
     pub fn is_unreadable(&self) -> bool {
         matches!(self, Defect::Unreadable(_) | Defect::Shortage { .. } | Defect::Memory { .. })

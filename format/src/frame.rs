@@ -12,7 +12,7 @@ use crate::ids::{Incarnation, LogPoint, Lsn, SnapshotId, StoreId};
 use crate::layout::{Field, layout};
 use crate::limits::{FRAME_ALIGN, FRAME_PAYLOAD_LEN_MAX, NUMBER_MAX, align_up};
 
-/// First bytes of a frame header.
+/// Magic bytes at the start of a frame header.
 pub const FRAME_MAGIC: [u8; 4] = *b"RMFR";
 /// Length of a frame header in bytes.
 pub const FRAME_HEADER_LEN: u64 = FrameHeaderRaw::LEN as u64;
@@ -191,8 +191,8 @@ impl UncheckedFrame {
         self.header.store == store && self.header.segment == segment && self.header.offset == offset
     }
 
-    /// Returns the header, which must not be used for replay. It serves display, and its durable mark is testimony
-    /// (I4).
+    /// Returns the header for display, and for the durable mark as testimony (I4). The header must not be used for
+    /// replay.
     #[must_use]
     pub fn unproven(&self) -> &FrameHeader {
         &self.header
@@ -330,10 +330,10 @@ pub fn counting_entries(mut entries: Vec<VerifiedSnapshot>) -> Vec<VerifiedSnaps
     entries
 }
 
-/// Returns true if the bytes are a frame header that was written at this position, even if the header is damaged. A
-/// frame that names another position was written before the segment was recycled.
+/// Returns true if the bytes resemble a frame header that was written at this position, even if the header is damaged.
+/// A frame that names another position was written before the segment was recycled.
 ///
-/// The result serves reports only.
+/// The result is suitable only for reports, because damaged bytes prove nothing.
 #[must_use]
 pub fn looks_like_frame(
     bytes: &[u8],

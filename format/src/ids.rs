@@ -105,7 +105,7 @@ impl Field for StoreId {
 
 /// A run of the log. Every open for writing begins a new incarnation with a higher number.
 ///
-/// The random part distinguishes two opens that use the same number because the first of them crashed.
+/// The random part distinguishes an open from an earlier open with the same number that crashed before it completed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Incarnation {
     /// Number of the incarnation, rising from 1; 0 means none.

@@ -129,19 +129,20 @@ pub trait ReadAt {
     /// Returns the names of all files in a folder, in any order. The list is empty if the folder does not exist.
     ///
     /// # Errors
-    /// Returns an error of the medium.
+    /// Returns an I/O error if the medium cannot be read.
     fn list(&self, folder: Folder) -> std::io::Result<Vec<String>>;
 
     /// Returns the length of a file in bytes, or `None` if the file does not exist.
     ///
     /// # Errors
-    /// Returns an error of the medium.
+    /// Returns an I/O error if the medium cannot be read.
     fn len(&self, file: FileName) -> std::io::Result<Option<u64>>;
 
     /// Fills `out` with the bytes of `file` that start at `offset`.
     ///
     /// # Errors
-    /// Returns `UnexpectedEof` if the file ends before `out` is full, or an error of the medium.
+    /// Returns `UnexpectedEof` if the file ends before `out` is full, or an I/O error if the medium cannot be
+    /// read.
     fn read_at(&self, file: FileName, offset: u64, out: &mut [u8]) -> std::io::Result<()>;
 }
 

@@ -14,7 +14,7 @@ use crate::limits::{GROUP_ALIGN, NUMBER_MAX, SEGMENT_LEN_MAX, SEGMENT_LEN_MIN};
 pub const FORMAT_VERSION: u32 = 1;
 /// Length of the header block of a segment in bytes. The first group starts at this offset.
 pub const SEGMENT_HEADER_BLOCK: u64 = 4096;
-/// First bytes of a segment.
+/// Magic bytes at the start of a segment.
 pub const SEGMENT_MAGIC: [u8; 8] = *b"RMNTSEGM";
 /// Flag in the header of an opening segment.
 pub const FLAG_OPENING: u32 = 1;

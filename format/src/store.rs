@@ -24,7 +24,7 @@ use crate::limits::{ANCESTORS_MAX, IDENTITY_LEN_MAX, STORE_RECORD_LEN_MAX};
 use crate::segment::FORMAT_VERSION;
 use crate::value::{bincode_config, decode_all};
 
-/// First bytes of STORE.
+/// Magic bytes at the start of the STORE file.
 pub const STORE_MAGIC: [u8; 8] = *b"RMNTSTOR";
 
 /// The incompatible features that this build supports and writes. Each entry is a bit number and a name, as in SPEC.md.
@@ -88,8 +88,8 @@ impl Features {
     pub const WRITTEN: Self =
         Self { compatible: 0, read_compatible: KNOWN_READ_COMPATIBLE, incompatible: KNOWN_INCOMPATIBLE };
 
-    /// Returns the features with those of this build added. The caller must write the result to STORE before it writes
-    /// anything else.
+    /// Returns the union of these features and the features of this build. The caller must write the result to STORE
+    /// before it writes anything else.
     #[must_use]
     pub const fn with_written(self) -> Self {
         Self {

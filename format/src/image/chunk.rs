@@ -8,7 +8,7 @@ use crate::ids::{Epoch, Lsn, PageId, StoreId};
 use crate::layout::layout;
 use crate::limits::{CHUNK_IMAGES_MAX, CHUNK_LEN_MAX, FRAME_ALIGN, GROUP_ALIGN, align_up};
 
-/// First bytes of a chunk.
+/// Magic bytes at the start of a chunk.
 pub const CHUNK_MAGIC: [u8; 8] = *b"RMNTCHNK";
 
 layout! {
@@ -294,7 +294,8 @@ impl ChunkHeader {
     /// Checks that the header names this store, image file and offset (SPEC C2).
     ///
     /// # Errors
-    /// Returns [`Defect::Foreign`] if it names another store, and [`Defect::Mismatch`] if it names another position.
+    /// Returns [`Defect::Foreign`] if the header names another store, and [`Defect::Mismatch`] if it names another
+    /// position.
     pub fn check_location(&self, store: StoreId, file: u64, offset: u64) -> Result<(), Defect> {
         if self.store != store {
             return Err(Defect::Foreign);

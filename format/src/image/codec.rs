@@ -130,7 +130,7 @@ pub(super) fn decompress(frames: &[u8], len: u64, mut sink: impl FnMut(&[u8])) -
     })
 }
 
-/// Decompresses as [`decompress`] does, until `sink` breaks.
+/// Decompresses as [`decompress`] does, until `sink` returns `Break`.
 pub(crate) fn decompress_from(
     frames: impl BufRead,
     len: u64,

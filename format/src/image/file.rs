@@ -7,7 +7,7 @@ use crate::segment::FORMAT_VERSION;
 
 /// Length of the header block of an image file in bytes. The first chunk starts at this offset.
 pub const IMAGE_HEADER_BLOCK: u64 = 4096;
-/// First bytes of an image file.
+/// Magic bytes at the start of an image file.
 pub const IMAGE_FILE_MAGIC: [u8; 8] = *b"RMNTPAGE";
 
 layout! {

@@ -28,8 +28,8 @@ pub struct ImageRef {
 }
 
 impl ImageRef {
-    /// Returns the image files that contain this image, each with the number of bytes it stores. An overlay has two
-    /// files, its own and that of its base.
+    /// Returns the image files that contain this image, each with the number of stored bytes. An overlay has two files,
+    /// its own and that of its base.
     pub fn files(&self) -> impl Iterator<Item = (u64, u64)> + use<> {
         let base = match self.codec {
             Codec::Raw | Codec::Zstd => None,

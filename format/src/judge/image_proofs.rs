@@ -40,7 +40,7 @@ impl<'s> ImageProofs<'s> {
         defect.map(|defect| defect.at_lsn(FileName::Pages(image.file), image.offset, lsn))
     }
 
-    /// Removes damaged images from the cache. A running writer may have been deleting them when they were read.
+    /// Removes damaged images from the cache. A running writer may have deleted these images during the reads.
     pub fn forget_damaged(&mut self) {
         self.read.retain(|_, defect| defect.is_none());
     }

@@ -61,7 +61,7 @@ impl Record<'_> {
     }
 
     /// Returns the damage to manifests of recorded snapshots. Such a manifest is missing or unreadable, or differs from
-    /// the one that was verified.
+    /// the verified manifest.
     ///
     /// No other check detects this loss, because recovery starts from another snapshot. The name of the snapshot is
     /// lost as well, because only the manifest contains the name.
@@ -96,8 +96,8 @@ pub struct Start {
     pub snapshot: Option<SnapshotId>,
     /// The states that the newest seal promises to keep available from this candidate.
     pub role: Role,
-    /// The damage that prevents recovery from starting here. Empty for candidates after the one that recovery starts
-    /// from, because they are not checked.
+    /// The damage that prevents recovery from starting here. Empty for candidates that are not checked, because
+    /// recovery starts from an earlier candidate.
     pub blocked_by: Vec<Damage>,
     /// Damage to images of pages on disk that an open does not read. Reads of such a page fail until a batch replaces
     /// or deletes the page.

@@ -1,7 +1,7 @@
 //! Start points of walks that did not reach the end of the log.
 //!
-//! All walks to the end of the log read the same last frames. Without this record, every snapshot would cause one walk
-//! to the same damage.
+//! All walks to the end of the log read the same last frames. Without this record, a walk from every snapshot would
+//! read up to the same damage.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};

@@ -20,8 +20,9 @@ pub struct Segment {
     pub header: Result<SegmentHeader, Defect>,
     /// The incarnation of the first own frame at a multiple of 4096, or `None` if there is no such frame.
     pub frames: Option<Incarnation>,
-    /// Whether the segment is readable, has a valid header and contains no own frame. Such a segment cannot testify (I4), so it need not
-    /// be searched again. Frames that a running writer adds later are found by the next map.
+    /// Whether the segment is readable, has a valid header and contains no own frame. Such a segment contains no
+    /// testimony (I4), so it need not be searched again. Frames that a running writer adds later are found by the next
+    /// map.
     pub(super) is_blank: bool,
 }
 
@@ -38,7 +39,7 @@ impl Segment {
     }
 }
 
-/// The segments of a store, and the line of incarnations that leads to the newest one.
+/// The segments of a store, and the line of incarnations that leads to the newest incarnation.
 #[derive(Clone, Debug)]
 pub struct LogMap {
     pub(super) store: StoreId,

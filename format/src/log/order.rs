@@ -1,5 +1,5 @@
 //! One step in the order of the log: the possible locations of the next frame, and the check of a frame header (I3).
-//! The walk uses these functions, and so do followers, which read a log while it is written.
+//! The walk of a log and followers of a running writer use these functions.
 
 use crate::defect::Defect;
 use crate::frame::{FrameHeader, UncheckedFrame};
@@ -9,7 +9,7 @@ use crate::segment::SEGMENT_HEADER_BLOCK;
 
 /// Returns the three locations at which the frame after `point` can start (SPEC W3): directly after `point`, at the
 /// next group boundary, and at the start of the next segment. Each location is a segment number and an offset. The next
-/// frame is the first valid one.
+/// frame is at the first location that contains a valid frame.
 #[must_use]
 pub fn next_locations(point: &LogPoint) -> [(u64, u64); 3] {
     [

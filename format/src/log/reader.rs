@@ -13,7 +13,7 @@ use crate::names::{FileName, ReadAt};
 use crate::segment::SEGMENT_HEADER_BLOCK;
 
 /// Minimum length of a read, in bytes. Shorter reads fit into the second-level cache of a processor, but copy from the
-/// page cache hardly faster (6.7 GB/s instead of 6.2 GB/s). They do not shorten a replay.
+/// page cache hardly faster (6.7 GB/s instead of 6.2 GB/s). Shorter reads do not shorten a replay.
 const READ_AHEAD: u64 = 1 << 20;
 /// Length in bytes of the first read of a search. A search usually needs only the start of a segment.
 const FIRST_READ_LEN: u64 = 64 << 10;
@@ -66,9 +66,9 @@ impl<'s, B> Reading<'s, B> {
     }
 }
 
-/// Maximum length in bytes of an allocation that cannot return an error. A search skips headers that it cannot read. It
-/// must not skip a valid frame because memory is short, so an allocation for a header never fails. If a longer
-/// allocation fails, the reader allocates only the requested length.
+/// Maximum length in bytes of an allocation that cannot return an error. A search skips unreadable headers, and must
+/// not skip a valid frame because memory is short. Allocations for headers therefore never fail. If a longer allocation
+/// fails, the reader allocates only the requested length.
 const NEVER_REFUSED_LEN: usize = FIRST_READ_LEN as usize;
 
 /// Allocates from the global allocator.
@@ -150,7 +150,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
     }
 
     /// Returns the buffer that contains `len` bytes from `offset`, and the position of these bytes in the buffer. The
-    /// buffer does not change while a caller shares it; later reads use another one. Returns the same errors as
+    /// buffer does not change while a caller shares it; later reads use another buffer. Returns the same errors as
     /// [`bytes`](Self::bytes).
     pub fn shared(&mut self, offset: u64, len: usize) -> Result<(&Arc<B>, usize), Defect> {
         let file_len = self.file_len()?;

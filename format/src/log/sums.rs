@@ -14,7 +14,7 @@ use crate::ids::StoreId;
 use crate::limits::{FRAME_ALIGN, align_up};
 
 /// Minimum length in bytes of a checksum that is combined with others. Combining two checksums takes about as long as
-/// computing one over this many bytes. A shorter one is used only if it covers a whole payload.
+/// computing one over this many bytes. A shorter checksum is used only if it covers a whole payload.
 const JOINED_LEN_MIN: u64 = 16 << 10;
 
 /// Checksums of some ranges of a chunk of a segment, in the order of their offsets.
@@ -36,8 +36,8 @@ impl RangeSum {
 }
 
 impl ChunkSums {
-    /// Computes the checksums of a chunk of a segment that starts at `offset`. They cover the payload of each frame
-    /// header in the chunk, and the bytes before the first header, which may belong to an earlier payload.
+    /// Computes the checksums of a chunk of a segment that starts at `offset`. The checksums cover the payload of each
+    /// frame in the chunk, and the bytes before the first frame, which may belong to an earlier payload.
     #[must_use]
     pub fn of(chunk: &[u8], store: StoreId, segment: u64, offset: u64) -> Self {
         let mut sums = Self::default();
@@ -101,8 +101,8 @@ impl BufferedSums {
         self.last = 0;
     }
 
-    /// Adds the checksums of bytes that were appended to the buffer. If memory is short, they are dropped and computed
-    /// again when they are needed.
+    /// Adds the checksums of bytes that were appended to the buffer. If memory is short, the checksums are dropped and
+    /// computed again on use.
     pub fn extend(&mut self, chunks: Vec<ChunkSums>) {
         if self.sums.try_reserve(chunks.iter().map(|chunk| chunk.0.len()).sum()).is_err() {
             return;

@@ -42,7 +42,7 @@ pub struct LogEnd {
     /// The end of the last batch that a durable mark proves. Batches between `proven` and `accepted` may exist only in
     /// a cache (I6).
     pub proven: LogPoint,
-    /// The torn tail after `accepted`, or `None` if there is no trace of one.
+    /// The torn tail after `accepted`, or `None` if no trace of a torn tail was found.
     pub torn: Option<TornTail>,
     /// The snapshots that the last seal lists as verified. Empty if the walk read no seal.
     pub verified: Vec<VerifiedSnapshot>,
@@ -77,8 +77,8 @@ struct Break {
 }
 
 impl Break {
-    /// Returns the location to report: the first unreadable one (SPEC E6), otherwise the first that resembles a frame,
-    /// otherwise the first.
+    /// Returns the location to report. An unreadable location precedes one that resembles a frame (SPEC E6), and the
+    /// earlier of two equal locations is returned.
     fn or(self, other: Self) -> Self {
         let rank = |of: &Self| (of.defect.is_unreadable(), of.is_frame_like);
         if rank(&other) > rank(&self) { other } else { self }

@@ -151,7 +151,7 @@ impl Manifest {
         Ok((manifest, raw.header_crc))
     }
 
-    /// Checks that the second copy equals the first and that the file ends after it. The first copy must be valid.
+    /// Checks that the second copy equals the first, which must be valid, and that the file ends after the second copy.
     fn check_second(bytes: &[u8]) -> Result<(), Defect> {
         let header = ManifestHeaderRaw::from_bytes(array(bytes, 0)?);
         let (at, len) = (copy_at(bytes, 1), ManifestHeaderRaw::LEN + header.body_len as usize);
@@ -179,7 +179,7 @@ impl ManifestEntry {
         }
     }
 
-    /// Decodes the entry at offset `at` of the body. Returns the entry and the offset of the next one.
+    /// Decodes the entry at offset `at` of the body. Returns the entry and the offset of the next entry.
     fn decode(body: &[u8], at: usize) -> Result<(Self, usize), Defect> {
         let raw = ManifestEntryRaw::from_bytes(array(body, at)?);
         check_zeros("reserved entry bytes", &raw.reserved)?;
@@ -312,7 +312,7 @@ fn blank_entries(count: u64) -> Result<Vec<ManifestEntry>, Defect> {
     Ok(entries)
 }
 
-/// Decodes entries from offset `at` on into the slice. Returns the offset after the last one.
+/// Decodes entries from offset `at` on into the slice. Returns the offset after the last entry.
 fn decode_entries(body: &[u8], mut at: usize, entries: &mut [ManifestEntry]) -> Result<usize, Defect> {
     for entry in entries {
         (*entry, at) = ManifestEntry::decode(body, at)?;

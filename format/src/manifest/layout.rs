@@ -5,7 +5,7 @@ use crate::image::Codec;
 use crate::layout::layout;
 use crate::limits::{GROUP_ALIGN, align_up};
 
-/// First bytes of each copy of a manifest.
+/// Magic bytes at the start of each copy of a manifest.
 pub const MANIFEST_MAGIC: [u8; 8] = *b"RMNTMANI";
 /// Alignment of entries in bytes, counted from the start of the body.
 pub const ENTRY_ALIGN: u64 = 8;
@@ -61,7 +61,7 @@ layout! {
         165 => name: [u8; 64],
         /// Reserved, always zero.
         229 => reserved_2: [u8; 3],
-        /// Lower bound for the numbers of image files that batches after `redo` name, or zero if it is unknown.
+        /// Lower bound for the numbers of image files that batches after `redo` name, or zero if unknown.
         232 => ahead_from: u64,
         /// Reserved, always zero.
         240 => reserved_3: [u8; 12],

@@ -157,7 +157,7 @@ impl CopyHealth {
 }
 
 impl Manifest {
-    /// Returns the number of pages that the manifest names, including deleted ones. The cost of reading a change
+    /// Returns the number of pages that the manifest names, including deleted pages. The cost of reading a change
     /// depends on this number.
     #[must_use]
     pub fn changes(&self) -> usize {

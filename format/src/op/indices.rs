@@ -97,8 +97,8 @@ impl<'a> Indices<'a> {
         self.highest
     }
 
-    /// Returns the lowest index, or `None` if there are no indices. Reads all indices if they are stored in four bytes
-    /// each.
+    /// Returns the lowest index, or `None` if there are no indices. Reads all indices unless the indices are stored as
+    /// gaps.
     #[must_use]
     pub fn lowest(&self) -> Option<u32> {
         if self.is_gap_coded() { self.iter().next() } else { self.iter().min() }

@@ -199,8 +199,8 @@ impl<B: PayloadBytes> PayloadWriter<B> {
         self.end(header, body_at)
     }
 
-    /// Appends a write of `len` zeros, which the caller replaces later. They start [`OP_HEADER_LEN`] bytes after the
-    /// previous end of the payload.
+    /// Appends a write of `len` zeros, which the caller replaces later. The zeros start [`OP_HEADER_LEN`] bytes after
+    /// the previous end of the payload.
     ///
     /// # Errors
     /// Returns [`Defect::Memory`] if the buffer cannot grow, or [`Defect::Limit`] if `len` exceeds a limit of the
@@ -213,9 +213,9 @@ impl<B: PayloadBytes> PayloadWriter<B> {
         self.end(header, body_at)
     }
 
-    /// Appends a sparse delta whose values are zeros, which the caller replaces later. The distance of the values from
-    /// the previous end of the payload is [`OP_HEADER_LEN`] plus [`scatter_values_at`] of the length of the encoded
-    /// indices.
+    /// Appends a sparse delta whose values are zeros, which the caller replaces later. The values start
+    /// [`OP_HEADER_LEN`] plus `scatter_values_at(indices.as_bytes().len())` bytes after the previous end of the
+    /// payload.
     ///
     /// # Errors
     /// Returns [`Defect::Memory`] if the buffer cannot grow, or [`Defect::Limit`] if the operation exceeds a limit of

@@ -123,8 +123,8 @@ impl KnownLog {
         Self { batches, runs, restores, touches, durable, seen, hidden }
     }
 
-    /// Returns the last batch of the run that contains `lsn` or starts after it. Returns `lsn` if the next batch is not
-    /// known.
+    /// Returns the last batch of the run of known batches that contains `lsn` or the next batch. Returns `lsn` if the
+    /// next batch is not known.
     pub fn reach(&self, lsn: Lsn) -> Lsn {
         match self.runs.range(..=lsn.next()).next_back() {
             Some((_, last)) if *last > lsn => *last,
@@ -132,8 +132,8 @@ impl KnownLog {
         }
     }
 
-    /// Returns the same batch as [`KnownLog::reach`], but at most the batch before the next restore. A restore can
-    /// replace a page with a different one.
+    /// Returns the same batch as [`KnownLog::reach`], but at most the batch before the next restore, because a restore
+    /// can replace pages.
     pub fn reach_before_restore(&self, lsn: Lsn) -> Lsn {
         let reach = self.reach(lsn);
         self.restores.range(lsn.next()..).next().map_or(reach, |restore| reach.min(Lsn(restore.0 - 1)))
@@ -217,7 +217,7 @@ fn marks(
     marks
 }
 
-/// Returns the points that frames can follow initially, each as an Lsn and a chain hash.
+/// Returns the Lsn and the chain hash of each point that a known frame can follow although no known frame ends there.
 fn starts(openings: &[(u64, Opening)], survey: &Survey) -> HashSet<(Lsn, u32)> {
     let of_openings = openings.iter().map(|(number, opening)| opening.start(*number));
     let of_manifests = survey.readable().map(|manifest| manifest.redo);

@@ -79,8 +79,8 @@ pub struct Salvage<'s> {
 /// The newest state of a damaged store that can be computed.
 #[derive(Clone, Debug)]
 pub struct State {
-    /// The snapshot from which the state was computed, or `None` if it was computed from the beginning of the log or
-    /// combined from several sources.
+    /// The snapshot from which the state was computed. `None` if the state was computed from the beginning of the log
+    /// or combined from several sources.
     pub base: Option<SnapshotId>,
     /// The pages and the root of the state.
     pub table: PageTable,
@@ -94,7 +94,8 @@ pub struct State {
 /// Evidence of batches after the salvaged state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LogRemainder {
-    /// The newest batch that a structure proves to have been durable. Batches after the state up to this one are lost.
+    /// The newest batch that was durable, according to any structure on disk. Batches after the state up to this batch
+    /// are lost.
     pub durable: Lsn,
     /// The newest batch of which a frame was found. Batches above `durable` are a torn tail.
     pub seen: Lsn,

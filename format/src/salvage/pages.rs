@@ -167,7 +167,7 @@ impl Salvage<'_> {
         Ok(sum.finalize())
     }
 
-    /// Reads a window of a page, which must be within the page. Returns the bytes that were proven, or an error.
+    /// Reads a window of a page. The window must be within the page. Returns the bytes that were proven, or an error.
     /// Allocates memory for the window only.
     ///
     /// # Errors

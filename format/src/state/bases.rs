@@ -21,7 +21,7 @@ pub struct Base {
     pub resized: bool,
 }
 
-/// The bases of all pages of a state. Keeps the manifest that names them in memory.
+/// The bases of all pages of a state. The manifest that names most of the bases stays in memory.
 #[derive(Clone, Debug, Default)]
 pub struct Bases {
     named: Option<ManifestPages>,

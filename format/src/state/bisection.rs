@@ -15,7 +15,7 @@ pub enum BisectVerdict {
     Skip,
 }
 
-/// A search for the first bad version between a good version and a bad one.
+/// A search for the first bad version between a good and a bad version.
 ///
 /// ```
 /// use remanent_format::Lsn;
@@ -40,8 +40,8 @@ impl Bisection {
         (good < bad).then(|| Self { good: good.0, bad: bad.0, skipped: BTreeSet::new() })
     }
 
-    /// Returns the version to test next, or `None` when the search is complete. The version is the one nearest to the
-    /// middle that was not skipped.
+    /// Returns the version to test next, or `None` when the search is complete. Versions near the middle are tested
+    /// first, and skipped versions are not tested.
     #[must_use]
     pub fn next(&self) -> Option<Lsn> {
         let middle = self.good + (self.bad - self.good) / 2;

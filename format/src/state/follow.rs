@@ -16,7 +16,7 @@ use crate::state::replay::{ResolvedState, Resolver};
 use crate::state::survey::{Survey, read_manifest};
 use crate::state::window::{PageWindow, load_base};
 
-/// A state without the bytes of its pages, and how it was computed.
+/// A state without the bytes of its pages, with statistics of the replay.
 #[derive(Debug)]
 pub struct Resolution {
     /// The snapshot from which the state was computed, or `None` for the beginning of the log.
@@ -124,7 +124,7 @@ impl<'s> StateWalk<'s> {
     /// Applies the next batch of the log. Returns its operations.
     ///
     /// # Errors
-    /// Returns [`Damage`] if the batch is invalid, or if a table that it restores is damaged.
+    /// Returns [`Damage`] if the batch is invalid, or if the batch restores a damaged table.
     pub fn batch<'p>(&mut self, header: &FrameHeader, payload: &'p [u8]) -> Result<Vec<OpAt<'p>>, Damage> {
         let lsn = header.lsn;
         let at = |defect: Defect| defect.at_lsn(FileName::Segment(header.segment), header.offset, lsn);

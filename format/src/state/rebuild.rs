@@ -89,7 +89,7 @@ pub fn rebuild(source: &dyn ReadAt, options: &RebuildOptions) -> Result<RebuiltS
     Err(skipped.into_iter().next().or(of_line).unwrap_or_else(nothing))
 }
 
-/// The starts that the last seal of the log permits.
+/// Computes states only from the candidates that the last seal of the log permits.
 struct Promise<'s> {
     survey: &'s Survey,
     source: &'s dyn ReadAt,

@@ -177,8 +177,8 @@ impl Resolver {
         Ok(())
     }
 
-    /// Returns true if the operations of batch `lsn` must be applied to the bytes of `page`, according to the batches
-    /// so far. Batch `lsn` must be among them.
+    /// Returns true if the operations of batch `lsn` must be applied to the bytes of `page`. Batch `lsn` must have been
+    /// applied to the table before.
     #[must_use]
     pub fn applies(&self, page: PageId, lsn: Lsn) -> bool {
         self.bases.get(page).is_some_and(|base| lsn > base.lsn)

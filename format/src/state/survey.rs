@@ -27,8 +27,8 @@ pub struct Survey {
     pub links: Links,
 }
 
-/// The links of snapshots, one per file. Each link is a manifest with the condition of its copies, or the reason why it
-/// cannot be read. A link may exist only for the snapshots that follow it.
+/// The links of snapshots, one per file. Each link is a manifest with the condition of its copies, or the damage that
+/// prevents reading the manifest. A link may exist only for the snapshots that follow it.
 pub type Links = BTreeMap<SnapshotId, Result<(Arc<Manifest>, CopyHealth), Damage>>;
 
 /// Reads a manifest file whose two copies are valid. Returns the manifest and its header checksum, or `None` if the
@@ -105,8 +105,8 @@ impl Survey {
         merge(&links).map(Arc::new).map_err(|defect| defect.at(FileName::Manifest(snapshot.0), 0))
     }
 
-    /// Returns the entries of a snapshot in the order of their page ids, without copying them. This is faster than
-    /// [`Survey::snapshot`].
+    /// Returns references to the entries of a snapshot, in the order of their page ids. This function copies no entries
+    /// and is faster than [`Survey::snapshot`].
     ///
     /// # Errors
     /// Returns the same [`Damage`] as [`Survey::chain`].
@@ -136,7 +136,8 @@ impl Survey {
         snapshots.chain(self.beginning().map(|beginning| (None, beginning)))
     }
 
-    /// Returns the beginning of the log as a candidate, its damage, or `None` if it was recycled.
+    /// Returns the beginning of the log as a candidate for recovery. Returns `None` if the beginning was recycled, or
+    /// its damage if its header is invalid.
     pub(crate) fn beginning(&self) -> Option<Result<Option<Arc<Manifest>>, Damage>> {
         match (self.log.beginning(), self.log.chain_break()) {
             (Some(_), _) => Some(Ok(None)),
@@ -154,8 +155,8 @@ pub fn read_store(source: &dyn ReadAt) -> Result<StoreFile, Damage> {
     StoreFile::decode(&bytes).map_err(|defect| defect.at(FileName::Store, 0))
 }
 
-/// Reads the links of all snapshots. `faster` is tried first for each file. If it returns `None`, the file is read by
-/// [`read_manifest`], which determines the defect.
+/// Reads the links of all snapshots. `faster` is tried first for each file. For files for which `faster` returns
+/// `None`, [`read_manifest`] determines the defect.
 ///
 /// # Errors
 /// Returns [`Damage`] if the folder cannot be listed, or [`Damage`] with [`Defect::Shortage`] if the system lacks a

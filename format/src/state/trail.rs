@@ -49,7 +49,7 @@ pub(crate) struct OpLocation {
     to: u64,
     len: u32,
     crc: u32,
-    /// Whether the location contains bytes to write at `from`. If not, it contains an encoded operation.
+    /// Whether the location contains bytes to write at `from`, and not an encoded operation.
     is_part: bool,
 }
 
@@ -208,8 +208,8 @@ impl ProvenPage {
     }
 }
 
-/// A page with a proven base and the locations of later operations, which the caller's walk of the log records. It
-/// serves pages that are too long for memory.
+/// A page that is too long for memory, with a proven base and the locations of later operations. The caller records the
+/// locations while it walks the log.
 #[derive(Debug)]
 pub struct PageTrail {
     proven: ProvenPage,
@@ -325,7 +325,7 @@ impl OpLocations {
     }
 
     /// Returns the image that contains the final bytes of a page. Returns `None` if later operations changed the page,
-    /// or if it has no image.
+    /// or if the page has no image.
     #[must_use]
     pub fn exact_image(&self, resolved: &ResolvedState, page: PageId) -> Option<ImageRef> {
         let base = resolved.bases.get(page).filter(|_| !self.pages.contains_key(&page))?;

@@ -39,7 +39,8 @@ pub fn encode_entry(name: &str, value: &Value, limit: usize) -> Result<Vec<u8>, 
     seal(&(name, value), limit)
 }
 
-/// Decodes the name and the value at the start of `bytes`. Returns them with the length of their envelope in bytes.
+/// Decodes the name and the value at the start of `bytes`. Returns the name, the value, and the length of the envelope
+/// in bytes.
 ///
 /// # Errors
 /// Returns the same [`Defect`] as [`decode_metadata`].

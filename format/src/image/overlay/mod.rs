@@ -23,7 +23,7 @@ use crate::layout::layout;
 /// Number of bytes of a page whose pieces are read in one step.
 const READ_TOGETHER: usize = 1 << 20;
 
-/// First bytes of an overlay.
+/// Magic bytes at the start of an overlay's payload.
 pub const OVERLAY_MAGIC: [u8; 8] = *b"RMNTOVER";
 
 layout! {

@@ -110,7 +110,7 @@ impl PageTable {
         Self { pages, is_watched: false, keys: KeyIndex::default(), root, next_page, epoch_high, lsn }
     }
 
-    /// Appends the pages of another table. Their ids must be above those of this table.
+    /// Appends the pages of another table. The ids of these pages must be above all ids of this table.
     #[must_use]
     pub(crate) fn joined(mut self, behind: Self) -> Self {
         self.pages.absorb(behind.pages);
@@ -222,10 +222,10 @@ impl PageTable {
     }
 
     /// Plans and installs a batch that only changes bytes of pages, which nearly all batches of a long log do. The
-    /// entries are updated in place. In a replay of 256-byte deltas, copies of them took an eighth of the time.
+    /// entries are updated in place. Copying the entries took an eighth of the time to replay 256-byte deltas.
     ///
-    /// Returns `None`, with nothing changed, if the batch has other operations. No page may include this batch or a
-    /// later one.
+    /// Returns `None`, with nothing changed, if the batch has other operations. No page may already include this batch
+    /// or a later batch.
     ///
     /// # Errors
     /// Returns a [`Refusal`], with nothing changed, if an operation is invalid.

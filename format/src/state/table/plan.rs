@@ -217,7 +217,8 @@ impl Overlay<'_> {
         state.as_mut().ok_or(Refusal::UnknownPage(*page))
     }
 
-    /// Touches a page without raising its epoch, for a move. Sets the Lsn of the page and returns its index.
+    /// Adds a page that moves to the changes of the batch, and returns the index of the page. The epoch of the page is
+    /// unchanged.
     fn touch_place(&mut self, page: PageId) -> Result<usize, Refusal> {
         if let Some(at) = self.position(page) {
             return Ok(at);
@@ -227,7 +228,8 @@ impl Overlay<'_> {
         self.push(page, Some(info), PageMark { content: Content::Kept, is_raised: false })
     }
 
-    /// Touches a page and returns its index. Raises the epoch of the page once per batch.
+    /// Adds a page to the changes of the batch, and returns the index of the page. Raises the epoch of the page once
+    /// per batch.
     fn touch(&mut self, page: PageId) -> Result<usize, Refusal> {
         let at = self.touch_place(page)?;
         let is_raised = std::mem::replace(&mut self.marks[at].is_raised, true);
@@ -238,14 +240,15 @@ impl Overlay<'_> {
         Ok(at)
     }
 
-    /// Touches a page and returns its state for modification. Raises the epoch of the page once per batch.
+    /// Adds a page to the changes of the batch, and returns its state for modification. Raises the epoch of the page
+    /// once per batch.
     fn touch_info(&mut self, page: PageId) -> Result<&mut PageInfo, Refusal> {
         let at = self.touch(page)?;
         self.state(at)
     }
 
-    /// Touches a page whose bytes change, and returns its state for modification. Returns an error if an image is
-    /// combined with another change.
+    /// Adds a page whose bytes change to the changes of the batch, and returns its state for modification. Returns an
+    /// error if an image is combined with another change.
     fn touch_content(&mut self, page: PageId, content: Content) -> Result<&mut PageInfo, Refusal> {
         let at = self.touch(page)?;
         let before = &mut self.marks[at].content;
@@ -258,7 +261,7 @@ impl Overlay<'_> {
         self.state(at)
     }
 
-    /// Touches a page whose bytes an image replaces, and checks the length of the image.
+    /// Adds a page that an image replaces to the changes of the batch. Checks the length of the image.
     fn touch_image(&mut self, page: PageId, len: u64) -> Result<(), Refusal> {
         let page_len = self.touch_content(page, Content::Image)?.len;
         if len == page_len { Ok(()) } else { Err(Refusal::ImageLen { page, len, page_len }) }
@@ -274,7 +277,7 @@ impl PageTable {
     /// Computes the changes that batch `lsn` makes to the table (SPEC R2). The table is not modified.
     ///
     /// # Errors
-    /// Returns the index of the first refused operation and a [`Refusal`].
+    /// Returns a [`Refusal`] and the index of the operation if an operation is invalid.
     pub fn plan<'a>(
         &self,
         lsn: Lsn,
@@ -405,7 +408,7 @@ fn check_place(place: Place) -> Result<(), Refusal> {
     }
 }
 
-/// Returns the next epoch, or an error if it exceeds its limit.
+/// Returns the next epoch, or an error if the next epoch exceeds its limit.
 pub(super) fn next_epoch(epoch: Epoch) -> Result<Epoch, Refusal> {
     check_number("page's epoch", epoch.0.saturating_add(1), NUMBER_MAX)?;
     Ok(Epoch(epoch.0 + 1))
