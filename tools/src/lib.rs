@@ -1,8 +1,8 @@
-//! The `remanent` command: runs workloads on stores, and inspects and verifies them.
+//! The `remanent` command, which runs workloads on stores, and inspects and verifies stores.
 //!
 //! # Map
 //!
-//! Each folder holds a family of commands and imports only from the folders below it.
+//! Each folder contains related commands and imports only from the folders below it.
 //!
 //! | folder | purpose |
 //! |---|---|
@@ -17,8 +17,8 @@
 //!
 //! # As a library
 //!
-//! The command is also a library, so that a test can run thousands of commands in one process: [`run`],
-//! [`import()`]. [`main_as`] runs the command inside a program of another name, such as the Python package.
+//! The command is also a library, so that a test can run thousands of commands in one process with [`run`] and
+//! [`import()`]. [`main_as`] runs the command inside another program, such as the Python package.
 
 mod torture;
 mod bench;
@@ -55,7 +55,7 @@ Exit codes:
   3    another process has the store open
   130  interrupted by Ctrl-C";
 
-/// Printed on standard error if the command is run without arguments.
+/// Text that is printed to standard error if the command is run without arguments.
 const GUIDE: &str = "\
 Remanent keeps pages of GPU and host memory in stores that survive a crash. First steps:
 
@@ -107,7 +107,7 @@ enum Command {
 }
 
 impl Command {
-    /// Returns whether the command handles Ctrl-C itself because it must finish or undo the current step.
+    /// Returns true if the command handles Ctrl-C itself, because it must finish or undo the current step.
     fn listens(&self) -> bool {
         matches!(
             self,
@@ -128,7 +128,6 @@ impl Command {
         )
     }
 
-    /// Runs the chosen command.
     fn run(&self, out: &mut Output) -> Outcome {
         let outcome = match self {
             Command::Demo(command) => command.run(out),
@@ -156,14 +155,14 @@ impl Command {
             Command::Bench(command) => command.run(out),
             Command::Completions(command) => command.run(Cli::command(), out),
         };
-        // Results found so far are printed even if the command then failed.
+        // Print the results so far, even if the command failed.
         out.flush()?;
         outcome
     }
 }
 
-/// Runs the command with the arguments of this process. Results go to standard output; the reason of a
-/// failure goes to standard error.
+/// Runs the command with the arguments of this process. Prints results to standard output, and a failure to standard
+/// error.
 pub fn main() -> ExitCode {
     match parse(std::env::args_os().skip(1).collect()) {
         Ok(cli) => exit::code(run_here(&cli)),
@@ -171,7 +170,7 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// Parses the arguments after the program's name. If there are none, the error prints [`GUIDE`].
+/// Parses the arguments after the program's name. Without arguments, returns an error that prints [`GUIDE`].
 fn parse(arguments: Vec<OsString>) -> Result<Cli, clap::Error> {
     let name = OsString::from("remanent");
     if arguments.is_empty() {
@@ -180,22 +179,22 @@ fn parse(arguments: Vec<OsString>) -> Result<Cli, clap::Error> {
     Cli::try_parse_from(std::iter::once(name).chain(arguments))
 }
 
-/// Runs the command inside a process of another program, such as a Python interpreter, and returns the exit
-/// code with which the process should end.
+/// Runs the command inside the process of another program, such as a Python interpreter. Returns the exit code with
+/// which the process should end.
 ///
-/// `program` is the command line, with any leading arguments, that starts this command again: some commands
-/// run themselves in child processes. `arguments` are those after the program's name.
+/// `program` is the command line that starts this command, because some commands start themselves as child processes.
+/// `arguments` are the arguments after the program's name.
 pub fn main_as(program: Vec<OsString>, arguments: impl IntoIterator<Item = OsString>) -> u8 {
     program::set(program);
     match parse(arguments.into_iter().collect()) {
         Ok(cli) => {
             let code = exit::number(run_here(&cli));
-            // The process may end without the standard library's own flush.
+            // Flush, because the process may end without running the exit code of the standard library.
             let _ = std::io::stdout().flush();
             code
         }
         Err(error) => {
-            // If standard output or error is closed, the message has no reader.
+            // Ignore the error, because a closed standard output or error has no reader.
             let _ = error.print();
             u8::try_from(error.exit_code()).unwrap_or(2)
         }
@@ -210,13 +209,11 @@ fn run_here(cli: &Cli) -> Outcome {
     cli.command.run(&mut Output::stdout())
 }
 
-/// Runs a command and writes its results to `out` instead of standard output. `arguments` are those after the
-/// program's name.
+/// Runs a command and writes its results to `out`. `arguments` are the arguments after the program's name.
 ///
 /// # Errors
 ///
-/// The failure that a process would report on standard error before it ends with a nonzero exit code; also
-/// invalid arguments.
+/// Returns the failure that a process would print to standard error. Invalid arguments are also a failure.
 ///
 /// ```
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {

@@ -1,4 +1,4 @@
-//! The `remanent` command. The library does the work, so that tests can run commands without a process each.
+//! The `remanent` command. All code is in the library, so that tests can run commands without starting processes.
 
 fn main() -> std::process::ExitCode {
     remanent_tools::main()

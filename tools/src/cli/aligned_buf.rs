@@ -1,11 +1,11 @@
-//! Memory that direct I/O accepts.
+//! Memory buffers that are aligned for direct I/O.
 
 use std::ops::{Deref, DerefMut};
 
-/// Alignment of memory, offsets and lengths that every medium accepts.
+/// Alignment in bytes of memory, offsets and lengths that direct I/O accepts on every medium.
 pub const ALIGN: usize = 4096;
 
-/// A byte buffer that begins at a multiple of [`ALIGN`] and initially holds zeros.
+/// A byte buffer that starts at a multiple of [`ALIGN`] and initially contains zeros.
 pub struct Aligned {
     room: Vec<u8>,
     start: usize,
@@ -13,7 +13,7 @@ pub struct Aligned {
 }
 
 impl Aligned {
-    /// Creates a buffer of `len` bytes.
+    /// Creates a buffer of `len` zero bytes.
     pub fn new(len: usize) -> Self {
         let room = vec![0; len + ALIGN];
         let start = room.as_ptr().align_offset(ALIGN);

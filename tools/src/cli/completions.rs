@@ -1,4 +1,4 @@
-//! `remanent completions`: prints a shell's completion script.
+//! `remanent completions` prints a completion script for a shell.
 
 use clap_complete::Shell;
 
@@ -20,7 +20,6 @@ pub struct Completions {
 }
 
 impl Completions {
-    /// Prints the completion script of `command`.
     pub fn run(&self, mut command: clap::Command, out: &mut Output) -> Outcome {
         let mut script = Vec::new();
         clap_complete::generate(self.shell, &mut command, "remanent", &mut script);

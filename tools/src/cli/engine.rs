@@ -1,5 +1,4 @@
-//! Opening stores with the engine, asking it about a store that is only read, and mapping its errors to
-//! failures.
+//! Functions that open stores with the engine, query the engine about a store, and convert its errors to failures.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -10,21 +9,20 @@ use remanent::{Error, Options, Retention, Store};
 
 use crate::cli::exit::Failure;
 
-/// Opens a store to import into it or to change it. All snapshots and the whole log are kept, so that every
-/// batch can be restored.
+/// Opens a store for writing. All snapshots and the whole log are kept, so that every batch can be restored.
 pub fn open(dir: &Path, create: Create) -> Result<Store, Failure> {
     let options = Options::default().create(create).snapshots_kept(usize::MAX).log_kept(u64::MAX);
     Store::open(dir, options).map_err(engine_failure)
 }
 
-/// Returns the files that an open or a prune would remove because nothing needs them. The set is empty if the
-/// engine refuses the store: all of its files are evidence then.
+/// Returns the files that an open or a prune would remove because they are not needed. Returns an empty set if the
+/// engine refuses the store, because its files are then evidence.
 pub fn unneeded(dir: &Path) -> BTreeSet<FileName> {
     let pruned = Store::would_prune_at(dir, &Retention::default().names_only(true));
     pruned.map(|pruned| pruned.files.into_iter().map(|(file, _)| file).collect()).unwrap_or_default()
 }
 
-/// Maps an error of the engine to the failure of the command.
+/// Converts an error of the engine to a failure with the matching exit code.
 pub fn engine_failure(error: Error) -> Failure {
     match &error {
         Error::Locked { .. } => Failure::Locked(error.to_string()),

@@ -1,4 +1,4 @@
-//! How a command ends, and the exit code that scripts see.
+//! Results of commands, and the exit codes that represent them.
 //!
 //! | code | meaning |
 //! |---|---|
@@ -11,42 +11,42 @@
 use std::io::Write;
 use std::process::ExitCode;
 
-/// The ending of a command that ran to completion and has printed its results.
+/// The result of a command that ran to completion and printed its results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ending {
-    /// Nothing is wrong.
+    /// The command found neither damage nor a difference.
     Fine,
-    /// Damage or a difference was found and listed.
+    /// The command found and listed damage or a difference.
     Difference,
-    /// Ctrl-C was pressed; the current step was finished.
+    /// Ctrl-C was pressed, and the command finished the current step.
     Interrupted,
 }
 
-/// The reason why a command stopped early.
+/// The reason why a command stopped before completion.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Failure {
-    /// The reader of standard output closed it. This is not an error.
+    /// The reader of standard output closed it, which is not an error.
     ClosedPipe,
-    /// The store's bytes are damaged.
+    /// The bytes of the store are damaged.
     Damage(String),
-    /// The arguments or the environment do not allow the command.
+    /// The arguments or the environment do not permit the command.
     Environment(String),
     /// Another process has the store open.
     Locked(String),
 }
 
-/// The result of a command.
+/// The result of a command, or the reason why it stopped.
 pub type Outcome = Result<Ending, Failure>;
 
-/// The exit code after Ctrl-C: 128 plus the number of SIGINT.
+/// Exit code after Ctrl-C, which is 128 plus the number of SIGINT.
 pub const INTERRUPTED: u8 = 130;
 
-/// Reports a failure on standard error and returns the exit code.
+/// Prints a failure to standard error and returns the exit code.
 pub fn code(outcome: Outcome) -> ExitCode {
     ExitCode::from(number(outcome))
 }
 
-/// Reports a failure on standard error and returns the exit code as a number.
+/// Prints a failure to standard error and returns the exit code as a number.
 pub fn number(outcome: Outcome) -> u8 {
     let (code, message) = match outcome {
         Ok(Ending::Fine) | Err(Failure::ClosedPipe) => (0, None),
@@ -57,7 +57,7 @@ pub fn number(outcome: Outcome) -> u8 {
         Err(Failure::Locked(message)) => (3, Some(message)),
     };
     if let Some(message) = message {
-        // If standard error is closed, the message has no reader.
+        // Ignore the error, because a closed standard error has no reader.
         let _ = writeln!(std::io::stderr(), "remanent: {message}");
     }
     code

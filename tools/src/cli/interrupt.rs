@@ -1,4 +1,5 @@
-//! Ctrl-C: ends commands that only read at once; commands that change a store finish the current step.
+//! Handling of Ctrl-C. A command that only reads ends immediately. A command that changes a store first finishes the
+//! current step.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -19,11 +20,11 @@ pub fn end_at_once() -> Result<(), Failure> {
         .map_err(cannot_listen)
 }
 
-/// A record of whether Ctrl-C was pressed, polled by the command.
+/// A flag that is set when Ctrl-C is pressed. The command polls the flag.
 #[derive(Clone, Debug)]
 pub struct Interrupt(Arc<InterruptGuard>);
 
-/// The signal handlers of an [`Interrupt`]; dropping it unregisters them.
+/// The signal handlers of an [`Interrupt`]. Dropping this value unregisters the handlers.
 #[derive(Debug)]
 struct InterruptGuard {
     is_noted: Arc<AtomicBool>,
@@ -41,22 +42,22 @@ impl Drop for InterruptGuard {
 }
 
 impl Interrupt {
-    /// Starts recording Ctrl-C, which then has no other effect.
+    /// Starts to record Ctrl-C, which no longer ends the process.
     pub fn listen() -> Result<Self, Failure> {
         let (pressed, told) = UnixStream::pair().map_err(cannot_listen)?;
         let is_noted = Arc::new(AtomicBool::new(false));
         let first = flag::register(SIGINT, is_noted.clone()).map_err(cannot_listen)?;
-        // Handlers run in the order of registration, so the pipe becomes readable after the flag is set.
+        // Handlers run in the order of registration, so the flag is set before the pipe becomes readable.
         let second = low_level::pipe::register(SIGINT, told).map_err(cannot_listen)?;
         Ok(Self(Arc::new(InterruptGuard { is_noted, pressed, registered: [first, second] })))
     }
 
-    /// Returns whether Ctrl-C was pressed.
+    /// Returns true if Ctrl-C was pressed.
     pub fn is_noted(&self) -> bool {
         self.0.is_noted.load(Ordering::Relaxed)
     }
 
-    /// Waits until `event` is readable or Ctrl-C is pressed.
+    /// Blocks until `event` is readable or Ctrl-C is pressed.
     pub fn wait_with(&self, event: BorrowedFd<'_>) -> io::Result<()> {
         loop {
             let pressed = PollFd::from_borrowed_fd(self.0.pressed.as_fd(), PollFlags::IN);

@@ -1,8 +1,8 @@
-//! The JSON form of values, shared by all commands.
+//! The JSON representation of values in the output of all commands.
 //!
-//! A command prints one object per line, each beginning with `"schema": 1`. 64-bit integers are numbers.
-//! Bytes, and keys that are not UTF-8, are `{"$bytes": base64}`. Floats that JSON cannot represent are the
-//! strings `"NaN"`, `"Infinity"` and `"-Infinity"`. A place is its name, `"host"` or `"device:0"`.
+//! A command prints one object per line, and each object starts with `"schema": 1`. 64-bit integers are numbers. Bytes,
+//! and keys that are not UTF-8, are `{"$bytes": base64}`. Floats that JSON cannot represent are the strings `"NaN"`,
+//! `"Infinity"` and `"-Infinity"`. A place is its name, such as `"host"` or `"device:0"`.
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -10,10 +10,10 @@ use remanent_format::Key;
 use remanent_format::value::{Metadata, Value};
 use serde_json::{Map, json};
 
-/// The version of all objects that `--json` prints. Fields may be added without changing it.
+/// Version of the objects that `--json` prints. Adding a field does not change the version.
 pub const SCHEMA: u32 = 1;
 
-/// Builds an object of the current schema with these fields, in this order.
+/// Builds an object of the current schema that contains the given fields in order.
 macro_rules! object {
     ($($name:literal: $value:expr),* $(,)?) => {
         serde_json::json!({ "schema": $crate::cli::json::SCHEMA, $($name: $value),* })
@@ -21,17 +21,17 @@ macro_rules! object {
 }
 pub(crate) use object;
 
-/// Returns the JSON form of bytes that may not be text.
+/// Returns bytes as a JSON object with their base64 encoding.
 pub fn bytes(bytes: &[u8]) -> serde_json::Value {
     json!({ "$bytes": STANDARD.encode(bytes) })
 }
 
-/// Returns a page's key as text, as bytes, or as null.
+/// Returns the key of a page as a string, or as bytes if it is not UTF-8. Returns null if the page has no key.
 pub fn key(key: Option<&Key>) -> serde_json::Value {
     key.map_or(serde_json::Value::Null, |key| key.as_str().map_or_else(|| bytes(key.as_bytes()), Into::into))
 }
 
-/// Returns a float as a number, or as a string if JSON cannot represent it.
+/// Returns a float as a number, or as a string if JSON cannot represent the number.
 pub fn float(value: f64) -> serde_json::Value {
     if value.is_finite() {
         value.into()
@@ -44,7 +44,7 @@ pub fn float(value: f64) -> serde_json::Value {
     }
 }
 
-/// Returns one value of metadata or root as JSON.
+/// Returns a metadata value as JSON.
 pub fn value(of: &Value) -> serde_json::Value {
     match of {
         Value::Null => serde_json::Value::Null,
@@ -59,7 +59,7 @@ pub fn value(of: &Value) -> serde_json::Value {
     }
 }
 
-/// Returns a page's metadata, or the root, as JSON.
+/// Returns the metadata of a page, or the root, as a JSON object.
 pub fn metadata(of: &Metadata) -> serde_json::Value {
     of.iter().map(|(name, of)| (name.clone(), value(of))).collect::<Map<_, _>>().into()
 }

@@ -1,12 +1,12 @@
-//! The memory that an inspecting command may use.
+//! The limit on the memory that an inspecting command may use.
 //!
-//! A page may be up to a TiB long while its zeros take no space on disk. Commands that assemble whole pages
-//! therefore check lengths against this limit before they allocate. Commands that read pages window by window
-//! need no limit, but observe one that is given.
+//! A page can be up to a TiB long although its zeros use no space on disk. Commands that assemble whole pages therefore
+//! check lengths against this limit before they allocate memory. Commands that read pages in windows need no limit, but
+//! apply one that the user specifies.
 
 use std::fs;
 
-/// The limit on the memory of pages.
+/// The option that limits the memory of pages.
 #[derive(Clone, Copy, Debug, clap::Args)]
 pub struct MemoryLimit {
     /// Maximum total size of the pages read, in bytes
@@ -15,19 +15,20 @@ pub struct MemoryLimit {
 }
 
 impl MemoryLimit {
-    /// Returns the given limit in bytes, or no limit: for commands whose memory use does not depend on page
-    /// lengths.
+    /// Returns the limit in bytes that the user specified, or `u64::MAX`. For commands whose memory use does not depend
+    /// on page lengths.
     pub fn given(self) -> u64 {
         self.memory_max.unwrap_or(u64::MAX)
     }
 
-    /// Returns the limit in bytes: the given one, or else the available memory.
+    /// Returns the limit in bytes that the user specified, or the available memory.
     pub fn limit(self) -> u64 {
         self.memory_max.unwrap_or_else(available)
     }
 }
 
-/// Returns the memory that programs can still use without swapping, as the kernel estimates it.
+/// Returns the number of bytes that programs can allocate without swapping, according to the kernel, or `u64::MAX` if
+/// it is unknown.
 pub fn available() -> u64 {
     fs::read_to_string("/proc/meminfo").ok().and_then(|text| parse(&text)).unwrap_or(u64::MAX)
 }

@@ -1,4 +1,4 @@
-//! Parts common to all commands: exit codes, output, interruption, opening a store.
+//! Parts that all commands share: exit codes, output, handling of Ctrl-C, and access to stores.
 
 pub(crate) mod exit;
 pub(crate) mod output;

@@ -1,4 +1,4 @@
-//! Progress bars on standard error if it is a terminal.
+//! Progress bars, which are drawn on standard error if it is a terminal.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -7,12 +7,12 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 /// Whether bars are hidden even on a terminal.
 static QUIET: AtomicBool = AtomicBool::new(false);
 
-/// Hides all bars created from now on.
+/// Hides all bars that are created from now on.
 pub fn be_quiet() {
     QUIET.store(true, Ordering::Relaxed);
 }
 
-/// Creates a bar that counts to `total`, labeled `what`. It is drawn only if standard error is a terminal.
+/// Creates a bar with the label `what` that counts to `total`.
 pub fn bar(total: u64, what: &str) -> ProgressBar {
     let style = ProgressStyle::with_template("{msg:28} [{bar:32}] {human_pos}/{human_len} {elapsed}")
         .expect("the template is a constant")
@@ -24,7 +24,7 @@ pub fn bar(total: u64, what: &str) -> ProgressBar {
     bar
 }
 
-/// Creates a bar that counts to `total` bytes.
+/// Creates a bar with the label `what` that counts to `total` bytes.
 pub fn bytes(total: u64, what: &str) -> ProgressBar {
     let style =
         ProgressStyle::with_template("{msg:28} [{bar:32}] {binary_bytes}/{binary_total_bytes} {elapsed}")

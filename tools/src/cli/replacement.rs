@@ -1,4 +1,4 @@
-//! A file written for the user: it appears as a whole or not at all, and may replace an older one.
+//! A file that a command writes for the user. The file appears complete or not at all, and may replace an older file.
 
 use std::fs::{self, File, Metadata, Permissions};
 use std::io;
@@ -7,23 +7,23 @@ use std::path::{Path, PathBuf};
 
 use tempfile::{Builder, NamedTempFile};
 
-/// The permissions of a new file, before the umask.
+/// Permissions of a new file before the umask is applied.
 const NEW_MODE: u32 = 0o666;
 
-/// A file that is written next to its target and renamed over it at the end. Dropping it before that removes
-/// it.
+/// A file that is written next to its target and renamed over it by [`Replacement::put`]. Dropping the value before
+/// that removes the file.
 pub(crate) struct Replacement {
     target: PathBuf,
-    /// The metadata of the file that is replaced, if it exists.
+    /// Metadata of the file that will be replaced, or `None` if the target does not exist.
     old: Option<Metadata>,
     file: NamedTempFile,
 }
 
 impl Replacement {
-    /// Creates the file. A symbolic link is preserved: the file that it points to is replaced.
+    /// Creates the temporary file. If `path` is a symbolic link, the file that it points to will be replaced.
     ///
     /// # Errors
-    /// `InvalidInput` if the path leads to something other than a regular file; errors of the system.
+    /// Returns `InvalidInput` if the target is not a regular file, or an error of the system.
     pub fn begin(path: &Path) -> io::Result<Self> {
         let target = match fs::canonicalize(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound && path.is_symlink() => {
@@ -40,8 +40,8 @@ impl Replacement {
         }
         let mut builder = Builder::new();
         builder.prefix(".remanent-");
-        // A file that replaces another one is readable by its owner alone until it gets the other's
-        // permissions.
+        // A file that will replace another one is readable only by its owner until it has the permissions of the
+        // replaced file.
         if old.is_none() {
             builder.permissions(Permissions::from_mode(NEW_MODE));
         }
@@ -49,21 +49,20 @@ impl Replacement {
         Ok(Self { target, old, file })
     }
 
-    /// Returns the file to write to.
     pub fn file(&self) -> &File {
         self.file.as_file()
     }
 
-    /// Renames the file over its target, durably, with owner, group and permissions of the file that it
-    /// replaces.
+    /// Syncs the file, sets the owner, group and permissions of the replaced file, and renames the file over its
+    /// target.
     ///
     /// # Errors
-    /// Errors of the system. The older file is unchanged then.
+    /// Returns an error of the system. The replaced file is then unchanged.
     pub fn put(self) -> io::Result<()> {
         if let Some(old) = &self.old {
             let mut mode = old.mode() & 0o7777;
             if fchown(self.file(), Some(old.uid()), Some(old.gid())).is_err() {
-                // The new file belongs to another group, which gets only the permissions that others have.
+                // The new file belongs to another group, whose permissions are reduced to those of others.
                 mode = mode & 0o707 | mode << 3 & 0o070;
             }
             self.file().set_permissions(Permissions::from_mode(mode))?;
@@ -71,12 +70,12 @@ impl Replacement {
         self.file().sync_all()?;
         let folder = File::open(folder_of(&self.target))?;
         self.file.persist(&self.target).map_err(|error| error.error)?;
-        // The rename survives a power cut only once the folder is synced.
+        // The rename survives a power cut only after a sync of the folder.
         folder.sync_all()
     }
 }
 
-/// Returns the folder of a file.
+/// Returns the folder that contains a file.
 fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }

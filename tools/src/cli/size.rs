@@ -1,11 +1,11 @@
-//! Sizes in bytes with units: `4096`, `64KiB`, `1GiB`.
+//! Sizes in bytes, with an optional unit: `4096`, `64KiB`, `1GiB`.
 
 use std::fmt;
 use std::str::FromStr;
 
 const UNITS: [(&str, u32); 4] = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
 
-/// A number of bytes.
+/// A number of bytes, parsed from text with an optional unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Size(pub u64);
 

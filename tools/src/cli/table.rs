@@ -1,13 +1,13 @@
-//! Tables for people: aligned columns without borders.
+//! Tables for people, with aligned columns and without borders.
 
 use comfy_table::{CellAlignment, Table, presets};
 use remanent_format::PageInfo;
 
-/// The first columns of every table of pages.
+/// Headings of the first columns in every table of pages.
 const PAGE_COLUMNS: [&str; 5] = ["PAGE", "KEY", "LEN", "EPOCH", "LSN"];
 
-/// Creates a table without rows. `numbers` are the indices of the columns that hold numbers; these are
-/// aligned to the right.
+/// Creates a table without rows. `numbers` are the indices of the columns that contain numbers, which are aligned to
+/// the right.
 pub fn with_header<const N: usize>(header: [&str; N], numbers: impl IntoIterator<Item = usize>) -> Table {
     with_columns(&header, numbers)
 }
@@ -22,13 +22,13 @@ fn with_columns(header: &[&str], numbers: impl IntoIterator<Item = usize>) -> Ta
     table
 }
 
-/// Creates a table of pages without rows: the columns of [`page_cells`], then `more`.
+/// Creates a table of pages without rows. The columns of [`page_cells`] are followed by `more`.
 pub fn page_table<const N: usize>(more: [&str; N]) -> Table {
     let header: Vec<&str> = PAGE_COLUMNS.into_iter().chain(more).collect();
     with_columns(&header, [0, 2, 3, 4])
 }
 
-/// Returns the first cells of a page's row.
+/// Returns the first cells of the row that describes a page.
 pub fn page_cells(info: &PageInfo) -> [String; PAGE_COLUMNS.len()] {
     let key = info.key.as_ref().map(ToString::to_string).unwrap_or_default();
     [info.page.to_string(), key, info.len.to_string(), info.epoch.to_string(), info.lsn.to_string()]

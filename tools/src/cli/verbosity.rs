@@ -1,4 +1,4 @@
-//! The level of messages on standard error other than a command's failure. No output is ever colored, so
+//! The level of messages on standard error. The failure of a command is always printed. Output is never colored, so
 //! `NO_COLOR` has no effect.
 
 use std::io;
@@ -19,8 +19,7 @@ pub struct Verbosity {
 }
 
 impl Verbosity {
-    /// Sets the level of messages. `expects_warnings` hides warnings, for commands that cause them on
-    /// purpose.
+    /// Sets the level of messages. `expects_warnings` hides warnings, for commands that cause them deliberately.
     pub fn begin(self, expects_warnings: bool) {
         if self.quiet {
             progress::be_quiet();

@@ -1,4 +1,4 @@
-//! `remanent bisect`: finds the first version at which a command fails, by binary search.
+//! `remanent bisect` finds the first version at which a command fails, by binary search.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -56,7 +56,6 @@ pub struct Bisect {
 }
 
 impl Bisect {
-    /// Runs `remanent bisect`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let interrupt = Interrupt::listen()?;
         let dir = StoreDir::open(&self.dir)?;
@@ -72,7 +71,7 @@ impl Bisect {
                 "the good state must be older than the bad one, but is lsn {good} and the bad one lsn {bad}"
             ))
         })?;
-        // Removed however this function ends.
+        // The directory is removed when this function returns.
         let scratch = tempfile::tempdir()
             .map_err(|error| Failure::Environment(format!("cannot create a temporary directory: {error}")))?;
         let file = scratch.path().join("model.safetensors");
@@ -122,10 +121,10 @@ impl Bisect {
         note.map_or(Ok(()), |note| out.line(format_args!("note  {}", note.escape_debug())))
     }
 
-    /// Runs the command on a file. Returns `None` if Ctrl-C was pressed meanwhile.
+    /// Runs the command on a file and returns its verdict, or `None` if Ctrl-C was pressed.
     fn verdict(&self, file: &Path, interrupt: &Interrupt) -> Result<Option<BisectVerdict>, Failure> {
         let cannot = |error: io::Error| Failure::Environment(format!("cannot run {:?}: {error}", self.run));
-        // The shell gets the path as an argument, so its characters need no quoting.
+        // The path is passed as an argument of the shell, so its characters need no quoting.
         let script = if self.run.contains("{}") {
             self.run.replace("{}", "\"$1\"")
         } else {
@@ -138,7 +137,7 @@ impl Bisect {
             .arg(file)
             .stdin(Stdio::null())
             .stdout(Stdio::from(stdout))
-            // A process group of its own, so that Ctrl-C can end everything the command started.
+            // The child gets a process group, so that Ctrl-C can end all processes that it started.
             .process_group(0)
             .spawn()
             .map_err(cannot)?;
@@ -156,7 +155,7 @@ impl Bisect {
     }
 }
 
-/// Waits for a child. If Ctrl-C is pressed, kills the child's process group and returns `None`.
+/// Waits for a child to exit. If Ctrl-C is pressed, kills the child's process group and returns `None`.
 fn wait(child: &mut Child, interrupt: &Interrupt) -> io::Result<Option<ExitStatus>> {
     let group = Pid::from_child(child);
     let ended = pidfd_open(group, PidfdFlags::empty())?;
@@ -169,7 +168,7 @@ fn wait(child: &mut Child, interrupt: &Interrupt) -> io::Result<Option<ExitStatu
     Ok((!interrupt.is_noted()).then_some(status))
 }
 
-/// Returns the note of a batch.
+/// Returns the note of a batch, or `None` if the batch has no note or is no longer in the log.
 fn note_of(past: &KeptStates<'_>, lsn: Lsn) -> Result<Option<String>, Failure> {
     let survey = &past.survey;
     let bases =

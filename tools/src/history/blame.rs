@@ -1,4 +1,4 @@
-//! `remanent blame`: lists the batches that changed an element.
+//! `remanent blame` lists the batches that changed an element.
 
 use std::path::PathBuf;
 
@@ -46,7 +46,6 @@ pub struct Blame {
 }
 
 impl Blame {
-    /// Runs `remanent blame`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let dir = StoreDir::open(&self.dir)?;
         let (element, changes) = KeptStates::with_retry(&dir, |past| {
@@ -54,7 +53,7 @@ impl Blame {
             let table = past.table(until)?;
             let info = self.element.page.find(table.pages()).map_err(Failure::Environment)?;
             let element = self.element.find(&info).map_err(Failure::Environment)?;
-            // However long the page was at earlier states, only the element is held in memory.
+            // Only the element is in memory, however long its page was at earlier states.
             let needed = element.width as u64;
             if needed > self.memory.given() {
                 let defect = Defect::Memory { needed };

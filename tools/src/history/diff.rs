@@ -1,4 +1,4 @@
-//! `remanent diff`: lists the changes between two kept states, page by page.
+//! `remanent diff` lists the changes between two kept states, page by page.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -59,34 +59,34 @@ enum Change {
     Content(ContentDiff),
 }
 
-/// The differences in a page's content.
+/// The differences between the contents of a page in two states.
 struct ContentDiff {
-    /// The earlier length, if it differs.
+    /// Earlier length of the page in bytes, or `None` if the length is unchanged.
     len_before: Option<u64>,
     metadata: bool,
-    /// Number of elements that both states have.
+    /// Number of elements that both states contain.
     elements: u64,
-    /// Number of these that differ.
+    /// Number of these elements that differ.
     changed: u64,
-    /// The largest change of a value, for floats; NaN if any changed value is NaN before or after.
+    /// Largest difference between an old and a new value, for floats. NaN if a value that differs is NaN in either
+    /// state.
     largest: Option<f64>,
-    /// Number of elements that differ and are NaN before or after, for floats.
+    /// Number of elements that differ and are NaN in either state, for floats.
     nans: Option<u64>,
-    /// Bytes of the elements that differ, and bytes that only one state has.
+    /// Number of bytes in elements that differ, plus the bytes that only one state contains.
     bytes: u64,
 }
 
-/// A page that differs.
+/// A page that differs between the states.
 struct DiffLine {
     info: PageInfo,
     change: Change,
 }
 
-/// An entry of the root that differs: its name, and its values before and after.
+/// An entry of the root that differs, as its name, old value and new value.
 type RootLine = (String, Option<Value>, Option<Value>);
 
 impl Diff {
-    /// Runs `remanent diff`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let dir = StoreDir::open(&self.dir)?;
         let (pages, root) = KeptStates::with_retry(&dir, |past| self.compare(past))?;
@@ -120,7 +120,7 @@ impl Diff {
     fn compare(&self, past: &KeptStates<'_>) -> Result<(Vec<DiffLine>, Vec<RootLine>), Failure> {
         let (from, to) = (past.lsn(Some(&self.from))?, past.lsn(self.to.as_ref())?);
         let (old, new) = (past.table(from)?, past.table(to)?);
-        // An epoch is never reused, so a page with the same epoch in both states is unchanged.
+        // Epochs are never reused, so a page with the same epoch in both states is unchanged.
         let differs = |left: &PageTable, page: PageId, info: &PageInfo| {
             left.get(page).is_some_and(|other| other.epoch != info.epoch)
         };
@@ -143,7 +143,7 @@ impl Diff {
                     Change::Content(content(&old, &before, &info, &after).map_err(damaged)?)
                 }
             };
-            // A page that was changed and changed back differs only in its epoch.
+            // A page whose changes were reverted differs only in its epoch.
             if !matches!(&change, Change::Content(content) if content.is_same()) {
                 lines.push(DiffLine { info, change });
             }
@@ -160,18 +160,18 @@ impl ContentDiff {
     }
 }
 
-/// Compares a page's bytes in both states, window by window.
+/// Compares the bytes of a page in both states, window by window.
 fn content(
     old: &PageInfo,
     before: &PageBytes<'_>,
     new: &PageInfo,
     after: &PageBytes<'_>,
 ) -> Result<ContentDiff, Damage> {
-    // Elements are compared as values only if both states give the page the same dtype.
+    // Elements are compared as values only if the page has the same dtype in both states.
     let dtype = dtype_of(new).filter(|dtype| dtype_of(old) == Some(*dtype));
     let width = dtype.map_or(1, |dtype| dtype::width(dtype).bytes());
     let (mut elements, mut changed, mut largest, mut nans) = (0, 0, None, None);
-    // Every window but the last is a whole number of elements.
+    // Each window but the last contains a whole number of elements.
     for window in windows(old.len.min(new.len)) {
         let (left, right) = (before.window(new.page, &window)?, after.window(new.page, &window)?);
         if left == right {
@@ -184,7 +184,7 @@ fn content(
                 changed += 1;
                 if let Some(change) = dtype.and_then(|dtype| value_change(dtype, left, right)) {
                     *nans.get_or_insert(0) += u64::from(change.is_nan());
-                    // NaN counts as the largest change.
+                    // NaN is the largest change.
                     let beaten = largest.is_none_or(|largest: f64| {
                         !largest.is_nan() && (change.is_nan() || change > largest)
                     });
@@ -204,7 +204,7 @@ fn content(
     })
 }
 
-/// Returns the distance between two floats, or `None` for elements of other dtypes.
+/// Returns the absolute difference of two floats, or `None` for elements of other dtypes.
 fn value_change(dtype: Dtype, before: &[u8], after: &[u8]) -> Option<f64> {
     Some((dtype::float(dtype, after)? - dtype::float(dtype, before)?).abs())
 }
@@ -216,7 +216,7 @@ fn root_lines(old: &Metadata, new: &Metadata) -> Vec<RootLine> {
 }
 
 impl Change {
-    /// Returns the change as one word.
+    /// Returns the kind of the change as one word.
     fn word(&self) -> &'static str {
         match self {
             Change::Created => "created",
@@ -235,13 +235,13 @@ impl Change {
     }
 }
 
-/// Returns the bytes that differ, summed over all pages.
+/// Returns the total number of bytes that differ.
 fn bytes(lines: &[DiffLine]) -> u64 {
     let of = |line: &DiffLine| line.change.content().map_or(line.info.len, |content| content.bytes);
     lines.iter().map(of).fold(0, u64::saturating_add)
 }
 
-/// Returns the total line for people.
+/// Returns the last line of the text output.
 fn total(lines: &[DiffLine], root_entries: usize) -> String {
     let bytes = bytes(lines);
     let root = match root_entries {
@@ -252,7 +252,7 @@ fn total(lines: &[DiffLine], root_entries: usize) -> String {
     format!("total: {} pages changed, {bytes} bytes{root}", lines.len())
 }
 
-/// Returns the share of elements that changed, from 0 to 1.
+/// Returns the fraction of elements that changed, from 0 to 1.
 fn share(content: &ContentDiff) -> f64 {
     if content.elements == 0 { 0.0 } else { content.changed as f64 / content.elements as f64 }
 }

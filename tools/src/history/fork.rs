@@ -1,4 +1,4 @@
-//! `remanent fork`: creates a store that begins at a state of another one.
+//! `remanent fork` creates a store that begins at a state of another store.
 
 use std::path::PathBuf;
 
@@ -35,9 +35,8 @@ pub struct Fork {
 }
 
 impl Fork {
-    /// Runs `remanent fork`.
     pub fn run(&self, out: &mut Output) -> Outcome {
-        // A fork that has begun is finished, so that no partial store remains.
+        // A fork that has started is completed, so that no partial store remains.
         let interrupt = Interrupt::listen()?;
         let state = match &self.at {
             Some(at) => Store::open_at(&self.dir, at),

@@ -1,4 +1,4 @@
-//! `remanent prune`: removes snapshots and log that need not be kept any longer, or lists them.
+//! `remanent prune` removes snapshots and log that need not be kept, or lists them.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -76,13 +76,12 @@ fn parse_age(text: &str) -> Result<Duration, String> {
 }
 
 impl Prune {
-    /// Runs `remanent prune`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         if !self.is_ruled() && self.name.is_empty() {
             return Err(Failure::Environment(NO_RULE.to_owned()));
         }
         let rules = self.rules();
-        // The snapshots whose names are given up.
+        // Snapshots whose names are given up.
         let mut given_up = Vec::new();
         let pruned = if self.yes {
             let interrupt = Interrupt::listen()?;
@@ -111,8 +110,8 @@ impl Prune {
         Ok(Ending::Fine)
     }
 
-    /// Returns the snapshots whose names are given up. A name that no snapshot has is an error, because the
-    /// snapshot that was meant would stay.
+    /// Returns the snapshots whose names are given up. Returns an error for a name that no snapshot has, because the
+    /// intended snapshot would be kept.
     fn holders(&self, named: impl Iterator<Item = (String, SnapshotId)>) -> Result<Vec<SnapshotId>, Failure> {
         let named: BTreeMap<String, SnapshotId> = named.collect();
         let none = |name: &String| Failure::Environment(format!("there is no snapshot named {name:?}"));
@@ -139,7 +138,7 @@ impl Prune {
             .log_kept(self.log_bytes.unwrap_or_default())
     }
 
-    /// Prints the result. `kept` are snapshots whose names are given up but that other rules keep.
+    /// Prints the result. `kept` lists the snapshots whose names are given up but that other rules keep.
     fn report(&self, pruned: &PruneReport, kept: &[SnapshotId], out: &mut Output) -> Result<(), Failure> {
         if self.json {
             let file = |(file, bytes): &(FileName, u64)| json!({ "file": file.to_string(), "bytes": bytes });

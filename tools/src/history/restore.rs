@@ -1,4 +1,4 @@
-//! `remanent restore`: returns a store to an earlier state by one more batch.
+//! `remanent restore` returns a store to an earlier state by committing one more batch.
 
 use std::path::PathBuf;
 
@@ -37,11 +37,10 @@ pub struct Restore {
 }
 
 impl Restore {
-    /// Runs `remanent restore`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let interrupt = Interrupt::listen()?;
         let dir = StoreDir::open(&self.dir)?;
-        // A writable open changes the store's files, so the state is checked first.
+        // Check the state first, because an open for writing changes the files of the store.
         let restored = KeptStates::with_retry(&dir, |past| Ok(past.table(past.lsn(Some(&self.at))?)?.lsn()))?;
         let store = engine::open(&self.dir, Create::Never)?;
         if interrupt.is_noted() {

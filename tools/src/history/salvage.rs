@@ -1,15 +1,15 @@
-//! `remanent salvage`: copies the pages that a damaged store still proves into a new store.
+//! `remanent salvage` copies the provable pages of a damaged store into a new store.
 //!
-//! The format crate decides which pages are proven. The engine only writes the new store, in the same way as
-//! a fork. Pages keep their ids, epochs and Lsns, so a user of the old store finds them in the new one. The
-//! new store has its own identity, because it may lack pages of the old one.
+//! The format crate decides which pages are proven. The engine only writes the new store, in the same way as a fork.
+//! Pages keep their ids, epochs and Lsns, so users of the old store find them in the new store. The new store has its
+//! own identity, because it may lack pages of the old store.
 //!
-//! Each page is proven twice: once to report what is left of it, before anything is written, and again when
-//! its bytes are written, piece by piece. If the medium deteriorates in between, the command fails instead of
-//! writing a wrong page. Memory use does not grow with a page's length.
+//! Each page is proven twice, once for the report, before anything is written, and again when its bytes are written in
+//! pieces. If the medium deteriorates in between, the command fails and writes no wrong page. The memory use does not
+//! depend on page lengths.
 //!
-//! A page of which only an earlier version is left is copied only if `--older` asks for it: nothing in the
-//! new store would mark it as older than the other pages.
+//! If only an earlier version of a page is provable, the page is copied only with `--older`, because the new store does
+//! not mark the page as older than other pages.
 
 use std::path::{Path, PathBuf};
 
@@ -73,23 +73,23 @@ pub struct Salvage {
     memory: MemoryLimit,
 }
 
-/// A page that is not exact.
+/// A page whose version in the state cannot be proven.
 struct InexactPage {
-    /// The page as the state's table describes it.
+    /// Description of the page in the state.
     info: PageInfo,
-    /// The version that is left.
+    /// Earlier version that is proven, or `None` if no version is proven.
     left: Option<PageInfo>,
     why: Damage,
 }
 
-/// The pages of the state, by what is left of them.
+/// The pages of the state, divided into exact and inexact pages.
 #[derive(Default)]
 struct Remains {
     exact: Vec<PageInfo>,
     damaged_pages: Vec<InexactPage>,
 }
 
-/// The reason why no new store was made.
+/// The reason why no new store was created.
 enum SalvageStop {
     Interrupted,
     Failed(Failure),
@@ -101,7 +101,7 @@ impl From<Error> for SalvageStop {
     }
 }
 
-/// The new store.
+/// The new store, with the number and total length of its pages.
 struct SalvagedStore {
     store: StoreId,
     pages: usize,
@@ -109,7 +109,6 @@ struct SalvagedStore {
 }
 
 impl Salvage {
-    /// Runs `remanent salvage`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let interrupt = Interrupt::listen()?;
         let dir = StoreDir::open(&self.dir)?;
@@ -150,14 +149,14 @@ impl Salvage {
         Ok(if report.is_all() { Ending::Fine } else { Ending::Difference })
     }
 
-    /// Returns whether a page that is not exact is copied into the new store.
+    /// Returns true if an inexact page is copied into the new store.
     fn carries(&self, damaged_page: &InexactPage) -> bool {
         self.older && damaged_page.left.is_some()
     }
 
     fn report(&self, damaged_page: &InexactPage, out: &mut Output) -> Result<(), Failure> {
         if !self.json {
-            // The table is printed once all of them are known.
+            // The text output prints all pages in one table at the end.
             return Ok(());
         }
         let InexactPage { info, left, why } = damaged_page;
@@ -179,7 +178,7 @@ impl Salvage {
         })
     }
 
-    /// Writes the new store.
+    /// Writes the proven pages to a new store.
     fn write(
         &self,
         new: &Path,
@@ -228,7 +227,7 @@ impl Salvage {
     }
 }
 
-/// Proves every page of the state. Returns `None` if Ctrl-C was pressed meanwhile.
+/// Proves every page of the state. Returns `None` if Ctrl-C was pressed.
 fn find_remains(search: &Search<'_>, interrupt: &Interrupt) -> Option<Remains> {
     let table = &search.state().table;
     let bar = progress::bytes(table.pages().map(|info| info.len).fold(0, u64::saturating_add), "proving");
@@ -251,7 +250,7 @@ fn find_remains(search: &Search<'_>, interrupt: &Interrupt) -> Option<Remains> {
     Some(remains)
 }
 
-/// Proves again a page that was found before, and returns its bytes.
+/// Proves a page again and returns its bytes. Returns an error if the result differs from the first time.
 fn find_again(search: &Search<'_>, info: &PageInfo, bar: &ProgressBar) -> Result<FoundBytes, SalvageStop> {
     let wanted = search.state().table.get(info.page).expect("it was found there");
     let (left, bytes) = match search.find(&wanted) {
@@ -268,11 +267,11 @@ fn find_again(search: &Search<'_>, info: &PageInfo, bar: &ProgressBar) -> Result
     Ok(bytes)
 }
 
-/// The report of a salvage.
+/// The report of a salvage, which is printed as text or JSON.
 struct SalvageReport<'a> {
     search: &'a Search<'a>,
     remains: &'a Remains,
-    /// The damage to the file STORE.
+    /// Damage to the file STORE, or `None` if it is intact.
     unnamed: Option<&'a Damage>,
     new: Option<SalvagedStore>,
 }
@@ -282,13 +281,14 @@ impl SalvageReport<'_> {
         self.search.state().table.lsn()
     }
 
-    /// Returns the first and the last batch known to be lost after the state.
+    /// Returns the first and the last batch that are known to be lost after the state.
     fn lost_batches(&self) -> Option<(u64, u64)> {
         let LogRemainder { durable, seen, .. } = self.search.beyond();
         (durable > self.lsn()).then(|| (self.lsn().0 + 1, durable.max(seen).0))
     }
 
-    /// Returns the batches that a crash cut off, if none of them was acknowledged as durable.
+    /// Returns the first and the last batch that a crash cut off. Returns `None` if one of them was acknowledged as
+    /// durable.
     fn torn_batches(&self) -> Option<(u64, u64)> {
         let LogRemainder { durable, seen, .. } = self.search.beyond();
         (durable <= self.lsn() && seen > self.lsn()).then(|| (self.lsn().0 + 1, seen.0))

@@ -1,4 +1,4 @@
-//! `remanent snapshot`: takes a snapshot of a store that no process has open.
+//! `remanent snapshot` takes a snapshot of a store that no process has open.
 
 use std::path::PathBuf;
 
@@ -41,7 +41,6 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// Runs `remanent snapshot`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let interrupt = Interrupt::listen()?;
         let store = engine::open(&self.dir, Create::Never)?;

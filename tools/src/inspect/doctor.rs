@@ -1,4 +1,4 @@
-//! `remanent doctor`: reports how a store would work in this directory on this machine, and why.
+//! `remanent doctor` reports how a store would work in a directory on this machine, and why.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -44,9 +44,9 @@ pub struct Doctor {
 /// One line of the report.
 struct DoctorFinding {
     name: &'static str,
-    /// The value, for programs.
+    /// Value for the JSON output.
     value: Value,
-    /// The value, for people.
+    /// Value for the text output.
     text: String,
 }
 
@@ -55,9 +55,8 @@ fn finding(name: &'static str, value: impl Into<Value>, text: impl Into<String>)
 }
 
 impl Doctor {
-    /// Runs `remanent doctor`.
     pub fn run(&self, out: &mut Output) -> Outcome {
-        // The probe is short and removes its files, so Ctrl-C waits for it.
+        // Ctrl-C waits for the probe, which is short and removes its files.
         let interrupt = Interrupt::listen()?;
         let findings = self.findings()?;
         if interrupt.is_noted() {
@@ -123,16 +122,16 @@ impl Doctor {
     }
 }
 
-/// The choices that a store made.
+/// The choices of a store that was opened in the directory.
 struct Choices {
     log: String,
     images: String,
-    /// The other ways to write images, each possible or with the reason of the file system's refusal.
+    /// The other ways to write images, each with the reason if the file system does not support it.
     other_images: String,
     device: String,
 }
 
-/// Creates a store and returns its choices.
+/// Creates a store in `dir` and returns its choices.
 fn choices(dir: &Path) -> Result<Choices, Failure> {
     let options = Options::default().segment_len(64 << 10);
     let store = Store::open(dir.join("store"), options).map_err(engine_failure)?;
@@ -166,16 +165,16 @@ fn direct_works(dir: &Path) -> io::Result<()> {
     file.read_exact_at(&mut bytes, 0)
 }
 
-/// Number of syncs that are timed.
+/// Number of timed syncs.
 const SYNCS: usize = 20;
 
-/// The duration of a sync.
+/// The measured durations of a sync.
 struct SyncTimes {
     median: Duration,
     longest: Duration,
 }
 
-/// Times syncs of small overwrites, the access pattern of a log.
+/// Measures syncs of small overwrites, which a log performs.
 fn sync_times(dir: &Path) -> io::Result<SyncTimes> {
     let file = File::create(dir.join("synced"))?;
     file.write_all_at(&[0; ALIGN * SYNCS], 0)?;
@@ -195,7 +194,7 @@ fn micros(time: Duration) -> u64 {
     time.as_micros() as u64
 }
 
-/// Returns the limits of the process and the machine.
+/// Returns the resource limits of the process and the machine.
 fn machine() -> Vec<DoctorFinding> {
     let limit = |resource| getrlimit(resource).current;
     let shown = |limit: Option<u64>| limit.map_or("unlimited".to_owned(), |limit| limit.to_string());
@@ -211,7 +210,7 @@ fn machine() -> Vec<DoctorFinding> {
     ]
 }
 
-/// Returns the version of the GPU's driver, if one is loaded.
+/// Returns the version of the GPU driver, or the reason why none is found.
 fn driver() -> DoctorFinding {
     const VERSION: &str = "/proc/driver/nvidia/version";
     match fs::read_to_string(VERSION) {
@@ -223,18 +222,18 @@ fn driver() -> DoctorFinding {
     }
 }
 
-/// Returns the name of a directory's file system.
+/// Returns the name of the file system that contains a directory.
 pub fn file_system_of(dir: &Path) -> String {
     let system = match rustix::fs::statfs(dir) {
         Ok(system) => system,
         Err(errno) => return format!("unknown: {errno}"),
     };
-    // The field is signed on some platforms; magic numbers have 32 bits.
+    // The field is signed on some platforms, and magic numbers have 32 bits.
     let magic = system.f_type as u64 & 0xffff_ffff;
     file_system(magic).map_or(format!("{magic:#x}"), str::to_owned)
 }
 
-/// Returns the name of a file system by its magic number.
+/// Returns the name of the file system with this magic number, or `None` if it is unknown.
 fn file_system(magic: u64) -> Option<&'static str> {
     Some(match magic {
         0xef53 => "ext4, ext3 or ext2",

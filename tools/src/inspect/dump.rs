@@ -1,4 +1,4 @@
-//! `remanent dump`: writes the bytes of one page.
+//! `remanent dump` writes the bytes of one page.
 
 use std::fs::File;
 use std::io;
@@ -38,7 +38,6 @@ pub struct Dump {
 }
 
 impl Dump {
-    /// Runs `remanent dump`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let dir = StoreDir::open(&self.dir)?;
         if self.output != Path::new("-") {
@@ -48,7 +47,7 @@ impl Dump {
         let info = match self.page.find(view.pages()) {
             Ok(info) => info,
             Err(missing) => {
-                // In a damaged store the page may have existed, so the damage is reported first.
+                // Report the damage first, because the missing page may have existed in the undamaged store.
                 view.check_undamaged()?;
                 return Err(Failure::Environment(missing));
             }

@@ -1,4 +1,4 @@
-//! The purpose of each file of a store, and whether it may be deleted.
+//! The purpose of each file in a store directory, and whether the file may be deleted.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,30 +12,30 @@ use crate::read::partial_view::PartialView;
 use crate::read::scan::Scan;
 use crate::read::store_dir::StoreDir;
 
-/// A file and its purpose.
+/// The purpose of one file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reason {
     /// Path relative to the store directory.
     pub file: String,
-    /// Length in bytes.
+    /// Length of the file in bytes.
     pub bytes: u64,
-    /// The file's purpose.
+    /// Purpose of the file, as text.
     pub why: String,
-    /// Whether nothing is lost without the file. Deleting it by hand is safe only while the store is closed.
+    /// Whether the file can be deleted without loss. Deleting it manually is safe only while the store is closed.
     pub may_go: bool,
 }
 
-/// References to files: snapshots refer to images and segments, restores to tables.
+/// References from snapshots and batches to the files of a store.
 struct References {
-    /// Readable snapshots, each with the first log segment that it needs.
+    /// First log segment that each readable snapshot needs.
     log_from: BTreeMap<SnapshotId, u64>,
-    /// Image files, each with the snapshots and batches that name it.
+    /// Snapshots and batches that name each image file.
     images: BTreeMap<u64, BTreeSet<String>>,
-    /// Tables, each with the batch that restores it.
+    /// Batch that restores each table.
     restores: BTreeMap<u64, Lsn>,
-    /// The highest segment number.
+    /// Highest segment number, or `None` if there is no segment.
     last_segment: Option<u64>,
-    /// The highest number of a segment with frames.
+    /// Highest number of a segment that contains frames.
     last_frames: u64,
     /// Files that an open, or a prune without rules, removes.
     unneeded: BTreeSet<FileName>,
@@ -43,7 +43,7 @@ struct References {
     is_open: bool,
 }
 
-/// Returns the purpose of every file, ordered by folder and name.
+/// Returns the purposes of all files, in the order of folders and names.
 pub fn reasons(dir: &StoreDir, view: &PartialView) -> std::io::Result<Vec<Reason>> {
     let files = dir.files()?;
     let names = files.iter().filter_map(|(folder, name, _)| FileName::parse(*folder, name));
@@ -82,8 +82,7 @@ impl References {
         let of_state = view.state.iter().flat_map(|state| state.resolved.bases.iter());
         let images: Vec<ImageRef> = of_state.filter_map(|(_, base)| base.image).collect();
         references.name_images(images.into_iter(), "the current state");
-        // Finding the files that the log names requires reading all of it, and usually no file is left to
-        // find.
+        // Read the whole log only if a file is left that the log may name, which is rare.
         let is_open = |file: FileName| match file {
             FileName::Pages(number) => !references.images.contains_key(&number),
             FileName::Table(_) => true,
@@ -101,7 +100,7 @@ impl References {
         }
     }
 
-    /// Finds the files that batches name: tables, and images written before their batches.
+    /// Records the files that batches name: tables, and images that were written ahead of batches.
     fn read_log(&mut self, dir: &StoreDir, view: &PartialView) {
         for frame in Scan::new(dir, view.survey.store.store, &view.survey.log) {
             let payload = frame.payload.unwrap_or_default();
@@ -121,7 +120,7 @@ impl References {
         }
     }
 
-    /// Returns the purpose of a file, and whether it may be deleted.
+    /// Returns the purpose of a file, and true if the file may be deleted.
     fn why(&self, view: &PartialView, file: FileName) -> (String, bool) {
         // A temporary file is a leftover unless a writer has the store open.
         let is_leftover = matches!(file, FileName::Temporary(..)) && !self.is_open;

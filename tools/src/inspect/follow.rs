@@ -1,4 +1,4 @@
-//! `remanent follow`: prints a store's batches, one per line, as they are logged.
+//! `remanent follow` prints the batches of a store, one per line, as they are logged.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -28,7 +28,7 @@ Examples:
   remanent follow store --from 3-0badcafe:17:5eedf00d --timeout 0
                                              batches logged since that position, without waiting";
 
-/// Upper bound on the time until Ctrl-C is noticed.
+/// Maximum time until Ctrl-C is detected.
 const SLICE: Duration = Duration::from_millis(100);
 
 /// Print batches as they are logged
@@ -51,7 +51,7 @@ pub struct Follow {
     json: bool,
 }
 
-/// The position to begin at, parsed from the command line.
+/// The position to start from, parsed from the command line.
 #[derive(Clone, Copy)]
 struct From(FollowFrom);
 
@@ -71,7 +71,6 @@ impl FromStr for From {
 }
 
 impl Follow {
-    /// Runs `remanent follow`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let interrupt = Interrupt::listen()?;
         let mut follower = Follower::open(&self.dir, self.from.0).map_err(failure)?;
@@ -95,7 +94,7 @@ impl Follow {
         Ok(Ending::Fine)
     }
 
-    /// Prints a batch and flushes it, because a reader may wait for it.
+    /// Prints a batch and flushes the output, because a reader may be waiting for the line.
     fn show(&self, batch: &FollowedBatch, out: &mut Output) -> Result<(), Failure> {
         if self.json {
             out.line(batch_json(batch))?;
@@ -106,7 +105,7 @@ impl Follow {
     }
 }
 
-/// Maps an error of the follower to the failure of the command.
+/// Converts an error of the follower to a failure with the matching exit code.
 fn failure(error: Error) -> Failure {
     match error {
         Error::Damaged(_) | Error::Overtaken { .. } | Error::Diverged { .. } => {
@@ -116,7 +115,7 @@ fn failure(error: Error) -> Failure {
     }
 }
 
-/// Counts operations by kind. Notes are left out, because they are printed themselves.
+/// Counts operations by kind. Notes are not counted, because their text is printed.
 fn kinds(operations: &[Op<'_>]) -> BTreeMap<&'static str, u64> {
     let mut kinds = BTreeMap::new();
     for op in operations.iter().filter(|op| !matches!(op, Op::Note { .. })) {
@@ -125,7 +124,7 @@ fn kinds(operations: &[Op<'_>]) -> BTreeMap<&'static str, u64> {
     kinds
 }
 
-/// Returns the pages that a batch concerns, each once, in ascending order.
+/// Returns the distinct pages that a batch changes, in ascending order.
 fn pages(batch: &FollowedBatch, operations: &[Op<'_>]) -> Vec<u64> {
     let mut pages: Vec<u64> = match batch.restored() {
         Some(restored) => restored.pages().iter().map(|info| info.page.0).collect(),

@@ -1,5 +1,4 @@
-//! `remanent info`: prints whether a store is sound, its identity and state, and the purpose of each of its
-//! files.
+//! `remanent info` prints whether a store is damaged, its identity and state, and the purpose of each of its files.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -41,7 +40,7 @@ pub struct Info {
     json: bool,
 }
 
-/// The parts of the report.
+/// The content of the report.
 struct InfoReport {
     view: PartialView,
     files: Vec<Reason>,
@@ -49,7 +48,6 @@ struct InfoReport {
 }
 
 impl Info {
-    /// Runs `remanent info`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let dir = StoreDir::open(&self.dir)?;
         let view = PartialView::take(&dir)?;
@@ -69,13 +67,13 @@ impl Info {
 }
 
 impl InfoReport {
-    /// Returns whether the log records that the snapshot was read back past the page cache.
+    /// Returns true if the newest seal lists the snapshot as verified.
     fn is_verified(&self, snapshot: SnapshotId) -> bool {
         let verified = self.view.end().map(|end| &end.verified[..]).unwrap_or_default();
         verified.iter().any(|entry| entry.snapshot == snapshot)
     }
 
-    /// Returns the snapshots that can be read completely.
+    /// Returns the manifests of all snapshots that can be read completely.
     fn snapshots(&self) -> impl Iterator<Item = Arc<Manifest>> {
         self.view.snapshots().filter_map(|snapshot| self.view.survey.snapshot(snapshot).ok())
     }
@@ -128,7 +126,7 @@ impl InfoReport {
         })
     }
 
-    /// Returns whether all is well, in one line.
+    /// Returns one line that states whether damage was found.
     fn status(&self) -> String {
         let count = self.view.damage.len();
         let defects = if count == 1 { "1 defect".to_owned() } else { format!("{count} defects") };

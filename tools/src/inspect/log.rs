@@ -1,4 +1,4 @@
-//! `remanent log`: lists the frames of the log.
+//! `remanent log` lists the frames of the log.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -47,17 +47,16 @@ pub struct Log {
     json: bool,
 }
 
-/// The content of a frame's payload.
+/// The decoded payload of a frame.
 struct FrameContent {
-    /// The number of operations by kind.
+    /// Number of operations of each kind.
     kinds: BTreeMap<&'static str, u64>,
-    /// The pages that the frame concerns, each once, in ascending order.
+    /// Distinct pages that the frame changes, in ascending order.
     pages: Vec<PageId>,
     note: Option<String>,
 }
 
 impl Log {
-    /// Runs `remanent log`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let dir = StoreDir::open(&self.dir)?;
         let view = PartialView::take(&dir)?;
@@ -91,8 +90,8 @@ impl Log {
         Ok(if view.damage.is_empty() { Ending::Fine } else { Ending::Difference })
     }
 
-    /// Reports how the log ends. As JSON, only damage and a torn tail are reported: every other line is a
-    /// frame.
+    /// Reports damage and the end of the log. The JSON output contains an object for the end only if there is a torn
+    /// tail.
     fn report_end(&self, view: &PartialView, end: Option<&LogEnd>, out: &mut Output) -> Result<(), Failure> {
         for damage in &view.damage {
             match self.json {
@@ -128,7 +127,7 @@ fn content(frame: &ScannedFrame) -> Result<FrameContent, Defect> {
     Ok(content)
 }
 
-/// Returns whether a frame is in the torn tail.
+/// Returns true if a frame is in the torn tail.
 fn is_torn(torn: &TornTail, header: &FrameHeader) -> bool {
     (header.segment, header.offset) >= (torn.segment, torn.offset)
 }
@@ -149,7 +148,7 @@ fn chain(chain: &Chain) -> &'static str {
     }
 }
 
-/// Returns the defect of a frame, if it has one.
+/// Returns the defect of a frame, or `None` if the frame is valid.
 fn defect<'f>(frame: &'f ScannedFrame, content: &'f Result<FrameContent, Defect>) -> Option<&'f Defect> {
     match &frame.chain {
         Chain::Broken(defect) => Some(defect),
@@ -192,7 +191,7 @@ fn frame_line(frame: &ScannedFrame, content: &Result<FrameContent, Defect>, torn
         words.push("seal".to_owned());
     }
     if let Ok(content) = content {
-        // A note is printed with its text instead.
+        // A note is printed as text.
         let kinds = content.kinds.iter().filter(|(kind, _)| **kind != "note");
         words.extend(kinds.map(|(kind, count)| format!("{count} {kind}")));
         words.extend(content.note.iter().map(|note| format!("note {note:?}")));
@@ -212,7 +211,7 @@ fn frame_line(frame: &ScannedFrame, content: &Result<FrameContent, Defect>, torn
     )
 }
 
-/// Returns the position of the torn tail as JSON, or null.
+/// Returns the location of the torn tail as JSON, or null if there is no torn tail.
 pub fn torn_json(torn: Option<&TornTail>) -> serde_json::Value {
     torn.map_or(serde_json::Value::Null, |torn| {
         json!({
@@ -225,7 +224,7 @@ pub fn torn_json(torn: Option<&TornTail>) -> serde_json::Value {
     })
 }
 
-/// Returns the position of the torn tail as a line of text.
+/// Returns a line of text that describes the torn tail.
 pub fn torn_line(torn: &TornTail) -> String {
     let batches = match (torn.first, torn.last) {
         (first, last) if first == last => format!("lsn {first}"),
@@ -244,7 +243,6 @@ fn end_line(end: &LogEnd) -> String {
     format!("The log ends with lsn {}, durable up to lsn {}{torn}.", end.accepted.lsn, end.proven.lsn)
 }
 
-/// Returns damage as JSON.
 pub fn damage_json(damage: &Damage) -> serde_json::Value {
     object! {
         "kind": "damage",

@@ -1,5 +1,5 @@
-//! Commands that show the content of a store. They read without the engine, so they can open stores that it
-//! refuses.
+//! Commands that show the content of a store. They read the files without the engine, and can therefore open stores
+//! that the engine refuses.
 
 pub(crate) mod file_purposes;
 pub(crate) mod info;

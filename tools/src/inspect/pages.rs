@@ -1,4 +1,4 @@
-//! `remanent pages`: lists every page that a writable open would find.
+//! `remanent pages` lists every page that an open for writing would find.
 
 use std::path::PathBuf;
 
@@ -39,7 +39,6 @@ pub struct Pages {
 }
 
 impl Pages {
-    /// Runs `remanent pages`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let dir = StoreDir::open(&self.dir)?;
         let (view, bytes) = PartialView::with_bytes(&dir, self.memory.given())?;
@@ -57,7 +56,7 @@ impl Pages {
     }
 }
 
-/// Returns the checksum of a page's bytes, or `None` if they are lost or do not fit in memory.
+/// Returns the CRC-32 of a page, or `None` if its bytes are lost or do not fit in memory.
 fn crc32(bytes: Option<&PageBytes<'_>>, info: &PageInfo) -> Result<Option<u32>, Failure> {
     let Some(proven) = bytes.filter(|bytes| bytes.check(info.page).is_ok()) else { return Ok(None) };
     match proven.crc32(info) {

@@ -1,4 +1,4 @@
-//! `remanent snapshots`: lists the kept snapshots.
+//! `remanent snapshots` lists the kept snapshots.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -36,16 +36,15 @@ pub struct Snapshots {
     json: bool,
 }
 
-/// A snapshot on disk.
+/// A snapshot on disk, readable or not.
 struct SnapshotLine {
     snapshot: SnapshotId,
     is_verified: bool,
-    /// The snapshot and the number of its links, or the damage that makes it unreadable.
+    /// The manifest and the number of its links, or the damage that makes the snapshot unreadable.
     content: Result<(Arc<Manifest>, usize), Damage>,
 }
 
 impl Snapshots {
-    /// Runs `remanent snapshots`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let dir = StoreDir::open(&self.dir)?;
         let view = PartialView::take(&dir)?;
@@ -94,13 +93,13 @@ impl SnapshotLine {
     }
 }
 
-/// Returns the total length of all images that a snapshot names, in bytes.
+/// Returns the total stored length of all images that a snapshot names, in bytes.
 pub fn image_bytes(manifest: &Manifest) -> u64 {
     let images = manifest.entries.iter().filter_map(|entry| entry.image);
     images.flat_map(|image| image.files()).map(|(_, stored_len)| stored_len).sum()
 }
 
-/// Returns how long ago something was written.
+/// Returns the time since `unix_ms` as text.
 fn age(unix_ms: u64) -> String {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     format!("{} ago", HumanDuration(now.saturating_sub(Duration::from_millis(unix_ms))))

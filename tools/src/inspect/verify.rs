@@ -1,4 +1,4 @@
-//! `remanent verify`: reads everything that a store needs, and reports each defect with its cost.
+//! `remanent verify` reads everything that a store needs, and reports each defect with its cost.
 
 use std::path::PathBuf;
 
@@ -40,14 +40,13 @@ pub struct Verify {
     memory: MemoryLimit,
 }
 
-/// A defect and its cost.
+/// A defect, and its cost as text.
 struct VerifyFinding {
     damage: Damage,
     cost: String,
 }
 
 impl Verify {
-    /// Runs `remanent verify`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let dir = StoreDir::open(&self.dir)?;
         let mut images = ImageProofs::new(&dir);
@@ -139,7 +138,7 @@ struct VerifyReport {
     findings: Vec<VerifyFinding>,
 }
 
-/// Verifies a store, and repeats it while a finding may be caused by a process that writes.
+/// Verifies a store. Repeats the verification while a concurrent writer may have caused a finding.
 fn read_report(dir: &StoreDir, images: &mut ImageProofs<'_>) -> Result<VerifyReport, Failure> {
     let read_once = |before: Option<&[Damage]>| {
         images.forget_damaged();
@@ -149,7 +148,7 @@ fn read_report(dir: &StoreDir, images: &mut ImageProofs<'_>) -> Result<VerifyRep
     stable::read_until_stable(dir, read_once, damage).map(|(report, _)| report)
 }
 
-/// Verifies a store once. Findings that are not in `before`, if given, are left out.
+/// Verifies a store once. If `before` is given, all other damage is ignored.
 fn read_once(
     dir: &StoreDir,
     images: &mut ImageProofs<'_>,
@@ -170,7 +169,7 @@ fn read_once(
         let is_open = |start: &Start| start.blocked_by.is_empty();
         verdict.opens_from = verdict.opens_from.or_else(|| verdict.starts.iter().position(is_open));
     }
-    // No store opens without its identity.
+    // A store without its identity cannot be opened.
     let identity = view.damage.iter().find(|damage| damage.file == FileName::Store).cloned();
     if identity.is_some() {
         verdict.opens_from = None;
@@ -186,7 +185,7 @@ fn start_name(snapshot: Option<SnapshotId>) -> String {
     snapshot.map_or("the log's beginning".to_owned(), |snapshot| format!("snapshot {snapshot}"))
 }
 
-/// Returns all findings: each place once, with the first and most severe of its costs.
+/// Returns all findings. Each location is listed once, with its first and most severe cost.
 fn findings(
     dir: &StoreDir,
     view: &PartialView,
@@ -214,7 +213,7 @@ fn findings(
             }
             None => "the store: it cannot be opened".to_owned(),
         };
-        // A link alone is no start, even if it is sound. If nothing opens, its damage is reported too.
+        // A link alone is not a start. Its damage is reported only if the store cannot be opened.
         if start.role != Role::Link || verdict.state.is_none() {
             for damage in &start.blocked_by {
                 find(damage.clone(), cost.clone());
@@ -274,7 +273,7 @@ fn findings(
     findings
 }
 
-/// Groups damage by image, and lists the pages that are made from each.
+/// Groups the damage by image. Returns each damage with the list of affected pages.
 fn by_image(damaged: &[(PageId, Damage)]) -> Vec<(&Damage, String)> {
     let mut found: Vec<(&Damage, String)> = Vec::new();
     for (page, damage) in damaged {
@@ -286,7 +285,7 @@ fn by_image(damaged: &[(PageId, Damage)]) -> Vec<(&Damage, String)> {
     found
 }
 
-/// Returns damaged copies of manifests whose other copy is sound.
+/// Returns the damage of manifest copies whose other copy is valid.
 fn second_copies(dir: &StoreDir, view: &PartialView) -> Vec<Damage> {
     let mut found = Vec::new();
     for (snapshot, read) in &view.survey.links {
@@ -300,7 +299,7 @@ fn second_copies(dir: &StoreDir, view: &PartialView) -> Vec<Damage> {
     found
 }
 
-/// Returns the damage to the header of an image file, if the file exists.
+/// Returns the damage to the header of an image file, or `None` if the header is valid or the file does not exist.
 fn image_file_damage(dir: &StoreDir, view: &PartialView, number: u64) -> Option<Damage> {
     let file = FileName::Pages(number);
     let mut bytes = [0; ImageFileHeaderRaw::LEN];

@@ -1,5 +1,4 @@
-//! Read access to a store directory for inspecting commands: its files, its frames and its states, intact or
-//! not.
+//! Read access to store directories for inspecting commands: files, frames and states, damaged or not.
 
 pub(crate) mod writer_lock;
 pub(crate) mod store_dir;

@@ -1,5 +1,5 @@
-//! The bytes of a state's pages, read in windows. The base of a page is proven before any of its bytes are
-//! returned, and memory is needed for one window only, however long a page is.
+//! The bytes of a state's pages, read in windows. The base of a page is proven before any of its bytes are returned,
+//! and memory is allocated for one window only.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -11,15 +11,15 @@ use remanent_format::{Damage, PageId, PageInfo, PageTable, SnapshotId};
 
 use crate::read::store_dir::StoreDir;
 
-/// Length of a window in bytes. Operations on scattered elements are read again for each window.
+/// Length of a window in bytes. Operations on scattered elements are read once per window.
 const WINDOW_LEN: u64 = 32 << 20;
 
-/// Returns the windows in which a page of length `len` is read.
+/// Returns the windows in which a page of `len` bytes is read.
 pub fn windows(len: u64) -> impl Iterator<Item = Range<u64>> {
     (0..len).step_by(WINDOW_LEN as usize).map(move |from| from..len.min(from.saturating_add(WINDOW_LEN)))
 }
 
-/// The wanted pages of a state, each proven or lost.
+/// Selected pages of a state, whose bytes are proven or lost.
 pub struct PageBytes<'d> {
     dir: &'d StoreDir,
     base: Option<SnapshotId>,
@@ -29,7 +29,8 @@ pub struct PageBytes<'d> {
 }
 
 impl<'d> PageBytes<'d> {
-    /// Proves the wanted pages of a state. Fails if they take more than `page_bytes_max` bytes in total.
+    /// Proves the pages of a state that `wanted` selects. Returns an error if their total length exceeds
+    /// `page_bytes_max` bytes.
     pub fn prove(
         dir: &'d StoreDir,
         resolution: Resolution,
@@ -47,23 +48,23 @@ impl<'d> PageBytes<'d> {
         Ok(Self { dir, base, resolved, op_locations, pages })
     }
 
-    /// Returns the pages unchanged, or the first damage if any of them is lost.
+    /// Returns `self`, or the damage of the first lost page.
     pub fn whole(self) -> Result<Self, Damage> {
         let first = self.damage().next().cloned();
         first.map_or(Ok(self), Err)
     }
 
-    /// Returns the damage of each lost page.
+    /// Returns the damage of all lost pages.
     pub fn damage(&self) -> impl Iterator<Item = &Damage> {
         self.lost().map(|(_, damage)| damage)
     }
 
-    /// Returns the lost pages with their damage.
+    /// Returns the ids of all lost pages with their damage.
     pub fn lost(&self) -> impl Iterator<Item = (PageId, &Damage)> {
         self.pages.iter().filter_map(|(page, proven)| Some((*page, proven.as_ref().err()?)))
     }
 
-    /// Returns the snapshot from which the state was computed, or `None` for the log's beginning.
+    /// Returns the snapshot from which the state was computed, or `None` for the beginning of the log.
     pub fn base(&self) -> Option<SnapshotId> {
         self.base
     }
@@ -73,18 +74,18 @@ impl<'d> PageBytes<'d> {
         &self.resolved.table
     }
 
-    /// Fails if a wanted page is lost.
+    /// Returns the damage of a selected page as an error if the page is lost.
     pub fn check(&self, page: PageId) -> Result<(), Damage> {
         self.pages[&page].as_ref().map(drop).map_err(Clone::clone)
     }
 
-    /// Reads a window of a wanted page.
+    /// Reads a window of a selected page.
     pub fn window(&self, page: PageId, window: &Range<u64>) -> Result<Vec<u8>, Damage> {
         let proven = self.pages[&page].as_ref().map_err(Clone::clone)?;
         self.op_locations.window(self.dir, proven, window)
     }
 
-    /// Passes the bytes of a wanted page to `sink`, window by window.
+    /// Passes the bytes of a selected page to `sink`, window by window.
     pub fn stream<E: From<Damage>>(
         &self,
         info: &PageInfo,
@@ -94,8 +95,8 @@ impl<'d> PageBytes<'d> {
         windows(info.len).try_for_each(|window| sink(&self.window(info.page, &window)?))
     }
 
-    /// Returns the CRC-32 of a wanted page. If an image contains exactly its bytes, this is the image's
-    /// checksum.
+    /// Returns the CRC-32 of a selected page. The checksum of an image is used if the page is unchanged since the
+    /// image.
     pub fn crc32(&self, info: &PageInfo) -> Result<u32, Damage> {
         self.check(info.page)?;
         if let Some(image) = self.op_locations.exact_image(&self.resolved, info.page) {

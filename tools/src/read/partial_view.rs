@@ -1,7 +1,7 @@
-//! A view of the readable parts of a store, intact or not.
+//! A view of the readable parts of a store, damaged or not.
 //!
-//! `rebuild` computes a whole state or fails. This view gives partial results: the state before the first
-//! damage in the log, and both the pages whose bytes are lost and those whose bytes are readable.
+//! `rebuild` computes a complete state or returns an error. This view contains partial results: the state before the
+//! first damage in the log, the pages whose bytes are readable, and the pages whose bytes are lost.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -22,25 +22,25 @@ use crate::read::page_bytes::PageBytes;
 use crate::read::stable::read_until_stable;
 use crate::read::store_dir::StoreDir;
 
-/// A store, as far as it can be determined.
+/// The readable parts of a store, and the damage to the other parts.
 pub struct PartialView {
-    /// All files as read, without a verdict.
+    /// The survey of all files.
     pub survey: Survey,
-    /// The newest state that can be computed from the log, or `None` if there is none.
+    /// The newest state that can be computed, or `None` if there is none.
     pub state: Option<Resolution>,
-    /// The damage found, the most serious first.
+    /// The damage that was found, the most serious first.
     pub damage: Vec<Damage>,
 }
 
 impl PartialView {
-    /// Reads a directory, without the images. Repeats the read if other processes may be writing.
+    /// Reads a directory without its images. Repeats the read if another process may be writing.
     pub fn take(dir: &StoreDir) -> Result<Self, Failure> {
         let read_once = |_: Option<&[Damage]>| Self::take_once(dir);
         let (view, damage) = read_until_stable(dir, read_once, |view| view.damage.clone())?;
         Ok(Self { damage, ..view })
     }
 
-    /// Reads a directory once.
+    /// Reads a directory once, without its images.
     pub fn take_once(dir: &StoreDir) -> Result<Self, Failure> {
         let (survey, identity_damage) = survey(dir)?;
         let mut damage: Vec<Damage> = identity_damage.into_iter().collect();
@@ -76,8 +76,8 @@ impl PartialView {
         Ok(Self { survey, state: arrived.or(furthest), damage })
     }
 
-    /// Reads a directory and its images. Returns the view and the bytes of all its pages, or `None` for the
-    /// bytes if they take more than `page_bytes_max` in total.
+    /// Reads a directory with its images. Returns the view and the bytes of all pages. The bytes are `None` if their
+    /// total length exceeds `page_bytes_max`.
     pub fn with_bytes(dir: &StoreDir, page_bytes_max: u64) -> Result<(Self, Option<PageBytes<'_>>), Failure> {
         let read_once = |_: Option<&[Damage]>| Self::with_bytes_once(dir, page_bytes_max);
         let ((view, bytes), damage) = read_until_stable(dir, read_once, |(view, _)| view.damage.clone())?;
@@ -110,7 +110,7 @@ impl PartialView {
                 bytes.damage().for_each(|damage| add(&mut view.damage, damage.clone()));
                 Ok((view, Some(bytes)))
             }
-            // Either there are more bytes than allowed, or the log changed since it was read.
+            // The pages exceed the limit, or the log has changed since it was read.
             Err(damage) => {
                 view.add(damage);
                 Ok((view, None))
@@ -118,8 +118,8 @@ impl PartialView {
         }
     }
 
-    /// Proves the pages' bytes as an open from `base` does. Like an open, it succeeds if only images that an
-    /// open leaves unread are damaged.
+    /// Proves the bytes of all pages as an open from `base` does. Damage to an image that an open does not read is not
+    /// an error.
     fn opened<'d>(
         &self,
         dir: &'d StoreDir,
@@ -140,7 +140,7 @@ impl PartialView {
         blocking.map_or(Ok(bytes), Err)
     }
 
-    /// Proves the pages' bytes as the log produces them from `base`.
+    /// Proves the bytes of all pages as computed from `base` and the log.
     fn bytes<'d>(
         &self,
         dir: &'d StoreDir,
@@ -153,7 +153,7 @@ impl PartialView {
         PageBytes::prove(dir, resolution, op_locations, page_bytes_max, |_| true)
     }
 
-    /// Adds damage, unless it was already found in another way.
+    /// Adds damage unless it is already listed.
     fn add(&mut self, damage: Damage) {
         add(&mut self.damage, damage);
     }
@@ -163,8 +163,8 @@ impl PartialView {
         self.state.iter().flat_map(|state| state.resolved.table.pages())
     }
 
-    /// Returns the snapshots, oldest first, including unreadable ones. Excludes links that exist only for
-    /// other snapshots.
+    /// Returns the snapshots, oldest first, including unreadable snapshots. Links that exist only for later snapshots
+    /// are excluded.
     pub fn snapshots(&self) -> impl Iterator<Item = SnapshotId> {
         let reach = self.end().map(|end| Reach::of(&self.survey, &end.verified));
         let links = self.survey.links.iter();
@@ -174,12 +174,12 @@ impl PartialView {
             .map(|(snapshot, _)| *snapshot)
     }
 
-    /// Returns the end of the log, if the log was followed to it.
+    /// Returns the end of the log, or `None` if the end was not reached.
     pub fn end(&self) -> Option<&LogEnd> {
         self.state.as_ref()?.end.as_ref()
     }
 
-    /// Fails with all damage found, if any.
+    /// Returns all damage as an error, if there is any.
     pub fn check_undamaged(&self) -> Result<(), Failure> {
         let lines: Vec<String> = self.damage.iter().map(ToString::to_string).collect();
         if lines.is_empty() { Ok(()) } else { Err(Failure::Damage(lines.join("\n"))) }
@@ -190,7 +190,7 @@ impl PartialView {
         self.state.as_ref().map_or(Lsn(0), |state| state.resolved.table.lsn())
     }
 
-    /// Returns the newest batch known to be durable.
+    /// Returns the newest batch that is known to be durable.
     pub fn durable(&self) -> Lsn {
         self.end().map_or_else(|| self.survey.mark(), |end| end.proven.lsn)
     }
@@ -202,7 +202,7 @@ fn add(all: &mut Vec<Damage>, damage: Damage) {
     }
 }
 
-/// Reads all fixed structures of a store.
+/// Reads STORE, all segment headers and all manifests.
 fn survey(dir: &StoreDir) -> Result<(Survey, Option<Damage>), Failure> {
     let (store, refused) = identity(dir)?;
     match Survey::read_as(dir, store) {
@@ -211,8 +211,8 @@ fn survey(dir: &StoreDir) -> Result<(Survey, Option<Damage>), Failure> {
     }
 }
 
-/// Reads the store's identity. If STORE is damaged, the id is taken from the log segments, and the rest of
-/// its content is lost.
+/// Reads the identity of a store. If STORE is damaged, the id is read from the log segments, and the other contents are
+/// lost.
 pub fn identity(dir: &StoreDir) -> Result<(StoreFile, Option<Damage>), Failure> {
     let read = dir.read_whole(FileName::Store).map_err(|error| Defect::Unreadable(error.to_string()));
     let read = read.and_then(|bytes| StoreFile::decode(&bytes.ok_or(Defect::Missing)?));
@@ -230,7 +230,7 @@ pub fn identity(dir: &StoreDir) -> Result<(StoreFile, Option<Damage>), Failure> 
     Ok((store, Some(refused)))
 }
 
-/// Returns the store id found in most segment headers.
+/// Returns the store id that most segment headers contain.
 fn store_of_segments(dir: &StoreDir) -> Option<StoreId> {
     let mut votes: BTreeMap<[u8; 16], usize> = BTreeMap::new();
     for name in dir.list(Folder::Log).ok()? {
@@ -245,7 +245,7 @@ fn store_of_segments(dir: &StoreDir) -> Option<StoreId> {
     votes.into_iter().max_by_key(|(_, count)| *count).map(|(store, _)| StoreId(store))
 }
 
-/// Computes the state just before the batch at which the log stops, if the snapshot ends early enough.
+/// Computes the state before the batch at which the log is damaged. Returns `None` if the snapshot ends later.
 fn resolve_before(
     dir: &StoreDir,
     survey: &Survey,

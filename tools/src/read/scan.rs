@@ -1,9 +1,8 @@
-//! A scan of every own frame in the log, in the order of segments and offsets, whether or not it still
-//! counts.
+//! A scan of all own frames in the log, in the order of segments and offsets.
 //!
-//! Recovery walks the log and stops at the first invalid frame. To inspect a damaged store, a person also
-//! needs the frames after it. The scan therefore requires only that a frame is at the location where it was
-//! written, and reports how it relates to the previous frame.
+//! Recovery stops at the first invalid frame. The inspection of a damaged store also needs the frames after it. The
+//! scan therefore requires only that a frame is at the location that it names, and reports its relation to the previous
+//! frame.
 
 use remanent_format::frame::{
     FRAME_HEADER_LEN, FrameHeader, FrameHeaderRaw, FrameKind, UncheckedFrame, check_payload,
@@ -13,30 +12,30 @@ use remanent_format::log::LogMap;
 use remanent_format::segment::SEGMENT_HEADER_BLOCK;
 use remanent_format::{Defect, FileName, Incarnation, LogPoint, Lsn, ReadAt, StoreId};
 
-/// The relation of a frame to the frames before it.
+/// The relation of a frame to the previous frames.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Chain {
-    /// The frame names the previous frame by its chain hash.
+    /// The frame names the chain hash of the previous frame.
     Follows,
-    /// The frame is the first one that is kept.
+    /// The frame is the first kept frame.
     First,
-    /// The frame does not follow the previous frame.
+    /// The frame does not follow the previous frame because of this defect.
     Broken(Defect),
-    /// The frame is past the end of its incarnation, because a later open cut it.
+    /// The frame is after the end of its incarnation, because a later open cut it off.
     LeftBehind {
-        /// The incarnation that continues instead.
+        /// The incarnation that continues at the cut.
         by: Incarnation,
     },
 }
 
-/// A frame at the location where it was written.
+/// A frame at the location that its header names.
 #[derive(Clone, Debug)]
 pub struct ScannedFrame {
-    /// The frame's header.
+    /// The decoded header of the frame.
     pub header: FrameHeader,
-    /// The relation to the frames before it.
+    /// The relation to the previous frames.
     pub chain: Chain,
-    /// The payload, or its defect.
+    /// The payload, or the reason why it is invalid.
     pub payload: Result<Vec<u8>, Defect>,
 }
 
@@ -45,7 +44,7 @@ pub struct Scan<'s> {
     source: &'s dyn ReadAt,
     store: StoreId,
     map: &'s LogMap,
-    /// Remaining segments in descending order.
+    /// Numbers of the remaining segments, in descending order.
     segments: Vec<u64>,
     segment: u64,
     offset: u64,
@@ -54,13 +53,13 @@ pub struct Scan<'s> {
 }
 
 impl<'s> Scan<'s> {
-    /// Creates a scan of all segments.
+    /// Creates a scan of all segments in the map.
     pub fn new(source: &'s dyn ReadAt, store: StoreId, map: &'s LogMap) -> Self {
         let segments = map.segments().keys().rev().copied().collect();
         Self { source, store, map, segments, segment: 0, offset: 0, file_len: 0, before: None }
     }
 
-    /// Advances to the next segment. Returns `None` after the last one.
+    /// Advances to the next segment. Returns `None` after the last segment.
     fn next_segment(&mut self) -> Option<()> {
         let number = self.segments.pop()?;
         let segment = &self.map.segments()[&number];
@@ -73,7 +72,7 @@ impl<'s> Scan<'s> {
         Some(())
     }
 
-    /// Returns the frame at the current offset, if it was written there.
+    /// Returns the frame at the current offset, or `None` if there is no own frame.
     fn frame_here(&self) -> Option<UncheckedFrame> {
         let mut bytes = [0; FrameHeaderRaw::LEN];
         self.source.read_at(FileName::Segment(self.segment), self.offset, &mut bytes).ok()?;
@@ -82,7 +81,7 @@ impl<'s> Scan<'s> {
     }
 
     fn payload(&self, header: &FrameHeader) -> Result<Vec<u8>, Defect> {
-        // No length is trusted before the file is known to be long enough.
+        // Check that the file is long enough before the length is used.
         let end = header.offset.saturating_add(FRAME_HEADER_LEN + u64::from(header.payload_len));
         if end > self.file_len {
             return Err(Defect::Truncated { needed: end, have: self.file_len });
@@ -95,11 +94,11 @@ impl<'s> Scan<'s> {
         Ok(payload)
     }
 
-    /// Determines how a frame relates to those before it, and the point at its end.
+    /// Returns the relation of a frame to the previous frames, and the point at its end.
     fn relate(&self, frame: UncheckedFrame) -> (Chain, Option<LogPoint>) {
         let header = *frame.unproven();
         let follow = |before: &LogPoint| frame.follow(before, self.store, self.segment, self.offset);
-        // The point that the frame claims to follow.
+        // Point that the frame names as its predecessor.
         let claimed = LogPoint {
             incarnation: header.incarnation,
             lsn: match header.kind {
@@ -142,7 +141,7 @@ impl Iterator for Scan<'_> {
                 continue;
             }
             let Some(frame) = self.frame_here() else {
-                // A frame directly follows the previous one, or starts a group.
+                // The next frame starts a group.
                 self.offset = align_up(self.offset + 1, GROUP_ALIGN);
                 continue;
             };
@@ -150,7 +149,7 @@ impl Iterator for Scan<'_> {
             let (chain, end) = self.relate(frame);
             let payload = self.payload(&header);
             self.before = end.or(self.before);
-            // The header's own checksum proves its length, even if the payload is invalid.
+            // The checksum of the header proves the length, even if the payload is invalid.
             self.offset = header.end();
             return Some(ScannedFrame { header, chain, payload });
         }
@@ -187,7 +186,7 @@ mod tests {
         bytes
     }
 
-    /// Writes a frame at the group boundary at or after `point`, and moves `point` to its end.
+    /// Writes a frame at the next group boundary after `point`, and moves `point` to its end.
     fn append(segment: &mut [u8], point: &mut LogPoint, payload: &[u8]) {
         let offset = align_up(point.offset, GROUP_ALIGN);
         let header = FrameHeader {
@@ -210,8 +209,7 @@ mod tests {
         *point = LogPoint { lsn: header.lsn, offset: header.end(), chain, ..*point };
     }
 
-    /// Returns three frames in segment 1, and segment 2 with an incarnation that continues after the second
-    /// frame.
+    /// Returns segment 1 with three frames, and segment 2 with an incarnation that continues after the second frame.
     fn two_incarnations() -> [Vec<u8>; 2] {
         let mut first = opening(1, 1, LogPoint::default());
         let mut point = LogPoint {

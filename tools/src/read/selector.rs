@@ -1,19 +1,19 @@
-//! Page selection on the command line: by id, by key as displayed, or by the name of a tensor.
+//! Selection of a page on the command line, by its id, its key, or the name of its tensor.
 
 use std::fmt;
 use std::str::FromStr;
 
 use remanent_format::{Key, PageId, PageInfo};
 
-/// A page as specified by the user.
+/// A page that the user selects.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Selector {
-    /// `page:N`, or only digits.
+    /// The page with this id, given as `page:N` or as digits.
     Number(PageId),
-    /// `key:K`, where K is the key's text, its bytes as `0x` and hexadecimal digits, or its text with
-    /// unprintable characters escaped.
+    /// The page with this key, given as `key:K`. K is the key's text, `0x` and the key's bytes in hexadecimal, or the
+    /// text with escaped unprintable characters.
     Key(String),
-    /// Any other text: the full name of a tensor, or a key as after `key:`.
+    /// The page with this tensor name or key, given as any other text.
     Name(String),
 }
 
@@ -50,7 +50,7 @@ impl Selector {
     /// Finds the selected page.
     ///
     /// # Errors
-    /// Returns a message that states what is missing and suggests the most similar name.
+    /// Returns a message that names the missing page and suggests the most similar name.
     pub fn find(&self, pages: impl Iterator<Item = PageInfo>) -> Result<PageInfo, String> {
         let (mut best, mut names) = (None, Vec::new());
         for info in pages {
@@ -88,23 +88,22 @@ impl Selector {
     }
 }
 
-/// Returns the full name of the tensor in a page, from its metadata.
+/// Returns the full name of a page's tensor, which its metadata contains.
 fn name_of(info: &PageInfo) -> Option<&str> {
     info.metadata.get("name")?.as_str()
 }
 
-/// The result of matching text with a key.
+/// The result of comparing text with a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fit {
-    /// The text equals the key's bytes.
+    /// The text equals the bytes of the key.
     Exact,
-    /// The text equals the key as displayed. An exact match of another key takes precedence.
+    /// The text equals the displayed form of the key. An exact match of another key takes precedence.
     Shown,
     /// The text does not match the key.
     No,
 }
 
-/// Matches text with a key.
 fn fit(key: &Key, text: &str) -> Fit {
     match key.as_bytes() == text.as_bytes() {
         true => Fit::Exact,

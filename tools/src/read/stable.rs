@@ -1,8 +1,8 @@
-//! Repeated reads of a store that other processes may be writing to, without a lock.
+//! Repeated reads of a store, without a lock, while other processes may be writing to it.
 //!
-//! Files appear and disappear between two reads, and frames may be read half written. This is not damage: a
-//! moment later, the store looks intact, or another file looks damaged. Damage therefore counts only if the
-//! directory did not change while it was found, or if every one of several reads found it.
+//! Files can appear and disappear between two reads, and a frame can be read while it is written. The store then seems
+//! damaged although it is not. Damage is therefore reported only if the directory did not change during the read, or if
+//! several reads found the same damage.
 
 use std::io;
 
@@ -11,10 +11,10 @@ use remanent_format::Folder;
 use crate::cli::exit::Failure;
 use crate::read::store_dir::StoreDir;
 
-/// Number of reads of a changing store before damage in it is reported.
+/// Number of reads of a changing store before damage is reported.
 const READS_MAX: usize = 5;
 
-/// The file names and inodes of a directory at one moment, and the process that has the store open.
+/// The names and inodes of all files in a directory, and the process that has the store open.
 #[derive(PartialEq)]
 struct DirectoryState {
     holder: Option<u32>,
@@ -28,12 +28,12 @@ impl DirectoryState {
     }
 }
 
-/// Reads a store with `read_once` until a read finds no damage, no process can have written during the read,
-/// or the limit is reached. Each read receives the damage that all earlier reads found. Returns the last
-/// result and the damage that counts.
+/// Calls `read_once` until a read finds no damage, until no process can have written during the read, or until the
+/// limit is reached. Each call receives the damage that all earlier reads found. Returns the last result and the damage
+/// to report.
 ///
 /// # Errors
-/// Returns an error of `read_once`, or [`Failure::Environment`] if every read found damage but no damage was
+/// Returns an error of `read_once`. Returns [`Failure::Environment`] if every read found damage, but no damage was
 /// found by all reads.
 pub fn read_until_stable<T, D: PartialEq>(
     dir: &StoreDir,
@@ -75,13 +75,13 @@ mod tests {
     use super::*;
 
     struct Reads {
-        /// Damage that was passed to each read.
+        /// Damage that each call received.
         told: Vec<Vec<u8>>,
-        /// The last read, and the damage that counts.
+        /// Last result, and the damage to report.
         outcome: Result<(usize, Vec<u8>), Failure>,
     }
 
-    /// Reads a directory in which each read creates a file, so that it changes every time.
+    /// Reads a directory in which each read creates a file, so that the directory always changes.
     fn changing(reads: &[&[u8]]) -> Reads {
         let folder = tempfile::tempdir().unwrap();
         let dir = StoreDir::open(folder.path()).unwrap();

@@ -1,7 +1,7 @@
-//! The kept states of a store: resolving `--at`, and computing a state.
+//! The kept states of a store. This module resolves `--at` and computes states.
 //!
-//! The state at a batch is computed from the newest snapshot that ends at or before it, and the log up to it.
-//! If an image of that snapshot is damaged, an older snapshot gives the same state.
+//! The state after a batch is computed from the newest snapshot that ends at or before the batch, and from the log up
+//! to the batch. If an image of that snapshot is damaged, an older snapshot produces the same state.
 
 use std::cell::OnceCell;
 
@@ -18,16 +18,16 @@ use crate::read::page_bytes::PageBytes;
 use crate::read::stable;
 use crate::read::store_dir::StoreDir;
 
-/// All kept states of a directory.
+/// The kept states of a store directory.
 pub struct KeptStates<'d> {
     dir: &'d StoreDir,
-    /// All files as read, without a verdict.
+    /// The survey of all files.
     pub survey: Survey,
 }
 
 impl<'d> KeptStates<'d> {
-    /// Calls `read_states` with the kept states of a directory, and calls it again if a state seems damaged
-    /// while a process may be writing.
+    /// Calls `read_states` with the kept states of a directory. Repeats the call if damage is found while a process may
+    /// be writing.
     pub fn with_retry<T>(
         dir: &'d StoreDir,
         mut read_states: impl FnMut(&KeptStates<'d>) -> Result<T, Failure>,
@@ -50,12 +50,12 @@ impl<'d> KeptStates<'d> {
         Ok(Self { dir, survey })
     }
 
-    /// Returns the store's directory.
+    /// Returns the directory of the store.
     pub fn dir(&self) -> &'d StoreDir {
         self.dir
     }
 
-    /// Returns the batch that produced the state at `at`, or `None` for the newest state if `at` is `None`.
+    /// Returns the batch of the state that `at` names, or `None` for the newest state.
     pub fn lsn(&self, at: Option<&StatePoint>) -> Result<Option<Lsn>, Failure> {
         match at {
             None => Ok(None),
@@ -75,12 +75,12 @@ impl<'d> KeptStates<'d> {
         }
     }
 
-    /// Returns the pages and the root after batch `until`, without the pages' bytes.
+    /// Returns the pages and the root after batch `until`, without the bytes of the pages.
     pub fn table(&self, until: Option<Lsn>) -> Result<PageTable, Failure> {
         self.first_that_holds(until, |resolution, _| Ok(resolution.resolved.table))
     }
 
-    /// Proves the bytes of the wanted pages after batch `until`.
+    /// Proves the bytes of the pages that `wanted` selects, after batch `until`.
     pub fn bytes(
         &self,
         until: Option<Lsn>,
@@ -92,17 +92,17 @@ impl<'d> KeptStates<'d> {
         })
     }
 
-    /// Follows the log to batch `until` from the best candidate for which `finish` succeeds.
+    /// Computes the state after batch `until` from the first candidate for which `finish` succeeds.
     fn first_that_holds<T>(
         &self,
         until: Option<Lsn>,
         finish: impl Fn(Resolution, OpLocations) -> Result<T, Damage>,
     ) -> Result<T, Failure> {
-        // A state below the floor is not kept, whether or not its files still exist.
+        // A state below the floor is not kept, even if its files still exist.
         let kept = OnceCell::new();
         let kept = || kept.get_or_init(|| Reach::at_the_end(&self.survey, self.dir)).as_ref();
         let newest = self.survey.readable().next_back().map(|link| link.snapshot);
-        // The newest snapshot is always a start, and usually the one needed.
+        // The newest snapshot is always a start, and usually no other is needed.
         let is_newest = |snapshot: Option<SnapshotId>| snapshot.is_some() && snapshot == newest;
         let leads_to =
             |snapshot| is_newest(snapshot) || kept().is_none_or(|(_, reach)| reach.leads_to(snapshot, until));
@@ -135,7 +135,7 @@ impl<'d> KeptStates<'d> {
             };
         }
         Err(match (first_damage, until, kept()) {
-            // Use the engine's error message.
+            // Use the error message of the engine.
             (_, Some(requested), Some((newest, reach)))
                 if reach.opens_at().is_some_and(|oldest| requested < oldest) =>
             {
@@ -150,17 +150,17 @@ impl<'d> KeptStates<'d> {
     }
 }
 
-/// Creates the error that no snapshot has this name. It suggests the most similar known name.
+/// Returns the error that no snapshot has this name, which suggests the most similar name in `known`.
 pub fn no_snapshot_named<'n>(name: &str, known: impl IntoIterator<Item = &'n str>) -> Error {
     Error::NoSnapshotNamed { name: name.to_owned(), nearest: nearest(name, known).map(str::to_owned) }
 }
 
-/// Converts an error of the engine to a failure, including its remedy.
+/// Converts an error of the engine to a failure that includes the remedy.
 pub fn refused(error: &Error) -> Failure {
     Failure::Environment(format!("{error}; {}", error.advice()))
 }
 
-/// Converts damage to a command's failure. A lack of memory is not damage.
+/// Converts damage to a failure. Insufficient memory is not damage.
 pub fn damaged(damage: Damage) -> Failure {
     match damage.defect {
         Defect::Memory { .. } | Defect::Limit { what: "bytes of all pages", .. } => {
@@ -170,8 +170,8 @@ pub fn damaged(damage: Damage) -> Failure {
     }
 }
 
-/// Converts damage to something that was proven before. If a file is missing, another process has removed it
-/// since.
+/// Converts damage to bytes that were proven before to a failure. If the file is missing, another process has removed
+/// it.
 pub fn damaged_since(damage: Damage) -> Failure {
     match damage.defect {
         Defect::Missing => Failure::Environment(format!(

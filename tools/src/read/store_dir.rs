@@ -13,17 +13,17 @@ use crate::cli::exit::Failure;
 use crate::cli::memory::available;
 use crate::read::writer_lock;
 
-/// A directory opened for reading.
+/// A store directory that was opened for reading.
 pub struct StoreDir {
     path: PathBuf,
-    /// Maximum length in bytes of files that are read as a whole.
+    /// Maximum length of a file that is read as a whole, in bytes.
     whole_max: u64,
-    /// The last file read, kept open because most reads continue where the previous one ended.
+    /// File that was read last. It stays open because most reads continue in the same file.
     last: RefCell<Option<(FileName, File)>>,
 }
 
 impl StoreDir {
-    /// Opens an existing directory.
+    /// Opens a directory. Returns an error if it does not exist or cannot be read.
     pub fn open(path: &Path) -> Result<Self, Failure> {
         match fs::read_dir(path) {
             Ok(_) => Ok(Self { path: path.to_owned(), whole_max: available(), last: RefCell::new(None) }),
@@ -31,13 +31,12 @@ impl StoreDir {
         }
     }
 
-    /// Returns the path of the directory.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Returns the error that the directory is not a store. It names stores in subfolders, such as those of a
-    /// run with several ranks.
+    /// Returns the failure that the directory is not a store. The message names the stores in its subfolders, such as
+    /// those of a run with several ranks.
     pub fn no_store(&self) -> Failure {
         let here = self.path.display();
         let entries = fs::read_dir(&self.path).into_iter().flatten().filter_map(Result::ok);
@@ -58,8 +57,8 @@ impl StoreDir {
         })
     }
 
-    /// Lists every file in the directory with its length in bytes, including files that are not part of the
-    /// store.
+    /// Returns the folder, name and length in bytes of every file in the directory, including files that do not belong
+    /// to the store.
     pub fn files(&self) -> io::Result<Vec<(Folder, String, u64)>> {
         let mut files = Vec::new();
         for folder in [Folder::Root].into_iter().chain(Folder::INNER) {
@@ -79,7 +78,7 @@ impl StoreDir {
         Ok(files)
     }
 
-    /// Lists every file in the directory with its inode, which changes if a file is replaced.
+    /// Returns the folder, name and inode of every file in the directory. The inode changes if a file is replaced.
     pub fn inodes(&self) -> io::Result<Vec<(Folder, String, u64)>> {
         let mut inodes = Vec::new();
         for folder in [Folder::Root].into_iter().chain(Folder::INNER) {
@@ -96,20 +95,21 @@ impl StoreDir {
         Ok(inodes)
     }
 
-    /// Returns the id of the process that has the store open, if any; 0 if the id is unknown.
+    /// Returns the id of the process that has the store open, or 0 if the id is unknown. Returns `None` if no process
+    /// has the store open.
     pub fn holder(&self) -> Option<u32> {
         self.len(FileName::Lock).ok()??;
         // These calls query locks without taking any.
         let lock = File::open(self.file(FileName::Lock)).ok()?;
-        // The owner's process holds a lock on the first byte, for which the system reports the process. The
-        // lock on all other bytes belongs to an open file, for which it does not.
+        // The owner locks the first byte for its process, and the system reports that process. The lock on all other
+        // bytes belongs to an open file, for which the system reports no process.
         let first = Flock { length: 1, ..Flock::from(FlockType::WriteLock) };
         let named = rustix::process::fcntl_getlk(&lock, &first).ok().flatten();
         if let Some(pid) = named.and_then(|held| held.pid) {
             return u32::try_from(pid.as_raw_pid()).ok();
         }
-        // If code in the owner's process closed a descriptor of the file, only the open file's lock and the
-        // owner's own description remain.
+        // The process lock is released if the owner's process closes any descriptor of the file. The lock of the open
+        // file and the text in the file then remain.
         if !writer_lock::is_held(&self.path)? {
             return None;
         }
@@ -118,7 +118,7 @@ impl StoreDir {
         Some(number.and_then(|number| number.parse().ok()).unwrap_or(0))
     }
 
-    /// Reads a whole file. Returns `None` if it does not exist.
+    /// Reads a whole file, or returns `None` if it does not exist.
     pub fn read_whole(&self, file: FileName) -> io::Result<Option<Vec<u8>>> {
         let Some(len) = self.len(file)? else { return Ok(None) };
         let len = usize::try_from(len).map_err(|_| io::Error::from(ErrorKind::FileTooLarge))?;
@@ -127,11 +127,9 @@ impl StoreDir {
         Ok(Some(bytes))
     }
 
-    /// Checks that an output file is outside this directory, because an inspecting command never writes to
-    /// the store that it inspects.
+    /// Checks that an output file is outside the directory, because an inspecting command must not write to the store.
     pub fn refuse_to_write_into(&self, file: &Path) -> Result<(), Failure> {
-        // A file that does not exist yet will be created in its parent folder; an existing one may be a
-        // symbolic link.
+        // A new file will be created in its parent folder. An existing file may be a symbolic link.
         let folder = match file.parent() {
             Some(folder) if !folder.as_os_str().is_empty() => folder,
             _ => Path::new("."),
@@ -146,7 +144,7 @@ impl StoreDir {
         }
     }
 
-    /// Returns the path of a file.
+    /// Returns the path of a file of the store.
     fn file(&self, file: FileName) -> PathBuf {
         self.path.join(file.folder().name()).join(file.name())
     }
@@ -155,7 +153,7 @@ impl StoreDir {
 impl ReadAt for StoreDir {
     fn list(&self, folder: Folder) -> io::Result<Vec<String>> {
         match fs::read_dir(self.path.join(folder.name())) {
-            // A name that is not UTF-8 cannot be a file of a store, so it may be shown inexactly.
+            // A name that is not UTF-8 cannot belong to the store, so it may be displayed inexactly.
             Ok(entries) => {
                 entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect()
             }
@@ -166,12 +164,12 @@ impl ReadAt for StoreDir {
 
     fn len(&self, file: FileName) -> io::Result<Option<u64>> {
         match fs::metadata(self.file(file)) {
-            // These files are read as a whole, and a sparse file may claim any length.
+            // These files are read as a whole, and a sparse file can have any length.
             Ok(metadata) if metadata.is_file() && is_whole(file) && metadata.len() > self.whole_max => {
                 Err(io::Error::new(ErrorKind::OutOfMemory, "the file is longer than the available memory"))
             }
             Ok(metadata) if metadata.is_file() => Ok(Some(metadata.len())),
-            // Opening a named pipe would wait for a writer.
+            // Opening a named pipe would block until a writer opens it.
             Ok(_) => Err(io::Error::new(ErrorKind::InvalidData, "not a regular file")),
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
             Err(error) => Err(error),
@@ -188,7 +186,7 @@ impl ReadAt for StoreDir {
         }
         let (_, open) = last.as_ref().expect("a file was just put there");
         open.read_exact_at(out, offset)?;
-        // A writer removes an image file's name before it overwrites the file.
+        // A writer removes the name of an image file before it overwrites the file.
         let is_there = |now: fs::Metadata| Ok(now.ino() == open.metadata()?.ino());
         match file {
             FileName::Pages(_) if !fs::metadata(self.file(file)).and_then(is_there)? => {
@@ -200,7 +198,7 @@ impl ReadAt for StoreDir {
     }
 }
 
-/// Returns true if a file is read into memory as a whole.
+/// Returns true if files of this kind are read as a whole.
 fn is_whole(file: FileName) -> bool {
     matches!(file, FileName::Store | FileName::Manifest(_) | FileName::Table(_))
 }

@@ -1,12 +1,11 @@
-//! Detection of a writer. This module uses only the engine's disk layer and opens no store.
+//! Detection of a writer. This module uses only the disk layer of the engine and opens no store.
 
 use std::path::Path;
 
 use remanent::disk::Disk;
 use remanent::disk::dir::DirDisk;
 
-/// Returns whether a writer holds the lock of the store in this directory, or `None` if the system cannot
-/// tell.
+/// Returns true if a writer holds the lock of the store in a directory, or `None` if the system cannot report locks.
 pub fn is_held(directory: &Path) -> Option<bool> {
     DirDisk::new(directory).is_locked().ok()
 }

@@ -1,4 +1,4 @@
-//! Compares a store with the state that a trace produces: the exact set of pages, epochs and bytes.
+//! Compares a store with the state that a trace produces: its pages, their epochs and their bytes.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -14,57 +14,57 @@ use crate::read::store_dir::StoreDir;
 use crate::replay::simulate::{Expected, Rule, Simulation};
 use crate::replay::trace::Trace;
 
-/// The root entry that names the last request.
+/// Root entry that contains the number of the last request.
 pub const REQUEST: &str = "request";
 
-/// A page found in a store.
+/// A page that was found in a store.
 #[derive(Clone, Copy, Debug)]
 struct FoundPage<'a> {
-    /// The page's number.
+    /// Id of the page.
     page: PageId,
-    /// The page's key, which is a hash id in decimal if `replay` created the page.
+    /// Key of the page. If `replay` created the page, the key is a hash id in decimal.
     key: Option<&'a Key>,
-    /// The page's epoch.
+    /// Epoch of the page.
     epoch: Epoch,
-    /// The page's bytes.
+    /// Bytes of the page.
     bytes: &'a [u8],
 }
 
 /// A difference between a store and its expected state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Difference {
-    /// The root names a different request.
+    /// The root contains a different request number.
     Root {
-        /// The request that the root should name.
+        /// The expected request number, or `None` before the first request.
         expected: Option<u64>,
-        /// The request that the root names.
+        /// The value that the root contains, if any.
         found: Option<Value>,
     },
-    /// A page is missing.
+    /// The page with this hash id is missing.
     Missing(u64),
-    /// A page exists that should not.
+    /// The store contains a page that the trace does not produce.
     Unexpected(PageId, Option<Key>),
     /// A page has the wrong epoch.
     Epoch {
-        /// The page's hash id.
+        /// The hash id of the page.
         hash_id: u64,
-        /// The epoch that the page should have.
+        /// The expected epoch.
         expected: u64,
-        /// The epoch that the page has.
+        /// The epoch that was found.
         found: Epoch,
     },
     /// A page has the wrong length.
     Len {
-        /// The page's hash id.
+        /// The hash id of the page.
         hash_id: u64,
-        /// The length that the page should have, in bytes.
+        /// The expected length in bytes.
         expected: usize,
-        /// The length that the page has, in bytes.
+        /// The length that was found, in bytes.
         found: usize,
     },
     /// A page has the wrong bytes.
     Bytes {
-        /// The page's hash id.
+        /// The hash id of the page.
         hash_id: u64,
         /// The offset of the first wrong byte.
         offset: usize,
@@ -96,16 +96,17 @@ impl fmt::Display for Difference {
     }
 }
 
-/// How epochs are compared.
+/// The comparison of epochs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Epochs {
     /// Epochs must be equal.
     Exact,
-    /// Epochs may be higher, because the store was just restored to a snapshot.
+    /// Epochs may be higher than expected, because the store was restored to a snapshot.
     AtLeast,
 }
 
-/// Returns the request that a root names: `None` before the first, an error if the entry is not a number.
+/// Returns the number of the last request in a root, or `None` before the first request. Returns an error if the entry
+/// is not a number.
 pub fn last_request(root: &Metadata) -> Result<Option<u64>, String> {
     match root.get(REQUEST) {
         None => Ok(None),
@@ -114,19 +115,19 @@ pub fn last_request(root: &Metadata) -> Result<Option<u64>, String> {
     }
 }
 
-/// Returns the hash id that a key represents.
+/// Returns the hash id that a key represents, or `None` if the key is not a hash id.
 pub fn hash_id(key: &Key) -> Option<u64> {
     let hash_id = key.as_str()?.parse().ok()?;
-    // A hash id has exactly one spelling: no sign, no leading zeros.
+    // A hash id has exactly one spelling, without a sign or leading zeros.
     (key_of(hash_id) == *key).then_some(hash_id)
 }
 
-/// Returns the key of a hash id.
+/// Returns the key of the page with a hash id.
 pub fn key_of(hash_id: u64) -> Key {
     Key::new(hash_id.to_string()).expect("a number has 1 to 20 digits")
 }
 
-/// Simulates a trace up to the request that a store's root names.
+/// Simulates a trace up to request `last`. Returns an error if the trace is shorter.
 pub fn simulate(rule: Rule, trace: &mut Trace, last: Option<u64>) -> Result<Simulation, Failure> {
     let mut simulation = Simulation::new(rule);
     while simulation.last_request() < last {
@@ -141,7 +142,7 @@ pub fn simulate(rule: Rule, trace: &mut Trace, last: Option<u64>) -> Result<Simu
     Ok(simulation)
 }
 
-/// Returns the state that recovery would find in a directory, computed without the engine.
+/// Computes the state that recovery would find in a directory, without the engine.
 pub fn recovered(dir: &Path) -> Result<RebuiltStore, Failure> {
     let options = RebuildOptions { page_bytes_max: available(), ..RebuildOptions::default() };
     let dir = StoreDir::open(dir)?;
@@ -180,8 +181,8 @@ pub fn compare_open(simulation: &Simulation, store: &Store) -> Result<Vec<Differ
     Ok(differences(simulation, Epochs::Exact, &*store.root()?, found))
 }
 
-/// Returns all differences between a store and the simulation: root and unexpected pages first, then by hash
-/// id.
+/// Returns all differences between a store and the simulation. The root and unexpected pages are listed first, then the
+/// pages by hash id.
 fn differences<'a>(
     simulation: &Simulation,
     epochs: Epochs,
@@ -213,7 +214,7 @@ fn differences<'a>(
     differences
 }
 
-/// Returns the differences of one page: its epoch, and its length or its bytes.
+/// Returns the differences of one page in its epoch, and in its length or bytes.
 fn page_differences(
     page_len: usize,
     epochs: Epochs,
@@ -241,7 +242,7 @@ fn page_differences(
 mod tests {
     use super::*;
 
-    /// The pages of a store: number, key, epoch, bytes.
+    /// The id, key, epoch and bytes of each page in a store.
     type Pages = Vec<(PageId, Option<Key>, Epoch, Vec<u8>)>;
 
     fn simulation() -> Simulation {

@@ -1,4 +1,4 @@
-//! A `remanent replay` in a child process, which is observed through its acknowledgements and killed.
+//! A child process that runs `remanent replay`. The parent reads its acknowledgements and kills it.
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::PathBuf;
@@ -13,32 +13,32 @@ use crate::cli::exit::Failure;
 use crate::cli::program;
 use crate::replay::simulate::Rule;
 
-/// Upper bound on the time until Ctrl-C is noticed while a replay acknowledges nothing.
+/// Maximum time until Ctrl-C is detected while a replay acknowledges no request.
 const NOTICE: Duration = Duration::from_millis(10);
 
-/// The parameters common to all replays of a run.
+/// The parameters of all replays in a run.
 #[derive(Clone)]
 pub struct ReplayParams {
-    /// The store directory.
+    /// The directory of the store.
     pub store: PathBuf,
-    /// The trace file.
+    /// The path of the trace file.
     pub trace: PathBuf,
-    /// The length of pages, and how many are kept.
+    /// The length and the maximum number of pages.
     pub rule: Rule,
-    /// The number of requests.
+    /// The number of requests to replay.
     pub limit: u64,
-    /// The number of requests between snapshots.
+    /// The number of requests between two snapshots.
     pub snapshot_every: u64,
-    /// The device of the pages.
+    /// The device whose memory contains the pages.
     pub device: DeviceChoice,
-    /// Whether requests are acknowledged only when they are durable.
+    /// Whether a request is acknowledged only when it is durable.
     pub durable: bool,
-    /// How the log is written, or `None` to let the store choose. With [`LogIo::Direct`] every
-    /// acknowledgement is durable.
+    /// The way to write the log, or `None` to let the store choose. With [`LogIo::Direct`], every acknowledgement is
+    /// durable.
     pub log_io: Option<LogIo>,
 }
 
-/// A running replay.
+/// A child process that replays a trace.
 pub struct Replayer {
     process: Child,
     started: Instant,
@@ -50,16 +50,16 @@ pub struct Replayer {
 /// The reason why [`Replayer::watch`] returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WatchEnd {
-    /// `moment` returned true.
+    /// The closure `moment` returned true.
     Reached,
-    /// The process exited.
+    /// The process exited with this status.
     Ended(ExitStatus),
-    /// `stop` returned true.
+    /// The closure `stop` returned true.
     Interrupted,
 }
 
 impl ReplayParams {
-    /// Starts a replay that continues after the store's last request.
+    /// Starts a replay that continues after the last request in the store.
     pub fn start(&self) -> Result<Replayer, Failure> {
         let mut command = program::again().map_err(|error| cannot("find this program", &error))?;
         let log_io = self.log_io.map(|log_io| ["--log-io".to_owned(), log_io.to_string()]);
@@ -75,7 +75,7 @@ impl ReplayParams {
             .args(["--device", &self.device.to_string()])
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
-            // Not inherited, because the parent reports the progress of all replays.
+            // Standard error is not inherited, because the parent reports the progress of all replays.
             .stderr(Stdio::piped())
             .spawn()
             .map_err(|error| cannot("start a replay", &error))?;
@@ -87,10 +87,10 @@ impl ReplayParams {
     }
 }
 
-/// Reads lines `lsn request` until the process exits, and forwards the requests.
+/// Reads lines of the form `lsn request` until the process exits, and sends the requests to the parent.
 fn forward(stdout: ChildStdout, acks: &Sender<u64>) {
     for line in BufReader::new(stdout).lines().map_while(Result::ok) {
-        // The replay prints other lines too.
+        // Skip all other lines that the replay prints.
         let request = line.split_once(' ').and_then(|(lsn, request)| {
             lsn.parse::<u64>().ok()?;
             request.parse().ok()
@@ -102,8 +102,8 @@ fn forward(stdout: ChildStdout, acks: &Sender<u64>) {
 }
 
 impl Replayer {
-    /// Waits until `moment` returns true, the process exits, or `stop` returns true. `moment` gets the last
-    /// acknowledged request and the time since the start.
+    /// Waits until `moment` returns true, the process exits, or `stop` returns true. The arguments of `moment` are the
+    /// last acknowledged request and the time since the start.
     pub fn watch(
         &mut self,
         stop: impl Fn() -> bool,
@@ -111,7 +111,7 @@ impl Replayer {
     ) -> Result<WatchEnd, Failure> {
         loop {
             let ended = !self.listen(NOTICE);
-            // Ctrl-C also ends the replay, so the interruption takes precedence over its exit.
+            // Ctrl-C also ends the replay, so check `stop` before the exit.
             if stop() {
                 return Ok(WatchEnd::Interrupted);
             }
@@ -125,7 +125,7 @@ impl Replayer {
         }
     }
 
-    /// Waits while the process continues for `duration`.
+    /// Lets the process continue for `duration`, or until it exits.
     pub fn run_on(&mut self, duration: Duration) {
         let until = Instant::now() + duration;
         while let Some(left) = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) {
@@ -135,7 +135,7 @@ impl Replayer {
         }
     }
 
-    /// Receives one acknowledgement if it arrives in time. Returns `false` if no more can arrive.
+    /// Waits up to `patience` for one acknowledgement. Returns `false` if the process has closed its output.
     fn listen(&mut self, patience: Duration) -> bool {
         match self.acks.recv_timeout(patience) {
             Ok(request) => {
@@ -148,12 +148,12 @@ impl Replayer {
         }
     }
 
-    /// Kills the process with SIGKILL, waits for its exit, and returns how long it ran.
+    /// Kills the process with SIGKILL, waits for its exit, and returns the time from its start to the kill.
     pub fn kill(&mut self) -> Result<Duration, Failure> {
         self.process.kill().map_err(|error| cannot("kill a replay", &error))?;
         let lived = self.started.elapsed();
         self.process.wait().map_err(|error| cannot("wait for a killed replay", &error))?;
-        // Acknowledgements that have not been read yet count.
+        // Read the acknowledgements that are still in the pipe.
         while self.listen(Duration::MAX) {}
         Ok(lived)
     }
@@ -168,17 +168,16 @@ impl Replayer {
         self.last_ack
     }
 
-    /// Returns the time from the start of the process to its first acknowledgement, which includes opening
-    /// the store.
+    /// Returns the time from the start of the process to its first acknowledgement, which includes opening the store.
     pub fn first_ack_after(&self) -> Option<Duration> {
         self.first_ack_after
     }
 
-    /// Returns the failure of a process that exited with an error.
+    /// Returns the failure that represents the exit status of the process, with its error messages.
     pub fn failure(&mut self, status: ExitStatus) -> Failure {
         let mut said = String::new();
         if let Some(stderr) = &mut self.process.stderr {
-            // If the output cannot be read, the exit code is still reported.
+            // Ignore the error, because the exit status is reported in any case.
             let _ = stderr.read_to_string(&mut said);
         }
         let message = format!("the replay stopped ({status}): {}", said.trim_end());
@@ -191,7 +190,8 @@ impl Replayer {
 }
 
 impl Drop for Replayer {
-    /// Kills the process, so that no replay outlives its parent. An error means that it has already exited.
+    /// Kills the process, so that no replay continues after its parent. Errors are ignored, because the process may
+    /// have exited.
     fn drop(&mut self) {
         let _ = self.process.kill();
         let _ = self.process.wait();

@@ -1,6 +1,6 @@
-//! `remanent demo`: kills a replay at random moments and checks every byte that is left.
+//! `remanent demo` kills a replay at random moments and checks every byte of the store.
 //!
-//! `kill_run.rs` runs, kills and checks; this file prints the results.
+//! `kill_run.rs` runs, kills and checks the replays, and this file prints the results.
 
 use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
@@ -54,7 +54,7 @@ pub struct Demo {
     seed: Option<u64>,
 }
 
-/// A running demo.
+/// The state of a running demo.
 struct DemoRun<'o, 'w> {
     course: KillRun,
     bar: ProgressBar,
@@ -62,7 +62,6 @@ struct DemoRun<'o, 'w> {
 }
 
 impl Demo {
-    /// Runs `remanent demo`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let interrupt = Interrupt::listen()?;
         let scratch = tempfile::Builder::new()
@@ -81,7 +80,7 @@ impl Demo {
                 for difference in differences {
                     out.line(difference)?;
                 }
-                // The store is kept as evidence.
+                // Keep the store as evidence.
                 let kept = self.dir.clone().unwrap_or_else(|| scratch.keep().join("store"));
                 out.line(format_args!("the store is kept in {}; the seed was {seed}", kept.display()))?;
                 Ok(Ending::Difference)
@@ -154,7 +153,7 @@ impl DemoRun<'_, '_> {
         self.print_line(line)
     }
 
-    /// Runs a replay and kills it. Returns `false` if it ended first.
+    /// Runs a replay and kills it. Returns `false` if the replay ended before the kill.
     fn run_and_kill(&mut self, kill: u64, kills: u64) -> Result<bool, KillRunStop> {
         let Some(checked) = self.course.run_and_kill(kill, kills)? else { return Ok(false) };
         self.report(&format!("kill {kill} of {kills}"), &checked)?;
@@ -166,7 +165,7 @@ impl DemoRun<'_, '_> {
         self.report("without a kill", &checked)
     }
 
-    /// Restores the store's oldest snapshot, and sets the simulation back with it.
+    /// Restores the oldest snapshot of the store, and resets the simulation to the restored state.
     fn go_back(&mut self) -> Result<(), KillRunStop> {
         let started = Instant::now();
         let options = Options::default().create(Create::Never).device(self.course.errand.device);
@@ -229,7 +228,7 @@ impl DemoRun<'_, '_> {
     }
 }
 
-/// Returns a seed from the clock, for runs without a given seed.
+/// Returns a seed that is derived from the clock, for runs without `--seed`.
 pub fn seed_from_clock() -> u64 {
     let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     // Short enough to be typed.

@@ -1,8 +1,8 @@
-//! A replay that is killed repeatedly, and the simulation that its store is compared with. `demo` prints its
-//! results and `torture` counts them.
+//! A replay that is killed repeatedly, and the simulation with which its store is compared. `demo` prints the results,
+//! and `torture` counts them.
 //!
-//! The work is done by `remanent replay` in child processes, which a user could run too. Between them the
-//! directory is only read, without the engine.
+//! Child processes run `remanent replay`, as a user could. Between two processes, the directory is only read, without
+//! the engine.
 
 use std::path::Path;
 use std::time::Duration;
@@ -19,52 +19,52 @@ use crate::replay::child::{ReplayParams, Replayer, WatchEnd};
 use crate::replay::simulate::{Simulation, SplitMix64};
 use crate::replay::trace::Trace;
 
-/// A store, the replays that work on it, and its expected content.
+/// A store, the parameters of its replays, and its expected content.
 pub struct KillRun {
     /// The parameters of every replay.
     pub errand: ReplayParams,
     /// The source of the random moments of the kills.
     pub random: SplitMix64,
     requests: Vec<Vec<u64>>,
-    /// The expected content of the store at the last request that was checked.
+    /// Expected content of the store at the last check.
     simulation: Simulation,
     interrupt: Interrupt,
     bar: ProgressBar,
     totals: KillRunTotals,
 }
 
-/// The totals of a run's replays.
+/// The totals of all replays in a run.
 #[derive(Clone, Debug, Default)]
 pub struct KillRunTotals {
-    /// The time that replays ran.
+    /// The total time for which replays ran.
     pub replaying: Duration,
-    /// The number of requests that they replayed.
+    /// The number of replayed requests.
     pub replayed: u64,
-    /// For each process, the time from its start to its first acknowledgement.
+    /// The time from the start of each process to its first acknowledgement.
     pub back_after: Vec<Duration>,
 }
 
 /// The result of a check that found no difference.
 #[derive(Debug)]
 pub struct CheckReport {
-    /// How long the replay ran.
+    /// The time for which the replay ran.
     pub lived: Duration,
-    /// The last request that it acknowledged.
+    /// The last request that the replay acknowledged.
     pub acknowledged: Option<u64>,
     /// The last request in the store.
     pub found: Option<u64>,
-    /// The store, or `None` if the replay was killed before it was created.
+    /// The rebuilt store, or `None` if the replay was killed before it created the store.
     pub rebuilt: Option<RebuiltStore>,
 }
 
-/// The reason why a run stopped early.
+/// The reason why a run stopped before its end.
 #[derive(Debug)]
 pub enum KillRunStop {
     /// Ctrl-C was pressed.
     Interrupted,
-    /// The store differs from its expected content; these are the differences.
+    /// The store has these differences from its expected content.
     Differs(Vec<String>),
-    /// Any other failure.
+    /// The run failed for another reason.
     Failed(Failure),
 }
 
@@ -75,7 +75,7 @@ impl From<Failure> for KillRunStop {
 }
 
 impl KillRun {
-    /// Creates a run whose store does not exist yet. `bar` counts requests.
+    /// Creates a run for a store that does not exist yet. `bar` counts requests.
     pub fn new(
         errand: ReplayParams,
         random: SplitMix64,
@@ -95,25 +95,25 @@ impl KillRun {
         })
     }
 
-    /// Returns the content of the store at the last check.
+    /// Returns the expected content of the store at the last check.
     pub fn simulation(&self) -> &Simulation {
         &self.simulation
     }
 
-    /// Returns the totals so far.
+    /// Returns the totals of all replays so far.
     pub fn totals(&self) -> &KillRunTotals {
         &self.totals
     }
 
-    /// Runs a replay and kills it, for the `kill`-th time of `kills`. Returns `None` if it ended first; the
-    /// store is checked in either case.
+    /// Runs a replay, kills it, and checks the store. This is kill number `kill` of `kills`. Returns `None` if the
+    /// replay ended before the kill.
     pub fn run_and_kill(&mut self, kill: u64, kills: u64) -> Result<Option<CheckReport>, KillRunStop> {
         let done = self.run_until_then_kill(kill, kills, |_| Ok(()))?;
         Ok(done.map(|((), checked)| checked))
     }
 
-    /// Does the same, and calls `at_the_moment` just before the kill with the last request acknowledged by
-    /// then.
+    /// Runs and kills a replay as [`run_and_kill`](Self::run_and_kill) does. Calls `at_the_moment` just before the kill
+    /// with the last acknowledged request.
     pub fn run_until_then_kill<T>(
         &mut self,
         kill: u64,
@@ -122,8 +122,8 @@ impl KillRun {
     ) -> Result<Option<(T, CheckReport)>, KillRunStop> {
         let from = self.simulation.next_request();
         let left = self.errand.limit - from;
-        // On average the kills divide the rest of the trace evenly. One in four instead comes a short time
-        // after the start, while the process opens the store.
+        // On average, the kills divide the remaining trace evenly. One in four kills occurs shortly after the start,
+        // while the process opens the store.
         let target = from + self.random.below(2 * left / (kills - kill + 2) + 1);
         let early = (self.random.below(4) == 0).then(|| Duration::from_micros(self.random.below(60_000)));
         let late = Duration::from_micros(self.random.below(3_000));
@@ -143,7 +143,7 @@ impl KillRun {
         Ok(Some((done, self.check(lived, &replayer)?)))
     }
 
-    /// Runs a replay to the end of the trace.
+    /// Runs a replay to the end of the trace, and checks the store.
     pub fn run_to_end(&mut self) -> Result<CheckReport, KillRunStop> {
         let mut replayer = self.errand.start()?;
         self.watch(&mut replayer, |_, _| false)?;
@@ -155,8 +155,8 @@ impl KillRun {
         Ok(checked)
     }
 
-    /// Watches a replay and shows its progress until `moment` returns true or the replay ends without an
-    /// error.
+    /// Waits until `moment` returns true or the replay ends, and shows its progress. Returns an error if the replay
+    /// fails.
     pub fn watch(
         &self,
         replayer: &mut Replayer,
@@ -179,13 +179,13 @@ impl KillRun {
         }
     }
 
-    /// Reads the directory and compares it with the simulation. It must hold all acknowledged requests, at
-    /// most the one request in flight, and nothing else.
+    /// Compares the store with the simulation. The store must contain all acknowledged requests, at most the one
+    /// request in flight, and nothing else.
     fn check(&mut self, lived: Duration, replayer: &Replayer) -> Result<CheckReport, KillRunStop> {
         let before = self.simulation.next_request();
         let acknowledged = replayer.last_ack();
         self.totals.back_after.extend(replayer.first_ack_after());
-        // Requests that an earlier check found must still exist, acknowledged or not.
+        // Requests that an earlier check found must still exist, even if they were not acknowledged.
         let certain = acknowledged.max(self.simulation.last_request());
         let in_flight = certain.map_or(0, |request| request + 1);
         let (simulation, rebuilt) = self.check_at(&self.errand.store, certain, Some(in_flight))?;
@@ -195,15 +195,15 @@ impl KillRun {
         Ok(CheckReport { lived, acknowledged, found: self.simulation.last_request(), rebuilt })
     }
 
-    /// Compares the state that recovery finds in a directory with the simulation, byte for byte. The state
-    /// must end between the requests `certain` and `begun`, inclusive. Returns the simulation of this state.
+    /// Compares the state that recovery finds in a directory with the simulation, byte for byte. The last request must
+    /// be between `certain` and `begun`, inclusive. Returns the simulation of this state.
     pub fn check_at(
         &self,
         store: &Path,
         certain: Option<u64>,
         begun: Option<u64>,
     ) -> Result<(Simulation, Option<RebuiltStore>), KillRunStop> {
-        // Nothing can be acknowledged before the store exists.
+        // No request can be acknowledged before the store exists.
         let is_there = store.join(FileName::Store.name()).exists();
         let rebuilt = is_there.then(|| check::recovered(store)).transpose()?;
         let root = rebuilt.as_ref().map(|rebuilt| rebuilt.table.root().clone()).unwrap_or_default();
@@ -226,28 +226,28 @@ impl KillRun {
         Ok((simulation, rebuilt))
     }
 
-    /// Returns the simulation after the request that a store's root names. It is valid for any state since
-    /// the store was created or restored.
+    /// Returns the simulation after request `last`. The result is valid for all states since the store was created or
+    /// restored.
     pub fn simulation_at(&self, last: Option<u64>) -> Simulation {
-        // The simulation of the last check has the epochs that a restore assigned.
+        // The simulation of the last check contains the epochs that a restore assigned.
         let is_ahead = last >= self.simulation.last_request();
         let mut simulation =
             if is_ahead { self.simulation.clone() } else { Simulation::new(self.simulation.rule()) };
         while simulation.last_request() < last {
-            // A root that names a request outside of the trace is reported by the comparison.
+            // If the request is not in the trace, the comparison reports the difference.
             let Some(request) = self.requests.get(simulation.next_request() as usize) else { break };
             simulation.request(request);
         }
         simulation
     }
 
-    /// Sets the simulation back to the state that was restored.
+    /// Resets the simulation to the restored state, and checks the store.
     pub fn gone_back(&mut self) -> Result<CheckReport, KillRunStop> {
         let rebuilt = check::recovered(&self.errand.store)?;
         let request = last_request(rebuilt.table.root()).map_err(Failure::Damage)?;
         self.simulation = self.simulation_at(request);
         hold(&self.simulation, Epochs::AtLeast, &rebuilt)?;
-        // Pages that the restore changed have epochs above all earlier ones, and count from there.
+        // The restore assigned new epochs, above all earlier ones, to the pages that it changed.
         for info in rebuilt.table.pages() {
             if let Some(hash_id) = info.key.as_ref().and_then(hash_id) {
                 self.simulation.set_epoch(hash_id, info.epoch.0);
@@ -257,7 +257,7 @@ impl KillRun {
     }
 }
 
-/// Fails if a store differs from a simulation.
+/// Returns the differences between a store and a simulation as an error, if there are any.
 fn hold(simulation: &Simulation, epochs: Epochs, rebuilt: &RebuiltStore) -> Result<(), KillRunStop> {
     let differences = check::compare(simulation, epochs, rebuilt);
     if differences.is_empty() {
@@ -268,5 +268,5 @@ fn hold(simulation: &Simulation, epochs: Epochs, rebuilt: &RebuiltStore) -> Resu
     Err(KillRunStop::Differs(told))
 }
 
-/// The number of differences listed; the rest are only counted.
+/// Maximum number of differences that are listed.
 const DIFFERENCES_SHOWN: usize = 20;

@@ -1,8 +1,8 @@
-//! `remanent replay`: drives a store with a cache trace, one batch per request.
+//! `remanent replay` drives a store with a cache trace, and commits one batch per request.
 //!
-//! `simulate.rs` decides the steps of a request; this file executes them. The process may be killed at any
-//! instruction. The root entry `request` names the last request in the store, and the rest of the state
-//! follows from that and the trace.
+//! `simulate.rs` decides the steps of a request, and this file executes them. The process may be killed at any
+//! instruction. The root entry `request` contains the number of the last request in the store, which determines the
+//! expected state.
 
 pub(crate) mod check;
 pub(crate) mod child;
@@ -106,7 +106,7 @@ impl From<AckLevel> for Ack {
     }
 }
 
-/// A way to write the log.
+/// The way to write the log.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum LogWriter {
     /// Writes to mapped segments
@@ -128,10 +128,9 @@ impl From<LogWriter> for LogIo {
 }
 
 impl Replay {
-    /// Runs `remanent replay`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let rule = replay_params::choose(&self.dir, self.page_len, self.pages_max)?;
-        // Validates the whole trace before anything is written.
+        // Validate the whole trace before anything is written.
         let survey = Trace::survey(&self.trace, self.limit)?;
         let rule = rule.check(survey.longest).map_err(Failure::Environment)?;
         if self.check {
@@ -151,7 +150,7 @@ impl Replay {
         };
         let store = Store::open(&self.dir, options).map_err(engine_failure)?;
         let mut trace = Trace::open(&self.trace, self.limit)?;
-        // A GPU that was requested by name must hold the pages; an automatically chosen one need not.
+        // Pages are on a GPU only if the GPU was requested by name.
         let place = if matches!(self.device, DeviceChoice::Cuda(_)) { Place::Device(0) } else { Place::Host };
         let mut driver = Driver::take_up(store, place, rule, &mut trace, self.resume)?;
         let first = driver.simulation.next_request();
@@ -187,7 +186,7 @@ impl Replay {
         Ok(if interrupt.is_noted() { Ending::Interrupted } else { Ending::Fine })
     }
 
-    /// Compares the store with the simulation.
+    /// Compares the store with the simulation, and prints the differences.
     fn compare(&self, rule: Rule, out: &mut Output) -> Outcome {
         let rebuilt = check::recovered(&self.dir)?;
         let last = last_request(rebuilt.table.root()).map_err(Failure::Damage)?;
@@ -208,13 +207,13 @@ impl Replay {
     }
 }
 
-/// The number of differences listed; the rest are only counted.
+/// Maximum number of differences that are listed.
 const DIFFERENCES_SHOWN: usize = 20;
 
-/// A store and its simulation.
+/// An open store and its simulation.
 struct Driver {
     store: Store,
-    /// The place of new pages.
+    /// Place of new pages.
     place: Place,
     simulation: Simulation,
     pages: HashMap<u64, PageId>,
@@ -231,7 +230,7 @@ struct ReplayTotals {
 }
 
 impl Driver {
-    /// Determines the last request in the store, and advances the simulation to it.
+    /// Simulates the trace up to the last request in the store. Returns an error if the pages of the store differ.
     fn take_up(
         store: Store,
         place: Place,
@@ -249,7 +248,7 @@ impl Driver {
         let simulation = check::simulate(rule, trace, last)?;
         let mut pages = HashMap::new();
         for info in store.pages().map_err(engine_failure)? {
-            // Keys are unique, so if all pages are expected and the numbers agree, the sets are equal.
+            // Keys are unique. If all pages are expected and their number is correct, no page is missing.
             let known = info.key.as_ref().and_then(hash_id).filter(|id| simulation.pages().contains_key(id));
             pages.insert(known.ok_or_else(differs)?, info.page);
         }
@@ -259,7 +258,7 @@ impl Driver {
         Ok(Self { store, place, simulation, pages, totals: ReplayTotals::default() })
     }
 
-    /// Commits the next request.
+    /// Commits the next request as one batch.
     fn request(&mut self, hash_ids: &[u64]) -> Result<Position, Failure> {
         let request = self.simulation.next_request();
         let page_len = self.simulation.rule().page_len;
@@ -277,7 +276,7 @@ impl Driver {
                     self.totals.created += 1;
                 }
                 Step::Hit(id) => {
-                    // A page created by this request has no number yet.
+                    // A page that this request creates has no id yet.
                     let page = refs.get(&id).copied().unwrap_or_else(|| self.pages[&id].into());
                     batch.write(page, 0, &stream(id, request, HIT_LEN));
                     self.totals.hits += 1;
@@ -295,7 +294,6 @@ impl Driver {
         Ok(committed.position)
     }
 
-    /// Prints the totals.
     fn report(&self, first: u64, took: Duration, out: &mut Output) -> Result<(), Failure> {
         let ReplayTotals { created, hits, evicted, snapshots } = self.totals;
         let Some(last) = self.simulation.last_request().filter(|last| *last >= first) else {
@@ -318,7 +316,7 @@ impl Driver {
     }
 }
 
-/// Returns how the store was recovered, in one line.
+/// Returns a line of text that describes the recovery.
 fn recovery_line(recovered: &RecoveryReport) -> String {
     let RecoveryReport { snapshot, replayed_batches, copied_batches, elapsed, .. } = recovered;
     let base = snapshot.map_or("the log's beginning".to_owned(), |snapshot| format!("snapshot {snapshot}"));
@@ -332,7 +330,7 @@ fn recovery_line(recovered: &RecoveryReport) -> String {
     )
 }
 
-/// The file of acknowledged requests.
+/// The file to which acknowledged requests are written.
 struct AckFile {
     file: File,
     path: PathBuf,
@@ -351,7 +349,7 @@ impl AckFile {
         }
     }
 
-    /// Appends a line in one write, so that a reader never sees a partial line.
+    /// Appends a line with one write, so that a reader never sees a partial line.
     fn append(&mut self, position: Position, request: u64) -> Result<(), Failure> {
         let line = format!("{} {request}\n", position.lsn);
         self.file
@@ -360,7 +358,7 @@ impl AckFile {
     }
 }
 
-/// The failure that the store's pages are not those of the trace.
+/// Returns the failure that the pages of the store differ from those of the trace.
 fn differs() -> Failure {
     Failure::Damage("the store's pages differ from those of the trace; --check lists them".to_owned())
 }

@@ -1,5 +1,5 @@
-//! The replay rule of a store, recorded in its identity blob, so that a store is never continued or checked
-//! under a different rule.
+//! The replay rule of a store. The identity blob of the store records the rule, so that a store is not continued or
+//! checked with a different rule.
 
 use std::path::Path;
 
@@ -10,15 +10,15 @@ use crate::cli::exit::Failure;
 use crate::read::store_dir::StoreDir;
 use crate::replay::simulate::Rule;
 
-/// The rule of a new store if no other is given.
+/// Rule of a new store for which no rule is specified.
 const DEFAULT: Rule = Rule { page_len: 4096, pages_max: 4096 };
 
-/// Returns the identity blob of a store that is replayed under a rule.
+/// Returns the identity blob of a store that is replayed with a rule.
 pub fn identity(rule: Rule) -> String {
     format!("remanent replay: page-len {}, pages-max {}", rule.page_len, rule.pages_max)
 }
 
-/// Returns the rule that an identity blob names.
+/// Parses the rule in an identity blob.
 fn parse(identity: &[u8]) -> Option<Rule> {
     let text = std::str::from_utf8(identity).ok()?;
     let (page_len, pages_max) =
@@ -27,8 +27,8 @@ fn parse(identity: &[u8]) -> Option<Rule> {
     (self::identity(rule) == text).then_some(rule)
 }
 
-/// Returns the rule to use in a directory: the store's own if there is a store, or else the given one. Fails
-/// if the two differ.
+/// Returns the rule of the store in `dir`, or the specified rule if there is no store. Returns an error if the two
+/// differ.
 pub fn choose(dir: &Path, page_len: Option<usize>, pages_max: Option<usize>) -> Result<Rule, Failure> {
     let own = if dir.exists() { own_rule(&StoreDir::open(dir)?)? } else { None };
     let base = own.unwrap_or(DEFAULT);

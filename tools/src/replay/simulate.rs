@@ -1,37 +1,37 @@
-//! The state of a store after a replayed trace, computed without a store.
+//! Computes the state of a store after a replayed trace, without a store.
 //!
-//! Request *i*, counted from 0, is one batch. Its hash ids are processed in order. If the page exists, it is
-//! a hit: the page becomes the most recently used one, and its first 64 bytes are written. Otherwise the page
-//! is created as the most recently used one. After the last id the least recently used pages are deleted
-//! until no more than `pages_max` are left. A page created in request *i* holds the words of SplitMix64
-//! seeded with `hash_id ^ (i << 32)`; a hit in request *j* overwrites the first eight words with words of the
-//! seed `hash_id ^ (j << 32)`. A page's bytes therefore follow from two numbers, and none are stored here.
+//! Request *i*, counted from 0, is one batch. Its hash ids are processed in order. If the page exists, the access is a
+//! hit: the page becomes the most recently used page, and its first 64 bytes are written. Otherwise the page is created
+//! as the most recently used page. After the last id, the least recently used pages are deleted until no more than
+//! `pages_max` pages exist. A page created in request *i* contains the words of SplitMix64 with the seed `hash_id ^ (i
+//! << 32)`. A hit in request *j* overwrites the first eight words with words of the seed `hash_id ^ (j << 32)`. Two
+//! numbers therefore determine the bytes of a page, and this module stores no bytes.
 //!
-//! `replay` drives the store with the steps from this file; `replay --check` and the demo compare a store
-//! with the pages that it expects.
+//! `replay` drives a store with these steps. `replay --check` and the demo compare a store with the expected pages.
 
 use std::collections::{BTreeMap, HashMap};
 
-/// Bytes of a page that a hit overwrites.
+/// Number of bytes that a hit overwrites.
 pub const HIT_LEN: usize = 64;
 
-/// The parameters of a replay.
+/// The length and the maximum number of pages in a replay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rule {
-    /// The length of every page, in bytes.
+    /// Length of every page in bytes.
     pub page_len: usize,
-    /// The maximum number of pages after a request.
+    /// Maximum number of pages after a request.
     pub pages_max: usize,
 }
 
 impl Rule {
-    /// Returns the rule, or an error if some request could not be replayed under it.
+    /// Checks that every request can be replayed with the rule. `longest` is the number of pages that the longest
+    /// request names.
     pub fn check(self, longest: usize) -> Result<Self, String> {
         if self.page_len < HIT_LEN || !self.page_len.is_multiple_of(8) {
             return Err(format!("--page-len must be a multiple of 8 and at least {HIT_LEN}"));
         }
         if self.pages_max < longest {
-            // Otherwise a request would evict one of its own pages.
+            // Otherwise a request could evict one of its own pages.
             return Err(format!(
                 "--pages-max {} is too small: the longest request names {longest} pages",
                 self.pages_max
@@ -41,32 +41,32 @@ impl Rule {
     }
 }
 
-/// One step of a request.
+/// A step of a request. The value is the hash id of the page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// The page is created with all its bytes.
+    /// Create the page and write all its bytes.
     Create(u64),
-    /// The page's first bytes are written.
+    /// Write the first bytes of the page.
     Hit(u64),
-    /// The page is deleted.
+    /// Delete the page.
     Evict(u64),
 }
 
 /// The expected state of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Expected {
-    /// The request that created it.
+    /// The request that created the page.
     pub created: u64,
-    /// The last request that hit it.
+    /// The last request that hit the page, or `None`.
     pub hit: Option<u64>,
-    /// 1 for its creation, plus 1 for every later request that hit it.
+    /// The expected epoch: 1 at creation, and 1 more for every later request that hits the page.
     pub epoch: u64,
-    /// Its position in the order of use.
+    /// Number of the page's last use, in the order of all uses.
     used: u64,
 }
 
 impl Expected {
-    /// Returns the page's bytes.
+    /// Returns the expected bytes of the page.
     pub fn bytes(&self, hash_id: u64, page_len: usize) -> Vec<u8> {
         let mut bytes = stream(hash_id, self.created, page_len);
         if let Some(request) = self.hit {
@@ -76,13 +76,13 @@ impl Expected {
     }
 }
 
-/// The expected pages after some request.
+/// The expected pages after a number of requests.
 #[derive(Clone, Debug)]
 pub struct Simulation {
     rule: Rule,
     requests: u64,
     pages: HashMap<u64, Expected>,
-    /// Hash ids in the order of their last use.
+    /// Hash ids, keyed by the number of their last use.
     by_use: BTreeMap<u64, u64>,
     uses: u64,
 }
@@ -93,13 +93,12 @@ impl Simulation {
         Self { rule, requests: 0, pages: HashMap::new(), by_use: BTreeMap::new(), uses: 0 }
     }
 
-    /// Returns the parameters.
     pub fn rule(&self) -> Rule {
         self.rule
     }
 
-    /// Returns the number of the last request, which is the value of the root entry `request`; `None` before
-    /// the first.
+    /// Returns the number of the last request, or `None` before the first request. The root entry `request` contains
+    /// this number.
     pub fn last_request(&self) -> Option<u64> {
         self.requests.checked_sub(1)
     }
@@ -109,7 +108,7 @@ impl Simulation {
         self.requests
     }
 
-    /// Returns the existing pages by hash id.
+    /// Returns the existing pages, keyed by hash id.
     pub fn pages(&self) -> &HashMap<u64, Expected> {
         &self.pages
     }
@@ -128,7 +127,7 @@ impl Simulation {
         steps
     }
 
-    /// Makes a page the most recently used one, and returns whether it existed.
+    /// Makes a page the most recently used one. Returns a create or a hit.
     fn touch(&mut self, hash_id: u64, request: u64) -> Step {
         self.uses += 1;
         self.by_use.insert(self.uses, hash_id);
@@ -139,7 +138,7 @@ impl Simulation {
         };
         self.by_use.remove(&page.used);
         page.used = self.uses;
-        // An epoch counts batches, not writes: a second access in the same request adds nothing.
+        // An epoch counts batches, so another access in the same request does not change it.
         if page.hit.unwrap_or(page.created) != request {
             page.epoch += 1;
         }
@@ -147,7 +146,7 @@ impl Simulation {
         Step::Hit(hash_id)
     }
 
-    /// Sets the epoch of a page: restoring a snapshot raises the epochs of changed pages above all earlier
+    /// Sets the expected epoch of a page. Restoring a snapshot raises the epochs of changed pages above all earlier
     /// ones.
     pub fn set_epoch(&mut self, hash_id: u64, epoch: u64) {
         if let Some(page) = self.pages.get_mut(&hash_id) {
@@ -156,7 +155,7 @@ impl Simulation {
     }
 }
 
-/// Returns `len` bytes, a multiple of 8, of the stream for a page and a request.
+/// Returns the first `len` bytes of the stream of a page and a request. `len` must be a multiple of 8.
 pub fn stream(hash_id: u64, request: u64, len: usize) -> Vec<u8> {
     let mut words = SplitMix64::new(hash_id ^ (request << 32));
     let mut bytes = vec![0; len];
@@ -166,17 +165,17 @@ pub fn stream(hash_id: u64, request: u64, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// The generator of Steele, Lea and Flood (OOPSLA 2014): a counter and a mixer.
+/// The random number generator of Steele, Lea and Flood (OOPSLA 2014).
 #[derive(Clone, Debug)]
 pub struct SplitMix64(u64);
 
 impl SplitMix64 {
-    /// Creates the stream of a seed.
+    /// Creates a generator with a seed.
     pub fn new(seed: u64) -> Self {
         Self(seed)
     }
 
-    /// Returns the next word.
+    /// Returns the next 64-bit word.
     pub fn next_word(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut word = self.0;
@@ -185,7 +184,7 @@ impl SplitMix64 {
         word ^ (word >> 31)
     }
 
-    /// Returns a number below `bound`, which must not be 0. The bias is below `bound / 2^64`.
+    /// Returns a random number below `bound`, which must not be 0. The bias is below `bound / 2^64`.
     pub fn below(&mut self, bound: u64) -> u64 {
         ((u128::from(self.next_word()) * u128::from(bound)) >> 64) as u64
     }
@@ -195,7 +194,7 @@ impl SplitMix64 {
 mod tests {
     use super::*;
 
-    /// The rule in its simplest form: a list from least to most recently used, with all bytes stored.
+    /// The replay rule in its simplest form: a list of pages from least to most recently used, with all their bytes.
     #[derive(Default)]
     struct Naive {
         pages: Vec<(u64, u64, Vec<u8>)>,
@@ -252,8 +251,7 @@ mod tests {
             let rule = rule(64 + 8 * random.below(4) as usize, 6 + random.below(10) as usize);
             let (mut simulation, mut naive) = (Simulation::new(rule), Naive::default());
             for request in 0..60 {
-                // Few distinct ids and long requests produce repeats within a request, evictions and
-                // returning pages.
+                // Few distinct ids and long requests cause repeated ids, evictions, and pages that are created again.
                 let hash_ids: Vec<u64> = (0..random.below(7)).map(|_| random.below(24)).collect();
                 simulation.request(&hash_ids);
                 naive.request(rule, &hash_ids);

@@ -1,8 +1,7 @@
-//! A cache trace: one JSON object per line, plain or zstd-compressed, read as a stream.
+//! A cache trace, which is a file with one JSON object per line, plain or compressed with zstd.
 //!
-//! Only the field `hash_ids` of a request is used: the cache blocks of the prompt, in order. A trace is
-//! untrusted input: the length of lines is limited, and a line that cannot be parsed is reported with file
-//! and line number.
+//! Of each request, only the field `hash_ids` is used, which lists the cache blocks of the prompt in order. A trace is
+//! not trusted. The length of lines is limited, and an error in a line is reported with the file and the line number.
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -14,15 +13,15 @@ use serde::de::DeserializeOwned;
 
 use crate::cli::exit::Failure;
 
-/// The maximum length of a line, in bytes; the longest in the trace in `data/` has 2,053.
+/// Maximum length of a line in bytes. The longest line of the trace in `data/` has 2,053 bytes.
 const LINE_LEN_MAX: u64 = 1 << 20;
-/// The first bytes of a zstd frame.
+/// Magic bytes at the start of a zstd frame.
 const ZSTD_MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
 
-/// One hour of a production chat service; `data/README.md` names the source.
+/// The trace of one hour of a production chat service. `data/README.md` names the source.
 const BUNDLED: &[u8] = include_bytes!("../../data/mooncake_conversation_trace.jsonl.zst");
 
-/// Writes the trace that comes with the tool into a folder, and returns its path.
+/// Writes the trace that is part of the program to a folder, and returns its path.
 pub fn bundled(folder: &Path) -> Result<PathBuf, Failure> {
     let path = folder.join("trace.jsonl.zst");
     match std::fs::write(&path, BUNDLED) {
@@ -31,36 +30,36 @@ pub fn bundled(folder: &Path) -> Result<PathBuf, Failure> {
     }
 }
 
-/// One line of a trace. Other fields are ignored.
+/// A line of a trace. Other fields are ignored.
 #[derive(Deserialize)]
 struct TraceLine {
     hash_ids: Vec<u64>,
 }
 
-/// An iterator over the requests of a trace, in order, each as its hash ids.
+/// An iterator over the requests of a trace in order. Each item contains the hash ids of a request.
 pub struct Trace {
     lines: TraceLines,
     left: u64,
 }
 
-/// The lines of a trace file, compressed or not, each a JSON value.
+/// The lines of a trace file, each of which is a JSON value.
 pub struct TraceLines {
     name: PathBuf,
     lines: Box<dyn BufRead>,
     number: u64,
 }
 
-/// The counts of one pass over a trace.
+/// Statistics of a trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Survey {
-    /// The number of requests.
+    /// Number of requests.
     pub requests: u64,
-    /// The largest number of distinct hash ids in one request.
+    /// Maximum number of distinct hash ids in a request.
     pub longest: usize,
 }
 
 impl TraceLines {
-    /// Opens a trace file.
+    /// Opens a trace file, and detects compression.
     pub fn open(path: &Path) -> Result<Self, Failure> {
         let open = || -> io::Result<Box<dyn BufRead>> {
             let mut file = BufReader::new(File::open(path)?);
@@ -75,7 +74,7 @@ impl TraceLines {
         Ok(Self { name: path.to_owned(), lines, number: 0 })
     }
 
-    /// Returns the value of the next line or its defect; `None` at the end of the file.
+    /// Parses the next line. Returns `None` at the end of the file, and an error for an invalid line.
     pub fn next<Value: DeserializeOwned>(&mut self) -> Option<Result<Value, Failure>> {
         self.number += 1;
         let line = self.line().transpose()?;
@@ -83,12 +82,12 @@ impl TraceLines {
         Some(value.map_err(|reason| self.defect(&reason)))
     }
 
-    /// Returns a failure that names the line read last.
+    /// Returns a failure that names the file and the number of the last line.
     pub fn defect(&self, reason: &str) -> Failure {
         Failure::Environment(format!("{}:{}: {reason}", self.name.display(), self.number))
     }
 
-    /// Returns the next line without its end; `None` at the end of the file.
+    /// Returns the next line without its newline, or `None` at the end of the file.
     fn line(&mut self) -> Result<Option<Vec<u8>>, String> {
         let mut line = Vec::new();
         let read = self.lines.as_mut().take(LINE_LEN_MAX + 1).read_until(b'\n', &mut line);
@@ -106,12 +105,13 @@ impl TraceLines {
 }
 
 impl Trace {
-    /// Opens the first `limit` requests of a trace.
+    /// Opens a trace file to read its first `limit` requests.
     pub fn open(path: &Path, limit: Option<u64>) -> Result<Self, Failure> {
         Ok(Self { lines: TraceLines::open(path)?, left: limit.unwrap_or(u64::MAX) })
     }
 
-    /// Reads the whole trace once, so that a bad line is found before any request is replayed.
+    /// Reads the first `limit` requests and returns their statistics. An invalid line is thus found before any request
+    /// is replayed.
     pub fn survey(path: &Path, limit: Option<u64>) -> Result<Survey, Failure> {
         let mut survey = Survey { requests: 0, longest: 0 };
         for request in Self::open(path, limit)? {

@@ -1,8 +1,8 @@
-//! Damage: part of a copy of a store is destroyed; the store must then be right or be refused.
+//! Damage. A part of a copy of a store is destroyed, and the store must then be correct or be refused.
 //!
-//! There are two kinds of victims: a store that was closed, so that a mark covers everything, and a store
-//! whose process was killed, so that its last requests may be cut off. Each damaged copy is read without the
-//! engine. One in [`ENGINE_EVERY`] is also opened with the engine, so that its pages reach the device.
+//! There are two kinds of stores: a store that was closed, so that a mark covers all requests, and a store whose
+//! process was killed, so that its last requests may be cut off. Every damaged copy is read without the engine. One of
+//! every [`ENGINE_EVERY`] copies is also opened with the engine, so that its pages are copied to the device.
 
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -25,10 +25,10 @@ use crate::replay::simulate::SplitMix64;
 const ENGINE_EVERY: u64 = 10;
 const SECTOR_LEN: u64 = 512;
 const DRAWS: usize = 64;
-/// The number of kills in the life of a victim.
+/// Number of kills before a store is damaged.
 const KILLS: u64 = 3;
 
-/// A kind of damage.
+/// A kind of damage to a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Bit,
@@ -52,33 +52,33 @@ impl Kind {
     ];
 }
 
-/// The outcome of one damage.
+/// The result of one damage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum DamageVerdict {
-    /// Nothing is lost.
+    /// The store contains all requests.
     Right,
-    /// The store is refused, and the damaged file is named.
+    /// The store was refused, and the error named the damaged file.
     Refused,
-    /// The end is cut off, but no mark covers it.
+    /// The last requests were cut off, but no mark covered them.
     Cut,
-    /// Requests are lost that a mark covers.
+    /// Requests were lost although a mark covered them.
     Lost,
-    /// The bytes served never existed, or not at the same time.
+    /// The store returned bytes of a state that never existed.
     Wrong,
 }
 
-/// A store that is not open.
+/// A closed store whose copies are damaged.
 struct Victim<'c> {
     course: &'c KillRun,
     original: PathBuf,
-    /// A copy from earlier in its life.
+    /// A copy of the store from an earlier time.
     earlier: PathBuf,
     /// The copy that is damaged.
     copy: PathBuf,
     files: Vec<(PathBuf, u64)>,
-    /// The last request.
+    /// Last request in the store.
     last: Option<u64>,
-    /// The last batch that a mark covers.
+    /// Last batch that a mark covers.
     marked: Lsn,
 }
 
@@ -91,7 +91,7 @@ impl TortureContext<'_> {
             if done >= self.requested.damages {
                 break;
             }
-            // A new store for every thousand damages; half of them are made after it was closed.
+            // Create a new store for every thousand damages. Half of the damages are made after the store was closed.
             let wanted = (self.requested.damages - done).min(1000);
             let mut course = self.course(&format!("life-{number}"), None, false)?;
             let earlier = self.folder.join("earlier");
@@ -123,7 +123,7 @@ impl TortureContext<'_> {
         Ok(())
     }
 
-    /// Damages a victim `times` times.
+    /// Damages copies of a store `times` times, and counts the results.
     fn damage(
         &mut self,
         victim: &Victim<'_>,
@@ -164,7 +164,7 @@ impl<'c> Victim<'c> {
         let end = rebuilt.end.as_ref().expect("a rebuild of all of the log has its end");
         let files = StoreDir::open(&original)?.files().map_err(|error| cannot("list", &original, &error))?;
         let files = files.into_iter().filter(|(folder, name, _)| {
-            // The lock file has no bytes.
+            // The lock file contains no bytes.
             (*folder, name.as_str()) != (Folder::Root, FileName::Lock.name().as_str())
         });
         Ok(Self {
@@ -178,7 +178,7 @@ impl<'c> Victim<'c> {
         })
     }
 
-    /// Damages a file, and returns where.
+    /// Damages a file, and returns a description of the damage.
     fn strike(&self, kind: Kind, file: &Path, random: &mut SplitMix64) -> Result<String, Failure> {
         let path = self.copy.join(file);
         let told = |error: std::io::Error| cannot("damage", &path, &error);
@@ -208,7 +208,7 @@ impl<'c> Victim<'c> {
                 let earlier = self.earlier.join(file);
                 let stale = fs::File::open(earlier).and_then(|file| file.read_exact_at(&mut bytes, sector));
                 if stale.is_err() {
-                    // A file that did not exist then counts as zeros.
+                    // Use zeros if the file did not exist at the earlier time.
                     bytes.fill(0);
                 }
             }
@@ -230,7 +230,7 @@ impl<'c> Victim<'c> {
         Ok(format!("{name} at offset {sector}"))
     }
 
-    /// Returns an offset with written bytes if a few draws find one: most of a log segment is zeros.
+    /// Returns a random offset in a file. Tries to find written bytes, because most of a log segment is zeros.
     fn written(&self, file: &Path, len: u64, random: &mut SplitMix64) -> Result<u64, Failure> {
         let path = self.original.join(file);
         let told = |error: std::io::Error| cannot("read", &path, &error);
@@ -249,13 +249,13 @@ impl<'c> Victim<'c> {
         Ok(at)
     }
 
-    /// Repairs the damaged file.
+    /// Replaces the damaged file with the original.
     fn repair(&self, file: &Path) -> Result<(), Failure> {
         let copied = fs::copy(self.original.join(file), self.copy.join(file));
         copied.map(drop).map_err(|error| cannot("copy", file, &error))
     }
 
-    /// Returns the verdict of a reader without the engine.
+    /// Returns the result of reading the copy without the engine.
     fn judge_decoder(&self) -> Result<DamageVerdict, Failure> {
         let options = RebuildOptions { page_bytes_max: available(), ..RebuildOptions::default() };
         let Ok(rebuilt) = rebuild(&StoreDir::open(&self.copy)?, &options) else {
@@ -267,8 +267,8 @@ impl<'c> Victim<'c> {
         Ok(self.judge(found, accepted, is_exact))
     }
 
-    /// Returns the verdict of the engine. The engine may refuse a copy that the reader accepts, but must not
-    /// accept a copy that the reader refuses.
+    /// Returns the result of opening the copy with the engine. The engine may refuse a copy that was readable without
+    /// the engine, but must not accept a copy that was refused.
     fn judge_engine(
         &self,
         device: remanent::DeviceChoice,
@@ -285,7 +285,7 @@ impl<'c> Victim<'c> {
                         let differences = check::compare_open(&self.course.simulation_at(found), &store)
                             .map_err(crate::cli::engine::engine_failure)?;
                         let verdict = self.judge(found, store.lsn(), differences.is_empty());
-                        // Both read the same files by the same rules.
+                        // The engine must reach the same result, because it reads the same files by the same rules.
                         if verdict == decoded { verdict } else { DamageVerdict::Wrong }
                     }
                     Err(_) => DamageVerdict::Wrong,
@@ -303,8 +303,8 @@ impl<'c> Victim<'c> {
     }
 }
 
-/// Judges an opened store by the request that it ends with and should end with, by the batch that it ends
-/// with and the last one that a mark covers, and by its pages.
+/// Determines the result for an opened store. Each pair contains the value that was found and the value that was
+/// expected: the last request, and the last batch. `is_exact` states whether all pages are correct.
 fn judge(
     (found, last): (Option<u64>, Option<u64>),
     (accepted, marked): (Lsn, Lsn),
@@ -321,7 +321,7 @@ fn judge(
     }
 }
 
-/// Returns whether the engine reports damage to the store's files, not an obstacle to reading them.
+/// Returns true if the engine reports damage to the files of the store, and not a failure to read them.
 fn is_refusal(error: &Error) -> bool {
     matches!(
         error,

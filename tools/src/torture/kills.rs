@@ -1,4 +1,4 @@
-//! Kills: a replay is killed at random moments, with each way to write the log.
+//! Kills. A replay is killed at random moments, with each way to write the log.
 
 use remanent::options::LogIo;
 use remanent::{Error, Options, Store};
@@ -8,9 +8,9 @@ use crate::cli::engine::engine_failure;
 use crate::cli::exit::Failure;
 use crate::replay::kill_run::KillRunStop;
 
-/// The number of kills in the life of one store.
+/// Number of kills per store.
 const KILLS_A_COURSE: u64 = 20;
-/// The three ways to write a log.
+/// The ways to write a log.
 const WAYS: [LogIo; 3] = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct];
 
 impl TortureContext<'_> {
@@ -32,7 +32,7 @@ impl TortureContext<'_> {
         Ok(())
     }
 
-    /// Returns why a log cannot be written in this way here, or `None` if it can.
+    /// Returns the reason why the log cannot be written in this way, or `None` if it can.
     fn refusal(&self, way: LogIo) -> Result<Option<String>, Failure> {
         let folder = self.folder.join(format!("asks-{way}"));
         let refusal = match Store::open(&folder, Options::default().log_io(way)) {
@@ -44,7 +44,8 @@ impl TortureContext<'_> {
         Ok(refusal)
     }
 
-    /// Kills `kills` times, in one store after another; each replay then runs to its end.
+    /// Kills replays `kills` times, with a new store after every [`KILLS_A_COURSE`] kills. The last replay of each
+    /// store runs to its end.
     fn kill(&mut self, way: LogIo, kills: u64) -> Result<Vec<u64>, KillRunStop> {
         let (mut killed, mut requests) = (0, 0);
         for number in 0_u64.. {
@@ -65,7 +66,7 @@ impl TortureContext<'_> {
             requests += course.totals().replayed;
             super::remove(&course.errand.store)?;
         }
-        // Every kill was compared with the simulation; a difference would have returned early.
+        // Each kill was compared with the simulation, and a difference would have caused an error.
         Ok(vec![killed, requests, killed])
     }
 }

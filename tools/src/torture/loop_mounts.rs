@@ -1,11 +1,11 @@
-//! File systems in files, mounted on loop devices. The engine's tests use this file too.
+//! File systems in files, which are mounted on loop devices. The tests of the engine also use this file.
 
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Creates a file that holds a file system. The file is sparse, so it uses only the bytes written.
+/// Creates a file that contains a new file system. The file is sparse, so it uses only the space of written bytes.
 pub fn make(path: &Path, len: u64, program: &str, options: &[&str]) -> Result<PathBuf, String> {
     let made = File::create(path).and_then(|file| file.set_len(len));
     made.map_err(|error| format!("cannot make {}: {error}", path.display()))?;
@@ -13,26 +13,25 @@ pub fn make(path: &Path, len: u64, program: &str, options: &[&str]) -> Result<Pa
     Ok(path.to_owned())
 }
 
-/// Mounts `what` on the folder `at`, which is created if necessary.
+/// Mounts `what` on the folder `at`. Creates the folder if it does not exist.
 pub fn mount(what: &Path, at: &Path, arguments: &[&str]) -> Result<(), String> {
     std::fs::create_dir_all(at).map_err(|error| format!("cannot make {}: {error}", at.display()))?;
     run(Command::new("mount").args(arguments).arg(what).arg(at))
 }
 
-/// Unmounts a file system. If it is busy, for example with a process that was just killed, it is unmounted as
-/// soon as it is idle.
+/// Unmounts a file system. If a process still uses the file system, it is unmounted as soon as the process ends.
 pub fn unmount(at: &Path) -> Result<(), String> {
     run(Command::new("umount").arg("--lazy").arg(at))
 }
 
-/// Clones a file as it is at this moment, while it may be written to. Both files must be on a file system
-/// that supports clones.
+/// Clones a file in its current state, even while it is written to. Both files must be on one file system that supports
+/// clones.
 pub fn clone(source: &Path, target: &Path) -> io::Result<()> {
     let target = OpenOptions::new().write(true).create_new(true).open(target)?;
     Ok(rustix::fs::ioctl_ficlone(&target, File::open(source)?)?)
 }
 
-/// Runs a program to its end.
+/// Runs a program and waits for its end. Returns its error output if it fails.
 fn run(command: &mut Command) -> Result<(), String> {
     let program = command.get_program().to_string_lossy().into_owned();
     let output = command.output().map_err(|error| format!("{program}: {error}"))?;

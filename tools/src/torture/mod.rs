@@ -1,9 +1,8 @@
-//! `remanent torture`: kills stores on this disk and device, damages them, cuts their power, and checks every
-//! byte that is left.
+//! `remanent torture` kills stores on this disk and device, damages them, cuts their power, and checks all their bytes.
 //!
-//! `kills.rs`, `damage.rs` and `power.rs` are the three tortures. `mounts.rs` creates the file systems for
-//! the last one, and `loop_mounts.rs` mounts them. The expected content of a store is computed by a
-//! simulation; it is never read from the store.
+//! `kills.rs`, `damage.rs` and `power.rs` contain the three tests. `mounts.rs` creates the file systems for the last
+//! test, and `loop_mounts.rs` mounts them. A simulation computes the expected content of a store, which is never read
+//! from the store.
 
 mod kills;
 mod damage;
@@ -80,12 +79,12 @@ pub struct Torture {
     json: bool,
 }
 
-/// The settings and tools common to all tortures.
+/// The parameters and resources that all three tests share.
 struct TortureContext<'t> {
-    /// A folder used only by this run.
+    /// A folder that only this run uses.
     folder: PathBuf,
     trace: PathBuf,
-    /// The number of distinct pages that the longest request names.
+    /// Number of distinct pages that the longest request names.
     longest: usize,
     requested: &'t Torture,
     interrupt: Interrupt,
@@ -93,20 +92,19 @@ struct TortureContext<'t> {
     random: SplitMix64,
 }
 
-/// The results of one torture.
+/// The results of one test.
 struct TortureTable {
     name: &'static str,
-    /// The names of the counts in a row.
+    /// Names of the counts in a row.
     columns: &'static [&'static str],
     rows: Vec<(String, Vec<u64>)>,
-    /// Attempts that were skipped, with the reason.
+    /// Parts of the test that were skipped, with the reasons.
     skipped: Vec<String>,
-    /// Violations, one sentence each. Empty if there were none.
+    /// Violations that were found, one sentence each.
     wrong: Vec<String>,
 }
 
 impl Torture {
-    /// Runs `remanent torture`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let interrupt = Interrupt::listen()?;
         let cannot = |what: &str, error: std::io::Error| {
@@ -183,7 +181,7 @@ impl Torture {
 }
 
 impl TortureContext<'_> {
-    /// Prepares a run of replays in its own store, with small or large pages.
+    /// Creates a run of replays in a new store, with a random page length.
     fn course(&mut self, name: &str, log_io: Option<LogIo>, durable: bool) -> Result<KillRun, Failure> {
         self.course_in(self.folder.join(name), log_io, durable)
     }
@@ -209,7 +207,7 @@ impl TortureContext<'_> {
         KillRun::new(errand, random, self.interrupt.clone(), ProgressBar::hidden())
     }
 
-    /// Returns the name of the device that the stores' pages are on.
+    /// Returns the name of the device whose memory contains the pages of the stores.
     fn device(&self) -> Result<String, Failure> {
         let folder = self.folder.join("asks");
         let store =
@@ -268,12 +266,11 @@ fn cannot(what: &str, path: &Path, error: &std::io::Error) -> Failure {
     Failure::Environment(format!("cannot {what} {}: {error}", path.display()))
 }
 
-/// Creates a folder.
 fn make(folder: &Path) -> Result<(), Failure> {
     std::fs::create_dir_all(folder).map_err(|error| cannot("create", folder, &error))
 }
 
-/// Removes a folder, if it exists.
+/// Removes a folder if it exists.
 fn remove(folder: &Path) -> Result<(), Failure> {
     match std::fs::remove_dir_all(folder) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(cannot("remove", folder, &error)),
@@ -281,12 +278,11 @@ fn remove(folder: &Path) -> Result<(), Failure> {
     }
 }
 
-/// Removes a file.
 fn remove_file(file: &Path) -> Result<(), Failure> {
     std::fs::remove_file(file).map_err(|error| cannot("remove", file, &error))
 }
 
-/// Copies a folder recursively, replacing any earlier copy.
+/// Copies a folder recursively. Replaces an earlier copy.
 fn copy(from: &Path, to: &Path) -> Result<(), Failure> {
     remove(to)?;
     make(to)?;

@@ -1,8 +1,8 @@
-//! A temporary file system on a loop device, and the content of its device at one moment.
+//! A temporary file system on a loop device, whose content at one moment can be captured.
 //!
-//! The device's file is on an XFS file system, which can clone files. A clone captures one moment of the
-//! device while it is written to. Both file systems stay mounted until this value is dropped, which happens
-//! also after Ctrl-C.
+//! The file of the loop device is on an XFS file system, which can clone files. A clone captures the device at one
+//! moment while the device is written to. Both file systems are unmounted when this value is dropped, also after
+//! Ctrl-C.
 
 use std::path::{Path, PathBuf};
 
@@ -12,24 +12,24 @@ use crate::cli::exit::Failure;
 const OUTER_LEN: u64 = 64 << 30;
 const INNER_LEN: u64 = 4 << 30;
 
-/// One mounted file system.
+/// A mounted file system.
 struct Mount(PathBuf);
 
-/// An ext4 file system whose device can be cloned. Fields are in the order in which they must be dropped.
+/// An ext4 file system whose device can be cloned. The fields are in the order in which they must be dropped.
 pub struct Medium {
     inner: Mount,
     clones: u64,
     outer: Mount,
 }
 
-/// A clone of the device at one moment.
+/// A clone of the device, which contains its state at one moment.
 pub struct PowerCut {
     image: PathBuf,
     at: PathBuf,
 }
 
 impl Medium {
-    /// Creates the file systems in a folder.
+    /// Creates and mounts the file systems in a folder.
     pub fn new(folder: &Path) -> Result<Self, String> {
         let outer = make(&folder.join("outer"), OUTER_LEN, "mkfs.xfs", &["-q", "-f"])?;
         let outer = Mount::new(&outer, folder.join("clones"))?;
@@ -38,12 +38,12 @@ impl Medium {
         Ok(Self { inner, clones: 0, outer })
     }
 
-    /// Returns the folder where the ext4 file system is mounted.
+    /// Returns the folder on which the ext4 file system is mounted.
     pub fn path(&self) -> &Path {
         &self.inner.0
     }
 
-    /// Clones the device at this moment.
+    /// Clones the device in its current state.
     pub fn cut(&mut self) -> Result<PowerCut, Failure> {
         self.clones += 1;
         let image = self.outer.0.join(format!("clone-{}", self.clones));
@@ -55,7 +55,7 @@ impl Medium {
 }
 
 impl PowerCut {
-    /// Mounts the clone while `inspect` runs.
+    /// Mounts the clone, calls `inspect` with the folder, and unmounts the clone.
     pub fn with_mount<T>(self, inspect: impl FnOnce(&Path) -> T) -> Result<T, Failure> {
         let mount = Mount::new(&self.image, self.at).map_err(Failure::Environment)?;
         let seen = inspect(&mount.0);
@@ -74,7 +74,7 @@ impl Mount {
 
 impl Drop for Mount {
     fn drop(&mut self) {
-        // A drop cannot report a failure; removing the folder fails for the caller then.
+        // Ignore the error. If the file system stays mounted, removing the folder fails.
         let _ = unmount(&self.0);
     }
 }

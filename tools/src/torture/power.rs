@@ -1,10 +1,10 @@
-//! Power cuts: the content of a device, file system included, at one moment of a store's life.
+//! Power cuts. The content of a device, including its file system, is captured while a store is written to.
 
 use super::mounts::Medium;
 use super::{TortureContext, TortureTable};
 use crate::replay::kill_run::{KillRun, KillRunStop};
 
-/// The number of power cuts in the life of one store.
+/// Number of power cuts per store.
 const CUTS_A_COURSE: u64 = 12;
 
 impl TortureContext<'_> {
@@ -30,8 +30,7 @@ impl TortureContext<'_> {
             let store = medium.path().join(format!("store-{number}"));
             let mut course = self.course_in(store, None, true)?;
             let wanted = (self.requested.power_cuts - cuts).min(CUTS_A_COURSE);
-            // A request that is only in the page cache when its process is killed may be lost in the next
-            // cut.
+            // Last durable request. Requests that were only in the page cache at a kill may be lost in the next cut.
             let mut durable = None;
             for cut in 1..=wanted {
                 self.check_interrupt()?;
@@ -49,8 +48,8 @@ impl TortureContext<'_> {
     }
 }
 
-/// Cuts the power of a running replay, then kills it. Returns the number of requests that had reached the
-/// page cache and were lost in the cut, or `None` if the replay had ended before.
+/// Captures the device during a replay, then kills the replay. Returns the number of requests that were lost in the cut
+/// although they were in the page cache. Returns `None` if the replay ended before the cut.
 fn cut_power(
     course: &mut KillRun,
     medium: &mut Medium,
@@ -62,7 +61,7 @@ fn cut_power(
     let done = course.run_until_then_kill(cut, of, |acknowledged| Ok((acknowledged, medium.cut()?)))?;
     let Some(((acknowledged, moment), checked)) = done else { return Ok(None) };
     *durable = acknowledged.max(*durable);
-    // The kill came after the cut, so no request had begun by the cut that was not found after the kill.
+    // The kill came after the cut, so the cut cannot contain a request that the check after the kill did not find.
     let seen = moment.with_mount(|mounted| course.check_at(&mounted.join(name), *durable, checked.found))?;
     let (found, _) = seen?;
     *durable = checked.acknowledged.max(*durable);

@@ -1,16 +1,16 @@
-//! The elements of a tensor: their width, and their values as text.
+//! Elements of tensors: their widths, and their values as text and JSON.
 
 use remanent_format::Width;
 use safetensors::Dtype;
 use serde_json::Value;
 
-/// Returns the dtype of a name as safetensors spells it.
+/// Returns the dtype with a safetensors name, or `None` if there is no such dtype.
 pub fn parse(name: &str) -> Option<Dtype> {
     serde_json::from_value(Value::from(name)).ok()
 }
 
-/// Returns the width by which elements are compared and logged. Several elements of fewer than 8 bits share a
-/// byte.
+/// Returns the width with which elements are compared and logged. An element narrower than 8 bits shares a byte with
+/// others.
 pub fn width(dtype: Dtype) -> Width {
     match dtype.bitsize() {
         64 => Width::W8,
@@ -20,7 +20,7 @@ pub fn width(dtype: Dtype) -> Width {
     }
 }
 
-/// The bit layout of a small float.
+/// The bit layout of a float with at most 16 bits.
 struct SmallFloat {
     exponent_bits: u32,
     mantissa_bits: u32,
@@ -28,14 +28,14 @@ struct SmallFloat {
     specials: Specials,
 }
 
-/// The bit patterns that are not finite numbers.
+/// The bit patterns that represent infinity and NaN.
 #[derive(PartialEq)]
 enum Specials {
-    /// The highest exponent is infinity, or NaN if the mantissa is not zero.
+    /// The highest exponent represents infinity, or NaN if the mantissa is not zero.
     Ieee,
-    /// Only all ones is NaN.
+    /// NaN has all exponent and mantissa bits set. There is no infinity.
     AllOnes,
-    /// Only the negative zero is NaN.
+    /// The negative zero represents NaN. There is no infinity.
     NegativeZero,
 }
 
@@ -66,10 +66,10 @@ impl SmallFloat {
     }
 }
 
-/// Returns the value of a real float; `None` for all other dtypes.
+/// Returns the value of a real float, or `None` for any other dtype.
 ///
 /// # Panics
-/// If `bytes` is not one element.
+/// Panics if `bytes` is not one element.
 pub fn float(dtype: Dtype, bytes: &[u8]) -> Option<f64> {
     let small_of = |small: SmallFloat| Some(small.value(unsigned(bytes) as u32));
     match dtype {
@@ -81,7 +81,7 @@ pub fn float(dtype: Dtype, bytes: &[u8]) -> Option<f64> {
         Dtype::F8_E4M3 => small_of(small(4, 3, 7, Specials::AllOnes)),
         Dtype::F8_E5M2FNUZ => small_of(small(5, 2, 16, Specials::NegativeZero)),
         Dtype::F8_E4M3FNUZ => small_of(small(4, 3, 8, Specials::NegativeZero)),
-        // A power of two.
+        // The byte is the exponent of a power of two.
         Dtype::F8_E8M0 => {
             Some(if bytes[0] == 0xff { f64::NAN } else { (f64::from(bytes[0]) - 127.0).exp2() })
         }
@@ -89,10 +89,10 @@ pub fn float(dtype: Dtype, bytes: &[u8]) -> Option<f64> {
     }
 }
 
-/// Returns one element as text.
+/// Returns an element as text.
 ///
 /// # Panics
-/// If `bytes` is not one element.
+/// Panics if `bytes` is not one element.
 pub fn text(dtype: Dtype, bytes: &[u8]) -> String {
     match dtype {
         Dtype::F64 => float(dtype, bytes).expect("a float").to_string(),
@@ -103,15 +103,15 @@ pub fn text(dtype: Dtype, bytes: &[u8]) -> String {
             let (real, imaginary) = bytes.split_at(4);
             format!("({}, {})", text(Dtype::F32, real), text(Dtype::F32, imaginary))
         }
-        // All floats up to 32 bits are shown as `f32`, whose shortest representation is the familiar one.
+        // Floats of up to 32 bits are printed as `f32`, whose shortest representation is familiar.
         _ => float(dtype, bytes).map_or_else(|| hex(bytes), |value| (value as f32).to_string()),
     }
 }
 
-/// Returns one element as JSON: a number if possible, else text.
+/// Returns an element as a JSON number, or as a string if the number cannot be represented.
 ///
 /// # Panics
-/// If `bytes` is not one element.
+/// Panics if `bytes` is not one element.
 pub fn json(dtype: Dtype, bytes: &[u8]) -> Value {
     match dtype {
         Dtype::BOOL if bytes[0] < 2 => (bytes[0] == 1).into(),
@@ -121,7 +121,7 @@ pub fn json(dtype: Dtype, bytes: &[u8]) -> Value {
     }
 }
 
-/// Returns bytes in hexadecimal, the most significant first.
+/// Returns bytes in hexadecimal, with the most significant byte first.
 fn hex(bytes: &[u8]) -> String {
     let digits: String = bytes.iter().rev().map(|byte| format!("{byte:02x}")).collect();
     format!("0x{digits}")

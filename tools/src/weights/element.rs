@@ -1,4 +1,4 @@
-//! One element of a page: its name on the command line, and its offset.
+//! An element of a page, its name on the command line, and its location.
 
 use std::ops::Range;
 use std::str::FromStr;
@@ -10,12 +10,12 @@ use crate::read::selector::Selector;
 use crate::weights::dtype;
 use crate::weights::{dtype_of, label, shape_of};
 
-/// `KEY[INDEX]`, parsed from the command line.
+/// The name of an element, `KEY[INDEX]`, parsed from the command line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ElementName {
     /// The page that contains the element.
     pub page: Selector,
-    /// One number for each dimension, or one number that counts all elements.
+    /// One index per dimension, or one index into all elements.
     pub index: Vec<u64>,
 }
 
@@ -24,7 +24,7 @@ impl FromStr for ElementName {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let wrong = || "expected KEY[INDEX], for example layer.weight[3,7] or layer.weight[1543]".to_owned();
-        // A name may contain brackets, so the last ones are used.
+        // A page name may contain brackets, so use the last pair.
         let (page, index) =
             text.strip_suffix(']').and_then(|text| text.rsplit_once('[')).ok_or_else(wrong)?;
         let number = |text: &str| text.trim().parse().map_err(|_| wrong());
@@ -36,25 +36,25 @@ impl FromStr for ElementName {
 /// An element of an existing page.
 #[derive(Clone, Debug)]
 pub struct Element {
-    /// The element's page.
+    /// The page that contains the element.
     pub info: PageInfo,
-    /// Its dtype; `None` if the page states none, in which case elements are bytes.
+    /// The dtype of the element, or `None` if the metadata of the page states no dtype. The element is then a byte.
     pub dtype: Option<Dtype>,
-    /// Its offset in bytes from the page's start.
+    /// Offset of the element in the page, in bytes.
     pub offset: u64,
-    /// Its width in bytes.
+    /// Width of the element in bytes.
     pub width: usize,
 }
 
 impl ElementName {
-    /// Returns the element of the page `info`.
+    /// Returns the location of the element in the page `info`. Returns a message if the page has no such element.
     pub fn find(&self, info: &PageInfo) -> Result<Element, String> {
         let dtype = dtype_of(info);
         let width = dtype.map_or(1, |dtype| dtype::width(dtype).bytes());
         let shape = shape_of(info).filter(|shape| shape.len() == self.index.len());
         let outside = || format!("there is no element {:?} in {}", self.index, label(info));
         let flat = match (&self.index[..], shape) {
-            // Row-major order: the last dimension varies fastest.
+            // Indices are in row-major order, so the last dimension varies fastest.
             (index, Some(shape)) => {
                 let within = index.iter().zip(&shape).all(|(index, dimension)| index < dimension);
                 let flat = index.iter().zip(&shape).try_fold(0_u64, |flat, (index, dimension)| {
@@ -77,17 +77,17 @@ impl ElementName {
 }
 
 impl Element {
-    /// Returns the element's byte range in its page.
+    /// Returns the byte range of the element in its page.
     pub fn range(&self) -> Range<u64> {
         self.offset..self.offset + self.width as u64
     }
 
-    /// Returns its value as text.
+    /// Returns the value of the element as text.
     pub fn text(&self, bytes: &[u8]) -> String {
         self.dtype.map_or_else(|| bytes[0].to_string(), |dtype| dtype::text(dtype, bytes))
     }
 
-    /// Returns its value as JSON.
+    /// Returns the value of the element as JSON.
     pub fn json(&self, bytes: &[u8]) -> serde_json::Value {
         self.dtype.map_or_else(|| bytes[0].into(), |dtype| dtype::json(dtype, bytes))
     }

@@ -1,4 +1,4 @@
-//! `remanent export`: writes a version of the weights as a safetensors file.
+//! `remanent export` writes a version of the weights to a safetensors file.
 
 use std::collections::BTreeMap;
 use std::io::{BufWriter, Write};
@@ -47,7 +47,6 @@ pub struct Export {
 }
 
 impl Export {
-    /// Runs `remanent export`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let interrupt = Interrupt::listen()?;
         let dir = StoreDir::open(&self.dir)?;
@@ -69,16 +68,16 @@ impl Export {
     }
 }
 
-/// A version of the weights, completely proven.
+/// A version of the weights whose bytes are proven.
 pub struct ExportVersion<'d> {
     header: Header,
     bytes: PageBytes<'d>,
-    /// The pages in the order of the file: the header, then the tensors.
+    /// Pages in the order of the file: the header, then the tensors.
     pages: Vec<PageInfo>,
 }
 
 impl<'d> ExportVersion<'d> {
-    /// Returns the version after a batch.
+    /// Proves the version after batch `until`, or the newest version if `until` is `None`.
     pub fn take(past: &KeptStates<'d>, until: Option<Lsn>, page_bytes_max: u64) -> Result<Self, Failure> {
         let bytes = past.bytes(until, page_bytes_max, |info| is_header(info) || name_of(info).is_some())?;
         let infos: Vec<PageInfo> = bytes.table().pages().collect();
@@ -115,12 +114,12 @@ impl<'d> ExportVersion<'d> {
         Ok(Self { header, bytes, pages })
     }
 
-    /// Returns the batch whose state the version is.
+    /// Returns the batch after which the store is in this version.
     pub fn lsn(&self) -> Lsn {
         self.bytes.table().lsn()
     }
 
-    /// Writes the file. Returns `false`, without writing it, if Ctrl-C was pressed meanwhile.
+    /// Writes the version to a file. Returns `false`, without creating the file, if Ctrl-C was pressed.
     pub fn write_file(&self, path: &Path, interrupt: &Interrupt) -> Result<bool, Failure> {
         let cannot =
             |error: std::io::Error| Failure::Environment(format!("cannot write {}: {error}", path.display()));

@@ -1,8 +1,8 @@
-//! `remanent import`: makes a safetensors file the newest version in a store, in one batch.
+//! `remanent import` adds a safetensors file to a store as its newest version, in one batch.
 //!
-//! The command is the store's only writer while it runs, so the bytes that it compared are the bytes that it
-//! replaces. A version is one batch: a reader of the store sees either the version before or this one, and so
-//! does recovery after a kill at any instruction. Importing the file again then adds whatever is missing.
+//! The command is the only writer of the store while it runs, so the pages cannot change after they were compared. A
+//! version is one batch, so readers and recovery see either the previous version or this one, even after a kill. If the
+//! import did not complete, importing the file again adds the missing version.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -51,7 +51,7 @@ pub struct Import {
     json: bool,
 }
 
-/// Entries that are stored with a version.
+/// Options of an import that the version does not contain: a note, root entries, and the place of new tensors.
 #[derive(clap::Args)]
 struct ImportExtras {
     /// Note to store with the version in the log
@@ -77,21 +77,21 @@ fn parse_root(text: &str) -> Result<(String, Value), String> {
     Ok((name.to_owned(), value))
 }
 
-/// Bytes that are compared at a time; a multiple of every element width.
+/// Number of bytes that are compared at a time, a multiple of every element width.
 const PIECE_LEN: usize = 1 << 20;
-/// A page is written whole if its changes cost more than this share of its length, in eighths.
+/// Share of a page's length, in eighths, above which the cost of its changes causes the whole page to be written.
 const WHOLE_FROM_EIGHTHS: u64 = 7;
-/// Pages up to this length, in bytes, keep their changes in memory: they are not worth an image file.
+/// Maximum length in bytes of a page whose changes are always kept in memory, because an image file is not worthwhile.
 const SHORT_LEN_MAX: u64 = 64 << 10;
-/// The cost, in bytes, of the changes that a version holds in memory until the commit. A change takes up to
-/// two and a half times its cost in memory. Beyond this limit, pages are written whole from the file.
+/// Maximum cost in bytes of the changes that a version keeps in memory until the commit. A change uses up to two and a
+/// half times its cost. Above this limit, whole pages are written from the file.
 const HELD_COST_MAX: u64 = 32 << 20;
-/// Bytes that are compared before the cost of a page's changes is evaluated, which ends a range.
+/// Number of bytes that are compared before the cost of a page's changes is evaluated.
 const LOOKED_AT_LEN: u64 = 16 << 20;
 
 /// The result of an import.
 struct ImportReport {
-    /// Whether the store did not contain the version yet.
+    /// Whether the version differs from the newest version in the store.
     is_new: bool,
     totals: ImportTotals,
 }
@@ -106,10 +106,9 @@ struct ImportTotals {
 }
 
 impl Import {
-    /// Runs `remanent import`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let interrupt = Interrupt::listen()?;
-        // A file that cannot be imported must not create a store.
+        // Open the file first, because a file that cannot be imported must not create a store.
         let file = WeightsFile::open(&self.file)?;
         let was_there = self.dir.exists();
         let store = engine::open(&self.dir, Create::IfEmpty)?;
@@ -164,8 +163,8 @@ impl Import {
     }
 }
 
-/// Removes a store that was just created and is empty: only the store's own files, and folders that are empty
-/// then. Files that cannot be removed stay, because the caller reports why the import failed.
+/// Removes a store that was just created and is empty. Only files of the store, and folders that are then empty, are
+/// removed. Errors are ignored, because the caller reports why the import failed.
 fn remove_empty_store(dir: &Path, was_there: bool) {
     for folder in Folder::INNER.into_iter().chain([Folder::Root]) {
         let path = dir.join(folder.name());
@@ -181,13 +180,13 @@ fn remove_empty_store(dir: &Path, was_there: bool) {
     }
 }
 
-/// Imports a safetensors file into an open store, as the command does. Returns whether this created a new
-/// version: `false` if the store already contained it, or if Ctrl-C was pressed meanwhile.
+/// Imports a safetensors file into an open store as its newest version. Returns `false` if the store already contained
+/// the version, or if Ctrl-C was pressed.
 ///
 /// # Errors
 ///
-/// [`Failure::Environment`] for a file that is not a safetensors file or cannot be read, and for a store that
-/// refuses the batch; [`Failure::Damage`] if the page with the header of an earlier file is damaged.
+/// Returns [`Failure::Environment`] if the file is not a safetensors file or cannot be read, or if the store refuses
+/// the batch. Returns [`Failure::Damage`] if the page with the header of an earlier file is damaged.
 pub fn import(store: &Store, file: &Path) -> Result<bool, Failure> {
     let interrupt = Interrupt::listen()?;
     let along = ImportExtras { note: None, root: Vec::new(), place: Place::Host };
@@ -195,7 +194,8 @@ pub fn import(store: &Store, file: &Path) -> Result<bool, Failure> {
     Ok(imported.is_some_and(|imported| imported.is_new))
 }
 
-/// Makes a file the store's newest version, durably. Returns `None` if Ctrl-C was pressed meanwhile.
+/// Commits a file as the newest version of a store, and waits until it is durable. Returns `None` if Ctrl-C was
+/// pressed.
 fn import_file(
     store: &Store,
     file: &WeightsFile,
@@ -227,25 +227,25 @@ fn import_file(
     Ok(Some(ImportReport { is_new: version.is_new, totals: version.totals }))
 }
 
-/// A version under construction.
+/// A version while the file is compared with the store.
 struct ImportVersion<'a> {
     store: &'a Store,
     file: &'a WeightsFile,
     interrupt: &'a Interrupt,
-    /// The place of new tensors.
+    /// Place of new tensors.
     place: Place,
     batch: WriteBatch,
-    /// The cost of the changes in the batch.
+    /// Cost in bytes of the changes in the batch.
     held_cost: u64,
     is_new: bool,
     totals: ImportTotals,
-    /// Buffers for a piece of both versions.
+    /// Buffers for a piece of the old and the new version.
     before: Vec<u8>,
     after: Vec<u8>,
 }
 
 impl<'a> ImportVersion<'a> {
-    /// Compares the file with the store. Returns `None` if Ctrl-C was pressed meanwhile.
+    /// Compares the file with the store, and adds the differences to a batch. Returns `None` if Ctrl-C was pressed.
     fn prepare(
         store: &'a Store,
         file: &'a WeightsFile,
@@ -262,7 +262,7 @@ impl<'a> ImportVersion<'a> {
         let mut old = version.tensors_before(&pages, header)?;
         let mut keys: BTreeSet<Key> = pages.iter().filter_map(|info| info.key.clone()).collect();
 
-        // Deletes come first, so that their keys are free.
+        // Delete pages first, so that their keys are free.
         let stays: BTreeSet<&str> = file.header.tensors.iter().map(|tensor| &tensor.name[..]).collect();
         for info in old.iter().filter(|(name, _)| !stays.contains(*name)).map(|(_, info)| info) {
             version.batch.delete(info.page);
@@ -291,8 +291,8 @@ impl<'a> ImportVersion<'a> {
         Ok(Some(version))
     }
 
-    /// Returns the pages of the version in the store, by tensor name. Other pages are never changed, whatever
-    /// their keys.
+    /// Returns the pages of the newest version in the store, keyed by tensor name. Other pages are never changed, even
+    /// if they have the same keys.
     fn tensors_before<'p>(
         &self,
         pages: &'p [PageInfo],
@@ -313,7 +313,7 @@ impl<'a> ImportVersion<'a> {
         self.is_new = true;
         self.totals.created += 1;
         let created = if self.is_zeros(tensor)? {
-            // A new page is all zeros.
+            // A new page contains zeros.
             self.batch.create(tensor.len, self.place)
         } else {
             let source = self.file.source(tensor, self.interrupt);
@@ -323,7 +323,7 @@ impl<'a> ImportVersion<'a> {
         Ok(())
     }
 
-    /// Returns whether all bytes of a tensor are zeros.
+    /// Returns true if all bytes of a tensor are zero.
     fn is_zeros(&mut self, tensor: &Tensor) -> Result<bool, Failure> {
         for at in (0..tensor.len).step_by(PIECE_LEN) {
             let piece = &mut self.after[..(tensor.len - at).min(PIECE_LEN as u64) as usize];
@@ -366,17 +366,17 @@ impl<'a> ImportVersion<'a> {
         Ok(())
     }
 
-    /// Compares a tensor with its page. Returns the number of changed elements, and the changes unless the
-    /// page must be written whole.
+    /// Compares a tensor with its page. Returns the number of changed elements and the changes. The changes are `None`
+    /// if the whole page must be written.
     fn compare(&mut self, info: &PageInfo, tensor: &Tensor) -> Result<(u64, Option<PageChanges>), Failure> {
         let width = dtype::width(tensor.dtype);
         let mut changes = Some(PageChanges::new(width));
-        // The number of changed elements of a page that is written whole.
+        // Number of changed elements in a page that is written as a whole.
         let mut counted = 0;
         for at in (0..tensor.len).step_by(PIECE_LEN) {
             let len = (tensor.len - at).min(PIECE_LEN as u64) as usize;
             self.file.read_at(tensor.offset + at, &mut self.after[..len])?;
-            // A page that grows reads as zeros beyond its end.
+            // Bytes after the current end of the page are zero.
             let there = info.len.saturating_sub(at).min(len as u64) as usize;
             self.before[there..len].fill(0);
             if there > 0 {
@@ -401,14 +401,14 @@ impl<'a> ImportVersion<'a> {
         Ok((count, changes))
     }
 
-    /// Returns whether a page with at least these changes is written whole.
+    /// Returns true if the whole page must be written. The page has at least these changes.
     fn is_written_whole(&self, changes: &mut PageChanges, tensor: &Tensor) -> bool {
         let cost = changes.cost();
         let is_most = tensor.len > SHORT_LEN_MAX && cost * 8 > tensor.len * WHOLE_FROM_EIGHTHS;
         is_most || self.held_cost + cost > HELD_COST_MAX
     }
 
-    /// Updates the page with the header, which makes the tensors a file.
+    /// Updates the page that contains the header of the file.
     fn update_header(&mut self, info: Option<&PageInfo>) -> Result<(), Failure> {
         let bytes = &self.file.header.bytes;
         let Some(info) = info else {

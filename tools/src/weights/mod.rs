@@ -1,9 +1,9 @@
-//! The safetensors files of a store: tensors, their names and keys, and the file's header.
+//! Safetensors files in a store: their tensors, the names and keys of tensors, and the header of the file.
 //!
-//! A safetensors file consists of 8 bytes with the length of a JSON header, the header, and the tensors'
-//! bytes back to back. In a store each tensor is a page, with `dtype` and `shape` in its metadata. One more
-//! page holds the header with its 8 bytes, unchanged. The file can therefore be restored byte for byte,
-//! whatever order, spaces or metadata its header has, and headers have versions as any other page.
+//! A safetensors file contains the length of a JSON header in 8 bytes, the header, and the bytes of all tensors back to
+//! back. In a store, each tensor is a page whose metadata contains `dtype` and `shape`. One more page contains the
+//! unchanged header with its 8 bytes. The file can therefore be restored byte for byte, and the header has versions, as
+//! every page has.
 
 pub(crate) mod dtype;
 pub(crate) mod element;
@@ -26,38 +26,38 @@ use safetensors::Dtype;
 use crate::cli::exit::Failure;
 use crate::cli::interrupt::Interrupt;
 
-/// The key of the page that holds the file's header. No tensor gets this key, whatever its name.
+/// Key of the page that contains the header of the file. No tensor has this key.
 pub const HEADER_KEY: &str = "safetensors header";
 
-/// The maximum length of a header, in bytes: the limit of the safetensors library.
+/// Maximum length of a header in bytes, which is the limit of the safetensors library.
 const HEADER_LEN_MAX: u64 = 100_000_000;
-/// The length of the header's length field.
+/// Length in bytes of the field that contains the length of the header.
 const LEN_LEN: u64 = 8;
 
-/// The metadata entry of a tensor's dtype.
+/// Metadata entry that contains the dtype of a tensor.
 const DTYPE: &str = "dtype";
-/// The metadata entry of a tensor's shape.
+/// Metadata entry that contains the shape of a tensor.
 const SHAPE: &str = "shape";
-/// The metadata entry of a tensor's full name, which is also the page's key if it can be one.
+/// Metadata entry that contains the full name of a tensor. The key of the page is the same name if possible.
 const NAME: &str = "name";
 
-/// One tensor of a file.
+/// A tensor that the header of a file describes.
 #[derive(Clone, Debug)]
 pub struct Tensor {
-    /// The full name.
+    /// Full name of the tensor.
     pub name: String,
-    /// The dtype of the elements.
+    /// Dtype of the elements.
     pub dtype: Dtype,
-    /// The tensor's shape.
+    /// Number of elements in each dimension.
     pub shape: Vec<u64>,
-    /// The offset of its bytes from the file's start.
+    /// Offset of the tensor's bytes from the start of the file.
     pub offset: u64,
-    /// The number of its bytes.
+    /// Length of the tensor in bytes.
     pub len: u64,
 }
 
 impl Tensor {
-    /// Returns the metadata of the tensor's page.
+    /// Returns the metadata of the page that contains the tensor.
     pub fn metadata(&self) -> Metadata {
         let shape = self.shape.iter().map(|dimension| Value::U64(*dimension)).collect();
         Metadata::from([
@@ -68,25 +68,24 @@ impl Tensor {
     }
 }
 
-/// The header of a file, parsed.
+/// The parsed header of a safetensors file.
 #[derive(Clone, Debug)]
 pub struct Header {
-    /// The header as it is in the file, preceded by its length.
+    /// Bytes of the header as in the file, preceded by its length.
     pub bytes: Vec<u8>,
-    /// The tensors, in the order of their bytes.
+    /// Tensors, in the order of their bytes.
     pub tensors: Vec<Tensor>,
 }
 
 impl Header {
-    /// Parses and checks a header: the tensors cover the bytes after the header without gaps or overlaps, and
-    /// each has the length that shape and dtype give.
+    /// Parses and checks a header. The tensors must cover all bytes after the header without gaps or overlaps, and the
+    /// length of each tensor must match its shape and dtype.
     pub fn parse(bytes: Vec<u8>) -> Result<Self, String> {
         let json = bytes.get(LEN_LEN as usize..).ok_or("header is truncated")?;
         let metadata: safetensors::tensor::Metadata =
             serde_json::from_slice(json).map_err(|error| format!("header cannot be parsed: {error}"))?;
         let mut infos: Vec<_> = metadata.tensors().into_iter().collect();
-        // Empty tensors share an offset with a neighbor; any order among them is valid, as long as it is
-        // always the same.
+        // Empty tensors have the same offset as a neighbor. Their order is arbitrary but must always be the same.
         infos.sort_by(|(left_name, left), (right_name, right)| {
             (left.data_offsets, left_name).cmp(&(right.data_offsets, right_name))
         });
@@ -100,22 +99,22 @@ impl Header {
         Ok(Self { tensors: infos.into_iter().map(tensor).collect(), bytes })
     }
 
-    /// Returns the length of the whole file.
+    /// Returns the length of the file in bytes.
     pub fn file_len(&self) -> u64 {
         self.tensors.last().map_or(self.bytes.len() as u64, |tensor| tensor.offset + tensor.len)
     }
 }
 
-/// A safetensors file, open for reading.
+/// A safetensors file that was opened for reading.
 pub struct WeightsFile {
-    /// The header, parsed and checked.
+    /// Parsed and checked header of the file.
     pub header: Header,
     file: Arc<File>,
     path: PathBuf,
 }
 
 impl WeightsFile {
-    /// Opens a file and reads its header.
+    /// Opens a file, and reads and checks its header.
     pub fn open(path: &Path) -> Result<Self, Failure> {
         let refuse = |reason: String| Failure::Environment(format!("{}: {reason}", path.display()));
         let cannot = |error: std::io::Error| refuse(format!("cannot read: {error}"));
@@ -131,7 +130,7 @@ impl WeightsFile {
         }
         file.read_exact_at(&mut len, 0).map_err(cannot)?;
         let header_len = u64::from_le_bytes(len);
-        // No length is trusted before it was compared with the file's length and the limit.
+        // Compare the length with the file and the limit before memory is allocated.
         if header_len > HEADER_LEN_MAX || header_len > file_len - LEN_LEN {
             return Err(refuse(format!(
                 "not a safetensors file: header of {header_len} bytes in a file of {file_len} bytes"
@@ -149,18 +148,17 @@ impl WeightsFile {
         Ok(Self { header, file: Arc::new(file), path: path.to_owned() })
     }
 
-    /// Reads bytes at an offset from the file's start.
+    /// Reads bytes at an offset from the start of the file.
     pub fn read_at(&self, offset: u64, out: &mut [u8]) -> Result<(), Failure> {
         self.file.read_exact_at(out, offset).map_err(|error| self.cannot_read(&error))
     }
 
-    /// Returns the failure of a read of the file.
+    /// Returns the failure that the file cannot be read.
     pub fn cannot_read(&self, error: &io::Error) -> Failure {
         Failure::Environment(format!("{}: cannot read: {error}", self.path.display()))
     }
 
-    /// Returns a source of a tensor's bytes, which is read when a batch is committed. After Ctrl-C its reads
-    /// fail.
+    /// Returns a source of the tensor's bytes, which are read when a batch is committed. Reads fail after Ctrl-C.
     pub fn source(&self, tensor: &Tensor, interrupt: &Interrupt) -> Arc<dyn ByteSource> {
         let (file, interrupt) = (self.file.clone(), interrupt.clone());
         Arc::new(TensorSource { file, start: tensor.offset, interrupt })
@@ -171,7 +169,7 @@ impl WeightsFile {
 #[derive(Debug)]
 struct TensorSource {
     file: Arc<File>,
-    /// The offset of the tensor from the file's start.
+    /// Offset of the tensor from the start of the file.
     start: u64,
     interrupt: Interrupt,
 }
@@ -185,8 +183,8 @@ impl ByteSource for TensorSource {
     }
 }
 
-/// Returns the key of a tensor's page: the name if it can be a key, else its beginning and a checksum.
-/// `taken` returns whether another page has a key.
+/// Returns the key of the page for a tensor. The key is the name of the tensor if possible, otherwise the start of the
+/// name and a checksum. `taken` must return true for a key that another page has.
 pub fn key_of(name: &str, taken: impl Fn(&Key) -> bool) -> Key {
     if name != HEADER_KEY
         && let Ok(key) = Key::new(name)
@@ -209,7 +207,7 @@ pub fn key_of(name: &str, taken: impl Fn(&Key) -> bool) -> Key {
     }
 }
 
-/// Returns the full name of the tensor in a page; `None` if the page holds none.
+/// Returns the full name of the tensor in a page, or `None` if the page contains no tensor.
 pub fn name_of(info: &PageInfo) -> Option<&str> {
     match info.metadata.get(NAME) {
         Some(Value::String(name)) => Some(name),
@@ -217,7 +215,7 @@ pub fn name_of(info: &PageInfo) -> Option<&str> {
     }
 }
 
-/// Returns the dtype of a page's elements, if its metadata states one.
+/// Returns the dtype in the metadata of a page, or `None` if there is no valid dtype.
 pub fn dtype_of(info: &PageInfo) -> Option<Dtype> {
     match info.metadata.get(DTYPE) {
         Some(Value::String(name)) => dtype::parse(name),
@@ -225,7 +223,7 @@ pub fn dtype_of(info: &PageInfo) -> Option<Dtype> {
     }
 }
 
-/// Returns the name and the dtype of the tensor in a page, if no safetensors file can hold it.
+/// Returns the name and the dtype of the tensor in a page if safetensors does not support the dtype.
 pub fn foreign_dtype(info: &PageInfo) -> Option<(&str, &str)> {
     match (name_of(info), info.metadata.get(DTYPE)) {
         (Some(name), Some(Value::String(dtype))) if dtype::parse(dtype).is_none() => Some((name, dtype)),
@@ -233,7 +231,7 @@ pub fn foreign_dtype(info: &PageInfo) -> Option<(&str, &str)> {
     }
 }
 
-/// Returns the shape of a page, if its metadata states one.
+/// Returns the shape in the metadata of a page, or `None` if there is no valid shape.
 pub fn shape_of(info: &PageInfo) -> Option<Vec<u64>> {
     let Some(Value::List(dimensions)) = info.metadata.get(SHAPE) else { return None };
     let number = |dimension: &Value| match dimension {
@@ -243,12 +241,12 @@ pub fn shape_of(info: &PageInfo) -> Option<Vec<u64>> {
     dimensions.iter().map(number).collect()
 }
 
-/// Returns whether a page holds the file's header.
+/// Returns true if a page contains the header of the file.
 pub fn is_header(info: &PageInfo) -> bool {
     info.key.as_ref().is_some_and(|key| key.as_bytes() == HEADER_KEY.as_bytes())
 }
 
-/// Returns the name of a page for people: its tensor's full name, else its key, else its number.
+/// Returns the name of a page for messages: the full name of its tensor, otherwise its key, otherwise its id.
 pub fn label(info: &PageInfo) -> String {
     match (name_of(info), &info.key) {
         (Some(name), _) => name.escape_debug().to_string(),

@@ -1,5 +1,5 @@
-//! The versions of a run of several ranks. Each is a small JSON file in `points/` that names a snapshot in
-//! the store of every rank; its first line holds a checksum of the rest.
+//! The versions of a run of several ranks. A version is a small JSON file in the folder `points`, which names a
+//! snapshot in the store of every rank. The first line of the file contains a checksum of the remaining lines.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -11,7 +11,7 @@ use serde::Deserialize;
 
 use crate::cli::exit::Failure;
 
-/// The maximum length of a version's file, in bytes: far beyond that of a run of 100,000 ranks.
+/// Maximum length of the file of a version in bytes, far above that of a run of 100,000 ranks.
 const POINT_LEN_MAX: u64 = 64 << 20;
 
 /// A version of all ranks.
@@ -19,22 +19,21 @@ const POINT_LEN_MAX: u64 = 64 << 20;
 pub struct Point {
     /// The step of the run.
     pub step: u64,
-    /// The name that the caller gave.
+    /// The name that the caller assigned, if any.
     pub name: Option<String>,
-    /// When it was saved, in seconds since 1970.
+    /// The time at which the version was saved, in seconds since 1970.
     pub created: f64,
-    /// For each rank: the identity of its store, the snapshot's name, and the batch that the snapshot ends
-    /// with.
+    /// The identity of the store, the name of the snapshot, and the last batch in the snapshot, for each rank.
     pub parts: Vec<(String, String, u64)>,
 }
 
-/// Returns the folder of versions, if the directory is that of a run of ranks.
+/// Returns the folder of versions, or `None` if the directory does not belong to a run of several ranks.
 pub fn folder(run: &Path) -> Option<PathBuf> {
     let folder = run.join("points");
     folder.is_dir().then_some(folder)
 }
 
-/// Reads the versions, oldest first, and reports the damaged ones.
+/// Reads the versions of a run, oldest first. Returns the versions and a message for each damaged file.
 pub fn read(folder: &Path) -> Result<(Vec<Point>, Vec<String>), Failure> {
     let cannot = |error| Failure::Environment(format!("cannot read {}: {error}", folder.display()));
     let mut numbered: Vec<(u64, PathBuf)> = Vec::new();
@@ -50,7 +49,7 @@ pub fn read(folder: &Path) -> Result<(Vec<Point>, Vec<String>), Failure> {
         let point = match fs::metadata(&path) {
             Ok(found) if found.len() > POINT_LEN_MAX => Err(format!("too long with {} bytes", found.len())),
             Ok(_) => fs::read(&path).map_err(|error| error.to_string()).and_then(|bytes| parse(&bytes)),
-            // The run has given the version up since the folder was listed.
+            // The run has removed the version after the folder was listed.
             Err(error) if error.kind() == ErrorKind::NotFound => continue,
             Err(error) => Err(error.to_string()),
         };

@@ -1,7 +1,7 @@
-//! `remanent versions`: lists the versions that can be loaded, oldest first.
+//! `remanent versions` lists the versions that can be loaded, oldest first.
 //!
-//! A version is the state after a batch from which on the log is kept, or the end of a kept snapshot before
-//! that. A save of several batches marks its root while it is in progress; the states in between are not
+//! A version is the state after a batch from which on the log is kept, or the state at the end of an earlier kept
+//! snapshot. While a save of several batches is in progress, the root contains a mark. The states in between are not
 //! versions.
 
 use std::collections::BTreeMap;
@@ -36,13 +36,13 @@ Examples:
   remanent versions weights --json | jq .lsn
   remanent export weights then.safetensors --at lsn:7";
 
-/// The root entry that exists while a save has written only part of its version.
+/// Root entry that exists while a save has written only a part of its version.
 const SAVING: &str = "saving";
-/// The root entry with the step of a run.
+/// Root entry that contains the step of a run.
 const STEP: &str = "step";
-/// The root entry with the time of a version, in seconds since 1970. It is not part of the saved state.
+/// Root entry that contains the time of a version, in seconds since 1970. The entry is not part of the saved state.
 pub(crate) const SAVED_AT: &str = "saved at";
-/// The prefix of names that a run gives to snapshots automatically.
+/// Prefix of the names that a run assigns to snapshots automatically.
 const OWN_NAME: &str = "step ";
 
 /// List the versions that can be loaded
@@ -56,27 +56,27 @@ pub struct Versions {
     json: bool,
 }
 
-/// A version that can be loaded.
+/// A version of the weights that can be loaded.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Version {
-    /// The batch whose state it is; for a run of several ranks, that of the first rank.
+    /// The batch after which the store is in this version. For a run of several ranks, the batch in the store of the
+    /// first rank.
     pub lsn: u64,
-    /// The step, if it belongs to a run.
+    /// The step of the run, or `None` if the version does not belong to a run.
     pub step: Option<u64>,
-    /// The name that keeps it.
+    /// The name of the snapshot that keeps the version, if any.
     pub name: Option<String>,
-    /// The note that was saved with it, if its batch is still in the log.
+    /// The note that was saved with the version, if its batch is still in the log.
     pub note: Option<String>,
-    /// When it was saved, in milliseconds since 1970, if known.
+    /// The time at which the version was saved, in milliseconds since 1970, if known.
     pub created_unix_ms: Option<u64>,
-    /// Bytes that its batch wrote, if the batch is still in the log.
+    /// The number of bytes that the version's batch wrote, if the batch is still in the log.
     pub bytes: Option<u64>,
-    /// For a run of several ranks: the batch of each rank's store.
+    /// The batch in the store of each rank. Empty unless the run has several ranks.
     pub ranks: Vec<u64>,
 }
 
 impl Versions {
-    /// Runs `remanent versions`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let (found, damage) = find(&self.dir)?;
         if self.json {
@@ -97,7 +97,7 @@ impl Versions {
 ///
 /// # Errors
 ///
-/// [`Failure::Environment`] if there is no store; [`Failure::Damage`] if a damaged file hides versions.
+/// Returns [`Failure::Environment`] if there is no store, or [`Failure::Damage`] if a damaged file hides versions.
 pub fn versions(dir: &Path) -> Result<Vec<Version>, Failure> {
     let (found, damage) = find(dir)?;
     if damage.is_empty() { Ok(found) } else { Err(Failure::Damage(damage.join("\n"))) }
@@ -127,8 +127,8 @@ fn of_ranks(point: points::Point) -> Version {
     }
 }
 
-/// Returns the versions of a store: the ends of kept snapshots, and each batch after the oldest state from
-/// which the log continues.
+/// Returns the versions of a store: the ends of kept snapshots, and each batch after the oldest state from which on the
+/// log is kept.
 fn of_store(dir: &StoreDir, view: &PartialView) -> Result<Vec<Version>, Failure> {
     let Some(end) = view.end() else { return Ok(Vec::new()) };
     let reach = Reach::of(&view.survey, &end.verified);
@@ -194,14 +194,14 @@ struct Batch {
     note: Option<String>,
     bytes: u64,
     saved_at: Option<u64>,
-    /// Root entries that the batch sets or removes.
+    /// Root entries that the batch sets, or removes if the value is `None`.
     root: Vec<(String, Option<Value>)>,
-    /// The state that it restores.
+    /// Lsn of the state that the batch restores, or `None`.
     restored: Option<Lsn>,
 }
 
 impl Batch {
-    /// Decodes a frame. Returns `None` if the payload cannot be decoded.
+    /// Decodes a frame. Returns `None` if the payload is invalid.
     fn of(frame: &ScannedFrame) -> Option<Self> {
         let payload = frame.payload.as_ref().ok()?;
         let mut batch = Self {
@@ -232,7 +232,7 @@ impl Batch {
         Some(batch)
     }
 
-    /// Applies this batch to `root`; `roots` are the roots of earlier states.
+    /// Applies the changes of the batch to `root`. `roots` contains the roots of earlier states.
     fn apply(&self, root: &mut Metadata, roots: &BTreeMap<Lsn, Metadata>) {
         if let Some(restored) = self.restored {
             *root = roots.get(&restored).cloned().unwrap_or_default();
@@ -262,7 +262,7 @@ fn milliseconds(value: &Value) -> Option<u64> {
     if let Value::F64(seconds) = value { unix_ms(*seconds) } else { None }
 }
 
-/// Converts seconds since 1970 to milliseconds; `None` for a value that is not a time.
+/// Converts seconds since 1970 to milliseconds. Returns `None` if the value is not a valid time.
 fn unix_ms(seconds: f64) -> Option<u64> {
     Duration::try_from_secs_f64(seconds).ok().and_then(|time| u64::try_from(time.as_millis()).ok())
 }
